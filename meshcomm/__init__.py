@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# Every public name and where it lives. Loaded when first used: what needs no torch imports none.
+# Every public name, by module. A module is loaded on first use, so names that do not need torch do not import it.
 _FOLDERS = {
     "comm": ("Handle",),
     "config": ("Config", "MeshConfig", "load_config", "plan"),

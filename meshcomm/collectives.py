@@ -1,4 +1,4 @@
-"""The properties of each collective: one row, read by all code that checks, sends, records, simulates, prices or documents it."""
+"""The properties of each collective, in one table for all code that checks, sends, records, simulates or documents calls."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
-# The table can be read without torch.
+# Code can read the table without importing torch.
 Tensor: TypeAlias = Any
-# Combines one flat tensor of each rank, in coord order, by the name of an operation.
+# Reduces flat tensors, one per rank in coord order, with the named operation.
 Reduce: TypeAlias = Callable[[Sequence[Tensor], str], Tensor]
 
 
 class Call(NamedTuple):
     """One collective as a transport receives it.
 
-    x:        this rank's input, contiguous and of a dtype that every backend supports; None if it has no input.
-              A collective in place writes its result there.
-    out:      the buffer of the result; None if in place, and on ranks without a result.
-    op, root: the reduction, and the coord with the whole input or result (-1 if there is none).
-    lengths:  elements from and to each coord, if they differ; otherwise ().
-    blocking: the caller waits immediately, which lets NCCL stay on the current stream.
+    x:        this rank's input, contiguous and of a dtype that every backend supports; None if the rank has no input.
+              An in-place collective writes its result to x.
+    out:      the result buffer; None for in-place collectives and on ranks without a result.
+    op, root: the reduction, and the coord that has the whole input or gets the whole result (-1 if there is no root).
+    lengths:  the numbers of elements received from and sent to each coord if they differ; otherwise ().
+    blocking: whether the caller waits immediately, which lets NCCL stay on the current stream.
     """
 
     row: Collective
@@ -39,15 +39,16 @@ def _ring(n: int) -> Fraction:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Collective:
-    """One collective.
+    """The properties of one collective.
 
-    methods:   torch's ProcessGroup methods, newest name first. options: their type. hooks: its names in group hooks.
-    arguments: the method's arguments before the options, from x, out, size and lengths.
+    methods:   names of torch's ProcessGroup method, newest first. options: the name of its options class. hooks: the
+               collective's names in group hooks.
+    arguments: computes the method's arguments before the options from x, out, size and lengths.
     root:      the keyword for the coord with the whole input ("src") or the whole result ("dst").
-    in_place:  x becomes the result.
-    splits, joins: whether an axis of x is split into a part per coord, and whether all coords' parts are joined.
-    whole:     nccl-tests count the data of all ranks. bus: for n ranks, the bytes on the busiest link per byte counted.
-    functional: the call of `mesh.functional` with a gradient, if its name differs; "" if there is none.
+    in_place:  whether the result overwrites x.
+    splits, joins: whether an axis of x is split into one part per coord, and whether the parts of all coords are joined.
+    whole:     whether nccl-tests counts the data of all ranks. bus: for n ranks, bytes on the busiest link per counted byte.
+    functional: the name of the differentiable call in `mesh.functional`; "" if there is none; None if it is `name`.
     """
 
     name: str
@@ -66,15 +67,15 @@ class Collective:
 
     @property
     def with_gradient(self) -> str:
-        """The call of `mesh.functional` that has a gradient; "" if there is none."""
+        """The name of the differentiable call in `mesh.functional`; "" if there is none."""
         return self.name if self.functional is None else self.functional
 
     def moved(self, nbytes: int, size: int) -> int:
-        """Return the bytes of a call as nccl-tests count them, from the bytes of one rank's tensor."""
+        """Return a call's bytes as nccl-tests counts them, given the size of one rank's tensor."""
         return nbytes * size if self.whole else nbytes
 
     def shape(self, shape: Sequence[int], axis: int, size: int, concat: int = 0) -> tuple[int, ...]:
-        """Return the shape of the result along `axis`, from the shape of x. concat: the axis that an all_to_all joins.
+        """Return the result's shape for a call along `axis`, given the shape of x. concat: the axis that an all_to_all joins.
 
         >>> ROWS["all_gather"].shape((2, 3), 1, 4), ROWS["reduce_scatter"].shape((8, 3), 0, 4)
         ((2, 12), (2, 3))
@@ -183,12 +184,12 @@ ROWS: Final = {
     )
 }  # fmt: skip
 
-# The row of each name that torch's group hooks report.
+# The row for each name that torch's group hooks report.
 HOOKED: Final = {hook: row for row in ROWS.values() for hook in row.hooks}
 
 
 def write_results(calls: Sequence[Call], reduce: Reduce) -> None:
-    """Write every rank's result of a collective. calls: every rank's call in coord order, with contiguous tensors."""
+    """Write a collective's result on every rank. calls: each rank's call, in coord order, with contiguous tensors."""
     row, root, size = calls[0].row, calls[0].root, len(calls)
     if row is BARRIER:
         return
@@ -213,7 +214,7 @@ def write_results(calls: Sequence[Call], reduce: Reduce) -> None:
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:
-    """Flat tensors one after the other."""
+    """Return flat tensors concatenated into one."""
     lengths = [part.numel() for part in parts]
     whole = parts[0].new_empty(sum(lengths))
     for place, part in zip(whole.split(lengths), parts, strict=True):

@@ -1,4 +1,4 @@
-"""The exceptions of meshcomm. Each text states the error, the given value, the expected value and a fix."""
+"""meshcomm's exceptions. Each message states the error, the given value, the expected value and a fix."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from typing import Any
 
 
 class MeshcommError(Exception):
-    """Base class of all errors of meshcomm.
+    """Base class of all meshcomm errors.
 
-    The first line of the text states the error. Up to three indented lines follow: the given value, the expected
-    value, and a fix. facts: attributes that the class of the error documents.
+    The first line of the message states the error. Up to three indented lines follow, with the given value, the
+    expected value and a fix.
+
+    facts: attributes that the error's class documents.
     """
 
     def __init__(
@@ -51,7 +53,7 @@ class LayoutError(MeshcommError):
 
 
 class UnknownDim(LayoutError):
-    """A dim name that the mesh does not have, or dims that no declared group covers."""
+    """The mesh does not have the named dim, or no declared group covers the dims."""
 
 
 class LaunchError(MeshcommError):
@@ -61,7 +63,7 @@ class LaunchError(MeshcommError):
 class MeshMismatchError(MeshcommError):
     """Ranks disagree about the mesh, or a rank is missing from the rendezvous.
 
-    `mismatched_ranks` are the ranks that differ from the majority; `missing` are the ranks that did not arrive.
+    `mismatched_ranks` lists the ranks that differ from the majority, and `missing` lists the ranks that did not arrive.
     """
 
     mismatched_ranks: tuple[int, ...] = ()
@@ -69,7 +71,7 @@ class MeshMismatchError(MeshcommError):
 
 
 class NotMember(MeshcommError):
-    """A rank outside the mesh called a method that needs a place in the mesh."""
+    """A rank outside the mesh called a method that only ranks of the mesh may call."""
 
 
 class MeshClosed(MeshcommError):
@@ -93,7 +95,7 @@ class AutogradError(MeshcommError):
 
 
 class CommunicationError(MeshcommError):
-    """The backend failed while communicating. Its error is the cause.
+    """The backend failed while communicating. The backend's error is the cause of this exception.
 
     `call` describes the collective that failed, if any: the "label" of its group, its sequence "number" in the
     group, "call" (the operation), "dim" and "callsite" (the user's line).
@@ -105,7 +107,7 @@ class CommunicationError(MeshcommError):
 class ObjectError(MeshcommError):
     """A Python object cannot be sent, or a received message is not a valid object.
 
-    The text gives the place inside the object.
+    The message shows where in the object the problem is.
     """
 
 
@@ -118,10 +120,10 @@ class StoreTimeout(StoreError):
 
 
 class CallMismatchError(MeshcommError):
-    """Ranks of a group were about to make different calls, so nothing was sent; or `mesh.step` found a difference.
+    """Ranks of a group made different calls. Raised before anything is sent, or later if `mesh.step` found the difference.
 
-    `mismatched_ranks` are the global ranks that differ from the majority. `step` is set if `mesh.step` found the
-    difference: the first step whose results are not reliable, in the program's numbering. Otherwise it is None.
+    `mismatched_ranks` lists the global ranks that differ from the majority. `step` is the first step whose results are
+    not reliable, in the program's numbering, or None if `mesh.step` did not find the difference.
     """
 
     mismatched_ranks: tuple[int, ...] = ()
@@ -129,19 +131,19 @@ class CallMismatchError(MeshcommError):
 
 
 class CollectiveTimeout(CommunicationError):
-    """A call did not end within its group's timeout. `missing` are the global ranks that had not reached it."""
+    """A call did not complete within its group's timeout. `missing` lists the global ranks that had not reached the call."""
 
     missing: tuple[int, ...] = ()
 
 
 class PeerLost(CollectiveTimeout):
-    """A rank of the group has ended or is stopped. `missing` are the ranks that do not answer or did not arrive."""
+    """A rank of the group has exited or is stopped. `missing` lists the ranks that do not answer or did not arrive."""
 
 
 class RankLost(CommunicationError):
-    """Ranks were lost and new processes replaced them. `missing` are the lost ranks.
+    """Ranks were lost and new processes replaced them. `missing` lists the lost ranks.
 
-    Every other rank raises this from its current call or its next one. `Mesh.reopen` connects to the new
+    Every other rank raises this from its current or next call. `Mesh.reopen` connects to the new
     processes.
     """
 
@@ -149,16 +151,16 @@ class RankLost(CommunicationError):
 
 
 class BarrierTimeout(CommunicationError):
-    """Some ranks did not reach a barrier in time. `missing` are their global ranks."""
+    """Some ranks did not reach a barrier in time. `missing` lists the global ranks that did not arrive."""
 
     missing: tuple[int, ...] = ()
 
 
 class DeadlockError(MeshcommError):
-    """Ranks wait for each other in a cycle, or for an event that no rank will cause. Raised without a timeout.
+    """Ranks wait for each other in a cycle, or for an event that no rank will cause. Raised without waiting for a timeout.
 
-    `circle` are the global ranks of the cycle, each waiting for the next; it is empty if there is no cycle.
-    `waiting` are all ranks that wait.
+    `circle` lists the global ranks of the cycle, each waiting for the next, and is empty if there is no cycle.
+    `waiting` lists all waiting ranks.
     """
 
     circle: tuple[int, ...] = ()
@@ -166,34 +168,34 @@ class DeadlockError(MeshcommError):
 
 
 class UnmatchedMessage(MeshcommError):
-    """A send without a receive, or a receive without a send. `waiting` are the ranks of these calls."""
+    """A send without a receive, or a receive without a send. `waiting` lists the ranks that made these calls."""
 
     waiting: tuple[int, ...] = ()
 
 
 class HandleNotWaited(MeshcommError):
-    """A rank ended without waiting for a call that it had started. `mismatched_ranks` are these ranks."""
+    """A rank finished without waiting for a call that it had started. `mismatched_ranks` lists all such ranks."""
 
     mismatched_ranks: tuple[int, ...] = ()
 
 
 class RankFailed(MeshcommError):
-    """The program raised on some ranks. `by_rank` has the exception of each rank; the first one is the cause.
+    """The program raised an exception on some ranks. `by_rank` maps each rank to its exception; the first is the cause.
 
-    Also raised if ranks were lost and cannot be replaced because other ranks have ended. Then `by_rank` records
-    the place at which each rank was lost.
+    Also raised if ranks were lost and cannot be replaced because other ranks have finished. In that case, `by_rank`
+    records where each rank was lost.
     """
 
     by_rank: dict[int, BaseException]
 
 
 class TrainingError(MeshcommError):
-    """A training run cannot continue. The text gives the step and the reason."""
+    """A training run cannot continue. The message gives the step and the reason."""
 
 
 class MeshTestError(MeshcommError):
-    """A test cannot run on a mesh as written."""
+    """A test, as written, cannot run on a mesh."""
 
 
 class ViewError(MeshcommError):
-    """A page cannot be built from the given input, or cannot be served or written at the requested place."""
+    """A page cannot be built from the given input, or cannot be served or written at the requested location."""

@@ -1,4 +1,4 @@
-"""The properties of each reduction: one row, read by all code that checks, sends, schedules, simulates or documents it."""
+"""The properties of each reduction, in one table for all code that checks, sends, schedules, simulates or documents calls."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeAlias
 
-# The table can be read without torch.
+# Code can read the table without importing torch.
 Tensor: TypeAlias = Any
 # Kinds of dtypes that operations accept or refuse. float8: one-byte floats, which have no arithmetic.
 Kind: TypeAlias = Literal["bool", "whole", "float", "float8", "complex"]
@@ -14,14 +14,14 @@ Kind: TypeAlias = Literal["bool", "whole", "float", "float8", "complex"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WireOp:
-    """A backend's operation on values that ranks have prepared; it can be repeated at the next level of a hierarchy.
+    """A backend's operation on prepared values. A hierarchy can apply the operation again at the next level.
 
-    combine:   torch's function of two operands, as schedules over messages and the simulator apply it.
-    reduce_op: the attribute of torch's ReduceOp.
-    divided:   divide by the number of ranks at the end, if `combine` was applied instead of the backend.
-    rounds:    the order of the operands affects the last bits of floats.
-    nan:       the position of NaN in the order of values; None if values are not ordered.
-    lacking:   backends without this operation.
+    combine:   the name of torch's function of two operands, which message schedules and the simulator apply.
+    reduce_op: the name of the attribute in torch's ReduceOp.
+    divided:   whether the sum is divided by the number of ranks at the end when `combine` replaces the backend.
+    rounds:    whether the order of the operands affects the last bits of floats.
+    nan:       whether NaN counts as the least or the greatest value; None if the operation does not order values.
+    lacking:   the backends that lack this operation.
     """
 
     name: str
@@ -35,14 +35,14 @@ class WireOp:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reduction:
-    """One operation as a user names it. No field has a default: every row must set all of them.
+    """One operation, under the name that users pass. No field has a default, so every row must set all fields.
 
-    wire:    the operation of backends, and of further levels of a hierarchy, on the prepared values.
+    wire:    the operation that backends, and further levels of a hierarchy, apply to the prepared values.
     prepare: changes this rank's values in place before they are sent, given the call's factor; None to send them unchanged.
     factor:  whether the call takes a factor.
-    refuses: kinds of dtypes without this operation, each with the expected dtype and a hint.
-    linear:  whether it has a gradient.
-    partial: whether a pattern may name it.
+    refuses: the kinds of dtypes that the operation rejects, each with the expected dtype and a hint.
+    linear:  whether the operation is linear, and so has a gradient.
+    partial: whether a pattern may name the operation.
     """
 
     name: str
@@ -76,7 +76,7 @@ _FRACTIONS: Final[Mapping[Kind, tuple[str, str]]] = {
 }
 _BITS: Final[Mapping[Kind, tuple[str, str]]] = {"float": _BITWISE, "float8": _BITWISE, "complex": _BITWISE}
 
-# In the order of the documentation: name, wire, prepare, factor, refuses, linear, partial.
+# In documentation order. The arguments are name, wire, prepare, factor, refuses, linear, partial.
 REDUCTIONS: Final[dict[str, Reduction]] = {
     row.name: row
     for row in (
@@ -96,7 +96,7 @@ WIRE_OPS: Final = {row.wire.name: row.wire for row in REDUCTIONS.values()}
 
 
 def with_gradient(name: str = "op") -> str:
-    """Return the operations that have a gradient, as errors list them.
+    """Return the operations that have a gradient, in the form that errors use.
 
     >>> with_gradient()
     'op="sum" or op="avg"'

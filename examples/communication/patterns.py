@@ -14,7 +14,7 @@ Prints:
       step                                            axes        shape      each rank sends
       x                                               b (tp s) h  (2, 6, 4)
       all_to_all along tp, split axis 1, join axis 2  b s (tp h)  (2, 3, 8)  24
-      sent by each rank: 24 elements, times the bytes of one
+      sent by each rank: 24 elements, times the bytes per element
 """
 
 import torch

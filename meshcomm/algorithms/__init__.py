@@ -1,4 +1,4 @@
-"""All-reduce algorithms as plain data: which rank sends which chunk to which rank in each step. Uses no torch and no processes."""
+"""All-reduce algorithms as plain data: the chunks that each rank sends and receives in each step. Requires no torch."""
 
 from meshcomm.algorithms.all_reduce import (
     double_tree,

@@ -1,4 +1,4 @@
-"""The schedules of six all-reduces: around rings, up and down trees, and with partners at distances 1, 2, 4, ..."""
+"""Schedules of six all-reduce algorithms: over rings, over trees, and between partners at distances 1, 2, 4, ..."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Span = tuple[int, int]
 
 
 class Place(NamedTuple):
-    """A rank's place in a tree. The root's depth is 0 and it is its own parent."""
+    """A rank's place in a tree. The root has depth 0 and is its own parent."""
 
     parent: int
     children: tuple[int, ...]
@@ -27,10 +27,10 @@ class Place(NamedTuple):
 
 
 def ring(n: int) -> Schedule:
-    """Return the ring: reduce-scatter, then all-gather.
+    """Return the ring schedule: a reduce-scatter, then an all-gather.
 
     Steps:    2 (n - 1), each with 1/n of the data on every link; optimal in bytes, linear in latency.
-    Order:    chunk c is summed from coord c + 1 upwards, round the end, and finished by coord c.
+    Order:    the sum of chunk c starts at coord c + 1, continues upwards with wraparound, and ends at coord c.
     Source:   Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
               workstations", 2009.
     """
@@ -43,15 +43,15 @@ def ring(n: int) -> Schedule:
 
 
 def two_level(n: int, inner: int) -> Schedule:
-    """Return the groups of `inner` consecutive coords, and a ring across the groups for each position in a group.
+    """Return a schedule of two levels: rings inside groups of `inner` consecutive coords, and rings across the groups.
 
-    A ring inside each group leaves each rank one slice of the group's sum. Rings across the groups
-    all-reduce the slices, and the inner rings gather them. 1/inner of the data crosses between groups.
+    The ring inside each group leaves each rank one slice of the group's sum. The rings across the groups
+    all-reduce these slices, and the inner rings gather them. Only 1/inner of the data crosses between groups.
 
     Steps:    2 (inner - 1) inside and 2 (n / inner - 1) across.
-    Order:    as `ring`, first inside the groups, then across them.
+    Order:    the order of `ring`, first inside the groups, then across the groups.
     Source:   Mikami et al., "Massively distributed SGD: ImageNet/ResNet-50 training in a flash", 2018,
-              as 2D-torus all-reduce.
+              where it is called 2D-torus all-reduce.
     Raises:   LayoutError if `inner` does not divide n.
     """
     check_inner(n, inner)
@@ -60,7 +60,7 @@ def two_level(n: int, inner: int) -> Schedule:
     def program(me: int) -> tuple[ScheduleStep, ...]:
         group, place = divmod(me, inner)
 
-        # Slice i of the group is chunks i * outer to (i + 1) * outer - 1, one for each group.
+        # Slice i consists of chunks i * outer to (i + 1) * outer - 1, one chunk for each group.
         def inside(reduce: bool) -> list[ScheduleStep]:
             return _around(
                 inner, place, lambda p: group * inner + p, lambda i: (i * outer, (i + 1) * outer), reduce
@@ -78,9 +78,9 @@ def two_level(n: int, inner: int) -> Schedule:
 
 
 def tree(n: int, chunks: int = 1) -> Schedule:
-    """Reduce up one binary tree with root 0, and broadcast down it, with `chunks` pieces pipelined.
+    """Return a schedule that reduces up a binary tree with root 0 and broadcasts down it, pipelined in `chunks` pieces.
 
-    The children of r are 2r + 1 and 2r + 2. Data going up and data going down share no link direction.
+    The children of r are 2r + 1 and 2r + 2. Upward and downward data use opposite directions of each link.
 
     Steps:    2 floor(log2 n) + chunks - 1.
     Order:    each rank adds its children's sums to its own, the lower child first.
@@ -95,16 +95,16 @@ def tree(n: int, chunks: int = 1) -> Schedule:
 
 
 def double_tree(n: int, chunks: int = 1) -> Schedule:
-    """Return two binary trees that run at once, each with half the data in `chunks` pieces.
+    """Return a schedule of two concurrent binary trees, each with half the data in `chunks` pieces.
 
     A rank that has children in one tree is a leaf of the other (for odd n, coord 0 has one child in
-    each). So no rank sends more than twice the data, whereas an inner rank of a single tree sends it three times.
+    each). So no rank sends more than twice the data, whereas an inner rank of a single tree sends three times the data.
 
     Steps:    2 ceil(log2 n) + chunks - 1.
-    Order:    as `tree`: the first half of the data along the first tree, the second along the second.
+    Order:    the order of `tree`, with the first half of the data on the first tree and the second half on the second.
     Source:   Sanders, Speck, Träff, "Two-tree algorithms for full bandwidth broadcast, reduction
-              and scan", 2009. Here the connections of a rank work at the same time, as in NCCL
-              since 2.4; their schedule sends one message at a time.
+              and scan", 2009. In this schedule a rank uses all its connections at the same time, as in
+              NCCL since 2.4; in the paper's schedule a rank sends one message at a time.
     """
     check_counts("double_tree", n, chunks)
     height = (n - 1).bit_length()
@@ -118,13 +118,13 @@ def double_tree(n: int, chunks: int = 1) -> Schedule:
 
 
 def recursive_doubling(n: int) -> Schedule:
-    """Exchange all data with a partner and add, at distances 1, 2, 4, ...
+    """Return a schedule in which partners at distances 1, 2, 4, ... exchange and add all data.
 
-    If n is not a power of two, n - p ranks first send their data to a neighbor, which represents both, and receive
-    the result at the end. p is the largest power of two up to n.
+    p is the largest power of two up to n. If p is less than n, n - p ranks first send their data to a neighbor,
+    which represents both ranks, and receive the result at the end.
 
-    Steps:    log2 p, and 2 more if n is not a power of two; each carries all data.
-    Order:    pairs, pairs of pairs, ...; partners compute the same sums, with the same operand left.
+    Steps:    log2 p, and 2 more if n is not a power of two; each step sends all data.
+    Order:    pairs, then pairs of pairs, ...; partners compute the same sums, with the same operand on the left.
     Source:   Thakur, Rabenseifner, Gropp, "Optimization of collective communication operations in
               MPICH", 2005.
     """
@@ -138,12 +138,12 @@ def recursive_doubling(n: int) -> Schedule:
 
 
 def halving_doubling(n: int) -> Schedule:
-    """Return a reduce-scatter by halves with partners at distances p/2, ..., 2, 1, then all-gather back.
+    """Return a schedule that halves the data with partners at distances p/2, ..., 2, 1, then gathers in reverse order.
 
-    Folds as `recursive_doubling` does if n is not a power of two.
+    If n is not a power of two, n - p ranks are folded into neighbors as in `recursive_doubling`.
 
-    Steps:    2 log2 p, and 2 more if n is not a power of two; for powers of two as few bytes as a ring.
-    Order:    pairs at distance p/2, then pairs of those, ...; each chunk is finished by one rank.
+    Steps:    2 log2 p, and 2 more if n is not a power of two; for powers of two, it sends as few bytes as a ring.
+    Order:    pairs at distance p/2, then pairs of these pairs, ...; one rank completes each chunk.
     Source:   Rabenseifner, "Optimization of collective reduction operations", 2004; Thakur,
               Rabenseifner, Gropp, 2005.
     """
@@ -153,7 +153,7 @@ def halving_doubling(n: int) -> Schedule:
     def core(at: int, coord: Callable[[int], int]) -> list[ScheduleStep]:
         steps = []
         for distance, reduce in [*((d, True) for d in reversed(distances)), *((d, False) for d in distances)]:
-            # The partners share 2 * distance chunks; each keeps the half that contains its own.
+            # The partners share 2 * distance chunks; each partner keeps the half that contains its own chunk.
             mine, theirs = (who & ~(distance - 1) for who in (at, at ^ distance))
             out, into = (theirs, mine) if reduce else (mine, theirs)
             peer = coord(at ^ distance)
@@ -167,9 +167,9 @@ def halving_doubling(n: int) -> Schedule:
 def _around(
     size: int, place: int, coord: Callable[[int], int], span: Callable[[int], Span], reduce: bool
 ) -> list[ScheduleStep]:
-    """Return the steps of position `place` in a ring of `size` positions. `coord` and `span` give the coord and chunks of one.
+    """Return the steps of position `place` in a ring. `coord` and `span` map a position to its coord and its chunks.
 
-    reduce: each position ends with the sum of its span. Otherwise each starts with its span and ends with all chunks.
+    reduce: if True, each position ends with the sum of its span. If False, it starts with its span and ends with all chunks.
     """
     after, before = coord((place + 1) % size), coord((place - 1) % size)
     leaving = [(place - step - reduce) % size for step in range(size - 1)]
@@ -182,10 +182,10 @@ def _around(
 def _folded(
     name: str, n: int, chunks: int, core: Callable[[int, Callable[[int], int]], list[ScheduleStep]]
 ) -> Schedule:
-    """Return a schedule over the largest power of two of n ranks. Of the first 2 * extra ranks, the odd ones
-    represent two.
+    """Return a schedule over the largest power of two up to n. Among the first 2 * extra ranks, each odd rank also
+    represents its even neighbor.
 
-    core: the steps of index `at` in the power of two; its second argument maps an index to a coord.
+    core: computes the steps of one index in the power of two; its second argument maps an index to a coord.
     """
     extra = n - (1 << (n.bit_length() - 1))
 
@@ -208,15 +208,15 @@ def _folded(
 
 
 def heap_place(n: int, rank: int) -> Place:
-    """Return the place of `rank` in the binary tree of n ranks that is filled level by level."""
+    """Return the place of `rank` in a binary tree of n ranks that is filled level by level."""
     children = tuple(c for c in (2 * rank + 1, 2 * rank + 2) if c < n)
     return Place((rank - 1) // 2 if rank else 0, children, (rank + 1).bit_length() - 1)
 
 
 def in_order_place(n: int, rank: int) -> Place:
-    """Return the place of `rank` in the tree whose root is 0, above a binary tree of 1 to n - 1 in order.
+    """Return the place of `rank` in a tree whose root 0 has one child: the top of an in-order binary tree of 1 to n - 1.
 
-    The top of a range is its number with the most trailing zero bits, so odd ranks are leaves.
+    The top of a range of ranks is the rank with the most trailing zero bits, so odd ranks are leaves.
     """
     if rank == 0:
         return Place(0, (_top(1, n),) if n > 1 else (), 0)
@@ -229,7 +229,7 @@ def in_order_place(n: int, rank: int) -> Place:
 
 
 def twin_place(n: int, rank: int) -> Place:
-    """Return the place of `rank` in the second of two trees: the first tree with even and odd ranks exchanged.
+    """Return the place of `rank` in the second of two trees, which is the first tree with even and odd ranks exchanged.
 
     The tree is mirrored for even n and shifted by one for odd n, where mirroring would keep even ranks even.
     """
@@ -251,7 +251,7 @@ def _top(low: int, high: int) -> int:
 
 
 def _through(place: Place, height: int, chunks: int, offset: int) -> list[ScheduleStep]:
-    """Return one rank's steps: chunk `offset` + j leaves the deepest leaves in step j, and the root `height` steps later."""
+    """Return one rank's steps: the deepest leaves send chunk `offset` + j in step j, the root `height` steps later."""
     parent, children, depth = place
     if height == 0:
         return []
@@ -269,7 +269,7 @@ def _through(place: Place, height: int, chunks: int, offset: int) -> list[Schedu
 
 
 def _merged(programs: list[list[ScheduleStep]]) -> tuple[ScheduleStep, ...]:
-    """Merge several programs into the same steps. Between two ranks, the first program is listed first on both."""
+    """Merge several programs step by step. Both ranks of a pair list the first program's messages first."""
     return tuple(
         ScheduleStep(
             tuple(s for each in steps for s in each.sends), tuple(r for each in steps for r in each.receives)

@@ -1,4 +1,4 @@
-"""The costs of the algorithms as functions of ranks, bytes and chunks: for models, without a schedule."""
+"""The cost of each algorithm as a function of ranks, bytes and chunks, for models that need no schedule."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from meshcomm.algorithms.schedule import check_counts, check_inner
 
 
 class Cost(NamedTuple):
-    """Counts of one all-reduce, exact if the bytes divide evenly into the chunks.
+    """Step and byte counts of one all-reduce, exact if the bytes divide evenly into chunks.
 
-    steps: messages in the longest chain of dependent messages (the latency term). path_bytes: bytes along it.
+    steps: length of the longest chain of dependent messages (the latency term). path_bytes: bytes sent along that chain.
     busiest_bytes: bytes sent by the busiest rank (the bandwidth term). total_bytes: bytes sent by all ranks.
     """
 
@@ -21,26 +21,26 @@ class Cost(NamedTuple):
     total_bytes: float
 
     def seconds(self, alpha_s: float, beta_s_per_byte: float) -> float:
-        """Return the alpha-beta time: alpha for each step, beta for each byte of the chain or of the busiest rank,
-        whichever is more.
+        """Return the time in the alpha-beta model: alpha per step, plus beta per byte of the chain or of the busiest rank,
+        whichever has more bytes.
 
-        This is the textbook time for ring, two_level and the recursive algorithms over a power of two, and a lower bound for trees.
-        Source: Hockney, "The communication challenge for MPP", 1994.
+        This is the textbook time for ring, two_level and the recursive algorithms over a power of two. For trees, it is
+        a lower bound. Source: Hockney, "The communication challenge for MPP", 1994.
         """
         return self.steps * alpha_s + max(self.path_bytes, self.busiest_bytes) * beta_s_per_byte
 
 
 def ring(n: int, size_bytes: float) -> Cost:
-    """2 (n - 1) steps of size/n; meets the lower bound of bytes of Patarasuk and Yuan 2009."""
+    """Return the cost of 2 (n - 1) steps of size/n bytes, which meets the lower bound in Patarasuk and Yuan 2009."""
     check_counts("ring", n)
     moved = 2 * (n - 1) * size_bytes / n
     return Cost(2 * (n - 1), moved, moved, 2 * (n - 1) * size_bytes)
 
 
 def two_level(n: int, size_bytes: float, inner: int) -> Cost:
-    """Return a ring of all data inside the groups of `inner`, then a ring of 1/inner of it across the n / inner groups.
+    """Return the cost of a ring with all data inside groups of `inner`, and a ring with 1/inner of the data across groups.
 
-    Mikami et al. 2018. For different links and more levels, see `lines` of meshcomm.predict.times.
+    Source: Mikami et al. 2018. For different links and more levels, see `lines` in meshcomm.predict.times.
     """
     check_inner(n, inner)
     inside, across = ring(inner, size_bytes), ring(n // inner, size_bytes / inner)
@@ -49,10 +49,10 @@ def two_level(n: int, size_bytes: float, inner: int) -> Cost:
 
 
 def tree(n: int, size_bytes: float, chunks: int = 1) -> Cost:
-    """2 floor(log2 n) steps to go up and down, and one more for every chunk after the first.
+    """Return the cost of 2 floor(log2 n) steps up and down the tree, plus one step for each chunk after the first.
 
-    An inner rank with two children sends its data once up and twice down. (Pipelined trees: Sanders,
-    Speck, Träff 2009; here all connections of a rank work at the same time.)
+    An inner rank with two children sends its data once up and twice down. A rank uses all its connections at
+    the same time. For pipelined trees, see Sanders, Speck, Träff 2009.
     """
     check_counts("tree", n, chunks)
     steps = 2 * (n.bit_length() - 1) + chunks - 1 if n > 1 else 0
@@ -62,10 +62,10 @@ def tree(n: int, size_bytes: float, chunks: int = 1) -> Cost:
 
 
 def double_tree(n: int, size_bytes: float, chunks: int = 1) -> Cost:
-    """2 ceil(log2 n) steps, and one more for every additional chunk of a half.
+    """Return the cost of 2 ceil(log2 n) steps, plus one step for each chunk of a half after the first.
 
-    An inner rank of one tree sends half the data three times and, as a leaf of the other, half of it
-    once: at most twice the data. Sanders, Speck, Träff 2009; NCCL since 2.4.
+    An inner rank of one tree sends half the data three times. As a leaf of the other tree, it sends the other half
+    once. So it sends at most twice the data. Source: Sanders, Speck, Träff 2009; NCCL since 2.4.
     """
     check_counts("double_tree", n, chunks)
     steps = 2 * (n - 1).bit_length() + chunks - 1 if n > 1 else 0
@@ -74,7 +74,7 @@ def double_tree(n: int, size_bytes: float, chunks: int = 1) -> Cost:
 
 
 def recursive_doubling(n: int, size_bytes: float) -> Cost:
-    """log2 p steps with all data, and 2 more to fold and unfold: Thakur, Rabenseifner, Gropp 2005."""
+    """Return the cost of log2 p steps with all data, plus 2 steps to fold and unfold (Thakur, Rabenseifner, Gropp 2005)."""
     levels, extra, fold = _folded("recursive_doubling", n)
     steps = levels + 2 * fold
     total = ((1 << levels) * levels + 2 * extra) * size_bytes
@@ -82,7 +82,7 @@ def recursive_doubling(n: int, size_bytes: float) -> Cost:
 
 
 def halving_doubling(n: int, size_bytes: float) -> Cost:
-    """2 log2 p steps that carry 1/2, 1/4, ... and back, and 2 more to fold: Rabenseifner 2004."""
+    """Return the cost of 2 log2 p steps that send 1/2, 1/4, ... of the data and back, plus 2 to fold (Rabenseifner 2004)."""
     levels, _, fold = _folded("halving_doubling", n)
     moved = 2 * ((1 << levels) - 1) * size_bytes / (1 << levels)
     path, busiest = moved + 2 * fold * size_bytes, moved + fold * size_bytes
@@ -90,14 +90,14 @@ def halving_doubling(n: int, size_bytes: float) -> Cost:
 
 
 def _folded(name: str, n: int) -> tuple[int, int, int]:
-    """log2 of the largest power of two up to n, the number of remaining ranks, and whether there are any."""
+    """Return log2 of the largest power of two up to n, the number of remaining ranks, and 1 if any remain, otherwise 0."""
     check_counts(name, n)
     levels = n.bit_length() - 1
     extra = n - (1 << levels)
     return levels, extra, int(extra > 0)
 
 
-# (ranks, bytes, chunks) -> Cost; without two_level, which needs levels.
+# (ranks, bytes, chunks) -> Cost. two_level is missing because it needs the group size.
 ALL_REDUCE: Final[Mapping[str, Callable[[int, float, int], Cost]]] = {
     "ring": lambda n, size_bytes, chunks: ring(n, size_bytes),
     "recursive_doubling": lambda n, size_bytes, chunks: recursive_doubling(n, size_bytes),

@@ -1,4 +1,4 @@
-"""Schedules: steps with the messages that a rank sends and receives in each."""
+"""Schedules: the messages that each rank sends and receives in each step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from meshcomm.errors import LayoutError
 
 
 class Send(NamedTuple):
-    """Chunks `first` to `last - 1`, as they were before the step, go to coord `peer`."""
+    """Send chunks `first` to `last - 1`, as they were before the step, to coord `peer`."""
 
     peer: int
     first: int
@@ -18,10 +18,10 @@ class Send(NamedTuple):
 
 
 class Receive(NamedTuple):
-    """Chunks `first` to `last - 1` are received from coord `peer`.
+    """Receive chunks `first` to `last - 1` from coord `peer`.
 
-    reduce: combine them with this rank's chunks, with the operand of the lower coord on the left.
-      If False, they replace this rank's chunks.
+    reduce: if True, combine the received chunks with this rank's, with the lower coord's operand on the left.
+      If False, the received chunks replace this rank's.
     """
 
     peer: int
@@ -31,7 +31,7 @@ class Receive(NamedTuple):
 
 
 class ScheduleStep(NamedTuple):
-    """One rank's part of one step: all messages at once, then the receives take effect in this order.
+    """One rank's part of one step. All messages run concurrently, then the receives take effect in this order.
 
     Between two ranks, the first send of a step matches the first receive, and so on.
     """
@@ -45,9 +45,9 @@ IDLE = ScheduleStep()
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """An all-reduce over `size` ranks in `steps` steps, without a barrier. The data has `chunks` pieces; see `bounds`.
+    """An all-reduce over `size` ranks in `steps` steps, without a barrier. The data is cut into `chunks` pieces; see `bounds`.
 
-    A rank's program depends only on the arguments, so each rank computes its program with `of(coord)`.
+    A rank's program depends only on the arguments, so each rank computes its own program with `of(coord)`.
     """
 
     name: str
@@ -57,7 +57,7 @@ class Schedule:
     program: Callable[[int], tuple[ScheduleStep, ...]]
 
     def of(self, coord: int) -> tuple[ScheduleStep, ...]:
-        """Return the program of rank `coord`: `steps` steps, some of them idle."""
+        """Return the program of coord `coord`: `steps` steps, some of which may be idle."""
         if not 0 <= coord < self.size:
             raise LayoutError(
                 f"the {self.name} all-reduce has no coord {coord}",
@@ -68,9 +68,9 @@ class Schedule:
 
 
 def bounds(length: int, chunks: int) -> list[int]:
-    """Return where `length` elements are cut into `chunks` pieces: chunk i is [bounds[i], bounds[i + 1]).
+    """Return the offsets that cut `length` elements into `chunks` pieces: chunk i is [bounds[i], bounds[i + 1]).
 
-    If they cannot all be equal, the first pieces are one element longer. Pieces may be empty.
+    If the pieces cannot all be equal, the first pieces are one element longer. Pieces may be empty.
 
     >>> bounds(10, 4)
     [0, 3, 6, 8, 10]
@@ -80,7 +80,7 @@ def bounds(length: int, chunks: int) -> list[int]:
 
 
 def check_counts(name: str, size: int, chunks: int = 1) -> None:
-    """Raise LayoutError unless `size` ranks and `chunks` pieces are integers of 1 or more."""
+    """Raise LayoutError unless `size` and `chunks` are integers of 1 or more."""
     for what, value in (("ranks", size), ("chunks", chunks)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise LayoutError(
@@ -91,7 +91,7 @@ def check_counts(name: str, size: int, chunks: int = 1) -> None:
 
 
 def check_inner(size: int, inner: int) -> None:
-    """Raise LayoutError unless `size` ranks form equal groups of `inner`."""
+    """Raise LayoutError unless `size` ranks can be divided into groups of `inner`."""
     check_counts("two_level", size)
     check_counts("two_level", inner)
     if size % inner:

@@ -1,1 +1,1 @@
-"""Measures meshcomm and plain torch.distributed in the same run."""
+"""Benchmarks that compare meshcomm with plain torch.distributed in the same run."""

@@ -1,4 +1,4 @@
-"""The measurements of `meshcomm bench` on a live mesh: each call alternates with torch's equivalent, round by round."""
+"""The measurements behind `meshcomm bench`: on a live mesh, each call alternates with torch's equivalent, round by round."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ROUND_S: Final = 0.02
 _MOST_CALLS: Final = 10_000
 Call: TypeAlias = Callable[[], object]
 
-# The functions on flat tensors, by their names since torch 2.13 or by their older names.
+# torch's functions on flat tensors, by their names since torch 2.13 or their older names.
 _ALL_GATHER: Final[Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _REDUCE_SCATTER: Final[Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -42,31 +42,31 @@ _REDUCE_SCATTER: Final[Any] = getattr(dist, "reduce_scatter_single", None) or di
 
 
 class Pair(NamedTuple):
-    """Two calls with the same result."""
+    """A mesh call and a torch.distributed call with the same result."""
 
     ours: Call
     torch: Call
 
 
 def device_of(mesh: Mesh, dim: str) -> torch.device:
-    """Return the device of tensors for calls along `dim`: host memory for Gloo, whatever the mesh's device is."""
+    """Return the device of tensors for calls along `dim`. With Gloo it is the CPU, whatever the mesh's device is."""
     on_host = mesh.plan.family(dim).options.backend == "gloo"
     return torch.device("cpu") if on_host else mesh.device
 
 
 def pair(mesh: Mesh, dim: str, operation: Operation, size_bytes: int) -> Pair:
-    """Return `operation` along `dim` by the mesh, and by torch.distributed on the same group. size_bytes: from
-    `counted_bytes`.
+    """Return `operation` along `dim` as a mesh call, and as a torch.distributed call on the same group. size_bytes: as
+    `counted_bytes` returns it.
 
-    Data are float32 zeros, so that sums do not change. If a mesh call returns new memory, torch's call gets a new tensor
-    each time. If a mesh call leaves `x` unchanged, torch's call works on a copy. Buffers that both accept are created once.
-    The root is coord 0. A message goes to the next coord.
+    The data are float32 zeros, so sums stay zero. If a mesh call returns new memory, torch's call gets a new tensor
+    each time. If a mesh call leaves `x` unchanged, torch's call works on a copy. A buffer that both calls accept is allocated
+    once. The root is coord 0. Messages go to the next coord.
     """
     n, coord, group, device = mesh.size(dim), mesh.coord(dim), mesh.group(dim), device_of(mesh, dim)
     count = size_bytes // DTYPE_BYTES
 
     def zeros(elements: int) -> Tensor:
-        # Write to the memory, because reading pages that were never written costs nothing and would distort times.
+        # Write to the memory: reading pages that were never written costs nothing and would distort the times.
         return torch.empty(elements, dtype=torch.float32, device=device).zero_()
 
     x = zeros(count)
@@ -118,7 +118,7 @@ def _ring(x: Tensor, group: dist.ProcessGroup, coord: int, n: int) -> Tensor:
 
 
 class Item(NamedTuple):
-    """One operation of one size along one dim. size_bytes: as `counted_bytes` returns it."""
+    """One operation at one size along one dim. size_bytes: as `counted_bytes` returns it."""
 
     dim: str
     operation: Operation
@@ -126,7 +126,7 @@ class Item(NamedTuple):
 
 
 class Skipped(NamedTuple):
-    """An operation that is not measured, and why. operation: None for all operations."""
+    """An operation that is not measured, and the reason. operation: None for all operations."""
 
     dim: str
     operation: str | None
@@ -140,13 +140,13 @@ def in_turn(
     align: Callable[[], object] | None = None,
     finish: Callable[[], object] | None = None,
 ) -> dict[str, list[float]]:
-    """Return the seconds per call of each way. A round makes `calls` calls of one way, then of the next. There are
-    `rounds` rounds.
+    """Return the seconds per call of each function in `ways`, for each of `rounds` rounds. A round calls one function
+    `calls` times, then the next one.
 
-    Every other round runs the ways in reverse order, so that no way always follows the same one.
-    align: called before each block, so that all ranks start together. finish: called after each block, before
-        the clock stops; it returns when the work of the calls is done.
-    A first round is not counted.
+    Every other round uses the reverse order, so that no function always follows the same one.
+    align: called before each function's turn, so that all ranks start together. finish: called after each turn,
+        before the clock stops; returns when the calls have finished.
+    An additional first round is a warmup and is not counted.
     """
     found: dict[str, list[float]] = {name: [] for name in ways}
     order = list(ways.items())
@@ -166,7 +166,7 @@ def in_turn(
 
 
 class Measured(NamedTuple):
-    """Seconds per call of the slowest rank, round by round, equal on all ranks. calls: number of calls per round."""
+    """Seconds per call on the slowest rank, for each round; equal on all ranks. calls: the number of calls per round."""
 
     item: Item
     calls: int
@@ -179,7 +179,7 @@ def sweep(
 ) -> tuple[list[Measured], list[Skipped]]:
     """Measure every item. Operations that a backend does not support are skipped, with the reason.
 
-    All groups along a dim run at the same time, as in a training step. progress: a line on stderr before each item.
+    All groups along a dim run at the same time, as in a training step. progress: print a line to stderr before each item.
     Called by: every rank of the mesh.
     """
     found: list[Measured] = []
@@ -200,7 +200,7 @@ def sweep(
 
 def _measure(mesh: Mesh, item: Item, rounds: int, round_s: float) -> Measured:
     ways = pair(mesh, item.dim, item.operation, item.size_bytes)._asdict()
-    # All groups connect, and unsupported operations raise.
+    # Connect all groups, and let unsupported operations raise.
     for call in ways.values():
         call()
     device = device_of(mesh, item.dim)
@@ -213,7 +213,7 @@ def _measure(mesh: Mesh, item: Item, rounds: int, round_s: float) -> Measured:
         found = in_turn(ways, rounds, calls, align=together, finish=partial(_finish, device))
         return slowest(mesh, list(found.values()))
 
-    # Time one call to estimate how many fill a quarter of a round; time these to estimate how many fill a round.
+    # Time one call to estimate how many calls fill a quarter of a round, then time that many to size a full round.
     count = 1
     for share in (0.25, 1.0):
         shortest = min(map(min, times(1, count)))
@@ -224,13 +224,13 @@ def _measure(mesh: Mesh, item: Item, rounds: int, round_s: float) -> Measured:
 
 
 def _finish(device: torch.device) -> None:
-    """Return when the device has finished all queued work. On a CPU, return at once."""
+    """Return when the device has finished all queued work. On a CPU, return immediately."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 
 
 def slowest(mesh: Mesh, seconds: Sequence[Sequence[float]]) -> list[tuple[float, ...]]:
-    """Return the elementwise maximum of all ranks' times, which is equal on all ranks."""
+    """Return the elementwise maximum of the times over all ranks, equal on all ranks."""
     worst = torch.tensor(seconds, dtype=torch.float64, device=mesh.device)
     for dim in mesh.dims:
         mesh.all_reduce(dim, worst, "max")
@@ -238,9 +238,10 @@ def slowest(mesh: Mesh, seconds: Sequence[Sequence[float]]) -> list[tuple[float,
 
 
 def chosen_dims(plan: Plan, asked: Sequence[str]) -> tuple[list[Family], list[Skipped]]:
-    """Return the families to measure, in plan order, and the families left out.
+    """Return the families to measure, in plan order, and the omitted ones.
 
-    asked: names of dims, merged dims or views' dims. If empty, all names that do not share another name's groups.
+    asked: names of dims, merged dims or views' dims. If empty, all names are used except those that share
+        another name's groups.
     Raises UnknownDim, and ConfigError if nothing is left to measure.
     """
     for name in asked:
@@ -267,7 +268,7 @@ def chosen_dims(plan: Plan, asked: Sequence[str]) -> tuple[list[Family], list[Sk
 
 
 def items(families: Sequence[Family], operations: Sequence[Operation], sizes: Sequence[int]) -> list[Item]:
-    """Return every operation and size along every dim, sizes ascending, each once. Raises ConfigError."""
+    """Return each combination of dim, operation and size once, with sizes ascending. Raises ConfigError."""
     found = [
         Item(family.name, operation, counted_bytes(operation, size, family.name, family.size))
         for family in families
@@ -279,7 +280,7 @@ def items(families: Sequence[Family], operations: Sequence[Operation], sizes: Se
 
 @dataclass(frozen=True)
 class Asked:
-    """The requested measurements. dims: if empty, all dims are measured. round_s: as for `sweep`."""
+    """The requested measurements. dims: the dims to measure; if empty, all dims. round_s: as for `sweep`."""
 
     operations: Sequence[Operation]
     sizes: Sequence[int]
@@ -289,9 +290,9 @@ class Asked:
 
 
 def measured_facts(mesh: Mesh, asked: Asked, topology: TopologyConfig, progress: bool) -> dict[str, Any]:
-    """Measure, and return JSON-serializable data for `bench_view`.
+    """Run the measurements and return JSON-serializable data for `bench_view`.
 
-    topology: as `discovered` returns it. progress: whether this rank reports progress on stderr, if that is a terminal.
+    topology: as `discovered` returns it. progress: whether this rank reports progress on stderr if stderr is a terminal.
     Called by: every rank of the mesh. Raises UnknownDim and ConfigError, on all ranks.
     """
     families, skipped = chosen_dims(mesh.plan, asked.dims)
@@ -323,7 +324,7 @@ def _dim_facts(mesh: Mesh, family: Family, where: Machine | None) -> dict[str, A
 
 
 def machine_facts(mesh: Mesh) -> dict[str, Any]:
-    """Return this rank's host and device, the host's load average over a minute, and the number of hosts of the mesh.
+    """Return this rank's host and device, the host's one-minute load average, and the number of hosts in the mesh.
 
     Called by: every rank of the mesh.
     """
@@ -346,7 +347,7 @@ def machine_facts(mesh: Mesh) -> dict[str, Any]:
 
 
 def _hosts(mesh: Mesh) -> int:
-    """Return the number of different host names of the ranks."""
+    """Return the number of distinct host names among the ranks."""
     mine = torch.tensor([zlib.crc32(socket.gethostname().encode())], dtype=torch.int64, device=mesh.device)
     for dim in mesh.dims:
         mine = mesh.all_gather(dim, mine)

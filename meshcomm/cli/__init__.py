@@ -1,4 +1,4 @@
-"""The commands of `meshcomm`. Each command imports torch only if it needs it."""
+"""The commands of `meshcomm`. A command imports torch only if it needs torch."""
 
 from __future__ import annotations
 

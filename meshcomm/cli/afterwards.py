@@ -1,4 +1,4 @@
-"""Commands for the results and the failures of a job: report, doctor, export."""
+"""Commands for a job's results and failures: report, doctor, export."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def report(
         Path,
         typer.Argument(
             metavar="[DIR]",
-            help="Folder with the reports of one or several runs; the newest is read. Default: meshcomm-reports.",
+            help="Folder with the reports of one or more runs. The newest run is read. Default: meshcomm-reports.",
         ),
     ] = Path("meshcomm-reports"),
 ) -> None:
-    """Combine the reports of a job whose calls failed: which ranks waited, for which ranks, and where."""
+    """Combine the reports of a job with failed calls. Show which ranks waited, for which ranks, and where."""
     from meshcomm.jobs.afterwards import report as job
 
     typer.echo(job(source))
@@ -36,7 +36,7 @@ def report(
 def doctor(
     config: Annotated[
         Path | None,
-        typer.Argument(metavar="[CONFIG]", help="The job's configuration file, which allows more checks."),
+        typer.Argument(metavar="[CONFIG]", help="The job's configuration file, for additional checks."),
     ] = None,
     world: World = None,
     json: AsJson = False,
@@ -45,12 +45,12 @@ def doctor(
     ] = False,
     overrides: Overrides = None,
 ) -> None:
-    """Find problems of this host, installation and environment, and suggest fixes. Under torchrun, check all ranks.
+    """Find problems with this host, installation and environment, and suggest fixes. Under torchrun, check all ranks.
 
-    Exit code 1 if a problem would make the job fail.
+    The exit code is 1 if a problem would make the job fail.
     """
     if config is None and overrides:
-        raise no_config(overrides, "a CONFIG whose settings they change", "meshcomm doctor CONFIG --set ...")
+        raise no_config(overrides, "a CONFIG whose settings to override", "meshcomm doctor CONFIG --set ...")
     from meshcomm.config import load_config
 
     settings = None if config is None else load_config(config, overrides or ())
@@ -89,7 +89,8 @@ def export(
     source: Annotated[
         Path,
         typer.Argument(
-            metavar="RUN|CHECKPOINT", help="The folder of a run, for its last checkpoint, or a checkpoint."
+            metavar="RUN|CHECKPOINT",
+            help="A checkpoint, or a run's folder, whose last checkpoint is exported.",
         ),
     ],
     target: Annotated[
@@ -97,7 +98,9 @@ def export(
     ],
     pretrained: Annotated[
         bool,
-        typer.Option("--pretrained", help="Write a folder for from_pretrained of transformers or peft."),
+        typer.Option(
+            "--pretrained", help="Write a folder that from_pretrained of transformers or peft can read."
+        ),
     ] = False,
     merged: Annotated[
         bool,
@@ -108,7 +111,7 @@ def export(
     dtype: Annotated[
         str | None,
         typer.Option(
-            help="Dtype in a folder: float32, bfloat16 or float16. Default: the dtype of the weights."
+            help="Dtype to write to a folder: float32, bfloat16 or float16. Default: the dtype of the weights."
         ),
     ] = None,
     shard_gb: Annotated[

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from meshcomm.config import Config, TopologyConfig
 
 Facts = dict[str, Any]
-# Variables of torchrun, Slurm, Open MPI, MPICH, MVAPICH, jsrun, Flux and PALS for a process's index on its host.
+# Variables in which torchrun, Slurm, Open MPI, MPICH, MVAPICH, jsrun, Flux and PALS store a process's index on its host.
 _LOCAL_RANKS: Final = (
     "LOCAL_RANK",
     "SLURM_LOCALID",
@@ -42,23 +42,23 @@ GROUPS: Final = {
 
 
 class Command(TyperCommand):
-    """A command whose usage line shows its arguments as they are written here, on every version of typer."""
+    """A command whose usage line shows its arguments as they are declared, with every version of typer."""
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
-        """Format the usage as in `[OPTIONS] [CONFIG] SCRIPT [ARGUMENTS]...`."""
+        """Return the parts of the usage line, such as `[OPTIONS] [CONFIG] SCRIPT [ARGUMENTS]...`."""
         arguments = [str(each.metavar) for each in self.params if each.param_type_name == "argument"]
         return ["[OPTIONS]", *arguments, *["[ARGUMENTS]..."] * ctx.allow_extra_args]
 
 
 class Commands(TyperGroup):
-    """All commands. A MeshcommError in any command is printed on stderr and gives exit code 2."""
+    """The group of all commands. If a command raises MeshcommError, the error is printed to stderr, and the exit code is 2."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         """Return the names in the order of GROUPS."""
         return [name for names in GROUPS.values() for name in names]
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """List every command with its full first paragraph, group by group."""
+        """List every command, group by group, with the full first paragraph of its help."""
         widest = max(map(len, self.commands))
         for title, names in GROUPS.items():
             rows = [(name.ljust(widest), first_paragraph(self.commands[name])) for name in names]
@@ -70,14 +70,14 @@ class Commands(TyperGroup):
         try:
             return super().invoke(ctx)
         except MeshcommError as error:
-            # The ranks of a host read the same file: only the first rank reports errors in it.
+            # All ranks on a host read the same file, so only the first rank reports errors in it.
             if not isinstance(error, ConfigError) or _first_of_host(os.environ):
                 _say(error)
             raise typer.Exit(2) from None
 
 
 def _say(error: MeshcommError) -> None:
-    """Print on stderr: folded at the width of a terminal, without folding elsewhere."""
+    """Print an error to stderr. Lines are wrapped only on a terminal."""
     from meshcomm.show.page import Line, terminal
 
     terminal(10_000, stderr=True).print(Line(str(error)), crop=False)
@@ -160,7 +160,7 @@ def no_config(overrides: Sequence[str], expected: str, hint: str) -> ConfigError
 
 
 def discovered_topology(settings: Config) -> TopologyConfig:
-    """Return `[topology]`, completed from the launcher's environment."""
+    """Return `[topology]`, completed with values from the launcher's environment variables."""
     from meshcomm.predict.links import discovered
 
     return discovered(settings.topology, os.environ)
@@ -174,7 +174,7 @@ def show(what: RenderableType) -> None:
 
 
 def show_facts(facts: Facts, json: bool, view: Callable[[Facts], RenderableType]) -> None:
-    """Print plain data as JSON, or the view of it."""
+    """Print plain data as JSON, or as rendered by `view`."""
     from json import dumps
 
     if json:

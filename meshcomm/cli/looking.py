@@ -26,8 +26,8 @@ By = Annotated[
     str | None,
     typer.Option(
         metavar="DIM",
-        help="Draw the grid, with colors for the groups along this dim, merged dim or view's dim, or several "
-        "separated by commas. Default: the innermost dim.",
+        help="Draw the grid with a color for each group along this dim, merged dim or dim of a view. Separate several "
+        "dims with commas. Default: the innermost dim.",
     ),
 ]
 Other = Annotated[
@@ -67,10 +67,10 @@ def plan(
     json: AsJson = False,
     overrides: Overrides = None,
 ) -> None:
-    """Show the dims, the groups and the place of one rank, without a process, a GPU or torch.
+    """Show the dims, the groups and the placement of a rank. Does not require running processes, a GPU or torch.
 
-    CONFIG may be a script, NAME.py. It then runs as rank 0 of --world-size until it has created its mesh or
-    DeviceMesh. With --diff, the exit code is 0 if the two are equal, and 1 if they differ.
+    CONFIG may be a script, NAME.py. The script then runs as rank 0 of --world-size until it has created its mesh or
+    DeviceMesh. With --diff, the exit code is 0 if the two configurations are equal, and 1 if they differ.
     """
     names = "--rank", "--grid", "--by", "--schedule", "--export"
     values = rank, grid or None, by, schedule or None, export
@@ -113,7 +113,7 @@ def plan(
 def _facts(
     settings: Config, world: int | None, rank: str | None, by: str | None, grid: bool
 ) -> tuple[Facts, list[Any]]:
-    """Return the facts of a plan, and the grid if requested."""
+    """Return the data that describes a plan and, if requested, the grid."""
     from meshcomm.predict.lint import footprint
     from meshcomm.show.grid import RankGrid, grid_facts
     from meshcomm.show.plan import plan_facts, read_rank
@@ -147,7 +147,7 @@ def lint(
     json: AsJson = False,
     overrides: Overrides = None,
 ) -> None:
-    """Report settings of the mesh that will be slow or fail on its machines, with the reason and a fix."""
+    """Report mesh settings that will be slow or fail on the given machines, with the reason and a fix for each."""
     import resource
 
     from meshcomm.config import load_config
@@ -178,7 +178,7 @@ def view(
     ] = None,
     overrides: Overrides = None,
 ) -> None:
-    """Serve a page for a local browser with the mesh, its traffic and the progress of the run. Stop with Ctrl-C."""
+    """Serve a page that shows the mesh, its traffic and the run's progress in a local browser. Press Ctrl-C to stop."""
     from meshcomm.config.write import check_ending
     from meshcomm.errors import ViewError
     from meshcomm.view.facts import page_facts
@@ -203,7 +203,7 @@ def view(
 
 @app.command(cls=Command)
 def schema() -> None:
-    """Print the JSON schema of configurations, for completion and checks in editors."""
+    """Print the JSON schema of configurations, for completion and validation in editors."""
     from meshcomm.config.schema import schema_text
 
     typer.echo(schema_text(), nl=False)

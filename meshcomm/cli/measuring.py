@@ -1,4 +1,4 @@
-"""Commands that measure and predict times: bench, costs, tune."""
+"""Commands that measure or predict times: bench, costs, tune."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def bench(
         Path | None,
         typer.Argument(
             metavar="[CONFIG]",
-            help="The configuration of the mesh to measure. If omitted, one dim on the CPU.",
+            help="The configuration of the mesh to measure. If omitted, a mesh with one dim on the CPU.",
         ),
     ] = None,
     world: Annotated[
@@ -35,7 +35,7 @@ def bench(
             "--world-size",
             "--world",
             min=2,
-            help="Number of processes; required if a size is -1. Without CONFIG, 4.",
+            help="Number of processes; required if a size is -1. Default without CONFIG: 4.",
         ),
     ] = None,
     operation: Operations = None,
@@ -49,22 +49,22 @@ def bench(
         list[str] | None,
         typer.Option(
             "--dim",
-            help="A dim, merged dim or view's dim. Repeatable. Default: all that do not share another's groups.",
+            help="A dim, merged dim or dim of a view. Repeatable. Default: all that do not share another dim's groups.",
         ),
     ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Number of rounds; medians are shown.")] = 9,
     fit: Annotated[
         Path | None,
         typer.Option(
-            help="Write a [topology] with the link latencies and bandwidths fitted to the times to this file."
+            help="Write a [topology] section to this file, with latencies and bandwidths fitted to the measured times."
         ),
     ] = None,
     json: AsJson = False,
     overrides: Overrides = None,
 ) -> None:
-    """Measure operations along each dim in comparison with plain torch.distributed, in one run.
+    """Measure operations along each dim and compare them with plain torch.distributed in the same run.
 
-    Outside a launcher, starts one process per rank on this host.
+    Outside a launcher, the command starts one process per rank on this host.
     """
     from meshcomm.bench.measure import Asked
     from meshcomm.jobs.bench import SIZES, Output
@@ -91,7 +91,7 @@ def costs(
     json: AsJson = False,
     overrides: Overrides = None,
 ) -> None:
-    """Predict the time and the algorithm of collectives along each dim on its links."""
+    """Predict the algorithm and the time of collectives along each dim from the speed of its links."""
     from meshcomm.config import load_config
     from meshcomm.predict.links import known_machine
     from meshcomm.predict.times import named_operations
@@ -111,28 +111,28 @@ def tune(
     world: Annotated[
         int,
         typer.Option(
-            "--world-size", "--world", min=1, help="Number of processes to lay the training out on."
+            "--world-size", "--world", min=1, help="Number of processes to distribute the training over."
         ),
     ],
     keep: Annotated[
         list[str] | None,
-        typer.Option("--keep", metavar="DIM", help="Keep the size of this dim from the file. Repeatable."),
+        typer.Option("--keep", metavar="DIM", help="Keep the size that CONFIG gives this dim. Repeatable."),
     ] = None,
     top: Annotated[int, typer.Option(min=1, help="Number of meshes to show.")] = 10,
     write: Annotated[
-        Path | None, typer.Option(help="Write the first mesh of the table to this config file.")
+        Path | None, typer.Option(help="Write the first mesh in the table to this config file.")
     ] = None,
     exact: Annotated[
         bool,
         typer.Option(
             "--exact",
-            help="Run the first --top meshes dry, with one rank of each stage, and rank them by the result.",
+            help="Dry-run the first --top meshes, with one rank of each stage, and rank them by the results.",
         ),
     ] = False,
     json: AsJson = False,
     overrides: Overrides = None,
 ) -> None:
-    """Rank all sizes and orders of the dims that can train CONFIG by predicted step time.
+    """Rank all dim sizes and orders that can train CONFIG by their predicted step time.
 
     CONFIG may be a model's config.json.
     """

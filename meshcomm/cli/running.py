@@ -16,8 +16,8 @@ First = Annotated[
     Path | None,
     typer.Argument(
         metavar="[CONFIG]",
-        help="A configuration file (TOML, JSON or YAML) for meshcomm.init() without arguments. A name that ends "
-        "in .py is taken as SCRIPT, which then defines the mesh itself.",
+        help="A configuration file (TOML, JSON or YAML) for meshcomm.init() without arguments. A file name that "
+        "ends in .py is treated as SCRIPT, which then defines the mesh itself.",
     ),
 ]
 WORDS = {"allow_extra_args": True}
@@ -25,7 +25,7 @@ Second = Annotated[
     str | None,
     typer.Argument(
         metavar="SCRIPT",
-        help="A Python file. All arguments after it are passed to it.",
+        help="A Python file. All arguments after SCRIPT are passed to the script.",
     ),
 ]
 
@@ -33,12 +33,12 @@ Replace = Annotated[
     int | None,
     typer.Option(
         min=0,
-        help="Replace up to this many lost ranks by new processes; the other ranks stay alive. Overrides "
-        "elastic.replace, see docs/guide/elastic.md.",
+        help="Replace up to this many lost ranks with new processes while the other ranks stay alive. Overrides "
+        "elastic.replace; see docs/guide/elastic.md.",
     ),
 ]
 
-# Files that `meshcomm new` writes, with their source in the folder starter and the command to run them.
+# The files that `meshcomm new` writes: the source of each in the starter folder, and the command that runs it.
 _STARTER: Final = {
     "config.toml": ("config.toml", "meshcomm train"),
     "hello.py": ("hello.py.txt", "meshcomm run --world-size 8"),
@@ -50,7 +50,7 @@ class ScriptCommand(Command):
     """A command `[OPTIONS] [CONFIG] SCRIPT [ARGUMENTS]`. Arguments after SCRIPT belong to the script."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse no option after the first word that ends in .py."""
+        """Stop parsing options at the first word that ends in .py."""
         script = next((place for place, word in enumerate(args) if word.endswith(".py")), len(args))
         return super().parse_args(ctx, [*args[:script], "--", *args[script:]])
 
@@ -59,17 +59,20 @@ class ScriptCommand(Command):
 def new(
     folder: Annotated[
         Path,
-        typer.Argument(metavar="[FOLDER]", help="Created if it does not exist. Default: the current folder."),
+        typer.Argument(
+            metavar="[FOLDER]",
+            help="The folder to write to, created if missing. Default: the current folder.",
+        ),
     ] = Path(),
 ) -> None:
-    """Write config.toml, a training for 8 processes on the CPU, and hello.py, a script on the same mesh.
+    """Write config.toml, to train with 8 processes on the CPU, and hello.py, a script for the same mesh.
 
-    Never overwrites: if FOLDER contains either file, nothing is written.
+    Existing files are never overwritten: if FOLDER contains either file, nothing is written.
     """
     paths = {folder / name: starter for name, starter in _STARTER.items()}
     if there := [str(path) for path in paths if lexists(path)]:
         raise LaunchError(
-            f"meshcomm new overwrites nothing, and {' and '.join(there)} {'exist' if there[1:] else 'exists'}",
+            f"meshcomm new does not overwrite files, and {' and '.join(there)} {'exist' if there[1:] else 'exists'}",
             given=str(folder),
             expected=f"a folder without {' and '.join(_STARTER)}",
             hint=f"meshcomm new {folder / 'demo'}",
@@ -118,15 +121,16 @@ def run(
     stats: Annotated[
         bool,
         typer.Option(
-            "--stats", help="Print rank 0's calls and bytes on each group that the script creates with torch."
+            "--stats",
+            help="Print rank 0's calls and bytes for each group that the script creates with torch.",
         ),
     ] = False,
     replace: Replace = None,
     overrides: Overrides = None,
 ) -> None:
-    """Run a script, one process per rank. Its meshcomm.init() opens the mesh of CONFIG.
+    """Run a script with one process per rank. In the script, meshcomm.init() opens the mesh of CONFIG.
 
-    If a script creates its groups only with torch, these groups are watched: see meshcomm.watch.
+    If the script creates its groups only with torch, meshcomm watches these groups: see meshcomm.watch.
     """
     config, script, arguments = named("run", first, second, context.args, overrides)
     from meshcomm.jobs.running import run as job
@@ -140,10 +144,10 @@ def simulate(
     first: First = None,
     second: Second = None,
     world: World = None,
-    seed: Annotated[int, typer.Option(help="Selects the schedule: which rank runs when several could.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the schedule, which selects the next rank to run.")] = 0,
     overrides: Overrides = None,
 ) -> None:
-    """Run a script as every rank in this process. Deadlocks are detected without a timeout."""
+    """Run a script as all ranks in a single process. Deadlocks are detected without a timeout."""
     config, script, arguments = named("simulate", first, second, context.args, overrides)
     from meshcomm.simulator.run import simulate_script
 
@@ -160,7 +164,7 @@ def parity(
         typer.Argument(
             metavar="[SCRIPT]",
             help="A Python file that creates a meshcomm.train.Trainer on the mesh of meshcomm.init(). All arguments "
-            "after it are passed to it.",
+            "after SCRIPT are passed to the script.",
         ),
     ] = None,
     steps: Annotated[
@@ -174,9 +178,9 @@ def parity(
     json: AsJson = False,
     overrides: Overrides = None,
 ) -> None:
-    """Compare losses, norms, gradients and weights of a training on its mesh and on one process, in float64.
+    """Compare losses, norms, gradients and weights between training on the mesh and in one process, in float64.
 
-    Exit code 1 if they differ. Smaller meshes are then run to find the first dim that causes a difference.
+    The exit code is 1 if they differ. Smaller meshes are then run to find the first dim that causes a difference.
     """
     from meshcomm.jobs.running import parity as job
     from meshcomm.show.parity import parity_view
@@ -197,33 +201,35 @@ def dryrun(
         str | None,
         typer.Argument(
             metavar="[SCRIPT]",
-            help="A Python file to run instead of the training of CONFIG. All arguments after it are passed to it.",
+            help="A Python file to run instead of training as CONFIG describes. All arguments after SCRIPT are passed "
+            "to the script.",
         ),
     ] = None,
     world: World = None,
     rank: Annotated[list[int] | None, typer.Option(help="Also run this rank. Repeatable.")] = None,
     sample: Annotated[
-        int, typer.Option(min=0, help="Number of random ranks to run in addition to the representative ones.")
+        int,
+        typer.Option(min=0, help="Number of random ranks to run in addition to the representative ranks."),
     ] = 8,
     steps: Annotated[
         int,
-        typer.Option(min=1, help="Stop SCRIPT after this many calls of mesh.step(), or steps of a Trainer."),
+        typer.Option(min=1, help="Stop SCRIPT after this many calls to mesh.step() or steps of a Trainer."),
     ] = 2,
     dims: Annotated[
         str | None,
         typer.Option(
-            help="With a model's config.json as CONFIG: sizes of pp, dp, fsdp, cp, tp and ep.",
+            help="The sizes of pp, dp, fsdp, cp, tp and ep, if CONFIG is a model's config.json.",
             metavar="NAME=SIZE,...",
         ),
     ] = None,
     json: AsJson = False,
     overrides: Overrides = None,
 ) -> None:
-    """Run a training or a script as ranks of a world that is not available. Check calls, memory and step time.
+    """Run a training job or a script as ranks of a world that is not available. Check calls, memory and step time.
 
-    Runs the real program on tensors without values, on one rank of each kind: first, middle and last along each
-    dim, every stage, every corner, and a random sample. Exit code 1 if calls do not match, or if memory exceeds
-    topology.memory_gbytes.
+    The real program runs on tensors without values, as one rank of each kind: first, middle and last along each
+    dim, every stage, every corner, and a random sample. The exit code is 1 if calls do not match, or if memory
+    exceeds topology.memory_gbytes.
     """
     from meshcomm.config.of_model import is_of_model, training_of
     from meshcomm.dryrun.script import Script
@@ -242,9 +248,9 @@ def dryrun(
     of_model = is_of_model(first)
     if (dims is not None) != of_model:
         raise LaunchError(
-            "a model's config.json has no sizes of dims"
+            "a model's config.json contains no dim sizes"
             if of_model
-            else "--dims is for the config.json of a model",
+            else "--dims requires a model's config.json",
             given=f"{first}{'' if dims is None else f', --dims {dims}'}",
             expected="a model's config.json and --dims, or a configuration without --dims",
             hint=f"meshcomm dryrun {first} --dims pp=16,fsdp=64,tp=8"
@@ -264,7 +270,7 @@ def dryrun(
 def named(
     command: str, first: Path | None, second: str | None, rest: list[str], overrides: list[str] | None
 ) -> tuple[Path | None, Path, list[str]]:
-    """Return CONFIG if given, SCRIPT, and the script's arguments. Raises ConfigError, LaunchError."""
+    """Return CONFIG (None if not given), SCRIPT, and the script's arguments. Raises ConfigError, LaunchError."""
     usage = f"meshcomm {command} [CONFIG] SCRIPT [ARGUMENTS]"
     if first is None:
         raise LaunchError("no SCRIPT was given", given="no argument", expected="a Python file", hint=usage)
@@ -272,13 +278,13 @@ def named(
         config, script = None, first
         arguments = [*([] if second is None else [second]), *rest]
         if overrides:
-            expected = "a CONFIG whose settings they change, and a script that calls meshcomm.init()"
+            expected = "a CONFIG whose settings to override, and a script that calls meshcomm.init()"
             raise no_config(overrides, expected, usage)
     elif second is None:
         raise LaunchError(
             f"no SCRIPT was given after {first}",
             given=str(first),
-            expected="a Python file whose name ends in .py, or one after CONFIG",
+            expected="a file name that ends in .py, or a Python file after CONFIG",
             hint=usage,
         )
     else:

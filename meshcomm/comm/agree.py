@@ -1,4 +1,4 @@
-"""The second stage of a collective: compare the call between ranks, and fetch the facts that only the other ranks know."""
+"""The second stage of a collective: compare the call between ranks, and fetch sizes that only the other ranks know."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def agree(request: Request) -> None:
 
 
 def _agree_on_slice(request: Request) -> None:
-    """Send the shape of a slice to the others, which then allocate it; raise on all ranks if the source cannot scatter."""
+    """Send the slice's shape to the ranks that must allocate a slice. Raise on all ranks if the source cannot scatter."""
     comm, where = request.comm, request.where
     header = blank_header(comm.transport.device) if request.header is None else request.header
     if request.out is None:
@@ -48,9 +48,9 @@ def _agree_on_slice(request: Request) -> None:
         raise request.problem
     if header[0] < 0:
         raise ShapeError(
-            f"{where()}: coord {request.root} has nothing that can be scattered",
-            given=f"what coord {request.root}, the source, was called with",
-            expected=f"a tensor there whose axis can be split into {comm.size}",
+            f"{where()}: coord {request.root} has nothing to scatter",
+            given=f"the arguments on coord {request.root}, the source",
+            expected=f"a tensor on the source whose axis can be split into {comm.size}",
             hint=f"look at the error of coord {request.root}",
         )
     if request.out is None:
@@ -58,7 +58,7 @@ def _agree_on_slice(request: Request) -> None:
             check_answered(comm.transport.name, "the slice's shape", where(), "out=torch.empty(...)")
             request.out = described_by(header)
         else:
-            # In a dry run the header arrives blank, on the source itself too.
+            # In a dry run, even the source gets back a blank header.
             sizes = list(request.source.shape)
             sizes[request.axis] //= comm.size
             request.out = request.source.new_empty(sizes)
@@ -66,7 +66,7 @@ def _agree_on_slice(request: Request) -> None:
 
 
 def _agree_on_sizes(request: Request, compared: bool) -> None:
-    """Exchange the sizes of the parts, unless they are given and no longer compared."""
+    """Exchange the sizes of the parts, unless they are given and calls are no longer compared."""
     comm, x, axis = request.comm, request.source, request.axis
     input_split_sizes, output_split_sizes = request.input_split_sizes, request.output_split_sizes
     assert x is not None
@@ -97,7 +97,7 @@ def _misjoined(request: Request, sizes: list[int]) -> MeshcommError | None:
         return ShapeError(
             f"{request.where()}: the other ranks send sizes that differ from those this rank expects",
             given=f"output_split_sizes={request.output_split_sizes}",
-            expected=f"output_split_sizes={sizes}, which is in the input_split_sizes of coords 0 to {comm.size - 1}",
+            expected=f"output_split_sizes={sizes}, as in the input_split_sizes of coords 0 to {comm.size - 1}",
             hint="leave out output_split_sizes, which costs a small exchange before each call",
         )
     if joined != axis and len(set(sizes)) > 1:

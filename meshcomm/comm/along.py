@@ -77,7 +77,7 @@ class Moved(Out, total=False):
 class AlongDims:
     """Collectives and point-to-point messages whose first argument selects the dims. `Mesh` is a subclass.
 
-    Peers and roots are coords along the dims. A subclass provides `layout`, `label` (this rank with its coords,
+    Peers and roots are coords along the dims. A subclass provides `layout`, `label` (this rank and its coords,
     for error messages) and a CommunicatorCache.
     """
 
@@ -86,7 +86,7 @@ class AlongDims:
 
     @property
     def label(self) -> str:
-        """This rank with its coords, such as `rank 5 (pp=1 dp=0 tp=1)`."""
+        """This rank and its coords, such as `rank 5 (pp=1 dp=0 tp=1)`."""
         raise NotImplementedError
 
     # -- reductions -----------------------------------------------------------------------------
@@ -120,14 +120,14 @@ class AlongDims:
         async_op:   return a Handle immediately; its wait() returns x.
         algorithm:  "flat": one call on the group of `dims`.
                     "hierarchical", for a tuple of dims: reduce_scatter inside the last dim, all_reduce of the
-                    slice across the other dims, all_gather inside the last dim. It needs no group over all the
+                    slice across the other dims, all_gather inside the last dim. It needs no group that spans all the
                     dims. Results equal those of "flat" up to rounding.
                     "ring", "tree", "double_tree", "recursive_doubling", "halving_doubling" and, for two or more
                     dims, "two_level": run step by step over messages; bit-identical on all ranks. See
                     `meshcomm.algorithms` for the order of summation.
-                    All but "flat" take one tensor and no async_op. None is selected automatically.
+                    All algorithms except "flat" take a single tensor and no async_op. None is selected automatically.
                     With Gloo and several ranks per core, "tree" was faster than "flat" up to 1 MiB
-                    (docs/benchmarks.md). No other case is known to be faster.
+                    (docs/benchmarks.md). In no other case is an algorithm known to be faster than "flat".
         Gradient:   none. A tensor that requires a gradient raises AutogradError; see `mesh.functional`.
         Raises:     UnknownDim, UnsupportedOp, AutogradError; CommunicationError.
         """
@@ -153,10 +153,10 @@ class AlongDims:
         Shape:      values: any shape, this rank's sums. weights: a number, or a tensor of shape () or of
                     the shape of values. The result has the shape of values, in new memory: float64 for
                     float64 values, otherwise float32. It is nan where both values and weights sum to 0.
-        Called by:  every rank along `dims`, in the same program order. Sends one message, or one along each dim
-                    of a tuple that no declared group covers.
-        Gradient:   for `values`: grad / the sum of the weights, computed without communication. This is this
-                    rank's share. Sum the gradients of parameters over `dims` instead of averaging them:
+        Called by:  every rank along `dims`, in the same program order. Sends one message; for a
+                    tuple that no declared group covers, one message along each dim.
+        Gradient:   for `values`: grad divided by the sum of the weights, computed without communication. This is
+                    only this rank's share, so sum parameter gradients over `dims` instead of averaging them:
                     GradientSync(mesh, dims, module, op="sum").
         Raises:     UnknownDim, ShapeError; AutogradError if weights require a gradient; CommunicationError.
         """
@@ -216,7 +216,7 @@ class AlongDims:
         """Reduce `x` over `dims` to coord `dst`; `x` is unchanged on all ranks.
 
         Shape, op, calling: as for `all_reduce`.
-        Returns:    the reduced x in new memory on coord `dst`, None on the others.
+        Returns:    the reduced x in new memory on coord `dst`; None on other ranks.
         """
         comm = self._at.along(dims)
         if factor is not None:
@@ -280,7 +280,7 @@ class AlongDims:
     @overload
     def broadcast(self, dims: Dims, x: X, src: int, *, async_op: Async) -> Handle[X]: ...
     def broadcast(self, dims: Dims, x: Tensor | Sequence[Tensor], src: int, *, async_op: bool = False) -> Any:
-        """Overwrite `x` with the x of coord `src`, and return `x`. The tensors of a list are sent together.
+        """Overwrite `x` with the x of coord `src`, and return `x`. The tensors in a list are sent together.
 
         Shape, calling, gradient: as for `all_reduce`; any dtype.
         """
@@ -360,7 +360,7 @@ class AlongDims:
         out: Tensor | None = None,
         uneven: bool = False,
     ) -> Any:
-        """Gather as `all_gather` does, to coord `dst` only; None on the others. `out` is used only on `dst`."""
+        """Gather like `all_gather`, but only to coord `dst`; return None on other ranks. `out` is used only on `dst`."""
         comm = self._at.along(dims)
         if dim is not None:
             axis = axis_or_dim(axis, dim, partial(comm.where, "gather"))
@@ -406,7 +406,7 @@ class AlongDims:
 
         Shape:      (b, n*s, d) on src -> (b, s, d) for axis=1.
         x:          a tensor on src; ignored on other ranks, where it may be None.
-        out:        given on every rank or on none. Without it, src first sends the shape to the other ranks.
+        out:        pass it on every rank or on none. Without `out`, src first sends the shape to the other ranks.
         Returns:    new memory or `out`.
         """
         comm = self._at.along(dims)
@@ -452,10 +452,10 @@ class AlongDims:
         """Send slice c of `split_axis` to coord c, and concatenate the received slices along `concat_axis`.
 
         Shape:      (b, n*h, s) -> (b, h, n*s) for split_axis=1, concat_axis=2.
-        input_split_sizes: the size of `split_axis` sent to each coord, if not equal.
-        output_split_sizes: the size received from each coord, if known; given on all ranks or on none.
-                    Without it, the sizes are exchanged first, and the host waits for them. With it, they are
-                    exchanged only while calls are compared (mesh.validate_calls), and a different size raises
+        input_split_sizes: the size along `split_axis` to send to each coord, if the sizes are not equal.
+        output_split_sizes: the size received from each coord, if known; pass it on all ranks or on none.
+                    Without it, the ranks first exchange the sizes, and the host waits for them. With it, sizes
+                    are exchanged only while calls are compared (mesh.validate_calls), and a wrong size raises
                     ShapeError.
         Called by:  every rank along `dims`, in the same program order.
         Returns:    new memory or `out`; `x` is unchanged.
@@ -500,7 +500,7 @@ class AlongDims:
         return found
 
     def recv_any(self, dims: Dims, out: Tensor | None = None, *, tag: int = 0) -> tuple[Tensor, int]:
-        """Receive from the coord that sends first, and return the tensor and that coord. Gloo only."""
+        """Receive from the coord that sends first, and return the tensor and the sender's coord. Gloo only."""
         return self._at.along(dims).messages.recv_any(out, tag)
 
     def isend(
@@ -508,8 +508,8 @@ class AlongDims:
     ) -> Handle[None]:
         """Start a send. Do not modify `x` before the handle's wait() returns.
 
-        NCCL runs messages one after the other. On NCCL, this raises UnsupportedOp while a receive started on
-        its own is pending. Use `exchange` to start both together.
+        NCCL runs messages one after another, so on NCCL this raises UnsupportedOp while a separately started
+        receive is pending. Use `exchange` to start a send and a receive together.
         """
         comm = self._at[dims] if type(dims) is str else self._at.along(dims)
         found: Handle[None] = comm.messages.send(x, dst, tag, handshake, True)
@@ -519,7 +519,7 @@ class AlongDims:
         """Start a receive. The handle's wait() returns `out`. Do not use `out` before then.
 
         src: None receives from the coord that sends first (Gloo only); `handle.source` is that coord.
-        On NCCL, this raises UnsupportedOp while a send started on its own is pending; see `isend`.
+        On NCCL, this raises UnsupportedOp while a separately started send is pending; see `isend`.
         """
         found: Handle[Tensor] = self._at.along(dims).messages.recv(out, src, tag, True)
         return found
@@ -540,18 +540,18 @@ class AlongDims:
         *,
         async_op: bool = False,
     ) -> list[Tensor] | Handle[list[Tensor]]:
-        """Send and receive a set of messages at once.
+        """Send and receive several messages concurrently.
 
-        All messages start before any is waited for, so no order of the messages can deadlock. Between two ranks,
+        All messages start before the call waits for any of them, so their order cannot cause a deadlock. Between two ranks,
         messages with the same tag match in the order in which they are listed.
 
         sends:   (x, dst) or (x, dst, tag), with coords along `dims`.
         recvs:   (out, src) or (out, src, tag).
 
         Returns: the received tensors, in the order of `recvs`. With async_op, a handle whose wait() returns
-                 them. Do not use the tensors of the call before then.
-        On NCCL: both ends of a message must be of an exchange or a shift, not of a send or a recv, and every rank along
-                 `dims` must make a call along them before a few of these ranks exchange messages.
+                 them. Do not use the call's tensors before then.
+        On NCCL: both ends of a message must belong to an exchange or a shift, not to a send or a recv. Before only some
+                 ranks along `dims` exchange messages, every rank along `dims` must have made a call along `dims`.
         """
         found: list[Tensor] | Handle[list[Tensor]] = self._at.along(dims).messages.exchange(
             sends, recvs, async_op
@@ -563,7 +563,7 @@ class AlongDims:
     @overload
     def shift(self, dims: Dims, x: Tensor, offset: int = ..., *, wrap: bool) -> Tensor | None: ...
     def shift(self, dims: Dims, x: Tensor, offset: int = 1, *, wrap: bool = True) -> Tensor | None:
-        """Send `x` to the coord `offset` further along `dims`, and return the tensor from the coord `offset` back.
+        """Send `x` to the coord `offset` further along `dims`, and return the tensor from the coord `offset` before this one.
 
         wrap:    True for a ring. False for an open line, where the ranks at the edge receive None.
                  Equivalent to MPI_Cart_shift followed by MPI_Sendrecv.

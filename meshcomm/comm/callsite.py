@@ -18,7 +18,7 @@ import torch
 
 from meshcomm.transport.torch_private import compiled_files
 
-# Frames that are not the user's: this package, and torch and contextlib frames between it and the user's code.
+# Frames that are not user code: this package's, and the torch and contextlib frames between the package and user code.
 _OURS: Final = (
     f"{Path(__file__).parents[1]}{os.sep}",
     f"{Path(torch.__file__).parent}{os.sep}",
@@ -27,7 +27,7 @@ _OURS: Final = (
 )
 _LIBRARY: Final = f"{Path(threading.__file__).parent}{os.sep}"
 _DISTRIBUTED: Final = f"{Path(torch.__file__).parent / 'distributed'}{os.sep}"
-# The torch files in which torch's own calls wait.
+# The files in which torch.distributed calls wait.
 C10D: Final = (f"{_DISTRIBUTED}distributed_c10d.py", f"{_DISTRIBUTED}_functional_collectives.py")
 # This part of the package counts as user code.
 _BENCH: Final = f"{Path(__file__).parents[1] / 'bench'}{os.sep}"
@@ -35,7 +35,7 @@ _BENCH: Final = f"{Path(__file__).parents[1] / 'bench'}{os.sep}"
 
 @final
 class _Ours(dict[str, bool]):
-    """Whether a file's frames are between the user's code and the call, judged by the file's name."""
+    """Maps a file's name to whether its frames lie between the user's code and the call."""
 
     def __missing__(self, file: str) -> bool:
         found = self[file] = file.startswith(_OURS) and not file.startswith(_BENCH)
@@ -93,8 +93,8 @@ def is_library(file: str) -> bool:
 
 
 def is_inside(files: str | tuple[str, ...], but: str = "") -> bool:
-    """Return whether another thread is inside a call of these files and not back in user code, such as a signal
-    handler.
+    """Return whether another thread is inside a call into these files, and not in user code that runs during the call,
+    such as a signal handler.
 
     but: a file whose callers are ignored, because their call has failed and is being diagnosed.
     """
@@ -110,8 +110,8 @@ def is_inside(files: str | tuple[str, ...], but: str = "") -> bool:
 def thread_frames() -> dict[int, FrameType]:
     """Return the innermost frame of every thread, by thread id; `stack_of` gives the stacks.
 
-    Prevents garbage collection meanwhile: Python (seen with 3.11.7) holds a lock here that the destructor of a
-    `threading.local` also takes, and the process would hang forever.
+    Disables garbage collection during the call: Python (seen with 3.11.7) holds a lock that the destructor of a
+    `threading.local` also takes, so a collection could hang the process forever.
     """
     collects = gc.isenabled()
     gc.disable()
@@ -132,7 +132,7 @@ def caller() -> str:
 
 
 def callsite(depth: int) -> tuple[CodeType, int]:
-    """Return code and instruction of the innermost frame of the user's code, starting `depth` frames up."""
+    """Return the code object and instruction offset of the innermost frame of the user's code, starting `depth` frames up."""
     frame = users_frame(depth + 1)
     return frame.f_code, frame.f_lasti
 

@@ -1,4 +1,4 @@
-"""The first stage of a collective: refuse a wrong call before any rank is asked."""
+"""The first stage of a collective: refuse an invalid call before any communication."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from meshcomm.transport.support import check_reduce
 
 
 def check(request: Request) -> None:
-    """Raise errors that every rank sees. Keep an error of this rank only as `problem`: the other ranks must finish first."""
+    """Raise errors that occur on every rank. Store an error on this rank only in `problem`: other ranks must finish first."""
     row, comm = request.row, request.comm
     if row.root is not None:
         check_coord(request.root, comm.size, row.root, request.where)
@@ -72,7 +72,7 @@ def _check_x(request: Request) -> None:
     if request.out is not None and request.gets and not request.differs:
         shape = row.shape(source.shape, axis, comm.size, request.concat)
         request.problem = misfit(request, request.out, shape)
-        # The other ranks do not know the `out` of a single root.
+        # Other ranks do not know the root's `out`.
         if request.problem is not None and row.root != "dst":
             raise request.problem
     if row is SCATTER and request.out is None:
@@ -112,7 +112,7 @@ def check_out(request: Request, out: Tensor) -> None:
 
 
 def misfit(request: Request, out: Tensor, shape: Sequence[int]) -> MeshcommError | None:
-    """Return the error if a result of this shape cannot be put into `out`; None if it can."""
+    """Return the error if a result of this shape cannot be written to `out`; None if it can."""
     try:
         check_out(request, out)
     except MeshcommError as error:

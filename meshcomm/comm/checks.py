@@ -28,21 +28,21 @@ from meshcomm.reductions import REDUCTIONS
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-# Tags from here on are reserved for the library: objects, and algorithms that run over messages.
+# Tags from this one up are reserved for the library: for objects, and for algorithms that run over messages.
 OWN_TAGS: Final = 1 << 30
 _LONGEST_S: Final = 1e8
-# Bound here because every call looks it up.
+# Bound at module level because every call looks it up.
 _STRIDED: Final = torch.strided
 _DEVICE, _LAYOUT = attrgetter("device"), attrgetter("layout")
 _FLAGS: Final = tuple(map(attrgetter, ("is_nested", "is_quantized", "requires_grad")))
 
 
 def usable(x: Any, device: torch.device) -> bool:
-    """Return whether a backend can take `x` unchanged: its memory holds its values, and no autograd or transform
-    tracks it.
+    """Return whether a backend can take `x` unchanged: its memory holds its values, and neither autograd nor
+    a transform tracks it.
 
-    Every fast path tests only this for each of its tensors. A tensor that passes does not differ from a tensor that
-    was checked before in anything else that matters.
+    This is the only test that the fast paths apply to each tensor. A tensor that passes is like an already checked
+    tensor in everything else that matters.
     """
     return unobserved() and is_plain(x, device)
 
@@ -63,7 +63,7 @@ def is_plain(x: Any, device: torch.device) -> bool:
 def all_usable(tensors: Sequence[Tensor], device: torch.device) -> bool:
     """Return whether each tensor of a list is `usable` and not quantized.
 
-    One property at a time, which is faster for long lists.
+    Tests one property at a time for all tensors, which is faster for long lists.
     """
     return (
         unobserved()
@@ -77,15 +77,15 @@ def all_usable(tensors: Sequence[Tensor], device: torch.device) -> bool:
 
 
 def check_tensor(x: object, kinds: tuple[str, ...], where: Callable[[], str], plain: bool = True) -> None:
-    """Raise unless `x` is a dense, local tensor on a device that the group serves.
+    """Raise unless `x` is a dense, local tensor on a device that the group supports.
 
     torch would accept other tensors and fail late, or treat the parts of a DTensor as ordinary tensors.
-    plain: the call has no rule for torch.func, whose wrapped tensors are refused.
+    plain: refuse tensors that torch.func has wrapped, because the call has no rule for them.
     """
     if plain and transforming() and isinstance(x, Tensor) and is_wrapped(x):
         raise UnsupportedOp(
             f"{where()} does not support vmap or the other transforms of torch.func",
-            given=f"a tensor of shape {tuple(x.shape)} that a transform has batched or differentiates",
+            given=f"a tensor of shape {tuple(x.shape)}, wrapped by a torch.func transform",
             expected="the call outside the transform, or a call of mesh.functional",
             hint="mesh.functional.all_reduce, all_gather, reduce_scatter, all_to_all or shift",
         )
@@ -147,7 +147,7 @@ def apart(out: Tensor, sent: Tensor, coord: int) -> bool:
     """Return whether `out` can be written while `sent` is read: they share no memory, or one is exactly this rank's
     part of the other.
 
-    coord: selects this rank's part, as in the in-place calls of NCCL. `sent` is contiguous.
+    coord: selects this rank's part, as in NCCL's in-place calls. `sent` is contiguous.
     """
     if not share_memory(out, sent):
         return True
@@ -165,7 +165,7 @@ def check_apart(
 ) -> None:
     """Raise if concurrent messages share memory, because the values sent and received would be undefined.
 
-    together: whether two tensors belong to one message, which writes the same values to the memory they share.
+    together: whether two tensors belong to one message, which writes the same values to any memory that they share.
     """
     tensors = [(x, True) for x in received] + [(x, False) for x in sent]
     spans = sorted(
@@ -188,7 +188,7 @@ def check_apart(
 
 
 def share_memory(one: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors share a byte. Two columns of one matrix interleave and share none."""
+    """Return whether two tensors have any byte in common. Two columns of a matrix interleave but have none in common."""
     if one.is_contiguous() and other.is_contiguous():
         begin, start = one.data_ptr(), other.data_ptr()
         return begin < start + other.nbytes and start < begin + one.nbytes
@@ -210,7 +210,10 @@ def span_of(x: Tensor) -> tuple[int, int]:
 
 
 def check_in_place(x: Tensor, where: Callable[[], str], functional: str) -> None:
-    """Raise if autograd tracks a tensor that an in-place collective would change. functional: the differentiable call; "" if there is none."""
+    """Raise if autograd tracks a tensor that an in-place collective would change.
+
+    functional: the differentiable call; "" if there is none.
+    """
     if x.requires_grad and torch.is_grad_enabled():
         raise AutogradError(
             f"{where()} would change a tensor that needs gradients",
@@ -232,7 +235,7 @@ def check_in_place(x: Tensor, where: Callable[[], str], functional: str) -> None
 
 
 def has_tangent(x: Tensor) -> bool:
-    """Return whether `x` has a tangent in forward-mode AD. Takes microseconds, so first check that a level is open."""
+    """Return whether `x` has a tangent in forward-mode AD. This takes microseconds, so check first that a level is open."""
     # Not forward_ad.unpack_dual, which does not see the levels that a compiled graph opens.
     return is_fwd_grad_enabled() and unpack_dual(x, level=0)[1] is not None
 
@@ -259,7 +262,7 @@ def check_written(x: Tensor, where: Callable[[], str]) -> None:
 def axis_or_dim(axis: int | None, dim: int | None, where: Callable[[], str]) -> int:
     """Return the axis of a call that also accepts torch's name `dim`; 0 if neither is given.
 
-    Raises ShapeError for both.
+    Raises ShapeError if both are given.
     """
     if axis is not None and dim is not None:
         raise ShapeError(
@@ -330,7 +333,7 @@ def check_coord(
             given=f"{what}={coord!r}",
             expected=f"a coord from 0 to {size - 1}; peers and roots are coords along the dim",
             hint=hint
-            or f"mesh.coord(...) gives this rank's coord; {what} counts along the dim, not in the world",
+            or f"mesh.coord(...) gives this rank's coord; {what} is a coord along the dim, not a global rank",
         )
 
 

@@ -23,20 +23,20 @@ EXPECTED: Final = (
     "frozenset, torch.Tensor, torch.Size, torch.dtype, NumPy arrays and scalars"
 )
 
-# Kind of message, checksum of the structure, bytes of the structure.
+# The header: message kind, checksum of the structure, size of the structure in bytes.
 _HEADER: Final = struct.Struct("<4sIQ")
 HEADER_BYTES: Final = _HEADER.size
 _PLAIN, _PICKLED = b"MCO2", b"MCP2"
 
-# The path to a value: its level, the path of its container, and the step from there.
+# The path to a value: its level, the path to its container, and the step from the container to the value.
 _Path: TypeAlias = "tuple[int, _Path | None, str, object]"
 _ROOT: Final[_Path] = (0, None, "obj", None)
 
 
 def encode(x: object, pickle: bool = False) -> Tensor:
-    """Return `x` as uint8 of shape (n,) in host memory; with `pickle`, by pickle.
+    """Encode `x` as a uint8 tensor of shape (n,) in host memory; with `pickle`, pickle it.
 
-    Raises ObjectError that names the path to a value that cannot be encoded.
+    Raises ObjectError, which names the path to a value that cannot be encoded.
     """
     writer = _Writer()
     if pickle:
@@ -49,14 +49,14 @@ def encode(x: object, pickle: bool = False) -> Tensor:
 
 
 def decode(data: Tensor, device: torch.device, pickle: bool = False) -> Any:
-    """Return the object that `encode` made `data` from, in new memory, with its tensors on `device`.
+    """Return the object that `encode` turned into `data`, in new memory, with its tensors on `device`.
 
-    data:   uint8 of shape (n,), on any device.
-    pickle: whether a pickled message may be unpickled, which runs code from it.
+    data:   a uint8 tensor of shape (n,), on any device.
+    pickle: whether a pickled message may be unpickled, which runs code from the message.
     Raises: ObjectError for bytes that are not a message, or for a pickled message without `pickle`.
     """
     if data.numel() < HEADER_BYTES:
-        _broken(f"{data.numel()} bytes, less than a header's {HEADER_BYTES}")
+        _broken(f"{data.numel()} bytes, fewer than the {HEADER_BYTES} of a header")
     kind, checksum, length = _HEADER.unpack(_bytes(data[:HEADER_BYTES]))
     if kind not in (_PLAIN, _PICKLED):
         _broken("they do not begin like an object of this meshcomm version")
@@ -77,7 +77,7 @@ def decode(data: Tensor, device: torch.device, pickle: bool = False) -> Any:
         found = reader.value(json.loads(text.decode()))
     except ObjectError:
         raise
-    except Exception as error:  # whatever Python, NumPy or torch raise for bytes that no writer wrote
+    except Exception as error:  # whatever Python, NumPy or torch raises for malformed bytes
         _broken(f"{type(error).__name__}: {str(error)[:80]}")
     if reader.left.numel():
         _broken(f"{reader.left.numel()} bytes are left over at the end")
@@ -104,9 +104,9 @@ def _bytes(data: Tensor) -> bytes:
 class _Writer:
     """Turns one value into JSON: a scalar, or a list of a tag and its contents.
 
-    blobs: uint8 tensors, the bytes to append after the structure, in the order of their values.
+    blobs: uint8 tensors with the bytes to append after the structure, in the order of the values.
 
-    An object that occurs twice is written once and then referenced by number, so that it is decoded as one object.
+    An object that occurs twice is written once and then referenced by number, so it is decoded as one object.
     """
 
     def __init__(self) -> None:
@@ -196,7 +196,7 @@ class _Writer:
         return [_name(x.dtype), *x.shape]
 
     def _array(self, x: np.ndarray[Any, Any], path: _Path) -> list[Any]:
-        # NumPy's own description of a dtype, and only if NumPy reads it back as the same dtype.
+        # Use NumPy's own description of the dtype, provided NumPy reads the same dtype back from it.
         described: Any = x.dtype.str
         if x.dtype.names is not None:
             described = np.lib.format.dtype_to_descr(x.dtype)
@@ -214,7 +214,7 @@ class _Writer:
         return len(data)
 
 
-# Objects with identity: one that occurs twice is decoded as one object.
+# Types whose objects have identity: an object that occurs twice is decoded as one object.
 _TAGS: Final[dict[type, str]] = {
     list: "l", tuple: "t", dict: "d", set: "S", frozenset: "z", bytearray: "B", Tensor: "x", np.ndarray: "a"
 }  # fmt: skip
@@ -252,11 +252,11 @@ def _name(x: object) -> str:
 class _Reader:
     """Decodes the value that a _Writer wrote.
 
-    left:   uint8 of shape (n,), the bytes after the structure that are still unread; on any device.
+    left:   the unread bytes after the structure, as a uint8 tensor of shape (n,) on any device.
     device: the device of decoded tensors.
 
-    Memory is allocated only after the lengths have been compared with the bytes left. Bytes that no writer wrote
-    raise some exception. They are never executed.
+    Memory is allocated only after the lengths have been checked against the number of unread bytes. Malformed
+    bytes raise some exception and are never executed.
     """
 
     def __init__(self, left: Tensor, device: torch.device) -> None:
@@ -265,7 +265,7 @@ class _Reader:
         self._seen: list[Any] = []
 
     def value(self, node: Any, depth: int = 0, key: bool = False) -> Any:
-        """Return the value. key: whether it is inside a dict key or a set element."""
+        """Return the decoded value. key: whether the value is inside a dict key or a set element."""
         if type(node) is not list:
             if type(node) is dict:
                 _broken("a value without a tag")
@@ -376,7 +376,7 @@ def _pickled(x: object) -> bytes:
 
 
 def _unpickled(data: bytes, device: torch.device) -> Any:
-    """Unpickle the object, which runs code from the bytes: the caller has checked that this was requested.
+    """Unpickle the object, which runs code from the bytes. The caller has checked that the user requested it.
 
     Tensors from an accelerator are loaded onto `device`: loading them onto the sender's device would create a context
     on every device in every process.

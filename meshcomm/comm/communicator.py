@@ -30,9 +30,9 @@ from meshcomm.transport.torch_private import written
 
 
 class Ready(NamedTuple):
-    """One kind of call for one dtype.
+    """A prepared kind of call for one dtype.
 
-    start, options: the backend's method and its options. counter: where calls are counted. device: the
+    start, options: the backend's method and its options. counter: the counter of these calls. device: the
     tensors' device. gets: whether this rank has a result.
     """
 
@@ -45,12 +45,12 @@ class Ready(NamedTuple):
 
 @final
 class Communicator(Caller):
-    """The collectives along `name`. The shape rules are here, once for all transports.
+    """The collectives along `name`. This class defines the shape rules for all transports.
 
     A call takes one of two paths. The first call of its kind is a Request, which is checked, compared with the other
     ranks' calls, and prepared. Later calls go straight to the backend if every tensor is `usable`.
 
-    name, who: the dim or dims, and this rank with its coords, as errors show them.
+    name, who: the dim or dims, and this rank with its coords, for error messages.
     """
 
     def __init__(
@@ -79,9 +79,9 @@ class Communicator(Caller):
         out: Tensor | None = None,
         **options: Any,
     ) -> Any:
-        """Run any collective; with `async_op`, return a Handle. `Mesh` documents each one, Request the arguments.
+        """Run any collective; with `async_op`, return a Handle. `Mesh` documents the collectives, Request the arguments.
 
-        The fast path supports no options: a call with any option takes the stages.
+        The fast path supports no options: a call with any option goes through all stages.
         """
         if not options:
             try:
@@ -90,7 +90,7 @@ class Communicator(Caller):
                 ready = None
             if (
                 ready is not None
-                # True, 1.0 and NumPy's 1 hash like 1, so check types; a negative axis means another axis for each ndim.
+                # True, 1.0 and NumPy's 1 hash like 1, so check types. Which axis a negative number selects depends on ndim.
                 and type(root) is type(axis) is type(concat) is int
                 and not (axis or concat)
                 and (found := self._fast_path(row, ready, x, out, async_op)) is not NotImplemented
@@ -120,12 +120,12 @@ class Communicator(Caller):
     def named(
         self, call: str, group: bool = True, root: int = -1, facts: dict[str, Any] | None = None
     ) -> Iterator[tuple[Communicator, Callable[[int], None]]]:
-        """Make one call out of several: it is recorded, compared and counted as `call`; its parts are not.
+        """Combine several calls into one, which is recorded, compared and counted as `call`. Its parts are not.
 
         Yields a communicator for the parts, whose calls are not compared and may use reserved tags, and a function to
         call with the number of bytes moved.
-        group: whether every rank of the group makes the call, so that it has a sequence number.
-        facts: the facts that must be equal on all these ranks.
+        group: whether every rank in the group makes the call. If so, the call has a sequence number.
+        facts: the properties of the call that must be equal on all participating ranks.
         """
         recorder, where = self.recorder, self.where(call)
         counter, began, moved = counter_of(recorder.counters, self.name, call), clock(), [0]
@@ -150,7 +150,7 @@ class Communicator(Caller):
     # -- the fast path --------------------------------------------------------------------------
 
     def _fast_path(self, row: Collective, ready: Ready, x: Any, out: Tensor | None, async_op: bool) -> Any:
-        """Make a prepared kind of call. Return NotImplemented if its tensors cannot be sent unchanged."""
+        """Make a call of a prepared kind. Return NotImplemented if the tensors cannot be sent unchanged."""
         start, options, counter, device, gets = ready
         if not unobserved() or not is_plain(x, device):
             return NotImplemented
@@ -199,7 +199,7 @@ class Communicator(Caller):
                 work.wait()
             return result
         except RuntimeError as error:
-            work = works = None  # a kept error keeps this frame, which must not keep the group
+            work = works = None  # a stored error keeps this frame alive; it must not keep the group
             raise self.failed(row.name, error) from error
         finally:
             recorder.end()
@@ -218,7 +218,7 @@ class Communicator(Caller):
 
 @final
 class CommunicatorCache(dict[Dims, Communicator]):
-    """Maps dims to their communicator. A dictionary, so that the hot path is one lookup.
+    """Maps dims to their communicator. A dictionary, so that the hot path needs only one lookup.
 
     `explain(dims)` is called for dims that are missing: it returns a communicator that they can share, or raises
     UnknownDim, MeshClosed or NotMember.
@@ -229,7 +229,7 @@ class CommunicatorCache(dict[Dims, Communicator]):
         self._explain = explain
 
     def along(self, dims: Dims) -> Communicator:
-        """Return `self[dims]`, also for an unhashable key such as a list, which gets the error of an unknown dim."""
+        """Return `self[dims]`. An unhashable key, such as a list, raises the same error as an unknown dim."""
         try:
             return self[dims]
         except TypeError:

@@ -9,12 +9,12 @@ from zlib import crc32
 
 from meshcomm.comm.spans import Span
 
-# Their bytes may differ between ranks: uneven splits, and objects.
+# Calls whose bytes may differ between ranks: uneven splits and objects.
 _UNEVEN: Final = ("all_to_all", "objects.")
 
 
 class Sums:
-    """Running sums of calls. seconds: time spent in them. span_s: for asynchronous calls, from start to the end of the wait."""
+    """Running sums over calls. seconds: time spent in them. span_s: for asynchronous calls, time from start to end of wait."""
 
     def __init__(self) -> None:
         self.calls = self.nbytes = 0
@@ -23,11 +23,11 @@ class Sums:
 
 @final
 class CallCounter(Sums):
-    """Running sums of the blocking calls of one kind, on one dim of one group.
+    """Running sums over the blocking calls of one kind, on one dim of one group.
 
-    async_op: sums of the asynchronous calls, counted once they are waited for. sign: a checksum of `call`, the same
-    in every process. alike: whether the call's bytes are equal on all ranks. waiting: the asynchronous call that the
-    program is waiting for. past: the calls are made outside the mesh, and their time is unknown.
+    async_op: sums over the asynchronous calls, which are counted when they are waited for. sign: a checksum of `call`,
+    the same in every process. alike: whether the call's bytes are equal on all ranks. waiting: the asynchronous call that the
+    program is waiting for. past: whether the calls are made outside the mesh, in which case their time is unknown.
     """
 
     def __init__(self, name: str, call: str, past: bool = False) -> None:
@@ -41,14 +41,14 @@ class CallCounter(Sums):
         self.waiting: PendingCall | None = None
 
 
-# A collective: its counter, its bytes as the counter counts them, its place in the program, its start time.
+# A collective: its counter, the bytes to count, its code object and instruction, its start time.
 Entry: TypeAlias = tuple[CallCounter, int, CodeType, int, float]
 
 Counters: TypeAlias = dict[tuple[str, str, bool], CallCounter]
 
 
 def counter_of(counters: Counters, name: str, call: str, past: bool = False) -> CallCounter:
-    """Return the counter of `call` on the dim `name`, created by the first call."""
+    """Return the counter of `call` on the dim `name`; create it for the first call."""
     found = counters.get((name, call, past))
     if found is None:
         found = counters[name, call, past] = CallCounter(name, call, past)
@@ -58,8 +58,8 @@ def counter_of(counters: Counters, name: str, call: str, past: bool = False) -> 
 class PendingCall:
     """A call between its start and the end of its last wait. It is counted at its first wait.
 
-    total: its counter, whose `waiting` is this call during a wait. told: its span, if a trace is taken. place: code and
-    instruction of the user's line. over: when its last wait ended; 0.0 before any wait has ended.
+    total: its counter, whose `waiting` is this call during a wait. told: its span, if a trace is recorded. place: the
+    code object and instruction of the user's line. over: when the last wait ended; 0.0 before any wait has ended.
     """
 
     def __init__(
@@ -83,19 +83,19 @@ class PendingCall:
         self.over = 0.0
 
     def at_once(self) -> None:
-        """Record that no work happens before the wait: it counts as a blocking call."""
+        """Record that the wait follows immediately, so that the call counts as blocking."""
         self._sums = self._total
         if self.told is not None:
             self.told.at_once = True
 
     def waits(self) -> float:
-        """Record that the program begins to wait; return the time, for `waited`."""
+        """Record that the program begins to wait. Return the current time, to pass to `waited`."""
         if self._shown is not None:
             self._shown.waiting = self
         return clock()
 
     def waited(self, since: float) -> None:
-        """Record that a wait that began at `since` has ended; a call may have several, one after the other."""
+        """Record that a wait that began at `since` has ended. A call may have several waits in sequence."""
         before, self.over = self.over, clock()
         if self._shown is not None:
             self._shown.waiting = None

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 Node = TypeVar("Node")
 
-# As in `RankRecord.data`; by rank if there are several.
+# The status of one rank, as in `RankRecord.data`, and the statuses of several ranks by rank.
 Status: TypeAlias = Mapping[str, Any]
 Statuses: TypeAlias = Mapping[int, Status]
 # The messages that a rank waits for, as in `MessageLog.status`; None for a collective.
@@ -33,10 +33,8 @@ _SILENT: Final = {
     "runs": "does not answer, but its process runs: a call into C holds Python's GIL, or its host is overloaded",
 }
 
-# The hint if a rank cannot be reached at the address that it offered.
-INTERFACES: Final = (
-    "[network] interfaces; meshcomm doctor, under the launcher, shows at which address each rank is"
-)
+# The hint for a rank that cannot be reached at the address that it offered.
+INTERFACES: Final = "[network] interfaces; meshcomm doctor, under the launcher, shows each rank's address"
 
 
 class Reason(Enum):
@@ -45,11 +43,11 @@ class Reason(Enum):
     UNREACHABLE = "could not connect"
     TIMEOUT = "did not end in time"
     CLOSED = "lost a peer"
-    DATA = "failed: the received data does not fit"
+    DATA = "failed: the received data does not match the call"
     OTHER = "failed"
 
 
-# The texts of backends' errors, in lower case; the first match counts. Gloo's are tested with torch 2.11 to 2.15; Gloo
+# Parts of backends' error texts, in lower case; the first match decides. Gloo's are tested with torch 2.11 to 2.15. Gloo
 # connects to an address that another rank offered. NCCL's are from ProcessGroupNCCL.cpp and NCCL's own messages.
 _TEXTS: Final = (
     (Reason.UNREACHABLE, ("connecting", "connect timeout", "unable to find address")),
@@ -61,8 +59,8 @@ _TEXTS: Final = (
 
 
 def reason_of(error: BaseException) -> Reason:
-    """Return why the backend ended a call. The type of the error counts first. The errors that caused it are
-    searched too.
+    """Return why the backend ended a call. The type of the error takes precedence over its text. The errors in its
+    chain of causes are also searched.
     """
     if isinstance(error, TimeoutError):
         return Reason.TIMEOUT
@@ -96,8 +94,8 @@ class BlockedCall(NamedTuple):
 class Diagnosis(NamedTuple):
     """The ranks that keep a call from ending.
 
-    missing: the ranks that have not arrived at the call. silent: some of them do not answer. mismatched: the ranks whose
-    call `number` differs from the majority's. lines: a line per rank.
+    missing: the ranks that have not arrived at the call. silent: whether some of them do not answer. mismatched: the
+    ranks whose call `number` differs from the majority's. lines: one line per rank.
     """
 
     missing: Sequence[int] = ()
@@ -136,9 +134,9 @@ def diagnose(
 
 
 def find_mismatch(label: str, ranks: Sequence[int], statuses: Statuses) -> Diagnosis | None:
-    """Return the first sequence number on the group at which ranks made different calls, as far back as records go.
+    """Return the first recorded sequence number in the group at which ranks made different calls.
 
-    The size is compared too, for operations that need the same size on all ranks.
+    For operations that need the same size on all ranks, the sizes are compared too.
     """
     recent = {
         rank: {number: made for number, *made in group.get("recent", ())}
@@ -178,7 +176,7 @@ def absent(blocked: BlockedCall, statuses: Statuses) -> list[tuple[int, str | No
 
 
 def _waits_for(status: Status, statuses: Statuses) -> str:
-    """Return which of the ranks that were asked have not arrived at the collective that a rank is blocked in."""
+    """Return text that names the queried ranks that have not reached the collective in which a rank is blocked."""
     if status.get("failed"):
         return ""
     for group in reversed(status["groups"]):
@@ -220,12 +218,12 @@ def _unmatched(blocked: BlockedCall, part: Sequence[Any], statuses: Statuses) ->
         others = ", ".join(f"{count} with tag {other}" for other, count in sorted(done.items()))
         said += f", and {others}" if others else ""
         found.append((peer, f"has {has} {said}; it {doing_of(status, label)}"))
-    # One message is enough, but a rank that does not answer may have kept that message from arriving.
+    # One message is enough, but a rank that does not answer may have prevented it from arriving.
     return [each for each in found if each[1] is None] if on_its_way else found
 
 
 def described(waiting: Mapping[str, Any]) -> str:
-    """Return `recv from rank 0, message 3 with tag 0`: the messages that a call waits for."""
+    """Return text such as `recv from rank 0, message 3 with tag 0` for the messages that a call waits for."""
     parts = [
         f"from any rank with tag {tag}"
         if peer is None
@@ -236,7 +234,7 @@ def described(waiting: Mapping[str, Any]) -> str:
 
 
 def doing_of(status: Status, label: str | None = None) -> str:
-    """Return the call that failed on a rank or blocks the rank; otherwise the line of its program."""
+    """Return text that names the call that failed on a rank or blocks it; otherwise, the line that the rank is executing."""
     failed = status.get("failed")
     if failed is not None:
         # The rank's later activity usually follows from the failure.
@@ -265,12 +263,12 @@ def _left(status: Status) -> str:
 
 
 def name_of_rank(rank: int, status: Status | None) -> str:
-    """Return the rank, with its coords if it answered."""
+    """Return the rank as text, with its coords if the rank answered."""
     return rank_text(rank, None if status is None else status["coords"])
 
 
 def activity(rank: int, status: Status | None, process: str = "") -> str:
-    """Return one line: the rank, and its call or line. process: the state of its process, see `diagnose`."""
+    """Return one line of text: the rank, and its call or line. process: the state of its process, see `diagnose`."""
     return f"{name_of_rank(rank, status)} {_SILENT[process] if status is None else doing_of(status)}"
 
 
@@ -325,22 +323,22 @@ def _first(lines: Sequence[str]) -> list[str]:
 
 
 def call_text(call: Mapping[str, Any]) -> str:
-    """Return a collective or messages, given in the form of `FlightRecorder.status`, as text."""
+    """Return text for a collective or for messages, given in the form of `FlightRecorder.status`."""
     if "parts" in call:
         return f'{described(call)} along "{call["dim"]}"'
     return f'{call["call"]} along "{call["dim"]}"' + (f", call {call['number']}" if call["number"] else "")
 
 
 def _blocked_in(group: Mapping[str, Any]) -> Any:
-    """Return the collective that a rank is inside of on a group, otherwise the messages that it waits for; None if
-    neither.
+    """Return the collective in which a rank is blocked in a group, otherwise the messages that the rank waits for;
+    None if there are neither.
     """
     last = group["last"]
     return last if last is not None and last["inside"] else group.get("messages", {}).get("waiting")
 
 
 def _messages_begun(status: Status, label: str, half: str, peer: int) -> dict[int, int]:
-    """Return the messages that a rank has begun with `peer`, by tag."""
+    """Return the number of messages that a rank has begun with `peer`, by tag."""
     group = _group(status, label)
     if group is None:
         return {}
@@ -350,7 +348,7 @@ def _messages_begun(status: Status, label: str, half: str, peer: int) -> dict[in
 def find_circle(waits: Mapping[int, Collection[int]]) -> list[int]:
     """Return ranks in a cycle: each waits for the next, and the last for the first. Return [] if there is no cycle.
 
-    waits: rank -> the ranks that it waits for. Returns a shortest cycle through the lowest rank that is in one.
+    waits: rank -> the ranks that it waits for. The result is a shortest cycle through the lowest rank that is in any cycle.
     """
     left = dict(waits)
     # A rank that waits only for removed ranks is in no cycle.
@@ -362,7 +360,7 @@ def find_circle(waits: Mapping[int, Collection[int]]) -> list[int]:
 
 
 def shortest_way(after: Mapping[Node, Iterable[Node]], source: Node, target: Node) -> list[Node]:
-    """Return the nodes on a path from one node to another, both included; [] if no path has one step or more."""
+    """Return the nodes on a path from one node to another, both included; [] if there is no path of at least one step."""
     came = dict.fromkeys(after.get(source, ()), source)
     front = list(came)
     for node in front:
@@ -388,10 +386,11 @@ def _group(status: Status | None, label: str | None) -> Any:
 
 @final
 class FailedCall:
-    """The last collective on a group, or the messages that its rank waits for, and the error of the backend.
+    """A failed call, which is a group's last collective or the messages that a rank waits for, and the backend's error.
 
-    group: as in `FlightRecorder.status`. where: the beginning of the error text. made: the collective, if it is not the
-    group's last one, as in `FlightRecorder.call_data`. facts: the call, as stored in reports. at: the call and its rank.
+    group: as in `FlightRecorder.status`. where: the beginning of the error text. made: the failed
+    collective, as in `FlightRecorder.call_data`, if it is not the group's last one. facts: the call, as stored in
+    reports. at: text that names the call and its rank.
     """
 
     def __init__(
@@ -425,7 +424,7 @@ class FailedCall:
 
     @classmethod
     def last_of(cls, rank: int, recorder: FlightRecorder, where: str, error: BaseException) -> FailedCall:
-        """Return the call on a group that has just failed, or is under way."""
+        """Return the call that has just failed in a group, or is still in progress."""
         group = recorder.status()
         # The program can wait for a message made outside the mesh while an earlier collective is still under way.
         return cls(rank, group, where, error, group["last"] if recorder.under_way is not None else None)
@@ -444,7 +443,7 @@ class FailedCall:
         ]
 
     def error(self, found: Diagnosis, reports: str) -> MeshcommError:
-        """Return the error for the rank of the call. reports: the reports' folder, "" if none was written."""
+        """Return the error to raise on the call's rank. reports: the reports' folder; "" if no report was written."""
         hint = "look at the ranks named above"
         if reports:
             hint = f"meshcomm report {reports} combines the ranks' reports"
@@ -479,25 +478,25 @@ class FailedCall:
     def error_unasked(self, silent: bool) -> MeshcommError:
         """Return the error if no rank could be asked: only the backend's error is known.
 
-        silent: the job's store does not answer, but has not failed either.
+        silent: whether the job's store gave no answer, without having failed.
         """
         others = [rank for rank in self.blocked.ranks if rank != self.blocked.rank]
         reason = Reason.CLOSED if silent else self.reason
-        # With two ranks it is clear which one broke the connection.
+        # With two ranks, it is clear which rank broke the connection.
         clear = silent or (reason is Reason.CLOSED and len(others) == 1)
         why = "the host that holds it has ended or cannot be reached from this one"
         lines = [
             self._error_line,
             f"{ranks_text(others)} could not be asked: the job's store does not answer; {why}",
         ]
-        expected = "a store that lives as long as the job: in the launcher, or in rank 0"
+        expected = "a store that exists as long as the job: in the launcher, or in rank 0"
         hint = "look for the first error reported by the process that hosts the store"
         return self._error(reason, lines, expected, hint, others if clear else ())
 
     def error_alone(self) -> MeshcommError:
-        """Return the error if the backend failed by itself: no rank is waited for."""
+        """Return the error if the backend itself failed and no rank is waited for."""
         hint = "look at the backend's own error, which is the cause"
-        return self._error(Reason.OTHER, [self._error_line], "a call that the backend can make", hint)
+        return self._error(Reason.OTHER, [self._error_line], "a call that the backend can complete", hint)
 
     def _error(
         self,

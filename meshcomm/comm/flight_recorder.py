@@ -1,4 +1,4 @@
-"""The calls on one group: operation, arguments, line, and whether one is under way."""
+"""Records the calls in one group: operation, arguments, line, and whether a call is in progress."""
 
 from __future__ import annotations
 
@@ -28,45 +28,45 @@ from meshcomm.transport.torch_private import HOOK_NAMES, GroupHooks, capturing, 
 KEPT: Final = 256
 # How many recent collectives a rank reports to the others.
 _RECENT: Final = 16
-# Collectives to which all ranks contribute tensors of one size.
+# Collectives to which all ranks contribute tensors of the same size.
 _EQUALLY_LARGE: Final = frozenset(name for name, row in ROWS.items() if row.in_place)
-# The upper limit of recent collectives on backends that run calls long after they were made.
+# The upper limit on recent collectives for backends that run calls long after they were made.
 _MOST_RECENT: Final = 128
 
 Inquire = Callable[["FlightRecorder", str, BaseException], MeshcommError]
 
 
-# The id of the recorder of this process's last collective outside the mesh.
+# The id of the recorder that saw this process's last collective outside the mesh.
 _LATEST: Final = [0]
 
 
 @final
 class FlightRecorder:
-    """Watches one group under all its names: a ring of its last 256 collectives, their counters, its messages.
+    """Records one group's calls under all its names: a ring buffer of the last 256 collectives, counters and messages.
 
-    The mesh's own calls are between `begin` and `end`, or a block of `with recorder.call(...)`. Calls that others make
-    on the same group (dist.*, DTensor, FSDP, DDP) are seen through the group's hooks: see `watch`.
+    The mesh's own calls run between `begin` and `end`, or inside `with recorder.call(...)`. Calls that other code makes
+    on the same group (dist.*, DTensor, FSDP, DDP) are seen through the group's hooks; see `watch`.
 
     started:   the sequence number of the last collective; equal numbers on the ranks of a group mean the same call.
-    under_way: the argument of the call under way; None if there is none.
-    ordered:   the backend runs calls after they have returned, in the order of the calls.
+    under_way: the argument of the call in progress; None if no call is in progress.
+    ordered:   whether the backend queues calls, and runs them in order after they have returned.
     work:      the Work of the last collective made outside the mesh or, if calls are ordered, of the last call of any
                kind. message: that call, if it is a message. captured: whether a CUDA graph has captured a call.
-               over: the number of a collective that is known to be over, like all before it.
+               over: the number of a collective known to have completed, as have all earlier ones.
     left:      when each call in the ring returned to the program, on this host's monotonic clock.
     counters:  the counters of all calls. messages: the group's messages, counted by peer.
-    refused:   numbers of calls that sent nothing, because the ranks were about to make different ones.
-    hooks:     the hooks of `watch`. check: compares the first collectives between the ranks; None when done.
+    refused:   numbers of calls that sent nothing because the ranks were about to make different calls.
+    hooks:     the hooks of `watch`. check: compares the first collectives between the ranks; None after that.
     steps:     the calls of each step, if the program calls `mesh.step`.
-    group_name, timeout_s: those of the backend's group, if a watchdog created the recorder.
-    lost:      (call, whether a peer is gone) -> the error if ranks were lost and replaced.
-    plan:      the suffix of the labels that profilers show. spans: takes every call while a trace is taken; span: the
-               last one. quick: the dictionaries of prepared calls, emptied for a trace, as prepared calls bypass it.
+    group_name, timeout_s: the name and timeout of the backend's group, if a watchdog created the recorder.
+    lost:      takes a call and whether a peer is gone; returns the error if ranks were lost and replaced.
+    plan:      the suffix of the labels in profilers. spans: receives every call while a trace is recorded; span: the last
+               call's. quick: dictionaries of prepared calls, emptied for a trace because prepared calls bypass it.
 
     Args:
-        label: the group with its common coords, as in `tp[pp=0 dp=1]`.
-        ranks: its global ranks, in coord order.
-        inquire: creates the error when a call fails. It names the ranks that have not arrived and what they do.
+        label: the group and its common coords, as in `tp[pp=0 dp=1]`.
+        ranks: the group's global ranks, in coord order.
+        inquire: creates the error for a failed call. The error names the ranks that have not arrived and what they are doing.
         check: compares the first messages; see MessageCheck.
     """
 
@@ -120,7 +120,7 @@ class FlightRecorder:
 
     @property
     def past_the_mesh(self) -> str:
-        """Words for errors about a call that others made on a group of the mesh; "" for a group outside the mesh."""
+        """The words that mark a call made outside the mesh in errors about a mesh group; "" for a group outside the mesh."""
         return "made outside the mesh " if self.plan else ""
 
     @property
@@ -153,7 +153,7 @@ class FlightRecorder:
     ) -> FlightRecorder:
         """Record the start of a collective, which ends with the `with` block.
 
-        A RuntimeError in the block is the backend's and becomes the error of `caller`. `caller` is None outside the mesh.
+        A RuntimeError in the block comes from the backend and becomes an error of `caller`, which is None outside the mesh.
         """
         self.begin(caller, counter, nbytes, x, users_frame(2))
         if self.span is not None:
@@ -168,7 +168,7 @@ class FlightRecorder:
         x: Tensor | None,
         frame: FrameType,
     ) -> None:
-        """Record the start of a collective at the user's `frame`; it ends with `end`. For the rest see `call`."""
+        """Record the start of a collective at the user's `frame`; `end` marks its end. For the other arguments, see `call`."""
         self.started = number = self.started + 1
         self._outer, self.under_way = self.under_way, True if x is None else x
         self._caller = caller
@@ -213,7 +213,7 @@ class FlightRecorder:
                 # The error must not keep the backend's Work alive, and with it the group's sockets.
                 clear_frames(trace)
                 raise self._caller.failed(entry[0].call, error) from error
-            # Any error from reading the result of a call that was given up.
+            # This may be any error from reading the result of an abandoned call.
             if isinstance(error, Exception) and self._caller is not None and entry is not None:
                 self._caller.confirm(entry[0].call, error)
         finally:
@@ -236,15 +236,15 @@ class FlightRecorder:
         self.work, self.message = None if captured else work, message
 
     def refuse(self) -> None:
-        """Record that the last call sent nothing: every rank of the group records this, whatever call it was about to make."""
+        """Record that the last call sent nothing. Every rank in the group records this, whatever call it was about to make."""
         self.refused.append(self.started)
 
     def announce_call(self, name: str, call: str, facts: dict[str, Any], past: bool = False) -> bool:
-        """Compare the call under way with the other ranks while calls are still compared; return whether it was compared.
+        """Compare the call in progress with the other ranks' calls, while calls are compared. Return whether it was compared.
 
         The comparison uses the same group. Raises CallMismatchError if the ranks make different calls.
         """
-        # The host reads the result of the comparison, which would end the capture of a graph.
+        # The host reads the result of the comparison, which would abort a graph capture.
         if self.check is None or capturing():
             return False
         if not self.check.active:
@@ -257,7 +257,7 @@ class FlightRecorder:
             raise
 
     def later(self) -> PendingCall | None:
-        """Record that the call under way is only started. Return the object to notify of the waits for it."""
+        """Record that the call has only been started. Return the object to notify of each wait for the call."""
         place = self.started % KEPT
         entry = self.ring[place]
         self._counted = False
@@ -271,8 +271,8 @@ class FlightRecorder:
     # -- calls outside the mesh -----------------------------------------------------------------------
 
     def watch(self, group: Any, name: str, who: str) -> None:
-        """Observe every call that others make on `group`, the dim `name`, if torch has hooks for groups."""
-        # Weak, as the group must not keep its recorder alive: Python finds no cycle that goes through torch.
+        """Observe every call that other code makes on `group`, along the dim `name`, if torch has hooks for groups."""
+        # A weak reference, because Python does not detect a reference cycle through torch's group.
         self.hooks = hooked(group, ref(self), name, who)
 
     def before(self, name: str, who: str, given: Any) -> None:
@@ -325,7 +325,7 @@ class FlightRecorder:
     def note(self, step: int, number: int, excluded: bool, ended_at: tuple[CodeType, int]) -> None:
         """Record that a step of the program is over; see StepHistory.note. The calls that are still in the ring are compared.
 
-        An excluded step has no compared calls. Refused calls are never compared.
+        No call of an excluded step is compared. Refused calls are never compared.
         """
         first, self._noted = self._noted + 1, self.started
         numbers = range(self.started + 1 if excluded else first, self.started + 1)
@@ -333,7 +333,7 @@ class FlightRecorder:
         self.steps.note(step, number, len(numbers), [entry for entry in made if entry is not None], ended_at)
 
     def trace(self, spans: Spans | None) -> None:
-        """Pass every call from now on to `spans`, if not None."""
+        """Record every later call in `spans`; stop recording if `spans` is None."""
         self.spans = self.messages.spans = spans
         self.span = None
         for prepared in self.quick:
@@ -351,7 +351,7 @@ class FlightRecorder:
         return range(max(1, self.started - KEPT + 1), self.started + 1)
 
     def close(self) -> None:
-        """Release the message comparison and its connection, and the prepared calls, which hold the group."""
+        """Release the message comparison and its connection, and the prepared calls, which keep the group alive."""
         self.trace(None)
         self.quick.clear()
         self.messages.close()
@@ -385,7 +385,7 @@ class FlightRecorder:
         return found
 
     def history(self) -> list[dict[str, Any]]:
-        """Return the calls of the ring and the most recent messages as plain data, in the order in which they began."""
+        """Return the calls in the ring and the most recent messages as plain data, in the order in which they began."""
         calls = [call for number in self.remembered() if (call := self.call_data(number)) is not None]
         return sorted([*calls, *self.messages.history()], key=lambda call: call["began"])
 
@@ -393,7 +393,7 @@ class FlightRecorder:
         """Return the state of the group's calls, as plain data.
 
         recent: recent collectives except refused ones, each with its sequence number, operation, callsite and, if equal
-        on all ranks, its bytes. If calls are ordered, the list begins with the first call that may not be over.
+        on all ranks, its bytes. If calls are ordered, the list begins with the first call that may not have completed.
         """
         first = self.started - _RECENT
         if self.ordered:
@@ -421,9 +421,9 @@ class FlightRecorder:
 
 
 class Caller:
-    """Issues calls along the dim `name`. It begins the text of an error about a call, and explains a failed call.
+    """Issues calls along the dim `name`, provides the beginning of their error messages, and explains failed calls.
 
-    who: this rank with its coords, for errors, as in `rank 5 (pp=1 dp=0 tp=1)`.
+    who: this rank and its coords, for errors, as in `rank 5 (pp=1 dp=0 tp=1)`.
     """
 
     def __init__(self, name: str, transport: Transport, who: str, recorder: FlightRecorder) -> None:
@@ -444,14 +444,14 @@ class Caller:
     def confirm(self, call: str, error: BaseException | None = None) -> None:
         """Raise RankLost from `error` if ranks have been lost. Called when the host has waited, or has read a value.
 
-        If calls are queued, a call given up because of a lost rank ends without an error. Its result is undefined.
+        If calls are queued, a call that is abandoned because of a lost rank ends without an error. Its result is undefined.
         """
         recorder = self.recorder
         if recorder.ordered and (lost := recorder.lost(self.where(call), False)) is not None:
             raise lost from error
 
     def start(self, call: Call) -> Sequence[Work]:
-        """Make the backend start a collective. Return its Work, or nothing if it is already over."""
+        """Make the backend start a collective. Return its Work objects, or none if it has already completed."""
         work = self.transport.start(call)
         if self.recorder.ordered:
             self.recorder.queued(work)
@@ -463,12 +463,12 @@ class Caller:
             work.wait()
 
     def wait_within(self, work: Work, timeout_s: float) -> None:
-        """Wait for one of the group's Works for a limited time."""
+        """Wait at most `timeout_s` seconds for one of the group's Work objects."""
         self.transport.wait_within(work, timeout_s)
 
 
 def hooked(group: Any, recorder_of: Callable[[], FlightRecorder | None], name: str, who: str) -> GroupHooks:
-    """Have a recorder, if there is one at that time, observe every call that others make on `group`, the dim `name`."""
+    """Let the current recorder, if there is one, observe each call that other code makes on `group`, along the dim `name`."""
 
     # The mesh's own calls are recorded already, and every statement here slows them down.
     def before(given: Any) -> None:
@@ -489,7 +489,7 @@ def _facts(
 ) -> dict[str, Any]:
     """Return the known facts of a call outside the mesh that must be equal on all ranks."""
     found: dict[str, Any] = {} if root < 0 else {"root": root}
-    # The parts of a scatter or gather exist on one rank only.
+    # The parts of a scatter or gather exist on only one rank.
     tensors = outputs[:1] if row.root == "src" and outputs else inputs
     if row is BARRIER or not tensors:
         return found

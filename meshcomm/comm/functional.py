@@ -1,4 +1,4 @@
-"""Collectives that return new tensors and have gradients. You choose the gradient rule where there are two.
+"""Differentiable collectives that return new tensors. If a call has two possible gradient rules, you choose one.
 
 After an all_reduce, every rank holds the same y. Autograd cannot tell whether the ranks then compute the same
 loss from it or different losses that are summed. For the same loss, the gradient of x is the gradient of y
@@ -44,10 +44,10 @@ class Functional:
         not.
 
         Shape:    any -> the same.
-        Gradient: grad="identity": dx = dy. For ranks that compute the same loss from y, as in Megatron-LM's
+        Gradient: grad="identity": dx = dy. Use it if all ranks compute the same loss from y, as in Megatron-LM's
                   reduce_from_tensor_model_parallel_region.
-                  grad="sum": dx = all_reduce(dy). For ranks whose losses are summed.
-                  For op="avg", both are divided by the size. Other ops have no gradient.
+                  grad="sum": dx = all_reduce(dy). Use it if the losses of the ranks are summed.
+                  For op="avg", both gradients are divided by the size. Other ops have no gradient.
         Raises:   AutogradError for a gradient through min, max or product.
         """
         _check_rule("all_reduce", grad, ("identity", "sum"))
@@ -57,7 +57,7 @@ class Functional:
     def identity(self, dims: Dims, x: Tensor, *, grad: Literal["sum"] = "sum") -> Tensor:
         """Return x itself; its gradient is summed over `dims`.
 
-        For an x that is equal on all ranks and used differently by each rank, as before a column-parallel
+        Use it for an x that is equal on all ranks but used differently on each, such as the input of a column-parallel
         layer. Equivalent to Megatron-LM's copy_to_tensor_model_parallel_region.
         """
         _check_rule("identity", grad, ("sum",))
@@ -70,9 +70,9 @@ class Functional:
         """Return every rank's x concatenated along `axis`.
 
         Shape:    (.., s, ..) -> (.., n*s, ..).
-        Gradient: grad="slice": dx = this rank's slice of dy, for ranks that compute the same from the result.
+        Gradient: grad="slice": dx = this rank's slice of dy, for ranks that compute the same values from y.
                   grad="reduce_scatter": dx = this rank's slice of the sum of all dy, for ranks that compute
-                  different things from it.
+                  different values from y.
         """
         if grad != operators.UNDETERMINED:
             _check_rule("all_gather", grad, ("slice", "reduce_scatter"))
@@ -96,7 +96,7 @@ class Functional:
         """Return this rank's slice of an x that is equal on all ranks. Sends nothing.
 
         Shape:    (.., n*s, ..) -> (.., s, ..).
-        Gradient: dx = all_gather(dy), so that dx is equal on all ranks again.
+        Gradient: dx = all_gather(dy), so dx is again equal on all ranks.
         """
         comm = self._checked(dims, x, "slice")
         axis = _axis(comm, x, axis, "slice", split=True, dim=dim)
@@ -150,12 +150,12 @@ def _axis(
 
 
 def mean_message(values: Tensor, weights: Tensor | float, where: str) -> Tensor:
-    """Return values, then weights, flat, in float32 or float64. Raises ShapeError, AutogradError."""
+    """Return the values followed by the weights, in one flat float32 or float64 tensor. Raises ShapeError, AutogradError."""
     if not isinstance(values, Tensor) or not values.is_floating_point():
         raise ShapeError(
             f"mean on {where} takes a floating-point tensor of sums",
             given=f"{values.dtype} {tuple(values.shape)}" if isinstance(values, Tensor) else repr(values),
-            expected="this rank's sum of losses, say, as a tensor",
+            expected="a tensor, such as this rank's sum of losses",
             hint="mesh.mean(dims, losses.sum(), tokens)",
         )
     if isinstance(weights, Tensor) and weights.requires_grad:
@@ -169,16 +169,16 @@ def mean_message(values: Tensor, weights: Tensor | float, where: str) -> Tensor:
     counts = torch.as_tensor(weights, device=values.device).detach().to(kind)
     if counts.shape not in (values.shape, ()):
         raise ShapeError(
-            f"mean on {where}: values and weights do not fit",
+            f"mean on {where}: the shapes of values and weights do not match",
             given=f"values {tuple(values.shape)}, weights {tuple(counts.shape)}",
-            expected="a weight for all values, or one for each",
+            expected="one weight for all values, or one for each",
             hint="weights of shape () or of the values' shape",
         )
     return torch.cat([values.detach().to(kind).flatten(), counts.flatten()])
 
 
 def mean_of(values: Tensor, sums: Tensor) -> Tensor:
-    """Return the mean, from the sum of `mean_message` over all ranks; with the gradient of this rank's own values."""
+    """Return the mean, given the sum of `mean_message` over all ranks. Only this rank's own values get a gradient."""
     total, weight = sums[: values.numel()].view_as(values), sums[values.numel() :]
     weight = weight.view_as(values) if weight.numel() == values.numel() else weight.view(())
     mean: Tensor = _Mean.apply(values, total / weight, weight)
@@ -186,7 +186,7 @@ def mean_of(values: Tensor, sums: Tensor) -> Tensor:
 
 
 class _Mean(torch.autograd.Function):
-    """A number that is equal on all ranks; its gradient for this rank's share is values / weight."""
+    """A mean that is equal on all ranks, with the gradient of this rank's share, which is values / weight."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, mean: Tensor, weight: Tensor) -> Tensor:

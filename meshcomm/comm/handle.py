@@ -32,18 +32,18 @@ class Handle(Generic[T]):
     """An asynchronous call in flight. `wait()` returns the result of the blocking call.
 
     Do not use the tensors of the call before `wait()` returns. A handle that is dropped without a wait issues
-    one UnwaitedHandle warning, with the line that made the call.
+    one UnwaitedHandle warning, which names the line that made the call.
 
-    The library creates handles; you do not.
+    Handles are created by the library, not by users.
 
     Args:
         works: the backend's Work objects, or other handles.
-        by: the issuer of the call.
-        finish: computes the result after the works complete.
+        by: the object that issued the call.
+        finish: computes the result after the Work objects complete.
         result: the result, if there is no `finish`.
-        pending: is notified of the waits.
+        pending: the call's record, which is notified of each wait.
         held: an object to keep alive until the wait.
-        source: for a receive, the sender's coord, or a function that finds it after the wait.
+        source: for a receive, the sender's coord, or a function that returns the coord after the wait.
         confirm: see MessageLog.confirm.
     """
 
@@ -82,16 +82,16 @@ class Handle(Generic[T]):
         raise UnsupportedOp(
             "the handle of a call cannot be pickled",
             given="pickle.dumps, copying or sending to another process",
-            expected="a handle that is waited for where the call was made",
+            expected="a wait() in the process that made the call",
             hint="pickle handle.wait(), the call's result",
         )
 
     def wait(self, timeout_s: float | timedelta | None = None) -> T:
         """Block until the call completes, and return its result. Later calls return the result immediately.
 
-        timeout_s: seconds, or a timedelta as torch's Work takes. If None, the group's timeout applies.
+        timeout_s: seconds, or a timedelta as in torch's Work. If None, the group's timeout applies.
         Raises:    CommunicationError, with the backend's error as its cause, on every wait; CallMismatchError
-                   instead if the steps of the ranks had already differed.
+                   instead if the ranks' steps had already diverged.
         """
         if isinstance(timeout_s, timedelta):
             timeout_s = timeout_s.total_seconds()
@@ -106,7 +106,7 @@ class Handle(Generic[T]):
         return self._result  # type: ignore[return-value]
 
     def _end(self, timeout_s: float | None) -> None:
-        """Wait for the works and compute the result, once. An error is kept, and every wait raises it."""
+        """Wait for the Work objects and compute the result, once. An error is stored, and every wait raises it."""
         works = self._works
         if works is None:
             return
@@ -139,7 +139,7 @@ class Handle(Generic[T]):
             except Exception as error:
                 self._error = error
         self._held = None
-        # Set last: another thread that sees this continues, and an interrupted handle can be waited for again.
+        # Set last, so that other threads continue only after the wait, and an interrupted wait can be repeated.
         self._works = self._finish = self._confirm = None
 
     @property
@@ -147,7 +147,7 @@ class Handle(Generic[T]):
         return line_of(*self._place)
 
     def _at_once(self) -> None:
-        """Record, for the library, that the wait follows immediately, so that the call counts as a blocking one."""
+        """Record that the library waits immediately, so that the call counts as blocking."""
         if self._pending is not None:
             self._pending.at_once()
 
@@ -186,7 +186,7 @@ class Handle(Generic[T]):
 
     @property
     def source(self) -> int:
-        """The sender's coord, for a receive that has been waited for."""
+        """The sender's coord for a completed receive."""
         if self._source is None or self._works is not None:
             raise CommunicationError(
                 f"{self._by.where(self._call)}: the call has no source",

@@ -1,4 +1,4 @@
-"""Lists of tensors that are changed in place together: one message per dtype instead of one per tensor."""
+"""In-place collectives on lists of tensors: one message per dtype instead of one per tensor."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from meshcomm.comm.shapes import materialised, pack, unpack, unwatched
 from meshcomm.errors import ShapeError
 from meshcomm.transport.torch_private import copy_all
 
-# One message holds at most this many bytes; the packed copy is the only memory that a list costs.
+# One message holds at most this many bytes; the packed copy is the only extra memory that a list needs.
 _MOST_BYTES = 256 * 1024 * 1024
 _DTYPE, _NBYTES = attrgetter("dtype"), attrgetter("nbytes")
 
@@ -34,7 +34,7 @@ _DTYPE, _NBYTES = attrgetter("dtype"), attrgetter("nbytes")
 def collective(
     comm: Communicator, row: Collective, tensors: Sequence[Tensor], async_op: bool, **options: Any
 ) -> list[Tensor] | Handle[list[Tensor]]:
-    """Run `Communicator.collective` for each tensor of a list, for a collective in place."""
+    """Run an in-place collective on a list of tensors, through `Communicator.collective`."""
     call = f"{row.name} of a list"
     where = partial(comm.where, call)
     if not isinstance(tensors, (list, tuple)):
@@ -56,7 +56,7 @@ def collective(
     if len(messages) > 1 and not (dense and _lie_apart(tensors)):
         check_apart(tensors, (), where, lambda one, other: one.dtype == other.dtype)
     if not async_op:
-        # One after the other: each message needs its packed copy only until it completes.
+        # Run messages one at a time: each needs its packed copy only until it completes.
         for group in messages:
             _write(comm.collective(row, _packed(group, dense), **options), group, dense)
         return list(tensors)
@@ -80,7 +80,7 @@ def _packed(group: Sequence[Tensor], dense: bool) -> Tensor:
 def _write(packed: Tensor, group: list[Tensor], dense: bool) -> None:
     values = unpack(packed, group)
     with unwatched(*group):
-        # Separately, if the memory of a tensor does not hold its values.
+        # Written separately if a tensor's memory does not hold its values.
         if (not dense or group[0].is_complex()) and any(x.is_neg() or x.is_conj() for x in group):
             for x, value in zip(group, values, strict=True):
                 x.copy_(value)
@@ -95,7 +95,7 @@ def _lie_apart(tensors: Sequence[Tensor]) -> bool:
 
 
 def _messages(tensors: Sequence[Tensor], one_device: bool) -> list[list[Tensor]]:
-    """Return the tensors that share a message: equal dtype and device, in order, up to a size limit."""
+    """Group the tensors by message: equal dtype and device, in order, up to a size limit."""
     if one_device and sum(map(_NBYTES, tensors)) <= _MOST_BYTES:
         dtypes = dict.fromkeys(map(_DTYPE, tensors))
         return [[x for x in tensors if x.dtype is dtype] for dtype in dtypes]

@@ -1,4 +1,4 @@
-"""Whether all ranks of a group make the same calls: compared before the data of the first calls moves, and at each step."""
+"""Checks that all ranks of a group make the same calls: before the data of the first calls moves, and at each step."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class CallCheck:
     """Compares the first calls on one group between its ranks, by an all_reduce of 16 bytes. If calls differ, the ranks
     exchange them in one small all_gather.
 
-    transport: the group's, fetched at each call. limit: the number of calls to compare, equal on all ranks. None: all.
+    transport: returns the group's transport. limit: how many calls to compare, equal on all ranks; None to compare all.
     """
 
     def __init__(self, transport: Callable[[], Transport], ranks: Sequence[int], limit: int | None) -> None:
@@ -51,7 +51,7 @@ class CallCheck:
     def announce_call(self, name: str, call: str, facts: dict[str, Any], past: bool = False) -> bool:
         """Wait until all ranks are about to make the same call on `name`. Return whether an exchange was needed.
 
-        past: the call is made outside the mesh, and only some of its facts are known.
+        past: whether the call is made outside the mesh, in which case only some of its facts are known.
 
         Raises CallMismatchError on every rank of the group, before any data has moved.
         """
@@ -101,7 +101,7 @@ def _is_same(one: Sequence[Any], other: Sequence[Any]) -> bool:
 
 
 def majority(signs: Mapping[int, Any]) -> tuple[list[int], list[int]]:
-    """Return the ranks with the most common sign, and all other ranks. Of equally common signs, the first counts.
+    """Return the ranks with the most common sign, and all other ranks. If signs are equally common, the first one wins.
 
     >>> majority({0: "a", 1: "b", 2: "b"}), majority({3: "a", 4: "b"})
     (([1, 2], [0]), ([3], [4]))
@@ -114,9 +114,9 @@ def majority(signs: Mapping[int, Any]) -> tuple[list[int], list[int]]:
 def mismatch(
     name: str, number: int, ranks: Sequence[int], calls: Sequence[Sequence[Any]]
 ) -> CallMismatchError:
-    """Return the error for ranks of a group whose calls, each as (call, facts, site), differ.
+    """Return the error for a group in which calls, each given as (call, facts, site), differ between ranks.
 
-    ranks: global, in the order of `calls`. Ranks that differ from the majority are mismatched.
+    ranks: global ranks, in the order of `calls`. Ranks that differ from the majority are mismatched.
     """
     by_rank = dict(zip(ranks, calls, strict=True))
     signs = {rank: json.dumps([call, facts]) for rank, (call, facts, _) in by_rank.items()}
@@ -137,10 +137,10 @@ def mismatch(
 
 
 def _message(call: str, facts: dict[str, Any], past: bool) -> bytes:
-    """Return the call in at most 512 bytes; equal facts give equal texts, whatever the site."""
+    """Encode the call in at most 512 bytes. Equal facts give equal texts at any callsite."""
     whole = json.dumps(facts)
     if len(whole) > _FACTS:
-        # For a shape with very many axes: a digest of all facts, and the beginning of their text.
+        # For a shape with very many axes, send a digest of all facts and the beginning of their text.
         digest = hashlib.sha256(whole.encode()).hexdigest()[:16]
         facts = {"facts": whole[: _FACTS // 2], "digest": digest}
     site = caller()[-_SITE:]
@@ -181,11 +181,11 @@ class _Run(NamedTuple):
 
 @final
 class StepHistory:
-    """The calls of one rank on one group, step by step. Written by `mesh.step`, read by other threads too.
+    """The calls of one rank on one group, step by step. Written by `mesh.step`; other threads read it too.
 
-    step: the last step noted. sums: by step, a checksum of all calls up to its end: two ranks with equal sums have made
-    the same calls so far. The sum of a step divisible by 2**k is kept for 4 * 2**k steps, so that two ranks 2**k steps
-    apart have a step in common.
+    step: the last recorded step. sums: for each step, a checksum of all calls up to its end. Two ranks with equal sums
+    have made the same calls so far. The sum of a step divisible by 2**k is kept for 4 * 2**k steps, so that two ranks
+    that are 2**k steps apart have a step in common.
     """
 
     def __init__(self) -> None:
@@ -197,7 +197,7 @@ class StepHistory:
     def note(
         self, step: int, number: int, calls: int, entries: Sequence[Entry], ended_at: tuple[CodeType, int]
     ) -> None:
-        """Record that step `step` is over. The program numbers it `number`. It made `calls` calls.
+        """Record that step `step`, which the program numbers `number`, has ended after `calls` calls.
 
         entries: the calls to compare.
         """
@@ -244,13 +244,13 @@ def find_desync(
     last = last_common(*sums.values())
     if len({of_rank.get(last) for of_rank in sums.values()}) < 2:
         return None
-    # Start at the oldest step that all histories still contain. The first difference may be before it.
+    # Start at the oldest step that all histories still contain. The first difference may be even earlier.
     oldest = max(history["runs"][0][0] for history in known.values())
     cut = any(history["cut"] for history in known.values())
     starts = {run[0] for history in known.values() for run in history["runs"]}
     for start in sorted(start for start in starts if oldest <= start <= last):
         steps = {rank: _run_at(history["runs"], start) for rank, history in known.items()}
-        # Ranks whose step numbers differ make equal calls until the last step: one rank has skipped a step.
+        # If step numbers differ, a rank has skipped a step, although calls may be equal until the last step.
         numbers = {rank: step.number for rank, step in steps.items()}
         calls = {rank: (step.calls, step.digest) for rank, step in steps.items()}
         signs: Mapping[int, Any] = numbers if len(set(numbers.values())) > 1 else calls
@@ -270,7 +270,7 @@ def error_of(difference: Mapping[str, Any]) -> CallMismatchError:
 
 
 def _run_at(runs: Sequence[Sequence[Any]], step: int) -> _Run:
-    """Return one step of the runs."""
+    """Return the run that contains step `step`, cut to start at that step."""
     run = next(_Run(*run) for run in reversed(runs) if run[0] <= step)
     return run._replace(first=step, number=run.number + step - run.first)
 
@@ -282,7 +282,10 @@ def _difference(
     coords: Mapping[int, Mapping[str, int]],
     forgotten: bool,
 ) -> dict[str, Any]:
-    """signs: equal if the calls are equal. forgotten: whether the first difference may be in an earlier step."""
+    """Return the difference as plain data.
+
+    signs: equal for equal calls. forgotten: whether the first difference may be in an earlier step.
+    """
     usual, mismatched = majority(signs)
     model, first = steps[usual[0]], steps[mismatched[0]]
     apart = not forgotten and model.number != first.number
@@ -321,7 +324,7 @@ def _difference(
 
 
 def _calls(step: _Run, other: _Run) -> str:
-    """Return the number of calls, and the lines whose calls `other` has not made, or not as often."""
+    """Return text with the number of calls, and the lines whose calls `other` has not made as often."""
     text = _collectives(step.calls)
     if step.nbytes != other.nbytes and step.calls == other.calls:
         text += f" of {step.nbytes:,} bytes"

@@ -27,9 +27,9 @@ _OFFER_BYTES: Final = 1024
 
 
 class _Offer(NamedTuple):
-    """The facts that each rank sends before any bytes of an object, as JSON of a fixed length.
+    """What each rank tells the others before it sends any object bytes, as JSON of a fixed length.
 
-    size: bytes of the rank's object; 0 if it sends nothing. In a scatter, those of the largest object, for coord `target`.
+    size: bytes in the rank's object; 0 if it sends nothing. In a scatter, bytes in the largest object, for coord `target`.
     failed: why the object cannot be sent, as (what, expected, hint). cap: the rank's max_bytes.
     """
 
@@ -47,9 +47,9 @@ class Objects:
     """`mesh.objects`: broadcast, all_gather, gather, scatter, send and recv of Python objects along dims.
 
     Supported types: None, bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, set,
-    frozenset, torch.Size, torch.dtype, NumPy arrays and scalars, and tensors. Every rank receives new
-    memory, including the sender. Tensors arrive dense, on the receiver's mesh device and without
-    gradient. An object that occurs twice arrives as one object. No code from the message is executed.
+    frozenset, torch.Size, torch.dtype, NumPy arrays and scalars, and tensors. Every rank, including the
+    sender, gets new memory. Tensors arrive dense, on the receiver's mesh device and without
+    gradients. An object that occurs twice arrives as one object. No code from the message is executed.
 
     With `pickle=True` on every rank of the call, any picklable object can be sent. Unpickling executes
     code from the message: use it only if you trust every sender.
@@ -57,14 +57,14 @@ class Objects:
     max_bytes: limit on the encoded size of one object. The smallest value in the group applies.
 
     All ranks of the group raise the same ObjectError if one rank's object cannot be sent or exceeds the
-    limit, or if ranks disagree on `pickle`. No bytes of an object have then been sent, and the group stays
-    usable. The same holds if one rank makes a different call or names a different root. Among the first calls
-    on a group, such a difference raises CallMismatchError instead.
+    limit, or if ranks disagree on `pickle`. In this case no object bytes have been sent, and the group stays
+    usable. The same applies if one rank makes a different call or names a different root. During the first calls
+    in a group, such a difference raises CallMismatchError instead.
 
     Peers and roots are coords.
 
-    In a dry run, `all_gather` and `gather` assume that every other rank passes this rank's object. An object
-    that exists only on another rank raises an error.
+    In a dry run, `all_gather` and `gather` assume that every other rank passes this rank's object. A call
+    whose object exists only on another rank raises an error.
     """
 
     def __init__(self, directory: CommunicatorCache, device: torch.device, is_fake: bool = False) -> None:
@@ -109,7 +109,7 @@ class Objects:
     def gather(
         self, dims: Dims, obj: Any, dst: int, *, pickle: bool = False, max_bytes: int = MAX_BYTES
     ) -> list[Any] | None:
-        """Return every rank's object, in coord order, on coord `dst`; None on the others.
+        """Return every rank's object, in coord order, on coord `dst`; None on other ranks.
 
         Called by: every rank along `dims`, in the same program order.
         Raises:    ObjectError, on every rank along `dims`; LayoutError if dst is not a coord.
@@ -135,8 +135,8 @@ class Objects:
         """Send object c of the list on coord `src` to coord c. Lists on other ranks are ignored.
 
         Called by: every rank along `dims`, in the same program order.
-        Raises:    ObjectError, on every rank along `dims`, also if the length of the list is not the size of
-                   the dims; LayoutError if src is not a coord.
+        Raises:    ObjectError, on every rank along `dims`, including if the length of the list is not the
+                   size of `dims`; LayoutError if src is not a coord.
         """
         call = self._call(dims, "scatter", src, pickle, max_bytes)
         if self._is_fake and call.comm.coord == src:
@@ -161,9 +161,9 @@ class Objects:
         pickle: bool = False,
         max_bytes: int = MAX_BYTES,
     ) -> None:
-        """Send `obj` to coord `dst`, which must call `recv`, and return once the receiver takes the object.
+        """Send `obj` to coord `dst`, which must call `recv`, and return once the receiver accepts the object.
 
-        If two ranks both send to each other first, both raise.
+        If two ranks send to each other before either receives, both raise.
 
         tag:    a send matches only a receive with the same tag (Gloo; NCCL matches by order). On Gloo, tensors
                 and objects never match each other.
@@ -220,7 +220,7 @@ class Objects:
         return _Call(comm, name, root, _Offer("", 0, None, None, max_bytes, bool(pickle)), self._device)
 
     def _own_of(self, call: _Call, obj: Any, copies: int = 1, group: bool = True) -> Any:
-        """Return this rank's object as the result of a call in a simulated world, counted like any call."""
+        """Return this rank's object as the result of a call in a simulated world. The call is counted like any other."""
         with (
             call.begun(group) as (_, moves),
             without_modes(),
@@ -231,16 +231,16 @@ class Objects:
         return obj
 
     def _nobody(self, call: _Call) -> None:
-        hint = "an object that every rank makes by itself, where mesh.is_fake is True"
+        hint = "an object that each rank creates, if mesh.is_fake is True"
         check_answered(call.comm.transport.name, "the object", call.where, hint)
 
 
 @final
 class _Call:
-    """One call along one communicator: its arguments, checked, and the facts on which the ranks must agree.
+    """One call along one communicator: its checked arguments, and the properties on which the ranks must agree.
 
     root:  the coord that the call names: src, dst, or the peer. -1 if it names none.
-    offer: this rank's own facts.
+    offer: this rank's offer.
     """
 
     def __init__(self, comm: Communicator, call: str, root: int, offer: _Offer, device: torch.device) -> None:
@@ -267,7 +267,7 @@ class _Call:
         self._cause: Exception | None = None
 
     def begun(self, group: bool = True) -> AbstractContextManager[tuple[Communicator, Callable[[int], None]]]:
-        """Return the context of the call. group: whether every rank of the group makes it; see `Communicator.named`."""
+        """Return the call's context manager. group: whether every rank of the group makes it; see `Communicator.named`."""
         facts = {_ROOTS[self.name]: self.root} if group and self.root >= 0 else {}
         return self.comm.named(f"objects.{self.name}", group, self.root if group else -1, facts)
 
@@ -276,23 +276,23 @@ class _Call:
         return torch.empty(nbytes, dtype=torch.uint8, device=self._carrier)
 
     def decoded(self, data: Tensor) -> Any:
-        """Return the object of the received bytes."""
+        """Return the object decoded from received bytes."""
         try:
             return decode(data, self._device, self.offer.pickle)
         finally:
             self.comm.confirm(f"objects.{self.name}")
 
     def encoded(self, make: Callable[[], Sequence[Any]]) -> list[Tensor]:
-        """Return this rank's objects as bytes; empty, with the reason in the offer, if they cannot be encoded."""
+        """Return this rank's objects as bytes. If they cannot be encoded, return [] and store the reason in the offer."""
         which = ""
         messages = []
         try:
             for coord, obj in enumerate(make()):
                 which = f"for coord {coord}: " if self.offer.call.startswith("scatter") else ""
                 messages.append(encode(obj, self.offer.pickle).to(self._carrier))
-        except Exception as error:  # the others must learn of it, whatever it is
+        except Exception as error:  # other ranks must be told, whatever the error is
             self._cause = error
-            found = ObjectError(f"{type(error).__name__}: {error}", expected="an object to read")
+            found = ObjectError(f"{type(error).__name__}: {error}", expected="an object that can be read")
             found = error if isinstance(error, ObjectError) else found
             self.offer = self.offer._replace(failed=(which + found.what, found.expected, found.hint))
             return []
@@ -303,7 +303,7 @@ class _Call:
         return messages
 
     def packed(self) -> Tensor:
-        """Return the offer as uint8 of its fixed length."""
+        """Return the offer as a uint8 tensor of fixed length."""
         offer = self.offer
         while len(text := json.dumps(offer).encode()) > _OFFER_BYTES:
             assert offer.failed is not None
@@ -334,7 +334,7 @@ class _Call:
         )
 
     def swapped(self, comm: Communicator, peer: int, tag: int) -> tuple[int, _Offer]:
-        """Exchange offers with a coord in one call, on backends whose messages wait for each other."""
+        """Exchange offers with a coord in one call, on backends whose messages wait for one another."""
         told = self.blank(_OFFER_BYTES)
         comm.messages.exchange(sends=[(self.packed(), peer, tag)], recvs=[(told, peer, tag)])
         return self.read(peer, self.arrived(told))
@@ -342,7 +342,7 @@ class _Call:
     def agree(
         self, comm: Communicator, make: Callable[[], Sequence[Any]], moves: Callable[[int], None]
     ) -> tuple[list[Tensor], list[int]]:
-        """Return this rank's objects as bytes, and every rank's size. Otherwise raises ObjectError on every rank."""
+        """Return this rank's objects as bytes, and every rank's size. If the call cannot continue, raise on every rank."""
         mine = self.encoded(make)
         table = self.arrived(comm.collective(ALL_GATHER, self.packed())).view(comm.size, -1)
         try:
@@ -352,14 +352,14 @@ class _Call:
             self.comm.recorder.refuse()
             raise
         sizes = [offer.size for _, offer in offers]
-        # For a scatter, only the source's largest part is known, and all parts are sent padded to that size.
+        # In a scatter, ranks know only the size of the source's largest part, so all parts are padded to it.
         moves(sum(sizes) * (1 if offers[0][1].target is None else comm.size))
         return mine, sizes
 
     def compare_offers(self, offers: list[tuple[int, _Offer]], pair: bool = False) -> None:
-        """Raise ObjectError, the same on all ranks, if the call cannot continue. offers: each with its coord.
+        """Raise the same ObjectError on all ranks if the call cannot continue. offers: (coord, offer) pairs.
 
-        pair: the call is a send and a recv.
+        pair: whether the call is a send and its matching recv.
         """
         failed = {coord: offer.failed for coord, offer in offers if offer.failed is not None}
         calls = _by_coord((offer.call, coord) for coord, offer in offers)
@@ -403,9 +403,9 @@ class _Call:
 
 
 def _gathered(comm: Communicator, mine: Tensor, sizes: list[int], dst: int | None = None) -> list[Tensor]:
-    """Return every rank's bytes in coord order: on coord dst if there is one, otherwise on all."""
+    """Return every rank's bytes in coord order: on coord `dst` if it is given, otherwise on all ranks."""
     longest = max(sizes)
-    # Padding to the longest must not move and hold more than twice the actual data.
+    # Padding to the longest object may at most double the data to move and store.
     even = longest * comm.size <= max(2 * sum(sizes), 1 << 16)
     x = pad(mine, (0, longest - mine.numel())) if even else mine
     row, root = (ALL_GATHER, -1) if dst is None else (GATHER, dst)
@@ -433,7 +433,7 @@ def _one_each(objs: Any, size: int) -> Sequence[Any]:
 
 
 def _by_coord(pairs: Iterable[tuple[str, int]]) -> dict[str, str]:
-    """Return the coords that sent each text."""
+    """Return the coords that sent each distinct text."""
     found: dict[str, list[int]] = {}
     for text, coord in pairs:
         found.setdefault(text, []).append(coord)

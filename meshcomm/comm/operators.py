@@ -1,8 +1,8 @@
 """The operators behind `mesh.functional`, registered with torch: eager and compiled programs call the same ones.
 
 An operator takes plain values, which a graph can hold: a tensor, the place to communicate, and the arguments.
-The place is `group`, from which the live communicator is found; `size`, so that a graph contains everything that
-shapes and gradients depend on; and `traced`, whether a compiler recorded the call.
+The place consists of `group`, which identifies the live communicator; `size`, so that a graph contains everything
+that shapes and gradients depend on; and `traced`, whether a compiler recorded the call.
 
 Each operator is linear, so one row is enough for all its derivatives. Backward calls the adjoint, which consists of
 these operators and so can be differentiated again. Forward mode calls the operator on the tangent. Under vmap the
@@ -39,7 +39,7 @@ from meshcomm.comm.torch_private import (
 from meshcomm.errors import AutogradError, MeshClosed
 from meshcomm.reductions import REDUCTIONS, with_gradient
 
-# The rule of a gather without a declared gradient.
+# The gradient rule of a gather whose gradient was not declared.
 UNDETERMINED: Final[Any] = "undetermined"
 
 Place: TypeAlias = tuple[str, int, bool]
@@ -47,19 +47,19 @@ Place: TypeAlias = tuple[str, int, bool]
 
 @final
 class Groups:
-    """The groups of one mesh, as operators find them. A graph may outlive its group, so it holds a key instead.
+    """The groups of one mesh, which operators look up by key. A graph holds only the key, because it may outlive its groups.
 
     planner: the factory of plans for the mesh's patterns.
     """
 
     def __init__(self, directory: CommunicatorCache, planner: Callable[[], Any]) -> None:
         self.at, self.planner = directory, planner
-        # The same number for the same mesh on every rank, so that ranks compile, and cache on disk, the same graph.
+        # A mesh has the same number on every rank, so that all ranks compile, and cache on disk, the same graph.
         self.key = f"mesh{next(_NUMBERS)}"
         _LIVE[self.key] = self
 
     def place(self, comm: Communicator) -> Place:
-        """Return where operators communicate: group, size, traced."""
+        """Return the place where operators communicate: group, size, traced."""
         return f"{self.key}/{comm.name}", comm.size, is_compiling()
 
 
@@ -68,7 +68,7 @@ _LIVE: Final[WeakValueDictionary[str, Groups]] = WeakValueDictionary()
 
 
 def groups_of(key: str, what: str) -> Groups:
-    """Return the groups of the mesh with this key. Raises MeshClosed for `what`."""
+    """Return the groups of the mesh with this key. Raises MeshClosed, about `what`."""
     groups = _LIVE.get(key)
     if groups is None:
         raise MeshClosed(
@@ -206,21 +206,21 @@ _ROWS: Final = (
 
 
 def call(name: str, x: Tensor, place: Place, *args: int | str) -> Tensor:
-    """Return the operator of this name."""
+    """Run the operator of this name."""
     result: Tensor = getattr(torch.ops.meshcomm, name).default(x, *place, *args)
     return result
 
 
 class _Linear(SingleLevelFunction):  # type: ignore[misc]
-    """Any of the operators, for autograd."""
+    """The autograd function that all operators share."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, row: _Row, keys: Any, place: Place, args: tuple[Any, ...]) -> Tensor:
-        # Calls made by derivatives have not been traced on their own.
+        # Calls in derivatives have not been traced separately.
         ctx.row, ctx.place, ctx.args = row, (*place[:2], False), args
         if not transforming():
             return _below(row, keys, x, place, args)
-        # Function has disabled these for all transforms, of which this is only the innermost.
+        # autograd.Function has disabled both for all transforms, but this is only the innermost one.
         with torch.enable_grad(), set_forward_mode(True):
             return _below(row, keys, x, place, args)
 
@@ -234,12 +234,12 @@ class _Linear(SingleLevelFunction):  # type: ignore[misc]
 
 
 def _below(row: _Row, keys: Any, x: Tensor, place: Place, args: tuple[Any, ...]) -> Tensor:
-    """Return the operator below autograd: the call itself, an outer transform, or a tracer."""
+    """Run the operator below autograd: in the call itself, an outer transform, or a tracer."""
     if only_device(keys):
         return row.run(_communicator(place[0]), x, *args)
     with below_autograd():
         if row.shape is None and not transforming():
-            return x.view_as(x)  # a tracer supports it, and has no rule for views from custom operators
+            return x.view_as(x)  # a tracer supports view_as, but not views from custom operators
         result: Tensor = getattr(torch.ops.meshcomm, row.name).default.redispatch(keys, x, *place, *args)
         return result
 
@@ -248,14 +248,14 @@ def _autograd(row: _Row, keyset: Any, x: Tensor, group: str, size: int, traced: 
     keys, place = keyset & after_autograd, (group, size, traced)
     needs_grad = x.requires_grad and torch.is_grad_enabled()
     transforms, level = transforming(), forward_level()
-    # A graph opens levels of forward mode without Python's knowledge.
+    # A compiled graph opens levels of forward-mode AD that Python does not see.
     if not (needs_grad or transforms or traced or level >= 0):
         return _below(row, keys, x, place, args)
     tangent = has_tangent(x)
     if level >= 0 and traced and not transforms and not tangent and only_device(keys):
         raise AutogradError(
-            f"forward-mode AD around a compiled function, with {_call_text(row, group)} in it",
-            given="a graph that was made without tangents, which would be lost",
+            f"forward-mode AD around a compiled function that contains {_call_text(row, group)}",
+            given="a graph compiled without tangents, which would be lost",
             expected="the derivative inside the compiled function, or no torch.compile",
             hint="torch.compile(lambda x, t: torch.func.jvp(f, (x,), (t,)))",
         )
@@ -279,7 +279,7 @@ def _call_text(row: _Row, group: str) -> str:
 
 
 def _batched(row: _Row, info: Any, in_dims: Any, x: Tensor, *given: Any) -> tuple[Tensor, int]:
-    """Return one call for the whole batch of a vmap."""
+    """Make one call for the whole batch of a vmap."""
     place, args = given[:3], given[3:]
     args = (*(axis + 1 for axis in args[: row.axes]), *args[row.axes :])
     return call(row.name, x.movedim(in_dims[0], 0), place, *args), 0

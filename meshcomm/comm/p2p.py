@@ -1,4 +1,4 @@
-"""Point to point between coords of one dim: sends, receives, sets of them, and the ring."""
+"""Point-to-point messages between coords of one dim: sends, receives, exchanges and shifts."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ from meshcomm.transport.torch_private import profiling, written
 
 Envelope: TypeAlias = tuple[Tensor, int] | tuple[Tensor, int, int]
 
-# At most this many kinds of messages are remembered as checked. Every new tag would add another kind.
+# At most this many kinds of messages are remembered as checked. Each new tag adds another kind.
 _MOST_FAST = 4096
 
 
@@ -63,18 +63,18 @@ class Messages(Caller):
     def __init__(self, name: str, transport: Transport, who: str, recorder: FlightRecorder) -> None:
         super().__init__(name, transport, who, recorder)
         self.kinds = kinds = transport.message_kinds
-        # Where the headers of messages are: in host memory, if the mesh can send from there.
+        # The device of message headers: the CPU if the mesh can send from host memory.
         self._device = transport.device if transport.device.type in kinds else torch.device(kinds[0])
         self._fast: dict[tuple[object, ...], torch.device] = {}
         recorder.quick.append(self._fast)
 
     @property
     def ordered(self) -> bool:
-        """Whether a message waits for earlier ones, in either direction."""
+        """Whether a message waits for earlier messages, in either direction."""
         return self.transport.ordered
 
     def send(self, x: Tensor, dst: int, tag: int = 0, handshake: bool = False, async_op: bool = False) -> Any:
-        """Send `x` to coord `dst`; with `async_op`, a handle. See `Mesh.send`."""
+        """Send `x` to coord `dst`; with `async_op`, return a handle. See `Mesh.send`."""
         if not handshake and self._is_fast("send", x, dst, tag):
             return self._start(Batch("send", [P2P("send", x, dst, tag)], async_op, carried=True))
         end = self._checked("send", "send", x, dst, tag)
@@ -82,7 +82,7 @@ class Messages(Caller):
         return self._start(Batch("send", ends, async_op, nbytes=end.x.nbytes))
 
     def recv(self, out: Any, src: int | None, tag: int = 0, async_op: bool = False) -> Any:
-        """Receive from coord `src`, or from any source if it is None; with `async_op`, a handle.
+        """Receive from coord `src`, or from any source if `src` is None. With `async_op`, return a handle.
 
         Without `out`, the message must have been sent with a handshake. See `Mesh.recv` and `Mesh.irecv`.
         """
@@ -105,7 +105,7 @@ class Messages(Caller):
         return self._start(Batch("recv", [end], async_op, partial(into, out, end.x), source=src))
 
     def recv_any(self, out: Tensor | None, tag: int = 0) -> tuple[Tensor, int]:
-        """Receive from the rank that sends first, and return its coord too. See `Mesh.recv_any`."""
+        """Receive from the rank that sends first, and return the tensor and that rank's coord. See `Mesh.recv_any`."""
         first = blank_header(self._device) if out is None else out
         end = self._checked("recv", "recv_any", first, None, tag)
         handle = self._start(Batch("recv_any", [end], True, calls=0 if out is None else 1))
@@ -122,7 +122,7 @@ class Messages(Caller):
         async_op: bool = False,
         call: str = "exchange",
     ) -> Any:
-        """Send and receive a set of messages at once. See `Mesh.exchange`; errors name it `call`."""
+        """Send and receive several messages concurrently. See `Mesh.exchange`. call: the name of the call in errors."""
         if (ends := self._fast_batch(sends, recvs)) is not None:
             outs = [end.x for end in ends[: len(recvs)]]
             written(outs)
@@ -208,7 +208,7 @@ class Messages(Caller):
         return device is not None and type(peer) is type(tag) is int and unobserved() and is_plain(x, device)
 
     def _checked(self, direction: Direction, call: str, x: Any, peer: Any, tag: int = 0) -> P2P:
-        """Return one end of a message for `x`; a peer of None, any source, is for irecv and recv_any."""
+        """Return one end of a message for `x`. peer: None for any source, which only irecv and recv_any accept."""
         if self._is_fast(direction, x, peer, tag):
             return P2P(direction, x, peer, tag)
 
@@ -235,7 +235,7 @@ class Messages(Caller):
         if (
             dense is x
             and peer not in (None, self.coord)
-            # Reserved tags stay refused if a user passes them.
+            # Continue to refuse reserved tags from users.
             and tag < OWN_TAGS
             and x.dtype in CARRIED
             and len(self._fast) < _MOST_FAST
@@ -250,7 +250,7 @@ class Messages(Caller):
                 f"{self.where(call)}: there is no rank to receive from",
                 given="a dim of size 1",
                 expected="a dim with another rank",
-                hint="guard the call by mesh.size(dims) > 1",
+                hint="make the call only if mesh.size(dims) > 1",
             )
         if not self.transport.any_source:
             check_answered(self.transport.name, "which rank sends first", self.where(call), "src=, a coord")
@@ -262,7 +262,7 @@ class Messages(Caller):
             )
 
     def _copy_own(self, call: str, coming: Sequence[P2P], going: Sequence[P2P]) -> None:
-        """Copy this rank's messages to itself, of which both ends are in one call."""
+        """Copy the messages that this rank sends to itself in one call."""
         sent, asked = ([end for end in ends if end.peer == self.coord] for ends in (going, coming))
         for ends in (sent, asked):
             ends.sort(key=attrgetter("tag"))
@@ -287,7 +287,7 @@ class Messages(Caller):
         if alone:
             self._check_order(batch, log)
         try:
-            # Messages of a collective that runs step by step belong to it.
+            # The messages of a collective that runs step by step are counted as part of it.
             message = log.begin(self.name, batch, recorder.under_way is None)
             left_s = log.confirm(message) if message.unanswered and not batch.async_op else None
             ends = batch.ends if batch.carried else _carried(batch.ends)
@@ -310,7 +310,7 @@ class Messages(Caller):
                 else:
                     self.wait_within(work, left_s)
         except RuntimeError as error:  # of the backend, or of the store while messages are compared
-            works = ()  # a kept error keeps this frame, which must not keep the group
+            works = ()  # a stored error keeps this frame alive; it must not keep the group
             raise self.failed(batch.told, error) from error
         finally:
             log.waiting = None
@@ -333,7 +333,7 @@ class Messages(Caller):
         )
 
     def _check_order(self, batch: Batch, log: MessageLog) -> None:
-        """Refuse a message that would wait for another one of this rank in the other direction, and could deadlock."""
+        """Refuse a message that would wait for this rank's message in the other direction and could deadlock."""
         direction = batch.ends[0].direction
         other = next((each for each in log.flying if each.parts[0][0] != direction), None)
         if other is None:
@@ -354,7 +354,7 @@ class Messages(Caller):
 
 
 def _carried(ends: Sequence[P2P]) -> list[P2P]:
-    """Return the messages, with dtypes that backends support."""
+    """Return the messages with tensors of dtypes that backends support."""
     return [end if end.x.dtype in CARRIED else end._replace(x=as_bytes(end.x.view(-1))) for end in ends]
 
 

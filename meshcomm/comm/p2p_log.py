@@ -25,16 +25,16 @@ from meshcomm.transport.torch_private import capturing, work_error
 _KEPT: Final = 256
 # Messages are counted for this many channels; the oldest are dropped first.
 _CHANNELS: Final = 4096
-# Comparing a message costs its two ends seven operations of the job's only store.
+# Comparing a message costs seven operations on the job's single store.
 _MOST_COMPARED: Final = 4
-# How long the end that arrives first waits for the peer to confirm the message before moving its data: at most this
-# time, and at most this part of the group's timeout. The wait counts toward the timeout, so a silent peer adds none.
+# The end that arrives first waits for the peer's confirmation before it moves the data: at most this long, and at most
+# this fraction of the group's timeout. The wait counts toward the timeout, so a silent peer adds none.
 _ANSWERED_S: Final = 5.0
 _ANSWERED_PART: Final = 0.5
 
 # Direction, the peer's coord and tag: messages of one channel arrive in the order in which they were sent.
 Channel: TypeAlias = tuple[Direction, int, int]
-# Direction, peer, tag and sequence number on that channel; None and 0 while the source is not known.
+# Direction, peer, tag and sequence number on that channel; peer and number are None and 0 while the source is unknown.
 Part: TypeAlias = tuple[Direction, int | None, int, int]
 # The announcement of an end that arrived first, until it is answered: the store's key, and the peer's global rank.
 Unanswered: TypeAlias = tuple[str, int]
@@ -47,8 +47,8 @@ class Batch:
 
     finish:  computes the result. result: the result, if there is no `finish`.
     source:  for a receive, the sender's coord.
-    calls:   0 if it prepares another call, which is counted. nbytes: bytes to count; if None, the bytes of all `ends`.
-    carried: whether backends are known to support every dtype.
+    calls:   0 if the call only prepares another, counted call. nbytes: bytes to count; if None, the bytes of all `ends`.
+    carried: whether backends are known to support the dtypes of all messages.
     """
 
     call: str
@@ -63,7 +63,7 @@ class Batch:
 
     @property
     def told(self) -> str:
-        """The name of the call in errors: with its peer if it has one."""
+        """The name of the call in errors, with the peer of a send or recv."""
         if self.call not in ("send", "recv"):
             return self.call
         peer = self.ends[-1].peer
@@ -74,15 +74,15 @@ class Batch:
 
 @final
 class PendingMessage(PendingCall):
-    """A call that sends or receives, with the line that made it.
+    """A call that sends or receives, and the line that made it.
 
     parts: its messages. nbytes: the larger of the bytes it sends and the bytes it receives. unanswered: the
-    announcements to peers that had not arrived. For the rest see PendingCall.
+    announcements to peers that had not arrived. For the other fields, see PendingCall.
     """
 
     place: tuple[CodeType, int]
     unanswered: Sequence[Unanswered] = ()
-    # The log that lists this as under way; None if no log does.
+    # The log that lists this call as in flight; None if no log does.
     _log: MessageLog | None = None
 
     def __init__(
@@ -100,11 +100,11 @@ class PendingMessage(PendingCall):
         log.recent.append(self)
 
     def counts(self, total: CallCounter, calls: int) -> None:
-        """Set the counter. calls: 0 for a part of a call that another part counts."""
+        """Set the counter. calls: 0 if another part of the same call is counted instead."""
         self._total, self._sums, self._calls = total, total.async_op, calls
 
     def started(self) -> None:
-        """Record that the backend has the messages, and the call returns to the program."""
+        """Record that the messages have been handed to the backend and the call is about to return."""
         now = clock()
         self._seconds = now - self.began
         if self.told is not None:
@@ -137,9 +137,9 @@ class MessageLog:
 
     Unlike collectives, messages are not numbered per group: ranks may send different numbers of messages.
 
-    begun:   the sequence number of the last message by channel. waiting: the call that this rank is blocked in.
+    begun:   the sequence number of the last message on each channel. waiting: the call that this rank is blocked in.
     flying:  the messages in flight, see `flies`. recent: the most recent calls.
-    spans:   takes all calls while a trace is taken. check: compares the first messages between their ends.
+    spans:   receives all calls while a trace is recorded. check: compares the first messages between their ends.
     """
 
     def __init__(self, counters: Counters, label: str, check: MessageCheck | None = None) -> None:
@@ -154,8 +154,8 @@ class MessageLog:
         self.waiting: PendingMessage | None = None
 
     def settled(self, direction: Direction, peer: int) -> bool:
-        """Return whether messages with this peer no longer need sequence numbers, because they are no longer checked and
-        not traced.
+        """Return whether messages with this peer no longer need sequence numbers, because they are no longer compared
+        and no trace is recorded.
         """
         return self.spans is None and (self._check is None or not self._check.is_compared(direction, peer))
 
@@ -201,8 +201,8 @@ class MessageLog:
     def past(
         self, name: str, direction: Direction, peer: int | None, tensors: Sequence[Tensor], frame: FrameType
     ) -> PendingMessage:
-        """Return a message that is sent or received outside the mesh; torch does not report its tag, which counts
-        as 0.
+        """Record and return a message that is sent or received outside the mesh. torch does not report the tag, so the
+        tag is recorded as 0.
         """
         if self._check is not None:
             self._check.takes_any()
@@ -238,7 +238,7 @@ class MessageLog:
         return [message for message, work in list(self._posted) if not work.is_completed()]
 
     def failed(self) -> list[tuple[PendingMessage, RuntimeError]]:
-        """Return the first message outside the mesh that its backend has given up, and the backend's error; [] if there
+        """Return the first message outside the mesh that its backend has abandoned, and the backend's error; [] if there
         is none.
         """
         over = ((message, work) for message, work in list(self._posted) if work.is_completed())
@@ -246,7 +246,7 @@ class MessageLog:
         return next(([(message, error)] for message, error in found if error is not None), [])
 
     def confirm(self, message: PendingMessage) -> float | None:
-        """Wait, for a limited time, until the peers of first messages confirm them. Raises CallMismatchError.
+        """Wait for a limited time until peers confirm messages that are still compared. Raises CallMismatchError.
 
         Returns the seconds that are left of the group's timeout if a peer stayed silent; None if all answered.
         """
@@ -286,12 +286,12 @@ class MessageLog:
         ]
 
     def close(self) -> None:
-        """Stop comparing, and release the backend's objects."""
+        """Stop comparing messages, and release the backend's objects."""
         self._check = None
         self._posted.clear()
 
     def status(self, ranks: Sequence[int]) -> dict[str, Any]:
-        """Return the log as plain data, with peers as global ranks; `ranks` by coord."""
+        """Return the log as plain data, with peers as global ranks. ranks: the group's global ranks, in coord order."""
         waiting = self.waiting
         return {
             # A copy, as another thread may be sending to another rank.
@@ -317,14 +317,14 @@ class MessageLog:
 class MessageCheck:
     """Compares the first messages of each pair of ranks on one group, in each direction.
 
-    A receive with more room than was sent would return with part of its buffer unchanged, and one with less
-    room would end the process (Gloo, tested with torch 2.13). Therefore each end announces its message, and the end
-    that arrives second compares, answers, and raises if the two differ. The end that arrived first reads the answer
-    before it waits for the data, so that both ends raise at once.
+    A receive whose buffer is larger than the message would return with part of the buffer unchanged, and one whose
+    buffer is smaller would end the process (Gloo, tested with torch 2.13). Therefore each end announces its message,
+    and the end that arrives second compares, answers, and raises if the two differ. The end that arrived first reads
+    the answer before it waits for the data, so that both ends raise immediately.
 
-    pairs: the number of messages in each direction with each peer, while they are compared. store: this mesh's, used
-    for nothing else. ranks: the group's, in coord order. timeout_s: the group's. limit: the number of messages to
-    compare, at most 4; if None, all, up to 4.
+    pairs: the number of compared messages in each direction with each peer. store: a store used for nothing else.
+    ranks: the group's ranks, in coord order. timeout_s: the group's timeout. limit: the number of messages to
+    compare, at most 4; None to compare all messages.
     """
 
     def __init__(
@@ -344,7 +344,7 @@ class MessageCheck:
         return self.pairs[direction, peer] < self._limit
 
     def takes_any(self) -> None:
-        """Record that this rank receives from any source, or outside the mesh: others do not wait for its answer."""
+        """Record that this rank receives from any source or outside the mesh, so other ranks do not wait for its answer."""
         if not self._any:
             self._any = True
             self._store.set(f"{self._label}/any/{self._rank}", "1")
@@ -354,14 +354,14 @@ class MessageCheck:
     ) -> list[Unanswered]:
         """Announce this end's message; compare it if the other end, coord `peer`, has announced its own.
 
-        Returns what `confirm` takes if the other end has not arrived. Raises CallMismatchError before the data moves.
+        Returns the argument for `confirm` if the other end has not arrived. Raises CallMismatchError before the data moves.
         """
         other = self._ranks[peer]
         src, dst = (self._rank, other) if direction == "send" else (other, self._rank)
         key = self.key(src, dst, tag, number)
         facts = [name_of(x.dtype), x.numel(), f"({', '.join(map(str, x.shape))})"]
         mine = json.dumps([direction, *facts, f"{frame.f_code.co_filename}:{frame.f_lineno}"])
-        # One step: the first to arrive writes, the second gets what the first has written.
+        # Atomic: the first end to arrive writes, and the second gets what the first has written.
         theirs = self._store.compare_set(key, "", mine).decode()
         if theirs == mine:
             return [(key, other)]
@@ -380,8 +380,8 @@ class MessageCheck:
         return []
 
     def confirm(self, waiting: Sequence[Unanswered]) -> float | None:
-        """Return when the peers confirm, or after some seconds without an answer; the backend then reports a
-        difference.
+        """Return when the peers have confirmed, or after a few seconds without an answer. In that case, the backend
+        reports any difference.
 
         Returns the rest of the timeout if a peer was silent. Raises CallMismatchError if a peer passes another tensor.
         """
@@ -416,6 +416,6 @@ class MessageCheck:
             "differs between its ends; nothing was sent",
             given=told,
             expected="the same dtype and number of elements at both ends",
-            hint="handshake=True on the send and no out on the receive, where the receiver cannot know the shape",
+            hint="handshake=True on the send and no out on the receive, if the receiver cannot know the shape",
             mismatched_ranks=(src, dst),
         )

@@ -1,4 +1,4 @@
-"""One call of a collective: its arguments, and the results of each stage on the way to the wire and back."""
+"""One call of a collective: its arguments, and the results of each stage from the check to the finished result."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from meshcomm.transport import P2P
 
 
 class Algorithm(Protocol):
-    """The algorithm that reduces a flat tensor in place instead of the backend."""
+    """An algorithm that replaces the backend in reducing a flat tensor in place."""
 
     @property
     def name(self) -> str: ...
@@ -24,40 +24,40 @@ class Algorithm(Protocol):
     def run(self, comm: Any, flat: Tensor, op: str) -> None: ...
 
 
-# Marks an option that may differ between ranks, or that is covered by `_facts` or the call's name.
+# Marks an option that may differ between ranks, or that is compared in `_facts` or by the call's name.
 _OWN: Final = {"own": True}
-# The fields that the fast path supports: all others that a caller can set are options.
+# The fields that the fast path supports. All other fields that a caller can set are options.
 _KNOWN: Final = ("comm", "row", "x", "async_op", "op", "root", "axis", "concat", "out")
 
 
 @final
 @dataclass(slots=True, eq=False)
 class Request:
-    """One call of a collective. Each stage takes the call and adds results.
+    """One call of a collective. Each stage takes the request and adds results.
 
     | stage  | file          | adds |
     |---|---|---|
     | check  | check_call.py | source, axes counted from the front, plain splits, facts, problem |
-    | agree  | agree.py      | whether the other ranks call the same; sizes, and the slice of a scatter |
+    | agree  | agree.py      | whether the other ranks make the same call; sizes, and the slice of a scatter |
     | load   | wire.py       | call, arrived |
     | start  | wire.py       | the Works |
     | finish | wire.py       | the result |
 
     The fields up to `out` are supported by the fast path of Communicator.collective. Later fields are options: a call
-    with any option takes the stages, and ranks must agree on the option unless it is marked as `_OWN`.
+    with any option goes through all stages, and ranks must agree on the option unless it is marked as `_OWN`.
 
-    concat:   the axis that an all_to_all joins. `axis` is the axis that it splits, and the only axis of other calls.
-    uneven:   sizes of `axis` may differ between ranks. input_split_sizes: the size of `axis` sent to each coord;
-              output_split_sizes: the size from each coord, if known.
+    concat:   the axis that an all_to_all joins. axis: the axis that an all_to_all splits; the only axis of other calls.
+    uneven:   whether the size of `axis` may differ between ranks. input_split_sizes: the size of `axis` sent to each coord;
+              output_split_sizes: the size received from each coord, if known.
 
     source:   x, with the axis to split or join; None on ranks that contribute nothing.
-    facts:    the facts that must be equal on all ranks. problem: an error of this rank only, raised after the other
-              ranks have their part of the call.
+    facts:    the facts that must be equal on all ranks. problem: an error on this rank only, raised after the other
+              ranks have received their part of the call.
     header:   for a scatter, the shape of a slice as a message.
-    sizes:    the size from each coord, if sizes differ.
-    call:     the call for the transport. arrived: the buffer of its result, before it is reordered.
-    direct:   whether that buffer is the final one.
-    repeatable: calls of this kind can be prepared for the fast path.
+    sizes:    the size received from each coord, if the sizes differ.
+    call:     the call for the transport. arrived: the buffer of the result before reordering.
+    direct:   whether `arrived` is the final result buffer.
+    repeatable: whether calls of this kind can be prepared for the fast path.
     """
 
     comm: Caller
@@ -97,7 +97,7 @@ class Request:
 
     @property
     def options(self) -> dict[str, object]:
-        """The options of this call that must be equal on all ranks, if given."""
+        """The given options of this call that must be equal on all ranks."""
         kind: Any = type(self)
         return {name: value for name, usual in _compared(kind) if (value := getattr(self, name)) != usual}
 
@@ -108,7 +108,7 @@ class Request:
 
     @property
     def common(self) -> Tensor | None:
-        """This rank's tensor, if all ranks contribute an equal one; None for a scatter and a barrier."""
+        """This rank's tensor, if all ranks contribute tensors of the same kind; None for a scatter or a barrier."""
         return None if self.row is SCATTER else self.source
 
     @property
@@ -129,6 +129,6 @@ class Request:
 
 @cache
 def _compared(kind: Any) -> list[tuple[str, object]]:
-    """Return the options on which ranks must agree, with their defaults: also options that a subclass adds."""
+    """Return the options on which ranks must agree, with their defaults, including options that a subclass adds."""
     given = (each for each in fields(kind) if each.init and each.name not in _KNOWN)
     return [(each.name, each.default) for each in given if "own" not in each.metadata]

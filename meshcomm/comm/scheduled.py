@@ -1,4 +1,4 @@
-"""All-reduces in several steps: over messages along a dim, by a schedule, or dim by dim."""
+"""All-reduces in several steps: by a schedule of messages along one dim, or dim by dim."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ Scheduled: TypeAlias = Literal[
 ]
 SCHEDULED: Final[tuple[str, ...]] = get_args(Scheduled)
 
-# Keeps these messages apart from a user's own. Gloo separates tags; NCCL matches by order.
+# Separates these messages from a user's own messages. Gloo separates tags; NCCL matches by order.
 _TAG: Final = OWN_TAGS
-# Size of the chunks that a tree sends one after the other. For 32 MiB over 8 ranks on 2 cores, 4 chunks were fastest
+# Size of the chunks that a tree sends one after another. For 32 MiB over 8 ranks on 2 cores, 4 chunks were fastest
 # of 1, 2, 4 and 8. For 4 MiB, one chunk was fastest.
 _CHUNK_BYTES: Final = 8 << 20
 _MOST_CHUNKS: Final = 16
-# Larger tensors pass through the dims of `hierarchical` in pieces of this size.
+# `hierarchical` sends larger tensors in pieces of this size.
 _PIECE_BYTES: Final = 4 << 20
 
 
 class _Moves(NamedTuple):
-    """One step, with chunks as ranges of elements: (peer, start, stop). Receives also say whether the data are reduced."""
+    """One step, with chunks as ranges of elements: (peer, start, stop). Receives also tell whether to reduce the data."""
 
     sends: tuple[tuple[int, int, int], ...]
     receives: tuple[tuple[int, int, int, bool], ...]
@@ -79,11 +79,11 @@ def all_reduce(
 ) -> Tensor:
     """Reduce `x` in place over `comm` by the schedule of `algorithm`, and return it.
 
-    All arguments are equal on every rank, as for `Communicator.collective`, whose checks, operations and errors apply.
+    All arguments must be equal on every rank, as for `Communicator.collective`, whose checks, operations and errors apply.
     Every rank gets bit-equal values: each sum is computed by one rank and copied, or by two from the same operands in
     the same order.
     """
-    # With nothing to reduce, the ranks still meet, so that a skipped call is noticed.
+    # Even with nothing to reduce, the ranks synchronize, so that a skipped call is noticed.
     chosen = algorithm if x.numel() > 0 else None
     reduced: Tensor = comm.collective(ALL_REDUCE, x, False, op, factor=factor, algorithm=chosen)
     return reduced
@@ -103,7 +103,7 @@ def schedule_of(algorithm: Scheduled, n: int, inner: int = 1, chunks: int = 1) -
 def _moves(
     algorithm: Scheduled, n: int, inner: int, chunks: int, coord: int, length: int
 ) -> tuple[list[_Moves], int]:
-    """Return this rank's messages, without empty ones, and the largest number of elements that one step reduces."""
+    """Return this rank's non-empty messages, and the largest number of elements that one step reduces."""
     schedule = schedule_of(algorithm, n, inner, chunks)
     cuts = bounds(length, schedule.chunks)
     found, most = [], 0
@@ -156,15 +156,15 @@ def hierarchical(comms: Sequence[Communicator], x: Tensor, op: str, factor: floa
 
     Inside the innermost dim each rank gets the reduced slice number `coord`. The slices are reduced over the outer dims
     in the same way. Then the innermost dim gathers them. Only 1/n of the data crosses the outer dims, where n is the
-    size of the innermost dim. A flat ring sends all of it. The result equals the flat one up to rounding, because the
-    order of summation differs.
+    size of the innermost dim. In a flat ring, all of the data crosses the outer dims. The result equals the flat one
+    up to rounding, because the order of summation differs.
     """
     inner = comms[-1]
     given: dict[str, Any] = {} if factor is None else {"factor": factor}
     where = partial(inner.where, "all_reduce")
     check_tensor(x, inner.kinds, where)
     if len(comms) == 1 or x.numel() == 0:
-        # With an empty tensor, the ranks still meet, so that a skipped call is noticed.
+        # Even with an empty tensor, the ranks synchronize, so that a skipped call is noticed.
         for comm in comms:
             comm.collective(ALL_REDUCE, x, False, op, **given)
         return x
@@ -177,8 +177,8 @@ def hierarchical(comms: Sequence[Communicator], x: Tensor, op: str, factor: floa
     padded[:length] = flat
     most = max(1, _PIECE_BYTES // (inner.size * flat.element_size())) * inner.size
     pieces = padded.split(most)
-    # While two pieces cross the outer dims, which are the slow ones, the next piece is reduced inside and the previous
-    # one is gathered.
+    # While two pieces cross the outer dims, which are the slow dims, the next piece is reduced inside and the previous
+    # piece is gathered.
     crossing: deque[tuple[Handle[Tensor] | None, Tensor, Tensor]] = deque()
     gathering: list[Handle[Tensor]] = []
 
@@ -193,7 +193,7 @@ def hierarchical(comms: Sequence[Communicator], x: Tensor, op: str, factor: floa
         gathering.append(inner.collective(ALL_GATHER, mine, True, out=piece))
 
     reducing = reduce(0)
-    # The inner level has already applied the preparation of the operation.
+    # The inner level has already prepared the values for the operation.
     further = REDUCTIONS[op].wire.name
     for number, piece in enumerate(pieces):
         mine = reducing.wait()

@@ -52,7 +52,7 @@ def materialised(x: Tensor) -> Tensor:
 
 
 def leaving(x: Tensor) -> Tensor:
-    """Return `x` as it is sent: dense and detached; `x` itself if it is both already."""
+    """Return `x` in the form in which it is sent, dense and detached; `x` itself if it already has that form."""
     if type(x) is Tensor and not (x.requires_grad or x.is_neg() or x.is_complex()) and x.is_contiguous():
         return x
     return materialised(x.detach())
@@ -66,7 +66,7 @@ def buffer_for(out: Tensor) -> Tensor:
 
 
 def into(out: Tensor, buffer: Tensor) -> Tensor:
-    """Return `out` with the values of its buffer, which may be `out` itself."""
+    """Copy the values of `buffer` into `out` unless both are the same tensor, and return `out`."""
     if buffer is out:
         written([out])
     else:
@@ -76,8 +76,8 @@ def into(out: Tensor, buffer: Tensor) -> Tensor:
 
 
 def unwatched(*outs: Tensor) -> AbstractContextManager[object]:
-    """Return a context in which `outs` may be written: a call is checked when it is made, and may be waited for
-    in another autograd mode.
+    """Return a context in which `outs` may be written. Calls are checked when they are made, but the wait may run in
+    another autograd mode.
     """
     return torch.inference_mode() if any(map(Tensor.is_inference, outs)) else torch.no_grad()
 
@@ -96,7 +96,7 @@ def join(parts: Tensor, axis: int) -> Tensor:
 
 
 def unpack(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """Return views of a flat buffer with the shapes of `like`, one after the other."""
+    """Return consecutive views of a flat buffer with the shapes of `like`."""
     parts = flat.split(list(map(Tensor.numel, like)))
     return [part if x.ndim == 1 else part.view(x.shape) for part, x in zip(parts, like, strict=True)]
 
@@ -107,7 +107,7 @@ def pack(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def without(x: Tensor, axis: int) -> Tensor:
-    """Return `x` with one index left of `axis`, whose size may differ between ranks; values do not matter."""
+    """Return `x` with size 0 along `axis`, so that ranks whose sizes along `axis` differ can compare shapes."""
     return x.new_empty(0).expand(0) if x.ndim == 0 else x.narrow(axis, 0, 0)
 
 
@@ -146,10 +146,10 @@ def is_ordered(dtype: torch.dtype, op: str) -> bool:
 
 
 def as_ordered(x: Tensor, op: str) -> Tensor:
-    """Return integers in the order of the floats in `x`. NaN is the extreme: the greatest for max, the least for min.
+    """Return integers that sort like the floats in `x`. NaN sorts last for max and first for min.
 
     The bits of floats, read as integers, are ordered except below zero, where all bits but the sign are inverted. So
-    -0.0 is below 0.0, and a NaN of any rank is in the result, as for torch.minimum and torch.maximum.
+    -0.0 is below 0.0, and a NaN on any rank appears in the result, as with torch.minimum and torch.maximum.
     """
     kind = _INTS[x.dtype]
     bits = x.detach().view(kind)
@@ -178,7 +178,7 @@ def blank_header(device: torch.device) -> Tensor:
 
 
 def header_of(x: Tensor, where: str) -> Tensor:
-    """Return dtype, number of axes and sizes: the facts that a receiver needs to allocate.
+    """Return dtype, number of axes and sizes, which a receiver needs to allocate memory.
 
     Raises ShapeError for too many axes.
     """

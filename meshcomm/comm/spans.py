@@ -19,18 +19,18 @@ from meshcomm.transport.support import name_of
 PASSES: Final = "passes"
 STEPS: Final = "steps"
 _BOOT: Final = Path("/proc/sys/kernel/random/boot_id")
-# The number of calls that a trace keeps: some 500 bytes each.
+# The number of calls that a trace keeps, at about 500 bytes each.
 MOST: Final = 200_000
 
 
 @final
 @dataclass(slots=True)
 class Span:
-    """One call, or one named stretch of the program. Times are in seconds on the monotonic clock.
+    """One call, or one named section of the program. Times are in seconds on the monotonic clock.
 
-    group: its label, "" for a stretch. lane: the dim, or the lane of a stretch. number: a collective's sequence number.
-    left: when the call returned to the program. waits: (begin, end) of each wait. at_once: whether they follow the start.
-    parts: for messages: (direction, peer's coord, tag, sequence number with these). root: a coord, -1 for none.
+    group: the group's label; "" for a section. lane: the dim or the section's lane. number: a collective's sequence number.
+    left: when the call returned to the program. waits: (begin, end) of each wait. at_once: whether the call waits immediately.
+    parts: for messages: (direction, peer's coord, tag, sequence number). root: a coord, or -1 if there is none.
     """
 
     group: str
@@ -50,13 +50,13 @@ class Span:
     waits: list[tuple[float, float]] = field(default_factory=list)
 
     def of(self, tensors: Sequence[Tensor]) -> None:
-        """Record the tensors of the call; for a single one, shape and dtype are kept."""
+        """Record the shape and dtype of the call's tensor if there is only one."""
         if len(tensors) == 1:
             self.shape, self.dtype = tuple(tensors[0].shape), name_of(tensors[0].dtype)
 
 
 class Spans:
-    """The trace of one rank. dropped: the number of calls not kept. step_began: when this step, or the trace, began."""
+    """The trace of one rank. dropped: the number of calls not kept. step_began: when this step or the trace began."""
 
     def __init__(self, most: int = MOST) -> None:
         self.found: list[Span] = []
@@ -65,7 +65,7 @@ class Spans:
         self._most = most
 
     def step(self, number: int) -> None:
-        """Record that a step of the program is over: a stretch since the end of the previous step, or since the beginning of the trace."""
+        """Record that a step has ended. Its section begins where the previous step ended or where the trace began."""
         span = self.keep(Span("", STEPS, f"step {number}", caller(), self.step_began))
         span.left = self.step_began = clock()
 
@@ -80,7 +80,7 @@ class Spans:
 
 @contextmanager
 def stretch(spans: Spans | None, lane: str, name: str) -> Iterator[None]:
-    """Record the block as a span. Does nothing if `spans` is None: no trace is taken."""
+    """Record the block as a span. Does nothing if `spans` is None, because no trace is being recorded."""
     if spans is None:
         yield
         return
@@ -92,7 +92,7 @@ def stretch(spans: Spans | None, lane: str, name: str) -> Iterator[None]:
 
 
 def host() -> int:
-    """Return a number that is equal for two processes that share a monotonic clock: those in one boot of one kernel."""
+    """Return a number that is equal for processes that share a monotonic clock: those in the same boot of a kernel."""
     try:
         return uuid.UUID(_BOOT.read_text().strip()).int >> 65
     except (OSError, ValueError):

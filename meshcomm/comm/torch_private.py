@@ -16,20 +16,20 @@ _forward_mode: Any = forward_ad
 
 
 def forward_level() -> int:
-    """Return the level of forward-mode AD, below 0 while none is open."""
+    """Return the current level of forward-mode AD; below 0 if no level is open."""
     level: int = _forward_mode._current_level
     return level
 
 
 def unobserved() -> bool:
-    """Return whether there is no forward-mode AD, no transform of torch.func, no profiler."""
+    """Return whether no forward-mode AD, torch.func transform or profiler is active."""
     return _forward_mode._current_level < 0 and not transforming() and not _profiling()
 
 
 # Switches forward-mode AD on or off inside a block.
 set_forward_mode: Any = _forward_mode._set_fwd_grad_enabled
 
-# How the autograd rule of an operator continues below autograd: another transform, a tracer, or the call.
+# Used by an operator's autograd rule to continue below autograd, in another transform, a tracer or the call itself.
 SingleLevelFunction: Any = torch.autograd.function._SingleLevelFunction
 single_level: Any = enable_single_level_autograd_function
 below_autograd: Any = torch._C._AutoDispatchBelowAutograd

@@ -29,7 +29,7 @@ from meshcomm.transport.support import WIDENED
 
 
 def load(request: Request) -> None:
-    """Make the call for the transport, with dense tensors of dtypes that backends support."""
+    """Build the call for the transport, with dense tensors of dtypes that backends support."""
     if request.sizes is None:
         _load_even(request)
     elif request.input_split_sizes is None and request.root < 0 and request.comm.size > 1:
@@ -45,7 +45,7 @@ def _load_even(request: Request) -> None:
         sent = dense = split(source, request.axis, comm.size) if row.splits else materialised(source)
         if row.reduces:
             sent, op = _prepared(request, dense)
-        # The fast path sends x unchanged and nothing before it. A scatter sends its slices' size first.
+        # The fast path sends x unchanged and nothing before x. A scatter first sends the shape of its slices.
         unchanged = (
             request.common is x
             and sent is dense
@@ -68,7 +68,7 @@ def _load_even(request: Request) -> None:
 
 
 def _prepared(request: Request, dense: Tensor) -> tuple[Tensor, str]:
-    """Return the tensor to send for a dense tensor that is reduced, and the backend's operation. Both tensors share
+    """Return the tensor to send in a reduction of a dense tensor, and the backend's operation. The two tensors share
     memory if possible.
     """
     reduction, x = REDUCTIONS[request.op], request.x
@@ -85,13 +85,13 @@ def _prepared(request: Request, dense: Tensor) -> tuple[Tensor, str]:
 
 
 def _room(request: Request, sent: Tensor | None) -> Tensor | None:
-    """Return the buffer of the result: `out` if the parts arrive in its order, otherwise new memory; None if there
-    is no result.
+    """Return the result buffer: `out` if the parts arrive in its order, otherwise new memory; None if there is no
+    result.
     """
     row, comm, out = request.row, request.comm, request.out
     if row is BARRIER or not request.gets:
         return None
-    # A join along axis 0, and a split, arrive in the result's order.
+    # The parts of a join along axis 0, and of a split, arrive in the result's order.
     straight = row.splits != row.joins and not (row.joins and request.axis)
     if out is not None and request.problem is None and straight and (sent is None or sent.dtype == out.dtype):
         request.direct = True
@@ -101,12 +101,12 @@ def _room(request: Request, sent: Tensor | None) -> Tensor | None:
     return sent.new_empty((comm.size, *part) if row.joins else part)
 
 
-# -- sizes that differ from rank to rank: everything in its own size -------------------------------
+# -- sizes that differ from rank to rank -----------------------------------------------------------
 
 
 def _flat(request: Request) -> tuple[Tensor, int]:
-    """Return this rank's input, flat, with the uneven axis in front; and the number of elements in one index of
-    that axis.
+    """Return this rank's input flattened with the uneven axis in front, and the number of elements per index of that
+    axis.
     """
     source = request.source
     assert source is not None
@@ -116,10 +116,10 @@ def _flat(request: Request) -> tuple[Tensor, int]:
 
 
 def _load_uneven_gather(request: Request, sizes: list[int]) -> None:
-    """An all_gather without a copy of the input for each other rank.
+    """Build an all_gather that does not copy the input once per rank.
 
     If the backend queues its calls, all parts are padded to the longest and gathered by one kernel, which delivers a row
-    per coord. Otherwise, each part is a message straight to its place.
+    per coord. Otherwise, each part is sent directly to its place as a message.
     """
     comm, transport = request.comm, request.comm.transport
     sent, count = _flat(request)
@@ -141,7 +141,7 @@ def _load_uneven_gather(request: Request, sizes: list[int]) -> None:
 
 
 def _load_uneven(request: Request, sizes: list[int]) -> None:
-    """An all_to_all with lengths; for a gather, only the root receives."""
+    """Build an all_to_all with lengths. For a gather, only the root receives."""
     comm, input_split_sizes = request.comm, request.input_split_sizes
     sent, count = _flat(request)
     coming = [size * count if request.gets else 0 for size in sizes]
@@ -161,7 +161,7 @@ def _load_uneven(request: Request, sizes: list[int]) -> None:
 
 
 def start(request: Request) -> Sequence[Work]:
-    """Start the call, or carry it out by its algorithm."""
+    """Start the call, or run its algorithm."""
     call = request.call
     if isinstance(call, list):
         return request.comm.transport.start_p2p(call)
@@ -174,7 +174,7 @@ def start(request: Request) -> Sequence[Work]:
 
 
 def carry_out(request: Request) -> Tensor | None:
-    """Start the call, wait for it, and compute its result. Separate, so that a kept error does not keep the Works."""
+    """Start the call, wait for it, and compute its result. A separate function, so that a stored error does not keep Works."""
     for work in start(request):
         work.wait()
     if request.row is BARRIER:
@@ -183,7 +183,7 @@ def carry_out(request: Request) -> Tensor | None:
 
 
 def finish(request: Request) -> Tensor | None:
-    """Return the result, after the Works have completed. Raises an error of this rank only."""
+    """Return the result after the Work objects have completed. Raises the error, if any, that only this rank has."""
     row, came, target, call = request.row, request.arrived, request.target, request.call
     if request.problem is not None:
         raise request.problem

@@ -17,7 +17,7 @@ def _one_dim(elastic: ElasticConfig) -> Iterator[Problem]:
         yield Problem(
             "min",
             f"{len(elastic.min)} dims",
-            "the one along which copies of the model continue",
+            "one dim, along which copies of the model continue",
             ways,
             elastic.written("min"),
         )
@@ -29,24 +29,24 @@ class ElasticConfig(Section):
     place = "elastic"
     rules = (_one_dim,)
     no_effect = (
-        NoEffect("patience_s", "min", why=": without it the others always wait for a new process"),
+        NoEffect("patience_s", "min", why=": without it, the other ranks always wait for a new process"),
         NoEffect("delay_s", "replace", way="replace = 3"),
         NoEffect("copy_every", "replace", way="replace = 3"),
     )
     replace: int = Field(default=0, ge=0, examples=[3])
-    """How many lost ranks are replaced by new processes while the other ranks stay alive. Default 0: none."""
+    """Maximum number of lost ranks to replace with new processes while the other ranks stay alive. Default 0: none."""
     min: FrozenTable[Annotated[int, Field(ge=1)]] = Field(default_factory=Table, examples=[{"dp": 2}])
-    """Dim -> smallest size at which the job continues when a rank cannot be replaced, with the same global
-    batch. The mesh grows back when a new process arrives. Default: the job ends.
+    """Smallest size of a dim, by its name, with which the job continues if a rank cannot be replaced. The global batch
+    size does not change. The mesh grows back when a new process joins. Default: the job ends.
     """
     patience_s: float = Field(default=0.0, ge=0)
     """With min: seconds to wait for a new process before continuing with fewer ranks. Default 0."""
     delay_s: float = Field(default=0.0, ge=0)
-    """With replace: seconds between a loss and the start of the new process, for example to let a device recover.
-    Default 0.
+    """With replace: seconds between the loss of a rank and the start of its new process, for example to let a device
+    recover. Default 0.
     """
     copy_every: int = Field(default=0, ge=0, examples=[10])
-    """With replace: interval in steps at which each rank copies its state, and the state of the rank before it, to
-    host memory. If no other rank holds the parts of a lost rank, as with only shard, pipeline or tensor, all
-    ranks return to the last copies. Default 0: they return to the last checkpoint.
+    """With replace: number of steps between copies to host memory. Each rank copies its own state and the preceding
+    rank's state. If no other rank holds the lost rank's shards, as with only shard, pipeline or tensor, all ranks
+    return to the last copies. Default 0: all ranks return to the last checkpoint.
     """

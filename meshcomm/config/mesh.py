@@ -15,31 +15,31 @@ from meshcomm.layout import GroupOptions, Layout, Plan
 from meshcomm.layout.names import merged_name
 from meshcomm.layout.sizes import resolve
 
-# Options of a group that only NCCL has.
+# Group options that only NCCL supports.
 NCCL_OPTIONS: Final = ("high_priority", "min_ctas", "max_ctas", "cga_cluster_size", "split_share")
 
 
 class DimOptions(Section):
-    """`[mesh.options.NAME]`: options of the groups along one dim, merged dim or view's dim."""
+    """`[mesh.options.NAME]`: options for the groups along one dim, merged dim or dim of a view."""
 
     place = "mesh.options"
     timeout_s: float | None = Field(default=None, gt=0)
     """Seconds after which an unfinished operation raises an error. If omitted, mesh.timeout_s applies."""
     backend: Text | None = None
-    """Backend of this dim, as for mesh.backend. If omitted, mesh.backend."""
+    """Backend for this dim, in the format of mesh.backend. If omitted, mesh.backend is used."""
     comm_id: str = ""
-    """Dims with the same ranks and options share groups unless their comm_ids differ. Default "": shared."""
+    """Dims with the same ranks and options share groups unless their comm_ids differ. By default, they share groups."""
     high_priority: bool = False
     """NCCL only: run the group's asynchronous kernels on a separate high-priority stream."""
     min_ctas: int | None = Field(default=None, ge=1)
     """NCCL only: minimum number of thread blocks per kernel. If omitted, NCCL chooses."""
     max_ctas: int | None = Field(default=None, ge=1)
-    """NCCL only: maximum number of thread blocks per kernel, each on a multiprocessor. If omitted, NCCL chooses."""
+    """NCCL only: maximum number of thread blocks per kernel; each block occupies one SM. If omitted, NCCL chooses."""
     cga_cluster_size: int | None = Field(default=None, ge=0, le=8)
     """NCCL only: size of the thread block clusters on Hopper and newer GPUs. If omitted, NCCL chooses."""
     split_share: bool = False
     """NCCL only, with process.device_id = true: share the world group's buffers and threads instead of
-    allocating new ones. Calls on groups that share must not overlap.
+    allocating new ones. Calls on groups that share these resources must not overlap.
     """
 
     def backend_options(self) -> tuple[tuple[str, int], ...]:
@@ -51,7 +51,7 @@ class DimOptions(Section):
 class MeshConfig(Section):
     """`[mesh]`: names and sizes of the dims, the order of the ranks, and the groups to create.
 
-    Raises ConfigError with every problem found.
+    Raises ConfigError, which lists every problem found.
 
     >>> mesh = MeshConfig(dims={"pp": 2, "dp": -1, "tp": 2})
     >>> mesh.sizes(16)
@@ -61,17 +61,17 @@ class MeshConfig(Section):
     place = "mesh"
     rules = RULES
     dims: FrozenTable[int] = Field(examples=[{"dp": 8}])
-    """Name -> size, outermost first. One size may be -1, which takes the remaining ranks. A dim of size 1 has
-    no group.
+    """Sizes of the dims by name, outermost first. One size may be -1; that dim then takes the remaining ranks. A dim
+    of size 1 has no group.
     """
     merge: FrozenTable[FrozenList[str]] = Field(default_factory=Table)
-    """Name -> dims that together get one coord, row-major. Default: none."""
+    """Merged dims by name: each combines the listed dims into one dim, in row-major order. Default: none."""
     views: FrozenTable[FrozenTable[int]] = Field(default_factory=Table)
-    """Name -> another {dim: size} factorization of the same ranks; one size may be -1. Default: none."""
+    """Views by name: each is another {dim: size} factorization of the same ranks. One size may be -1. Default: none."""
     rank_order: FrozenList[int] | None = None
-    """The rank at each position of the row-major grid. If omitted, ascending."""
+    """The rank at each position of the row-major grid. If omitted, the ranks are in ascending order."""
     ranks: FrozenList[int] | None = None
-    """The ranks of the world that the mesh covers, ascending. If omitted, all ranks."""
+    """The ranks of the world that the mesh covers, in ascending order. If omitted, the mesh covers all ranks."""
     device: Text = "auto"
     """Device type: "cpu", "cuda", ... Default "auto": cuda if available, else cpu."""
     backend: Text = "auto"
@@ -79,17 +79,17 @@ class MeshConfig(Section):
     timeout_s: float = Field(default=600.0, gt=0)
     """Seconds after which an unfinished operation raises an error. Default 600."""
     validate_calls: Annotated[int, Field(ge=0)] | Literal["always"] = 64
-    """How many of the first calls on each group are compared across its ranks before data moves. 0: none.
-    "always": all.
+    """Number of initial calls on each group that are compared across the group's ranks before any data is sent. 0
+    compares no calls, "always" compares all.
     """
     warm_up: bool = False
-    """Use every group once, in plan order, before init returns, so that no later call pays for connecting."""
+    """Use every group once, in plan order, before init returns, so that no later call has to connect first."""
     reports: str = "meshcomm-reports"
     """Folder for reports about failed calls, relative to the job's working folder. Each run writes to a
-    subfolder named by time and job. Default "meshcomm-reports". "" writes no reports.
+    subfolder named after its time and job. Default "meshcomm-reports". If "", no reports are written.
     """
     options: FrozenTable[DimOptions] = Field(default_factory=Table)
-    """Name of a dim, merged dim or view's dim -> its options. Default: none."""
+    """Group options by the name of a dim, merged dim or dim of a view. Default: none."""
 
     @classmethod
     def from_megatron(
@@ -103,15 +103,15 @@ class MeshConfig(Section):
         order: str = "tp-cp-ep-dp-pp",
         **keys: Any,
     ) -> MeshConfig:
-        """Return the mesh of Megatron-Core's `initialize_model_parallel`.
+        """Return the mesh that Megatron-Core's `initialize_model_parallel` creates.
 
-        Its dims are pp, dp, cp, tp and, for experts, a view with edp, ep, etp.
+        The mesh has the dims pp, dp, cp and tp and, for experts, a view with edp, ep and etp.
 
         order: dims from the innermost to the outermost, as in Megatron. dp and edp take the remaining ranks.
-        etp: if None, tp.
-        keys: further keys of `[mesh]`, such as `merge={"dp_cp": ("dp", "cp")}`.
+        etp: size of the experts' tensor dim. If None, tp is used.
+        keys: additional keys of `[mesh]`, such as `merge={"dp_cp": ("dp", "cp")}`.
 
-        The ranks are those that RankGenerator in Megatron-Core 0.16 computes. Raises ConfigError.
+        The ranks are placed in the same way as by RankGenerator in Megatron-Core 0.16. Raises ConfigError.
 
         >>> mesh = MeshConfig.from_megatron(tp=2, pp=2, ep=2, etp=1)
         >>> mesh.sizes(8), mesh.layout(8).views["expert"]["edp"]
@@ -141,10 +141,11 @@ class MeshConfig(Section):
 
     @classmethod
     def from_parallel_dims(cls, dims: Any, **keys: Any) -> MeshConfig:
-        """Return the mesh of torchtitan's `ParallelDims`, with its flattened meshes as merged dims, and a view for
-        experts.
+        """Return the mesh that torchtitan's `ParallelDims` describes, with its flattened meshes as merged dims and a
+        view for experts.
 
-        dims: has dp_replicate, dp_shard, cp, tp, pp, ep and world_size. keys: further keys of `[mesh]`.
+        dims: an object with the attributes dp_replicate, dp_shard, cp, tp, pp, ep and world_size.
+        keys: additional keys of `[mesh]`.
 
         >>> from types import SimpleNamespace
         >>> one = SimpleNamespace(pp=1, dp_replicate=2, dp_shard=2, cp=1, tp=2, ep=1, world_size=8)
@@ -163,7 +164,7 @@ class MeshConfig(Section):
     _world: int | None = PrivateAttr(None)
 
     def count(self, world: int | None) -> int | None:
-        """Return the number of ranks of the mesh in a world of `world` processes, or None if it is unknown."""
+        """Return the number of ranks in the mesh when `world` processes run, or None if the number is unknown."""
         if self.ranks is not None:
             return len(self.ranks)
         if world is not None:
@@ -173,7 +174,7 @@ class MeshConfig(Section):
         return None if self.rank_order is None else len(self.rank_order)
 
     def world_problems(self, world: int | None) -> list[Problem]:
-        """Return the problems of laying the mesh out on `world` processes (None if unknown).
+        """Return the problems that prevent laying out the mesh on `world` processes (None if unknown).
 
         Raises LayoutError if no job can have that many processes.
         """
@@ -193,9 +194,9 @@ class MeshConfig(Section):
         return problems
 
     def sizes(self, world: int | None, source: str | None = None) -> dict[str, int]:
-        """Return the size of every base dim, with -1 resolved. Raises ConfigError if `world` does not fit.
+        """Return the size of every base dim, with -1 resolved. Raises ConfigError if `world` does not fit the dims.
 
-        source: the file named in errors, with keys under `mesh`. If None, this section.
+        source: the file name to show in errors, with keys under `mesh`. If None, errors name this section.
         """
         problems = self.world_problems(world)
         if problems and source is not None:
@@ -205,7 +206,7 @@ class MeshConfig(Section):
         return resolve(self.dims, self.count(world))
 
     def layout(self, world: int | None, source: str | None = None) -> Layout:
-        """Return the placement of ranks. Raises ConfigError if `world` does not fit; source: as for `sizes`."""
+        """Return the layout of the ranks. Raises ConfigError if `world` does not fit the dims. source: as for `sizes`."""
         return Layout(
             self.sizes(world, source),
             rank_order=self.ranks if self.rank_order is None else self.rank_order,
@@ -214,10 +215,9 @@ class MeshConfig(Section):
         )
 
     def plan(self, world: int | None, source: str | None = None) -> Plan:
-        """Return the plan of all groups and their options. Raises ConfigError if `world` does not fit.
+        """Return the plan of all groups and their options. Raises ConfigError if `world` does not fit the dims.
 
-        world: number of processes of the job; None if it is not known and every size is given. source: as for
-               `sizes`.
+        world: number of processes in the job. It may be None if every size is given. source: as for `sizes`.
         """
         return Plan(
             self.layout(world, source),
@@ -227,16 +227,16 @@ class MeshConfig(Section):
         )
 
     def resolved(self, world: int | None, source: str | None = None) -> MeshConfig:
-        """Return the same mesh with every -1 resolved. Raises ConfigError if `world` does not fit; source: as for
-        `sizes`.
+        """Return the same mesh with every -1 resolved. Raises ConfigError if `world` does not fit the dims. source: as
+        for `sizes`.
         """
         layout = self.layout(world, source)
         views = Table({name: Table(sizes) for name, sizes in layout.views.items()})
         return self.model_copy(update={"dims": Table(layout.dims), "views": views})
 
     def merging(self, dims: tuple[str, ...]) -> MeshConfig:
-        """Return the same mesh with a merged dim over `dims`. It is added if there are several and no merged dim is over
-        exactly these.
+        """Return the same mesh with a merged dim over `dims`. If `dims` is a single dim, or a merged dim already covers
+        exactly these dims, the mesh is returned unchanged.
         """
         if len(dims) < 2 or dims in self.merge.values():
             return self

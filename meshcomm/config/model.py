@@ -28,8 +28,8 @@ from meshcomm.layout.sizes import divisors
 
 
 def _fact(example: int) -> Any:
-    """Return a setting that `pretrained` determines, that models built by code do not need, and that is required for
-    the built-in model.
+    """Return a field for a size that the built-in model requires. `pretrained` determines its value, and models built by
+    code do not need it.
     """
     return Field(default=None, ge=1, examples=[example])
 
@@ -52,7 +52,7 @@ def _folder(model: ModelConfig) -> Iterator[Problem]:
     try:
         said = read(path)
     except (ValueError, OSError) as error:
-        what, expected = f"not a model of transformers: {error}", "a config.json that save_pretrained wrote"
+        what, expected = f"not a transformers model: {error}", "a config.json that save_pretrained wrote"
         ways = ["model.save_pretrained(folder)"]
         yield Problem("pretrained", what, expected, ways, model.written("pretrained"))
         return
@@ -60,17 +60,15 @@ def _folder(model: ModelConfig) -> Iterator[Problem]:
     for name, value in sizes_of(model.pretrained).items():
         if getattr(model, name) != value:
             what = f"the folder's config.json has {name} {value}"
-            expected = f"{value}, or no setting, because it follows from the folder"
+            expected = f"{value}, or no setting, because the folder determines it"
             yield Problem(name, what, expected, [f"remove model.{name}"], model.written(name))
 
 
 def _dropout(model: ModelConfig) -> Iterator[Problem]:
     shares = dropouts_of(model.pretrained)
     if shares and not model.given("dropout"):
-        what = "the model has dropout, with random numbers that would differ from mesh to mesh"
-        expected = (
-            "model.dropout: after attention and feed-forward of each block, in the same places on every mesh"
-        )
+        what = "the model has dropout, whose random numbers would differ from mesh to mesh"
+        expected = "model.dropout, which drops the same elements of each block's outputs on every mesh"
         ways = [f"model.dropout = {max(shares.values())}", "model.dropout = 0.0"]
         written = ", ".join(f"{name} = {value}" for name, value in shares.items())
         yield Problem("dropout", what, expected, ways, f"{written} in the folder's config.json")
@@ -99,20 +97,20 @@ def _head_size(model: ModelConfig) -> Iterator[Problem]:
         expected = "heads of equal, even size: hidden_size divisible by 2*num_heads"
         yield Problem("hidden_size", what, expected, fitting, given)
     elif model.head_size % 2:
-        what = f"the size of a head is odd: {hidden_size} / {num_heads} = {model.head_size}"
+        what = f"the head size is odd: {hidden_size} / {num_heads} = {model.head_size}"
         expected = "an even size: rotary embeddings rotate pairs of elements"
         yield Problem("hidden_size", what, expected, fitting, given)
 
 
 def _experts(model: ModelConfig) -> Iterator[Problem]:
     if model.experts:
-        yield from too_large(model, "experts_per_token", "experts", "more than there are experts")
+        yield from too_large(model, "experts_per_token", "experts", "more than the number of experts")
     if model.experts and model.num_layers is not None:
         yield from too_large(model, "experts_every", "num_layers experts", "no layer has experts")
 
 
 class LoraConfig(Section):
-    """`[model.lora]`: low-rank adapters (Hu et al. 2021), created by peft. Only they are trained and saved in
+    """`[model.lora]`: low-rank adapters (Hu et al. 2021), created by peft. Only the adapters are trained and saved in
     checkpoints.
     """
 
@@ -120,16 +118,16 @@ class LoraConfig(Section):
     rank: int = Field(default=8, ge=1)
     """Rank of the adapters. An adapted layer computes W x + (alpha / rank) B A x, where A has `rank` rows."""
     alpha: float = Field(default=16.0, gt=0)
-    """B A x is scaled by alpha / rank."""
+    """The adapter's output B A x is scaled by alpha / rank."""
     dropout: Fraction = 0.0
-    """Dropout on the input of A in training: the fraction of elements of x to drop, the same elements on every mesh."""
+    """Fraction of the elements of x to drop before A in training. The same elements are dropped on every mesh."""
     targets: FrozenList[Text] = Field(default=(), examples=[["q_proj", "v_proj"]])
-    """Linear layers to adapt: full names, or their last components. Default []: all linear layers of the blocks."""
+    """Linear layers to adapt, by full name or last component. Default []: all linear layers in the blocks."""
 
 
 class ModelConfig(Section):
-    """`[model]`: the model to train: a decoder-only transformer given by its sizes, a folder in the format of
-    transformers, or code.
+    """`[model]`: the model to train: a built-in decoder-only transformer of given sizes, a transformers model folder, or
+    code.
     """
 
     place = "model"
@@ -146,25 +144,25 @@ class ModelConfig(Section):
             "capacity_factor balance_loss",
             "pretrained",
             (None,),
-            why=": the code of its family routes tokens",
+            why=": the model family's own code routes tokens",
         ),
-        NoEffect("rope_theta norm_eps dropout", "build", (None,), why=": the code of the model sets it"),
+        NoEffect("rope_theta norm_eps dropout", "build", (None,), why=": the model's own code sets it"),
         NoEffect(
             "experts_per_token experts_every capacity_factor balance_loss", "experts", way="experts = 8"
         ),
     )
     pretrained: Text | None = Field(default=None, examples=["Llama-3.2-1B"])
-    """A folder written by save_pretrained, relative to the config file. It determines the sizes below. If
-    omitted, the model is built in, or comes from build.
+    """A folder written by save_pretrained, relative to the config file. Its config.json determines the sizes below. If
+    omitted, the built-in model or the model from build is used.
     """
     random_weights: bool = False
     """With pretrained: generate random weights from train.seed instead of reading the folder's weights."""
     build: Function | None = Field(default=None, examples=["my_package.models:gpt"])
-    """module:function that returns an nn.Module or a meshcomm.models.ModelSpec. If omitted, pretrained or the
-    built-in model is used.
+    """module:function that returns an nn.Module or a meshcomm.models.ModelSpec. If omitted, the model of pretrained or
+    the built-in model is used.
     """
     args: Arguments = Field(default_factory=Table, examples=[{"num_layers": 4}])
-    """With build: keyword arguments of the function."""
+    """With build: keyword arguments for the function."""
     lora: LoraConfig | None = None
     """With pretrained or build: train only low-rank adapters of the linear layers. If omitted, all weights are trained."""
     num_layers: int = _fact(4)
@@ -172,34 +170,34 @@ class ModelConfig(Section):
     hidden_size: int = _fact(128)
     """Size of the hidden states."""
     num_heads: int = _fact(8)
-    """Number of attention heads of the queries; must divide hidden_size."""
+    """Number of query heads; must divide hidden_size."""
     num_kv_heads: int = _fact(4)
-    """Number of attention heads of keys and values; must divide num_heads."""
+    """Number of key and value heads; must divide num_heads."""
     intermediate_size: int = _fact(384)
     """Hidden size of the feed-forward block."""
     vocab_size: int = Field(default=256, ge=1)
-    """Number of different tokens. Default 256: bytes."""
+    """Number of tokens in the vocabulary. Default 256: bytes."""
     head_dim: int | None = Field(default=None, ge=1)
-    """Size of one head. If omitted, hidden_size / num_heads."""
+    """Size of one head. If omitted, it is hidden_size / num_heads."""
     rope_theta: float = Field(default=10000.0, gt=0)
-    """Base of the rotary angles."""
+    """Base of the rotary position embedding."""
     norm_eps: float = Field(default=1e-5, gt=0)
     """Epsilon of RMSNorm, added to the mean square."""
     tied_embeddings: bool = False
-    """Whether the head shares the weights of the embedding."""
+    """Whether the embedding and the head share one weight."""
     dropout: Fraction = 0.0
-    """Dropout on the outputs of attention and feed-forward in training, in the same places on every mesh. With
-    pretrained, required if the folder's config.json has dropout.
+    """Dropout probability for attention and feed-forward outputs in training. The same elements are dropped on every
+    mesh. With pretrained, this setting is required if the folder's config.json has dropout.
     """
     experts: int = Field(default=0, ge=0)
     """Number of expert feed-forward blocks per layer. Default 0: one feed-forward block, no routing."""
     experts_per_token: int = Field(default=2, ge=1)
     """With experts: number of experts per token."""
     experts_every: int = Field(default=1, ge=1)
-    """With experts: layers n, 2n, ..., counted from 1, have experts. Default 1: all layers."""
+    """With experts: interval n of the layers with experts: n, 2n, ..., counted from 1. Default 1: all layers."""
     capacity_factor: float | None = Field(default=None, gt=0)
     """With experts: maximum number of tokens per expert, as a multiple of an even share. Excess tokens skip the
-    expert. If omitted, no limit.
+    expert. If omitted, there is no limit.
     """
     balance_loss: float = Field(default=0.01, ge=0)
     """With experts: weight of the load-balancing loss."""
@@ -207,7 +205,7 @@ class ModelConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _of_pretrained(cls, data: Any) -> Any:
-        """Return the sizes in the folder's config.json, if it can be read. `_folder` reports why not."""
+        """Add the sizes from the folder's config.json, if the file can be read. If not, `_folder` reports the reason."""
         if isinstance(data, dict) and isinstance(data.get("pretrained"), str):
             return {**sizes_of(data["pretrained"]), **data}
         return data
@@ -219,14 +217,14 @@ class ModelConfig(Section):
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """For each layer, the maximum number of keys that a query attends to; None for all earlier keys. Empty if
-        no layer has a window.
+        """The attention window of each layer: the maximum number of keys per query, or None for all earlier keys. Empty
+        if no layer has a window.
         """
         return windows_of(self.pretrained)
 
     @property
     def ff_matrices(self) -> int:
-        """Number of matrices of a feed-forward block: gate, up and down. Some families have no gate."""
+        """Number of matrices in a feed-forward block: gate, up and down. Some model families have no gate."""
         return 3 if has_gate(self.pretrained) else 2
 
     @property
@@ -240,7 +238,7 @@ class ModelConfig(Section):
         return self.pretrained is None and self.build is None
 
     def sized(self, what: str) -> ModelConfig:
-        """Return this section. Raises ConfigError, naming `what`, if code builds the model and no sizes are given."""
+        """Return this section. Raises ConfigError, which names `what`, if code builds the model and a size is missing."""
         unknown = [name for name in FACTS if getattr(self, name) is None]
         if unknown:
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""The training of a transformers model on a mesh, from its config.json and a few sizes, without a configuration file."""
+"""Creates the training configuration of a transformers model from its config.json and a few sizes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from meshcomm.config.pretrained import dropouts_of, read, sizes_of
 from meshcomm.errors import ConfigError
 
 PARTS: Final = {"pp": "pipeline", "dp": "data", "fsdp": "shard", "cp": "context", "tp": "tensor"}
-"""Name of a dim -> its role. Another name is `ep`, the dim along which experts are distributed."""
+"""The role of each dim, by name. `ep`, the dim along which experts are distributed, is also allowed."""
 
 TOPOLOGY: Final[dict[str, Any]] = {
     "ranks_per_node": 8,
@@ -22,25 +22,25 @@ TOPOLOGY: Final[dict[str, Any]] = {
     "tflops": 400,
     "memory_gbytes": 80,
 }
-"""Nodes of eight GPUs such as the H100, with one network card per GPU, and 400 of an H100's 989 TFLOPS in bfloat16."""
+"""Nodes with eight GPUs such as the H100 and one network card per GPU, at 400 of the H100's 989 bfloat16 TFLOPS."""
 
 _EXAMPLE: Final = "--dims pp=16,fsdp=64,tp=8,ep=64"
 
 
 def is_of_model(path: Path) -> bool:
-    """Return whether the file is the config.json of a model instead of a configuration of meshcomm."""
+    """Return whether the file is a model's config.json rather than a meshcomm configuration."""
     with suppress(OSError, ValueError):
         return path.suffix == ".json" and "model_type" in read(path)
     return False
 
 
 def training_of(path: Path, dims: str) -> dict[str, Any]:
-    """Return a configuration: nodes of TOPOLOGY, bfloat16, activation checkpointing, samples of 4,096 tokens, two
-    microbatches per stage.
+    """Return a configuration with the nodes of TOPOLOGY, bfloat16, activation checkpointing, samples of 4,096 tokens, and
+    two microbatches per stage.
 
     path: a config.json. dims: for example "pp=16,fsdp=64,tp=8,ep=64"; ep must divide the number of ranks left
     after pp and tp.
-    Raises ConfigError for invalid dims, or dims that do not divide.
+    Raises ConfigError if `dims` is invalid or ep does not divide these ranks.
     """
     sizes = _sizes(dims)
     spread = sizes.pop("ep", 1)
@@ -50,13 +50,11 @@ def training_of(path: Path, dims: str) -> dict[str, Any]:
         raise ConfigError(
             "experts cannot be distributed over these ranks"
             if others % spread
-            else "this is not the folder of a model",
+            else "this is not a model folder",
             given=f"{dims}: {others} ranks left after pp and tp, ep={spread}"
             if others % spread
             else str(path),
-            expected="an ep that divides these ranks"
-            if others % spread
-            else "a file with the name config.json",
+            expected="an ep that divides these ranks" if others % spread else "a file named config.json",
             hint=_EXAMPLE,
         )
     parallel: dict[str, Any] = {PARTS[name]: name for name in sizes}
@@ -89,8 +87,8 @@ def training_of(path: Path, dims: str) -> dict[str, Any]:
 
 
 def placed_on(path: Path, world: int) -> dict[str, Any]:
-    """Return the configuration for which `tune` ranks the meshes of `world` ranks: with pp, fsdp, tp and, for
-    experts, ep; two samples per rank and step. path: a config.json.
+    """Return the configuration for which `tune` compares meshes of `world` ranks. Its dims are pp, fsdp, tp and, for
+    experts, ep. Each step has two samples per rank. path: a config.json.
     """
     spread = ",ep=2" if world % 2 == 0 and sizes_of(path.parent).get("experts") else ""
     return training_of(path, f"pp=1,fsdp={world},tp=1{spread}")

@@ -15,7 +15,7 @@ from meshcomm.config.write import toml
 ParallelRole: TypeAlias = Literal["data", "shard", "tensor", "pipeline", "context", "expert"]
 PARTS: tuple[ParallelRole, ...] = ("data", "shard", "tensor", "pipeline", "context", "expert")
 PipelineSchedule: TypeAlias = Literal["1f1b", "gpipe", "interleaved_1f1b", "zero_bubble"]
-# The schedules that run several stages on each rank.
+# Schedules that run several stages per rank.
 _MANY_STAGES: tuple[PipelineSchedule, ...] = ("interleaved_1f1b", "zero_bubble")
 _A_DIM: Final = "name a dim in parallel.{}"
 _BY_BLOCK: Final = " with parallel.shard: gradients are reduced block by block"
@@ -26,7 +26,7 @@ def _one_part_each(parallel: ParallelConfig) -> Iterator[Problem]:
     for part, dim in parallel.parts.items():
         first = seen.setdefault(dim, part)
         if first != part:
-            what, expected = f"the dim {dim} already has the role {first}", "another dim for every role"
+            what, expected = f"the dim {dim} already has the role {first}", "a different dim for every role"
             ways = [f"remove parallel.{part}, or give it another dim"]
             yield Problem(part, what, expected, ways, parallel.written(f"{first} {part}"))
 
@@ -34,9 +34,7 @@ def _one_part_each(parallel: ParallelConfig) -> Iterator[Problem]:
 def _kept_in_halves(parallel: ParallelConfig) -> Iterator[Problem]:
     options = parallel.options
     if options.reshard and options.schedule == "zero_bubble" and parallel.pipeline is not None:
-        what = (
-            "the second half of a backward pass of zero_bubble needs the weights that the forward pass used"
-        )
+        what = "the second half of a zero_bubble backward pass needs the weights that the forward pass used"
         ways = ["parallel.options.reshard = false", 'parallel.options.schedule = "interleaved_1f1b"']
         given = parallel.written("options.reshard options.schedule")
         yield Problem("options.reshard", what, "weights that stay gathered", ways, given)
@@ -52,14 +50,14 @@ def _stages_of_the_schedule(parallel: ParallelConfig) -> Iterator[Problem]:
         what, expected = "no effect without parallel.pipeline", "parallel.pipeline"
         ways = [_A_DIM.format("pipeline"), f"remove parallel.{key}"]
     elif stages > 1 and schedule not in _MANY_STAGES:
-        what = f"no effect with schedule = {toml(schedule)}, which runs one stage on each rank"
+        what = f"no effect with schedule = {toml(schedule)}, which runs one stage per rank"
         expected = f"schedule = {' or '.join(map(toml, _MANY_STAGES))}"
         ways = [
             *(f"parallel.options.schedule = {toml(name)}" for name in _MANY_STAGES),
             f"parallel.{key} = 1",
         ]
     elif stages == 1 and schedule in _MANY_STAGES and parallel.pipeline is not None:
-        what, expected = f"{schedule} needs several stages on each rank", "2 or more"
+        what, expected = f"{schedule} needs several stages per rank", "2 or more"
         ways = [f"parallel.{key} = 2", 'parallel.options.schedule = "1f1b"']
     else:
         return
@@ -67,20 +65,20 @@ def _stages_of_the_schedule(parallel: ParallelConfig) -> Iterator[Problem]:
 
 
 class ParallelOptions(Section):
-    """`[parallel.options]`: settings for each kind of parallelism."""
+    """`[parallel.options]`: settings specific to each kind of parallelism."""
 
     place = "parallel.options"
     reduce_dtype: Literal["bfloat16"] | None = None
-    """With shard: dtype in which gradients are accumulated over microbatches and reduced over ranks. If omitted,
-    train.dtype.
+    """With shard: dtype in which gradients are accumulated over microbatches and reduced across ranks. If omitted,
+    train.dtype is used.
     """
     reshard: bool | None = None
     """With shard: free a layer's gathered weights after its forward pass, and gather them again for the backward
-    pass. If false, weights are gathered once per step and freed after the step's last pass. If omitted, true, but false
-    with a pipeline.
+    pass. If false, weights are gathered once per step and freed after the step's last pass. If omitted, true without a
+    pipeline and false with a pipeline.
     """
     sequence_parallel: bool = False
-    """With tensor: split activations between blocks along the sequence."""
+    """With tensor: sequence parallelism, which shards the activations between blocks along the sequence."""
     schedule: PipelineSchedule = "1f1b"
     """With pipeline: the order of forward and backward passes."""
     stages_per_rank: int = Field(default=1, ge=1)
@@ -88,13 +86,13 @@ class ParallelOptions(Section):
     attention: Literal["ring", "ulysses"] = "ring"
     """With context: "ring" passes keys and values around a ring; "ulysses" splits heads instead of tokens."""
     bucket_mb: float = Field(default=25.0, gt=0)
-    """With data or context, without shard: megabytes (10^6 bytes) of gradients reduced at once."""
+    """With data or context, without shard: bucket size for reducing gradients, in megabytes (10^6 bytes)."""
 
 
 class ParallelConfig(Section):
     """`[parallel]`: the role of each dim of the mesh in training.
 
-    In its methods, `sizes` are from MeshConfig.sizes, and `views` from a mesh or a layout.
+    The `sizes` that its methods take come from MeshConfig.sizes, and `views` from a mesh or a layout.
     """
 
     place = "parallel"
@@ -103,30 +101,30 @@ class ParallelConfig(Section):
         NoEffect("options.sequence_parallel", "tensor", way=_A_DIM.format("tensor")),
         NoEffect("options.schedule", "pipeline", way=_A_DIM.format("pipeline")),
         NoEffect("options.attention", "context", way=_A_DIM.format("context")),
-        # fully_shard reduces the gradients of one block at once.
+        # fully_shard reduces all gradients of a block together.
         NoEffect("options.bucket_mb", "shard", (None,), why=_BY_BLOCK),
         NoEffect("options.bucket_mb", "data context shard", way=_A_DIM.format("data")),
         NoEffect("options.reduce_dtype options.reshard", "shard", way=_A_DIM.format("shard")),
     )
     data: Text | None = None
-    """The dim along which samples are split and weights are replicated. If omitted, none."""
+    """The dim along which samples are split and weights are replicated. If omitted, no dim has this role."""
     shard: Text | None = None
-    """The dim along which samples and weights are split; weights are gathered where they are used (FSDP). With
-    data: hybrid sharding, with replicas of the shards. With context: weights are sharded along both. If
-    omitted, weights are not sharded.
+    """The dim along which samples are split and weights are sharded; each layer's weights are gathered for its passes
+    (FSDP). With data, the shards are replicated (hybrid sharding). With context, weights are sharded along both dims.
+    If omitted, weights are not sharded.
     """
     tensor: Text | None = None
-    """The dim along which each layer is split. If omitted, none."""
+    """The dim along which each layer is split. If omitted, layers are not split."""
     pipeline: Text | None = None
-    """The dim along which the layers are divided into stages. If omitted, none."""
+    """The dim along which the layers are divided into pipeline stages. If omitted, there is no pipeline."""
     context: Text | None = None
-    """The dim along which the tokens of each sample are split. If omitted, none."""
+    """The dim along which the tokens of each sample are split. If omitted, samples are not split."""
     expert: Text | None = None
-    """The dim of a view in mesh.views along which experts are split. The view must contain the dims of pipeline
-    and tensor unchanged. If omitted, every rank has all experts.
+    """The dim, from a view in mesh.views, along which experts are distributed. The view must also contain the pipeline
+    and tensor dims, unchanged. If omitted, every rank has all experts.
     """
     options: ParallelOptions = ParallelOptions()
-    """Settings for each kind of parallelism."""
+    """Settings specific to each kind of parallelism."""
 
     @property
     def parts(self) -> dict[ParallelRole, str]:
@@ -135,20 +133,20 @@ class ParallelConfig(Section):
 
     @property
     def data_dims(self) -> tuple[str, ...]:
-        """The dims along which ranks read different samples, outermost first. Along all other dims, samples are
-        equal.
+        """The dims along which ranks read different samples, outermost first. Along all other dims, ranks read the same
+        samples.
         """
         return self._played("data", "shard")
 
     @property
     def gradient_dims(self) -> tuple[str, ...]:
-        """The dims along which gradients are summed for all weights except those of experts."""
+        """The dims along which the gradients of all weights except the experts' are summed."""
         return self._played("data", "shard", "context")
 
     def shard_dims(self, sizes: Mapping[str, int]) -> tuple[str, ...]:
-        """Return the dims, treated as one, along which all weights except those of experts are sharded: shard and context.
+        """Return the dims along which all weights except the experts' are sharded: shard and context, treated as one dim.
 
-        If there are several, return only dims of size above 1, in the order of `sizes`.
+        Dims of size 1 are left out if another dim remains. The order is that of `sizes`.
         """
         if self.shard is None:
             return ()
@@ -156,14 +154,14 @@ class ParallelConfig(Section):
         return run or (self.shard,)
 
     def expert_view(self, views: Mapping[str, Mapping[str, int]]) -> str | None:
-        """Return the view that contains the expert dim; None if no dim has that role."""
+        """Return the view that contains the expert dim, or None if no dim has that role."""
         return next((view for view, sizes in views.items() if self.expert in sizes), None)
 
     def expert_gradient_dims(self, views: Mapping[str, Mapping[str, int]]) -> tuple[str, ...]:
-        """Return the dims along which gradients of experts' weights are summed.
+        """Return the dims along which the gradients of experts' weights are summed.
 
-        These are the dims of the expert's view other than expert, pipeline and tensor. Without such a view,
-        experts are treated as other weights.
+        These are all dims of the expert view except expert, pipeline and tensor. Without such a view, experts' weights
+        are treated like all other weights.
         """
         view = self.expert_view(views)
         if view is None:
@@ -171,12 +169,12 @@ class ParallelConfig(Section):
         return tuple(dim for dim in views[view] if dim not in (self.expert, self.pipeline, self.tensor))
 
     def reshards(self, ranks: int) -> bool:
-        """Return whether gathered weights are freed between a layer's passes. ranks: number of ranks of the pipeline."""
+        """Return whether a layer's gathered weights are freed between its passes. ranks: number of pipeline ranks."""
         return ranks == 1 if self.options.reshard is None else self.options.reshard
 
     def size(self, part: ParallelRole, sizes: Mapping[str, int]) -> int:
-        """Return the number of ranks along the dim of a role; 1 if no dim has it. For expert, `sizes` are from its
-        view.
+        """Return the number of ranks along the dim with this role, or 1 if no dim has the role. For expert, `sizes` must
+        be the sizes of its view.
         """
         dim = self.parts.get(part)
         return 1 if dim is None else sizes[dim]
@@ -186,7 +184,7 @@ class ParallelConfig(Section):
         return math.prod(sizes[dim] for dim in self.data_dims)
 
     def stages(self, sizes: Mapping[str, int]) -> int:
-        """Return the number of pipeline stages over all ranks; 1 if the pipeline has one rank."""
+        """Return the total number of pipeline stages, or 1 if the pipeline has only one rank."""
         ranks = self.size("pipeline", sizes)
         return 1 if ranks == 1 else ranks * self.options.stages_per_rank
 
@@ -195,11 +193,11 @@ class ParallelConfig(Section):
 
 
 def runs(schedule: PipelineSchedule, microbatches: int, ranks: int) -> bool:
-    """Return whether a schedule supports this number of micro-batches per step on this number of ranks.
+    """Return whether a schedule supports this number of microbatches per step on this number of ranks.
 
-    interleaved_1f1b takes one micro-batch per rank in each round (Narayanan et al. 2021).
-    zero_bubble takes microbatches // ranks rounds of equal length, as ScheduleInterleavedZeroBubble
-    of torch 2.13 requires. torch's ScheduleZBVZeroBubble runs any number.
+    interleaved_1f1b runs one microbatch per rank in each round (Narayanan et al. 2021).
+    zero_bubble runs microbatches // ranks rounds of equal length, as ScheduleInterleavedZeroBubble
+    in torch 2.13 requires. torch's ScheduleZBVZeroBubble supports any number of microbatches.
     """
     if ranks == 1:
         return True

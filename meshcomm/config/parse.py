@@ -1,4 +1,4 @@
-"""Parses TOML, JSON and YAML texts, and locates errors in texts that cannot be parsed."""
+"""Parses TOML, JSON and YAML, and locates syntax errors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from meshcomm.config.problems import Problem, report
 from meshcomm.config.write import key_path, toml
 from meshcomm.errors import ConfigError
 
-# Much deeper than any configuration, but not too deep for recursion.
+# Much deeper than any configuration, but shallow enough for recursion.
 _DEEPEST: Final = 32
 
 # The core schema of YAML 1.2. PyYAML follows YAML 1.1, in which 1:20 is 80, 010 is 8, on is true and 1e-5 is text.
@@ -36,9 +36,9 @@ _EXAMPLES: Final = {
 
 
 def _parse(language: str, text: str, label: str) -> Any:
-    """Return the content of a text. A repeated key is refused.
+    """Return the parsed content of `text`.
 
-    Raises ConfigError with the line of the error, or if PyYAML is missing.
+    Raises ConfigError if the text has a syntax error or a repeated key, or if PyYAML is missing.
     """
     try:
         data = _LOADERS[language](text, label)
@@ -77,7 +77,7 @@ def _yaml(text: str, label: str) -> Any:
     except ImportError:
         what = f"{label}: YAML files need PyYAML, which is not installed"
         hint = "pip install 'meshcomm[yaml]'"
-        expected = "PyYAML in addition to meshcomm; TOML and JSON need no package"
+        expected = "PyYAML; TOML and JSON files need no additional package"
         raise ConfigError(what, given=label, expected=expected, hint=hint) from None
     loader: Any = type("Loader", (yaml.SafeLoader,), {"yaml_implicit_resolvers": {}})
     for tag, pattern, first in _CORE:
@@ -106,21 +106,21 @@ def _yaml_table(loader: Any, node: Any) -> Any:
 
 
 def _yaml_int(_: Any, node: Any) -> int:
-    # int(text, 0) refuses 010, which is 10.
+    # int(text, 0) rejects 010, which is 10 in YAML 1.2.
     return int(node.value, 0 if node.value[:2] in ("0o", "0x") else 10)
 
 
 def _syntax_error(language: str, text: str, error: Exception) -> Problem:
-    """Return, for a text that cannot be parsed, the position, the line at that position, and the parser's message."""
+    """Return the problem with a text that cannot be parsed: the position, the line there, and the parser's message."""
     lines, expected = text.splitlines() or [""], f"a file in {language}"
     if isinstance(error, json.JSONDecodeError):
         said, line, column = error.msg, error.lineno, error.colno
     elif isinstance(error, tomllib.TOMLDecodeError):
-        # Before Python 3.14, the position is only in the message.
+        # Before Python 3.14, only the message contains the position.
         said, _, place = str(error).rpartition(" (at ")
         numbers = [int(number) for number in re.findall(r"\d+", place)]
         line, column = numbers or (len(lines), len(lines[-1]) + 1)
-    else:  # endless digits, or too deep: the parser gives no position
+    else:  # too many digits, or nested too deep: the parser gives no position
         return Problem("the file", f"not {language}: {str(error).split(';')[0]}", expected)
     # Tabs are one character for the parser and several on the screen.
     shown = lines[line - 1].replace("\t", " ") if 0 < line <= len(lines) else ""

@@ -1,4 +1,4 @@
-"""Facts from the config.json of a transformers model. transformers itself reads the file, so the values have its meaning."""
+"""Reads the config.json of a transformers model. transformers itself parses the file, so its defaults apply."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from meshcomm.config.problems import Problem
 
-# Our name -> the names of a transformers configuration's attributes. Some families lack some attributes.
+# Setting of [model] -> the corresponding attributes of a transformers configuration. Families may lack some of them.
 _NAMES: Final[Mapping[str, tuple[str, ...]]] = {
     "num_layers": ("num_hidden_layers",),
     "hidden_size": ("hidden_size",),
@@ -27,10 +27,10 @@ _NAMES: Final[Mapping[str, tuple[str, ...]]] = {
     "experts_every": ("decoder_sparse_step",),
 }
 UNPUBLISHED: Final = ("gpt2",)
-"""Model types that publish no plan for splitting them, but for which meshcomm has one."""
-# Suffixes of the names of dropout probabilities.
+"""Model types for which transformers publishes no tensor-parallel plan, but meshcomm has one."""
+# Suffixes of attribute names that hold dropout probabilities.
 DROPPED: Final = ("drop", "dropout", "pdrop", "dropout_prob")
-# Parts that do not belong to a decoder of text.
+# Prefixes of parts that a text decoder does not have.
 _OTHER_SENSES: Final = ("vision", "audio", "image", "speech", "video")
 _A_SPEC: Final = 'model.build = "module:function", which returns a meshcomm.models.ModelSpec'
 
@@ -77,10 +77,10 @@ def misunderstood(folder: str | Path, said: Mapping[str, Any], reads_weights: bo
     if senses:
         what = f"a {kind} has parts that do not belong to a language model: {', '.join(senses)}"
         ways = [
-            f'the folder of only its text model, "{kind}_text"' if f"{kind}_text" in names else "",
+            f'a folder with only its text model, "{kind}_text"' if f"{kind}_text" in names else "",
             _A_SPEC,
         ]
-        yield Problem("pretrained", what, "a decoder of text", [way for way in ways if way], given)
+        yield Problem("pretrained", what, "a text decoder", [way for way in ways if way], given)
     elif config.is_encoder_decoder:
         yield Problem(
             "pretrained", f"this {kind} has an encoder and a decoder", "only a decoder", [_A_SPEC], given
@@ -103,7 +103,7 @@ def dropouts_of(folder: str | None) -> dict[str, float]:
         return {}
     with suppress(Exception):
         said = understood(folder).to_dict()
-        # Causal language models have no summary and no classifier.
+        # Causal language models have no summary head and no classifier.
         dropped = [
             name for name in said if name.endswith(DROPPED) and not name.startswith(("summary", "class"))
         ]
@@ -112,15 +112,15 @@ def dropouts_of(folder: str | None) -> dict[str, float]:
 
 
 def windows_of(folder: str | Path | None) -> tuple[int | None, ...]:
-    """Return each layer's maximum number of keys that a query attends to, by `folder`/config.json.
+    """Return each layer's attention window, the maximum number of keys per query, according to `folder`/config.json.
 
-    None: all earlier keys. (): no layer has a window.
+    None means that a query attends to all earlier keys. The result is empty if no layer has a window.
     """
     if folder is not None:
         with suppress(Exception):
             config = understood(folder)
             kinds = getattr(config, "layer_types", None)
-            # A key that the family does not have is kept, but has no meaning.
+            # transformers keeps a key that the family does not define, but the model ignores it.
             window = hasattr(type(config), "sliding_window") and config.sliding_window
             if getattr(config, "use_sliding_window", True) and window:
                 kinds = kinds or ["sliding_attention"] * config.num_hidden_layers
@@ -129,7 +129,7 @@ def windows_of(folder: str | Path | None) -> tuple[int | None, ...]:
 
 
 def has_gate(folder: str | Path | None) -> bool:
-    """Return whether a feed-forward block has three matrices, gate, up and down, according to the family's
+    """Return whether a feed-forward block has three matrices (gate, up and down), according to the family's
     published plan.
     """
     if folder is not None:
@@ -140,9 +140,9 @@ def has_gate(folder: str | Path | None) -> bool:
 
 
 def publishes_plan(folder: str | Path | None) -> bool:
-    """Return whether a model can be split along a tensor dim, according to its family.
+    """Return whether there is a plan for splitting the model along a tensor dim.
 
-    True if no folder names a family.
+    True if `folder` is None or cannot be read.
     """
     if folder is not None:
         with suppress(Exception):
@@ -152,7 +152,7 @@ def publishes_plan(folder: str | Path | None) -> bool:
 
 
 def understood(folder: str | Path) -> Any:
-    """Return the configuration that transformers creates from `folder`/config.json. Raises transformers' errors."""
+    """Return the configuration that transformers creates from `folder`/config.json. Raises transformers' own errors."""
     path = Path(folder) / "config.json"
     read(path)
     return _understood(str(folder), path.stat().st_mtime_ns)
@@ -166,7 +166,9 @@ def _understood(folder: str, changed: int) -> Any:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Return the config.json at `path`. Raises OSError if there is none, ValueError if it is not a JSON object."""
+    """Return the content of the config.json at `path`. Raises OSError if there is no such file, ValueError if it is not
+    a JSON object.
+    """
     return _read(path, path.stat().st_mtime_ns)
 
 

@@ -1,4 +1,4 @@
-"""Problems of a configuration: describes one, reports all as one error, and converts pydantic's errors."""
+"""Problems in a configuration: a class for one problem, one error for all of them, and conversion of pydantic's errors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Path: TypeAlias = tuple[str | int, ...]
 PydanticError: TypeAlias = Mapping[str, Any]
 
 _OPTIONS: Final = "attention bucket_mb reduce_dtype reshard schedule sequence_parallel stages_per_rank"
-# Old key -> new key, below the same section. The error for an old key names the new one.
+# Old key -> new key in the same section. The error for an old key names the new key.
 RENAMED: Final[dict[str, str]] = {
     "data.sequence": "seq_len",
     "mesh.options.lane": "comm_id",
@@ -40,7 +40,7 @@ RENAMED: Final[dict[str, str]] = {
 
 
 class Fit(NamedTuple):
-    """A fix that is computed: the sizes of this role's dim that satisfy all rules, the nearest first, at most `most`."""
+    """A computed fix: up to `most` sizes of the dim with this role that satisfy all rules, nearest first."""
 
     part: str
     most: int = 1
@@ -48,10 +48,10 @@ class Fit(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One problem of a configuration.
+    """One problem in a configuration.
 
-    key: the path of the setting, such as `mesh.dims.tp`. what: the error, with the arithmetic. expected, given: as in
-         MeshcommError. tries: possible fixes.
+    key: the path of the setting, such as `mesh.dims.tp`. what: what is wrong, with the arithmetic. expected, given: as
+         in MeshcommError. tries: possible fixes.
     """
 
     key: str
@@ -62,7 +62,7 @@ class Problem:
 
     @property
     def hint(self) -> str | None:
-        """The possible fixes as one text; None if there are none."""
+        """The possible fixes as one string, or None if there are none."""
         return ", or\n".join(way for way in self.tries if isinstance(way, str)) or None
 
     def under(self, section: str) -> Problem:
@@ -81,7 +81,7 @@ def report(source: str, problems: Iterable[Problem]) -> ConfigError:
 
 
 def refused(key: str, make: Callable[..., object], *args: Any, **options: Any) -> list[Problem]:
-    """Return the reason why a layout or a part of it cannot be created, as a problem of the setting `key`."""
+    """Call `make` and return its LayoutError, if it raises one, as a problem with the setting `key`."""
     try:
         make(*args, **options)
     except LayoutError as error:
@@ -91,8 +91,8 @@ def refused(key: str, make: Callable[..., object], *args: Any, **options: Any) -
 
 
 def nearest(value: int, fitting: Iterable[int], most: int = 2) -> list[int]:
-    """Return the `most` numbers of `fitting` that are nearest to `value`, without `value` itself. In a tie, the
-    larger comes first.
+    """Return the `most` numbers in `fitting` that are nearest to `value`, excluding `value` itself. In a tie, the
+    larger number comes first.
 
     >>> nearest(8, range(3, 100, 3))
     [9, 6]
@@ -102,7 +102,7 @@ def nearest(value: int, fitting: Iterable[int], most: int = 2) -> list[int]:
 
 
 def multiples(number: int, by: int, most: int = 2) -> list[int]:
-    """Return the multiples of `by` nearest to `number`, the nearer first, without `number` itself.
+    """Return the multiples of `by` nearest to `number`, nearest first, excluding `number` itself.
 
     >>> multiples(34, 16), multiples(5, 8)
     ([32, 48], [8])
@@ -117,13 +117,13 @@ def remainder(number: int, by: int) -> str:
 
 
 def quotient(number: int, by: int) -> str:
-    """Return a division as text to put before another number: `32/2 = 16, `. Return "" for a division by 1."""
+    """Return a division as a text prefix, such as `32/2 = 16, `, or "" for a division by 1."""
     return "" if by == 1 else f"{number}/{by} = {number // by}, "
 
 
 # -- pydantic's errors ------------------------------------------------------------------------------
 
-# The values that pydantic expects, by type of error. For all other types, pydantic's own message describes the values.
+# The expected value for each type of pydantic error. For all other types, pydantic's own message is used.
 _EXPECTED: Final = {
     "bool_type": "true or false",
     "dict_type": "a table",
@@ -138,7 +138,7 @@ _EXPECTED: Final = {
     "too_short": "a longer list",
     "tuple_type": "a list",
 }
-# Conversions of values of another type: "2" to 2, "yes" to true, 3 to "3".
+# Conversions of values that have the wrong type: "2" to 2, "yes" to true, 3 to "3".
 _LAX: Final[dict[str, TypeAdapter[Any]]] = {
     "int_type": TypeAdapter(int),
     "float_type": TypeAdapter(float),
@@ -150,7 +150,7 @@ _LAX: Final[dict[str, TypeAdapter[Any]]] = {
 def refusals(
     model: type[BaseModel], data: Mapping[str, Any], errors: Iterable[PydanticError]
 ) -> list[Problem]:
-    """Return pydantic's `errors` about `data` as problems. The errors of all types of a union are one problem."""
+    """Return pydantic's `errors` about `data` as problems. The errors for all types in a union become one problem."""
     settings: dict[tuple[Path, bool], list[PydanticError]] = {}
     for error in errors:
         settings.setdefault(_located(data, error), []).append(error)
@@ -170,14 +170,14 @@ def refusals(
 
 
 def section_of(annotation: Any) -> type[BaseModel] | None:
-    """Return the section in a field's annotation, which may be the section itself, optional, or the values of a table."""
+    """Return the section class in a field's annotation: the annotation itself, an optional section, or a table's values."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     return next((found for inner in get_args(annotation) if (found := section_of(inner)) is not None), None)
 
 
 def _located(data: Any, error: PydanticError) -> tuple[Path, bool]:
-    """Return the setting's path, and whether it is present. A union's error appends one of its types to the path."""
+    """Return the setting's path and whether the setting is present. For a union, pydantic appends a type to the path."""
     path: list[str | int] = []
     for part in error["loc"]:
         if isinstance(data, Mapping) and part in data:
@@ -194,8 +194,8 @@ def _located(data: Any, error: PydanticError) -> tuple[Path, bool]:
 
 
 def _field_at(model: type[BaseModel], path: Path) -> tuple[type[BaseModel], FieldInfo | None, int]:
-    """Return the section and the field at a path, and how many of the path's components lead there. The rest is inside the
-    field.
+    """Return the section and the field at a path, and the number of path components that lead to the field. The remaining
+    components are inside the field.
     """
     section, field, depth, is_name = model, None, 0, False
     for index, part in enumerate(path):
@@ -217,9 +217,9 @@ def _expected(error: PydanticError) -> str:
 def _refused(
     model: type[BaseModel], data: Mapping[str, Any], path: Path, errors: Sequence[PydanticError]
 ) -> Problem:
-    """Return a setting that pydantic refuses, with its default, its example or a likely correction.
+    """Return the problem with a setting that pydantic rejects, with a likely correction, the default or an example.
 
-    If there are no errors, the setting is missing.
+    `errors` is empty if the setting is missing.
     """
     _, field, depth = _field_at(model, path)
     key, examples = key_path(path), list(field.examples or ()) if field is not None else []
@@ -289,7 +289,7 @@ def _is_taken(model: type[BaseModel], data: Mapping[str, Any], path: Path, value
     holder: Any = changed
     for part in path[:-1]:
         if isinstance(holder, dict) and part not in holder:
-            return False  # below a key that is not text
+            return False  # the path contains a key that is not text
         holder = holder[part]
     holder[path[-1]] = plain(value)
     try:

@@ -13,19 +13,19 @@ from meshcomm.config.problems import Problem
 from meshcomm.config.section import FrozenList, NoEffect, Section, Text
 from meshcomm.config.write import toml
 
-# The words that NCCL's own parser knows; it ignores every other word silently.
+# The subsystem names that NCCL's own parser knows. NCCL silently ignores all other names.
 _SUBSYSTEMS: Final = (
     "INIT", "COLL", "P2P", "SHM", "NET", "GRAPH", "TUNING", "ENV", "ALLOC", "CALL", "PROXY", "NVLS",
     "BOOTSTRAP", "REG", "PROFILE", "RAS", "ALL",
 )  # fmt: skip
 
-# NCCL ignores a pair of settings that would give one connection more sockets than this.
+# NCCL ignores both socket settings if together they exceed this number of sockets per connection.
 _MOST_SOCKETS: Final = 64
 _ADDRESS: Final = "host:port of rank 0 (IPv6 in brackets), a port from 1 to 65535"
 
 
 def _no_number(value: object) -> object:
-    # 1 == True, so the choices alone would accept a number.
+    # Because 1 == True, the Literal type would accept a number.
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         raise PydanticCustomError("literal_error", '"auto", true or false')
     return value
@@ -57,9 +57,7 @@ def _what_init_needs(process: ProcessConfig) -> Iterator[Problem]:
 
 
 class ProcessConfig(Section):
-    """`[process]`: how the processes of the job find each other. Default: from the launcher's environment
-    variables.
-    """
+    """`[process]`: the rendezvous of the job's processes. By default, the launcher's environment variables are used."""
 
     place = "process"
     rules = (_what_init_needs,)
@@ -69,20 +67,21 @@ class ProcessConfig(Section):
         NoEffect("rank world_size", "init", ("tcp", "file"), 'init = "tcp"'),
     )
     init: Literal["env", "tcp", "file"] = "env"
-    """"env": the launcher's variables. "tcp": `address`. "file": `path`."""
+    """How processes find each other: "env" uses the launcher's variables, "tcp" uses `address`, "file" uses `path`."""
     address: Annotated[Text, AfterValidator(_host_and_port)] | None = Field(
         default=None, examples=["127.0.0.1:29500"]
     )
-    """tcp only, required: host:port of rank 0."""
+    """With tcp, required: host:port of rank 0."""
     path: Text | None = None
-    """file only, required: a file that all processes can write."""
+    """With file, required: a file that all processes can write to."""
     rank: int | None = Field(default=None, ge=0)
-    """tcp and file: the rank of this process. If omitted, from the launcher's variables."""
+    """With tcp or file: the rank of this process. If omitted, the launcher's variables determine it."""
     world_size: int | None = Field(default=None, ge=1)
-    """tcp and file: number of processes. If omitted, from the launcher's variables."""
+    """With tcp or file: number of processes. If omitted, the launcher's variables determine it."""
     device_id: Annotated[Literal["auto", True, False], BeforeValidator(_no_number)] = "auto"
-    """Bind torch's default group to the process's device. NCCL then connects all ranks at startup and splits
-    the groups of the dims from the default group. Default "auto": not bound, and each group connects on first use.
+    """Bind torch's default group to the process's device. NCCL then connects all ranks at startup and creates the dims'
+    groups by splitting the default group. With the default "auto", the group is not bound, and each group connects on
+    first use.
     """
 
 
@@ -103,15 +102,15 @@ class NetworkConfig(Section):
     rules = (_sockets_of_nccl,)
     no_effect = (NoEffect("nccl_debug_subsys", "nccl_debug", ("INFO", "TRACE"), 'nccl_debug = "INFO"'),)
     interfaces: FrozenList[Text] = ()
-    """Names of network interfaces for Gloo and NCCL. Default: the backends choose."""
+    """Names of the network interfaces that Gloo and NCCL use. By default, the backends choose."""
     nccl_debug: Literal["VERSION", "WARN", "INFO", "TRACE"] | None = None
     """NCCL's log level. If omitted, NCCL decides."""
     nccl_debug_subsys: FrozenList[Annotated[str, AfterValidator(_nccl_part)]] = ()
     """With nccl_debug INFO or TRACE: the NCCL subsystems that log. "^NAME" excludes one."""
     nccl_socket_nthreads: int | None = Field(default=None, ge=1, le=16)
-    """Threads that NCCL uses per socket connection. If omitted, NCCL chooses."""
+    """Number of threads per socket connection in NCCL. If omitted, NCCL chooses."""
     nccl_nsocks_perthread: int | None = Field(default=None, ge=1, le=16)
-    """Sockets per socket thread, at most 64 sockets in total. If omitted, NCCL chooses."""
+    """Number of sockets per socket thread in NCCL, at most 64 sockets per connection. If omitted, NCCL chooses."""
 
     def nccl_settings(self) -> dict[str, object]:
         """Return the settings of this section that affect only NCCL, by key."""
@@ -129,18 +128,18 @@ class Link(Section):
 
 
 class Links(Section):
-    """`[topology.links]`: the links inside a node, between nodes of a rack, and beyond a rack."""
+    """`[topology.links]`: the links within a node, between nodes in a rack, and between racks."""
 
     node: Link | None = None
-    """Between ranks of one node. If omitted, unknown."""
+    """Link between ranks on the same node. If omitted, the link is unknown."""
     rack: Link | None = None
-    """Between nodes of one rack; needs nodes_per_rack. If omitted, the network link."""
+    """Link between nodes in the same rack; requires nodes_per_rack. If omitted, the network link is used."""
     network: Link | None = None
-    """Between ranks of different nodes. If omitted, unknown."""
+    """Link between ranks on different nodes. If omitted, the link is unknown."""
 
 
 class TopologyConfig(Section):
-    """`[topology]`: the placement of ranks on nodes, and link speeds. Default: unknown."""
+    """`[topology]`: the placement of ranks on nodes, and the link speeds. Both are unknown by default."""
 
     place = "topology"
     no_effect = (
@@ -148,16 +147,16 @@ class TopologyConfig(Section):
         NoEffect("links.rack", "nodes_per_rack", way="nodes_per_rack = 4"),
     )
     ranks_per_node: int | None = Field(default=None, ge=1)
-    """Ranks r with equal r // ranks_per_node share a node. If omitted, unknown."""
+    """Ranks per node. Ranks r with the same r // ranks_per_node share a node. If omitted, the placement is unknown."""
     nodes_per_rack: int | None = Field(default=None, ge=1)
-    """Nodes n with equal n // nodes_per_rack share a rack. If omitted, racks are ignored."""
+    """Nodes per rack. Nodes n with the same n // nodes_per_rack share a rack. If omitted, racks are ignored."""
     links: Links = Links()
-    """Latency and bandwidth of the links. Default: unknown."""
+    """Latency and bandwidth of each link. Default: unknown."""
     call_us: float = Field(default=0.0, ge=0)
     """Fixed overhead of each call in microseconds, in addition to its messages."""
     devices_per_node: int | None = Field(default=None, ge=1)
-    """Accelerators per node, for `meshcomm lint`. If omitted, unknown."""
+    """Accelerators per node, for `meshcomm lint`. If omitted, the number is unknown."""
     memory_gbytes: float | None = Field(default=None, gt=0)
-    """Memory of one rank in gigabytes (10^9 bytes), for `meshcomm tune` and `lint`. If omitted, unknown."""
+    """Memory per rank in gigabytes (10^9 bytes), for `meshcomm tune` and `lint`. If omitted, it is unknown."""
     tflops: float | None = Field(default=None, gt=0)
-    """Throughput of one rank in training, in 10^12 FLOP/s, for `meshcomm tune`. If omitted, unknown."""
+    """Training throughput per rank in 10^12 FLOP/s, for `meshcomm tune`. If omitted, it is unknown."""

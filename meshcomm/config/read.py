@@ -1,4 +1,4 @@
-"""Read a Config and its plan from a file or mapping and overrides, or report every problem."""
+"""Reads a Config from a file or a mapping, applies overrides, and reports every problem."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from meshcomm.errors import ConfigError
 from meshcomm.layout import Plan
 from meshcomm.layout.names import nearest_name
 
-# One key of a path. TOML quotes keys with other characters than ASCII letters.
+# One key in a path. In TOML, keys with characters other than letters, digits, - and _ are quoted.
 _PART = r'(?:[\w-]+|"[^"\\]+")'
 # A line that occurs in a file with a mesh, or in a model's config.json.
 _OF_MESH = re.compile(rb'(?m)(?:^|[{[,])\s*"?mesh"?\s*[].:=]|"model_type"')
@@ -35,14 +35,14 @@ def load_config(
     overrides: Sequence[str] | str = (),
     kind: type[Config] | None = None,
 ) -> Config:
-    """Read a configuration and check all of it. Reads no environment variables.
+    """Read a configuration and check all of it. Environment variables are not read.
 
     source: a TOML, JSON or YAML file (by its extension), the same content as a mapping, or a Config to
         modify with overrides. Entries of `data.files` are relative to the file's folder. The
         key "$schema" of a JSON file is for editors and is ignored.
     overrides: `KEY.PATH=VALUE` strings, applied in order. VALUE is TOML; an empty VALUE removes the key.
-    kind: a subclass of Config with additional sections or rules; the result has this class. If omitted, the
-        class of `source`.
+    kind: a subclass of Config with additional sections or rules; the result is an instance of this class. If
+        omitted, the class of `source` is used if it is a Config, otherwise Config.
 
     Raises ConfigError, which lists every problem with its key, the given value, the expected value, and
     valid settings.
@@ -81,9 +81,9 @@ def plan(
 ) -> Plan:
     """Return every group of a mesh on `world_size` processes, in creation order.
 
-    Needs no process, no GPU and no torch. `Plan.for_rank` gives the groups of any rank.
-    world_size: None if every size is given.
-    Raises ConfigError if the config is invalid or does not fit the world.
+    Does not require running processes, a GPU or torch. `Plan.for_rank` returns the groups of one rank.
+    world_size: may be None if every size is given.
+    Raises ConfigError if the config is invalid or does not fit the world size.
     """
     if isinstance(config, MeshConfig):
         config = Config(mesh=config)
@@ -97,8 +97,8 @@ def _read(path: Path, label: str) -> dict[str, Any]:
     parser = PARSERS.get(path.suffix.lower())
     if parser is None:
         raise ConfigError(
-            f"{label}: not a file type of a configuration",
-            given=f"the ending {path.suffix}" if path.suffix else "no ending",
+            f"{label}: not a configuration file type",
+            given=f"the extension {path.suffix}" if path.suffix else "no extension",
             expected="one of " + ", ".join(PARSERS),
             hint=str(path.with_suffix(".toml")) if path.suffix else f"{label}.toml",
         )
@@ -124,7 +124,7 @@ def _read(path: Path, label: str) -> dict[str, Any]:
         raise ConfigError(
             f"{label}: contains no table",
             given=toml(data),
-            expected="sections at the top: mesh, process, ...",
+            expected="top-level sections: mesh, process, ...",
             hint='{ "mesh": { "dims": { "dp": 8 } } }'
             if path.suffix == ".json"
             else "mesh: { dims: { dp: 8 } }",
@@ -135,14 +135,14 @@ def _read(path: Path, label: str) -> dict[str, Any]:
 def near_file(path: Path, script: bool = False) -> str:
     """Return the hint for a missing file: the file in its folder with the most similar name, ignoring extensions.
 
-    script: if True, only Python files are considered. Otherwise only configurations, which have a mesh or describe a model.
+    script: if True, only Python files are considered, otherwise only files that configure a mesh or describe a model.
     """
     endings = [".py"] if script else [*PARSERS]
     try:
         present = [entry.name for entry in path.parent.iterdir() if entry.suffix.lower() in endings]
     except OSError:
         return f"the folder {path.parent} cannot be read either"
-    # If the names of two files differ only in the extension, the one with the same extension is last and is kept.
+    # If two file names differ only in the extension, the one with the extension of `path` comes last and is kept.
     by_stem = {Path(name).stem: name for name in sorted(present, key=lambda n: n.endswith(path.suffix))}
     while (near := nearest_name(path.stem, by_stem)) is not None:
         found = path.parent / by_stem.pop(near)
@@ -153,7 +153,7 @@ def near_file(path: Path, script: bool = False) -> str:
 
 
 def _anchor(data: dict[str, Any], folder: Path) -> None:
-    """Make model.pretrained and the paths of `[data]` relative to `folder`, if they are texts."""
+    """Make model.pretrained and the paths in `[data]` relative to `folder`, if they are strings."""
     model, texts = (data[name] if isinstance(data.get(name), dict) else {} for name in ("model", "data"))
     for section, key, word in ((model, "pretrained", ""), (texts, "tokenizer", BYTES)):
         if isinstance(named := section.get(key), str) and named not in ("", word):
@@ -177,9 +177,9 @@ def _changes(overrides: object) -> list[str]:
     changes = [overrides] if isinstance(overrides, str) else overrides
     if not isinstance(changes, (list, tuple)) or not all(isinstance(each, str) for each in changes):
         raise ConfigError(
-            "overrides must be texts",
+            "overrides must be strings",
             given=f"overrides={overrides!r}",
-            expected="a sequence of KEY.PATH=VALUE texts, as for --set",
+            expected="a sequence of KEY.PATH=VALUE strings, as for --set",
             hint='overrides=["mesh.dims.tp=4"]',
         )
     return list(changes)
@@ -188,8 +188,8 @@ def _changes(overrides: object) -> list[str]:
 def apply(data: dict[str, Any], overrides: Sequence[str]) -> list[Problem]:
     """Set every `KEY.PATH=VALUE` in `data`, in order. Return the overrides that cannot be set as problems.
 
-    VALUE is TOML, or a bare word, which is text. An empty VALUE removes the key. An existing key
-    keeps its place. A new key is last.
+    VALUE is TOML or a bare word, which is read as a string. An empty VALUE removes the key. An existing key
+    keeps its position. A new key is added at the end.
 
     >>> data = {"mesh": {"dims": {"pp": 2, "tp": 2}}}
     >>> apply(data, ["mesh.dims.pp=4", "mesh.backend=gloo"]), data
@@ -221,7 +221,7 @@ def _apply(data: dict[str, Any], text: str) -> Problem | None:
         parsed = {}
     if list(parsed) == ["value"]:
         return _set(data, path, parsed["value"], text)
-    # A shell has removed the quotes: train.out=runs/x.
+    # The shell has removed the quotes, as in train.out=runs/x.
     if re.fullmatch(_WORD, written):
         return _set(data, path, written, text)
     line = written.replace("\n", "\\n")

@@ -1,4 +1,4 @@
-"""The full configuration: all sections, and the rules between them."""
+"""The full configuration: all sections, and the rules that relate them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from meshcomm.layout import Layout, Plan
 
 
 class Config(Section):
-    """The configuration of all commands, usually from one file.
+    """The configuration for all commands, usually read from one file.
 
     `mesh` is required. Training also requires `parallel` and `train`, and `model` and `data` unless code
     provides them. `parallel` without `train` only assigns roles to the dims.
@@ -30,30 +30,30 @@ class Config(Section):
     rule takes a `meshcomm.config.Resolved`, in which every size is a number, and yields a
     `meshcomm.config.Problem` for each problem.
 
-    Raises ConfigError with every problem found.
+    Raises ConfigError, which lists every problem found.
     """
 
     rules = RULES
     mesh: MeshConfig = Field(examples=[{"dims": {"dp": 8}}])
     """Names and sizes of the dims, and the groups along them."""
     process: ProcessConfig = ProcessConfig()
-    """How the processes of the job find each other."""
+    """How the job's processes find each other."""
     network: NetworkConfig = NetworkConfig()
     """Network interfaces, and NCCL's logging and sockets."""
     topology: TopologyConfig = TopologyConfig()
-    """Placement of ranks on nodes, and link speeds."""
+    """The placement of ranks on nodes, and the link speeds."""
     elastic: ElasticConfig = ElasticConfig()
     """What happens when ranks are lost."""
     parallel: ParallelConfig | None = None
-    """The role of each dim in training. Omit it if you do not train."""
+    """The role of each dim in training. Omit this section if you do not train."""
     model: ModelConfig | None = None
-    """The model to train. Omit it if you do not train."""
+    """The model to train. Omit this section if you do not train."""
     data: DataConfig | None = None
-    """The training data. Omit it if you do not train."""
+    """The training data. Omit this section if you do not train."""
     train: TrainConfig | None = None
-    """Training settings. Omit it if you do not train."""
+    """Training settings. Omit this section if you do not train."""
 
-    # The file that the configuration was read from, for later reports. Equal files in different places compare equal.
+    # The file that the configuration was read from, for later reports. Comparisons ignore it.
     _source: str = PrivateAttr("Config")
 
     def __eq__(self, other: object) -> bool:
@@ -65,7 +65,7 @@ class Config(Section):
         return self._source
 
     def problems(self) -> Iterator[Problem]:
-        """Yield the problems within sections, then the problems between sections."""
+        """Yield the problems within each section, then the problems that involve several sections."""
         for name in type(self).model_fields:
             section = self.__dict__.get(name)
             if isinstance(section, Section):
@@ -74,15 +74,15 @@ class Config(Section):
         yield from problems(Resolved.of(self), self.rules)
 
     def layout(self, world: int | None) -> Layout:
-        """Return the placement of ranks, on `world` processes. Raises ConfigError if they do not fit."""
+        """Return the layout of the ranks on `world` processes. Raises ConfigError if the mesh does not fit them."""
         return self._grouped(world).layout(world, self._source)
 
     def plan(self, world: int | None) -> Plan:
-        """Return the plan of all groups of the mesh, on `world` processes. Raises ConfigError if they do not fit.
+        """Return the plan of all groups of the mesh on `world` processes. Raises ConfigError if the mesh does not fit them.
 
-        If weights are sharded along two dims at once, the groups over both dims form a merged dim, even if [mesh] has
-        none.
-        world: None if it is not known and every size is given.
+        If weights are sharded along two dims together, the plan has a merged dim over both, even if [mesh] does not
+        define one.
+        world: may be None if every size is given.
         """
         return self._grouped(world).plan(world, self._source)
 
@@ -92,9 +92,9 @@ class Config(Section):
         return self.mesh.merging(self.parallel.shard_dims(self.mesh.sizes(world, self._source)))
 
     def resolved(self, world: int | None) -> Config:
-        """Return the same configuration with every -1 resolved and training checked against the sizes.
+        """Return the same configuration with every -1 resolved and the training settings checked against the sizes.
 
-        Raises ConfigError if the world or the training does not fit.
+        Raises ConfigError if the number of processes or the training settings do not fit the mesh.
         """
         filled = self.model_copy(update={"mesh": self.mesh.resolved(world, self._source)})
         problems = list(filled.problems())
@@ -104,16 +104,16 @@ class Config(Section):
 
     @property
     def expert_view(self) -> str | None:
-        """The view that contains the expert dim; None if no dim has that role."""
+        """The view that contains the expert dim, or None if no dim has that role."""
         return None if self.parallel is None else self.parallel.expert_view(self.mesh.views)
 
     @property
     def expert_gradient_dims(self) -> tuple[str, ...]:
-        """The dims along which gradients of experts' weights are summed. See ParallelConfig."""
+        """The dims along which the gradients of experts' weights are summed. See ParallelConfig."""
         return () if self.parallel is None else self.parallel.expert_gradient_dims(self.mesh.views)
 
     def microbatches(self, sizes: Mapping[str, int]) -> int:
-        """Return the number of microbatches of one rank per step. sizes: as MeshConfig.sizes returns them."""
+        """Return the number of microbatches per rank in one step. sizes: as returned by MeshConfig.sizes."""
         if self.train is None or self.parallel is None:
             raise ConfigError(
                 "a configuration without training has no micro-batches",

@@ -1,4 +1,4 @@
-"""Rules between the sections of a configuration, checked once every size is a number."""
+"""Rules that relate the sections of a configuration. They are checked once every size is a number."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from meshcomm.config.root import Config
 
 T = TypeVar("T")
-# The sections that each section requires. The model, and with it the data, may come from code.
+# The sections that each section requires. Code may provide the model and the data instead.
 _NEEDS: Final = {
     "parallel": ("train",),
     "model": ("parallel", "train", "data"),
@@ -33,19 +33,19 @@ _NEEDS: Final = {
     "train": ("parallel",),
 }
 _A_VIEW: Final = (
-    "a view with unchanged dims of pipeline and tensor, and two dims, copies and experts, for the rest"
+    "a view with the pipeline and tensor dims unchanged, and two dims for the rest: copies and experts"
 )
-# How far to search for the size of a dim.
+# Maximum distance to search for a dim size that fits.
 _MOST_SIZE: Final = 256
 
 
 @dataclass(frozen=True)
 class Resolved:
-    """A configuration for cross-section rules: every size is a number.
+    """A configuration as the cross-section rules see it: every size is a number.
 
-    A rule is skipped if it reads an invalid setting, a missing section, or a size that is -1 until the number
-    of processes is known. `Config.resolved` runs all rules with that number.
-    config: as written. sizes: sizes of the dims of the base and of views, except unknown ones.
+    A rule is skipped if it reads an invalid setting, a missing section, or a size of -1 that is unresolved because the
+    number of processes is unknown. `Config.resolved` runs all rules with the number of processes.
+    config: the configuration as written. sizes: the known sizes of dims, in the base mesh and in views.
     """
 
     config: Config
@@ -53,7 +53,7 @@ class Resolved:
 
     @classmethod
     def of(cls, config: Config) -> Resolved:
-        """Return the configuration with the sizes that are written in it."""
+        """Return the configuration with the sizes that it specifies."""
         number: int | None = None
         sizes: dict[str, int] = {}
         with suppress(Absent):
@@ -67,7 +67,7 @@ class Resolved:
 
     @property
     def mesh(self) -> MeshConfig:
-        """`[mesh]` with resolved sizes, once all are known."""
+        """The `[mesh]` section with every -1 resolved. A rule that reads it is skipped if a size is unknown."""
         mesh = self.config.mesh
         views = Table({name: self._numbers(view) for name, view in mesh.views.items()})
         return mesh.model_copy(update={"dims": self._numbers(mesh.dims), "views": views})
@@ -77,41 +77,41 @@ class Resolved:
 
     @property
     def parallel(self) -> ParallelConfig:
-        """`[parallel]`, for a rule that requires it. The next three properties work in the same way."""
+        """The `[parallel]` section. A rule that reads a missing section is skipped."""
         return _present(self.config.parallel)
 
     @property
     def model(self) -> ModelConfig:
-        """`[model]`."""
+        """The `[model]` section."""
         return _present(self.config.model)
 
     @property
     def data(self) -> DataConfig:
-        """`[data]`."""
+        """The `[data]` section."""
         return _present(self.config.data)
 
     @property
     def train(self) -> TrainConfig:
-        """`[train]`."""
+        """The `[train]` section."""
         return _present(self.config.train)
 
     def dim(self, part: ParallelRole) -> str:
-        """Return the dim that has a role."""
+        """Return the dim that has this role."""
         return _present(self.parallel.parts.get(part))
 
     def key(self, part: ParallelRole) -> str:
-        """Return the setting that holds the size of a dim with a role."""
+        """Return the key of the setting for the size of the dim with this role."""
         view = self.config.expert_view if part == "expert" else None
         return f"mesh.{'dims' if view is None else f'views.{view}'}.{self.dim(part)}"
 
     def size(self, part: ParallelRole) -> int:
-        """Return the number of ranks along the dim of a role; 1 if no dim has it."""
+        """Return the number of ranks along the dim with this role, or 1 if no dim has the role."""
         dim = self.parallel.parts.get(part)
         return 1 if dim is None else _present(self.sizes.get(dim))
 
     def written(self, names: str) -> str:
-        """Return settings (`model.num_heads`) and sizes of roles (`tensor`) in the format of a report. names:
-        separated by spaces.
+        """Format settings (`model.num_heads`) and the sizes of roles' dims (`tensor`) for a report. names: separated by
+        spaces.
         """
         return ", ".join(filter(None, map(self._written, names.split())))
 
@@ -124,7 +124,7 @@ class Resolved:
 
 
 def problems(resolved: Resolved, rules: Iterable[Rule]) -> Iterator[Problem]:
-    """Yield the problems that the rules find, each with the sizes of dims that fit."""
+    """Yield the problems that the rules find, with the dim sizes that would fix each problem."""
     rules = list(rules)
     for problem in run(rules, resolved):
         ways = (_sizes_that_fit(resolved, rules, problem, way) for way in problem.tries)
@@ -132,12 +132,12 @@ def problems(resolved: Resolved, rules: Iterable[Rule]) -> Iterator[Problem]:
 
 
 def _sizes_that_fit(resolved: Resolved, rules: list[Rule], problem: Problem, way: str | Fit) -> list[str]:
-    """Return a fix as text. A size fits if it solves this problem and causes no new problem."""
+    """Return a fix as text. A size fits if it solves this problem and causes no new one."""
     if isinstance(way, str):
         return [way]
     part = next(part for part in PARTS if part == way.part)
     dim, mesh = resolved.dim(part), resolved.config.mesh
-    dims = mesh.__dict__.get("dims", {})  # if they are wrong, a view may have a dim of this name
+    dims = mesh.__dict__.get("dims", {})  # absent if invalid
     known = {other.what for other in chain(run(rules, resolved), mesh.problems())} - {problem.what}
     fitting: list[int] = []
     size = resolved.sizes[dim]
@@ -152,7 +152,7 @@ def _sizes_that_fit(resolved: Resolved, rules: list[Rule], problem: Problem, way
 
 
 def _known(sizes: Mapping[str, int], number: int | None) -> dict[str, int]:
-    """Return the known sizes, with one -1 replaced by the remaining factor of the number of ranks."""
+    """Return the known sizes. A single -1 is replaced by the size that the number of ranks leaves for it."""
     known = {name: size for name, size in sizes.items() if size > 0}
     product = math.prod(known.values())
     if number and len(known) == len(sizes) - 1 and -1 in sizes.values() and number % product == 0:
@@ -170,7 +170,10 @@ def _present(value: T | None) -> T:
 
 
 def _sections(resolved: Resolved) -> Iterator[Problem]:
-    """Check that the sections of a training are all present. [parallel] alone only assigns roles, for a program's own training."""
+    """Check that all sections needed for training are present.
+
+    Without the other sections, [parallel] only assigns roles, for a program's own training loop.
+    """
     sections = resolved.config.__dict__
     # A section with errors counts as present.
     present = [name for name in _NEEDS if sections.get(name, name) is not None]
@@ -180,7 +183,7 @@ def _sections(resolved: Resolved) -> Iterator[Problem]:
         return
     absent, there = (" ".join(f"[{name}]" for name in names) for names in (missing, present))
     what = "missing" if len(missing) == 1 else f"{len(missing)} sections are missing"
-    expected = "all of [parallel] [model] [data] [train], without [model] and [data] if code makes them, or only a mesh, "
+    expected = "all of [parallel] [model] [data] [train] ([model] and [data] only if no code provides them), only a mesh, "
     expected += "or only [parallel] for the roles of dims"
     yield Problem(", ".join(missing), what, expected, [f"add {absent}", f"remove {there}"], there)
 
@@ -235,7 +238,7 @@ def _network_of_nccl(resolved: Resolved) -> Iterator[Problem]:
     for key, value in settings.items():
         given = f"{key} = {toml(value)}, {mesh.written('device backend')}"
         ways = [f"remove network.{key}", 'mesh.device = "cuda" and mesh.backend = "nccl"']
-        yield Problem(f"network.{key}", what, "a backend that is nccl", ways, given)
+        yield Problem(f"network.{key}", what, "the nccl backend", ways, given)
 
 
 def _tokenizer(resolved: Resolved) -> Iterator[Problem]:
@@ -245,13 +248,13 @@ def _tokenizer(resolved: Resolved) -> Iterator[Problem]:
         return
     if data.eos is not None:
         ways = ['data.tokenizer = "tokenizer.json"', "remove data.eos"]
-        what = "no effect without a tokenizer: bytes have no token for it"
+        what = "no effect without a tokenizer: bytes have no end-of-document token"
         yield Problem("data.eos", what, "data.tokenizer", ways, data.written("eos"))
     if data.tokenizer is None and model is not None and model.reads_weights:
-        what = "the weights were trained on tokens of a tokenizer, which is not in their folder"
-        expected = 'a tokenizer.json; or "bytes" if each byte is a token of these weights'
+        what = "the weights were trained with a tokenizer that is not in their folder"
+        expected = 'a tokenizer.json, or "bytes" if the weights were trained on bytes'
         ways = [f'data.tokenizer = "{text}"' for text in ("FOLDER", "bytes")]
-        ways.append("data.tokens, with the tokens of these texts")
+        ways.append("use data.tokens, with the same texts already tokenized")
         yield Problem("data.tokenizer", what, expected, ways, f"no tokenizer.json in {pretrained}")
 
 
@@ -272,7 +275,10 @@ def _evaluation(resolved: Resolved) -> Iterator[Problem]:
 
 
 def _parts(resolved: Resolved) -> Iterator[Problem]:
-    """Check that dims that have a role are dims of the mesh itself, not of a view. Along a dim without a role, all ranks would do the same."""
+    """Check that every dim with a role is a dim of the mesh itself, not of a view, and that every dim has a role.
+
+    Along a dim without a role, all ranks would do the same work.
+    """
     mesh, parallel = resolved.config.mesh, resolved.parallel
     # The expert dim is in a view.
     used = {part: dim for part, dim in parallel.parts.items() if part != "expert"}
@@ -285,7 +291,7 @@ def _parts(resolved: Resolved) -> Iterator[Problem]:
         size = resolved.sizes.get(dim, 1)
         if size > 1 and dim not in used.values():
             played = ", ".join(f"{part} = {toml(name)}" for part, name in parallel.parts.items())
-            what = f"no part of the training uses {dim}: its {size} ranks would all do the same"
+            what = f"no part of the training uses {dim}: its {size} ranks would all do the same work"
             ways = [f"mesh.dims.{dim} = 1", *(f'parallel.{part} = "{dim}"' for part in free)]
             given = f"dims.{dim} = {size}; parallel has {played or 'no role'}"
             yield Problem(f"mesh.dims.{dim}", what, f"size 1, or a role for {dim}", ways, given)
@@ -305,7 +311,7 @@ def _unknown_dim(mesh: MeshConfig, part: ParallelRole, dim: str) -> Problem:
 
 
 def _expert_dim(resolved: Resolved) -> Iterator[Problem]:
-    """Check that the expert dim is in exactly one view, and not in the base."""
+    """Check that the expert dim is in exactly one view and not in the base mesh."""
     mesh, parallel, _ = resolved.config.mesh, resolved.parallel, resolved.train
     dim = resolved.dim("expert")
     homes = [view for view, sizes in mesh.views.items() if dim in sizes]
@@ -324,13 +330,17 @@ def _expert_dim(resolved: Resolved) -> Iterator[Problem]:
     names = [] if homes else others if near is None else [near]
     ways: list[str | Fit] = [*(f'parallel.expert = "{name}"' for name in names), "remove parallel.expert"]
     expected = "a dim of one of mesh.views that is not in mesh.dims"
-    expected += f": {', '.join(others)}" if others else ", as ep in mesh.views.expert = { edp = 2, ep = 4 }"
+    expected += (
+        f": {', '.join(others)}" if others else ", such as ep in mesh.views.expert = { edp = 2, ep = 4 }"
+    )
     given = f"expert = {toml(dim)}, mesh.dims = {toml(mesh.dims)}, mesh.views = {toml(mesh.views)}"
     yield Problem("parallel.expert", what, expected, ways, given)
 
 
 def _expert_view(resolved: Resolved) -> Iterator[Problem]:
-    """Check that experts are split like all weights along pipeline and tensor, and with shard along at most two other dims."""
+    """Check that experts are split along pipeline and tensor like all other weights and, with shard, along at most two
+    other dims.
+    """
     mesh, parallel, _ = resolved.config.mesh, resolved.parallel, resolved.train
     view = _present(parallel.expert_view(mesh.views))
     if parallel.expert in mesh.dims:
@@ -341,15 +351,15 @@ def _expert_view(resolved: Resolved) -> Iterator[Problem]:
         if part in ("pipeline", "tensor") and dim in mesh.dims and dim not in sizes:
             what, dims = f"does not contain {dim}, which has the role {part}", toml(mesh.dims)
             expected = (
-                f"{dim} = {mesh.dims[dim]} in it, because experts are split along {part} like all weights"
+                f"a view with {dim} = {mesh.dims[dim]}: experts are split along {part} like all other weights"
             )
             listed = f"{given}, mesh.dims = {dims}, {part} = {toml(dim)}"
             yield Problem(path, what, expected, [_A_VIEW], listed)
     # FSDP supports two dims: one along which weights are sharded, and one along which they are replicated.
     copied = [dim for dim in parallel.expert_gradient_dims(mesh.views) if sizes[dim] != 1]
     if parallel.shard is not None and len(copied) > 2:
-        what = f"has {', '.join(copied)} next to the dims of expert, pipeline and tensor"
-        expected = "at most two: experts are sharded along one and copied along the other"
+        what = f"has {', '.join(copied)} in addition to the expert, pipeline and tensor dims"
+        expected = "at most two: experts are sharded along one and replicated along the other"
         ways, given = [_A_VIEW, "remove parallel.shard"], f"{given}, {parallel.written('shard expert')}"
         yield Problem(path, what, expected, ways, given)
 
@@ -410,7 +420,7 @@ def _microbatches(resolved: Resolved) -> Iterator[Problem]:
 
 
 def _tokens(resolved: Resolved) -> Iterator[Problem]:
-    """Check that a sample's chunks are equal along context, and along tensor with sequence_parallel."""
+    """Check that samples divide evenly along context and, with sequence_parallel, along tensor."""
     parallel, seq_len = resolved.parallel, resolved.data.seq_len
     context = resolved.size("context")
     ring = parallel.options.attention == "ring"
@@ -422,7 +432,7 @@ def _tokens(resolved: Resolved) -> Iterator[Problem]:
         what = f"not divisible by {'2*' if ring else ''}{dim}: {remainder(seq_len, chunks)}"
         expected = f"the same number of tokens for each of the {context} ranks along {dim}"
         if ring:
-            expected = "two chunks of equal length for each rank, one early and one late: zig-zag"
+            expected = "two chunks of equal length for each rank, one early and one late (zigzag order)"
         ways: list[str | Fit] = [*fitting, Fit("context")]
         given = resolved.written("data.seq_len context parallel.options.attention")
         yield Problem("data.seq_len", what, expected, ways, given)
@@ -443,7 +453,7 @@ def _split_along_tensor(resolved: Resolved) -> Iterator[Problem]:
     # The embedding and head of a folder's model stay unsplit if they cannot be split. Models built by code decide this.
     model, size = resolved.model, resolved.size("tensor")
     if size > 1 and not publishes_plan(model.pretrained):
-        what = "transformers publishes no plan of how the folder's model is split"
+        what = "transformers publishes no plan for splitting the folder's model"
         ways: list[str | Fit] = [Fit("tensor"), 'model.build = "module:function", which returns a ModelSpec']
         given = resolved.written("model.pretrained tensor")
         yield Problem("parallel.tensor", what, "a family with a plan, or one rank along the dim", ways, given)
@@ -487,7 +497,7 @@ def _ulysses(resolved: Resolved) -> Iterator[Problem]:
     elif num_kv_heads % context and context % num_kv_heads:
         arithmetic = quotient(heads[1], tensor) + remainder(num_kv_heads, context)
         what = f"neither a rank's num_kv_heads nor {dim} divides the other: {arithmetic}, {remainder(context, num_kv_heads)}"
-        expected = f"the same number for each of the {context} ranks along {dim}, or each on the same number of ranks"
+        expected = f"equally many kv heads on each of the {context} ranks along {dim}, or each kv head on equally many ranks"
         yield Problem("model.num_kv_heads", what, expected, ways, given)
 
 
@@ -523,12 +533,12 @@ def _experts(resolved: Resolved) -> Iterator[Problem]:
 
 
 def _compiled_halves(resolved: Resolved) -> Iterator[Problem]:
-    # torch 2.13 refuses modules from torch.compile here; compiled in place, the backward graph
-    # ran twice for each micro-batch, once for the inputs and once for the weights.
+    # torch 2.13 rejects modules from torch.compile here. When blocks were compiled in place, the
+    # backward graph ran twice per microbatch: once for the inputs and once for the weights.
     halves = resolved.parallel.options.schedule == "zero_bubble"
     if resolved.train.compile and halves and resolved.sizes.get(resolved.dim("pipeline")) != 1:
-        what = "cannot compile for zero_bubble: a compiled block's backward pass cannot be divided, but this schedule "
-        what += "runs the halves for inputs and weights at different times"
+        what = "cannot compile for zero_bubble: a compiled block's backward pass cannot be split, but this schedule "
+        what += "runs the input and weight halves at different times"
         ways = ["train.compile = false", 'parallel.options.schedule = "interleaved_1f1b"']
         given = resolved.written("train.compile parallel.options.schedule")
         yield Problem("train.compile", what, "one of them", ways, given)

@@ -1,4 +1,4 @@
-"""Rules between the settings of `[mesh]`: sizes that fit, unambiguous names, backends for the device."""
+"""Rules for the settings of `[mesh]`: sizes that fit, unambiguous names, and backends that support the device."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from meshcomm.layout.sizes import fold, nearest_fits, resolve, times, toml_dims
 if TYPE_CHECKING:
     from meshcomm.config.mesh import MeshConfig
 
-# This many ranks are planned in seconds with about a gigabyte of memory. No job is near this number.
+# Planning this many ranks takes seconds and about a gigabyte of memory. No job comes close to this number.
 MOST_RANKS: Final = 2**24
 
 # -- sizes ------------------------------------------------------------------------------------------
@@ -46,7 +46,7 @@ def _view_sizes(mesh: MeshConfig) -> Iterator[Problem]:
 
 
 def _factorisation(key: str, sizes: Mapping[str, int], what: str) -> Iterator[Problem]:
-    """Yield the problems within `dims` (what: "the mesh") or within one view."""
+    """Yield the problems in `dims` (what: "the mesh") or in one view."""
     if not sizes:
         way = f"mesh.{key} = {{ dp = 1 }}" if key == "dims" else f"remove mesh.{key}"
         yield Problem(key, "no dim", "at least one dim", [way], f"{key} = {{}}")
@@ -70,9 +70,7 @@ def _ranks(mesh: MeshConfig) -> Iterator[Problem]:
     ascending = sorted({rank for rank in ranks if rank >= 0})
     given = f"ranks = {toml(ranks)}"
     if ascending != list(ranks) or not ranks:
-        expected = (
-            "one or more ranks of the world, each once, ascending; rank_order puts them in another order"
-        )
+        expected = "one or more ranks of the world, each once, ascending; use rank_order for any other order"
         way = f"mesh.ranks = {toml(ascending)}" if ascending else "remove mesh.ranks: all ranks"
         yield Problem("ranks", "not a list of ranks in ascending order", expected, [way], given)
     elif world is not None and ranks[-1] >= world:
@@ -99,7 +97,7 @@ def _rank_order(mesh: MeshConfig) -> Iterator[Problem]:
 
 
 def _fits(mesh: MeshConfig) -> Iterator[Problem]:
-    """Check that dims, then views, fit the number of ranks, if that is known."""
+    """Check that dims, then views, fit the number of ranks, if the number is known."""
     number = mesh.count(mesh._world)
     if number is None:
         return
@@ -123,12 +121,12 @@ def _fits(mesh: MeshConfig) -> Iterator[Problem]:
             fitting[view] = resolve(sizes, number, f"view {view}")
         except LayoutError:
             fits = nearest_fits(sizes, number, limit=None)
-            # A dim that is also in the base must mean the same ranks there.
+            # A dim that is also in the base mesh must contain the same ranks there.
             shared = [fit for fit in fits if not refused(key, Layout, base, views={view: fit})]
             ways = [f"mesh.{key} = {toml_dims(fit)}" for fit in (shared or fits)[:3]]
             what = f"does not fit the mesh: {times(sizes)}, the mesh has {number} rank{'s' * (number > 1)}"
             yield Problem(key, what, f"sizes that multiply to {number}", ways, f"{key} = {toml_dims(sizes)}")
-    # A view may conflict with the base, or only with another view: try each, then all.
+    # A view may conflict with the base mesh or only with another view. Check each view, then all together.
     each = [refused(key_path(["views", view]), Layout, base, views={view: fitting[view]}) for view in fitting]
     yield from chain.from_iterable(each if any(each) else [refused("views", Layout, base, views=fitting)])
 
@@ -137,11 +135,11 @@ def _fits(mesh: MeshConfig) -> Iterator[Problem]:
 
 
 def _merged(mesh: MeshConfig) -> Iterator[Problem]:
-    """Yield problems that a layout with sizes of 1 finds in the names of dims and views."""
+    """Yield the problems with merged dims, found by creating a layout in which every size is 1."""
     dims = dict.fromkeys(mesh.dims, 1)
     views = {view: dict.fromkeys(sizes, 1) for view, sizes in mesh.views.items()}
     if refused("", Layout, dims, views=views):
-        return  # for names that are reported separately
+        return  # other rules report these names
     for name, parts in mesh.merge.items():
         path, given = key_path(["merge", name]), f"{name} = {toml(parts)}"
         remove = f"remove mesh.{path}"
@@ -177,7 +175,7 @@ def _view_names(mesh: MeshConfig) -> Iterator[Problem]:
 
 # -- backends ---------------------------------------------------------------------------------------
 
-# The backend that "auto" means on a device.
+# The backend that "auto" selects on each device type.
 DEFAULTS: Final = {"cpu": "gloo", "cuda": "nccl"}
 _NAME: Final = re.compile("[a-z][a-z0-9_-]*")
 _PAIRS: Final = re.compile("[a-z][a-z0-9_-]*:[a-z][a-z0-9_-]*(,[a-z][a-z0-9_-]*:[a-z][a-z0-9_-]*)*")
@@ -185,7 +183,7 @@ _DEVICE: Final = re.compile("[a-z][a-z0-9_]*")
 
 
 def backends(text: str) -> dict[str, str] | None:
-    """Return a mapping from device type to backend, with "" for any device. Return None if the text is not a backend.
+    """Return a mapping from device type ("" for any device) to backend, or None if the text is not a backend.
 
     >>> backends("gloo"), backends("cpu:gloo,cuda:nccl")
     ({'': 'gloo'}, {'cpu': 'gloo', 'cuda': 'nccl'})
@@ -200,7 +198,7 @@ def backends(text: str) -> dict[str, str] | None:
 
 
 def chosen(mesh: MeshConfig, backend: str) -> str | None:
-    """Return the backend that a group gets, or None if the process decides this when it starts."""
+    """Return the backend that a group uses, or None if it is chosen only when the process starts."""
     by_device = backends(backend) or {}
     device = "" if mesh.device == "auto" else mesh.device
     name = by_device.get(device, by_device.get("", "auto"))
@@ -214,10 +212,10 @@ def may_use_nccl(mesh: MeshConfig) -> bool:
 
 
 def _devices(mesh: MeshConfig) -> Iterator[Problem]:
-    """Check the device's type, then the backends for it."""
+    """Check the device type, then the backends for it."""
     plain = _DEVICE.match(mesh.device.lower())
     kind = plain.group() if plain else "auto"
-    # Not a name that torch knows. Without this check, only a rank would find that its host has no such device.
+    # torch does not know these names. Without this check, the error would appear only when a rank starts.
     if kind == "gpu" or kind != mesh.device:
         what = f"{toml(mesh.device)} is not a device type"
         expected = "auto, cpu, cuda, or another of torch's device types, without an index"

@@ -13,8 +13,8 @@ DIALECT: Final = "https://json-schema.org/draft/2020-12/schema"
 def schema() -> dict[str, Any]:
     """Return the schema of a config file, in JSON Schema draft 2020-12.
 
-    It checks less than `load_config`. Rules between settings (sizes that multiply to the world, settings
-    without effect, names of dims that exist) are checked only when the file is read, as by `meshcomm plan`.
+    The schema checks less than `load_config`. Rules that relate settings (sizes whose product is the world size,
+    settings without effect, names of existing dims) are checked only when the file is read, as by `meshcomm plan`.
     """
     found: dict[str, Any] = Config.model_json_schema()
     for part in (found, *found["$defs"].values()):
@@ -22,7 +22,7 @@ def schema() -> dict[str, Any]:
         # Later paragraphs are for readers of the code.
         part["description"] = part["description"].partition("\n\n")[0]
         for setting in part["properties"].values():
-            # The title is the key itself in other letters. No file has to write an empty default.
+            # The title only repeats the key with different capitalization. Empty defaults are left out.
             setting.pop("title", None)
             setting["description"] = " ".join(setting["description"].split())
             if setting.get("default") is None or isinstance(setting["default"], dict):

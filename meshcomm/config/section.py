@@ -1,4 +1,4 @@
-"""Base class of a configuration's sections. Sections are frozen and strict, have rules, and report all problems at once."""
+"""Base class of configuration sections. Sections are frozen and strict, have rules, and report all problems together."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ T = TypeVar("T")
 
 
 class Absent(Exception):
-    """A rule read an invalid setting, or a size that is not known yet. The rule is skipped."""
+    """Raised when a rule reads an invalid setting or a size that is not known yet. The rule is then skipped."""
 
 
 def _refuse(what: str) -> NoReturn:
     raise ConfigError(
         "a configuration cannot be changed",
-        given=f"a change of {what}",
+        given=f"a change to {what}",
         expected="a new configuration",
         hint='meshcomm.config.load_config(config, ["mesh.dims.tp=4"])',
     )
 
 
 class Table(dict[K, V]):
-    """A dict that keeps its order and refuses changes. Two tables are equal if their order is equal too.
+    """An immutable dict. Two tables are equal only if their items are in the same order.
 
     >>> Table(dp=2, tp=4) == {"tp": 4, "dp": 2}, Table(dp=2, tp=4) == Table(tp=4, dp=2)
     (True, False)
@@ -73,7 +73,7 @@ class Table(dict[K, V]):
 
 
 def _as_tuple(value: object) -> object:
-    # Files contain lists; strict validation expects the tuple that is stored.
+    # Files contain lists, but strict validation expects a tuple.
     return tuple(value) if isinstance(value, list) else value
 
 
@@ -96,11 +96,11 @@ Rule: TypeAlias = Callable[[Any], Iterable[Problem]]
 
 
 class NoEffect(NamedTuple):
-    """A row of a section: conditions under which a setting has no effect.
+    """Settings that have no effect unless another setting of the section has a suitable value.
 
-    fields: names of settings, separated by spaces. False and empty values count as unset.
-    needs: names of settings (or of a property that names one). One of these must have one of `values` or, without `values`,
-    be set. way: a setting of the section that gives `fields` an effect, or advice. why: replaces the report's own reason.
+    fields: names of the settings, separated by spaces. False and empty values count as unset.
+    needs: names of the other settings, or of a property that names one. At least one must have one of `values` or, without
+    `values`, be set. way: a setting that gives `fields` an effect, or advice. why: replaces the reason in the report.
     """
 
     fields: str
@@ -110,7 +110,7 @@ class NoEffect(NamedTuple):
     why: str | None = None
 
     def problems(self, section: Section) -> Iterator[Problem]:
-        """Yield the settings of this row that have no effect."""
+        """Yield a problem for each listed setting that has no effect."""
         place, names = section.place, self.needs.split()
         for field in self.fields.split():
             value = section.at(field)
@@ -138,10 +138,10 @@ class NoEffect(NamedTuple):
 
 
 class Section(BaseModel):
-    """A section of a configuration. It is checked in the same way whether created in Python or read from a
-    file.
+    """A section of a configuration. Sections created in Python and sections read from a file are checked in the same
+    way.
 
-    Raises ConfigError with every problem found.
+    Raises ConfigError, which lists every problem found.
     """
 
     place: ClassVar[str] = ""  # its path in a file
@@ -165,12 +165,12 @@ class Section(BaseModel):
         if problems:
             raise report(type(self).__name__, problems)
 
-    # Validation from a file creates nested sections without calling __init__, so that problems of
-    # all sections are reported together. pydantic decides by this mark (tested with 2.14).
+    # When pydantic validates a file, it must create nested sections without calling __init__, so that the
+    # problems of all sections are reported together. This attribute makes it do so (tested with 2.14).
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
 
     def problems(self) -> Iterator[Problem]:
-        """Yield problems between settings that are each valid. Keys are relative to the section."""
+        """Yield problems with combinations of settings that are valid individually. Keys are relative to the section."""
         yield from run([row.problems for row in self.no_effect], self)
         yield from run(self.rules, self)
 
@@ -194,7 +194,7 @@ class Section(BaseModel):
         return value
 
     def written(self, fields: str) -> str:
-        """Return settings in the format of a report. fields: names or paths, separated by spaces."""
+        """Format settings for a report. fields: names or paths, separated by spaces."""
         values = {field.rpartition(".")[2]: self.at(field) for field in fields.split()}
         return ", ".join(
             f"no {name}" if value is None else f"{name} = {toml(value)}" for name, value in values.items()
@@ -220,7 +220,7 @@ M = TypeVar("M", bound=Section)
 
 
 def too_large(section: Section, field: str, limit: str, why: str) -> Iterator[Problem]:
-    """Yield a problem if `field` is above the first of the limits in `limit`. The report shows all limits."""
+    """Yield a problem if `field` exceeds the first setting in `limit`. The report shows all settings in `limit`."""
     most = limit.partition(" ")[0]
     value, largest = section.at(field), section.at(most)
     if value > largest:
@@ -230,7 +230,7 @@ def too_large(section: Section, field: str, limit: str, why: str) -> Iterator[Pr
 
 
 def one_of(section: Section, fields: str, what: str) -> Iterator[Problem]:
-    """Yield a problem of the last set field of `fields` if another one is set too. what: the plural name for the fields."""
+    """Yield a problem for the last set field if more than one of `fields` is set. what: a plural noun for the fields."""
     named = [field for field in fields.split() if section.at(field)]
     if len(named) > 1:
         ways, given = [f"remove {section.place}.{field}" for field in named], section.written(" ".join(named))
@@ -238,16 +238,16 @@ def one_of(section: Section, fields: str, what: str) -> Iterator[Problem]:
 
 
 def run(rules: Iterable[Rule], subject: Any) -> Iterator[Problem]:
-    """Yield the problems that the rules find. A rule ends when it reads an absent setting."""
+    """Yield the problems that the rules find. A rule stops when it reads an absent setting."""
     for rule in rules:
         with suppress(Absent):
             yield from rule(subject)
 
 
 def check(model: type[M], data: Mapping[str, Any]) -> tuple[M, list[Problem]]:
-    """Return `data` as a section, and all problems of `data`, in the order of its keys.
+    """Return a section created from `data`, and all problems in `data`, in the order of the section's fields.
 
-    Invalid settings are absent from the section, which must then not be used for anything else.
+    If there are problems, the section lacks the invalid settings and must not be used.
     """
     section, errors = _valid(model, data)
     problems = [*refusals(model, data, errors), *section.problems()]
@@ -257,9 +257,9 @@ def check(model: type[M], data: Mapping[str, Any]) -> tuple[M, list[Problem]]:
 
 
 def _valid(model: type[M], data: Mapping[str, Any]) -> tuple[M, list[Any]]:
-    """Return the section made from the valid settings in `data`, and pydantic's errors about the others.
+    """Return a section created from the valid settings in `data`, and pydantic's errors about the others.
 
-    This includes nested sections.
+    Nested sections are treated in the same way.
     """
     try:
         return model.model_validate(data), []
@@ -268,7 +268,7 @@ def _valid(model: type[M], data: Mapping[str, Any]) -> tuple[M, list[Any]]:
     wrong = {each["loc"][0] for each in errors}
     right = {key: value for key, value in data.items() if key in model.model_fields and key not in wrong}
     fields = {name: field for name, field in model.model_fields.items() if name in wrong}
-    # Required values are present while pydantic creates the section.
+    # pydantic needs a value for each required field to create the section. The values are deleted below.
     needed = {name: (field.examples or [{}])[0] for name, field in fields.items() if field.is_required()}
     section = model.model_validate({**right, **needed})
     for name, field in fields.items():

@@ -1,4 +1,4 @@
-"""The sections `[data]` and `[train]`: the training data, and how to train on it."""
+"""The sections `[data]` and `[train]`: the training data and the training settings."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from meshcomm.config.write import toml
 Share = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[int, Field(ge=1)]
 
-# The value that replaces a tokenizer.
+# The value of `tokenizer` that makes each byte a token.
 BYTES: Final = "bytes"
 
 _WITH_BETAS: Final = ("adamw", "adam", "nadam", "radam", "adamax")
@@ -40,16 +40,16 @@ _WITH_EPS: Final = (*_WITH_BETAS, "rmsprop", "adagrad", "adadelta")
 def _token_weights(data: DataConfig) -> Iterator[Problem]:
     weights, entries = data.weights, len(data.tokens)
     if weights and entries and (len(weights) != entries or min(weights) <= 0):
-        what = "a weight is not greater than 0"
+        what = "a weight is not positive"
         if len(weights) != entries:
-            what = f"{len(weights)} weights of {entries} entries of tokens"
-        expected = "a number above 0 for each entry of data.tokens"
+            what = f"{len(weights)} weights for {entries} entries of tokens"
+        expected = "a positive number for each entry of data.tokens"
         ways = [f"data.weights = {toml([1.0] * entries)}", "remove data.weights"]
         yield Problem("weights", what, expected, ways, data.written("weights tokens"))
 
 
 class DataConfig(Section):
-    """`[data]`: text, as bytes or tokenized; token files; or a dataset that a function returns."""
+    """`[data]`: the training data: text (as bytes or tokenized), token files, conversations, or a function's dataset."""
 
     place = "data"
     rules = (
@@ -62,61 +62,59 @@ class DataConfig(Section):
         NoEffect("eos_id", "document_mask", way="document_mask = true"),
         NoEffect("tokenizer", "source", ("files", "chat"), why=" without text"),
         NoEffect("max_bytes", "source", ("files",), why=" without text"),
-        NoEffect("eos", "source", ("files",), why=": it is only added after texts of data.files"),
+        NoEffect("eos", "source", ("files",), why=": it is added only to texts from data.files"),
         NoEffect("validation_files", "source", ("files", "tokens", "chat"), why=" without files"),
         NoEffect("eos_id", "source", ("files", "tokens"), why=": samples contain the starts of documents"),
         NoEffect("answers_only", "chat", way='chat = ["conversations.jsonl"]'),
         NoEffect("args", "build", way='build = "my_package.data:loader"'),
     )
     files: FrozenList[Text] = ()
-    """Text files or globs, relative to the config file. Default []: the sources of Python's standard library,
-    unless another source is given.
+    """Text files or globs, relative to the config file. Default []: the source files of Python's standard library,
+    unless another data source is given.
     """
     tokens: FrozenList[Text] = Field(default=(), examples=[["web.bin", "code.npy"]])
     """Token files, as paths or globs relative to the config file: .npy or raw .bin. Default []: none."""
     token_type: Literal["uint16", "uint32"] = "uint16"
     """With tokens: dtype of .bin files."""
     weights: FrozenList[float] = Field(default=(), examples=[[0.7, 0.3]])
-    """With tokens: relative sampling weight of each entry. Default []: every sample of all files once per epoch."""
+    """With tokens: relative sampling weight of each entry. Default []: each epoch reads every sample of all files once."""
     chat: FrozenList[Text] = Field(default=(), examples=[["conversations.jsonl"]])
-    """Files of conversations: JSON lines with messages, each with role and content. The tokenizer's chat template
-    formats them.
+    """Files of conversations: JSON lines with a list of messages, each with role and content. The tokenizer's chat
+    template formats the messages.
     """
     answers_only: bool = False
     """With chat: use only the assistant's messages as targets."""
     build: Function | None = Field(default=None, examples=["my_package.data:loader"])
-    """module:function that returns an indexable dataset with the samples of all ranks. If omitted, none."""
+    """module:function that returns an indexable dataset with the samples of all ranks. If omitted, no function is used."""
     args: Arguments = Field(default_factory=Table, examples=[{"folder": "images"}])
-    """With build: keyword arguments of the function."""
+    """With build: keyword arguments for the function."""
     tokenizer: Text | None = Field(default=None, examples=["tokenizer.json"])
-    """With text: a tokenizer.json or its folder, relative to the config file; "bytes" makes each byte a token. If
-    omitted, the tokenizer of model.pretrained, or bytes if there is none. Bytes are an error with weights that are
-    read from a folder.
+    """With text: a tokenizer.json file or its folder, relative to the config file. "bytes" makes each byte a token. If
+    omitted, the tokenizer of model.pretrained is used, or bytes if it has none. If the weights are read from a folder,
+    a missing tokenizer is an error.
     """
     eos: Text | None = Field(default=None, examples=["<|endoftext|>"])
-    """With a tokenizer: the token at the end of each document. Each file is a document. If omitted, the folder's
-    eos_token.
+    """With a tokenizer: the token at the end of each document. Each file is one document. If omitted, the eos_token of
+    the tokenizer's folder is used.
     """
     eos_id: int | None = Field(default=None, ge=0, examples=[0])
-    """With document_mask: id of the token at the end of each document. If omitted, eos."""
+    """With document_mask: ID of the token at the end of each document. If omitted, the ID of eos is used."""
     document_mask: bool = False
-    """Tokens attend only within their document, positions restart in each document, and its first token is not
-    a target.
+    """Restrict attention to each token's own document and restart positions in each document. A document's first token
+    is not a target.
     """
     seq_len: int = Field(ge=1, examples=[128])
     """Tokens per sample."""
     max_bytes: int | None = Field(default=None, ge=2, examples=[8_000_000])
-    """With text: maximum number of bytes to read, over all files in order. If omitted, all."""
+    """With text: maximum total number of bytes to read from the files, in order. If omitted, all bytes are read."""
     workers: int = Field(default=0, ge=0, examples=[2])
-    """Processes per rank that read the samples of later steps while the rank computes, each two steps ahead.
-    Default 0: the rank reads between steps.
+    """Number of worker processes per rank. Each worker reads samples two steps ahead while the rank computes. Default 0:
+    the rank itself reads samples between steps.
     """
     validation: Fraction = 0.0
-    """Fraction of the samples, at the end of each source, that is held out for evaluation."""
+    """Fraction of the samples, at the end of each source, to hold out for evaluation."""
     validation_files: FrozenList[Text] = ()
-    """Separate files for evaluation, in the format of files, or of tokens or chat if that is set. Default []:
-    none.
-    """
+    """Separate files for evaluation, in the format of the training data: files, tokens or chat. Default []: none."""
 
     @property
     def source(self) -> str:
@@ -124,12 +122,12 @@ class DataConfig(Section):
         return next((name for name in ("build", "tokens", "chat") if getattr(self, name)), "files")
 
     def tokenizer_of(self, pretrained: str | None) -> Path | None:
-        """Return the tokenizer of the text, or None if each byte is a token. pretrained: model.pretrained."""
+        """Return the path of the tokenizer, or None if each byte is a token. pretrained: the value of model.pretrained."""
         if self.tokenizer is not None:
             return None if self.tokenizer == BYTES else Path(self.tokenizer)
         if pretrained is None or self.source not in ("files", "chat"):
             return None
-        # os.path, because a name that is too long or has a null character is not an error.
+        # os.path returns False, where Path may raise, for a name that is too long or contains a null character.
         return Path(pretrained) if os.path.isfile(f"{pretrained}/tokenizer.json") else None
 
     @property
@@ -172,7 +170,9 @@ def _each_sink_once(train: TrainConfig) -> Iterator[Problem]:
     once = list(dict.fromkeys(train.log_to))
     if len(once) < len(train.log_to):
         ways = [f"train.log_to = {toml(once)}"]
-        yield Problem("log_to", "an output is named twice", "each output once", ways, train.written("log_to"))
+        yield Problem(
+            "log_to", "an output is listed twice", "each output once", ways, train.written("log_to")
+        )
 
 
 class TrainConfig(Section):
@@ -202,102 +202,100 @@ class TrainConfig(Section):
     global_batch_size: int = Field(ge=1, examples=[32])
     """Samples per step, over all ranks."""
     micro_batch_size: int = Field(ge=1, examples=[4])
-    """Samples of one rank per forward and backward pass."""
+    """Samples per rank in one forward and backward pass."""
     lr: float = Field(default=3e-3, gt=0)
     """Learning rate after the warm-up."""
     warmup_steps: int = Field(default=0, ge=0)
-    """Number of steps in which the learning rate rises to lr."""
+    """Number of steps over which the learning rate rises to lr."""
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
-    """Learning rate decay after the warm-up. "wsd" keeps it constant until the last decay_steps."""
+    """Learning rate decay after the warm-up. "wsd" keeps the rate constant until the last decay_steps steps."""
     min_lr_ratio: Share = 0.1
     """With cosine, linear and wsd: final learning rate, as a fraction of lr."""
     decay_steps: int | None = Field(default=None, ge=1)
-    """With wsd: number of final steps in which the learning rate decays. If omitted, a tenth of all steps."""
+    """With wsd: number of final steps over which the learning rate decays. If omitted, a tenth of all steps."""
     optimizer: Literal[
         "adamw", "adam", "nadam", "radam", "adamax", "sgd", "rmsprop", "adagrad", "adadelta"
     ] = "adamw"
-    """The class of torch.optim. For any other, use meshcomm.train.Trainer(optimizer=...)."""
+    """The torch.optim class. For any other optimizer, use meshcomm.train.Trainer(optimizer=...)."""
     optimizer_args: FrozenTable[float | int | bool] = Field(
         default_factory=Table, examples=[{"momentum": 0.9}]
     )
-    """Further keyword arguments of the optimizer besides lr, weight_decay, betas and eps, named as in
-    torch.optim.
-    """
+    """Keyword arguments of the optimizer other than lr, weight_decay, betas and eps, named as in torch.optim."""
     weight_decay: float = Field(default=0.1, ge=0)
-    """The optimizer's weight decay. Default 0.1 for adamw, torch's default for any other."""
+    """The optimizer's weight decay. The default is 0.1 for adamw and torch's default for any other optimizer."""
     betas: Pair[Fraction] = (0.9, 0.95)
-    """Adam's two decay rates. Default [0.9, 0.95] for adamw, torch's default for its variants."""
+    """Adam's two decay rates. The default is [0.9, 0.95] for adamw and torch's default for other variants of Adam."""
     eps: float = Field(default=1e-8, gt=0)
-    """The optimizer's epsilon. Default 1e-08 for adamw, torch's default for any other."""
+    """The optimizer's epsilon. The default is 1e-08 for adamw and torch's default for any other optimizer."""
     groups: FrozenTable[GroupConfig] = Field(default_factory=Table, examples=[{"embed*": {"lr": 0.1}}])
-    """Patterns of parameter names -> factors for lr and weight_decay. The first match applies."""
+    """Factors for lr and weight_decay, by patterns of parameter names. The first pattern that matches applies."""
     frozen: FrozenList[Text] = Field(default=(), examples=[["*.indexer.*", "model.embed_tokens.*"]])
-    """Patterns of parameter names to freeze: no gradient and no optimizer state. Default []: none."""
+    """Name patterns of parameters to freeze. Frozen parameters have no gradient and no optimizer state. Default []: none."""
     clip_norm: float | None = Field(default=None, gt=0)
     """Maximum gradient norm over all weights. Larger gradients are scaled down to this norm. If omitted, no clipping."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
-    """A step whose loss or gradient norm is not finite is never applied. "stop": the run ends. "skip": the run
-    continues with the next step, and ends after 10 such steps in a row.
+    """What happens if a step's loss or gradient norm is not finite. The step is never applied. With "stop", the run ends.
+    With "skip", the run continues with the next step, and ends after 10 such steps in a row.
     """
     seed: int = Field(default=0, ge=0)
-    """Seed of the weights and of the order of the samples."""
+    """Seed for the weights and the order of the samples."""
     dtype: Literal["float32", "float64"] = "float32"
     """Dtype of the weights."""
     compute_dtype: Literal["bfloat16"] | None = None
-    """Dtype of matmuls, activations, their messages, and gathered weights. Weights, optimizer state and
-    gradient sums keep dtype. Frozen weights under adapters use compute_dtype. If omitted, dtype.
+    """Dtype for matmuls, activations (also when they are sent) and gathered weights. Weights, optimizer state and
+    gradient sums keep dtype. Frozen weights under adapters use compute_dtype. If omitted, dtype is used.
     """
     state_dtype: Literal["bfloat16"] | None = None
     """Dtype in which the optimizer stores its moments between steps. The optimizer computes in dtype. If omitted, dtype."""
     float32_matmul_precision: Literal["highest", "high", "medium"] | None = None
-    """Value of torch.set_float32_matmul_precision during the run; "high" and "medium" allow TF32 on GPUs. If
-    omitted, the setting of the process.
+    """Value for torch.set_float32_matmul_precision during the run; "high" and "medium" allow TF32 on GPUs. If
+    omitted, the process's setting is unchanged.
     """
     activation_checkpointing: bool | Literal["selective"] | Positive = False
-    """Blocks whose activations are recomputed in the backward pass. true: all. N: every N-th. "selective": all,
-    but results of matmuls, attention and messages are kept.
+    """Blocks whose activations are recomputed in the backward pass: all blocks (true), every N-th block (N), or all
+    blocks while keeping the results of matmuls, attention and communication ("selective").
     """
     compile: bool = False
     """Compile each block with torch.compile."""
     out: Text = "runs/train"
     """Output folder of the run."""
     log_every: int = Field(default=1, ge=1)
-    """Number of steps between lines of metrics."""
+    """Number of steps between metric log lines."""
     trace_steps: Pair[int] | None = Field(default=None, examples=[(3, 5)])
-    """First and last step to trace. The calls of these steps are written to trace.json in out. If omitted, none."""
+    """First and last step to trace. Calls in these steps are written to trace.json in out. If omitted, none are traced."""
     log_to: FrozenList[Literal["tensorboard", "wandb"]] = Field(default=(), examples=[["tensorboard"]])
-    """Further outputs for metrics: "tensorboard" writes to out/tensorboard; "wandb" to out/wandb, offline unless
-    WANDB_MODE is set. Default []: none.
+    """Additional outputs for metrics. "tensorboard" writes to out/tensorboard. "wandb" writes to out/wandb, offline
+    unless WANDB_MODE is set. Default []: none.
     """
     peak_flops: float | None = Field(default=None, gt=0, examples=[989.4e12])
-    """Peak dense FLOP/s of a rank's device, for MFU. If omitted, the vendor's figure for well-known GPUs,
-    otherwise no MFU.
+    """Peak dense FLOP/s of a rank's device, to compute MFU. If omitted, the vendor's figure is used for well-known GPUs;
+    for other devices, MFU is not reported.
     """
     checkpoint_every: int = Field(default=0, ge=0)
-    """Steps between checkpoints. One more checkpoint follows the last step. 0: none."""
+    """Number of steps between checkpoints. A final checkpoint is saved after the last step. 0 saves no checkpoints."""
     checkpoint_async: bool = False
-    """With checkpoint_every: continue training while a checkpoint is written."""
+    """With checkpoint_every: continue training while a checkpoint is being written."""
     keep: int = Field(default=2, ge=1)
     """With checkpoint_every: number of most recent checkpoints to keep."""
     resume: bool = False
     """Resume from the last complete checkpoint in out, if there is one."""
     resume_changed: FrozenList[Literal["data", "seq_len", "global_batch_size"]] = ()
-    """With resume: settings that may differ from the checkpoint. With a different data or seq_len, the samples
-    start over; with a different global_batch_size, they continue. Default []: none.
+    """With resume: settings that may differ from those in the checkpoint. If data or seq_len differs, the samples start
+    over. If only global_batch_size differs, the samples continue. Default []: none.
     """
     eval_every: int = Field(default=0, ge=0)
-    """With validation data: steps between evaluations. One more evaluation follows the last step. 0: none."""
+    """With validation data: number of steps between evaluations. A final evaluation follows the last step. 0: none."""
     evaluate: Function | None = Field(default=None, examples=["my_package.judge:accuracy"])
-    """With eval_every: module:function, called on every rank with the Trainer. It returns the validation loss, or
-    numbers by name. If omitted, none.
+    """With eval_every: module:function, called on every rank with the Trainer. The function returns the validation loss,
+    or a mapping from names to numbers. If omitted, no function is called.
     """
     eval_batches: int | None = Field(default=None, ge=1)
-    """With eval_every: number of global batches per evaluation, the same batches each time. If omitted, all complete ones."""
+    """With eval_every: number of global batches per evaluation, the same batches each time. If omitted, all full batches."""
     patience: int | None = Field(default=None, ge=1)
-    """With eval_every: end the run after this many evaluations in a row without a lower validation loss. If omitted,
-    never.
+    """With eval_every: end the run after this many evaluations in a row without a lower validation loss. If omitted, the
+    run does not end early.
     """
     min_delta: float = Field(default=0.0, ge=0)
-    """With patience: minimum decrease of the validation loss that counts as lower."""
+    """With patience: minimum decrease in the validation loss that counts as an improvement."""
     target_loss: float | None = None
-    """With eval_every: end the run once the validation loss is at or below this value. If omitted, never."""
+    """With eval_every: end the run once the validation loss is at or below this value. If omitted, there is no target."""

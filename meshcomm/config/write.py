@@ -1,4 +1,4 @@
-"""Writes settings: paths and values in TOML syntax, and files that are written in full or not at all."""
+"""Formats paths and values in TOML syntax, and writes files atomically."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _BARE = re.compile("[A-Za-z0-9_-]+")
 
 
 def plain(data: Any) -> Any:
-    """Return a deep copy of tables and lists, as dicts and lists."""
+    """Return a deep copy in which every table is a dict and every sequence is a list."""
     if isinstance(data, (list, tuple)):
         return [plain(value) for value in data]
     return {key: plain(value) for key, value in data.items()} if isinstance(data, Mapping) else data
 
 
 def key_path(parts: Iterable[str | int]) -> str:
-    """Return a path in TOML syntax, with positions in a list in brackets.
+    """Return a path in TOML syntax, with list indices in brackets.
 
     >>> key_path(["mesh", "rank_order", 3])
     'mesh.rank_order[3]'
@@ -67,12 +67,12 @@ def whole_toml(value: Any) -> str:
 
 
 def check_ending(path: Path, option: str, *endings: str, kind: type[MeshcommError] = ConfigError) -> None:
-    """Raise `kind` if files with this extension are not supported. option: the option that named the file."""
+    """Raise `kind` if files with this extension are not supported. option: the command-line option that names the file."""
     if path.suffix.lower() not in endings:
         raise kind(
             f"{path}: not a file type that {option} writes",
-            given=f"the ending {path.suffix}" if path.suffix else "no ending",
-            expected="one of " + ", ".join(endings) if len(endings) > 1 else f"the ending {endings[0]}",
+            given=f"the extension {path.suffix}" if path.suffix else "no extension",
+            expected="one of " + ", ".join(endings) if len(endings) > 1 else f"the extension {endings[0]}",
             hint=f"{option} {path.with_suffix(endings[0])}" if path.name else None,
         )
 
@@ -80,9 +80,9 @@ def check_ending(path: Path, option: str, *endings: str, kind: type[MeshcommErro
 def write_whole(
     path: Path, text: str, *, given: str | None = None, kind: type[MeshcommError] = ConfigError
 ) -> None:
-    """Write a file so that readers see either the old one or the new one.
+    """Write a file atomically: readers see either the old content or the new content.
 
-    Raises `kind` if that is not possible; the file is then unchanged. given: the setting that named the file, for the error.
+    Raises `kind` if writing fails; the file is then unchanged. given: the setting that names the file, for the error.
     """
     new = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
@@ -92,7 +92,7 @@ def write_whole(
         raise kind(
             f"{path}: cannot be written: {(error.strerror or str(error)).lower()}",
             given=given or str(path),
-            expected="a file in a folder that exists and can be written",
+            expected="a file in an existing, writable folder",
             hint=f"mkdir -p {path.parent}" if not path.parent.exists() else "another path",
         ) from None
     finally:
@@ -101,7 +101,7 @@ def write_whole(
 
 
 def toml_text(head: Sequence[str], sections: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return a TOML file: `head` as comments, then the sections. Values of None are left out, because TOML has no such value.
+    """Return a TOML file: `head` as comments, then the sections. None values are left out, because TOML has no null.
 
     >>> print(toml_text(["by hand"], {"mesh": {"dims": {"dp": 2}, "device": None}}), end="")
     # by hand

@@ -1,4 +1,4 @@
-"""Check this host, this installation and this job's environment before anything runs."""
+"""Check this host, this installation and this job's environment before the job starts."""
 
 from meshcomm.doctor.examine import examine
 from meshcomm.doctor.finding import Finding

@@ -1,4 +1,4 @@
-"""Examine this process, its host and its installation, and list problems."""
+"""Examine this process, its host and its installation, and list the problems found."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _DEBUGGING: Final = Finding(
     "warn",
     "TORCH_DISTRIBUTED_DEBUG makes torch check every collective with a second collective",
     given="TORCH_DISTRIBUTED_DEBUG=DETAIL",
-    expected="unset, OFF or INFO where speed counts",
+    expected="unset, OFF or INFO for full speed",
     hint="unset TORCH_DISTRIBUTED_DEBUG",
 )
 
@@ -39,9 +39,9 @@ def examine(settings: Config | None = None, world: int | None = None) -> Facts:
     """Return the output of `meshcomm doctor`, as JSON-serializable data.
 
     settings: the job's settings. If omitted, checks that need a plan are skipped.
-    world: number of processes; defaults to the launcher's number, or to the product of the mesh's sizes.
-    launch is None without a launcher; ranks is None: see `examine_together`.
-    Does not communicate. The duration depends on the name server.
+    world: the number of processes; defaults to the launcher's number, or to the product of the mesh's sizes.
+    In the result, launch is None without a launcher, and ranks is always None: see `examine_together`.
+    The function does not communicate. How long it takes depends on the name server.
     """
     findings: list[Finding] = []
     launch = _ALONE
@@ -89,7 +89,7 @@ def examine(settings: Config | None = None, world: int | None = None) -> Facts:
 def _open_size(settings: Config) -> Finding:
     return Finding(
         "warn",
-        "limits and devices were not compared with the mesh: its size is open",
+        "limits and devices were not compared with the mesh, because its size is open",
         given=f"{settings.source}, a size of -1, no --world-size",
         expected="a number of processes",
         hint="meshcomm doctor CONFIG --world-size N",
@@ -97,7 +97,9 @@ def _open_size(settings: Config) -> Finding:
 
 
 def _imagined(settings: Config, world: int | None) -> Launch:
-    """Return the first rank of a job that has not started; all ranks are on this host unless nodes are given."""
+    """Return the Launch of the first rank of a job that has not started. All of its ranks are assumed to be on this host
+    unless ranks_per_node is set.
+    """
     size = 1 if world is None else world
     if world is None:
         with suppress(MeshcommError):
@@ -106,7 +108,7 @@ def _imagined(settings: Config, world: int | None) -> Launch:
 
 
 def _plan(settings: Config, world: int | None, launch: Launch) -> tuple[Plan, torch.device]:
-    """Return the job's plan and device; raises MeshcommError if there is none."""
+    """Return the job's plan and device. Raises MeshcommError if there is no valid plan or device."""
     device = choose_device(settings.mesh.device, launch)
     return settings.resolved(world).plan(world).on(device.type, choose_backend(device)), device
 
@@ -114,7 +116,7 @@ def _plan(settings: Config, world: int | None, launch: Launch) -> tuple[Plan, to
 def versions() -> dict[str, str | None]:
     """Return a mapping from name to version; None for libraries that this build of torch lacks.
 
-    `backends`: the backends of torch.
+    `backends`: the backends that this build of torch has.
     """
     known = [name for name in dist.Backend.backend_list if name != dist.Backend.UNDEFINED]
     return {
@@ -129,14 +131,14 @@ def versions() -> dict[str, str | None]:
 
 
 def _devices() -> Facts:
-    """Keys: cuda (names of the devices), cores (that this process may use)."""
+    """Return a mapping with `cuda`, the device names, and `cores`, the number of cores that this process may use."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {"cuda": [torch.cuda.get_device_name(index) for index in range(count)], "cores": cores}
 
 
 def _device_findings(settings: Config, plan: Plan, device: torch.device, launch: Launch) -> Iterator[Finding]:
-    """Backends and devices that `init` would reject, and more busy ranks than devices or cores."""
+    """Yield findings for backends and devices that `init` would reject, and for more ranks than devices or cores."""
     try:
         check_backends(plan)
     except LaunchError as error:
@@ -154,6 +156,6 @@ def _device_findings(settings: Config, plan: Plan, device: torch.device, launch:
             "warn",
             f"ranks share {what}s",
             given=f"{launch.local_size} ranks on {count} {what}{plural}",
-            expected=f"a {what} for each rank, where speed counts",
+            expected=f"one {what} per rank for full speed",
             hint=f"at most {count} rank{plural} on this host",
         )

@@ -1,4 +1,4 @@
-"""A problem or a doubt with its place and a fix, and how findings and facts are shown."""
+"""Findings, which are errors or warnings with a cause and a fix, and how they are shown together with facts."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ Level: TypeAlias = Literal["warn", "error"]
 Facts: TypeAlias = dict[str, Any]
 
 _KEYS: Final = ("level", "what", "given", "expected", "try")
-# The worst first.
+# The style of each level, with errors first.
 _STYLES: Final = {"error": "bold red", "warn": "yellow"}
 
 
 class Finding(NamedTuple):
-    """level "error": the job will fail. "warn": it may fail, is slow, or can be reached by others."""
+    """level "error": the job will fail. "warn": the job may fail, may be slow, or may be exposed to others."""
 
     level: Level
     what: str
@@ -32,16 +32,16 @@ class Finding(NamedTuple):
 
     @classmethod
     def of(cls, error: MeshcommError, level: Level = "error") -> Finding:
-        """Return the finding for an error."""
+        """Return a finding with the text of an error."""
         return cls(level, error.what, error.given, error.expected, error.hint)
 
     @classmethod
     def read(cls, facts: Facts) -> Finding:
-        """The reverse of `facts`."""
+        """Return the finding for plain data that `facts` has returned."""
         return cls(*(facts[key] for key in _KEYS))
 
     def facts(self) -> Facts:
-        """Return plain data, with the keys level, what, given, expected, try."""
+        """Return the finding as plain data, with the keys level, what, given, expected and try."""
         return dict(zip(_KEYS, self, strict=True))
 
     def __str__(self) -> str:
@@ -50,12 +50,12 @@ class Finding(NamedTuple):
 
 
 def exit_code(findings: Iterable[Finding]) -> int:
-    """Return 1 if a finding is an error, else 0."""
+    """Return 1 if any finding is an error, else 0."""
     return int(any(finding.level == "error" for finding in findings))
 
 
 def view(facts: Facts, everything: bool = False) -> Group:
-    """Return the findings, the worst first. everything: whether the facts follow, as lines below each key."""
+    """Return the findings for a rich console, errors first. everything: whether the other facts follow, key by key."""
     from rich.console import Group
 
     findings = [Finding.read(found) for found in facts["findings"]]
@@ -72,7 +72,7 @@ def view(facts: Facts, everything: bool = False) -> Group:
 
 
 def _text(facts: Facts) -> str:
-    """Return `name eth0, up yes, addresses 10.0.0.7`."""
+    """Return facts as text, such as `name eth0, up yes, addresses 10.0.0.7`."""
     return ", ".join(f"{name} {_value_text(value)}" for name, value in facts.items())
 
 

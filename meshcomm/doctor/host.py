@@ -21,7 +21,9 @@ SLOW_S: Final = 1.0
 
 
 class Limit(NamedTuple):
-    """File descriptors. used: now. needed: the most that a rank needs in addition; None without a plan. limit: None if unlimited."""
+    """The limit on file descriptors, or None if there is none. used: how many are in use now. needed: how many more a rank
+    needs at most; None without a plan.
+    """
 
     limit: int | None
     used: int
@@ -29,19 +31,19 @@ class Limit(NamedTuple):
 
 
 def descriptors(needed: int | None) -> Limit:
-    """Return the limit that applies to this process."""
+    """Return this process's limit on file descriptors."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = None if soft == resource.RLIM_INFINITY else soft
     return Limit(limit, psutil.Process().num_fds(), needed)
 
 
 def limit_findings(found: Limit) -> Iterator[Finding]:
-    """Whether enough file descriptors are left."""
+    """Yield a finding if the plan needs more file descriptors than are left."""
     total = found.used + (found.needed or 0)
     if found.needed is not None and found.limit is not None and total > found.limit:
         yield Finding(
             "error",
-            "the plan needs more file descriptors than a process may have",
+            "the plan needs more file descriptors than a process may open",
             given=f"{found.used} in use, {found.needed} more for the plan, the limit is {found.limit}",
             expected=f"a limit of at least {total}",
             hint=f"ulimit -n {total}, or fewer dims with separate groups",
@@ -49,7 +51,7 @@ def limit_findings(found: Limit) -> Iterator[Finding]:
 
 
 class Interface(NamedTuple):
-    """A network interface. up: whether it is switched on and has a carrier."""
+    """A network interface. up: whether it is enabled and has a carrier."""
 
     name: str
     up: bool
@@ -57,14 +59,14 @@ class Interface(NamedTuple):
 
 
 def interfaces() -> list[Interface]:
-    """Return this host's interfaces in the system's order, IPv4 addresses first."""
+    """Return this host's interfaces in the system's order. Each lists its IPv4 addresses first."""
     states, addresses = psutil.net_if_stats(), psutil.net_if_addrs()
     families = (socket.AF_INET, socket.AF_INET6)
     return [
         Interface(
             name,
             name in states and states[name].isup,
-            # The kernel's scope, as in fe80::1%eth0, is not part of an address.
+            # Drop the scope, such as %eth0 in fe80::1%eth0, which is not part of the address.
             tuple(a.address.partition("%")[0] for a in addresses.get(name, ()) if a.family in families),
         )
         for _, name in socket.if_nameindex()
@@ -72,7 +74,7 @@ def interfaces() -> list[Interface]:
 
 
 def resolve(host: str) -> list[str]:
-    """Return the addresses that this host's resolver returns for `host`; empty if it knows none."""
+    """Return the addresses that this host's resolver finds for `host`, or an empty list if it finds none."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError:
@@ -83,8 +85,9 @@ def resolve(host: str) -> list[str]:
 def chosen(
     present: Sequence[Interface], env: Mapping[str, str], one_host: bool, name: str
 ) -> tuple[str | None, str]:
-    """Return the interface and address that Gloo will use. env: including the variables of `[network]`. name: this
-    host's.
+    """Return the interface and address that Gloo will use.
+
+    env: the environment, including the variables that `[network]` sets. name: this host's name.
     """
     if wanted := env.get("GLOO_SOCKET_IFNAME", "").split(",")[0]:
         addresses = next((each.addresses for each in present if each.name == wanted), ())
@@ -93,14 +96,14 @@ def chosen(
         holder = next((each.name for each in present if address in each.addresses), None)
         if holder or is_loopback(address):
             return holder, address
-    # Gloo falls back to this if the host's name does not resolve to an address of the host.
+    # Gloo falls back to this address if the host's name does not resolve to one of its addresses.
     return None, "127.0.0.1"
 
 
 def interface_findings(
     asked: NetworkConfig, present: Sequence[Interface], env: Mapping[str, str]
 ) -> Iterator[Finding]:
-    """Whether the requested interfaces exist, are up, and are requested only once."""
+    """Yield a finding for each requested interface that does not exist or is not up, and for conflicting requests."""
     try:
         refuse_conflict(network_variables(asked))
     except LaunchError as error:
@@ -125,13 +128,13 @@ def interface_findings(
 
 
 def name_findings(name: str, addresses: Sequence[str], present: Sequence[Interface]) -> Iterator[Finding]:
-    """Whether other hosts can find this one by its name, which Gloo uses unless an interface is given."""
+    """Yield a finding if other hosts cannot reach this host by its name, which Gloo uses unless an interface is given."""
     if all(map(is_loopback, addresses)):
         yield Finding(
             "warn",
             f"this host's name {name} " + ("is the loopback address" if addresses else "has no address"),
             given=f"{name} -> {' '.join(addresses)}" if addresses else f"{name}: unknown to the resolver",
-            expected="an address that the other hosts reach",
+            expected="an address that the other hosts can reach",
             hint=interface_hint(present),
         )
 
@@ -142,12 +145,12 @@ def interface_hint(present: Sequence[Interface]) -> str:
     return (
         f'network.interfaces = ["{outside[0]}"]'
         if outside
-        else "network.interfaces with an interface that reaches other hosts"
+        else "network.interfaces with an interface that can reach other hosts"
     )
 
 
 def lookup_s(look: Callable[[str], object] = socket.gethostbyaddr) -> float:
-    """Return the seconds of a reverse lookup of 127.0.0.1, in both forms in which a store's server sees it."""
+    """Return how many seconds reverse lookups of 127.0.0.1 take, in the two forms in which a store's server sees it."""
     began = time.perf_counter()
     for address in ("127.0.0.1", "::ffff:127.0.0.1"):
         with suppress(OSError):
@@ -156,12 +159,12 @@ def lookup_s(look: Callable[[str], object] = socket.gethostbyaddr) -> float:
 
 
 def lookup_findings(seconds: float) -> Iterator[Finding]:
-    """Whether the name server is so slow that the start of a job suffers."""
+    """Yield a finding if the name server is so slow that it delays the start of a job."""
     if seconds > SLOW_S:
         yield Finding(
             "warn",
             "the name server is slow to look up 127.0.0.1",
             given=f"{seconds:.1f} s",
-            expected=f"at most {SLOW_S:g} s: torch's TCPStore asks for each process that connects",
+            expected=f"at most {SLOW_S:g} s, because torch's TCPStore looks up every process that connects",
             hint='export RES_OPTIONS="timeout:1 attempts:1", or 127.0.0.1 in /etc/hosts',
         )

@@ -1,4 +1,4 @@
-"""Inside a job: the host and address of every rank, gathered through the store and reported by rank 0."""
+"""Examine a running job: gather every rank's host and address through the store, and report them on rank 0."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ _SHOWN: Final = ("rank", "coords", "host", "interface", "address", "device")
 def examine_together(settings: Config | None, launch: Launch, timeout_s: float) -> tuple[Facts | None, int]:
     """Run `examine` on every host of a job, and collect facts about each rank.
 
-    Called by: every rank. The first rank of each host examines it; rank 0 gathers.
-    Returns: on rank 0, the facts about its host, with the findings from all hosts and an entry in `ranks` for each rank;
-        None on other ranks. The second value is the exit code, equal on all ranks.
-    Raises: LaunchError if the ranks do not meet; MeshcommError on the other ranks if rank 0 does not answer in time.
+    Called by: every rank. The first rank on each host examines the host; rank 0 gathers the results.
+    Returns: on rank 0, information about its host, the findings from all hosts, and an entry in `ranks` for each rank;
+        None on other ranks. The second value is the exit code, which is the same on all ranks.
+    Raises: LaunchError if the rendezvous fails; MeshcommError on the other ranks if rank 0 does not respond in time.
     """
     examined = examine(settings) if launch.local_rank == 0 else None
     row = _row(settings, launch)
     row["findings"] = examined["findings"] if examined is not None else []
     process = settings.process if settings is not None else ProcessConfig()
     with warnings.catch_warnings():
-        # Reported below, as a finding.
+        # The exposed rendezvous is reported below as a finding.
         warnings.simplefilter("ignore", ExposedRendezvous)
         joined = meet(process, launch, timeout_s)
-    # Each rank counts its examinations. The count is the same on all ranks, restarts included.
+    # Each rank counts its examinations, including those before a restart, so the count is the same on all ranks.
     count = joined.store.add(f"meshcomm/doctor/{joined.rank}", 1)
     store: Any = dist.PrefixStore(f"meshcomm/doctor{count}", joined.store)
     wait = timedelta(seconds=timeout_s)
@@ -68,7 +68,7 @@ def examine_together(settings: Config | None, launch: Launch, timeout_s: float) 
             findings.append(Finding.of(exposed, "warn"))
     code = exit_code(findings)
     store.set("code", str(code))
-    # The store may live in this process: leave last.
+    # This process may host the store, so it must leave last.
     if came := [f"left/{row['rank']}" for row in rows if row["rank"] != 0]:
         store.wait(came, wait)
     ranks = [{key: row[key] for key in _SHOWN} for row in rows]
@@ -79,12 +79,12 @@ def _row(settings: Config | None, launch: Launch) -> Facts:
     present = host.interfaces()
     name = socket.gethostname()
     asked = settings.network if settings is not None else NetworkConfig()
-    # As a mesh would set them.
+    # The environment as a mesh would set it.
     env = {**gloo_defaults(launch.one_host), **os.environ, **network_variables(asked)}
     interface, address = host.chosen(present, env, launch.one_host, name)
     coords, device = None, "unknown"
     if settings is not None:
-        # An error here is already a finding of `examine` on this host's first rank.
+        # On this host's first rank, `examine` already reports such an error as a finding.
         with suppress(MeshcommError):
             device = str(choose_device(settings.mesh.device, launch))
             layout = settings.plan(launch.world_size).layout
@@ -128,16 +128,16 @@ def _gather(store: Any, world_size: int, wait: timedelta) -> tuple[list[Facts], 
 
 
 def judge(rows: Sequence[Facts], settings: Config | None = None) -> Iterator[Finding]:
-    """Yield findings about addresses, places and versions of these ranks. settings: None if some ranks have not arrived."""
+    """Yield findings about these ranks' addresses, placement and versions. settings: None if some ranks have not arrived."""
     hosts = _by(rows, "host")
     lost = [row for row in rows if is_loopback(row["address"])]
     if len(hosts) > 1 and lost:
         at = {name: " ".join(_by(on, "address")) for name, on in hosts.items()}
         yield Finding(
             "error",
-            f"{_ranks(lost)} would be reached at the loopback address by other hosts",
+            f"other hosts would connect to {_ranks(lost)} at the loopback address",
             given="\n".join(f"{name}: {_ranks(on)} at {at[name]}" for name, on in hosts.items()),
-            expected=f"addresses that all {len(hosts)} hosts reach",
+            expected=f"addresses that all {len(hosts)} hosts can reach",
             hint=f"{' or '.join(_by(lost, 'hint'))}, or GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME",
         )
     if sum(one["host"] != other["host"] for one, other in pairwise(rows)) >= len(hosts):
@@ -155,11 +155,11 @@ def judge(rows: Sequence[Facts], settings: Config | None = None) -> Iterator[Fin
 
 
 def _scattered(hosts: Mapping[str, Sequence[Facts]], settings: Config | None) -> Iterator[Finding]:
-    """Return the hosts whose ranks are not consecutive. No finding if the mesh accounts for them, as with rank_order."""
+    """Yield a finding about hosts whose ranks are not consecutive, unless the mesh accounts for them by rank_order."""
     given = "; ".join(f"{host}: {_ranks(on)}" for host, on in hosts.items())
     nodes = {row["rank"]: node for node, on in enumerate(hosts.values()) for row in on}
     plan = None
-    # An invalid mesh is a finding of `examine`.
+    # `examine` reports an invalid mesh as a finding.
     with suppress(MeshcommError):
         plan = None if settings is None else settings.plan(len(nodes))
     if plan is None:
@@ -177,7 +177,7 @@ def _scattered(hosts: Mapping[str, Sequence[Facts]], settings: Config | None) ->
 
 
 def _by(rows: Sequence[Facts], key: str) -> dict[str, list[Facts]]:
-    """Return the rows by their value of `key`."""
+    """Return the rows grouped by their value of `key`."""
     values = dict.fromkeys(row[key] for row in rows)
     return {value: [row for row in rows if row[key] == value] for value in values}
 

@@ -1,1 +1,1 @@
-"""Run one training step as any rank of any world, in one process: memory, calls and bytes without a cluster."""
+"""Run one training step as any rank of any world, in one process, to get its memory, calls and bytes without a cluster."""

@@ -1,4 +1,6 @@
-"""Compare the calls of the ranks that were run: each group makes the same calls, and each message has both ends."""
+"""Compare the calls of the ranks that were run. The ranks of a group must make the same calls, and each message needs a
+send and a receive.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +18,15 @@ if TYPE_CHECKING:
 # Operations whose shapes may differ between ranks.
 _OWN_SHAPES: Final = ("all_to_all", "gather", "scatter", "objects")
 
-# Ranks of a group, in coord order. Groups with the same ranks count as one.
+# The ranks of a group, in coord order. Groups with the same ranks are treated as one group.
 Members: TypeAlias = tuple[int, ...]
 
 
 class DryRunFinding(NamedTuple):
-    """A predicted failure. what: a one-line summary. lines: each rank's call and its line in the program. ranks: the
-    ranks that differ or wait. dim: the group's dim. groups: the number of examined groups with this failure.
+    """A predicted failure. what: a one-line summary. lines: each rank's call and its line in the program.
+
+    ranks: the ranks whose calls differ, or that wait. dim: the group's dim. groups: how many of the examined groups have
+    this failure.
     """
 
     what: str
@@ -33,7 +37,7 @@ class DryRunFinding(NamedTuple):
 
 
 def call_text(span: Span) -> str:
-    """Return the operation and its data, as in `all_reduce sum (4, 8) float32`."""
+    """Return a description of a call and its data, such as `all_reduce sum (4, 8) float32`."""
     root = f"root {span.root}" if span.root >= 0 else ""
     shape = "" if span.shape is None else f"({', '.join(map(str, span.shape))})"
     nbytes = f"{span.nbytes} bytes" if span.shape is None else ""
@@ -43,14 +47,14 @@ def call_text(span: Span) -> str:
 
 
 def find_differences(steps: Sequence[RankStep], where: Callable[[int], str]) -> list[DryRunFinding]:
-    """Return the first difference in the collectives of each group, and messages without a matching send or receive.
+    """Return the first difference between the collectives of each group's ranks, and unmatched messages.
 
-    where: the text for a rank, with its coords. Identical findings of several groups are merged.
+    where: returns the text for a rank, with its coords. Identical findings from several groups are merged.
     """
     collectives: dict[Members, dict[int, list[Span]]] = defaultdict(dict)
     for step in steps:
         for members in step.groups.values():
-            # A rank without calls needs an entry too: the others are compared with it.
+            # A rank without calls needs an entry too, so that the other ranks are compared with it.
             collectives[tuple(members)].setdefault(step.rank, [])
         for span in step.calls:
             if not span.parts:
@@ -78,7 +82,7 @@ def _key(span: Span) -> tuple[object, ...]:
 def _first_difference(
     made: Mapping[int, Sequence[Span]], where: Callable[[int], str]
 ) -> DryRunFinding | None:
-    """made: by rank of a group that was run, its calls."""
+    """Return the first difference between the calls in `made`, a mapping from each rank of one group to its calls."""
     most = max(map(len, made.values()))
     for place in range(most):
         here = {rank: calls[place] if place < len(calls) else None for rank, calls in made.items()}
@@ -98,7 +102,7 @@ def _first_difference(
 
 
 def _usual(keys: Mapping[int, object]) -> object:
-    """Return the most common key. In a tie, the key of the lowest rank."""
+    """Return the most common key. If several are equally common, return the lowest rank's."""
     return Counter(keys[rank] for rank in sorted(keys)).most_common(1)[0][0]
 
 
@@ -111,20 +115,20 @@ def _by_call(here: Mapping[int, Span | None], ranks: Sequence[int]) -> Iterable[
 
 
 def _difference_text(mine: Sequence[Span], theirs: Sequence[Span], place: int) -> str:
-    """Return how the calls of a rank differ from the others' calls, starting at `place`."""
+    """Describe how a rank's calls differ from the other ranks' calls, starting at index `place`."""
     call, other = (calls[place] if place < len(calls) else None for calls in (mine, theirs))
     if call is None:
         assert other is not None
         count = len(theirs) - place
-        return f"{_calls(count)} fewer than others make, from {call_text(other)} on, at {other.site}"
+        return f"{_calls(count)} fewer than others make, starting with {call_text(other)} at {other.site}"
     if other is None:
         count = len(mine) - place
-        return f"{_calls(count)} more than others make, from {call_text(call)} on, at {call.site}"
-    # Choose the explanation after which the most calls match again.
+        return f"{_calls(count)} more than others make, starting with {call_text(call)} at {call.site}"
+    # Choose the explanation that leaves the most matching calls after this one.
     left_out = _alike(mine, place, theirs, place + 1)
     more = _alike(mine, place + 1, theirs, place)
     if left_out > max(more, another := _alike(mine, place + 1, theirs, place + 1)):
-        return f"{call_text(other)} left out, which others make at {other.site}"
+        return f"no {call_text(other)}, which others make at {other.site}"
     if more > another:
         return f"{_at(call)}, which others do not make"
     return f"{_at(call)}, where others make {_at(other)}"
@@ -135,7 +139,7 @@ def _calls(count: int) -> str:
 
 
 def _alike(mine: Sequence[Span], here: int, theirs: Sequence[Span], there: int) -> int:
-    """Return the number of equal calls, starting at `here` in `mine` and at `there` in `theirs`."""
+    """Return how many consecutive calls match, starting at `here` in `mine` and at `there` in `theirs`."""
     pairs = zip(mine[here:], theirs[there:], strict=False)
     return sum(1 for _ in takewhile(lambda pair: _key(pair[0]) == _key(pair[1]), pairs))
 
@@ -152,8 +156,8 @@ def _those(ranks: Sequence[int], where: Callable[[int], str]) -> str:
 
 
 def _carried(span: Span) -> tuple[object, ...] | None:
-    """Return the properties that must match at both ends of a message. Return None if the call has several messages."""
-    # The pipelines of torch 2.11 open connections with a message of shape () that is received as (1,).
+    """Return the properties that must match at both ends of a message, or None if the call has several messages."""
+    # torch 2.11's pipelines open connections with a message that is sent with shape () and received with shape (1,).
     return (span.shape or (1,), span.dtype, span.nbytes) if len(span.parts) == 1 else None
 
 
@@ -201,10 +205,10 @@ def _messages(steps: Sequence[RankStep], where: Callable[[int], str]) -> Iterato
 
 
 def _merged(findings: Sequence[DryRunFinding]) -> list[DryRunFinding]:
-    """Merge identical findings of several groups into one, with the number of groups."""
+    """Merge identical findings from several groups into one that gives the number of groups."""
     alike: dict[tuple[str, tuple[str, ...]], DryRunFinding] = {}
     for each in findings:
-        # The calls and their lines, without the ranks.
+        # The key consists of the calls and their source lines, without the ranks.
         key = (
             each.dim,
             tuple(line.partition(": ")[2].partition(", as call")[0] or line for line in each.lines),

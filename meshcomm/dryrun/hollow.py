@@ -1,4 +1,4 @@
-"""Run operators on tensors without values or memory."""
+"""Run operators on tensors that have neither values nor memory."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ _Handler: TypeAlias = Callable[[Any, Any, Any], Any]
 
 
 class _Result(NamedTuple):
-    """One tensor of a result. given: index of the argument that the tensor is or shares memory with; -1: none. memory: index
-    of its new storage.
+    """One tensor of a result. given: the index of the argument that the tensor is or shares memory with, or -1. memory:
+    the index of the tensor's new storage, or -1.
 
-    shape None: the result is the argument itself. Otherwise offset is relative to the argument's offset.
+    shape: None if the result is the argument itself. offset: the storage offset.
     """
 
     given: int
@@ -52,8 +52,9 @@ class _Result(NamedTuple):
 class _Known(NamedTuple):
     """The effect of an operator for given argument shapes.
 
-    memories: bytes of each new storage. leaves: tensors as _Result, other values unchanged. structure: None for a single
-    leaf, otherwise pytree's. resized: arguments that change size. real: runs on the meta device, where torch needs no help.
+    memories: the size of each new storage in bytes. leaves: tensors as _Result, other values unchanged. structure: the
+    pytree structure, or None for a single leaf. resized: the arguments that change size. real: whether torch runs the
+    operator itself, because it runs on the meta device.
     """
 
     memories: tuple[int, ...]
@@ -69,24 +70,25 @@ _REAL: Final = _Known((), (), None, (), 0, real=True)
 
 @lru_cache(maxsize=1)
 def _learned() -> dict[Any, _Known]:
-    """Cached operator effects by operator and arguments, shared by all ranks that this process simulates."""
+    """Return the cache of operator effects, by operator and arguments. All ranks that this process simulates share it."""
     return {}
 
 
 @final
 class Hollow(LedgerMode):
-    """While it is entered, operators on CPU tensors return results of the right size without memory.
+    """While this mode is active, operators on CPU tensors return results of the right size that occupy no memory.
 
-    Results are plain tensors: their storages have an address and a size, and reading them gives zeros. The metadata of
-    a result is computed once for each operator and kind of arguments, on torch's FakeTensors; torch makes views itself.
-    Calls on groups complete at once and return no data. Every value that is read is 0. In an optimizer step it is 1,
-    because optimizers divide by numbers computed from the step count. The exceptions are `torch.arange(world_size)` and
-    tensors computed only from it and no larger. They have values, because programs search such a grid for their rank.
+    Results are plain tensors whose storages have an address and a size. A result's metadata is computed on torch's
+    FakeTensors, once for each operator and kind of arguments; torch creates views itself. Calls on groups complete
+    immediately and transfer no data. Every value that is read is 0, or 1 in an optimizer step, because optimizers divide
+    by numbers computed from the step count. The exceptions are `torch.arange(world_size)` and tensors that are computed
+    only from it and are no larger. They have values, because programs search such a grid for their rank.
 
     Args:
         ledger: records memory and FLOPs. calls: a `Passes` that records the calls on groups.
 
-    Raises: torch's DataDependentOutputException or DynamicOutputShapeException where a result depends on values.
+    Raises: torch's DataDependentOutputException or DynamicOutputShapeException if a result's shape or value depends on
+        tensor values.
     """
 
     def __init__(self, ledger: Ledger, calls: Any) -> None:
@@ -96,22 +98,22 @@ class Hollow(LedgerMode):
         self._known = _learned()
         self._handlers: dict[Any, _Handler] = {}
         self._names: dict[Any, str] = {}
-        # Pending functional collectives, by the storage of their results.
+        # The functions that report waits for pending functional collectives, by the storage of their results.
         self._flying: dict[int, Callable[[], None]] = {}
-        # Tensors with values, by storage. They keep the storage alive.
+        # Tensors with values, by storage. Holding the tensors keeps their storages alive.
         self._valued: dict[int, Tensor] = {}
-        # Works that have not been waited for.
+        # Works that have not been waited for, with the functions that report the waits.
         self._works: dict[ToldWork, Callable[[], object]] = {}
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        # Otherwise torch wraps each operator in two calls.
+        # If this returned True, torch would wrap each operator in two more calls.
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """See TorchDispatchMode."""
         if types and wraps_tensors(types):
-            # DTensor and similar subclasses call operators on their local tensors, which arrive here.
+            # DTensor and similar subclasses call operators on their local tensors, and this mode then handles those calls.
             return NotImplemented
         if fake_tensors_on() or (types and any(issubclass(each, FakeTensor) for each in types)):
             # DTensor infers shapes by running operators on fake tensors.
@@ -140,18 +142,18 @@ class Hollow(LedgerMode):
         if "wait_tensor" in schema.name:
             return self._wait
         if namespace.startswith("_c10d_functional"):
-            # Wrapping in the subclass that waits at its first use is not a collective.
+            # Wrapping a result in the tensor subclass that waits on first use is not a collective.
             return _as_torch if schema.name.endswith("_wrap_tensor_autograd") else self._functional
         if schema.name == "aten::set_" or namespace == "profiler":
             return _as_torch
         written = any(each.alias_info is not None and each.alias_info.is_write for each in schema.arguments)
         if schema.returns and not written and all(each.alias_info is not None for each in schema.returns):
-            # Always a view, which touches no memory; or, as with reshape, a view or a copy.
+            # The operator always returns a view, which needs no memory, or it returns a view or a copy, like reshape.
             return self._decomposed if decomposes(func) else _as_torch
         return self._compute
 
     def _compute(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Operators that compute new values. They allocate at most new memory of a known size."""
+        """Handle an operator that computes new values. It allocates only memory of a known size, if any."""
         tensors: list[Tensor] = []
         key: list[Any] = [func]
         _describe(args, key, tensors)
@@ -172,7 +174,7 @@ class Hollow(LedgerMode):
         try:
             known = self._known.get(of)
         except TypeError:
-            # Unhashable arguments: not cached.
+            # Results for unhashable arguments are not cached.
             known = self._learn(func, args, kwargs, tensors)
         if known is None:
             known = self._known[of] = self._learn(func, args, kwargs, tensors)
@@ -211,7 +213,7 @@ class Hollow(LedgerMode):
         return found
 
     def _count(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Return as many bins as requested, because all counted values are 0."""
+        """Return the minimum number of bins (minlength, at least 1), because all counted values are 0."""
         given = dict(zip(("input", "weights", "minlength"), args, strict=False)) | kwargs
         weights = given.get("weights")
         dtype = torch.int64 if weights is None else torch.float64
@@ -225,7 +227,7 @@ class Hollow(LedgerMode):
         return storage
 
     def _learn(self, func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> _Known:
-        """Try an operator on torch's FakeTensors of the same sizes."""
+        """Run an operator on torch's FakeTensors of the same sizes to learn its effect."""
         twins: dict[int, Tensor] = {}
 
         def twin(x: Any) -> Any:
@@ -236,7 +238,7 @@ class Hollow(LedgerMode):
             return twins[id(x)]
 
         leaves, structure = flatten_tree((args, dict(kwargs)))
-        # A failure is raised here; without this, torch would also log it.
+        # If the operator fails, the error is raised. Without the patch, torch would also log it.
         with self._fake, patch.object(getLogger("torch._subclasses.fake_tensor"), "disabled", True):
             theirs, named = unflatten_tree([twin(leaf) for leaf in leaves], structure)
             result = func(*theirs, **named)
@@ -263,7 +265,7 @@ class Hollow(LedgerMode):
         for number, x in enumerate(tensors):
             after = twins[id(x)]
             if after.shape != x.shape or after.stride() != x.stride():
-                # For example, out= of another size: the same storage, enlarged.
+                # The operator resized its argument, for example an out= tensor of a different size.
                 place, _ = memories.setdefault(-1 - number, (len(memories), after.untyped_storage().nbytes()))
                 resized.append((number, _Result(-1, place, x.dtype, tuple(after.shape), after.stride(), 0)))
         flat, structure = flatten_tree(result)
@@ -279,13 +281,13 @@ class Hollow(LedgerMode):
         return self.inside(func.decompose, *args, **kwargs)
 
     def _composed(self, func: Any, args: Any, kwargs: Any) -> Any:
-        # Run the inner operators; for tensors without values torch would otherwise only compute a shape.
+        # Run the inner operators. Otherwise torch would only compute a shape for tensors without values.
         return self.inside(explicit_kernel, func, *args, **kwargs)
 
     # -- calls on groups ------------------------------------------------------------------------------
 
     def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Record a call and its wait, as the backend would. Calls of the mesh are already recorded."""
+        """Record a call and its wait through the group's hooks. The mesh's own calls are already recorded."""
         work = ToldWork(args, self._waited)
         known = tell_hooks(func, args, (), work)
         if not known:
@@ -321,7 +323,7 @@ def _as_torch(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _spread(tensors: Sequence[Tensor]) -> int:
-    """Return the most elements that an operator can produce from these tensors by broadcasting only."""
+    """Return the largest number of elements that an operator can produce from these tensors by broadcasting."""
     try:
         return int(torch.broadcast_shapes(*(x.shape for x in tensors)).numel())
     except RuntimeError:
@@ -335,7 +337,7 @@ def _value(dtype: torch.dtype, number: int) -> Any:
 
 
 def _describe(values: Any, key: list[Any], tensors: list[Tensor]) -> None:
-    """Add to `key` everything that a result may depend on, and the tensors to `tensors`."""
+    """Append everything that a result may depend on to `key`, and the tensors to `tensors`."""
     for x in values:
         if isinstance(x, Tensor):
             tensors.append(x)
@@ -344,21 +346,21 @@ def _describe(values: Any, key: list[Any], tensors: list[Tensor]) -> None:
             key.append(len(x))
             _describe(x, key, tensors)
         elif type(x) not in _COMMON and isinstance(x, torch.Generator | dist.ProcessGroup):
-            # The size of a result does not depend on which object it is.
+            # The size of a result does not depend on the identity of a generator or group.
             key.append(type(x))
         else:
-            # 1, 1.0 and True are equal.
+            # The type is needed because 1, 1.0 and True are equal.
             key += (type(x), x)
 
 
 def _made(storage: Any, result: _Result, onto: Tensor | None = None) -> Tensor:
-    """Return a tensor on a new storage. onto: an existing tensor that receives the storage."""
+    """Return a tensor with a new storage. onto: an existing tensor whose storage is replaced."""
     x = torch.empty(0, dtype=result.dtype) if onto is None else onto
     return x.set_(storage, result.offset, result.shape or (), result.stride)
 
 
 def _of(x: Tensor, result: _Result) -> Tensor:
-    """Return an argument, or a tensor that shares its memory."""
+    """Return the argument itself, or a tensor that shares its memory."""
     if result.shape is None:
         return x
     at = x.storage_offset() + result.offset

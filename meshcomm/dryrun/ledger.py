@@ -1,4 +1,4 @@
-"""Bytes held by the tensors of this process, now and at the peak, by purpose."""
+"""The bytes that this process's tensors hold, now and at the peak, by purpose."""
 
 from __future__ import annotations
 
@@ -24,19 +24,20 @@ from meshcomm.transport.torch_private import DispatchMode, storage_id
 
 MemoryPart: TypeAlias = Literal["weights", "gradients", "optimizer", "activations", "gathered", "rest"]
 PARTS: Final[tuple[MemoryPart, ...]] = get_args(MemoryPart)
-"""Purposes of memory. weights: this rank's parameters and buffers. gradients: also gradients that FSDP has not yet
-reduced. activations: made by forward passes, including those recomputed in a backward pass.
-gathered: unsharded weights of FSDP. rest: communication buffers, temporary memory of backward passes and of the optimizer."""
+"""The purposes of memory. weights: this rank's parameters and buffers.
+gradients: this rank's gradients, including those that FSDP has not yet reduced.
+activations: tensors created in forward passes, including recomputed ones. gathered: weights that FSDP has unsharded.
+rest: communication buffers, and temporary memory of backward passes and of the optimizer."""
 
-# Composite operators, including calls on groups.
+# The namespaces of composite operators, which include calls on groups.
 COMPOSED: Final = ("meshcomm", "meshcomm_recompute")
-# What calls the program of a rank.
+# The files that call a rank's program.
 _RUNNERS: Final = tuple(str(Path(__file__).with_name(name)) for name in ("rank.py", "script.py"))
 
 
 @final
 class _Held:
-    """Memory of one storage. part: None until it is known. since: the clock when it was made."""
+    """One storage's memory. part: its purpose, or None until that is known. since: the clock at its creation."""
 
     __slots__ = ("forward", "nbytes", "part", "since", "watch")
 
@@ -49,8 +50,8 @@ class _Held:
 
 
 class Peak(NamedTuple):
-    """The moment of peak memory. parts: bytes by purpose. during: the pass or other phase. at: user code as file:line, if any.
-    operator: name of the operator.
+    """The moment of peak memory. parts: bytes by purpose. during: the pass or other phase. at: the line of user code as
+    file:line, if any. operator: the name of the operator that reached the peak.
     """
 
     nbytes: int
@@ -62,14 +63,15 @@ class Peak(NamedTuple):
 
 @final
 class Ledger:
-    """While it is entered, tracks the memory of every reported tensor until it is freed.
+    """A context manager that tracks the memory of every reported storage until it is freed.
 
-    Counts the bytes of each storage once. It does not see memory used inside kernels or kept by an allocator.
-    flops: FLOPs since the start or `restart`. stepping: whether an optimizer step is running.
+    Each storage's bytes are counted once. Memory used inside kernels or kept by an allocator is not counted.
+    flops: FLOPs since the start or the last `restart`. stepping: whether an optimizer step is running.
 
     Args:
-        stretch: returns the current phase of the program, in words, and whether it is a forward pass.
-        hollow: storages have an address and no memory. torch cannot resize these; the ledger records the new size instead.
+        stretch: returns the current phase of the program as text, and whether it is a forward pass.
+        hollow: whether storages have an address but no memory. torch cannot resize such storages, so the ledger records
+            the new size instead.
     """
 
     def __init__(self, stretch: Callable[[], tuple[str, bool]], *, hollow: bool = False) -> None:
@@ -82,28 +84,28 @@ class Ledger:
         self.restart()
 
     def restart(self) -> None:
-        """Look for the peak from now on."""
+        """Forget the peak so far, and measure it from now on."""
         self._peak, self._peak_clock = self.live, self._clock
         self.flops = 0
-        # Memory that was held at the peak and has been freed since.
+        # Memory that was held at the peak and has been freed since then.
         self._gone: list[_Held] = []
         self._where: tuple[str, Any, str] = (self._stretch()[0], None, "")
 
     def call_it(self, part: MemoryPart, tensors: Iterable[Any]) -> None:
-        """Set the purpose of the memory of `tensors`. For a DTensor, this is the memory of its local part."""
+        """Set the purpose of the memory of `tensors`. A DTensor's memory is that of its local tensor."""
         for tensor in tensors:
-            # Without an operator: a view of memory that FSDP has freed would allocate it again.
+            # Use no operator, because taking a view of memory that FSDP has freed would allocate it again.
             mine = parts_of_dtensor(tensor)[0] if isinstance(tensor, DTensor) else tensor
             held = self._held.get(storage_id(mine))
             if held is not None:
                 held.part = part
 
     def now(self) -> dict[MemoryPart, int]:
-        """Return the bytes held now."""
+        """Return the bytes that are currently held, by purpose."""
         return self._sums(self._held.values())
 
     def peak(self) -> Peak:
-        """Return the largest sum since the start or `restart`, split by the purposes known by now."""
+        """Return the peak since the start or the last `restart`, split by the purposes that are known by now."""
         there = [each for each in self._held.values() if each.since <= self._peak_clock]
         during, line, operator = self._where
         at = "" if line is None else line_of(*line)
@@ -113,7 +115,7 @@ class Ledger:
         resize, size, ledger = UntypedStorage.resize_, UntypedStorage.nbytes, self
 
         def resized(storage: UntypedStorage, size: int) -> Any:
-            # FSDP frees gathered weights with this, bypassing all operators.
+            # FSDP frees gathered weights by resizing their storages, which bypasses all operators.
             held = ledger._held.get(storage_id(storage))
             if not ledger._hollow or held is None:
                 resize(storage, size)
@@ -129,7 +131,7 @@ class Ledger:
         self._patches = ExitStack()
         self._patches.enter_context(patch.object(UntypedStorage, "resize_", resized))
         if self._hollow:
-            # `size` calls it.
+            # UntypedStorage.size calls nbytes, so this patches both.
             self._patches.enter_context(patch.object(UntypedStorage, "nbytes", sized))
         return self
 
@@ -137,7 +139,7 @@ class Ledger:
         self._patches.close()
 
     def made(self, storage: UntypedStorage, nbytes: int, operator: str) -> None:
-        """Record that an operator has made or resized a storage, or returned a known one."""
+        """Record that an operator has created or resized a storage, or returned a known one."""
         key = storage_id(storage)
         held = self._held.get(key)
         if held is not None:
@@ -152,7 +154,7 @@ class Ledger:
         self._grow(nbytes, operator)
 
     def copied(self, tensors: Iterable[Any]) -> None:
-        """Mark the buffers through which FSDP moves weights and gradients."""
+        """Mark the buffers that FSDP copies weights and gradients through."""
         for each in tensors:
             if isinstance(each, Tensor):
                 held = self._held.get(storage_id(each))
@@ -189,7 +191,7 @@ class Ledger:
 
 
 class LedgerMode(DispatchMode):  # type: ignore[misc]
-    """Sees every operator while it is entered, and enters a ledger with it."""
+    """A dispatch mode that sees every operator while it is active. Entering it also enters its ledger."""
 
     def __init__(self, ledger: Ledger) -> None:
         super().__init__()
@@ -205,7 +207,7 @@ class LedgerMode(DispatchMode):  # type: ignore[misc]
         self._ledger.__exit__(*error)
 
     def inside(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call a composite operator, so that this mode sees the operators inside."""
+        """Call a composite operator in such a way that this mode sees the operators inside it."""
         DispatchMode.__enter__(self)
         try:
             return function(*args, **kwargs)
@@ -214,7 +216,7 @@ class LedgerMode(DispatchMode):  # type: ignore[misc]
 
 
 def _users_line(frame: FrameType) -> tuple[CodeType, int] | None:
-    """Return the line of the innermost frame of user code. None if there is none, as in a training by a config."""
+    """Return the line of the innermost frame of user code, or None if there is none, as when a config runs the training."""
     while is_ours(file := frame.f_code.co_filename):
         if file in _RUNNERS or frame.f_back is None:
             return None

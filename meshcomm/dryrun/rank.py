@@ -1,4 +1,4 @@
-"""Memory and traffic of one training step on one simulated rank."""
+"""The memory and traffic of one training step on one simulated rank."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ BETWEEN: Final = "between passes"
 
 
 class TrafficRow(NamedTuple):
-    """This rank's calls of one kind along one dim in a step. Bytes are counted as in `mesh.stats()`."""
+    """One rank's calls of one kind along one dim in a step. Bytes are counted as in `mesh.stats()`."""
 
     dim: str
     call: str
@@ -52,11 +52,11 @@ class TrafficRow(NamedTuple):
 
 
 class Event(NamedTuple):
-    """One moment of the program. "start": a call begins. "wait": a call is waited for; for a blocking call, right after the
-    start. "part": the reported part begins, and everything before it is over.
+    """One moment of the program. "start": a call begins. "wait": the program waits for a call, immediately after its start
+    if the call blocks. "part": the reported part begins, and everything before it has ended.
 
-    call: index in `RankStep.calls`; for "part", the index of its first call. flops: this rank's since the step began, by
-    the formulas of torch.utils.flop_counter.
+    call: the index of the call in `RankStep.calls`; for "part", the index of its first call. flops: this rank's FLOPs
+    since the step began, by the formulas of torch.utils.flop_counter.
     """
 
     kind: Literal["start", "wait", "part"]
@@ -67,15 +67,15 @@ class Event(NamedTuple):
 class RankStep(NamedTuple):
     """One step of one rank.
 
-    parameters: elements of this rank's shards of the weights. before: bytes held when the step began. peak: the maximum
-    during the step. rows: totals of the calls. calls: each call in order, made through the mesh or outside it. A collective
-    has `root`, a coord, and `op`, the reduction; `group` is the same on all ranks of a group and differs between groups.
-    groups: global ranks by `group`, in coord order. events: starts and waits in order; only a simulated rank has waits.
-    A call that is never waited for has no "wait". flops: total FLOPs.
+    parameters: the number of elements in this rank's shards of the weights. before: bytes held at the start of the step.
+    peak: the maximum during the step. rows: totals of the calls. calls: every call in order, made through the mesh or
+    outside it. A collective's `root` is a coord, its `op` is the reduction, and its `group` identifies the group.
+    groups: the global ranks of each `group`, in coord order. events: starts and waits in order; only a simulated rank has
+    waits. A call that is never waited for has no "wait". flops: total FLOPs.
 
-    unseen: number of calls on groups outside the mesh, which are recorded nowhere else.
-    part: the text for the part that `rows` and times cover. begins: the part's start; None: the first event. Calls of earlier
-    steps are included in `calls`, because they must match too.
+    unseen: the number of calls on groups outside the mesh that were not recorded. part: a description of the part that
+    `rows` and times cover. begins: the start of that part; None means the first event. `calls` also contains the calls of
+    earlier steps, because they must match too.
     """
 
     rank: int
@@ -108,13 +108,13 @@ class Passes(Spans):
         self.restart()
 
     def restart(self) -> None:
-        """Forget the calls so far."""
+        """Forget the calls that were recorded so far."""
         self.calls: list[Span] = []
         self.events: list[Event] = []
         self.unseen = 0
 
     def ledger(self, hollow: bool) -> Ledger:
-        """Return a ledger that knows the current pass. The ledger supplies the FLOPs of events."""
+        """Return a ledger that knows the current pass. Events take their FLOPs from this ledger."""
         ledger = Ledger(self.stretch, hollow=hollow)
         self.flops = lambda: ledger.flops
         return ledger
@@ -122,7 +122,7 @@ class Passes(Spans):
     def step_of(
         self, rank: int, coords: dict[str, int], groups: dict[str, list[int]], ledger: Ledger
     ) -> RankStep:
-        """Return a `RankStep` of the calls and the memory so far."""
+        """Return a `RankStep` with the calls and the memory recorded so far."""
         return RankStep(
             rank=rank,
             coords=coords,
@@ -146,7 +146,7 @@ class Passes(Spans):
         return super().keep(span)
 
     def waiting(self) -> Callable[[], None]:
-        """Return the function to call when the last call is waited for."""
+        """Return a function to call when the program waits for the most recent call."""
         return partial(self._waited, len(self.calls) - 1, self.calls)
 
     def _waited(self, call: int, calls: list[Span]) -> None:
@@ -168,29 +168,29 @@ class Passes(Spans):
 def counted_step(
     mesh: Mesh, config: Config, mode: Callable[[Ledger, Passes], LedgerMode] = Hollow
 ) -> RankStep:
-    """Build the model of `config` on `mesh`, train it, and return a step after the first.
+    """Build the model of `config` on `mesh`, train it, and return the second step.
 
-    mode: `Hollow`, in which tensors have neither memory nor values; or a mode in which they do.
+    mode: `Hollow`, in which tensors have neither memory nor values, or a mode in which they have both.
     Called by: every rank of the mesh.
-    Raises:    as `Engine`.
+    Raises:    the same errors as `Engine`.
     """
     known = sections(mesh, config)
     if known.model is None or known.data is None:
         raise LayoutError(
             "a dry run needs a model and data",
             given=f"{config.source} without [model] and [data]",
-            expected="both sections: memory and bytes are computed from their sizes",
+            expected="both sections, from whose sizes memory and bytes are computed",
             hint="meshcomm new writes a config that has both",
         )
     hollow, passes = mode is Hollow, Passes()
     ledger = passes.ledger(hollow)
     with mode(ledger, passes) as entered, PartNames(ledger) as names:
         engine = Engine(mesh, config, model_of(known.model, known.data, known.train), filled=not hollow)
-        # The comparisons of the first steps do not happen in later steps.
+        # The first steps also compare values across ranks. Later steps do not, so these comparisons are not counted.
         engine.checked_steps = 0
         samples = (known.train.micro_batch_size * engine.microbatches, known.data.seq_len)
         tokens = torch.zeros(samples, dtype=torch.int64, device=mesh.device)
-        # One document in each sample: the traffic does not depend on the number of documents.
+        # Each sample is one document, because the traffic does not depend on the number of documents.
         documents = torch.zeros_like(tokens) if engine.model.packed else None
         mesh.metrics.trace_into(passes)
         try:
@@ -215,15 +215,15 @@ def counted_step(
 
 @final
 class PartNames:
-    """While it is entered, tells a ledger the purpose of the memory of every optimizer and every module.
+    """A context manager that reports the purpose of each module's and each optimizer's memory to a ledger.
 
-    elements: the number of elements of each parameter on this rank, by the parameter's id.
+    elements: the number of elements that this rank holds of each parameter, by the parameter's id.
     """
 
     def __init__(self, ledger: Ledger) -> None:
         self.elements: dict[int, int] = {}
         self._ledger = ledger
-        # FSDP modules by the id of each inner module, whose weights are part of the gathered weights.
+        # Maps the id of each module inside an FSDP module to the FSDP module, which gathers its weights.
         self._sharded: dict[int, FSDPModule] = {}
 
     def __enter__(self) -> PartNames:
@@ -275,13 +275,13 @@ class PartNames:
 
 
 def pretended_step(config: Config, rank: int, world: int) -> RankStep:
-    """Return `counted_step` as rank `rank` of `world`, where no other rank exists: nothing is sent, and no tensor
+    """Return the result of `counted_step` as rank `rank` of `world`. No other rank exists, nothing is sent, and no tensor
     has values.
 
     The process must not have initialized torch.distributed. Its state is restored for the next rank.
-    Tensors are CPU tensors, whatever the device of the mesh.
+    Tensors are CPU tensors, regardless of the mesh's device.
 
-    Raises: as `counted_step`; UnsupportedOp where the model reads values.
+    Raises: the same errors as `counted_step`; UnsupportedOp if the model reads values.
     """
     settings = alone(config)
     assert isinstance(settings, Config)
@@ -290,7 +290,7 @@ def pretended_step(config: Config, rank: int, world: int) -> RankStep:
 
 
 def summed(counts: Iterable[TrafficRow]) -> list[TrafficRow]:
-    """Return one row for each dim and call."""
+    """Sum `counts` into one row for each dim and call."""
     rows: dict[tuple[str, str], TrafficRow] = {}
     for dim, call, calls, nbytes in counts:
         _, _, before, earlier = rows.get((dim, call), (dim, call, 0, 0))
@@ -299,7 +299,7 @@ def summed(counts: Iterable[TrafficRow]) -> list[TrafficRow]:
 
 
 def alone(settings: Settings) -> Settings:
-    """Return the settings of a mesh in a world of which only one rank exists."""
+    """Return the settings for a mesh in a world where only one rank exists."""
     mesh = settings.mesh
     options = Table({name: DimOptions(comm_id=each.comm_id) for name, each in mesh.options.items()})
     changed = {"device": "cpu", "backend": "fake", "options": options, "validate_calls": 0, "reports": ""}
@@ -316,9 +316,10 @@ def pretended_world(
     told: Callable[[DeviceMesh], None] = lambda _: None,
     objects: list[list[bytes]] | None = None,
 ) -> Iterator[None]:
-    """While it is entered, this process is the only existing rank of a world. told, objects: see `one_rank_of_torch`.
+    """While this context is active, this process is the only existing rank of a world. told, objects: see
+    `one_rank_of_torch`.
 
-    Raises LayoutError where torch.distributed is initialized; UnsupportedOp where a shape depends on values.
+    Raises LayoutError if torch.distributed is already initialized, and UnsupportedOp if a shape depends on values.
     """
     if dist.is_initialized():
         raise LayoutError(
@@ -337,11 +338,11 @@ def pretended_world(
                 "the model's shapes depend on values, which a dry run does not have",
                 given=f"{type(error).__name__}: {error}",
                 expected="a forward pass whose shapes depend only on the shapes of its inputs",
-                hint="replace a selection by a mask; or run a small world for real",
+                hint="replace the selection by a mask, or run a small world for real",
             ) from error
         raise
     finally:
-        # The program may have destroyed the group at its end.
+        # The program may already have destroyed the group.
         if dist.is_initialized():
             dist.destroy_process_group()
 
@@ -353,9 +354,9 @@ def _unknown_object(*_: object, **__: object) -> NoReturn:
 
 
 def _begin(engine: Engine) -> None:
-    """Create what a first step leaves behind: gradients and the optimizer's state. The rest is small.
+    """Create the gradients and the optimizer state that a first step leaves behind. Everything else is small.
 
-    A full first step would create the same, but would double the time.
+    A full first step would have the same result, but would double the time.
     """
     for group in engine.optimizer.param_groups:
         for parameter in group["params"]:
@@ -364,5 +365,5 @@ def _begin(engine: Engine) -> None:
     engine.optimizer.step()
     for each in engine.gradients:
         if isinstance(each, GradientSync):
-            # Its gradients are in memory that it has already allocated.
+            # GradientSync keeps gradients in memory that it has already allocated.
             each.start()

@@ -1,4 +1,6 @@
-"""Replay the calls of several ranks together: which ranks wait, for whom, how long, and whether any rank waits forever."""
+"""Replay the calls of several ranks together, to find which ranks wait for which others, for how long, and whether any rank
+waits forever.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +16,13 @@ if TYPE_CHECKING:
     from meshcomm.comm.spans import Span
     from meshcomm.dryrun.rank import RankStep
 
-# Seconds that a call takes once all ranks have arrived. Members: the ranks of the group, or the two ends of a message.
+# Returns the seconds that a call takes once all ranks have arrived. Members: the group's ranks, or a message's two ends.
 Seconds: TypeAlias = "Callable[[Span, Members], float]"
 
 
 class Dim(NamedTuple):
-    """Seconds for which one rank was blocked along one dim. late: the seconds until the other ranks arrived. The rest is the
-    transfer and earlier transfers on the group.
+    """How many seconds one rank was blocked along one dim. waits: the total. late: the part before the other ranks
+    arrived. The rest was spent on the transfer itself and on earlier transfers in the same group.
     """
 
     waits: float
@@ -29,12 +31,12 @@ class Dim(NamedTuple):
 
 @dataclass
 class Replay:
-    """The reported part of the ranks that were run, in seconds.
+    """The times of the reported part of the program on the ranks that were run, in seconds.
 
-    ends:     duration of each rank that ended. computed: the part of it spent in computation.
-    dims:     rank -> dim -> sums.
+    ends:     the duration on each rank that reached the end. computed: the part of it spent in computation.
+    dims:     rank -> dim -> the totals along this dim.
     stuck:    ranks that wait forever.
-    early:    ranks with neighbors that were not run: they arrive too early, so their waits are not real.
+    early:    ranks with neighbors that were not run. They arrive too early, so their waits are not real.
     """
 
     ends: dict[int, float] = field(default_factory=dict)
@@ -45,22 +47,22 @@ class Replay:
 
     @property
     def sound(self) -> list[int]:
-        """The ranks whose times count: all ranks that are not early, if there are any."""
+        """The ranks whose times are used: those that are not early, or all ranks if every rank is early."""
         return [rank for rank in self.ends if rank not in self.early] or list(self.ends)
 
     @property
     def seconds(self) -> float:
-        """The seconds until the last rank is done."""
+        """The number of seconds until the last rank finishes."""
         return max((self.ends[rank] for rank in self.sound), default=0.0)
 
 
-# What identifies messages that are matched in order: group, from, to, tag.
+# Messages with the same (group, sender, receiver, tag) are matched in order.
 _Channel: TypeAlias = tuple[Members, int, int, int]
 
 
 @final
 class _Collective:
-    """A collective in progress. arrived: rank -> time. needs: ranks that must arrive. over: when the transfer ends."""
+    """A collective in progress. arrived: rank -> time. needs: the ranks that must arrive. over: the end of the transfer."""
 
     __slots__ = ("arrived", "needs", "over")
 
@@ -71,9 +73,9 @@ class _Collective:
 
 
 class _Messages(NamedTuple):
-    """The messages of one call by one rank. began: start time. pairs: (from, to) of each message.
+    """The messages of one call by one rank. began: the start time. pairs: the (sender, receiver) of each message.
 
-    parts: for each message whose peer was run, its channel, its number in the channel, and whether the rank sends it.
+    parts: for each message whose peer was run, its channel, its index in the channel, and whether this rank sends it.
     """
 
     began: float
@@ -83,7 +85,7 @@ class _Messages(NamedTuple):
 
 @final
 class _Rank:
-    """One rank's program and its progress. calls: the calls that have begun, by their place in the step."""
+    """One rank's program and its progress. calls: the calls that have started, by their index in the step."""
 
     def __init__(self, step: RankStep) -> None:
         self.step = step
@@ -107,13 +109,13 @@ def replay(
     seconds: Seconds = lambda span, members: 0.0,
     flop_s: float = 0.0,
 ) -> Replay:
-    """Run the calls of all ranks against each other, each rank in its own order.
+    """Run the calls of all ranks against each other. Each rank makes its calls in order.
 
-    A collective ends `seconds` after the last of its ranks that were run has arrived; a message, `seconds` after both
-    ends have. Ranks that were not run are assumed to arrive in time. Calls on one group run one after the other.
-    flop_s: seconds of one floating-point operation.
+    A collective ends `seconds` after the last of its ranks has arrived, and a message `seconds` after both of its ends
+    have. Ranks that were not run are assumed to arrive in time. Calls on the same group run one after another.
+    flop_s: seconds per floating-point operation.
 
-    If no rank can continue, `stuck` is the cycle of ranks that wait for each other, or the ranks that wait for an ended rank.
+    If no rank can continue, `stuck` describes the ranks that wait for each other in a cycle, or for a rank that has ended.
     """
     return _Replayer(steps, where, seconds, flop_s).run()
 
@@ -128,15 +130,15 @@ class _Replayer:
         self.where, self.seconds, self.flop_s = where, seconds, flop_s
         self.ranks = {step.rank: _Rank(step) for step in steps}
         self.found = Replay()
-        # By group: the collectives in order, the number that each rank has started, and when the last transfer ends.
+        # Per group: the collectives in order, how many of them each rank has started, and when the last transfer ends.
         self.collectives: dict[Members, list[_Collective]] = defaultdict(list)
         self.started: dict[tuple[Members, int], int] = defaultdict(int)
         self.busy: dict[Members, float] = defaultdict(float)
-        # When each end of the messages of a channel was started: (sends, receives).
+        # The times at which the sends and the receives of each channel's messages started.
         self.messages: dict[_Channel, tuple[list[float], list[float]]] = defaultdict(lambda: ([], []))
 
     def run(self) -> Replay:
-        """Advance each rank in turn, until all have ended or none can continue."""
+        """Advance the ranks in turn until all of them have ended or none can continue."""
         waiting = [rank for rank in self.ranks.values() if rank.step.events]
         while waiting:
             advanced = [self.advance(rank) for rank in waiting]
@@ -153,7 +155,7 @@ class _Replayer:
         return self.found
 
     def advance(self, rank: _Rank) -> bool:
-        """Advance one rank until it blocks. Return whether it advanced."""
+        """Advance one rank until it blocks. Return whether it made progress."""
         first = rank.at
         while not rank.ended:
             event = rank.step.events[rank.at]
@@ -169,7 +171,7 @@ class _Replayer:
         return rank.at > first
 
     def compute(self, rank: _Rank, flops: int) -> None:
-        """Advance the time until `flops` operations are done."""
+        """Advance the rank's time until it has computed `flops` operations in total."""
         if flops > rank.flops:
             seconds = (flops - rank.flops) * self.flop_s
             rank.now, rank.flops = rank.now + seconds, flops
@@ -186,7 +188,7 @@ class _Replayer:
         )
 
     def start_collective(self, rank: _Rank, span: Span, members: Members) -> _Collective:
-        """Record the arrival of one rank; the last one begins the transfer."""
+        """Record that one rank has arrived. The last rank to arrive starts the transfer."""
         calls, place = self.collectives[members], self.started[members, rank.number]
         self.started[members, rank.number] += 1
         if place == len(calls):
@@ -199,7 +201,7 @@ class _Replayer:
         return call
 
     def start_messages(self, rank: _Rank, span: Span, members: Members) -> _Messages:
-        """Record that one rank starts its messages. Peers that were not run are ignored."""
+        """Record that one rank has started its messages. Messages with ranks that were not run are not matched."""
         call = _Messages(rank.now, [], [])
         for direction, peer, tag, _ in span.parts:
             if peer is None:
@@ -217,7 +219,7 @@ class _Replayer:
         return call
 
     def wait(self, rank: _Rank, number: int) -> bool:
-        """Wait for a call. Return False while its end is not known yet."""
+        """Wait for a call. Return False if it is not known yet when the call ends."""
         span = rank.step.calls[number]
         known = self.over(rank.calls[number], span)
         if known is None:
@@ -231,7 +233,7 @@ class _Replayer:
         return True
 
     def over(self, call: _Collective | _Messages, span: Span) -> tuple[float, float] | None:
-        """Return the time at which the last peer arrived, and the end of the transfer. None while unknown."""
+        """Return when the last peer arrived and when the transfer ends, or None if that is not known yet."""
         if isinstance(call, _Collective):
             return None if call.over is None else (max(call.arrived.values()), call.over)
         if self.missing(call):
@@ -253,8 +255,8 @@ class _Replayer:
         ]
 
     def stuck(self, waiting: Sequence[_Rank]) -> list[DryRunFinding]:
-        """Return the cycle of ranks that wait for each other; if there is none, each rank that waits for an ended
-        rank.
+        """Return a finding for the ranks that wait for each other in a cycle. If there is no cycle, return one for each rank
+        that waits for a rank that has ended.
         """
         calls = {rank.number: rank.step.events[rank.at].call for rank in waiting}
         spans = {rank.number: rank.step.calls[calls[rank.number]] for rank in waiting}
@@ -277,5 +279,5 @@ class _Replayer:
         )
         names, first = ", ".join(map(str, circle)), spans[circle[0]]
         place = f"{self.where(circle[0])} in {call_text(first)} at {first.site}"
-        what = f"ranks {names} wait for each other in a circle, {place}"
+        what = f"ranks {names} wait for each other in a cycle: {place}"
         return [DryRunFinding(what, lines, tuple(circle), first.lane)]

@@ -43,10 +43,11 @@ from meshcomm.train.trainer import RECORDER, StepRecorder
 
 
 class Script(NamedTuple):
-    """A script as `meshcomm run` would start it. config, overrides: used by `meshcomm.init()` without arguments.
+    """A script as `meshcomm run` would start it. config, overrides: used if the script calls `meshcomm.init()` without
+    arguments.
 
-    steps: the script is stopped after this many steps of `mesh.step()` or of a Trainer. objects: pickled objects that
-    rank 0 broadcast to all ranks in an earlier run.
+    steps: the script is stopped after this many steps, counted by `mesh.step()` or a Trainer. objects: the pickled objects
+    that rank 0 broadcast to all ranks in an earlier run.
     """
 
     path: Path
@@ -57,22 +58,22 @@ class Script(NamedTuple):
     objects: tuple[list[bytes], ...] = ()
 
 
-# Ranks of a host, for programs that read the environment variables.
+# The assumed number of ranks per host, for programs that read the launcher's environment variables.
 _PER_HOST: Final = 8
 _WHOLE: Final = "the whole program"
 
 
 class _Enough(BaseException):
-    """The requested steps have been recorded. Not an Exception, so that no script catches it."""
+    """Ends a program whose requested steps have been recorded. It is not an Exception, so that no script catches it."""
 
 
 @final
 class ProgramRecorder(Passes, StepRecorder):
-    """Records the calls of an unchanged program that creates one mesh (see `Pretended`) or only groups of torch.
+    """Records the calls of an unmodified program that creates one mesh (see `Pretended`) or only torch process groups.
 
-    steps: the program is stopped after this many steps, and the last one is reported. 0: it runs to its end, and all of it
-    is reported. Steps are counted by the mesh or by a Trainer. Without a mesh, the first optimizer counts. looks: if True, the
-    program is stopped as soon as it has a mesh, or ends its first step.
+    steps: the program is stopped after this many steps, and the last step is reported. With 0, the program runs to its end
+    and is reported in full. The mesh or a Trainer counts the steps, or without a mesh, the program's first optimizer.
+    looks: if True, the program is stopped once it has created a mesh or finished its first step.
     """
 
     def __init__(self, steps: int, looks: bool = False, objects: Iterable[list[bytes]] = ()) -> None:
@@ -81,7 +82,7 @@ class ProgramRecorder(Passes, StepRecorder):
         self.objects = list(objects)
         self._optimizer: Optimizer | None = None
         self.torch: TorchGroups | None = None
-        # The mesh may be closed at the end.
+        # Keep the mesh, because the program may have closed it by the end.
         self.mesh: Mesh | None = None
         self.asked: Settings | None = None
         self.groups: dict[str, list[int]] = {}
@@ -97,7 +98,7 @@ class ProgramRecorder(Passes, StepRecorder):
         """See Pretended. Raises UnsupportedOp for a second mesh."""
         if self.mesh is not None:
             raise UnsupportedOp(
-                "a dry run follows one mesh, and the program creates another",
+                "a dry run supports only one mesh, but the program creates a second one",
                 given=f"{dict(self.mesh.layout.dims)}, then {dict(mesh.layout.dims)}",
                 expected="one mesh of all ranks",
                 hint="views and merged dims of one mesh",
@@ -108,15 +109,15 @@ class ProgramRecorder(Passes, StepRecorder):
         mesh.metrics.trace_into(self)
 
     def layout_of(self, who: str) -> Layout:
-        """Return the dims of the mesh, or of the program's DeviceMesh.
+        """Return the layout of the mesh, or of the program's DeviceMesh.
 
-        Raises LaunchError if the program creates no group.
+        Raises LaunchError if the program creates no mesh and makes no call on a process group. who: the program's name.
         """
         if self.mesh is not None:
             return self.mesh.layout
         if self.torch is None or not self.torch.ranks:
             raise LaunchError(
-                f"{who} creates no mesh and makes no call on a group of torch",
+                f"{who} creates no mesh and makes no call on a torch process group",
                 given=f"{who}, run as one rank of a world",
                 expected="a script that calls meshcomm.init, or torch.distributed",
                 hint="examples/hello_mesh.py",
@@ -131,7 +132,7 @@ class ProgramRecorder(Passes, StepRecorder):
         return super().keep(span)
 
     def optimized(self, optimizer: Optimizer, *_: Any) -> None:
-        """Record an optimizer step. It ends a step of the program if the program opens no mesh."""
+        """Record an optimizer step. Without a mesh, it ends a step of the program."""
         if self._optimizer is None:
             self._optimizer = optimizer
         if self.mesh is None and optimizer is self._optimizer:
@@ -140,7 +141,7 @@ class ProgramRecorder(Passes, StepRecorder):
             self.step(0)
 
     def stretch(self) -> tuple[str, bool]:
-        """See Passes. Outside of passes, memory that the program allocates counts as memory of a forward pass."""
+        """See Passes. Memory that the program allocates between passes counts as a forward pass's memory."""
         name, forward = super().stretch()
         return name, forward or name == BETWEEN
 
@@ -160,26 +161,26 @@ class ProgramRecorder(Passes, StepRecorder):
         self.events.append(self.part_begins)
 
     def ended(self) -> None:
-        """Record that the program or its last step has ended."""
+        """Record the end of the program or of its last step."""
         if self.part == _WHOLE:
             self.part_begins = None
-        # Only the last "part" event separates the reported part.
+        # Keep only the "part" event at which the reported part begins.
         self.events = [each for each in self.events if each.kind != "part" or each is self.part_begins]
 
 
 def script_step(script: Script, rank: int, world: int) -> RankStep:
-    """Run `script` as rank `rank` of `world`, to its end or the end of its last step. Its output is dropped.
+    """Run `script` as rank `rank` of `world`, to its end or to the end of its last step. Its output is discarded.
 
-    Raises what the script raises, and LaunchError if it creates no mesh or exits with a code.
+    Raises whatever the script raises, and LaunchError if it creates no mesh or exits with a nonzero code.
     """
     recorder = ProgramRecorder(script.steps, objects=script.objects)
     return recorded_step(rank, world, partial(_execute, script, rank, world), recorder)
 
 
 def mesh_of_script(script: Script, world: int) -> tuple[Layout, Settings, tuple[list[bytes], ...]]:
-    """Return the layout and the settings of a script's mesh, found by running the script as rank 0 until it creates one.
+    """Run a script as rank 0 until it creates a mesh, and return the mesh's layout and settings.
 
-    Also return the objects that the script has broadcast to all ranks until then; see `Script`.
+    Also return the objects that the script has broadcast to all ranks up to that point; see `Script`.
     """
     recorder = ProgramRecorder(0, looks=True)
     try:
@@ -195,7 +196,7 @@ def mesh_of_script(script: Script, world: int) -> tuple[Layout, Settings, tuple[
 
 
 def recorded_step(rank: int, world: int, program: Callable[[], None], recorder: ProgramRecorder) -> RankStep:
-    """Call `program`, which creates a mesh, as rank `rank` of `world`. Raises what the program raises."""
+    """Call `program` as rank `rank` of `world`, and return the recorded step. Raises whatever the program raises."""
     ledger = recorder.ledger(hollow=True)
     with (
         _seeded(rank),
@@ -206,7 +207,7 @@ def recorded_step(rank: int, world: int, program: Callable[[], None], recorder: 
     recorder.ended()
     coords = recorder.layout_of("the program").coords(rank)
     step = recorder.step_of(rank, coords, recorder.groups, ledger)
-    # The mesh may be closed by now and no longer count.
+    # Count the recorded calls, because the mesh may already be closed.
     calls = recorder.calls[recorder.part_begins.call if recorder.part_begins else 0 :]
     rows = summed(TrafficRow(span.lane, span.call, 1, span.nbytes) for span in calls)
     count = sum(names.elements.values())
@@ -215,7 +216,7 @@ def recorded_step(rank: int, world: int, program: Callable[[], None], recorder: 
 
 @contextmanager
 def _seeded(rank: int) -> Iterator[None]:
-    """Seed Python's and NumPy's generators differently on each rank, as in separate processes, and the same in each dry run."""
+    """Seed Python's and NumPy's random generators by rank, so that ranks differ but every dry run is the same."""
     python, plain = random.getstate(), numpy.random.get_state()
     random.seed(rank)
     numpy.random.seed(rank)
@@ -230,7 +231,7 @@ def _seeded(rank: int) -> Iterator[None]:
 def _inside(
     recorder: ProgramRecorder, rank: int, world: int, mode: AbstractContextManager[Any]
 ) -> Iterator[None]:
-    """A world of which only this rank exists. `_Enough` ends it silently."""
+    """Run the block as the only existing rank of a world. `_Enough` ends the block without an error."""
     token, trainers = PRETENDED.set(recorder), RECORDER.set(recorder)
     recorder.torch = groups = TorchGroups(recorder, rank, world)
     hook = register_optimizer_step_post_hook(recorder.optimized)
@@ -249,7 +250,7 @@ def _execute(script: Script, rank: int, world: int) -> None:
     variables |= {"LOCAL_RANK": str(rank % _PER_HOST), "LOCAL_WORLD_SIZE": str(min(world, _PER_HOST))}
     variables |= {"GROUP_RANK": str(rank // _PER_HOST), "GROUP_WORLD_SIZE": str(-(-world // _PER_HOST))}
     variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    # Nothing is computed, and tracing takes longer than running. torch reads this variable when it loads its compiler.
+    # Nothing is computed, so tracing would take longer than running. torch reads this variable when it loads its compiler.
     variables["TORCH_COMPILE_DISABLE"] = "1"
     loaded = sys.modules.get("torch._dynamo.config")
     if script.config is not None:
@@ -258,7 +259,7 @@ def _execute(script: Script, rank: int, world: int) -> None:
         patch.dict(os.environ, variables),
         nullcontext() if loaded is None else patch.object(loaded, "disable", True),
         patch.object(sys, "argv", [str(script.path), *script.arguments]),
-        # As `python SCRIPT` does: imports search the script's folder first.
+        # As with `python SCRIPT`, imports search the script's folder first.
         patch.object(sys, "path", [str(script.path.resolve().parent), *sys.path]),
         redirect_stdout(io.StringIO()),
         new_job(),

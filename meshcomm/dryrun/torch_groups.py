@@ -1,4 +1,4 @@
-"""The process groups that a program creates with torch.distributed, on a simulated rank."""
+"""The process groups that a program creates through torch.distributed, as seen on a simulated rank."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from meshcomm.transport.torch_private import (
 
 @final
 class TorchGroups:
-    """While it is entered, records the calls on every group outside the mesh in `spans`.
+    """A context manager that records in `spans` the calls on every group outside the mesh.
 
-    ranks: the ranks of each group with calls, by label. Labels of this rank's groups are unique.
+    ranks: the ranks of each group with calls, by label. Each of this rank's groups has a unique label.
     """
 
     def __init__(self, spans: Spans, rank: int, world: int) -> None:
@@ -51,11 +51,13 @@ class TorchGroups:
         self._ended()
         for hooks in self._hooks:
             hooks.remove()
-        # Otherwise DTensor would confuse them with the DeviceMeshes of the next simulated rank.
+        # Otherwise DTensor would confuse these DeviceMeshes with those of the next simulated rank.
         forget_device_meshes(self._made)
 
     def made(self, mesh: DeviceMesh) -> None:
-        """Record a DeviceMesh. The layout comes from the DeviceMesh that spans all ranks and has the most dims, the first of several."""
+        """Record a DeviceMesh. The layout is taken from the first DeviceMesh that spans all ranks; if there are several,
+        from the one with the most dims.
+        """
         self._made.append(mesh)
         with without_modes():
             names = mesh.mesh_dim_names or ()
@@ -64,7 +66,7 @@ class TorchGroups:
 
     @property
     def layout(self) -> Layout:
-        """The dims of the program's DeviceMesh, or one dim of all ranks."""
+        """The layout of the program's DeviceMesh, or a single dim of all ranks if there is no DeviceMesh."""
         if self._mesh is not None:
             names, sizes, order = self._mesh
             with suppress(MeshcommError):
@@ -78,7 +80,7 @@ class TorchGroups:
             self._hooks.append(hooked(group, recorder, _lane(group, range(group.size())), who))
 
     def _recorder(self, name: str) -> FlightRecorder | None:
-        """Return the recorder of a group. It is created at the first call, when the ranks of the group are known."""
+        """Return a group's recorder. It is created at the group's first call, when the ranks of the group are known."""
         if name not in self._recorders:
             group = group_named(name)
             ranks = ranks_of(group)
@@ -93,9 +95,9 @@ class TorchGroups:
 
 
 def _lane(group: Any, ranks: Collection[int]) -> str:
-    """Return the dim of a DeviceMesh, or the group's description.
+    """Return the DeviceMesh dim that the group belongs to, or the group's description.
 
-    Groups without either share one lane for each group size.
+    Groups that have neither share one lane per group size.
     """
     described = str(group.group_desc)
     if described.startswith(OF_A_DIM):

@@ -1,4 +1,4 @@
-"""Private names of torch used by dry runs and emulated backends. Tested on torch 2.11, 2.13, 2.14 and 2.15."""
+"""Private torch APIs used by dry runs and emulated backends. Tested on torch 2.11, 2.13, 2.14 and 2.15."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ from meshcomm.transport.torch_private import (
 flatten_tree: Callable[[Any], tuple[list[Any], Any]] = tree_flatten
 unflatten_tree: Callable[[Sequence[Any], Any], Any] = tree_unflatten
 FakeMode: Any = FakeTensorMode
-# The active FakeTensorMode, if any. Called for every operator: torch._C._get_dispatch_mode(_FAKE).
+# Returns the active FakeTensorMode, if any. It calls torch._C directly because it is called for every operator.
 fake_tensors_on: Callable[[], Any] = partial(torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.FAKE)
 
 
 def schema_of(operator: Any) -> Any:
-    """Return the operator's name, arguments and results."""
+    """Return the operator's schema: its name, arguments and results."""
     return operator._schema
 
 
@@ -48,7 +48,7 @@ def decomposes(operator: Any) -> bool:
 
 
 def wraps_tensors(types: Iterable[type]) -> bool:
-    """Return whether one of these types is a tensor subclass, such as DTensor, that calls operators on its inner tensors."""
+    """Return whether any of these types is a tensor subclass that calls operators on inner tensors, such as DTensor."""
     plain = torch._C._disabled_torch_dispatch_impl
     return any(
         each.__torch_dispatch__ != plain and not issubclass(each, FakeTensor)  # type: ignore[attr-defined]
@@ -56,9 +56,9 @@ def wraps_tensors(types: Iterable[type]) -> bool:
     )
 
 
-# The number of modes that see an operator after the caller.
+# Returns the number of dispatch modes that still see an operator after the caller.
 modes_left: Callable[[], int] = torch._C._len_torch_dispatch_stack
-# The names of functional collectives in the hooks of a group, by the operator's name.
+# Maps functional collectives to the names that a group's hooks use for them.
 _FUNCTIONAL = {
     "all_reduce": "ALLREDUCE",
     "all_reduce_coalesced": "ALLREDUCE_COALESCED",
@@ -75,10 +75,10 @@ _FUNCTIONAL = {
 
 @final
 class ToldWork(Work):  # type: ignore[misc]
-    """The Work of a call that is not carried out. It is complete at once, and reports when it is first waited for.
+    """The Work of a call that is not executed. It is complete from the start, and reports the first wait.
 
-    held: the call's tensors, kept alive as a backend would keep them. The creator must keep the ToldWork until it is
-    waited for: torch keeps the C++ Work alive, but not its Python part.
+    held: the call's tensors, which it keeps alive as a backend would. The creator must keep a reference to the ToldWork
+    until the wait, because torch keeps the C++ Work alive but not its Python part.
     """
 
     def __init__(self, held: object, waited: Callable[[ToldWork], None]) -> None:
@@ -87,7 +87,7 @@ class ToldWork(Work):  # type: ignore[misc]
         self._waited: Callable[[ToldWork], object] | None = waited
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Return True, always, as for every Work."""
+        """Report the first wait. Always returns True."""
         if self._waited is not None:
             waited, self._waited = self._waited, None
             waited(self)
@@ -100,7 +100,7 @@ class ToldWork(Work):  # type: ignore[misc]
         return True
 
     def get_future(self) -> Any:
-        """Return a future of the call's tensors, if these are flat."""
+        """Return a future with the call's tensors as a flat list."""
         self.wait()
         future: Future[Any] = Future()
         future.set_result([x for x in leaves_of(self._held) if isinstance(x, torch.Tensor)])
@@ -108,8 +108,8 @@ class ToldWork(Work):  # type: ignore[misc]
 
 
 def _name_of(boxed: Any) -> str:
-    """Return the name, such as `sum`, of a ReduceOp boxed by a c10d operator. torch 2.14 and later return it
-    unboxed.
+    """Return the name, such as `sum`, of a ReduceOp that a c10d operator has boxed. torch 2.14 and later have a method to
+    unbox it.
     """
     unbox = getattr(dist.ReduceOp, "unbox", None)
     op = dist.ReduceOp.RedOpType(boxed.op()) if unbox is None else unbox(boxed).op
@@ -117,9 +117,10 @@ def _name_of(boxed: Any) -> str:
 
 
 def tell_hooks(operator: Any, args: Sequence[Any], outputs: Sequence[torch.Tensor], work: Any) -> bool:
-    """Call the hooks of a group for a collective that a mode does not pass to the backend. Return whether the group has hooks.
+    """Call a group's hooks for a collective that a mode does not pass to the backend. Return whether hooks were called.
 
-    operator: of `c10d`, or a functional collective. outputs: results of a functional collective. work: for the hook.
+    operator: a `c10d` operator or a functional collective. outputs: the results of a functional collective. work: the Work
+    to pass to the hook.
     """
     given = {each.name: value for each, value in zip(schema_of(operator).arguments, args, strict=False)}
     kind = schema_of(operator).name.partition("::")[2].strip("_")
@@ -158,24 +159,24 @@ def tell_hooks(operator: Any, args: Sequence[Any], outputs: Sequence[torch.Tenso
     return True
 
 
-# torch's original; libraries keep an imported function from one simulated rank to the next.
+# torch's original functions. A library may import a replacement and keep it from one simulated rank to the next.
 _INIT: Any = dist.init_process_group
 _HELPER: Any = dist.distributed_c10d._new_process_group_helper
 _MESH: Any = device_mesh.init_device_mesh
 _BROADCAST: Any = dist.broadcast_object_list
-# Inside the function that makes a DeviceMesh's groups, the grid of ranks has values.
+# torch's function that creates a DeviceMesh's groups. It must run without modes, because it reads the grid of ranks.
 _GROUPS: Any = getattr(DeviceMesh, "_init_process_groups", None)
 _PRETENDING: list[None] = []
 
 
 def _init_process_group(*args: Any, **given: Any) -> None:
-    """In a simulated world the default group already exists, whatever backend and store the program requests."""
+    """Do nothing in a simulated world, where the default group already exists. Otherwise call torch's original."""
     if not _PRETENDING:
         _INIT(*args, **given)
 
 
 def _init_device_mesh(*args: Any, **given: Any) -> DeviceMesh:
-    """Create a DeviceMesh whose grid of ranks has values. The mode alone would leave it without values."""
+    """Create a DeviceMesh without modes, so that its grid of ranks has values."""
     with without_modes():
         made: DeviceMesh = _MESH(*args, **given)
         return made
@@ -187,14 +188,14 @@ def _init_process_groups(*args: Any, **given: Any) -> Any:
 
 
 def _fake_group(size: int, rank: int, ranks: Any, backend: Any, *args: Any, **given: Any) -> Any:
-    """Create every other group with torch's fake backend too, without backend options."""
+    """Create a group with torch's fake backend and without backend options, whatever the program requests."""
     given = {**given, **({OPTIONS_KEY: None} if OPTIONS_KEY in given else {}), "device_id": None}
     return _HELPER(size, rank, ranks, dist.Backend("fake"), *args, **given)
 
 
 def _broadcasting(known: list[list[bytes]]) -> Callable[..., None]:
-    """Return `broadcast_object_list`. Rank 0 records the objects that it broadcasts. The other ranks take these
-    objects, in the order of their own calls.
+    """Return a replacement for `broadcast_object_list`. Rank 0 records the objects that it broadcasts. The other ranks
+    receive these objects, in the order of their calls.
     """
     following = iter(tuple(known))
 
@@ -220,11 +221,12 @@ def one_rank_of_torch(
     told: Callable[[DeviceMesh], None] = lambda _: None,
     objects: list[list[bytes]] | None = None,
 ) -> Iterator[None]:
-    """While it is entered, new DeviceMeshes, including FSDP's, know their ranks, although a mode removes tensor values.
+    """While this context is active, new DeviceMeshes, including FSDP's, know their ranks although tensors have no values.
 
-    The program's `init_process_group` returns the default group, and its other groups use the same backend.
-    decode: converts bytes to the results of torch's object collectives, such as broadcast_object_list. told: called with
-    each DeviceMesh. objects: pickled objects that rank 0 has broadcast to all ranks; rank 0 appends to it.
+    The program's call of `init_process_group` has no effect, and its other groups use the fake backend too.
+    decode: converts bytes to the results of torch's object collectives, such as broadcast_object_list.
+    told: called with each new DeviceMesh. objects: the pickled objects that rank 0 has broadcast to all ranks, to which
+    rank 0 appends.
     """
     made, known = DeviceMesh.__init__, dict[Any, Any]()
 
@@ -232,7 +234,8 @@ def one_rank_of_torch(
         with without_modes():
             made(mesh, *args, **given)
         if (ranks := getattr(mesh, "_flatten_rank_map", None)) is not None:
-            # DTensor compares them thousands of times. Comparing a tuple with itself takes a fifth of the time of comparing equal tuples.
+            # DTensor compares these tuples thousands of times. Comparing a tuple with itself takes a fifth of the time that
+            # comparing two equal tuples takes.
             mesh._flatten_rank_map = known.setdefault(ranks, ranks)
         told(mesh)
 
@@ -252,7 +255,7 @@ def one_rank_of_torch(
             patch.object(c10d, "init_process_group", _init_process_group),
             patch.object(dist, "init_process_group", _init_process_group),
             patch.object(dist, "init_device_mesh", _init_device_mesh),
-            # DDP compares shapes by reading data from other ranks. A dry run compares the calls instead.
+            # DDP compares shapes by reading data from other ranks, which a dry run does not have. It compares calls instead.
             patch.object(dist, "_verify_params_across_processes", lambda *_: None),
             patch.object(device_mesh, "init_device_mesh", _init_device_mesh),
         ):

@@ -1,4 +1,4 @@
-"""A dry run of a training config, and the results of any dry run as plain data: verdicts, memory, calls, times."""
+"""Dry runs of a training config, and the results of any dry run as plain data: verdicts, memory, calls and times."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 
 Facts = dict[str, Any]
 
-# Priced like the operation that moves the same bytes over the same links.
+# These operations are timed like the ones that move the same bytes over the same links.
 _LIKE: Final[dict[str, Operation]] = {"gather": "reduce", "scatter": "broadcast"}
 
 
 def dry_training(settings: Config, world: int, ranks: Sequence[int] = (), sample: int = 8) -> Facts:
-    """Run the training as ranks that represent all of `world`. Returns the findings as plain data.
+    """Dry-run the training as ranks that represent all of `world`, and return the results as plain data.
 
-    ranks, sample: additional ranks, see `chosen`. Raises as `chosen` and `dry_world`.
+    ranks, sample: additional ranks to run, see `chosen`. Raises the same errors as `chosen` and `dry_world`.
     """
     began = time.perf_counter()
     settings = settings.resolved(world)
@@ -47,7 +47,7 @@ def dry_training(settings: Config, world: int, ranks: Sequence[int] = (), sample
 
 
 def priced(topology: TopologyConfig) -> Callable[..., Replay]:
-    """Return the replay function. It computes times if it is known which ranks share a node."""
+    """Return the replay function. It computes times only if it is known which ranks share a node."""
     links = machine(topology)
     if links is None:
         return replay
@@ -56,10 +56,10 @@ def priced(topology: TopologyConfig) -> Callable[..., Replay]:
 
 
 def prices(machine: Machine) -> Seconds:
-    """Return the alpha-beta time of each call with the best algorithm that a backend would choose, as in `meshcomm
-    costs`.
+    """Return a function that computes a call's alpha-beta time with the best algorithm that a backend would choose, as
+    in `meshcomm costs`.
 
-    Exchanges of Python objects and barriers are small and count as 0.
+    Barriers and exchanges of Python objects are short, and their time is taken as 0.
     """
 
     @cache
@@ -78,8 +78,8 @@ def prices(machine: Machine) -> Seconds:
 
 
 def dry_facts(found: World, settings: Config | None, topology: TopologyConfig, seconds: float) -> Facts:
-    """Return `World` as JSON-serializable data. settings: the training's settings; None for a script. seconds: duration of
-    the dry run.
+    """Return a `World` as JSON-serializable data. settings: the training's settings, or None for a script. seconds: how
+    long the dry run took.
     """
     layout, steps = found.layout, list(found.steps.values())
     limit = topology.memory_gbytes
@@ -114,12 +114,12 @@ def dry_facts(found: World, settings: Config | None, topology: TopologyConfig, s
 
 
 def _part(steps: Sequence[RankStep]) -> str:
-    """Return the part of the program that calls and times cover."""
+    """Return a description of the part of the program that calls and times cover."""
     parts = list(dict.fromkeys(step.part for step in steps))
-    return parts[0] if len(parts) == 1 else "the program, of which some ranks end earlier,"
+    return parts[0] if len(parts) == 1 else "the program (some ranks end earlier)"
 
 
-# Ways to make each part smaller, settings first.
+# Ways to reduce the memory of each purpose, with settings first.
 _LESS: Final[dict[str, str]] = {
     **dict.fromkeys(
         ("activations", "rest"),
@@ -131,13 +131,13 @@ _LESS: Final[dict[str, str]] = {
     ),
     "gathered": "parallel.options.reshard = true, or more ranks along parallel.tensor or parallel.pipeline",
 }
-# For a program without these settings.
+# The same for a program that does not have these settings.
 _LESS_OF_A_SCRIPT: Final[dict[str, str]] = {
     **dict.fromkeys(
         ("activations", "rest"), "activation checkpointing, smaller micro-batches, or more ranks"
     ),
-    **dict.fromkeys(("weights", "gradients", "optimizer"), "sharding or splitting them over more ranks"),
-    "gathered": "resharding after the forward pass, or smaller units of fully_shard",
+    **dict.fromkeys(("weights", "gradients", "optimizer"), "sharding or splitting them across more ranks"),
+    "gathered": "resharding after the forward pass, or smaller fully_shard units",
 }
 
 
@@ -159,10 +159,10 @@ def _stage(stage: int, ran: Sequence[RankStep]) -> Facts:
 
 
 def _calls(steps: Sequence[RankStep], met: Replay | None, links: Machine | None) -> list[Facts]:
-    """Return, for each dim, the calls and bytes of the rank that moves the most along it, and the seconds of the rank that is
-    blocked the longest.
+    """Return, for each dim, the largest bytes and calls of each kind on any rank, and the longest time for which any rank
+    is blocked.
 
-    link: the slowest link that a group of a rank that was run crosses; None if it is unknown which ranks share a node.
+    link: the slowest link that any examined group crosses; None if it is unknown which ranks share a node.
     """
     dims: dict[str, dict[str, tuple[int, int]]] = {}
     for step in steps:
@@ -173,7 +173,7 @@ def _calls(steps: Sequence[RankStep], met: Replay | None, links: Machine | None)
     for step in steps:
         for span in step.calls:
             groups.setdefault(span.lane, set()).add(tuple(step.groups[span.group]))
-    # Without links, calls have no times, and the replay counts no seconds.
+    # Without links, calls have no times, so the replay's seconds mean nothing.
     if links is None:
         met = None
     found = []
@@ -199,7 +199,7 @@ def _calls(steps: Sequence[RankStep], met: Replay | None, links: Machine | None)
 
 
 def _step(found: World, settings: Config | None, topology: TopologyConfig) -> Facts | None:
-    """Return the time of a step. Return None if calls differ, or if it is unknown which ranks share a node."""
+    """Return the time of a step, or None if calls do not match or if it is unknown which ranks share a node."""
     met, links = found.replay, machine(topology)
     if met is None or met.stuck or links is None:
         return None
@@ -218,7 +218,7 @@ def _step(found: World, settings: Config | None, topology: TopologyConfig) -> Fa
         "rank": last,
         "compute_s": met.computed[last],
         "exposed_s": {dim: each.waits - each.late for dim, each in sums.items()},
-        # A rank that arrives early would show a wait that does not exist.
+        # The waits of a rank that arrives early are not real.
         "late_s": {} if last in met.early else {dim: each.late for dim, each in sums.items()},
         "tokens_s": None if tokens is None or not seconds else tokens / seconds,
         "tflops": flops / seconds / 1e12 if seconds else None,

@@ -1,4 +1,4 @@
-"""A dry run of a world: run some of its ranks one after the other, and draw conclusions for all."""
+"""A dry run of a world: run some of its ranks separately, and draw conclusions about all of them."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ from meshcomm.layout import Layout
 if TYPE_CHECKING:
     from meshcomm.dryrun.rank import RankStep
 
-# Runs the program as one rank, given (rank, world size). The function can be pickled.
+# Runs the program as one rank, given (rank, world size). The function must be picklable.
 Program: TypeAlias = "Callable[[int, int], RankStep]"
 
-# Like the built-in `map`, but may use other processes.
+# Like the built-in `map`, but it may run in other processes.
 _Map: TypeAlias = "Callable[..., Iterator[RankStep | MeshcommError]]"
 
-# All ranks are run in worlds of up to this many ranks.
+# In worlds of up to this many ranks, all ranks are run.
 WHOLE: Final = 16
-# Corners are taken along this many of the outermost dims: at most 2 ** 5 ranks.
+# Corners are chosen along at most this many of the outermost dims, so there are at most 2 ** 5 corner ranks.
 _CORNERS: Final = 5
-# A middle rank is taken along dims of at least this size.
+# A middle rank is chosen along each dim of at least this size.
 _MIDDLE: Final = 4
-# The most additional ranks to run if a rank's calls differ from those of others in its stage.
+# How many additional ranks are run, at most, if calls differ within a stage.
 _PEERS: Final = 16
 
 
 class World(NamedTuple):
-    """The results of a dry run. steps: by rank, ascending. findings: predicted failures. unlike: texts about ranks whose calls
-    differ from the first rank of their stage. replay: None where calls differ.
+    """The results of a dry run. steps: the steps by rank, ascending. findings: predicted failures. unlike: messages about
+    ranks whose calls differ from those of the first rank of their stage. replay: None if calls do not match.
     """
 
     layout: Layout
@@ -58,7 +58,7 @@ class World(NamedTuple):
         return dict(sorted(found.items()))
 
     def stage(self, rank: int) -> int:
-        """Return the coord along the pipeline; 0 without one."""
+        """Return a rank's coord along the pipeline dim, or 0 without a pipeline."""
         return 0 if self.pipeline is None else self.layout.coord(rank, self.pipeline)
 
 
@@ -71,12 +71,13 @@ def dry_world(
     processes: int | None = None,
     replayed: Callable[[Sequence[RankStep], Callable[[int], str]], Replay] = replay,
 ) -> World:
-    """Run `program` as some ranks of the world of `layout`, and compare their calls.
+    """Run `program` as some of the ranks of `layout`, and compare their calls.
 
-    pipeline: the dim of the stages. ranks: the ranks to run first; None: see `chosen`. processes: the number of processes
-    that run ranks in parallel; None: one for each core; 0: this process. replayed: the replay function.
+    pipeline: the dim of the stages. ranks: the ranks to run first; if None, the result of `chosen`. processes: the number
+    of processes that run ranks in parallel; None means one per core, and 0 means this process. replayed: the replay
+    function.
 
-    Raises ConfigError; RankFailed where the program of a rank raises.
+    Raises ConfigError, or RankFailed if the program raises on a rank.
     """
     if pipeline is not None and layout.size(pipeline) == 1:
         pipeline = None
@@ -102,11 +103,11 @@ def dry_world(
 
 
 def _unlike(found: World, where: Callable[[int], str]) -> tuple[list[int], list[str]]:
-    """Return additional ranks to run, and texts about ranks whose calls differ from the first rank of their stage that
-    was run.
+    """Return additional ranks to run, and messages about ranks whose calls differ from those of the first rank that was
+    run in their stage.
 
-    Each rank represents the ranks of its stage that were not run. Where two ranks of a stage differ, more ranks of the
-    groups along which they differ are run. This shows whether calls also differ inside these groups.
+    The ranks that were run represent the other ranks of their stage. If the calls of two of them differ along a dim, more
+    ranks along that dim are run, to find out whether calls also differ within a group.
     """
     more: dict[int, None] = {}
     told = []
@@ -118,7 +119,7 @@ def _unlike(found: World, where: Callable[[int], str]) -> tuple[list[int], list[
             if not dims:
                 continue
             told.append(
-                f"{where(step.rank)} makes other calls than {where(steps[0].rank)} along {', '.join(sorted(dims))}"
+                f"{where(step.rank)} makes different calls than {where(steps[0].rank)} along {', '.join(sorted(dims))}"
             )
             for dim in dims:
                 if dim in found.layout.names:
@@ -130,11 +131,12 @@ def _unlike(found: World, where: Callable[[int], str]) -> tuple[list[int], list[
 def chosen(
     layout: Layout, pipeline: str | None = None, *, also: Sequence[int] = (), sample: int = 8
 ) -> list[int]:
-    """Return the ranks that represent all ranks, ascending.
+    """Return the ranks that represent all ranks, in ascending order.
 
-    They are the first, middle and last coord along each dim of the base and of each view, with the other coords 0; every
-    stage of `pipeline`; every corner, which is first or last along each dim; the ranks in `also`; and `sample` more,
-    chosen at random with a fixed seed. In worlds of up to 16 ranks: all. Raises LayoutError for a rank outside the world.
+    They are the first, middle and last rank along each dim of the base and of each view, with all other coords 0; one
+    rank of every stage of `pipeline`; every corner, that is, ranks that are first or last along each dim; the ranks in
+    `also`; and `sample` more, chosen at random with a fixed seed. In a world of up to 16 ranks, all ranks are returned.
+    Raises LayoutError if a rank in `also` is outside the world.
 
     >>> chosen(Layout({"pp": 4, "dp": 64, "tp": 8}), "pp", sample=0)[:6]
     [0, 4, 7, 256, 504, 511]
@@ -167,7 +169,7 @@ def chosen(
 
 @contextmanager
 def _processes(count: int) -> Iterator[_Map]:
-    """`map` in `count` processes, or in this process if `count` is 0."""
+    """Yield a `map` that runs in `count` processes, or in this process if `count` is 0."""
     if not count:
         yield map
         return
@@ -181,9 +183,9 @@ def _processes(count: int) -> Iterator[_Map]:
 
 
 def _steps(run: _Map, program: Program, names: Mapping[int, str], world: int) -> dict[int, RankStep]:
-    """Return the steps of the ranks with these names.
+    """Run the ranks in `names`, and return the step of each.
 
-    Raises an error that concerns all ranks, or RankFailed for the first rank that failed.
+    Raises an error that affects all ranks, or RankFailed for the first rank that failed.
     """
     steps: dict[int, RankStep] = {}
     for rank, made in zip(names, run(partial(_ran, program, world), names.items()), strict=True):
@@ -194,7 +196,7 @@ def _steps(run: _Map, program: Program, names: Mapping[int, str], world: int) ->
 
 
 def _ran(program: Program, world: int, rank: tuple[int, str]) -> RankStep | MeshcommError:
-    """Return the rank's number and its name."""
+    """Run the program as one rank, and return its step or its error. rank: the rank's number and name."""
     try:
         return program(rank[0], world)
     except Exception as error:
@@ -202,7 +204,7 @@ def _ran(program: Program, world: int, rank: tuple[int, str]) -> RankStep | Mesh
 
 
 def failure_of(error: Exception, name: str) -> MeshcommError:
-    """Convert an error of a rank's program: a MeshcommError is kept; others become RankFailed with the program's line."""
+    """Return a MeshcommError unchanged, and convert any other error to RankFailed with the program's line."""
     from meshcomm.comm.callsite import is_ours
 
     if isinstance(error, MeshcommError):

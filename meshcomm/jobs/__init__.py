@@ -1,1 +1,1 @@
-"""How a command starts processes, and the program of each process. Files have the same names as in `meshcomm/cli`."""
+"""How each command starts processes, and what each process runs. Files have the same names as in `meshcomm/cli`."""

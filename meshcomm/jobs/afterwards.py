@@ -1,4 +1,4 @@
-"""`meshcomm report` and `export`: the output of a finished job, analyzed or exported."""
+"""`meshcomm report` and `meshcomm export`: analyze or export the output of a finished job."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ _DTYPES: Final = ("float32", "bfloat16", "float16")
 
 
 def _reports_in(folder: Path) -> Iterator[tuple[int, Path]]:
-    """Return the report files of the ranks in a folder, and the rank of each. Copies under other names are ignored."""
+    """Yield the rank and the path of each report file in a folder. Copies with other names are ignored."""
     for path in folder.glob("rank*.json"):
         if found := re.fullmatch(r"rank(\d+)\.json", path.name):
             yield int(found[1]), path
 
 
 def newest_run(folder: Path) -> Path:
-    """Return the folder of the most recent run with reports under `folder`; `folder` may itself be a run's folder."""
+    """Return the folder of the most recent run in `folder` that has reports, or `folder` itself if it is a run's folder."""
     if any(_reports_in(folder)):
         return folder
-    # The names of the folders begin with the time.
+    # Folder names begin with the time.
     return max((path for path in folder.glob("*/") if any(_reports_in(path))), default=folder)
 
 
 @contextmanager
 def _reading_report(file: Path) -> Iterator[None]:
-    """Raise a LaunchError for a file whose content the block cannot use, for example a file from another program."""
+    """Raise a LaunchError if the block cannot use the file's content, for example because another program wrote the file."""
     try:
         yield
     except (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
@@ -45,13 +45,13 @@ def _reading_report(file: Path) -> Iterator[None]:
 
 
 def read_reports(folder: Path) -> dict[int, Any]:
-    """Return the reports in a folder, by rank. Raises LaunchError if there are none, or if one cannot be used."""
+    """Return the reports in a folder, by rank. Raises LaunchError if there are no reports, or if a report is invalid."""
     files = sorted(_reports_in(folder))
     if not files:
         raise LaunchError(
             f"there are no reports in {folder}",
             given=f"{folder}" if folder.is_dir() else f"{folder}, which is not a folder",
-            expected="rank0.json, rank1.json, ... as ranks leave them when a call fails",
+            expected="rank0.json, rank1.json, ..., which ranks write when a call fails",
             hint="mesh.reports in the config sets the folder; the default is meshcomm-reports",
         )
     statuses = {}
@@ -73,7 +73,7 @@ def read_reports(folder: Path) -> dict[int, Any]:
 
 
 def report(folder: Path) -> str:
-    """Return the root cause that the reports in a folder show when combined, and a line for each rank."""
+    """Return the root cause according to all reports in a folder, and a line for each rank."""
     runs = {path for path in folder.glob("*/") if any(_reports_in(path))}
     folder = newest_run(folder)
     statuses = read_reports(folder)
@@ -98,9 +98,9 @@ def export(
     dtype: str | None = None,
     shard_gb: float | None = None,
 ) -> str:
-    """Write the weights of a checkpoint, or of a run's last one, into a safetensors file or a folder. Return a summary.
+    """Export the weights of a checkpoint, or of a run's last checkpoint, to a safetensors file or a folder. Return a summary.
 
-    Raises: ConfigError for options that cannot be combined, TrainingError.
+    Raises: ConfigError for options that cannot be combined; TrainingError if the export fails.
     """
     import torch
 
@@ -111,7 +111,7 @@ def export(
             "two kinds of output are requested",
             given="--pretrained, --merged",
             expected="one of them",
-            hint="--merged for the full model; --pretrained for only the adapters",
+            hint="use --merged for the full model, or --pretrained for only the adapters",
         )
     if pretrained or merged:
         if dtype not in (None, *_DTYPES):
@@ -130,7 +130,7 @@ def export(
         raise ConfigError(
             f"{' and '.join(named)} without --pretrained or --merged",
             given=", ".join(named),
-            expected="--dtype and --shard-gb with one of them",
+            expected="--dtype and --shard-gb only with one of these options",
             hint="meshcomm export RUN FOLDER --pretrained",
         )
     return _summary(export_weights(source, target))

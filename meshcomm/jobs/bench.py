@@ -1,4 +1,4 @@
-"""`meshcomm bench`: compare operations on a config's mesh, or on processes along one dim, with raw torch."""
+"""`meshcomm bench`: compare operations on a config's mesh, or along a single dim, with raw torch.distributed."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from meshcomm.show.page import terminal
 from meshcomm.show.units import count
 
 SIZES: Final = ("4KiB", "64KiB", "1MiB", "16MiB")
-# The defaults without a config, outside a launcher.
+# The defaults if there is no config and no launcher.
 _WORLD: Final = 4
 _ONE_DIM: Final = {"mesh": {"dims": {"dp": -1}, "device": "cpu", "timeout_s": 300.0}}
 
 
 class Output(NamedTuple):
-    """json: print the facts instead of tables. fit: the file to write a [topology] to."""
+    """json: whether to print JSON instead of tables. fit: the file to which a [topology] is written."""
 
     json: bool = False
     fit: Path | None = None
@@ -41,9 +41,9 @@ class Output(NamedTuple):
 def bench(
     config: Path | None, overrides: Sequence[str], world: int | None, asked: Asked, output: Output
 ) -> int:
-    """Measure the mesh of `config`, or one dim on the CPU, compared with raw torch.distributed. Return the exit code.
+    """Compare the mesh of `config`, or a single dim on the CPU, with raw torch.distributed. Return the exit code.
 
-    Outside a launcher, starts all ranks here, after all arguments were checked.
+    Outside a launcher, all ranks are started on this host once all arguments have been checked.
     """
     settings = load_config(config or _ONE_DIM, overrides)
     here = find_launch(os.environ)
@@ -64,7 +64,7 @@ def bench(
 
 
 def _check_output(path: Path) -> None:
-    """Raise ConfigError unless `path` can become a `[topology]`. A file that meshcomm bench did not write is not replaced."""
+    """Raise ConfigError if a `[topology]` cannot be written to `path`, or if the file there is not from meshcomm bench."""
     check_ending(path, "--fit", ".toml")
     if not path.parent.is_dir() or not os.access(path.parent, os.W_OK) or path.is_dir():
         raise ConfigError(
@@ -82,7 +82,7 @@ def _check_output(path: Path) -> None:
 
 
 def body(settings: Config, asked: Asked, output: Output) -> None:
-    """The program of each rank."""
+    """Run the benchmark on one rank."""
     topology = discovered(settings.topology, os.environ)
     if output.fit is not None:
         known_machine(topology, settings.source)
@@ -108,14 +108,14 @@ def body(settings: Config, asked: Asked, output: Output) -> None:
 
 
 def _steady(settings: Config) -> Config:
-    """Turn off comparing the first calls, which would end during the measurement. Keep "always", a cost of every call."""
+    """Turn off the comparison of the first calls, which would end during the measurement. The setting "always" is kept."""
     if settings.mesh.validate_calls == "always":
         return settings
     return settings.model_copy(update={"mesh": settings.mesh.model_copy(update={"validate_calls": 0})})
 
 
 def _fit(settings: Config, plan: Plan, facts: dict[str, Any], path: Path) -> None:
-    """Put latencies and bandwidths into the facts, and write them as a `[topology]`."""
+    """Add the fitted latencies and bandwidths to the facts, and write them as a `[topology]`."""
     topology = discovered(settings.topology, os.environ)
     times = [
         Time(row["dim"], row["operation"], row["bytes"], row["meshcomm"]["seconds"]) for row in facts["rows"]

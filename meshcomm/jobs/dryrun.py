@@ -1,4 +1,4 @@
-"""`meshcomm dryrun`: the training of a config, or a script, on some ranks of a world that does not exist."""
+"""`meshcomm dryrun`: run a config's training, or a script, on some ranks of a simulated world."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from meshcomm.mesh.environment import how_many_ranks
 from meshcomm.predict.links import discovered
 from meshcomm.predict.place import Ranking, placed_data
 
-# Usual names of the dim of stages, if there is no [parallel].
+# Common names of the pipeline dim, used if there is no [parallel].
 _STAGES: Final = ("pp", "pipeline", "pipe", "stage")
 
 
 class Exact(NamedTuple):
-    """The result of a dry run for a placement. peak_bytes: peak of the rank that holds the most."""
+    """The result of a placement's dry run. peak_bytes: the highest peak memory on any rank."""
 
     step_s: float
     peak_bytes: int
@@ -39,9 +39,9 @@ def dryrun(
     ranks: Sequence[int] = (),
     sample: int = 8,
 ) -> dict[str, Any]:
-    """Run the training of `config`, or `script`, on representative ranks of `world`. Return the findings as plain data.
+    """Run `script`, or the training in `config`, on representative ranks of `world`. Return the results as plain data.
 
-    ranks, sample: more ranks, see `chosen`.
+    ranks, sample: additional ranks to run, see `chosen`.
     Raises ConfigError, LaunchError, RankFailed; LayoutError for a rank that does not exist.
     """
     began = time.perf_counter()
@@ -56,7 +56,7 @@ def dryrun(
     parallel = getattr(asked, "parallel", None)
     topology = discovered((settings or asked).topology, os.environ)
     stages = None if parallel is None else parallel.pipeline
-    # Without a configuration: the dim with the usual name.
+    # Without a configuration, look for a dim with a common name.
     pipeline = stages or next((dim for dim in layout.dims if dim in _STAGES), None)
     first = chosen(layout, pipeline, also=ranks, sample=sample)
     found = dry_world(
@@ -70,9 +70,9 @@ def dryrun(
 
 
 def mesh_made_by(script: Path, world: int | None) -> dict[str, Any]:
-    """Return the configuration of the mesh, or of the DeviceMesh, that a script creates as rank 0 of `world`.
+    """Return the configuration of the mesh or DeviceMesh that a script creates as rank 0 of `world`.
 
-    Raises as `dryrun`.
+    Raises the same errors as `dryrun`.
     """
     if world is None:
         raise how_many_ranks("plan")
@@ -90,10 +90,10 @@ def mesh_made_by(script: Path, world: int | None) -> dict[str, Any]:
 
 
 def exactly(settings: Config, ranking: Ranking, topology: TopologyConfig) -> tuple[Ranking, list[Exact]]:
-    """Return the placements of a ranking, fastest first, after a dry run of each with one rank of each stage, and
-    the results.
+    """Dry-run each placement in a ranking with one rank per stage. Return the placements, fastest first, and the
+    results.
 
-    Placements that exceed the memory come last.
+    Placements that exceed the memory limit come last.
     """
     found: list[tuple[bool, float, int, Exact]] = []
     for number, placement in enumerate(ranking.placements):

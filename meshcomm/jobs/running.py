@@ -1,6 +1,6 @@
-"""`meshcomm train`, `run`, `simulate` and `parity`: a config or a script on every rank.
+"""`meshcomm train`, `run`, `simulate` and `parity`, which run a config or a script on every rank.
 
-Problems with the config or script are reported before torch is loaded, which takes seconds.
+Problems with the config or script are reported before torch is imported, because the import takes seconds.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from meshcomm.config import Config, load_config
 from meshcomm.config.elastic import ElasticConfig
 from meshcomm.errors import ConfigError, LaunchError
 
-# The time that ranks may take to finish a step and save a checkpoint, once they are asked to end.
+# How long ranks may take to finish a step and save a checkpoint after they are asked to end.
 _SAVING_S: Final = 30.0
 
 
@@ -31,9 +31,9 @@ def train(
     max_restarts: int = 0,
     replace: int | None = None,
 ) -> int:
-    """Train by `config`. Return the exit code. Outside a launcher, start all ranks here.
+    """Train according to `config`. Return the exit code. Outside a launcher, all ranks are started on this host.
 
-    replace: instead of elastic.replace.
+    replace: overrides elastic.replace.
     """
     overrides = _replacing(overrides, replace)
     settings = load_config(config, overrides)
@@ -43,7 +43,7 @@ def train(
             given="no [model]"
             if settings.train
             else "a mesh without [parallel], [model], [data] and [train]",
-            expected="all four sections, or meshcomm run with a script that makes a meshcomm.train.Trainer",
+            expected="all four sections, or meshcomm run with a script that creates a meshcomm.train.Trainer",
             hint="meshcomm new writes a config with all of them",
         )
     if world is not None:
@@ -83,13 +83,13 @@ def _replacing(overrides: Sequence[str], replace: int | None) -> Sequence[str]:
 
 @contextmanager
 def _loading() -> Iterator[None]:
-    """Import modules that stay until the end. Collecting garbage among them would cost a rank a fifth of its startup time."""
+    """Import modules that stay loaded. Garbage collection during these imports would take a fifth of a rank's startup time."""
     gc.disable()
     try:
         yield
     finally:
         gc.freeze()
-        # At exit, Python frees libraries' objects as garbage. Without this, they are reported as leaks.
+        # At exit, Python frees libraries' objects by garbage collection. Without this call, they are reported as leaks.
         atexit.register(gc.unfreeze)
         gc.enable()
 
@@ -104,10 +104,10 @@ def run(
     stats: bool = False,
     replace: int | None = None,
 ) -> int:
-    """Run a script on every rank. Its `meshcomm.init()` creates the mesh of `config`, if there is one, on `world` ranks.
+    """Run a script on every rank. Its `meshcomm.init()` creates the mesh of `config`, if given, on `world` ranks.
 
-    replace: instead of elastic.replace. stats: when the default group ends, rank 0 prints its calls on groups that the script
-        created with torch.
+    replace: overrides elastic.replace. stats: whether rank 0 prints its calls on groups that the script created with
+        torch, when the default group is destroyed.
     """
     if config is not None:
         overrides = _replacing(overrides, replace)
@@ -124,7 +124,7 @@ def run(
             os.environ[OVERRIDES_VARIABLE] = "\n".join(overrides)
         watch_if_possible(stats)
         sys.argv = [str(script), *arguments]
-        # As `python SCRIPT` does: imports are searched next to the script first.
+        # Like `python SCRIPT`, search for imports in the script's folder first.
         sys.path.insert(0, str(script.resolve().parent))
         runpy.run_path(str(script), run_name="__main__")
 
@@ -142,9 +142,9 @@ def parity(
     tolerance: float,
     script: tuple[Path, Sequence[str]] | None = None,
 ) -> dict[str, Any]:
-    """Compare a training on the mesh of `config` with one process. Return `Parity.facts`.
+    """Compare training on the mesh of `config` with training on one process. Return `Parity.facts`.
 
-    script: the script, with its arguments, that creates the Trainer on the mesh of meshcomm.init(). None: `config` is trained.
+    script: the script that creates a Trainer on the mesh from meshcomm.init(), and its arguments. If None, `config` is trained.
     """
     # A script's ranks read the configuration from another folder.
     settings = load_config(config if script is None else config.resolve(), overrides)
@@ -160,7 +160,7 @@ def parity(
         raise LaunchError(
             f"meshcomm parity inside a job that {here.kind} started",
             given=f"launcher {here.kind} with {here.world_size} processes",
-            expected="one process, because it starts one per rank itself, once for each mesh that it compares",
+            expected="a single process, because meshcomm parity itself starts the ranks of each mesh",
             hint="run meshcomm parity CONFIG without the launcher",
         )
     size = world_of(settings, world)

@@ -1,4 +1,4 @@
-"""How a command starts processes: one per rank on this host or, inside a launcher, only this rank."""
+"""Start the processes of a command, one per rank on this host or, inside a launcher, only this rank."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def start_job(
     grace_s: float = GRACE_S,
     elastic: ElasticConfig | None = None,
 ) -> int:
-    """Run `body` as this rank if a launcher started this process; otherwise start `meshcomm WORDS` once per rank on this host.
+    """Run `body` if a launcher started this process as a rank. Otherwise start `meshcomm WORDS` once per rank on this host.
 
-    settings: None for a script that defines its mesh itself. world: None to follow `settings`. overrides: of `--set`.
-    elastic: if None, that of `settings`. Return the exit code.
+    settings: None for a script that defines its own mesh. world: None to use the size in `settings`. overrides: the values
+    of `--set`. elastic: if None, the section of `settings` is used. Return the exit code.
     """
     here = find_launch(os.environ)
     if elastic is None:
@@ -47,7 +47,7 @@ def start_job(
             raise LaunchError(
                 f"--max-restarts {max_restarts} inside a job that {here.kind} started",
                 given=f"--max-restarts {max_restarts}, launcher {here.kind} with {here.world_size} processes",
-                expected="no --max-restarts, because restarts are up to the launcher",
+                expected="no --max-restarts, because the launcher controls restarts",
                 hint="torchrun --max-restarts N ... -m meshcomm train CONFIG",
             )
         as_rank(body, here, partial(label_of, settings, here.rank, here.world_size))
@@ -71,13 +71,13 @@ def start_job(
 
 
 def _refuse_elastic(here: Launch, elastic: ElasticConfig) -> None:
-    """Raise LaunchError if lost ranks should be replaced under another launcher."""
+    """Raise LaunchError if lost ranks are to be replaced under another launcher."""
     if elastic.replace or elastic.min:
         given = f"elastic.{elastic.written('replace min')}"
         raise LaunchError(
             f"lost ranks cannot be replaced inside a job that {here.kind} started",
             given=f"{given}, launcher {here.kind} with {here.world_size} processes",
-            expected="neither [elastic] nor --replace, because only the launcher of a job can start new processes",
+            expected="neither [elastic] nor --replace, because only the job's launcher can start new processes",
             hint="use meshcomm run --replace N on one host, without another launcher; on several hosts\n"
             "python -m meshcomm.launch.ray --world-size 8 --replace N train CONFIG",
         )
@@ -95,8 +95,8 @@ def refuse_other_world(here: Launch, world: int | None) -> None:
 
 
 def world_of(settings: Config | None, world: int | None) -> int:
-    """Return the number of ranks to start: `world`, or the number that the sizes need, or one for each GPU of this
-    host.
+    """Return the number of ranks to start: `world` if given, otherwise the number that the mesh sizes require, or one for
+    each GPU on this host.
     """
     if world is not None:
         return world
@@ -108,7 +108,7 @@ def world_of(settings: Config | None, world: int | None) -> int:
 
 
 def label_of(settings: Config | None, rank: int, world_size: int) -> str:
-    """Return a rank for messages, with its coords if it has any."""
+    """Return the name of a rank for messages, with its coords if it has any."""
     with suppress(MeshcommError):
         return rank_text(rank, None if settings is None else settings.plan(world_size).layout.coords(rank))
     return rank_text(rank, None)

@@ -1,1 +1,1 @@
-"""Start the ranks of a job on one host, end all of them together, and name the root cause of a failure."""
+"""Start a job's ranks on one host, end all of them together, and report the root cause of a failure."""

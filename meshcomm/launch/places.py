@@ -1,4 +1,4 @@
-"""Which processes are the ranks of a mesh after some are lost: complete copies of the model along one dim continue."""
+"""Choose the processes of a mesh after some are lost, so that complete replicas of the model along one dim continue."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from meshcomm.layout.sizes import toml_dims
 
 
 class Sizes(NamedTuple):
-    """The sizes that a mesh may have: `dims`, and along `dim` one of `fewer`, the largest first."""
+    """The sizes that a mesh may have: `dims`, with the size of `dim` optionally replaced by one of `fewer`, largest first."""
 
     dims: Mapping[str, int]
     dim: str
@@ -22,7 +22,7 @@ class Sizes(NamedTuple):
 
 
 def sizes_of(settings: Config, world_size: int) -> Sizes | None:
-    """Return the sizes that `[elastic]` allows and training supports; None if the mesh keeps its size.
+    """Return the sizes that `[elastic]` allows and that the training supports; None if the mesh keeps its size.
 
     Raises ConfigError if no smaller size is possible.
     """
@@ -44,8 +44,8 @@ def sizes_of(settings: Config, world_size: int) -> Sizes | None:
         raise ConfigError(
             f"the mesh cannot continue with fewer ranks along {dim}: no size from {least} to {dims[dim] - 1} fits",
             given=f"elastic.min = {toml_dims(wanted)}, mesh.dims = {toml_dims(dims)}; with {dims[dim] - 1}: {refused}",
-            expected=f"a smaller {dim} that the rest of the configuration fits",
-            hint="a train.global_batch_size that smaller sizes divide; -1 in a view; or remove elastic.min",
+            expected=f"a smaller {dim} that fits the rest of the configuration",
+            hint="use a train.global_batch_size that smaller sizes divide, use -1 in a view, or remove elastic.min",
         )
     return Sizes(dims, dim, fewer)
 
@@ -53,9 +53,10 @@ def sizes_of(settings: Config, world_size: int) -> Sizes | None:
 @final
 @dataclass(frozen=True)
 class Places:
-    """The processes of a job by their ranks: each process is numbered by its first rank.
+    """The processes of a job in rank order. Each process is identified by its initial rank.
 
-    count: number of the job's processes. sizes: None if the mesh keeps its size. processes, size: of the present mesh.
+    count: the number of processes in the job. sizes: None if the mesh keeps its size. processes, size: the processes and
+    the size of the current mesh.
     """
 
     count: int
@@ -65,20 +66,20 @@ class Places:
 
     @classmethod
     def first(cls, count: int, sizes: Sizes | None = None) -> Places:
-        """Return all processes, each at its initial rank."""
+        """Return a Places with all processes at their initial ranks."""
         return cls(count, sizes, tuple(range(count)), 0 if sizes is None else sizes.dims[sizes.dim])
 
     @property
     def dims(self) -> dict[str, int]:
-        """The sizes of the mesh; {} if they are those of the configuration."""
+        """The sizes of the mesh; {} if they are the same as in the configuration."""
         sizes = self.sizes
         whole = sizes is None or self.size == sizes.dims[sizes.dim]
         return {} if sizes is None or whole else {**sizes.dims, sizes.dim: self.size}
 
     def filled(self, alive: Collection[int]) -> Places | None:
-        """Return the largest mesh of these processes; None if they are too few.
+        """Return the largest mesh that these processes can form; None if there are too few.
 
-        Complete copies of the model stay, then the copies that miss the fewest processes; processes of other copies fill gaps.
+        Replicas of the model that miss the fewest processes are kept. Processes from the other replicas fill the gaps.
         """
         sizes = self.sizes
         if len({*alive}) == self.count:
@@ -99,7 +100,7 @@ class Places:
         for copy in copies:
             for at, each in enumerate(copy):
                 if each is None:
-                    # A process that had this position in another copy holds the same parts.
+                    # A process with this position in another replica holds the same parts.
                     taken = next((one for one in free if place[one] == at), free[0])
                     free.remove(taken)
                     copy[at] = taken
@@ -109,7 +110,7 @@ class Places:
 
 
 def _coords(dims: Mapping[str, int], dim: str) -> list[tuple[int, int]]:
-    """For each rank, row-major: its coord along `dim`, which numbers the copies of the model, and its position in the copy."""
+    """Return for each rank, in row-major order, its replica (the coord along `dim`) and its position in the replica."""
     names = list(dims)
     along, found, seen = names.index(dim), [], dict.fromkeys(range(dims[dim]), 0)
     for coords in product(*(range(size) for size in dims.values())):
@@ -119,7 +120,7 @@ def _coords(dims: Mapping[str, int], dim: str) -> list[tuple[int, int]]:
 
 
 def _copies(processes: Sequence[int], dims: Mapping[str, int], dim: str) -> list[list[int]]:
-    """Return the processes of each copy, by the coord along `dim`."""
+    """Return the processes of each replica, by its coord along `dim`."""
     found: list[list[int]] = [[] for _ in range(dims[dim])]
     for process, (copy, _) in zip(processes, _coords(dims, dim), strict=True):
         found[copy].append(process)

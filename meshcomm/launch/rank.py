@@ -1,4 +1,4 @@
-"""One rank under a launcher: it ends with its launcher, and its error is printed once."""
+"""Run one rank under a launcher. The rank ends with its launcher, and its error is printed only once."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from meshcomm.mesh.watchdogs import explained, latest_label, leave_all
 
 
 def as_rank(body: Callable[[], None], launch: Launch, label: Callable[[], str]) -> None:
-    """Run `body`; if it raises, make the job print one error, and end the process.
+    """Run `body`. If it raises an exception, end the process, and make sure that the job prints a single error.
 
-    label: returns this rank with its coords, if it has opened no mesh. Only called for an error.
+    label: a function that returns this rank with its coords. It is called only if an error occurs before a mesh is opened.
 
-    meshcomm's own launcher prints the error of the root cause; under another launcher the first rank that fails prints
-    its own. Under an agent of torch, and under meshcomm's launcher, this process ends when the launcher does.
+    meshcomm's own launcher prints the error of the root cause. Under any other launcher, the first rank that fails prints
+    its own error. Under torch's agent and meshcomm's launcher, this process ends when the launcher ends.
     """
-    # Several ranks share one pipe: unbuffered output mixes lines, and fully buffered output only appears at the end.
+    # Several ranks share one pipe. Unbuffered output would mix lines, and fully buffered output would appear only at the end.
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True, write_through=False)

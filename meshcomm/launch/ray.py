@@ -1,4 +1,4 @@
-"""Ranks as actors of Ray: `python -m meshcomm.launch.ray --world-size 8 train CONFIG`, or `... run SCRIPT`."""
+"""Run ranks as Ray actors: `python -m meshcomm.launch.ray --world-size 8 train CONFIG`, or `... run SCRIPT`."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from meshcomm.mesh.rank_failure import Failure
 from meshcomm.mesh.rendezvous import of_this_attempt
 from meshcomm.mesh.source import with_sizes
 
-# How long to wait for the causing error after errors that follow from it.
+# How long to wait for the original error after errors that it caused.
 _CAUSE_S: Final = 5.0
 # How long Ray may take to detect that a node is dead.
 _ANNOUNCED_S: Final = 60
@@ -47,14 +47,14 @@ _STORE_TIMEOUT: Final = timedelta(seconds=60)
 _LOOPBACK: Final = "127.0.0.1"
 
 Label = Callable[[int, Mapping[str, int]], str]
-"""The name of a rank with its coords, in a mesh with these sizes if they differ from the configuration."""
+"""A function that names a rank with its coords. It receives the mesh's sizes if they differ from the configuration."""
 
 
 class _Rank:
-    """The actor of a rank: it starts the rank's process, which ends with the actor."""
+    """The actor of a rank. It starts the rank's process, which ends together with the actor."""
 
     def where(self) -> tuple[str, str, int]:
-        """Return the node, its address, and a free port there."""
+        """Return the actor's node, the node's address, and a free port on the node."""
         import ray
 
         with socket.socket() as listener:
@@ -63,11 +63,11 @@ class _Rank:
         return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address(), port
 
     def run(self, words: Sequence[str], variables: Mapping[str, str], cwd: str) -> Iterator[Any]:
-        """Yield the lines that `meshcomm WORDS` prints, then its exit code and the text of its failure, "" if there is none.
+        """Yield the lines that `meshcomm WORDS` prints, then its exit code and failure report, which is "" if there is none.
 
-        Does not import torch, which would take longer than the actor's own start.
+        This does not import torch, because the import would take longer than starting the actor.
         """
-        # The folder's name is the job's: as under meshcomm's own launcher, the rank leaves its error there.
+        # The folder has the job's name. As under meshcomm's own launcher, the rank writes its error there.
         folder = Path(tempfile.mkdtemp(prefix="meshcomm-")) / variables["TORCHELASTIC_RUN_ID"]
         folder.mkdir()
         reaper = start_reaper(folder)
@@ -103,14 +103,14 @@ def launch(
 ) -> int:
     """Run `meshcomm WORDS` as `world_size` actors of a placement group; return the job's exit code.
 
-    cpus, gpus: number per rank. timeout_s: how long the cluster may take to have room for the actors, and for a new one.
-    replace: overrides elastic.replace of the configuration.
+    cpus, gpus: resources per rank. timeout_s: how long to wait for room in the cluster for all actors, or for a new actor.
+    replace: overrides elastic.replace in the configuration.
 
-    Joins the cluster of RAY_ADDRESS, or starts one on this host. The output of ranks is printed here. If a rank fails, or
-    its actor dies, a new actor takes its place, or the others continue with fewer ranks, as configured in `[elastic]`.
-    Otherwise all actors are killed, and the last lines on stderr name the root cause, as under `meshcomm run`.
-    Every host needs config and script at the same path.
-    Raises LaunchError without Ray, and if the cluster has no room; ConfigError for a wrong configuration.
+    Joins the cluster at RAY_ADDRESS, or starts a cluster on this host. The ranks' output is printed by this process. If a
+    rank fails or its actor dies, a new actor replaces it, or the others continue with fewer ranks, as `[elastic]`
+    specifies. Otherwise all actors are killed, and the last lines on stderr name the root cause, as with `meshcomm run`.
+    The config and the script must be at the same path on every host.
+    Raises LaunchError if Ray is not installed or the cluster has no room; ConfigError for an invalid configuration.
     """
     try:
         import ray
@@ -153,7 +153,7 @@ def launch(
 
 
 def _read(words: Sequence[str], replace: int | None) -> tuple[list[str], Config | None, ElasticConfig]:
-    """Return the words with `--replace`, the configuration that they name, if any, and the policy after a loss."""
+    """Return the words with `--replace` added, the configuration that they name, if any, and the policy for lost ranks."""
     command, *rest = words or [""]
     if command not in ("train", "run"):
         raise LaunchError(
@@ -194,7 +194,7 @@ def _labels(settings: Config | None, world_size: int) -> Label:
 
 
 def _serve(address: str) -> dist.TCPStore:
-    """Return a job's store at this address of the driver's host."""
+    """Return a store for the job, which listens at this address of the driver's host."""
     store = serve_on_loopback(address, 0, _STORE_TIMEOUT)
     try:
         return store or dist.TCPStore(
@@ -210,7 +210,7 @@ def _serve(address: str) -> dist.TCPStore:
 
 
 class _Place(NamedTuple):
-    """The place of a rank: its node and address."""
+    """Where a rank runs: its node, the node's address, and its local rank."""
 
     node: str
     address: str
@@ -219,10 +219,10 @@ class _Place(NamedTuple):
 
 @final
 class _Ranks:
-    """The ranks of a job: processes that actors start. replacing: the policy after a loss.
+    """The ranks of a job, whose processes are started by actors. replacing: the policy for lost ranks.
 
-    make: creates a new actor with a place in the job's group. patience_s: how long it may take to start. served: the
-    address of the driver's host, the job's store there, None if rank 0 serves it, and the number of nodes of the cluster.
+    make: a function that creates a new actor in the job's placement group. patience_s: how long an actor may take to start.
+    served: the address of the driver's host, the job's store there (None if rank 0 serves it), and the cluster's node count.
     """
 
     def __init__(
@@ -239,20 +239,20 @@ class _Ranks:
         self._common: dict[str, str] = {}
         self._actors: dict[int, Any] = {}
         self._places: dict[int, _Place] = {}
-        # By awaited reference: the process whose output it is; the process whose actor has not started, and since when.
+        # By awaited reference: the process that produces the output, or the process whose actor is starting, and since when.
         self._streams: dict[Any, int] = {}
         self._coming: dict[Any, tuple[int, float]] = {}
         self._well: set[int] = set()
         self._several_nodes = False
 
     def run(self) -> int:
-        """Start all ranks. Follow them until all have ended, or one has failed and is not replaced. Return the exit code."""
+        """Start all ranks. Wait until all have ended, or one has failed and is not replaced. Return the exit code."""
         self._start()
         failures = self._follow()
         return self._told(failures) if failures else 0
 
     def close(self) -> None:
-        """End all actors, and their ranks with them."""
+        """End all actors and their ranks."""
         for process in [*self._actors]:
             self._end(process)
 
@@ -299,7 +299,7 @@ class _Ranks:
         self._places[process] = _Place(node, address, local_rank)
 
     def _run(self, process: int, generation: int) -> None:
-        """Start a rank in its actor. generation: the generation that the rank joins."""
+        """Start a rank in its actor. generation: the number of the generation that the rank joins."""
         own = self._variables(process)
         if self._replacing.store is not None:
             own[VARIABLE] = str(generation)
@@ -307,10 +307,10 @@ class _Ranks:
         self._streams[stream] = process
 
     def _variables(self, process: int) -> dict[str, str]:
-        """Return the variables that torchrun would set only for this rank."""
+        """Return the environment variables that torchrun would set for this rank only."""
         place, count = self._places[process], self._replacing.places.count
         here = sum(each.node == place.node for each in self._places.values())
-        # Gloo chooses the loopback if all ranks are on one host, but later ranks may be on other hosts.
+        # If all ranks are on one host, Gloo chooses the loopback interface, but later ranks may be on other hosts.
         local = max(1, min(max(here, place.local_rank + 1), count - 1)) if self._several_nodes else count
         return {
             "RANK": str(process),
@@ -319,7 +319,7 @@ class _Ranks:
         }
 
     def _end(self, process: int) -> None:
-        """End the actor of a process, which frees its part of the placement group."""
+        """End a process's actor, which frees its share of the placement group."""
         import ray
 
         if (actor := self._actors.pop(process, None)) is not None:
@@ -329,7 +329,7 @@ class _Ranks:
         self._coming = {asked: each for asked, each in self._coming.items() if each[0] != process}
 
     def _follow(self) -> dict[int, Failure]:
-        """Print the ranks' output until all have ended well, {}, or until one has failed and is not replaced."""
+        """Print the ranks' output until all have completed, or one has failed and is not replaced. Return the failures."""
         replacing, failures, last = self._replacing, dict[int, Failure](), float("inf")
         while True:
             for process in replacing.starts():
@@ -338,7 +338,7 @@ class _Ranks:
             members = replacing.places.processes
             found = self._heard()
             well = self._well & {*members}
-            # Ranks that were asked to end, and have saved their state, end together.
+            # Ranks that were asked to end and have saved their state all end together.
             saved = any(failure.code == SAVED for failure in found.values())
             for process in found:
                 # Ray also reports an unreachable actor as lost. That actor's rank must not meet the new one.
@@ -360,7 +360,7 @@ class _Ranks:
             replacing.grow(bool(well))
 
     def _heard(self) -> dict[int, Failure]:
-        """Print the ranks' output of the next moment; return the failures of lost ranks."""
+        """Print the ranks' output that arrives within a short wait. Return the failures of lost ranks."""
         import ray
 
         if not (waited := [*self._streams, *self._coming]):
@@ -387,7 +387,7 @@ class _Ranks:
         return failures
 
     def _hear(self, ready: Any, process: int) -> Failure | None:
-        """Handle a rank's line or end, or the place of its actor. Return its failure. Raises RayError if the actor is lost."""
+        """Handle a rank's output line or exit, or its actor's location. Return a failure. Raises RayError for a lost actor."""
         import ray
 
         if ready in self._coming:
@@ -410,8 +410,8 @@ class _Ranks:
         return without_error(process, code, time.time(), self._name)
 
     def _without_room(self) -> dict[int, Failure]:
-        """Return the processes that the others wait for, and that have had no place for too long; none if fewer ranks
-        can continue.
+        """Return the awaited processes for which the cluster has had no room for too long. Return none if fewer ranks can
+        continue.
         """
         replacing, until = self._replacing, time.monotonic() - self._patience_s
         if replacing.places.sizes is not None:
@@ -426,7 +426,7 @@ class _Ranks:
         }
 
     def _name(self, process: int) -> str:
-        """Return a process, named by its rank in the present mesh."""
+        """Return the name of a process, by its rank in the current mesh."""
         places = self._replacing.places
         if process in places.processes:
             return self._label(places.processes.index(process), places.dims)
@@ -461,11 +461,11 @@ def _main() -> NoReturn:
         "--replace",
         type=int,
         metavar="N",
-        help="replace this many lost ranks by new processes, while the others continue; overrides elastic.replace, see "
+        help="replace up to N lost ranks with new processes while the others continue; overrides elastic.replace, see "
         "docs/guide/elastic.md",
     )
     parser.add_argument(
-        "--room-s", type=float, default=60.0, metavar="S", help="how long the cluster may take to have room"
+        "--room-s", type=float, default=60.0, metavar="S", help="how long to wait for room in the cluster"
     )
     parser.add_argument("words", nargs=argparse.REMAINDER, help="train CONFIG, or run [CONFIG] SCRIPT")
     given = parser.parse_args()

@@ -1,6 +1,6 @@
-"""The orphan reaper: it keeps a job's processes from outliving the job.
+"""The orphan reaper, which keeps a job's processes from outliving the job.
 
-Uses only the standard library and can run as a file: the reaper is a process that must start immediately.
+It uses only the standard library and can run as a script, because the reaper process must start immediately.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Final
 
-# The job's folder. Every process that a rank starts inherits this variable, by which the process is found.
+# The job's folder. Every process that a rank starts inherits this variable, which identifies the job's processes.
 JOB_VARIABLE: Final = "MESHCOMM_JOB"
 
 DISMISSED: Final = b"dismissed"
@@ -25,9 +25,9 @@ _PR_SET_PDEATHSIG: Final = 1
 
 
 def start_reaper(folder: Path) -> subprocess.Popen[bytes]:
-    """Return a process that ends all processes of the job, unless it receives DISMISSED before its stdin closes.
+    """Start a process that ends all of the job's processes unless it receives DISMISSED before its stdin closes.
 
-    folder: the job's own folder. The reaper removes the folder when it acts.
+    folder: the job's folder. The reaper also removes the folder when it ends the processes.
     """
     return subprocess.Popen(
         [sys.executable, "-I", "-S", __file__, str(folder)],
@@ -42,13 +42,13 @@ def start_reaper(folder: Path) -> subprocess.Popen[bytes]:
 
 
 def end_all(folder: Path, within_s: float = 10.0) -> None:
-    """Send SIGKILL to every process of the job with this folder.
+    """Send SIGKILL to every process of the job that has this folder.
 
-    This includes ranks and all processes that they have started, in any session or process group, except processes with
-    another environment. On a system without /proc, no process is found.
+    This includes ranks and all processes that they have started, in any session or process group, unless a process has
+    a different environment. On a system without /proc, no processes are found.
     """
     deadline = time.monotonic() + within_s
-    # A starting process shows its environment only a moment later: two looks must find nothing.
+    # A new process shows its environment only after a moment, so two consecutive scans must find nothing.
     quiet = 0
     while quiet < 2 and time.monotonic() < deadline:
         found = _members(folder)
@@ -64,7 +64,7 @@ def _members(folder: Path) -> list[int]:
     mark = f"{JOB_VARIABLE}={folder}".encode()
     found = []
     for entry in Path("/proc").glob("[0-9]*/environ"):
-        # Processes that have ended meanwhile, and processes of other users, cannot be read.
+        # Processes that have ended since, and other users' processes, cannot be read.
         with contextlib.suppress(OSError):
             if mark in entry.read_bytes().split(b"\0"):
                 found.append(int(entry.parent.name))
@@ -72,15 +72,15 @@ def _members(folder: Path) -> list[int]:
 
 
 def end_with_parent(poll: bool = False) -> None:
-    """From now on this process ends, by SIGKILL, when its parent has ended.
+    """Make this process end by SIGKILL when its parent ends.
 
-    poll: look once a second instead of asking the kernel, which is only possible on Linux.
+    poll: check the parent once a second instead of asking the kernel, which is possible only on Linux.
     """
     parent = os.getppid()
     if not poll and sys.platform.startswith("linux"):
         import ctypes
 
-        # The death signal follows the thread that started this process: a launcher's main thread.
+        # The kernel sends the signal when the thread that started this process ends, which is the launcher's main thread.
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -95,7 +95,7 @@ def end_with_parent(poll: bool = False) -> None:
 
 
 def signal_text(number: int) -> str:
-    """Return a signal's name, as in `SIGKILL`, or `signal 99` if it has none."""
+    """Return a signal's name, such as `SIGKILL`, or `signal 99` if it has no name."""
     known = {each.value for each in signal.Signals}
     return signal.Signals(number).name if number in known else f"signal {number}"
 

@@ -1,4 +1,4 @@
-"""A launcher's policy when processes of ranks are lost: new processes, or a smaller mesh until these start."""
+"""A launcher's policy for lost ranks: start new processes, or use a smaller mesh until new processes have started."""
 
 from __future__ import annotations
 
@@ -15,20 +15,21 @@ from meshcomm.mesh.generation import Announcement, announce, have_met, is_waitin
 from meshcomm.mesh.rank_failure import Failure
 from meshcomm.mesh.rendezvous import state_of_rank
 
-# Exit codes with which a new process would end too: a misused library, or an interrupt.
+# Exit codes with which a new process would also end, because of misuse or an interrupt.
 _FINAL: Final = (2, 130)
 
 
 @final
 class Replacing:
-    """The processes of a job, of which some are lost. It starts none: a launcher asks which to start.
+    """Tracks the processes of a job when some are lost. It starts no processes itself; a launcher asks it which to start.
 
-    count: number of the job's ranks, by which the processes are numbered. sizes: alternative sizes of the mesh; None if the
-    mesh keeps its size. store: the job's store; if None, nothing can be announced, and the first loss ends the job. now:
-    seconds of a clock.
-    say: prints lines; None for stderr.
-    due: for each ended process, when to start a new one. coming: for each new process that does not take part yet, the
-    generation that it was started for.
+    count: the number of ranks. Each process is identified by its initial rank.
+    sizes: alternative sizes of the mesh; None if the mesh keeps its size.
+    store: the job's store. If None, nothing can be announced, and the first loss ends the job.
+    now: a clock in seconds.
+    say: a function that prints lines. If None, lines go to stderr.
+    due: for each ended process, when to start its replacement.
+    coming: for each new process that has not joined the mesh yet, the generation that it was started for.
     """
 
     def __init__(
@@ -44,7 +45,7 @@ class Replacing:
         self._left = elastic.replace
         self._alive = set(range(count))
         self.due: dict[int, float] = {}
-        # By awaited process: until when, and the generation that announces it.
+        # For each awaited process, the deadline and the generation that announces the process.
         self._awaited: dict[int, tuple[float, int]] = {}
         self.coming: dict[int, int] = {}
         self._how: dict[int, str] = {}
@@ -60,20 +61,20 @@ class Replacing:
 
     @property
     def may_replace(self) -> bool:
-        """Whether another process may be started for a lost one."""
+        """Whether another lost process may be replaced."""
         return self._left > 0
 
     @property
     def down(self) -> Collection[int]:
-        """The processes that have ended and have no new process yet."""
+        """The processes that have ended and have not been replaced yet."""
         return {*range(self.places.count)} - self._alive - {*self.coming}
 
     def lost(self, failures: Mapping[int, Failure], ended: bool) -> bool:
-        """Handle the end of these processes. Return whether the job continues. `starts` returns the processes to start.
+        """Handle the loss of these processes. Return whether the job continues. `starts` returns the processes to start.
 
-        ended: whether a rank has completed, as such a rank could not meet the others again.
+        ended: whether any rank has completed, because a completed rank cannot meet the others again.
         """
-        # A process that gave up because it lost a peer, or because of misuse, would do so again.
+        # A process that ended because it lost a peer, or because of misuse, would end the same way again.
         if (
             ended
             or self.store is None
@@ -111,7 +112,7 @@ class Replacing:
         return True
 
     def starts(self) -> list[int]:
-        """Return the processes to start now. A launcher calls `started` for each once it has started it."""
+        """Return the processes to start now. The launcher calls `started` after it has started each process."""
         now = self._now()
         found = [each for each, due in self.due.items() if due <= now]
         for each in found:
@@ -119,7 +120,7 @@ class Replacing:
         return found
 
     def started(self, process: int) -> int:
-        """Record that a new process replaces a lost one; return the generation that it is started for, to be passed to it."""
+        """Record that a new process replaces a lost one. Return the generation to pass to the new process."""
         number = self._awaited.pop(process, (0.0, 0))[1]
         if number:
             self._alive.add(process)
@@ -128,7 +129,7 @@ class Replacing:
         return number
 
     def lose_patience(self) -> None:
-        """Make the others continue without new processes that have not started in time."""
+        """Make the other ranks continue without new processes that have not started in time."""
         late = [each for each, (until, _) in self._awaited.items() if until < self._now()]
         if late and (places := self.places.filled(self._ready() - {*late})) is not None:
             self._announce(places, {each: self._how[each] for each in late}, ())
@@ -137,17 +138,17 @@ class Replacing:
             )
 
     def unmet(self, ended: Collection[int]) -> Mapping[int, Failure]:
-        """Return the processes that were lost last, if no rank can meet the new ones because others had ended
+        """Return the most recently lost processes if their replacements cannot meet all ranks, because some had completed
         before; otherwise {}.
 
-        ended: the processes that have completed. A process that has opened no mesh is not waited for.
+        ended: the processes that have completed. Processes that have never opened a mesh are ignored.
         """
         if not ended or not self.number or have_met(self.store, self.number):
             return {}
         return self.last if any(state_of_rank(self.store, each) for each in ended) else {}
 
     def grow(self, ended: bool) -> None:
-        """Let the mesh grow if new processes wait for it. ended: as in `lost`."""
+        """Let the mesh grow if new processes are waiting to join. ended: see `lost`."""
         if ended or not self.coming or self.store is None:
             return
         places = self.places.filled(self._ready())
@@ -157,38 +158,38 @@ class Replacing:
             self._say(f"meshcomm: new processes for {ranks_text(new)}; continues with {self._size()}")
 
     def numbered(self, failures: Mapping[int, Failure]) -> list[Failure]:
-        """Return the failures in the present mesh, numbered by its ranks."""
+        """Return the failures in the current mesh, numbered by its ranks."""
         ranks = {process: rank for rank, process in enumerate(self.places.processes)}
         return [
             replace(failure, rank=ranks[process]) for process, failure in failures.items() if process in ranks
         ]
 
     def notes(self, failed: Collection[Failure], ended: Collection[int], root: int) -> list[str]:
-        """Return the lines on why the job has ended and did not continue. failed: as from `numbered`. ended: ranks
-        that had completed.
+        """Return lines that explain why the job ended instead of continuing. failed: failures from `numbered`. ended: the
+        ranks that had completed.
         """
         lines = []
         if self.is_elastic and ended and root not in ended:
             lines.append(
-                f"{ranks_text(sorted(ended))} had already completed: new processes can no longer meet all ranks"
+                f"{ranks_text(sorted(ended))} had already completed, so new processes can no longer meet all ranks"
             )
         if left := sorted(failure.rank for failure in failed if failure.what.startswith("RankLost")):
-            way = "a program continues with mesh.reopen(error), a Trainer by itself"
+            way = "a program continues with mesh.reopen(error), and a Trainer continues automatically"
             lines.append(f"{ranks_text(left)} ended by RankLost: {way}")
         if self.number and not any(state_of_rank(self.store, each) for each in range(self.places.count)):
             lines.append(
-                "no rank had opened a mesh: only a program that reopens one, or a Trainer, can continue"
+                "no rank had opened a mesh: only a Trainer, or a program that reopens its mesh, can continue"
             )
         return lines
 
     def _announce(self, places: Places, lost: Mapping[int, str], again: Collection[int]) -> None:
-        """again: the processes of `lost` that this generation replaces."""
+        """Announce a new generation. again: the processes in `lost` that this generation replaces."""
         coming = {each for each in self.coming if each in places.processes}
         new = {each: self._how[each] for each in places.processes if each in coming or each in again}
         for each in coming:
             del self.coming[each]
         self._alive |= coming
-        # A process that has no place in a smaller mesh any more is not waited for.
+        # Do not wait for processes that have no place in a smaller mesh.
         self._awaited = {each: told for each, told in self._awaited.items() if each in places.processes}
         self.places, self.number, self._last_new = places, self.number + 1, [*new]
         whole = places.processes == tuple(range(places.count))
@@ -196,7 +197,7 @@ class Replacing:
         announce(self.store, self.number, announcement)
 
     def _ready(self) -> set[int]:
-        """Return the processes that could take part now."""
+        """Return the processes that could join a mesh now."""
         return self._alive | {
             each for each, number in self.coming.items() if is_waiting(self.store, number, each)
         }

@@ -1,4 +1,4 @@
-"""Finds the root cause among the failures of a job, and writes the lines about the others."""
+"""Find the root cause among a job's failures, and describe the other failures."""
 
 from __future__ import annotations
 
@@ -23,16 +23,17 @@ def root_cause(
     ended: Collection[int] = (),
 ) -> tuple[Failure, list[str]]:
     """Return the root cause among `failures`, and lines about the other failures. `failures` has at least one entry, and
-    no rank that was asked to end.
+    contains no rank that was asked to end.
 
-    label: the name of a rank, with its coords. ended: ranks that had ended with exit code 0.
+    label: returns the name of a rank, with its coords. ended: ranks that had ended with exit code 0.
 
-    First choice: errors that do not follow from another rank's, and ranks that a signal or an unknown error ended. Among
-    these, the rank that an error calls mismatched, otherwise the earliest. A rank ended by SIGABRT, as by its backend's
-    watchdog, does not count if an error names missing ranks. Second choice: errors that follow. Among these, in order: the
-    rank whose operation differs at one sequence number of a group; a rank that waited for ranks of which none, or not all,
-    have failed; a cycle of ranks that waited for each other, with a line for each; the earliest. If others waited for a rank
-    that had already ended, that rank is the cause, with the error of the one that waited.
+    The first candidates are errors that no other rank's error caused, and ranks ended by a signal or an unknown error. The
+    root cause is the candidate that an error calls mismatched, otherwise the earliest. A rank ended by SIGABRT, for example
+    by its backend's watchdog, is not a candidate if an error names missing ranks. If there is no such candidate, the root
+    cause is the first of these that exists. First, the rank whose operation differs at a group's sequence number. Second, a
+    rank that waited for ranks of which none, or not all, have failed. Third, a cycle of ranks that waited for each other,
+    with a line for each. Fourth, the earliest failure. If a rank waited for another rank that had already ended, the ended
+    rank is the cause, with the error of the waiting rank.
     """
     failures = sorted(failures, key=attrgetter("rank"))
     failed = {failure.rank for failure in failures}
@@ -93,14 +94,14 @@ def root_cause(
 
 
 def _circle(failures: Iterable[Failure]) -> list[Failure]:
-    """Return the failures of a cycle of ranks that waited for each other, the earliest first; [] if there is none."""
+    """Return the failures in a cycle of ranks that waited for each other, earliest first; [] if there is no cycle."""
     of_rank = {failure.rank: failure for failure in failures if failure.missing and failure.follows}
     ranks = find_circle({rank: each.missing for rank, each in of_rank.items()})
     return sorted((of_rank[rank] for rank in ranks), key=attrgetter("time"))
 
 
 def without_error(rank: int, code: int, alive_at: float, label: Callable[[int], str]) -> Failure:
-    """Return the failure of a rank that left no error. code: its exit code, negative for a signal."""
+    """Return the failure of a rank that reported no error. code: the rank's exit code, negative for a signal."""
     if code >= 0:
         return Failure(rank, label(rank), alive_at, f"ended with exit code {code}", code=code, raised=False)
     what = f"was ended by {signal_text(-code)}"
@@ -112,7 +113,7 @@ def _aborted(failure: Failure) -> bool:
 
 
 def _calls_beside(failures: Sequence[Failure]) -> list[str]:
-    """Return the calls that ranks were in when another was ended by SIGABRT, and how they may be related."""
+    """Return the calls that ranks were in when SIGABRT ended another rank, and a hint about the possible cause."""
     made: dict[str, list[int]] = {}
     for failure in failures:
         if (call := failure.call) is not None and failure.follows:
@@ -121,16 +122,16 @@ def _calls_beside(failures: Sequence[Failure]) -> list[str]:
     lines = [f"{_ranks(ranks)}: in {text}" for text, ranks in made.items()]
     if lines:
         lines.append(
-            "Gloo ends a process with SIGABRT if it receives more data than its own call expects: compare the sizes"
+            "Gloo ends a process with SIGABRT if the process receives more data than its call expects: compare the sizes"
         )
     return lines
 
 
 def _differing_calls(failures: Sequence[Failure], label: Callable[[int], str]) -> tuple[list[int], list[str]]:
-    """Return the ranks whose failed call on a group differs from that of most ranks there, and lines about them.
+    """Return the ranks whose failed call on a group differs from the majority's call, and lines about these calls.
 
-    At one sequence number of a group all ranks make the same call. Differing numbers are conclusive only if no rank is
-    missing: a lost peer may have ended between two calls.
+    All ranks of a group should make the same call at each sequence number. Different sequence numbers are conclusive only
+    if no rank is missing, because a lost peer may have ended between two calls.
     """
     calls = {failure.rank: failure.call for failure in failures if failure.call is not None}
     someone_missing = any(failure.missing for failure in failures)

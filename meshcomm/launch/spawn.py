@@ -1,4 +1,4 @@
-"""Starts one process per rank on this host, around a store on the loopback, and ends all of them together."""
+"""Start one process per rank on this host, with a store on the loopback interface, and end all of them together."""
 
 from __future__ import annotations
 
@@ -28,25 +28,25 @@ from meshcomm.mesh.rank_failure import Failure, collect, forget, names_of_ranks
 from meshcomm.mesh.rendezvous import of_this_attempt
 
 SAVED: Final = os.EX_TEMPFAIL
-"""The exit code of a rank that a signal ended after a checkpoint, and of a job of such ranks: 75, "try again"."""
+"""The exit code of a rank that a signal ended after a checkpoint, and of a job with such ranks: 75, "try again"."""
 
 _LOOPBACK: Final = "127.0.0.1"
 _STORE_TIMEOUT: Final = timedelta(seconds=60)
 _POLL_S: Final = 0.05
 
-# The time between asking ranks to end and SIGKILL; the variable is torch's, in seconds.
+# The time in seconds between asking ranks to end and SIGKILL. torch defines the variable.
 GRACE_S: Final = 10.0
 _GRACE_VARIABLE: Final = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
-# How long the others may take to report their calls, if a rank was ended by SIGABRT.
+# How long the other ranks may take to report their calls if SIGABRT ended a rank.
 _SPEAKS_S: Final = 5.0
 # After Ctrl-C, a user waits at the terminal.
 _INTERRUPT_GRACE_S: Final = 3.0
 Exits = dict[int, tuple[int, float]]
-"""For each rank that failed by itself: its exit code, negative for a signal, and the time when it was last seen alive."""
+"""For each failed rank, its exit code, negative for a signal, and the time when it was last seen alive."""
 
 
 class _Signalled(BaseException):
-    """The launcher itself has received a signal."""
+    """The launcher itself received a signal."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -64,19 +64,19 @@ def launch(
 ) -> int:
     """Run `python ARGUMENTS` as `world_size` ranks; return the job's exit code.
 
-    elastic: the policy when ranks are lost while the others continue: see `Mesh.reopen`. sizes: the sizes that the mesh may
-        have then.
-    label: the name of a rank, with its coords, if the program has opened no mesh; only called after a failure.
-    grace_s: the time that ranks get between a signal to this process and SIGKILL; ten seconds if one of them has failed.
-        TORCH_ELASTIC_SHUTDOWN_TIMEOUT overrides both.
-    Called by: the main thread, as signals are handled until the job ends.
+    elastic: how lost ranks are handled while the others continue, see `Mesh.reopen`. sizes: the sizes that the mesh may then
+        have.
+    label: returns the name of a rank, with its coords, if the program has opened no mesh; called only after a failure.
+    grace_s: the time between a signal to this process and SIGKILL for the ranks. If a rank has failed, the time is ten
+        seconds. TORCH_ELASTIC_SHUTDOWN_TIMEOUT overrides both.
+    Called by: the main thread, because signals are handled until the job ends.
 
-    The code is 0 if all ranks ended well, SAVED if some ended after a checkpoint, the exit code of the root cause's rank if
-    ranks failed (128 + signal if a signal ended it), or 128 + signal if this process received one. SIGUSR1 is passed on to
-    the ranks. No process of the job outlives this call or this process. Ranks that do not end in time (three seconds after
-    Ctrl-C) are killed, and so are all processes that ranks have started. The last lines on stderr name the root cause and
-    the failures that followed. After a failure all ranks are started again, up to `max_restarts` times; the
-    code is that of the last attempt.
+    The exit code is 0 if all ranks succeeded and SAVED if some ended after a checkpoint. If ranks failed, it is the exit code
+    of the root cause's rank (128 + signal if a signal ended it). If this process received a signal, it is 128 + signal.
+    SIGUSR1 is forwarded to the ranks. No process of the job outlives this call or this process. Ranks that do not end in time
+    (three seconds after Ctrl-C) are killed, together with all processes that ranks have started. The last lines on stderr
+    name the root cause and the failures that followed. After a failure, all ranks are restarted, up to `max_restarts` times;
+    the exit code is that of the last attempt.
     """
     if world_size > 4096:
         raise LaunchError(
@@ -89,7 +89,7 @@ def launch(
     reaper = start_reaper(folder)
     handled = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT}
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
-        # Set by nohup.
+        # nohup has set this.
         handled.remove(signal.SIGHUP)
     before = {each: signal.signal(each, _signalled) for each in handled}
     try:
@@ -100,7 +100,7 @@ def launch(
             if not exits:
                 return 0 if len(ended) == len(replacing.places.processes) else SAVED
             failures = ranks.failures(exits)
-            # Number them by the ranks of the present mesh, as their own messages do.
+            # Use the ranks of the current mesh, like the ranks' own messages.
             failed = replacing.numbered(failures)
             names = ranks.name_of_rank if failed else ranks.name
             ended = [rank for rank, process in enumerate(replacing.places.processes) if process in ended]
@@ -130,7 +130,7 @@ def _signalled(number: int, _: object) -> NoReturn:
 
 @final
 class _Ranks:
-    """The processes of one attempt. replacing: the policy after a loss."""
+    """The processes of one attempt. replacing: the policy for lost ranks."""
 
     def __init__(
         self,
@@ -146,7 +146,7 @@ class _Ranks:
         self._label, self._replacing = label, replacing
         self._processes: list[Process] = []
         self._unmet: Mapping[int, Failure] = {}
-        # A new store for each attempt, which survives the ranks and which no other host can reach.
+        # Each attempt has a new store, which outlives the ranks and which other hosts cannot reach.
         store = serve_on_loopback(_LOOPBACK, 0, _STORE_TIMEOUT)
         if store is None:
             raise LaunchError(
@@ -182,9 +182,9 @@ class _Ranks:
         self._standby = Standby(arguments, self._common)
 
     def run(self, grace_s: float) -> tuple[Exits, list[int]]:
-        """Start all processes. When none is left, return the failed ones, and those that had ended well."""
+        """Start all processes. When all have ended, return the failed processes and the successful ones."""
         said = os.environ.get(_GRACE_VARIABLE)
-        # For the other ranks after a failure: they have nothing to finish.
+        # After a failure, the other ranks have nothing left to finish.
         ending, within_s = int(signal.SIGTERM), float(said or GRACE_S)
         signalled: _Signalled | None = None
         ranks = self._processes
@@ -211,16 +211,16 @@ class _Ranks:
             signal.signal(signal.SIGUSR1, usual)
 
     def name(self, process: int) -> str:
-        """Return the rank of a process, with its coords."""
+        """Return the name of a process's rank, with its coords."""
         return names_of_ranks(self._folder, self._attempt).get(process) or self._label(process)
 
     def name_of_rank(self, rank: int) -> str:
-        """Return a rank of the present mesh, with its coords."""
+        """Return the name of a rank in the current mesh, with its coords."""
         return self.name(self._replacing.places.processes[rank])
 
     def failures(self, exits: Exits) -> dict[int, Failure]:
-        """Return how processes have failed. If all of them only lost a peer, this includes the processes that were lost
-        last.
+        """Return the failure of each process. If all processes failed only because they lost a peer, include the most
+        recently lost processes.
         """
         found = {
             each: self._unmet.get(each) or without_error(each, code, alive_at, self.name)
@@ -254,14 +254,14 @@ class _Ranks:
             return False
         for each in exits:
             forget(self._folder, self._attempt, each)
-            # The processes that the rank has started must not run in parallel with those of the new one.
+            # Processes that the lost rank has started must not run at the same time as those of the new rank.
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._processes[each].pid, signal.SIGKILL)
         return True
 
     def _await_exits(self) -> tuple[Exits, list[int]]:
-        """Wait until all ranks have ended well, or one has failed. Return the failed processes, and those that had ended
-        well.
+        """Wait until all ranks have succeeded, or one has failed. Return the failed processes, and the processes that had
+        succeeded.
         """
         ranks, replacing = self._processes, self._replacing
         alive_at = [time.time()] * len(ranks)
@@ -288,8 +288,8 @@ class _Ranks:
             replacing.lose_patience()
             replacing.grow(bool(well))
             if failed and deadline is None:
-                # A rank that its backend ended by SIGABRT cannot report why. The others report their calls instead, which takes
-                # a moment.
+                # A rank that its backend ended by SIGABRT cannot report why. The other ranks report their calls instead, which
+                # takes a moment.
                 aborted = all(code == -signal.SIGABRT for code, _ in failed.values())
                 deadline = now + (_SPEAKS_S if aborted else 0.0)
             left = sum(codes[each] is None for each in members)
@@ -306,11 +306,11 @@ def _send(ranks: Sequence[Process], number: int) -> None:
 
 
 def _end(ranks: Sequence[Process], signals: Mapping[int, float]) -> None:
-    """Send each signal to the process groups of running ranks, and wait for their end up to the given seconds."""
+    """Send each signal to the process groups of running ranks, and wait up to the given number of seconds for them to end."""
     for number, within_s in signals.items():
         # A stopped rank handles the signal only after SIGCONT.
         for each in (number, signal.SIGCONT):
-            # Not to a process that has been reaped: its number may belong to another process by now.
+            # Skip reaped processes, because their IDs may have been reused.
             for process in ranks:
                 if process.poll() is None:
                     with contextlib.suppress(ProcessLookupError, PermissionError):

@@ -1,6 +1,6 @@
-"""A process that has imported torch before it is needed. Each copy of it takes a lost rank's place at once.
+"""A standby process that imports torch in advance. Copies of this process replace lost ranks immediately.
 
-Imports take most of the time of a start. They run at the lowest priority, so that the ranks are not slowed down.
+Imports take most of a rank's startup time. They run at the lowest priority, so that they do not slow down the ranks.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from meshcomm.launch.reaper import end_with_parent
 # How a launcher starts the `meshcomm` command.
 COMMAND: Final = ("-P", "-m", "meshcomm")
 
-# The modules that a command imports in rank processes, by command. The key None holds the modules that every command imports.
+# The modules that each command imports in rank processes. The key None is for the modules that every command imports.
 _IMPORTED: Final[Mapping[str | None, Sequence[str]]] = {
     None: ("meshcomm.cli.app", "meshcomm.jobs.running", "meshcomm.mesh.opening"),
     "train": ("meshcomm.train", "torch.distributed.fsdp", "torch.distributed.tensor.parallel"),
@@ -36,20 +36,20 @@ _PR_SET_CHILD_SUBREAPER: Final = 36
 
 
 class Process(Protocol):
-    """A child of this process: what a launcher uses of `subprocess.Popen`."""
+    """The part of the `subprocess.Popen` interface that a launcher uses."""
 
     pid: int
 
     def poll(self) -> int | None:
-        """Return the exit code, negative for a signal, or None while the process runs."""
+        """Return the exit code, negative for a signal, or None while the process is running."""
 
     def send_signal(self, sig: int) -> None:
-        """Send a signal to the process, if it runs."""
+        """Send a signal to the process if it is running."""
 
 
 @final
 class _Copy:
-    """A copy of the waiting process. The kernel made it a child of this process when its own parent ended."""
+    """A copy of the standby process. The kernel made it a child of this process when its own parent ended."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -67,7 +67,7 @@ class _Copy:
 
 
 class _Waiting(NamedTuple):
-    """The process, and the pipes to and from it."""
+    """The standby process, and the pipes to and from it."""
 
     process: subprocess.Popen[bytes]
     commands: IO[str]
@@ -76,9 +76,9 @@ class _Waiting(NamedTuple):
 
 @final
 class Standby:
-    """The process that waits, if `arguments` are those of a `meshcomm` command and the system is Linux.
+    """Manages a standby process, if `arguments` are those of a `meshcomm` command and the system is Linux.
 
-    environment: without rank variables.
+    environment: the environment variables of the process, without a rank's own variables.
     """
 
     def __init__(self, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
@@ -88,7 +88,7 @@ class Standby:
         self._ready = False
 
     def start(self) -> None:
-        """Start the process, if none waits. From then on, orphans among this process's descendants become its children."""
+        """Start a standby process if there is none. From then on, orphaned descendants become children of this process."""
         if self._waiting is not None or not self._words or not sys.platform.startswith("linux"):
             return
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
@@ -114,7 +114,7 @@ class Standby:
     def take(self, variables: Mapping[str, str]) -> Process | None:
         """Return a new process that runs the command with these variables.
 
-        Returns None if no process waits, or if it is still importing: a process that starts now is as early.
+        Returns None if there is no standby process, or if it is still importing. A new process would then be ready as early.
         """
         if self._waiting is None or not self.is_ready():
             return None
@@ -126,7 +126,7 @@ class Standby:
         return None
 
     def is_ready(self) -> bool:
-        """Whether the process waits, with its imports done."""
+        """Return whether the standby process has finished its imports."""
         if self._waiting is not None and not self._ready:
             answers = self._waiting.answers
             if select.select([answers], [], [], 0)[0]:
@@ -136,7 +136,7 @@ class Standby:
         return self._ready
 
     def end(self) -> None:
-        """End the process; its copies go on."""
+        """End the standby process. Its copies keep running."""
         if self._waiting is not None:
             process, commands, answers = self._waiting
             self._waiting, self._ready = None, False
@@ -155,7 +155,7 @@ def _main() -> None:
     importing.join()
     with open(int(read)) as commands, open(int(written), "w", 1) as answers:
         print("ready", file=answers)
-        # They end when the launcher ends.
+        # The lines end when the launcher ends.
         for line in commands:
             if _is_copy():
                 print(os.getpid(), file=answers)
@@ -164,7 +164,7 @@ def _main() -> None:
         else:
             return
     os.environ.update(variables)
-    # As `ps` and `top` show the process; its environment in /proc stays that of the start.
+    # Set the name that `ps` and `top` show. The environment in /proc remains the original one.
     with contextlib.suppress(OSError):
         Path("/proc/self/comm").write_text(f"rank {variables['RANK']}")
     sys.argv = ["meshcomm", *words]
@@ -172,9 +172,9 @@ def _main() -> None:
 
 
 def _is_copy() -> bool:
-    """Copy this process: return True in the copy, whose parent is the launcher, and False in this process.
+    """Copy this process. Return True in the copy, whose parent is the launcher, and False in the original process.
 
-    The copy becomes the launcher's child because the process between them ends at once.
+    The copy becomes the launcher's child because the intermediate process exits immediately.
     """
     with warnings.catch_warnings():
         # The only other threads are those of numpy's OpenBLAS, which stops and starts them around a fork.
@@ -192,9 +192,9 @@ def _is_copy() -> bool:
 
 
 def _import(command: str) -> None:
-    """Import the modules of a command, in a thread that runs only when no other process needs the core.
+    """Import the modules of a command in a thread that runs only when no other process needs the CPU core.
 
-    Linux schedules each thread by itself. A process that had lowered its own priority could raise it again only as root.
+    Linux schedules each thread separately. A process that has lowered its priority needs root privileges to raise it again.
     """
     if hasattr(os, "SCHED_IDLE"):
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))

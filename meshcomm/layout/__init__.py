@@ -1,4 +1,4 @@
-"""Maps names and sizes to ranks and groups, and computes the plan. Uses no torch, no process and no environment."""
+"""Maps names and sizes to ranks and groups, and computes the plan. Needs no torch, processes or environment variables."""
 
 from meshcomm.layout.layout import Digits, Dims, Layout, Ranks
 from meshcomm.layout.plan import Family, Group, GroupOptions, Plan, RankPlan

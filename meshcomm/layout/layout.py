@@ -1,4 +1,4 @@
-"""The coords and groups of every rank of a mesh, computed as mixed-radix coords of grid positions."""
+"""The coords and groups of every rank in a mesh. Coords are mixed-radix numbers computed from grid positions."""
 
 from __future__ import annotations
 
@@ -28,27 +28,27 @@ from meshcomm.layout.sizes import (
 Dims: TypeAlias = str | tuple[str, ...]
 Ranks: TypeAlias = NDArray[np.int64]
 Ints = TypeVar("Ints", int, Ranks)
-# Larger than any rank of any job.
+# Larger than any rank in any job.
 _RANKS: Final = 1 << 31
 
 
 class Digits(tuple[tuple[int, int], ...]):
-    """How positions are read along some dims: (size, stride) pairs, outermost first.
+    """The digits that map positions to coords along some dims: (size, stride) pairs, outermost first.
 
     A position is a rank's index in the row-major rank grid. Its coord is the mixed-radix number
     whose digits are `position // stride % size`. Two dims have the same groups, in the same
-    order, exactly when their canonical digits are equal.
+    order, if and only if their canonical digits are equal.
     """
 
     __slots__ = ()
 
     @property
     def size(self) -> int:
-        """Number of coords."""
+        """The number of coords."""
         return math.prod(size for size, _ in self)
 
     def canonical(self) -> Digits:
-        """Return the digits without those of size 1, and with adjacent digits merged if they step evenly."""
+        """Return the digits with size-1 digits dropped, and adjacent digits merged where their strides allow it."""
         joined: list[tuple[int, int]] = []
         for size, stride in self:
             if size == 1:
@@ -66,8 +66,8 @@ class Digits(tuple[tuple[int, int], ...]):
         return value
 
     def offset(self, coord: Ints) -> Ints:
-        """Return the distance between the position with this coord and the position with coord 0, for one coord or for each of
-        an array.
+        """Return the distance from the position with coord 0 to the position with this coord, for one coord or an
+        array of coords.
         """
         value = coord * 0
         for size, stride in reversed(self):
@@ -76,27 +76,27 @@ class Digits(tuple[tuple[int, int], ...]):
         return value
 
     def offsets(self) -> Ranks:
-        """Return `offset` of every coord, shape (size,)."""
+        """Return the `offset` of every coord, as an array of shape (size,)."""
         return self.offset(np.arange(self.size, dtype=np.int64))
 
 
 @final
 class Layout:
-    """A mesh as a value: dims, their sizes, and the rank at each position. No process is involved.
+    """A mesh as a value: the dims, their sizes, and the rank at each position. Creates no processes or groups.
 
     Immutable, hashable, picklable and copyable; equal layouts have equal hashes.
 
     Args:
         dims: name -> size, outermost first. The rank grid is row-major in this order, so neighbors along
             the last dim have consecutive positions.
-        rank_order: the rank at each position of the row-major grid; default 0, 1, 2, ... A
-            layout over part of a world lists the ranks of that part.
+        rank_order: the rank at each position of the row-major grid; 0, 1, 2, ... by default. A
+            layout over part of a world lists the ranks in that part.
         views: name -> another {dim: size} factorization of the same positions; one size may be -1.
-            A dim that a view shares with the base by name must have the same groups.
-        merge: name -> dims that together get one coord, row-major in the order written.
+            If a view and the base both have a dim of the same name, its groups must be the same in both.
+        merge: name -> dims that share a single coord, row-major in the given order.
 
-    Integers may be plain or NumPy's. A bool, a float, or a string in place of a list raises LayoutError, as
-    does anything that does not form a mesh.
+    Integers may be Python's or NumPy's. A bool, a float, a string where a list is expected, or a set of arguments
+    that does not form a mesh raises LayoutError.
 
     >>> layout = Layout({"pp": 2, "dp": 2, "tp": 2}, merge={"model": ("pp", "tp")})
     >>> layout.coords(6)
@@ -133,9 +133,9 @@ class Layout:
             world_size=math.prod(sizes.values()),
             views=MappingProxyType(known_views),
             merge=MappingProxyType(known_merge),
-            # The digits of every name, and of every requested tuple of names.
+            # The digits of each name, and of each tuple of names requested so far.
             _digits={},
-            # The base is "".
+            # "" is the base.
             _factorisations={},
         )
         self._add_factorisation("", self.dims)
@@ -152,7 +152,7 @@ class Layout:
         positions = range(self.world_size)
         self._keep(
             _order=order,
-            # Rank -> position.
+            # Maps each rank to its position.
             _positions=positions if order is None else dict(zip(order.tolist(), positions, strict=True)),
         )
 
@@ -164,8 +164,8 @@ class Layout:
         raise LayoutError(
             f"a layout cannot be changed: {name}",
             given=f"layout.{name} = {value!r}",
-            expected="a new layout for other dims",
-            hint="Layout(...), with everything that differs",
+            expected="a new layout instead of a changed one",
+            hint="create a Layout(...) with the changed arguments",
         )
 
     def __delattr__(self, name: str) -> NoReturn:
@@ -185,10 +185,10 @@ class Layout:
                 other = self.home(name)
                 raise LayoutError(
                     f"view {view} and {f'view {other}' if other else 'the base'} share the dim "
-                    f'"{name}", but it has other groups there',
+                    f'"{name}", but its groups differ between them',
                     given=f"size {size}, stride {stride} in {view}; "
                     f"size {known[0][0]}, stride {known[0][1]} in {other or 'dims'}",
-                    expected="a shared dim that means the same ranks in both",
+                    expected="a shared dim with the same groups in both",
                     hint=f"rename it in views.{view}, or place and size it as in {other or 'dims'}",
                 )
         self._factorisations[view] = sizes
@@ -205,7 +205,7 @@ class Layout:
         given = f"merge.{name} = {list(parts)}"
         if name in self._digits:
             raise LayoutError(
-                f"merge.{name} has the name of a dim",
+                f"merge.{name} has the same name as a dim",
                 given=f"{given}, dims {toml_dims(self.dims)}",
                 expected="a name that no dim has",
                 hint=f"merge.{name}_{'_'.join(parts)}",
@@ -246,11 +246,11 @@ class Layout:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All names that calls accept: base dims, dims of views, merged dims."""
+        """All names that calls accept: base dims, views' dims and merged dims."""
         return tuple(name for name in self._digits if isinstance(name, str))
 
     def digits(self, dims: Dims) -> Digits:
-        """Return how positions map to coords along `dims`. Raises UnknownDim."""
+        """Return the digits that map positions to coords along `dims`. Raises UnknownDim."""
         try:
             return self._digits[dims]
         except (KeyError, TypeError):
@@ -262,7 +262,7 @@ class Layout:
         return self.digits(dims).size
 
     def expand(self, dims: Dims) -> tuple[str, ...]:
-        """Return `dims` with merged names replaced by the dims they merge. Raises UnknownDim."""
+        """Return `dims` with each merged name replaced by the dims that it merges. Raises UnknownDim."""
         names = (dims,) if isinstance(dims, str) else dims
         parts = tuple(part for name in names for part in self.merge.get(name, (name,)))
         for name in parts:
@@ -271,7 +271,7 @@ class Layout:
         return parts
 
     def home(self, dims: Dims) -> str:
-        """Return the view that contains `dims`, or "" for the base. Raises UnknownDim if no view contains all of them."""
+        """Return the view that contains `dims`, or "" for the base. Raises UnknownDim if no view contains all these dims."""
         names = self.expand(dims)
         for view, sizes in self._factorisations.items():
             if all(name in sizes for name in names):
@@ -280,7 +280,7 @@ class Layout:
             f"{_quoted(names)} do not belong to one factorization of the mesh",
             given=", ".join(f"{name} of {self.home(name) or 'the base'}" for name in names),
             expected="dims of the base, or dims of one view",
-            hint="declare a view that has them all",
+            hint="declare a view with all these dims",
         )
 
     def rest(self, dims: Dims) -> tuple[str, ...]:
@@ -289,7 +289,7 @@ class Layout:
         return tuple(name for name in self._factorisations[self.home(names)] if name not in names)
 
     def others(self, dims: Dims) -> Digits:
-        """Return how positions map to coords along all dims other than `dims`."""
+        """Return the digits that map positions to coords along all dims except `dims`."""
         return Digits(digit for name in self.rest(dims) for digit in self._digits[name])
 
     def _read(self, dims: Dims) -> Digits:
@@ -375,7 +375,7 @@ class Layout:
         )
 
     def rank_of(self, position: int) -> int:
-        """Return the rank at a position of the row-major rank grid. Raises LayoutError if the position is outside the grid."""
+        """Return the rank at a position in the row-major rank grid. Raises LayoutError if the position is outside the grid."""
         position = whole(position, "position")
         if not 0 <= position < self.world_size:
             raise LayoutError(
@@ -390,20 +390,20 @@ class Layout:
         return positions if self._order is None else self._order[positions]
 
     def coords(self, rank: int, view: str | None = None) -> dict[str, int]:
-        """Return every coord of `rank`, by dim, in the base or in a view."""
+        """Return the coords of `rank` by dim, in the base or in a view."""
         sizes = self.dims if view is None else self.views.get(view)
         if sizes is None:
             raise UnknownDim(
                 f"the mesh has no view {view!r}",
                 given=f"view={view!r}",
                 expected=f"one of {', '.join(self.views)}" if self.views else "no view: the mesh has none",
-                hint=did_you_mean(str(view), self.views) or "leave the view out: dims of the base",
+                hint=did_you_mean(str(view), self.views) or "leave out the view to get coords in the base",
             )
         position = self.position(rank)
         return {name: self._digits[name].coord(position) for name in sizes}
 
     def label(self, rank: int) -> str:
-        """Return the rank with its coords in the base, such as `rank 5 (pp=1 dp=0 tp=1)`.
+        """Return the rank and its coords in the base as text, such as `rank 5 (pp=1 dp=0 tp=1)`.
 
         A rank outside the layout is labeled as such.
         """
@@ -414,7 +414,7 @@ class Layout:
         return self.digits(dims).coord(self.position(rank))
 
     def get_rank(self, **coords: int) -> int:
-        """Return the rank at these coords. Pass every dim of the base, or every dim of one view, once."""
+        """Return the rank at these coords. Pass one coord for each dim of the base, or for each dim of one view."""
         sizes = next((s for s in self._factorisations.values() if set(s) == set(coords)), None)
         if sizes is None:
             for name in coords:
@@ -431,7 +431,7 @@ class Layout:
         return self.rank_of(sum(self._digits[name].offset(coord) for name, coord in checked.items()))
 
     def groups(self, dims: Dims) -> Ranks:
-        """Return every group along `dims`, shape (number of groups, size), in coord order.
+        """Return all groups along `dims`, as an array of shape (number of groups, size).
 
         Row i, column c is the rank with coord c in group i. Groups are in row-major order of the coords along
         the other dims.
@@ -439,7 +439,7 @@ class Layout:
         return self._ranks_of(self.others(dims).offsets()[:, None] + self.digits(dims).offsets())
 
     def group_of(self, rank: int, dims: Dims) -> Ranks:
-        """Return the ranks of `rank`'s group along `dims`, in coord order: element c has coord c."""
+        """Return the ranks in `rank`'s group along `dims`, in coord order: element c has coord c."""
         digits, position = self.digits(dims), self.position(rank)
         return self._ranks_of(position - digits.offset(digits.coord(position)) + digits.offsets())
 
@@ -452,7 +452,7 @@ class Layout:
     @overload
     def neighbor_rank(self, rank: int, dims: Dims, offset: int, *, wrap: bool) -> int | None: ...
     def neighbor_rank(self, rank: int, dims: Dims, offset: int, *, wrap: bool = True) -> int | None:
-        """Return the rank `offset` coords further along `dims`. Without `wrap`, return None past the edge."""
+        """Return the rank `offset` coords further along `dims`. With wrap=False, return None past the edge."""
         digits, position = self.digits(dims), self.position(rank)
         coord = digits.coord(position)
         target = coord + whole(offset, "offset")

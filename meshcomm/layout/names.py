@@ -1,4 +1,4 @@
-"""Checks names of dims, and suggests the name that was probably meant."""
+"""Checks dim names, and suggests the name that the user probably meant."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from meshcomm.errors import LayoutError
 
 
 def check_name(name: object, what: str) -> None:
-    """Check that a name is an identifier that einops patterns accept: no "_" at either end."""
+    """Raise unless `name` is an identifier that einops patterns accept, which excludes names with "_" at either end."""
     if not isinstance(name, str) or not name.isidentifier() or name[0] == "_" or name[-1] == "_":
         raise LayoutError(
             f"{name!r} cannot be the name of a {what}",
@@ -20,7 +20,7 @@ def check_name(name: object, what: str) -> None:
 
 
 def nearest_name(word: str, known: Iterable[str]) -> str | None:
-    """Return the known name nearest to `word`, or None if no name is near or if several are equally near to a short word.
+    """Return the known name closest to `word`; None if no name is close, or if a short word has several closest names.
 
     >>> nearest_name("pt", ["pp", "dp", "tp"]), nearest_name("DP", ["pp", "dp"]), nearest_name("xp", ["pp", "dp"])
     ('tp', 'dp', None)
@@ -28,7 +28,7 @@ def nearest_name(word: str, known: Iterable[str]) -> str | None:
     names = list(known)
     matches = difflib.get_close_matches(word, names, n=1, cutoff=0.55)
     if not matches and 2 <= len(word) <= 3:
-        # Two letters are below the cutoff if one differs, or if they are in another order or case.
+        # Two-letter names that differ in one letter, in order or in case score below the cutoff.
         matches = [name for name in names if sorted(name.lower()) == sorted(word.lower())]
         matches = matches or difflib.get_close_matches(word, names, n=2, cutoff=0.5)
     return matches[0] if len(matches) == 1 else None
@@ -47,7 +47,7 @@ def merged_name(dims: Sequence[str], taken: Container[str]) -> str:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str | None:
-    """Return a suggestion as a question, or None if no name is near.
+    """Return a suggestion as a question, or None if no name is close.
 
     >>> did_you_mean("dpx", ["pp", "dp", "tp"])
     'did you mean "dp"?'
@@ -57,7 +57,7 @@ def did_you_mean(word: str, known: Iterable[str]) -> str | None:
 
 
 def listed(names: Sequence[str], most: int = 8) -> str:
-    """Return the first names, and whether there are more.
+    """Return the first `most` names as text, with "..." if there are more.
 
     >>> listed(["a", "b", "c"], most=2)
     'a, b, ...'

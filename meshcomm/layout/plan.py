@@ -1,4 +1,4 @@
-"""The groups that a layout needs, with their options and order. Computed without a process."""
+"""The groups that a layout needs, with their options and creation order. Computed without creating any group."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ Scalar = str | int | float | bool
 
 @dataclass(frozen=True, slots=True)
 class GroupOptions:
-    """The options that a group is created with.
+    """The options used to create a group.
 
     backend: "auto" (NCCL for cuda, Gloo for cpu), or any name that torch.distributed accepts.
-    timeout_s: seconds after which an unfinished operation on the group raises an error.
+    timeout_s: seconds after which an unfinished operation in the group raises an error.
     comm_id: groups with equal ranks and options share one communicator unless their comm_ids differ.
     extra: backend-specific options, as ("name", value) pairs.
     """
@@ -31,7 +31,7 @@ class GroupOptions:
     extra: tuple[tuple[str, Scalar], ...] = ()
 
     def facts(self) -> dict[str, Any]:
-        """Return plain data."""
+        """Return the options as plain data."""
         facts = {name: getattr(self, name) for name in self.__slots__}
         return {**facts, "extra": dict(self.extra)}
 
@@ -40,8 +40,8 @@ class GroupOptions:
 class Family:
     """All groups along one name: along a dim, a merged dim, or a dim of a view.
 
-    shares: the name of the earlier family whose groups this family uses, or None. If a name is set, no
-        group is created for this family.
+    shares: the name of the earlier family whose groups this family reuses, or None. A family with `shares`
+        set creates no groups of its own.
     """
 
     name: str
@@ -54,15 +54,15 @@ class Family:
 
     @property
     def creates(self) -> bool:
-        """Whether groups are created for this family."""
+        """Whether this family creates groups."""
         return self.size > 1 and self.shares is None
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """One group: its ranks, in coord order, and its options.
+    """One group: its ranks in coord order, and its options.
 
-    index: the group's index in its family. coords: the coords that all ranks of the group share, by dim.
+    index: the group's index in its family. coords: the coords that all ranks in the group share, by dim.
     """
 
     name: str
@@ -75,11 +75,11 @@ class Group:
 
     @property
     def label(self) -> str:
-        """Name and shared coords, such as `tp[pp=0 dp=1]`, or only the name if all ranks are in one group."""
+        """The name and the shared coords, such as `tp[pp=0 dp=1]`; only the name if all ranks are in one group."""
         return f"{self.name}[{coords_text(self.coords)}]" if self.coords else self.name
 
     def facts(self) -> dict[str, Any]:
-        """Return plain data."""
+        """Return the group as plain data."""
         return {
             "name": self.name,
             "dims": list(self.dims),
@@ -93,9 +93,9 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class RankPlan:
-    """The plan for one rank: the rank's coords and its group for every name, in order.
+    """The plan for one rank: the rank's coords, and its group for each name, in plan order.
 
-    A name of size 1 has no group and is not in `groups`.
+    Names of size 1 have no group and are not in `groups`.
     """
 
     rank: int
@@ -104,18 +104,18 @@ class RankPlan:
 
     @property
     def creations(self) -> int:
-        """Number of groups that this rank creates."""
+        """The number of groups that this rank creates."""
         return sum(group.shares is None for group in self.groups)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Every group of a layout, in one fixed order: base dims, merged dims, then the dims of views.
+    """All groups of a layout, in a fixed order: base dims, merged dims, then the dims of views.
 
     Args:
         layout: the placement of ranks.
-        defaults: options of every name without an entry in `options`.
-        options: options by name (a dim, a merged dim, a view's dim).
+        defaults: the options for names without an entry in `options`.
+        options: the options for each name: a dim, a merged dim or a view's dim.
         device: "auto", "cpu", "cuda", ...
     """
 
@@ -130,7 +130,7 @@ class Plan:
 
     @cached_property
     def families(self) -> tuple[Family, ...]:
-        """The families of all names, in plan order. A family is what the groups of one name share."""
+        """The families of all names, in plan order. A family is the set of groups along one name."""
         layout = self.layout
         kinds: dict[str, tuple[str, tuple[str, ...]]] = {name: ("dim", (name,)) for name in layout.dims}
         kinds.update((name, ("merged", parts)) for name, parts in layout.merge.items())
@@ -153,16 +153,16 @@ class Plan:
         return next(family for family in self.families if family.name == name)
 
     def covering(self, dims: Dims) -> Family | None:
-        """Return the first family with the groups of `dims`, under any name, or None if there is none.
+        """Return the first family whose groups equal those of `dims`, under any name; None if there is none.
 
-        Raises UnknownDim; LayoutError if `dims` is not a name or a tuple of names.
+        Raises UnknownDim, and LayoutError if `dims` is neither a name nor a tuple of names.
         """
         wanted = self.layout.digits(dims).canonical()
         matching = (each for each in self.families if self.layout.digits(each.name).canonical() == wanted)
         return next(matching, None)
 
     def groups(self) -> Iterator[Group]:
-        """Every group of every name, in creation order."""
+        """Yield the groups of all names, in creation order."""
         for family in self.families:
             if family.size > 1:
                 for ranks in self.layout.groups(family.name):
@@ -171,7 +171,7 @@ class Plan:
     def for_rank(self, rank: int) -> RankPlan:
         """Return the coords and groups of `rank`.
 
-        Time and memory grow with the sizes of the rank's groups, not with the world.
+        Time and memory grow with the sizes of the rank's groups, not with the world size.
         """
         # A process requests its own plan many times.
         last: RankPlan | None = self.__dict__.get("_last")
@@ -196,7 +196,7 @@ class Plan:
         return Group(family.name, family.dims, index, members, common, family.options, family.shares)
 
     def facts(self) -> dict[str, Any]:
-        """Return all facts that must be equal on every rank, without those that differ per rank."""
+        """Return the facts that must be equal on every rank, as plain data."""
         layout = self.layout
         order = layout.rank_order
         return {
@@ -210,15 +210,15 @@ class Plan:
 
     @cached_property
     def fingerprint(self) -> str:
-        """The first 16 hex digits of the SHA-256 of `facts()`, before `on` fills in device and backend. The order of names counts.
+        """The first 16 hex digits of the SHA-256 of `facts()` before `on` fills in device and backend.
 
-        A config therefore has one plan id on every device type.
+        A config therefore has the same plan id on every device type. The id depends on the order of names.
         """
         text = json.dumps(self.facts(), separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def on(self, device: str, backend: str) -> Plan:
-        """Return this plan with "auto" resolved for one device type."""
+        """Return this plan with "auto" replaced by the given device and backend."""
 
         def fill(options: GroupOptions) -> GroupOptions:
             return replace(options, backend=backend) if options.backend == "auto" else options

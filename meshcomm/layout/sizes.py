@@ -1,4 +1,4 @@
-"""Checks whether the sizes of the dims fit the world, and finds the nearest sizes that do."""
+"""Checks whether the dim sizes fit the world size, and finds the nearest sizes that fit."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def times(sizes: Mapping[str, int]) -> str:
 
 def toml_dims(sizes: Mapping[str, int]) -> str:
     """Return the sizes as written in a config file: `{ dp = 4, tp = 2 }`."""
-    # In TOML, only names of ASCII letters need no quotes. Names of dims may contain other letters.
+    # TOML requires quotes around names with non-ASCII letters, which names of dims may contain.
     written = (name if name.isascii() else f'"{name}"' for name in sizes)
     listed = ", ".join(f"{name} = {size}" for name, size in zip(written, sizes.values(), strict=True))
     return f"{{ {listed} }}"
 
 
 def divisors(n: int) -> list[int]:
-    """Return the divisors of `n`, ascending. For `n` above 2^24, only divisors up to 4096 and their quotients."""
+    """Return the divisors of `n`, ascending. Above 2^24, only divisors up to 4096 and their quotients are found."""
     small = [d for d in range(1, min(math.isqrt(n), 4096) + 1) if n % d == 0]
     return small + [n // d for d in reversed(small) if d * d != n]
 
@@ -39,7 +39,7 @@ def divisors(n: int) -> list[int]:
 def whole(value: Any, what: str) -> int:
     """Return `value` as an int.
 
-    Accepts NumPy's integers and rejects bools, floats and everything else. what: the value's name in the error.
+    Accepts NumPy's integers; rejects bools, floats and all other types. what: the value's name in the error.
     """
     if type(value) is int:
         return value
@@ -57,7 +57,7 @@ def whole(value: Any, what: str) -> int:
 
 
 def check_mapping(given: Any, where: str, holds: str) -> Mapping[str, Any]:
-    """Return `given` if it is a mapping from names to `holds`. Otherwise raise an error."""
+    """Return `given` if it is a mapping, otherwise raise LayoutError. holds: what the names map to, for the error."""
     if isinstance(given, Mapping):
         return given
     raise LayoutError(
@@ -72,7 +72,7 @@ def check_sizes(dims: Mapping[str, int], where: str, open_dim: bool = False) -> 
     """Return the sizes as plain ints. Raises LayoutError unless `dims` names at least one dim and each size is an
     int of 1 or more.
 
-    where: its name in the message. open_dim: accept -1, which `resolve` fills in.
+    where: the name of `dims` in the message. open_dim: accept -1, which `resolve` replaces.
     """
     check_mapping(dims, where, "sizes")
     if not dims:
@@ -96,10 +96,10 @@ def check_sizes(dims: Mapping[str, int], where: str, open_dim: bool = False) -> 
 
 
 def nearest_fits(sizes: Mapping[str, int], world: int, limit: int | None = 3) -> list[dict[str, int]]:
-    """Return the sizes that fit `world`, each differing from `sizes` in one dim if one is enough.
+    """Return alternatives to `sizes` that fit `world` and, if possible, change only one dim.
 
-    Sorted by the factor by which a size changes, then by the order of the dims. A dim of -1 stays -1.
-    Empty only if no change of a single dim helps and no dim could take all ranks.
+    The alternatives are sorted by the factor of the change, then by dim order. A size of -1 stays -1.
+    The list is empty only if no change to a single dim helps and no dim could take all ranks.
     """
     found: list[tuple[float, int, dict[str, int]]] = []
     for position, name in enumerate(sizes):
@@ -113,7 +113,7 @@ def nearest_fits(sizes: Mapping[str, int], world: int, limit: int | None = 3) ->
                 found.append((distance, position, {**sizes, name: candidate}))
     found.sort(key=lambda item: item[:2])
     if not found and sizes:
-        # No change of a single dim fits. Shrink each size to its greatest common divisor with the rest
+        # No change to a single dim fits. Shrink each size to its greatest common divisor with the rest
         # of the world, innermost first, and let the outermost take the remainder.
         left = world
         mended = dict.fromkeys(sizes, 1)
@@ -131,10 +131,11 @@ def nearest_fits(sizes: Mapping[str, int], world: int, limit: int | None = 3) ->
 def resolve(
     sizes: Mapping[str, int], world: int | None, what: str = "the mesh", where: str = "dims"
 ) -> dict[str, int]:
-    """Fill in the one size that is -1, and check that the sizes multiply to `world`.
+    """Replace the size of -1, if there is one, and check that the sizes multiply to `world`.
 
-    world: None if unknown; then no size may be -1. what, where: the name and the place of the sizes in errors.
-    Raises LayoutError with the arithmetic and the nearest sizes that fit.
+    world: the world size; None if unknown, in which case no size may be -1. what, where: the owner of the
+        sizes and their location, as errors show them.
+    Raises LayoutError, which shows the arithmetic and the nearest sizes that fit.
     """
     given = f"{where} = {toml_dims(sizes)}"
     unknown = [name for name, size in sizes.items() if size == -1]
@@ -148,7 +149,7 @@ def resolve(
         )
     if world is None and unknown:
         raise LayoutError(
-            f"{what} leaves {unknown[0]} = -1 open and the world's size is not known",
+            f"{what} leaves {unknown[0]} = -1 open and the world size is unknown",
             given=given,
             expected="a number of processes, or a size for every dim",
             hint=f"--world-size {known * 2}, or --set mesh.dims.{unknown[0]}=2",
@@ -162,7 +163,7 @@ def resolve(
     raise LayoutError(
         f"{what} does not {'divide' if unknown else 'fit'} the world: {times(sizes)}, world is {world}",
         given=f"{given}, {world} processes",
-        expected=f"{world} divisible by the sizes that are given; {world} % {known} = {world % known}"
+        expected=f"{world} divisible by the given sizes; {world} % {known} = {world % known}"
         if unknown
         else f"sizes that multiply to {world}",
         hint=", or\n".join([*fitting, *([f"{processes} processes"] if processes != world else [])]),
@@ -170,7 +171,7 @@ def resolve(
 
 
 def check_coord(name: str, coord: int, size: int) -> int:
-    """Return the coord as an int. Raises LayoutError if the dim `name` has no such coord."""
+    """Return `coord` as an int. Raises LayoutError if the dim `name` has no such coord."""
     coord = whole(coord, "coord")
     if not 0 <= coord < size:
         raise LayoutError(
@@ -183,17 +184,17 @@ def check_coord(name: str, coord: int, size: int) -> int:
 
 
 def coords_text(coords: Mapping[str, int]) -> str:
-    """Return coords or sizes as text such as `pp=1 tp=0`."""
+    """Return coords or sizes as text, such as `pp=1 tp=0`."""
     return " ".join(f"{name}={coord}" for name, coord in coords.items())
 
 
 def rank_text(rank: int, coords: Mapping[str, int] | None) -> str:
-    """Return `rank 6 (pp=1 dp=1 tp=0)`. coords: None if unknown, {} if the rank is in no mesh."""
+    """Return text such as `rank 6 (pp=1 dp=1 tp=0)`. coords: None if unknown, {} if the rank is in no mesh."""
     return f"rank {rank}" if not coords else f"rank {rank} ({coords_text(coords)})"
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """Return `rank 3`, or `ranks 0 1 2`."""
+    """Return text such as `rank 3` or `ranks 0 1 2`."""
     return f"rank{'s' if len(ranks) > 1 else ''} {fold(ranks)}"
 
 

@@ -1,4 +1,4 @@
-"""Let the groups that a program creates with torch share communicators, as the groups of a mesh do."""
+"""Lets groups that a program creates with torch share communicators, as a mesh's groups do."""
 
 from __future__ import annotations
 
@@ -22,33 +22,32 @@ from meshcomm.transport.torch_private import (
 
 
 def adopt() -> Adopted:
-    """Make equal groups of `dist.new_group`, and so of DeviceMesh, share one group. Groups of one rank only copy.
+    """Let equal groups from `dist.new_group` and DeviceMesh share a single group. Groups of one rank only copy data.
 
         meshcomm.adopt()
         mesh = init_device_mesh("cuda", (2, 1, 4), mesh_dim_names=("dp", "cp", "tp"))     # and nothing else changes
 
     Groups are equal if they have the same ranks in the same order, backend, timeout and device, and no
-    `pg_options`. Sharing saves the memory and the start-up time of the extra communicators. Calls on groups
-    that share one communicator run in the order in which they are made. Groups that NCCL splits off the default
-    group (`device_id` given) are created as without this call.
+    `pg_options`. Sharing saves the memory and startup time of the extra communicators. Calls in groups that share
+    a communicator run in the order in which they are made. Groups that NCCL splits off the default group
+    (`device_id` given) are created as usual.
 
     Called by: every process of the job, at the same point of the program.
-    Raises:    nothing here; later, CommunicationError if the program requests a group again after destroying
-               it.
+    Raises:    CommunicationError, in a later call, if the program requests a group again after destroying it.
     """
     return Adopted()
 
 
 @final
 class Adopted:
-    """The active effect of `meshcomm.adopt`, until `close`, with counts of this rank's groups.
+    """The effect of `meshcomm.adopt`, which lasts until `close`, with counts of this rank's groups.
 
-    asked, made, shared, solo: counts of groups; a group of a single rank is solo.
+    asked, made, shared, solo: the numbers of requested, created, shared and single-rank groups.
     """
 
     def __init__(self) -> None:
         self.asked = self.made = self.shared = self.solo = 0
-        # Weak, so that this keeps neither the default group nor any other group alive.
+        # Weak references, so that this object keeps neither the default group nor any other group alive.
         self._world: Callable[[], Any] = lambda: None
         self._names: dict[tuple[Any, ...], str | None] = {}
         self._end = instead_of_new_group(self._new_group)
@@ -59,7 +58,7 @@ class Adopted:
         )
 
     def close(self) -> None:
-        """Let torch create groups as before. Existing groups stay. Calling it again has no effect."""
+        """Let torch create groups as before. Existing groups remain. Further calls have no effect."""
         self._end()
 
     def _new_group(
@@ -76,7 +75,7 @@ class Adopted:
         sort_ranks: bool = True,
         **others: Any,
     ) -> Any:
-        """Like torch's `_new_group_with_tag`. Every rank takes the same branch, as all pass the same arguments."""
+        """Like torch's `_new_group_with_tag`. Every rank takes the same branch, because all ranks pass the same arguments."""
         world = default_group()
         if world is not self._world():
             self._world, self._names = ref(world), {}
@@ -85,7 +84,7 @@ class Adopted:
         inside = dist.get_rank() in order
         given = {} if sort_ranks else {"sort_ranks": False}
         self.asked += inside
-        # All ranks count group names. The group of a single rank must not take one of these names.
+        # All ranks count group names. A group with a single rank must not use one of these names.
         backed = str(backend or backend_of(world)).lower()
         key = tuple(order), timeout, backed, use_local_synchronization, str(device_id)
         if len(order) == 1 and 0 <= order[0] < world.size():

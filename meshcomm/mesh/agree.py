@@ -19,19 +19,19 @@ from meshcomm.errors import MeshMismatchError
 from meshcomm.layout.sizes import ranks_text
 from meshcomm.mesh.store import SLICE_S, Interrupted, interrupted, store_failed
 
-# The lower bits of the arrival counter hold the number of arrived ranks. The upper bits hold the sum of the world sizes
-# that these ranks expect: n * n for n ranks. In the store's signed 64-bit numbers, up to two million ranks fit.
+# The lower bits of the arrival counter hold the number of ranks that have arrived. The upper bits hold the sum of the
+# world sizes that these ranks expect: n * n for n ranks. The store's signed 64-bit numbers can count two million ranks.
 _COUNT_BITS: Final = 21
 _COUNT: Final = (1 << _COUNT_BITS) - 1
-# The watching rank's pause between two checks of the store, if world sizes differ.
+# How long the watching rank pauses between two checks of the store, if world sizes differ.
 _PAUSE_S: Final = 0.01
 
-# The verdict, with the time of the host that decided it, the ranks per host, and `nodes`, packed: see Agreed.
+# The verdict, packed with the time on the deciding host, the ranks per host, and `nodes`; see Agreed.
 AGREED: Final = "agree %Y%m%d-%H%M%S"
 
 # How long ranks wait for the rank that reads the list of arrivals.
 _TELL_S: Final = 10.0
-# How long the rank that hosts the store waits for the others to read the error: a rank that has ended never confirms it.
+# How long the rank that hosts the store waits for the others to read the error: a rank that has exited never confirms this.
 _LEAVES_S: Final = 3.0
 
 
@@ -43,14 +43,15 @@ def agree(
     timeout_s: float,
     what: str = "the mesh",
 ) -> Agreed:
-    """Return when every rank of `ranks` has arrived with equal `facts`; otherwise raise on every rank.
+    """Block until every rank of `ranks` has arrived with equal `facts`. Otherwise, raise on every rank.
 
-    store: the job's store, under a prefix of this agreement. facts: name -> plain data that must be equal.
+    store: the job's store, under a prefix for this agreement.
+    facts: maps names to plain data that must be equal.
 
-    Costs three store operations per rank. The majority decides which ranks are mismatched; between equal shares, the
+    Takes three store operations per rank. The majority decides which ranks are mismatched. If there is a tie, the
     lowest rank decides. Raises MeshMismatchError with the mismatched ranks, the fact and both values. After
-    `timeout_s`, the error has the missing ranks and the hosts of the ranks that arrived. A rank that arrives after
-    the others gave up raises it too. Raises StoreError if the store fails.
+    `timeout_s`, the error names the missing ranks and the hosts of the ranks that arrived. A rank that arrives after
+    the others gave up raises this error too. Raises StoreError if the store fails.
     """
     world_size = len(ranks)
     text = json.dumps({"world": world_size, **facts}, separators=(",", ":"))
@@ -62,7 +63,7 @@ def agree(
         count, expected = total & _COUNT, total >> _COUNT_BITS
         _announce(store, count, _Arrival(rank, mine, world_size, socket.gethostname()))
         if expected != count * world_size:
-            # A single rank watches for all, as every watcher reads the full list.
+            # A single rank watches for all ranks, because every watcher reads the full list.
             if store.add("watchers", 1) == 1:
                 _watch(store, deadline)
         elif count == world_size:
@@ -72,7 +73,7 @@ def agree(
         except Interrupted:
             raise
         except RuntimeError:
-            # A rank that arrives later reads this and knows that it is too late.
+            # A rank that arrives later reads this key and learns that it is too late.
             verdict = store.compare_set("verdict", "", "gave up")
         if verdict == b"gave up":
             raise _same_error(store, rank, partial(_absent, store, ranks, timeout_s, what))
@@ -87,9 +88,9 @@ def agree(
 
 
 def leave_together(store: Any, stays: bool) -> None:
-    """Called by every rank of an agreement that failed, after it has read the error.
+    """Called by every rank of a failed agreement, after the rank has read the error.
 
-    stays: whether this process may host the store. It then waits up to three seconds until the others have read the error.
+    stays: whether this process may host the store. If so, it waits up to three seconds for the others to read the error.
     """
     deadline = time.monotonic() + _LEAVES_S
     with contextlib.suppress(RuntimeError):
@@ -100,26 +101,27 @@ def leave_together(store: Any, stays: bool) -> None:
 
 
 def _same_error(store: Any, rank: int, find: Callable[[], MeshMismatchError]) -> MeshMismatchError:
-    """Raise the same error on every rank: one rank reads the list and publishes the error. If each of 131,072 ranks read the
-    list, 741 GB would be read."""
+    """Raise the same error on every rank: one rank reads the list and publishes the error. If all of 131,072 ranks read the
+    list, they would read 741 GB in total."""
     if store.add("tellers", 1) == 1:
         error = find()
         store.set("told", json.dumps(vars(error)))
         return error
     try:
         told = json.loads(_get(store, "told", _TELL_S))
-    except RuntimeError:  # the rank that was to publish it is gone
+    except RuntimeError:  # the rank that should publish the error is gone
         return find()
     lists = {name: tuple(told.get(name, ())) for name in ("mismatched_ranks", "missing")}
-    if rank in lists["missing"]:  # it has arrived since
+    if rank in lists["missing"]:  # this rank has arrived in the meantime
         return find()
     return MeshMismatchError(**{**told, **lists})
 
 
 class Agreed(NamedTuple):
-    """moment: the time, as in `20261122-142530`. ranks_per_host: ranks r with equal r // ranks_per_host are on one host;
-    0 if hosts have different numbers of ranks, or if the ranks of a host are not consecutive. nodes: in that case, the host
-    of each rank, as a number; hosts are numbered in the order of their first ranks."""
+    """moment: the time, as in `20261122-142530`.
+    ranks_per_host: ranks r with equal r // ranks_per_host share a host. 0 if hosts have different numbers of ranks, or if
+        the ranks of a host are not consecutive.
+    nodes: if ranks_per_host is 0, the number of each rank's host. Hosts are numbered in the order of their first ranks."""
 
     moment: str
     ranks_per_host: int
@@ -143,7 +145,7 @@ def _announce(store: Any, number: int, arrival: _Arrival) -> None:
 
 
 def _announced(store: Any) -> dict[int, _Arrival]:
-    """Return the ranks that have arrived so far. Called by ranks that have arrived themselves."""
+    """Return the ranks that have arrived so far. Called by ranks that have already arrived."""
     if store.has_extended_api():
         lines = store.get("here").decode().splitlines()
     else:
@@ -155,7 +157,7 @@ def _announced(store: Any) -> dict[int, _Arrival]:
 
 
 def _conclude(store: Any, count: int, deadline: float) -> int:
-    """Decide if no more ranks are expected. Return the count at which to look again. count: number of arrived ranks."""
+    """Decide if no more ranks are expected. Return the count at which to check again. `count` ranks have arrived."""
     while len(arrivals := _announced(store)) < count:
         if time.monotonic() >= deadline:
             return count
@@ -170,7 +172,7 @@ def _conclude(store: Any, count: int, deadline: float) -> int:
 
 
 def _watch(store: Any, deadline: float) -> None:
-    """Decide if world sizes differ, once as many ranks have arrived as most ranks expect."""
+    """If world sizes differ, decide once the most commonly expected number of ranks has arrived."""
     enough = 0
     while time.monotonic() < deadline and not store.check(["verdict"]):
         count = store.add("come", 0) & _COUNT
@@ -180,7 +182,7 @@ def _watch(store: Any, deadline: float) -> None:
 
 
 def _ranks_per_host(hosts: Sequence[str]) -> int:
-    """See Agreed. hosts: the host of every rank.
+    """See Agreed. `hosts` has each rank's host.
 
     >>> _ranks_per_host("aabb"), _ranks_per_host("abab"), _ranks_per_host("aab"), _ranks_per_host("aabbaa")
     (2, 0, 0, 0)
@@ -191,7 +193,7 @@ def _ranks_per_host(hosts: Sequence[str]) -> int:
 
 
 def _packed(hosts: Sequence[str]) -> str:
-    """Return the host of each rank, run-length encoded: 2 kB for 131,072 ranks that are dealt to hosts in turn.
+    """Return the host of each rank, run-length encoded: 2 kB for 131,072 ranks that are assigned to hosts in turn.
 
     >>> _unpacked(_packed("baab"))
     (0, 1, 1, 0)
@@ -219,7 +221,7 @@ def _get(store: Any, key: str, timeout_s: float) -> bytes:
                 if slice_s == left_s or "timeout" not in str(error).lower():
                     raise
             if any(each() for each in interrupted):
-                raise Interrupted("a wait at the store has ended: ranks were lost")
+                raise Interrupted("a wait on the store ended because ranks were lost")
     finally:
         store.set_timeout(usual)
 
@@ -228,7 +230,7 @@ def _mismatch(store: Any, timeout_s: float, what: str) -> MeshMismatchError:
     arrivals = _announced(store)
     present = sorted(arrivals)
     prints = {rank: arrivals[rank].fingerprint for rank in present}
-    # The facts of most ranks; between equal numbers, those of the lowest rank.
+    # The facts that most ranks have. If there is a tie, the facts of the lowest rank.
     common = Counter(prints.values()).most_common(1)[0][0]
     odd = tuple(rank for rank in present if prints[rank] != common)
     usual = json.loads(_get(store, f"facts/{common}", timeout_s))

@@ -1,4 +1,4 @@
-"""Exchanges plain records between all ranks of a mesh: failures, sums of calls, stragglers."""
+"""Exchanges plain records among all ranks of a mesh: failures, call totals, stragglers."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def is_first(mesh: Mesh) -> bool:
 
 
 def of_every_rank(mesh: Mesh, mine: Any) -> list[Any]:
-    """Return the plain data of each rank, in the order of `ranks_of`.
+    """Return each rank's plain data, in the order of `ranks_of`.
 
-    Called by every rank. It gathers objects once per dim.
+    Called by every rank. Gathers objects once per dim.
     """
     records: list[Any] = [mine]
     for dim in reversed(list(mesh.layout.dims)):
@@ -48,8 +48,8 @@ def on_all_ranks(mesh: Mesh, what: str, action: Callable[[], T]) -> T:
 
     what:      completes the text "rank 3 could not ...", as in "resume from runs/x".
     Called by: every rank of the mesh. The action must not communicate.
-    Raises:    the action's MeshcommError if it fails with one, TrainingError if it fails with another exception. The
-               other ranks raise TrainingError with the same text and the name of the lowest rank that failed.
+    Raises:    the action's MeshcommError if it fails with one, or TrainingError if it fails with another exception.
+               The other ranks raise TrainingError with the same text and the name of the lowest rank that failed.
     """
     failure: MeshcommError | None = None
     result: T | None = None
@@ -84,11 +84,12 @@ def on_all_ranks(mesh: Mesh, what: str, action: Callable[[], T]) -> T:
 
 
 class Spread(NamedTuple):
-    """One call on one dim, over all ranks that made it.
+    """The calls of one kind along one dim, over all ranks that made them.
 
-    calls, nbytes: summed over the ranks. mean_s: seconds that the calls blocked a rank, on average. fastest,
-    slowest: the ranks that were blocked least and most, the lowest rank if several. Times are None if a rank's
-    time is unknown.
+    calls, nbytes: totals over the ranks.
+    mean_s: the average time in seconds for which the calls blocked a rank.
+    fastest, slowest: the ranks that were blocked for the shortest and longest time; the lowest rank if there is a tie.
+    Times are None if a rank's time is unknown.
     """
 
     dim: str
@@ -124,7 +125,7 @@ class StatsOfAll:
 
 
 def stats_of_all(records: Iterable[Sequence[Any]], dims: Sequence[str]) -> StatsOfAll:
-    """records: (rank, seconds, `Stats.sums`) of each rank. dims: the dims in the order to show them."""
+    """`records` has (rank, seconds, `Stats.sums`) for each rank, and `dims` has the dims in display order."""
     by_call: dict[tuple[str, str, bool], dict[int, tuple[int, int, float | None]]] = {}
     longest = 0.0
     for rank, seconds, sums in records:
@@ -151,10 +152,11 @@ def _spread(key: tuple[str, str, bool], by_rank: Mapping[int, tuple[int, int, fl
 
 @dataclass(frozen=True, slots=True)
 class Arrivals:
-    """When each coord arrived at the most recent calls on one group.
+    """When each coord arrived at the most recent calls in one group.
 
-    mean_s, worst_s: seconds after the first rank of the group. last: fraction of the calls at which this coord
-    arrived last, 0 to 1. calls: number of compared calls, at most 256.
+    mean_s, worst_s: how many seconds the coord arrived after the first rank of the group.
+    last: fraction of the calls at which the coord arrived last, from 0 to 1.
+    calls: number of compared calls, at most 256.
     """
 
     ranks: tuple[int, ...]
@@ -165,12 +167,12 @@ class Arrivals:
 
     @property
     def latest(self) -> int:
-        """The coord that arrived latest on average."""
+        """The coord with the latest average arrival."""
         return max(range(len(self.ranks)), key=self.mean_s.__getitem__)
 
 
 class Straggler(NamedTuple):
-    """The rank of the mesh that arrived latest on average along a dim, in seconds after the first rank."""
+    """The rank that arrives latest on average along a dim of the mesh, and its delay after the first rank in seconds."""
 
     rank: int
     mean_s: float
@@ -178,10 +180,10 @@ class Straggler(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Stragglers:
-    """The result of `Mesh.stragglers`, by dim: this rank's group, and the latest rank over all groups of the mesh.
+    """The result of `Mesh.stragglers`. Contains, for each dim, this rank's group and the latest rank in the mesh.
 
-    hosts: number of hosts. With 1, all times are from one clock. With more, the wall clocks of the hosts are
-    compared, and clock offsets between them add to the times.
+    hosts: number of hosts. If there is one host, all times come from a single clock. With several, their wall clocks
+    are compared, and offsets between the clocks add to the times.
     """
 
     groups: Mapping[str, Arrivals]
@@ -215,14 +217,14 @@ class Stragglers:
 
 
 def arrivals(began: Sequence[Mapping[int, int]], ranks: Sequence[int]) -> Arrivals:
-    """began: by coord, when each call began, in nanoseconds by sequence number. Only calls that every rank recorded count.
+    """began: for each coord, the start of each call in nanoseconds by number. Calls that some rank did not record are ignored.
 
     >>> found = arrivals([{1: 0, 2: 0}, {2: 10**6, 1: 3 * 10**6, 3: 9}], ranks=[4, 5])
     >>> found.mean_s, found.worst_s, found.last, found.calls
     ((0.0, 0.002), (0.0, 0.003), (0.0, 1.0), 2)
     """
     shared = sorted(set.intersection(*map(set, began)))
-    # First by call, then by coord.
+    # Indexed by call, then by coord.
     times = [[of_coord[number] for of_coord in began] for number in shared]
     late = [[(when[coord] - min(when)) / 1e9 for when in times] for coord in range(len(ranks))]
     last = [when.index(max(when)) for when in times]
@@ -237,18 +239,18 @@ def arrivals(began: Sequence[Mapping[int, int]], ranks: Sequence[int]) -> Arriva
 
 
 def stragglers(mesh: Mesh, recorders: Mapping[str, FlightRecorder]) -> Stragglers:
-    """Compare the arrivals along each dim of `recorders`, then over the whole mesh; called by every rank of the mesh.
+    """Compare the arrivals along each dim of `recorders`, then over the whole mesh. Called by every rank of the mesh.
 
-    recorders: those of this rank's groups, in the same order on all ranks.
+    recorders: the recorders of this rank's groups, in the same order on all ranks.
     """
     ahead = time.time_ns() - time.perf_counter_ns()
-    # Collect everything before the first exchange, which is recorded as well.
+    # Collect everything before the first exchange, because the exchange is recorded too.
     began = {
         dim: {number: round(recorder.began(number) * 1e9) for number in recorder.remembered()}
         for dim, recorder in recorders.items()
     }
     hosts = len(set(of_every_rank(mesh, host())))
-    # All processes of a host share the monotonic clock; hosts share only the wall clock.
+    # All processes on a host share the monotonic clock. Hosts share only the wall clock.
     shift = ahead if hosts > 1 else 0
     groups = {}
     for dim, recorder in recorders.items():

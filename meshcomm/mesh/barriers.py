@@ -1,4 +1,4 @@
-"""Barriers with a timeout at the job's store, which name the ranks that did not arrive."""
+"""Barriers with a timeout, through the job's store, that report which ranks did not arrive."""
 
 from __future__ import annotations
 
@@ -21,11 +21,13 @@ def monitored_barrier(
     where: str,
     calls: Callable[[list[int]], str] | None = None,
 ) -> None:
-    """Return when every rank of `ranks` has arrived; after `timeout_s` raise with the missing ranks.
+    """Block until every rank of `ranks` has arrived. After `timeout_s`, raise an error with the missing ranks.
 
-    Costs five store operations per rank, if all arrive at once. The last rank to leave deletes the keys.
-    store: the job's store, under a prefix that only this call uses. coord: this rank's position in `ranks`. calls: returns
-    lines with the calls of missing ranks. Raises BarrierTimeout on every rank that arrives, also after the others gave up.
+    Takes five store operations per rank if all ranks arrive at the same time. The last rank to leave deletes the keys.
+    store: the job's store, under a prefix that only this call uses.
+    coord: this rank's position in `ranks`.
+    calls: returns lines with the calls of missing ranks.
+    Raises BarrierTimeout on every rank that arrives, even after the others gave up.
     The error names no missing ranks if a TCPStore's server does not answer.
     """
     meet = partial(_meet, store, coord, len(ranks), timeout_s)
@@ -49,7 +51,7 @@ def monitored_barrier(
         if missing
         else f"arrived: {fold(came)}; all have arrived by now, but some gave up earlier",
         expected=f"ranks {fold(ranks)}",
-        hint="if ranks differ in their number of calls, mesh.step() after each step names the call that one left out"
+        hint="if ranks differ in their number of calls, mesh.step() after each step names the call that a rank skipped"
         if made
         else "look at what the missing ranks are doing; a longer timeout_s helps only if they are slow",
         missing=tuple(missing),
@@ -57,10 +59,10 @@ def monitored_barrier(
 
 
 def _meet(store: Any, coord: int, size: int, timeout_s: float) -> list[int] | None:
-    """Return the coords of the missing ranks; None if all ranks met."""
+    """Return the coords of the missing ranks, or None if all ranks met."""
     store.set(f"here/{coord}", "1")
     if store.add("come", 1) == size:
-        # A rank that gives up writes "gave up" first: no rank may continue after that.
+        # A rank that gives up writes "gave up" first. After that, no rank may continue.
         store.compare_set("outcome", "", "all here")
     came_in_time = wait_for(store, ["outcome"], timeout_s)
     outcome = store.get("outcome") if came_in_time else store.compare_set("outcome", "", "gave up")
@@ -76,7 +78,7 @@ def _meet(store: Any, coord: int, size: int, timeout_s: float) -> list[int] | No
 
 
 def calls_of(watch: Watching | None, recorders: Mapping[int, FlightRecorder], missing: list[int]) -> str:
-    """Return the calls of ranks that missed a barrier, on the groups that they share with this rank, in lines."""
+    """Return lines with the calls of ranks that missed a barrier, in the groups that they share with this rank."""
     if watch is None:
         return ""
     mine = {recorder.label: recorder.started for recorder in recorders.values()}

@@ -1,4 +1,4 @@
-"""Stop one rank in Python's debugger while the others wait for it: `mesh.breakpoint`."""
+"""Implements `mesh.breakpoint`, which stops one rank in the Python debugger while the other ranks wait."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import IO, final
 
 
 def stop_at(frame: FrameType, label: str, meet: Callable[[], None]) -> None:
-    """Open the debugger at `frame`, then release the waiting ranks, then continue.
+    """Open the debugger at `frame`. Afterwards, release the waiting ranks and continue.
 
-    meet: called once, after any command except quit. After `n`, `s` or another stepping command the debugger
-        stops again at the frame's next line; the other ranks continue and wait in their next call.
-    Raises BdbQuit after `q`, and if there is no input to read (no terminal, or end of file).
+    meet: called once, after any command except quit. After `n`, `s` or another stepping command, the debugger
+        stops again at the frame's next line, while the other ranks continue and wait in their next call.
+    Raises BdbQuit after `q`, or if there is no input to read (no terminal, or end of file).
     """
     debugger = _Debugger(stdin=_terminal())
     debugger.message(f"{label} stopped; the others wait until it continues. c: continue, n: step, q: end")
@@ -26,13 +26,13 @@ def stop_at(frame: FrameType, label: str, meet: Callable[[], None]) -> None:
         raise BdbQuit
     meet()
     if not debugger.goes_on:
-        # The last call made here: the next line that runs in a traced frame is the user's.
+        # This must be the last call in the function, so that the next line to run in a traced frame is the user's.
         debugger.set_trace(frame)
 
 
 @final
 class _Debugger(pdb.Pdb):
-    """pdb that records whether the user chose to continue."""
+    """A pdb that records whether the user chose to continue."""
 
     goes_on = False
 
@@ -42,11 +42,11 @@ class _Debugger(pdb.Pdb):
         super().set_continue()
 
     def set_stepinstr(self) -> None:
-        """Called by set_trace since Python 3.13: the next instruction is still on the line of the user's own call."""
+        """Called by set_trace since Python 3.13. The next instruction is still on the line of the user's call."""
         self.set_step()
 
 
 def _terminal() -> IO[str] | None:
-    """Return the process's own stdin, if multiprocessing has not replaced it; None to use sys.stdin."""
+    """Return the process's original stdin if sys.stdin was replaced, as by multiprocessing, or None to use sys.stdin."""
     replaced = sys.stdin is None or getattr(sys.stdin, "name", "") == os.devnull
     return open(0, closefd=False) if replaced else None

@@ -1,4 +1,4 @@
-"""Compares the ranks' calls in each step through the job's store, in a thread."""
+"""Compares the ranks' calls in each step through the job's store, in a background thread."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ from meshcomm.errors import CallMismatchError
 from meshcomm.mesh.rank_record import RankRecord
 from meshcomm.mesh.store import kind_of
 
-# The period of a rank's posts and comparisons in small worlds.
+# The interval in seconds at which a rank posts and compares in small worlds.
 _PERIOD_S: Final = 1.0
-# The store operations per second of all ranks together.
+# The limit on store operations per second for all ranks together.
 _MOST_PER_S: Final = 2_000
-# The same for a file store, whose file grows with each post.
+# The interval for a file store, whose file grows with each post.
 _FILE_PERIOD_S: Final = 30.0
-# How long a leaving rank waits until its last steps have been compared.
+# How long a leaving rank waits for its last steps to be compared.
 _LEAVES_S: Final = 2.0
 _PAUSE_S: Final = 0.01
 
 
 def period_s(world_size: int) -> float:
-    """Return the seconds between two comparisons of a rank's steps. Each one costs three store operations."""
+    """Return how many seconds pass between two comparisons of a rank's steps. Each comparison takes three store operations."""
     return max(_PERIOD_S, 3 * world_size / _MOST_PER_S)
 
 
 @final
 class DesyncMonitor:
-    """Posts the checksums of this rank's steps; the first rank of each group compares the checksums of its group.
+    """Posts the checksums of this rank's steps; the first rank of each group compares that group's checksums.
 
-    Each period with a step costs the store two operations per rank, a third one if the rank's steps changed, and one multi_get
-    per group. Keys, under the mesh's prefix, deleted by the last rank to leave: `steps/RANK`, the checksums for its groups;
-    `calls/RANK`, see `StepHistory.data`; `desync`, the difference, which ends the comparison.
+    Each period with a step takes two store operations per rank, a third one if the rank's steps changed, and one multi_get
+    per group. The last rank to leave deletes these keys under the mesh's prefix: `steps/RANK`, the checksums for the rank's
+    groups; `calls/RANK`, see `StepHistory.data`; `desync`, the difference, which ends the comparison.
 
     found: the difference between ranks of the mesh, see `find_desync`; None while no difference is known.
     """
@@ -55,7 +55,7 @@ class DesyncMonitor:
         self._due = 0.0
         self._step = 0
         self._raised = False
-        # The last posts, by key. The last compared step of each group, by label, once all its ranks have posted.
+        # The last posts, by key. The last compared step of each group, by label, once all ranks of the group have posted.
         self._posted: dict[str, str] = {}
         self._compared: dict[str, int] = {}
         # Shared by the thread of `look` and the thread of a leaving rank.
@@ -70,9 +70,9 @@ class DesyncMonitor:
             raise self._error(self.found)
 
     def before_leaving(self) -> CallMismatchError | None:
-        """Return the error from the last steps, if any. Wait at most two seconds for the other ranks of each group."""
+        """Return the error from the last steps, if any. Wait at most two seconds for each group's other ranks."""
         if self._step and self.found is None:
-            # Calls to a store that is gone may block for minutes.
+            # Calls to a lost store may block for minutes.
             leaving = threading.Thread(target=self._leave, name="meshcomm-leave", daemon=True)
             leaving.start()
             leaving.join(2 * _LEAVES_S)
@@ -81,12 +81,12 @@ class DesyncMonitor:
     def cause(self, statuses: Mapping[int, Any]) -> CallMismatchError | None:
         """Return the error for a failed call if the ranks made different calls in an earlier step.
 
-        statuses: the status of each rank that answered, by rank; see RankRecord.data.
+        statuses: maps each rank that answered to its status; see RankRecord.data.
         """
         self.found = self.found or next((s["differs"] for s in statuses.values() if s.get("differs")), None)
         coords = {rank: status["coords"] for rank, status in statuses.items()}
         for recorder in list(self._record.recorders):
-            # In the group's order, the same on every rank: between equal numbers, the first ranks count as right.
+            # In the group's order, which is the same on every rank. If there is a tie, the first ranks count as correct.
             histories = {
                 rank: group.get("steps")
                 for rank in recorder.ranks
@@ -99,7 +99,7 @@ class DesyncMonitor:
 
     @property
     def linger_s(self) -> float:
-        """How long a rank that knows of a difference keeps the store available for the others."""
+        """How long a rank that knows of a difference keeps the store available for the other ranks."""
         return 0.0 if self.found is None else 1.25 * self._period_s
 
     def let_go(self) -> None:
@@ -113,7 +113,7 @@ class DesyncMonitor:
     # -- other threads ----------------------------------------------------------------------------
 
     def look(self, now: float) -> None:
-        """Post and compare when due. now: in seconds. Costs no store operation before the first step."""
+        """Post and compare when due. `now` is a time in seconds. Takes no store operation before the first step."""
         if now >= self._due and self._step and self.found is None:
             self._due = now + self._period_s
             self._exchange()
@@ -136,9 +136,9 @@ class DesyncMonitor:
             if self._store.check(["desync"]):
                 self.found = json.loads(self._store.get("desync"))
                 return True
-            # Groups outside the mesh have no steps: other threads may call on them at their own pace.
+            # Groups outside the mesh have no steps, because other threads may make calls there at their own pace.
             for recorder in [each for each in self._record.recorders if each.steps.step]:
-                # A leaving rank does not know whether the first rank of its group has compared already.
+                # A leaving rank does not know whether the first rank of its group has already compared the steps.
                 first = recorder.ranks[0] == self._record.rank
                 if first or leaving:
                     peers = recorder.ranks[1:] if first else recorder.ranks[:1]
@@ -149,7 +149,7 @@ class DesyncMonitor:
         histories = {recorder.label: recorder.steps.data() for recorder in list(self._record.recorders)}
         groups = {label: history for label, history in histories.items() if history is not None}
         sums = {label: history.pop("sums") for label, history in groups.items()}
-        # Post the calls first, so that a rank that sees a difference in the checksums finds them.
+        # Post the calls first, so that a rank that sees different checksums finds the calls.
         calls = json.dumps({"coords": self._record.coords, "groups": groups})
         for key, text in (("calls", calls), ("steps", json.dumps(sums))):
             if text != self._posted.get(key):
@@ -165,7 +165,7 @@ class DesyncMonitor:
         label = recorder.label
         if self._compared.get(label, 0) >= step:
             return True
-        # Until all ranks have posted, a get would block.
+        # A get would block until all ranks have posted.
         if label not in self._compared and not self._store.check(
             [f"steps/{rank}" for rank in recorder.ranks]
         ):
@@ -181,7 +181,7 @@ class DesyncMonitor:
         return self._compared[label] >= step
 
     def _publish(self, recorder: FlightRecorder, peer: int) -> None:
-        """Find the step, and publish the difference for all ranks of the mesh."""
+        """Find the step that differs, and publish the difference for all ranks of the mesh."""
         ranks, label = recorder.ranks, recorder.label
         calls = dict(zip(ranks, self._read("calls", ranks), strict=True))
         sums = dict(zip(ranks, self._read("steps", ranks), strict=True))
@@ -191,7 +191,7 @@ class DesyncMonitor:
             for rank in ranks
             if label in calls[rank]["groups"]
         }
-        # If the other ranks are too far behind to be compared with these two, compare only these two.
+        # If the other ranks are too far behind for a comparison, compare only these two ranks.
         two = {rank: histories[rank] for rank in ranks if rank in (self._record.rank, peer)}
         found = find_desync(label, histories, coords) or find_desync(label, two, coords)
         if found is not None:

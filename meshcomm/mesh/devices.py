@@ -1,4 +1,4 @@
-"""The device and the backends of this process, and whether this host has them."""
+"""The device and the backends of this process, and checks that this host has both."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from meshcomm.transport.torch_private import bound_device
 
 
 def choose_device(wanted: str, launch: Launch) -> torch.device:
-    """Return the device of this process: cuda if there is one, otherwise cpu.
+    """Return this process's device: cuda if available, otherwise cpu.
 
-    Its index is that of the device to which torch's default group is bound; otherwise the program's current device, if set;
-    otherwise the local rank, modulo the number of visible devices.
+    The device index is that of the device to which torch's default group is bound. If the group is not bound, the
+    index is that of the program's current device or, if none is set, the local rank modulo the number of visible devices.
     """
     kind = wanted
     if wanted == "auto":
@@ -33,7 +33,7 @@ def choose_device(wanted: str, launch: Launch) -> torch.device:
         raise LaunchError(
             f"this host has no {kind} device",
             given=f'device = "{wanted}"',
-            expected=f"a {kind} device, and a torch built for it",
+            expected=f"a {kind} device, and a torch build that supports it",
             hint='mesh.device = "cpu", or "auto"',
         )
     bound = bound_device() if dist.is_initialized() else None
@@ -53,15 +53,15 @@ def choose_device(wanted: str, launch: Launch) -> torch.device:
 
 
 def refuse_shared(store: dist.Store, rank: int, plan: Plan, device: torch.device) -> None:
-    """Raise LaunchError if another rank has the same device, which NCCL refuses unless NCCL_HOSTID or
-    NCCL_MULTI_RANK_GPU_ENABLE is set. Costs one store operation."""
+    """Raise LaunchError if another rank has the same device. NCCL refuses that unless NCCL_HOSTID or
+    NCCL_MULTI_RANK_GPU_ENABLE is set. Takes one store operation."""
     backends = {backend_on(family.options.backend, device) for family in plan.families if family.creates}
     allowed = "NCCL_HOSTID" in os.environ or os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE", "0") != "0"
     if device.type != "cuda" or allowed or not backends & STREAM_ORDERED:
         return
     uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
     if uuid is None:
-        return  # then the device has no identity to compare
+        return  # this device has no identity to compare
     identity = f"{socket.gethostname()}/{uuid}"
     first = store.compare_set(f"device/{identity}", "", str(rank)).decode()
     if first != str(rank):
@@ -74,8 +74,8 @@ def refuse_shared(store: dist.Store, rank: int, plan: Plan, device: torch.device
 
 
 def choose_backend(device: torch.device) -> str:
-    """Return the meaning of "auto": the backend of the default group if there is one, otherwise torch's default for the
-    device.
+    """Return the backend for "auto": the default group's backend if there is one, otherwise torch's default backend for
+    the device.
     """
     if dist.is_initialized():
         backend = str(dist.get_backend_config()) if dist.get_backend() == "undefined" else dist.get_backend()
@@ -85,7 +85,7 @@ def choose_backend(device: torch.device) -> str:
 
 
 def check_backends(plan: Plan) -> None:
-    """Raise LaunchError for a backend that this build of torch lacks, even for an unused device or a dim of one rank."""
+    """Raise LaunchError for a backend that this build of torch lacks, even one for an unused device or a dim of one rank."""
     chosen = {plan.defaults.backend: ("the default group", "mesh.backend")}
     for family in plan.families:
         key = f"mesh.options.{family.name}.backend"
@@ -118,7 +118,7 @@ def check_backends(plan: Plan) -> None:
                 )
     if dist.is_initialized() and dist.get_backend() == "fake" != plan.defaults.backend:
         raise LaunchError(
-            "torch's default group is of the fake backend: the other ranks do not exist",
+            "torch's default group uses the fake backend: the other ranks do not exist",
             given=f"backend {plan.defaults.backend} for the groups of the mesh",
             expected="the fake backend for them too",
             hint='leave backend out, or init_process_group("gloo")',
@@ -126,7 +126,7 @@ def check_backends(plan: Plan) -> None:
 
 
 def check_devices(settings: Settings, device: torch.device, backend: str, launch: Launch) -> None:
-    """Refuse settings that the chosen device does not support, and two NCCL ranks on one device. Raises LaunchError."""
+    """Raise LaunchError for settings that the chosen device does not support, and for two NCCL ranks on one device."""
     if device.type == "cpu":
         useless = {
             "process.device_id = true": settings.process.device_id is True,
@@ -146,11 +146,11 @@ def check_devices(settings: Settings, device: torch.device, backend: str, launch
         raise LaunchError(
             "TORCH_NCCL_BLOCKING_WAIT makes a wait abort its communicator at the timeout, before any rank is asked",
             given=f"TORCH_NCCL_BLOCKING_WAIT={os.environ['TORCH_NCCL_BLOCKING_WAIT']}",
-            expected="the variable unset: meshcomm names who is missing at the timeout",
+            expected="the variable unset: meshcomm names the missing ranks at the timeout",
             hint="unset TORCH_NCCL_BLOCKING_WAIT",
         )
     present = torch.cuda.device_count()
-    # A process that sees a single device may have its own: `refuse_shared` checks that.
+    # A process that sees a single device may be the only one that uses it; `refuse_shared` checks that.
     if present > 1 and (launch.local_rank >= present or launch.local_size > present):
         raise LaunchError(
             f"{max(launch.local_size, launch.local_rank + 1)} ranks on a host with {present} cuda device(s)",
@@ -161,7 +161,7 @@ def check_devices(settings: Settings, device: torch.device, backend: str, launch
 
 
 def _devices(kind: str) -> int:
-    """Return how many devices of a kind this process sees."""
+    """Return the number of devices of this kind that the process sees."""
     try:
         return int(torch.get_device_module(kind).device_count())
     except RuntimeError:  # torch does not know this kind

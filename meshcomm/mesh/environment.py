@@ -1,4 +1,4 @@
-"""Environment variables: those that launchers set, and those that torch's backends read when a group is created."""
+"""Environment variables set by launchers, and those that torch's backends read when a group is created."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from meshcomm.layout.names import nearest_name
 
 
 class _Variables(NamedTuple):
-    """A launcher's variables for rank, world size, local rank, local size and job.
+    """A launcher's variables for the rank, world size, local rank, local size and job.
 
-    job: one or more variables, of which the first that is set counts.
+    job: one or more variables, of which the first one that is set is used.
     """
 
     launcher: str
@@ -32,7 +32,7 @@ class _Variables(NamedTuple):
     job: str
 
 
-# Most set Hydra's variables as well. PMI_JOBID is Slurm's and Cray's. MPICH's mpirun does not name its job.
+# Most of these launchers also set Hydra's variables. Slurm and Cray set PMI_JOBID. MPICH's mpirun does not name its job.
 _MPI: Final = tuple(
     _Variables._make([*names.split(), job])
     for names, job in {
@@ -46,16 +46,16 @@ _MPI: Final = tuple(
     }.items()
 )  # fmt: skip
 
-# The rank variable of each kind of MPI launcher.
+# The rank variable set by each kind of MPI launcher.
 MPI_RANKS: Final = tuple(each.rank for each in _MPI)
 
-# Ports for jobs without a given port: below the range that systems use for outgoing connections.
+# Ports for jobs that specify none. They are below the range that systems use for outgoing connections.
 _PORTS: Final = range(20_000, 32_000)
 _CANDIDATES: Final = 8
 
 # Variables that the backends of one group must read identically: otherwise they choose different algorithms or
 # protocols, connect at different times, or check calls that the others do not. Variables that name parts of a host
-# are left out.
+# are not included.
 SHARED: Final = (
     "GLOO_DEVICE_TRANSPORT", "TORCH_DISTRIBUTED_DEBUG", "TORCH_GLOO_LAZY_INIT", "NCCL_ALGO", "NCCL_BUFFSIZE",
     "NCCL_COLLNET_ENABLE", "NCCL_COMM_BLOCKING", "NCCL_CROSS_NIC", "NCCL_CUMEM_ENABLE", "NCCL_IB_DISABLE",
@@ -70,14 +70,15 @@ EAGER_RANKS: Final = 64
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """The launcher's facts about this process.
+    """Information from the launcher about this process.
 
-    kind: "torchrun" (any launcher that sets RANK and WORLD_SIZE), "slurm", "mpi", "torch" (its default group),
-        "given" (only by the program) or "single".
-    local_rank: number of this process on its host. local_size: processes on this host.
-    address, port: the address of rank 0; None if unknown. Without a port, a port is derived from the job's name.
+    kind: "torchrun" (any launcher that sets RANK and WORLD_SIZE), "slurm", "mpi", "torch" (from torch's default group),
+        "given" (by the program only) or "single".
+    local_rank: index of this process on its host.
+    local_size: number of processes on this host.
+    address, port: where to reach rank 0; None if unknown. An unknown port is derived from the job's name.
     placed: whether the launcher has set the local rank.
-    job: the launcher's name of the job, the same on all its ranks and different for every other job; "" if unknown.
+    job: the launcher's name for the job, the same on all of its ranks and unique to the job; "" if unknown.
     """
 
     kind: str
@@ -100,11 +101,14 @@ _SINGLE: Final = Launch("single", rank=0, world_size=1, local_rank=0, local_size
 
 
 def find_launch(env: Mapping[str, str]) -> Launch:
-    """Read the launcher's variables, torchrun's first: Slurm or MPI may start torchrun. LaunchError if some are missing."""
+    """Read the launcher's variables, torchrun's first, because Slurm or MPI may start torchrun.
+
+    Raises: LaunchError if some variables are missing.
+    """
     if "RANK" in env or "WORLD_SIZE" in env:
         return _torchrun(env)
     mpi, step = _mpi(env), "SLURM_STEP_ID" in env and "SLURM_PROCID" in env
-    # Inside an allocation, mpirun starts its ranks, or its daemons, by srun: then MPI's variables name the ranks.
+    # Inside an allocation, mpirun starts its ranks or daemons with srun. MPI's variables then identify the ranks.
     if step and (
         mpi is None or _world(env, mpi.rank, mpi.size) == _world(env, "SLURM_PROCID", "SLURM_NTASKS")
     ):
@@ -126,8 +130,8 @@ def find_launch(env: Mapping[str, str]) -> Launch:
 
 
 def launch_by_arguments(env: Mapping[str, str]) -> Launch:
-    """Return the launch of a process whose program passes rank and world size to `meet`: started by Ray or
-    multiprocessing.
+    """Return the launch of a process that Ray or multiprocessing started, and whose program passes its rank and world size
+    to `meet`.
     """
     local = "LOCAL_RANK" in env
     local_rank = _number(env, "LOCAL_RANK") if local else 0
@@ -141,7 +145,7 @@ def _slurm(env: Mapping[str, str]) -> Launch:
         return _SINGLE
     tasks = env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE") or ""
     one_node = "1" in (env.get("SLURM_STEP_NUM_NODES"), env.get("SLURM_NNODES"))
-    # A list in the order of the nodes, such as 8(x2),4.
+    # A list in node order, such as 8(x2),4.
     counts = [
         int(n) for n, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks) for _ in range(int(times or 1))
     ]
@@ -149,14 +153,14 @@ def _slurm(env: Mapping[str, str]) -> Launch:
     local_size = world if one_node else counts[node] if node < len(counts) else 1
     local_rank = _number(env, "SLURM_LOCALID", 0)
     nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or env.get("SLURM_NODELIST")
-    # On one host, no other host has to reach it.
+    # If all ranks share one host, no other host has to reach this address.
     host = "127.0.0.1" if local_size == world else first_host(nodes) if nodes else None
     address = env.get("MASTER_ADDR") or host
     return Launch("slurm", rank, world, local_rank, local_size, address, _port(env), job=_step(env))
 
 
 def _step(env: Mapping[str, str]) -> str:
-    """Return the name of a Slurm step. A requeued job keeps its number, but gets another name here."""
+    """Return the name of a Slurm step. A requeued job keeps its number but gets a new name."""
     again = _number(env, "SLURM_RESTART_COUNT", 0)
     # Each part of a heterogeneous job has its own number.
     job = env.get("SLURM_JOB_ID_HET_GROUP_0") or env.get("SLURM_JOB_ID", "?")
@@ -191,8 +195,8 @@ def _port(env: Mapping[str, str]) -> int | None:
 
 
 def ports_of(job: str) -> list[int]:
-    """Return the ports at which the ranks of a job look for its store, in this order. The ports are equal on all ranks of
-    the job, and different for other jobs.
+    """Return the ports at which a job's ranks look for the job's store, in search order. All ranks of a job get the same
+    ports, and other jobs get different ones.
 
     >>> ports_of("Slurm step 17.0")[:3], ports_of("Slurm step 17.1")[0], ports_of("")
     ([31041, 30979, 23700], 23035, [29500])
@@ -221,9 +225,9 @@ def _torchrun(env: Mapping[str, str]) -> Launch:
             expected=f"RANK from 0 to {world - 1}",
             hint="check what sets these variables",
         )
-    # Launchers other than torchrun may not set the number of processes on a host; then it stays unknown.
+    # Launchers other than torchrun may not set the number of processes on a host. The number is then unknown.
     local_size = _number(env, "LOCAL_WORLD_SIZE", 1)
-    # A script that exports RANK and WORLD_SIZE under Slurm or MPI need not export this.
+    # A script that exports RANK and WORLD_SIZE under Slurm or MPI need not export LOCAL_RANK.
     names = ("LOCAL_RANK", "SLURM_LOCALID", *(names.local_rank for names in _MPI))
     local = next((name for name in names if name in env), None)
     local_rank = 0 if local is None else _number(env, local)
@@ -234,9 +238,9 @@ def _torchrun(env: Mapping[str, str]) -> Launch:
 
 
 def _job_of_ranks(env: Mapping[str, str], rank: int, world: int) -> str:
-    """Return the job of a process that has RANK: torchrun's run, or the launcher whose ranks a script exports as RANK.
+    """Return the job name of a process that has RANK: torchrun's run, or the launcher's job if RANK is the launcher's rank.
 
-    The processes of a torchrun in each task of a Slurm step are not ranks of the step.
+    If each task of a Slurm step runs torchrun, torchrun's processes are not ranks of the step.
     """
     if (run := env.get("TORCHELASTIC_RUN_ID", "none")) not in ("", "none"):
         return f"torchrun's run {run}"
@@ -248,8 +252,8 @@ def _job_of_ranks(env: Mapping[str, str], rank: int, world: int) -> str:
 
 
 def _ray_job(env: Mapping[str, str]) -> str:
-    """Return the name of Ray's job. Ray is asked, because a worker that was started before its job does not have the
-    variable.
+    """Return the Ray job's name. Ray reports it, because a worker that started before its job does not have the
+    environment variable.
     """
     job = env.get("RAY_JOB_ID", "")
     if job and (ray := sys.modules.get("ray")) is not None and ray.is_initialized():
@@ -262,16 +266,16 @@ def _same(env: Mapping[str, str], rank_name: str, size_name: str, rank: int, wor
 
 
 def attempt_of(env: Mapping[str, str]) -> int:
-    """Return the number of times that torch's agent has restarted its ranks; 0 under other launchers."""
+    """Return how many times torch's agent has restarted its ranks, or 0 under other launchers."""
     text = env.get("TORCHELASTIC_RESTART_COUNT", "0")
     return int(text) if text.isdecimal() else 0
 
 
 def attempt_prefix(env: Mapping[str, str]) -> str:
-    """Return a prefix that separates the keys of this attempt from the keys of earlier ones; "" for the first.
+    """Return a prefix that separates the keys of this attempt from the keys of earlier ones; "" for the first attempt.
 
-    torch's agents keep their store when they restart the ranks. With one agent, its restart count is the same for all
-    ranks. Several agents each count their own failures, and only the world size is the same for all.
+    torch's agents keep their store when they restart the ranks. A single agent has one restart count for all ranks.
+    Several agents each count only their own failures, and only the world size is the same for all ranks.
 
     >>> attempt_prefix({"GROUP_WORLD_SIZE": "1", "TORCHELASTIC_RESTART_COUNT": "2", "WORLD_SIZE": "4"})
     'attempt2'
@@ -310,17 +314,17 @@ def _number(env: Mapping[str, str], name: str, default: int | None = None) -> in
 
 
 def how_many_ranks(command: str) -> LaunchError:
-    """Return the error if neither a config nor the user gives the number of ranks of a script."""
+    """Return the error for a script whose number of ranks is given neither by a config nor by the user."""
     return LaunchError(
         "how many ranks?",
         given="a script without CONFIG, and no --world-size",
-        expected="--world-size, or a CONFIG whose dims give it",
+        expected="--world-size, or a CONFIG whose dims determine it",
         hint=f"meshcomm {command} --world-size 8 SCRIPT",
     )
 
 
 def set_env(variables: Mapping[str, str | None]) -> None:
-    """Set `variables`; None removes one."""
+    """Set environment variables. A value of None removes the variable."""
     for name, value in variables.items():
         if value is None:
             os.environ.pop(name, None)
@@ -330,7 +334,7 @@ def set_env(variables: Mapping[str, str | None]) -> None:
 
 @contextmanager
 def with_variables(variables: Mapping[str, str], *, keep: bool = False) -> Iterator[None]:
-    """Set `variables` inside the block, and restore them afterwards. With `keep`, set only those that are unset."""
+    """Set `variables` inside the block, and restore the old values afterwards. With `keep`, set only unset variables."""
     before = {name: os.environ.get(name) for name in variables if not (keep and name in os.environ)}
     os.environ.update({name: variables[name] for name in before})
     try:
@@ -340,7 +344,7 @@ def with_variables(variables: Mapping[str, str], *, keep: bool = False) -> Itera
 
 
 def refuse_conflict(variables: Mapping[str, str]) -> None:
-    """Raise LaunchError if the user has set one of `variables`, which come from a config, to another value."""
+    """Raise LaunchError if the user has set one of the config's `variables` to a different value."""
     for name, value in variables.items():
         given = os.environ.get(name)
         if given not in (None, value):
@@ -353,7 +357,10 @@ def refuse_conflict(variables: Mapping[str, str]) -> None:
 
 
 def check_interfaces(plan: Plan, network: NetworkConfig) -> None:
-    """Raise LaunchError if `[network]`, whose variables are already set, or GLOO_SOCKET_IFNAME names a missing interface."""
+    """Raise LaunchError if `[network]` or GLOO_SOCKET_IFNAME names a missing interface.
+
+    The variables of `[network]` must already be set.
+    """
     source = "[network] interfaces" if network.interfaces else "GLOO_SOCKET_IFNAME"
     reads = ["gloo", *["nccl"] * bool(network.interfaces)]
     backends = {plan.defaults.backend, *(family.options.backend for family in plan.families)}
@@ -367,8 +374,9 @@ def check_interfaces(plan: Plan, network: NetworkConfig) -> None:
 
 
 def no_interface(name: str, source: str, present: Sequence[str]) -> LaunchError:
-    """Return the error for a network interface that this host lacks. source: the setting or the variable that names
-    it.
+    """Return the error for a network interface that this host lacks.
+
+    source: the setting or variable that names the interface.
     """
     near = nearest_name(name, present)
     return LaunchError(
@@ -380,11 +388,11 @@ def no_interface(name: str, source: str, present: Sequence[str]) -> LaunchError:
 
 
 def network_variables(network: NetworkConfig) -> dict[str, str]:
-    """Return the environment variables of Gloo and NCCL for `[network]`."""
+    """Return the Gloo and NCCL environment variables for `[network]`."""
     listed = ",".join(network.interfaces)
     variables = {
         "GLOO_SOCKET_IFNAME": listed,
-        # NCCL takes names as prefixes unless they are marked as exact.
+        # NCCL treats names as prefixes unless they are marked as exact.
         "NCCL_SOCKET_IFNAME": listed and f"={listed}",
         "NCCL_DEBUG": network.nccl_debug,
         "NCCL_DEBUG_SUBSYS": ",".join(network.nccl_debug_subsys),
@@ -394,8 +402,8 @@ def network_variables(network: NetworkConfig) -> dict[str, str]:
     return {name: str(value) for name, value in variables.items() if value not in (None, "")}
 
 
-# How torch's NCCL watchdog reacts to the loss of a rank, which NCCL detects on other hosts: it neither ends this process nor
-# waits a minute for the dumps of other ranks. torchrun sets the first one to 1.
+# Settings of torch's NCCL watchdog for the loss of a rank, which NCCL detects on other hosts: the watchdog neither ends
+# this process nor waits a minute for the dumps of other ranks. torchrun sets the first variable to 1.
 NCCL_RECOVERS: Final[Mapping[str, str]] = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
@@ -404,17 +412,17 @@ NCCL_RECOVERS: Final[Mapping[str, str]] = {
 
 
 def nccl_defaults(world_size: int) -> dict[str, str]:
-    """Return the interval at which each rank's NCCL watchdog polls the store: one second, or 1,000 operations a
-    second for all ranks.
+    """Return the setting for how often each rank's NCCL watchdog polls the store: every second, or less often if all ranks
+    together would exceed 1,000 polls per second.
     """
     return {"TORCH_NCCL_COORD_CHECK_MILSEC": str(max(1_000, world_size))}
 
 
 def gloo_defaults(one_host: bool, ranks: int | None = None) -> dict[str, str]:
-    """Return how the ranks of a Gloo group connect by default: on one host, by the loopback interface.
+    """Return the default connection settings of a Gloo group. On one host, Gloo uses the loopback interface.
 
     All ranks connect when the group is created, because Gloo then ends every call at its timeout. In a group of more than
-    64 ranks, and in the default group (ranks: None), two ranks connect at their first message.
+    64 ranks, and in the default group (`ranks` is None), two ranks connect when they send their first message.
     """
     lazy = ranks is None or ranks > EAGER_RANKS
     variables = {"TORCH_GLOO_LAZY_INIT": "1" if lazy else "0"}

@@ -1,4 +1,4 @@
-"""A mesh over process groups that the program has created: DeviceMeshes, or this rank's groups by name."""
+"""A mesh over process groups that the program has created, given as DeviceMeshes or as this rank's groups by name."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from meshcomm.layout.sizes import fold
 from meshcomm.mesh.source import mesh_of
 from meshcomm.transport.torch_private import backend_of, flattened_of, ranks_of, root_of, without_modes
 
-# Keys of `[mesh]` that the groups themselves decide.
+# Keys of `[mesh]` that the existing groups determine.
 _DECIDED: Final = ("dims", "rank_order", "ranks")
 
 
@@ -30,9 +30,9 @@ class Existing(NamedTuple):
 
 
 def of_device_meshes(meshes: Sequence[DeviceMesh], given: Mapping[str, Any]) -> Existing:
-    """The first DeviceMesh gives the dims, each further one a view; flattened dims become merged dims.
+    """The first DeviceMesh defines the dims, each further DeviceMesh defines a view, and flattened dims become merged dims.
 
-    given: further keys of `[mesh]`. Raises LayoutError if the DeviceMeshes are slices, or do not fit each other.
+    given: further keys of `[mesh]`. Raises LayoutError if the DeviceMeshes are slices, or do not fit together.
     """
     _refuse(given, (*_DECIDED, "device"), "a DeviceMesh")
     if not meshes or not all(isinstance(mesh, DeviceMesh) for mesh in meshes):
@@ -74,17 +74,17 @@ def of_device_meshes(meshes: Sequence[DeviceMesh], given: Mapping[str, Any]) -> 
 
 
 def of_groups(groups: Mapping[str, dist.ProcessGroup], given: Mapping[str, Any]) -> Existing:
-    """Dims, merged dims and views, derived from the ranks of each of this rank's groups.
+    """Derive the dims, merged dims and views from the ranks in each of this rank's groups.
 
-    Every rank must derive the same dims; otherwise the comparison before the mesh opens names the ranks that differ.
+    Every rank must derive the same dims; otherwise, the comparison before the mesh opens reports the ranks that differ.
     Raises LayoutError if the groups do not form a grid of all ranks.
     """
     _refuse(given, _DECIDED, "groups")
     if not dist.is_initialized():
         raise LaunchError(
-            "from_groups was called before torch's default group existed, or after its end",
+            "from_groups was called before torch's default group existed, or after it was destroyed",
             given="torch.distributed is not initialized",
-            expected="groups of dist.new_group, of a DeviceMesh or of a framework",
+            expected="groups created by dist.new_group, a DeviceMesh or a framework",
             hint="call dist.init_process_group first; meshcomm.init(dims=...) creates its own groups",
         )
     world = dist.get_world_size()
@@ -124,7 +124,7 @@ def of_groups(groups: Mapping[str, dist.ProcessGroup], given: Mapping[str, Any])
 
 
 def _existing(keys: dict[str, Any], groups: Mapping[str, dist.ProcessGroup]) -> Existing:
-    """Adds the groups that can carry the calls. Torch may have sorted a group's ranks, or its backend may be "fake"."""
+    """Add the groups that are usable for calls. Torch may have sorted a group's ranks, or a backend may be "fake"."""
     mesh = mesh_of({name: value for name, value in keys.items() if value is not None})
     layout = mesh.layout(dist.get_world_size())
     fake = dist.get_backend() == "fake"
@@ -147,7 +147,7 @@ def _refuse(given: Mapping[str, Any], decided: Iterable[str], source: str) -> No
 
 
 def _groups(mesh: DeviceMesh) -> dict[str, dist.ProcessGroup]:
-    # A rank outside a DeviceMesh has no groups of it.
+    # A rank outside a DeviceMesh has none of its groups.
     names = mesh.mesh_dim_names or ()
     return {} if mesh.get_coordinate() is None else {name: mesh.get_group(name) for name in names}
 
@@ -168,7 +168,7 @@ def _check(device_mesh: DeviceMesh) -> None:
         )
         raise LayoutError(
             "the DeviceMesh is a slice, whose ranks differ between ranks; a mesh is the same on all ranks",
-            given=f"a slice along {', '.join(names)} of the DeviceMesh {sizes}; here it has the ranks "
+            given=f"a slice along {', '.join(names)} of the DeviceMesh {sizes}; on this rank, it has the ranks "
             f"{fold(device_mesh.mesh.flatten().tolist())}",
             expected="the DeviceMesh that it was sliced from",
             hint="mesh = meshcomm.init(device_mesh), without [...]; "
@@ -206,7 +206,7 @@ def _digits(ranks: Iterable[int]) -> Digits | None:
 
 
 def _parts(layout: Layout, digits: Digits | None) -> tuple[str, ...] | None:
-    """Return the dims of the base that together generate the same ranks, in the base's order."""
+    """Return the base dims that together generate the same ranks, in the order of the base."""
     names = [name for name, size in layout.dims.items() if size > 1]
     for count in range(len(names) + 1):
         for parts in combinations(names, count):
@@ -216,7 +216,7 @@ def _parts(layout: Layout, digits: Digits | None) -> tuple[str, ...] | None:
 
 
 def _chains(single: Mapping[str, tuple[int, int]], world: int, stride: int = 1) -> Iterator[tuple[str, ...]]:
-    """Yield names in which each stride is the product of the inner sizes, from `stride` up to all ranks, outermost first."""
+    """Yield names, outermost first, where each stride is the product of the inner sizes, from `stride` to all ranks."""
     if stride == world:
         yield ()
     for name, (size, own) in single.items():

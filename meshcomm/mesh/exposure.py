@@ -1,7 +1,7 @@
-"""Whether other hosts or users can reach the processes' rendezvous. A job on one host gets only local access, or a warning.
+"""Checks whether other hosts or users can reach the rendezvous. A single-host job gets a local-only store or a warning.
 
-Tested with torch 2.13: a TCPStore server listens on every address of its host, even if it was given 127.0.0.1, and has
-no authentication: anyone who reaches the port can read, change and delete keys.
+As tested with torch 2.13, a TCPStore server listens on every address of its host, even if it was given 127.0.0.1. It has
+no authentication, so anyone who can reach the port can read, change and delete keys.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _OPEN: Final = (
 
 
 class ExposedRendezvous(UserWarning):
-    """The place where the processes meet can be reached by others."""
+    """Other hosts or users can reach the processes' rendezvous."""
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether `host` can only mean this host. The host's own name does not count, as other hosts may resolve
+    """Return whether `host` can only mean this host. The host's own name does not count, because other hosts may resolve
     it differently.
 
     >>> [is_loopback(host) for host in ("127.0.0.1", "localhost", "::1", "[::1]", "::ffff:127.0.0.1")]
@@ -50,11 +50,11 @@ def is_loopback(host: str) -> bool:
 
 
 def serve_on_loopback(host: str, port: int, timeout: timedelta) -> dist.TCPStore | None:
-    """Return a store server that listens only on the loopback address `host`; None if `host` is not a loopback address,
-    or if the port is taken.
+    """Return a store server that listens only on the loopback address `host`, or None if `host` is not a loopback address
+    or the port is in use.
 
-    Called by: the rank that hosts the store, before `torch.distributed.rendezvous`, which finds a server of its own
-    process by the port. Keep the result until then.
+    Called by: the rank that hosts the store, before `torch.distributed.rendezvous`, which finds a server in the same
+    process by port. Keep the result until then.
     """
     if not is_loopback(host):
         return None
@@ -64,7 +64,7 @@ def serve_on_loopback(host: str, port: int, timeout: timedelta) -> dist.TCPStore
         listener = socket.create_server((bare, port), family=family, backlog=2048)
     except OSError:
         return None
-    # From here on the server owns the socket.
+    # From this point on, the server owns the socket.
     return dist.TCPStore(
         bare,
         listener.getsockname()[1],
@@ -77,7 +77,7 @@ def serve_on_loopback(host: str, port: int, timeout: timedelta) -> dist.TCPStore
 
 
 def listening(port: int) -> list[str]:
-    """Return the addresses of this host with a listener at `port`; empty if the system does not report them."""
+    """Return this host's addresses that have a listener on `port`. Empty if the system does not report them."""
     import psutil
 
     with suppress(psutil.AccessDenied):
@@ -87,7 +87,10 @@ def listening(port: int) -> list[str]:
 
 
 def exposed_store(host: str, port: int, setting: str, world_size: int) -> LaunchError | None:
-    """Return the problem of a single-host job whose store is at `host`. setting: the setting that changes it."""
+    """Return the problem if others can reach a single-host job's store at `host`.
+
+    setting: the setting that changes this.
+    """
     outside = [address for address in listening(port) if not is_loopback(address)]
     if is_loopback(host) and not outside:
         return None
@@ -105,7 +108,7 @@ def exposed_store(host: str, port: int, setting: str, world_size: int) -> Launch
 
 
 def exposed_file(path: str) -> LaunchError | None:
-    """Return the problem of a rendezvous file's folder. None if there is no problem, or the folder cannot be examined."""
+    """Return the problem with a rendezvous file's folder, or None if there is none or the folder cannot be examined."""
     folder = Path(path).absolute().parent
     try:
         mode = os.stat(folder).st_mode

@@ -1,7 +1,7 @@
-"""Generations of a job: each time that ranks are lost and replaced, all ranks meet again in a new generation.
+"""Generations of a job: each time ranks are lost and replaced, all ranks meet again in a new generation.
 
-A launcher that starts a new process for a lost rank announces a generation in the job's store and passes its number to
-the process. All keys of a generation are under its prefix.
+When a launcher starts a new process for a lost rank, it announces a generation in the job's store and passes the
+generation's number to the process. All of a generation's keys are stored under its prefix.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ VARIABLE: Final = "MESHCOMM_GENERATION"
 
 _KEY: Final = "meshcomm/generation/{}"
 _MET: Final = "meshcomm/generation/{}/met"
-# Set by a process that waits for a generation: the numbers of the generation and of the process.
+# Set by a process that waits for a generation. Contains the numbers of the generation and the process.
 WAITS: Final = "meshcomm/waits/{}/{}"
-# The decision about the end of a generation: a larger mesh, or the end of the program.
+# The decision on how a generation ends: with a larger mesh, or with the end of the program.
 _NEXT: Final = "meshcomm/next/{}"
 
 ANNOUNCED_VARIABLE: Final = "MESHCOMM_ANNOUNCED_S"
-"""How many seconds a launcher may take to notice that a process has ended, and to announce the next generation."""
+"""How many seconds a launcher may take to notice that a process has ended and to announce the next generation."""
 
 _ANNOUNCED_S: Final = 5.0
-# The pause between two cuts, until a newer generation is joined.
+# The pause between two rounds of cutting connections, until a newer generation is joined.
 _CUTS_S: Final = 0.02
 _CUTS_MOST_S: Final = 0.5
-# How long a backend may keep a call whose connections were cut.
+# How long a backend may keep a call after its connections were cut.
 _HOLDS_S: Final = 1.0
 FOREVER: Final = timedelta(days=30)
 # How long the thread that waits for announcements may take to end.
@@ -54,9 +54,11 @@ _LEAVES_S: Final = 5.0
 class Generation:
     """The generation of the job that a mesh belongs to. It changes each time that ranks are lost and replaced.
 
-    number: 0 before any rank was lost. replaced: the ranks with new processes, each with how the previous process
-            ended. processes: the launcher's number of each rank's process, which is RANK in the process's environment. If
-            empty, the numbers are the ranks. dims: the sizes that differ from the configuration.
+    number: 0 before any rank was lost.
+    replaced: maps each rank with a new process to how the previous process ended.
+    processes: the launcher's number for each rank's process, which is RANK in the process's environment. If empty, the
+            numbers are the ranks.
+    dims: the sizes that differ from the configuration.
     """
 
     number: int = 0
@@ -65,11 +67,11 @@ class Generation:
     dims: Mapping[str, int] = field(default_factory=dict)
 
     def process_of(self, rank: int) -> int:
-        """Return the launcher's number of the process of a rank."""
+        """Return the launcher's number for a rank's process."""
         return self.processes[rank] if self.processes else rank
 
     def ranks_of(self, processes: Mapping[int, str]) -> dict[int, str]:
-        """Return the facts about processes, by rank. Ranks without facts are left out."""
+        """Return the facts about `processes` by rank, without ranks that have no facts."""
         if not self.processes:
             return dict(processes)
         return {rank: processes[each] for rank, each in enumerate(self.processes) if each in processes}
@@ -77,10 +79,11 @@ class Generation:
 
 @dataclass(frozen=True, slots=True)
 class Announcement:
-    """The next generation, as a launcher announces it. processes, dims: as in Generation.
+    """The next generation, as a launcher announces it.
 
-    lost: the processes that have ended since the last generation, each with how it ended. new: the processes that join,
-    each with how the previous process ended.
+    processes, dims: as in Generation.
+    lost: maps each process that has ended since the last generation to how it ended.
+    new: maps each process that joins to how the previous process ended.
     """
 
     lost: Mapping[int, str] = field(default_factory=dict)
@@ -90,15 +93,16 @@ class Announcement:
 
 
 def announce(store: Any, number: int, announcement: Announcement) -> None:
-    """Make the ranks of the job meet again. Called by a launcher, before it starts the new processes.
+    """Make the job's ranks meet again. Called by a launcher before it starts the new processes.
 
-    store: the job's, as `of_this_attempt` returns it. number: the last generation's number plus one.
+    store: the job's store, as returned by `of_this_attempt`.
+    number: the last generation's number plus one.
     """
     store.set(_KEY.format(number), json.dumps(asdict(announcement)))
 
 
 def is_waiting(store: Any, number: int, process: int) -> bool:
-    """Return whether a process that was started for a future generation is running and waits for it."""
+    """Return whether a process that was started for a future generation is running and waiting for that generation."""
     return bool(store.check([WAITS.format(number, process)]))
 
 
@@ -124,10 +128,11 @@ def all_done(store: Any, number: int) -> bool:
 
 
 class Generations:
-    """One rank's view of the generations of its job: `joined`, the generation of its meshes, and newer ones.
+    """One rank's view of its job's generations: `joined`, the generation of its meshes, and newer generations.
 
-    process: the launcher's number of this process. number: the generation that it was started for.
-    announced: the announcements up to that number, from 1 on.
+    process: the launcher's number for this process.
+    number: the generation that the process was started for.
+    announced: the announcements from generation 1 to that number.
     """
 
     announced_s = _ANNOUNCED_S
@@ -142,11 +147,11 @@ class Generations:
 
     @property
     def latest(self) -> int:
-        """The number of the last generation that was announced."""
+        """The number of the last announced generation."""
         return len(self._announced) - 1
 
     def join(self) -> Generation:
-        """Join the latest generation, to which new meshes belong. Returns once this process takes part in a generation."""
+        """Join the latest generation, to which new meshes belong. Block until a generation includes this process."""
         if self.latest > self.joined.number or not self._takes_part():
             self._await_part()
             self.joined = self._generation(self.latest)
@@ -161,7 +166,7 @@ class Generations:
         """Record that all ranks have arrived in the joined generation."""
 
     def opened(self) -> None:
-        """Record that a mesh is open in the joined generation: ranks lost from now on count for the next one."""
+        """Record that a mesh is open in the joined generation. Ranks lost from now on count for the next generation."""
         self._opened = self.joined.number
 
     def add(self, announcement: Announcement) -> None:
@@ -169,14 +174,14 @@ class Generations:
         self._announced.append(announcement)
 
     def newer(self, within_s: float = 0.0) -> bool:
-        """Return whether a generation newer than the joined one exists, or is announced within this many seconds."""
+        """Return whether a generation newer than the joined one exists, or is announced within `within_s` seconds."""
         return self.latest > self.joined.number
 
     def lost(self, what: str, waits: bool) -> RankLost | None:
-        """Return the error if ranks were lost since this process joined. waits: whether a peer is gone, which the
-        launcher may yet notice.
+        """Return the error if ranks were lost since this process joined.
 
-        what: the call that the error ends, and its rank.
+        what: the call that the error ends, and the calling rank.
+        waits: whether a peer is gone, which the launcher may not have noticed yet.
         """
         if not self.newer(self.announced_s if waits else 0.0):
             return None
@@ -203,16 +208,16 @@ class Generations:
         )
 
     def all_done(self) -> bool:
-        """Return whether the mesh is the last one, because the program is done; False if the mesh is about to grow.
+        """Return whether this mesh is the last one, because the program is done, or False if the mesh is about to grow.
 
         Called by: one rank.
         """
         return True
 
     def cuts(self, connections: Connections) -> None:
-        """Cut `connections` when a newer generation is announced, repeatedly until it is joined.
+        """Cut `connections` when a newer generation is announced, repeatedly until this process joins it.
 
-        Once is not enough, because opening a mesh makes one connection after the other.
+        One cut is not enough, because opening a mesh creates several connections in turn.
         """
 
     def _generation(self, number: int) -> Generation:
@@ -230,12 +235,12 @@ class Generations:
         return not processes or self._process in processes
 
     def _await_part(self) -> None:
-        """Return when the latest generation includes this process."""
+        """Block until the latest generation includes this process."""
 
 
 @final
 class AnnouncedGenerations(Generations):
-    """Generations that a launcher announces in the job's store. A separate connection waits for the announcements."""
+    """Generations that a launcher announces in the job's store. A thread with its own connection waits for announcements."""
 
     def __init__(self, store: dist.Store, process: int, number: int) -> None:
         self._store: Any = store
@@ -264,9 +269,8 @@ class AnnouncedGenerations(Generations):
             return self._changed.wait_for(lambda: self.latest > self.joined.number, within_s)
 
     def lost(self, what: str, waits: bool) -> RankLost | None:
-        """See Generations. Asks the store: a queued call may have ended well with the data of a rank that has dropped its calls.
-
-        Such a rank has read the announcement, which this process may not have received yet.
+        """See Generations. Checks the store, because a queued call may have succeeded with the data of a rank that has dropped
+        its calls. Such a rank has read the announcement, which this process may not have received yet.
         """
         if not self.newer():
             with self._changed:
@@ -322,7 +326,7 @@ class AnnouncedGenerations(Generations):
                 self._changed.wait_for(lambda: self.latest > self.joined.number)
                 number = self.latest
             while self.joined.number < number:
-                # This process may have joined a moment ago, and its new connections are on the list.
+                # This process may have joined just now, and its new connections may be on the list.
                 for made_in, each in [*self._connections]:
                     if made_in < number:
                         each.cut()
@@ -341,8 +345,10 @@ _HERE: dict[str, Generations] = {}
 
 
 def generations_of(store: dist.Store, process: int) -> Generations | None:
-    """Return the generations of this process; None if its launcher does not replace ranks. store: the store of
-    the job. process: its rank there.
+    """Return the generations of this process, or None if its launcher does not replace ranks.
+
+    store: the job's store.
+    process: the rank of the process in this store.
     """
     number = os.environ.get(VARIABLE, "")
     if not number.isdecimal():

@@ -1,4 +1,4 @@
-"""Create this rank's groups, in plan order."""
+"""Creates this rank's groups, in plan order."""
 
 from __future__ import annotations
 
@@ -34,10 +34,11 @@ def create_transports(
     create: Callable[[Group, bool], Transport],
     existing: Mapping[str, dist.ProcessGroup],
 ) -> dict[str, Transport]:
-    """Return one transport for every name of the plan, in plan order.
+    """Return one transport for every name in the plan, in plan order.
 
-    Called by: every rank of the plan's layout. create: creates one group; its second argument says whether NCCL may split
-    it from the world. existing: groups to use instead of new ones, by name; the same names on all ranks.
+    Called by: every rank of the plan's layout.
+    create: creates one group. Its second argument is whether NCCL may split the group from the world.
+    existing: maps names, the same on all ranks, to groups to use instead of new ones.
     Raises CommunicationError with the group's name.
     """
     mine = {group.name: group for group in plan.for_rank(rank).groups}
@@ -56,14 +57,14 @@ def create_transports(
     return transports
 
 
-# Gloo's text if a coord of the group has not stored its address.
+# Gloo's error text if a rank of the group has not stored its address.
 _AWAITED: Final = re.compile(r"wait timeout after .*, keys: \S*/(\d+)\s*$", re.MULTILINE)
 
 
 def open_group(
     group: Group, rank: int, store: dist.Store, prefix: str, device: torch.device, split: bool
 ) -> ProcessGroupTransport:
-    """Create one group of the plan. Called by its ranks."""
+    """Create one group of the plan. Called by the group's ranks."""
     options = group.options
     backend = backend_on(options.backend, device)
     ordered = backend in STREAM_ORDERED
@@ -73,7 +74,7 @@ def open_group(
             ranks=group.ranks,
             coord=group.ranks.index(rank),
             backend=options.backend,
-            # The backend's own timeout, which ends the process, must expire after our own diagnosis.
+            # The backend's own timeout, which ends the process, must expire after meshcomm's diagnosis.
             timeout=timedelta(seconds=options.timeout_s + (MARGIN_S if ordered else 0.0)),
             store=store,
             options=_backend_options(options, split),
@@ -103,7 +104,7 @@ def open_group(
 
 
 def _can_split(plan: Plan, group: Group) -> bool:
-    """Return whether NCCL may split the world's communicator: the hashes by which torch names the parts must differ."""
+    """Return whether NCCL may split the world's communicator. Torch names the parts by hashes, which must differ."""
     if (
         "nccl" not in group.options.backend
         or "nccl" not in backend_of(default_group())
@@ -115,8 +116,8 @@ def _can_split(plan: Plan, group: Group) -> bool:
 
 
 def _backend_options(options: GroupOptions, split: bool) -> Any:
-    """Return torch's options of the group's backend, `ncclConfig_t` of NCCL; None if nothing is set. split: whether
-    NCCL splits the group from the world.
+    """Return torch's options for the group's backend, such as NCCL's `ncclConfig_t`, or None if no option is set. split:
+    whether NCCL splits the group from the world.
     """
     if not options.extra:
         return None
@@ -125,21 +126,21 @@ def _backend_options(options: GroupOptions, split: bool) -> Any:
         raise UnsupportedOp(
             f"{' and '.join(extra)} has no effect on {options.backend}",
             given=f"{', '.join(f'{name} = {toml(value)}' for name, value in extra.items())}, backend {options.backend}",
-            expected="an NCCL group, and a torch that has NCCL",
+            expected="an NCCL group, and a torch build with NCCL",
             hint=f'remove {", ".join(extra)}, or set backend = "nccl"',
         )
     if extra.get("split_share") and not split:
         raise UnsupportedOp(
             "split_share has no effect: the group has its own communicator",
             given="split_share = true, and a default group that NCCL does not split for this group",
-            expected="a default group of NCCL with a bound device",
+            expected="an NCCL default group with a bound device",
             hint="process.device_id = true, or remove split_share",
         )
     made: Any = dist.ProcessGroupNCCL.Options(is_high_priority_stream=bool(extra.pop("high_priority", False)))
     for name, value in extra.items():
         if not hasattr(made.config, name):
             raise UnsupportedOp(
-                f"torch {torch.__version__} was built with an NCCL that has no {name}",
+                f"torch {torch.__version__} was built with an NCCL version that lacks {name}",
                 given=f"{name} = {toml(value)}",
                 expected="NCCL 2.17 or newer",
                 hint=f"remove {name}",

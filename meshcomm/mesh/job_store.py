@@ -1,4 +1,4 @@
-"""The store of this job. Several jobs may use the same host and port."""
+"""Finds the store of this job. Several jobs may use the same host and port."""
 
 from __future__ import annotations
 
@@ -23,24 +23,28 @@ from meshcomm.mesh.environment import MPI_RANKS, Launch
 from meshcomm.mesh.exposure import serve_on_loopback
 from meshcomm.mesh.store import within
 
-# The extra time of a client that is about to succeed, after its timeout.
+# How long a client that is about to succeed may continue after its timeout.
 _GRACE_S: Final = 0.5
 _LOOK_S: Final = 1.0
-# How long one of several stores may take to answer, and the pause before a silent port is tried again.
+# How long one of several stores may take to answer, and how long to pause before probing a silent port again.
 _ANSWERS_S: Final = 2.0
 _SILENT_S: Final = 10.0
 _PAUSE_S: Final = 0.02
 
 _NAME: Final = re.compile(r"process (\d+) of (.*), started at (\S+)")
-# A key in a store that rank 0 serves: the names of its job, its process and its parent process.
+# A key in a store that rank 0 serves. Its value has the names of the job, rank 0's process and the parent process.
 _JOB: Final = "meshcomm/job"
-# The processes that have the same rank as another process.
+# Processes that claimed the rank of another process.
 TWICE: Final = "meshcomm/twice"
 
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """The owner of a store. job: see Launch, "" if unknown; process: the name of its rank 0."""
+    """The owner of a store.
+
+    job: as in Launch, "" if unknown.
+    process: the name of rank 0's process.
+    """
 
     job: str
     process: str
@@ -50,9 +54,9 @@ class Owner:
         return f"{self.job or 'a job without a name'}, whose rank 0 is {self.process}"
 
     def may_be(self, job: str) -> bool:
-        """Return whether `job` may be this one: no known fact contradicts it."""
+        """Return whether `job` may be this job, because no known fact contradicts it."""
         theirs, ours = _NAME.search(self.job), _NAME.search(job)
-        # A host knows only the process that started its own ranks, which may be rank 0 itself.
+        # A host knows only the process that started the host's own ranks. This process may be rank 0.
         elsewhere = theirs is not None and ours is not None and theirs[2] != ours[2]
         by_rank_0 = ours is not None and ours[0] == self.process
         return self.job == job or elsewhere or by_rank_0 or not (self.job and job)
@@ -60,7 +64,11 @@ class Owner:
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """What was found at a port. owner, client: those of a store that belongs to a job. free: whether no program listens."""
+    """The result of probing a port.
+
+    owner, client: set if a job's store answers.
+    free: whether no program listens.
+    """
 
     what: str
     owner: Owner | None = None
@@ -72,11 +80,11 @@ class _Found:
 def find_job(
     host: str, ports: Sequence[int], job: str, rank: int, world_size: int, timeout: timedelta
 ) -> dist.TCPStore:
-    """Return the store of `job` ("": unknown): rank 0 serves it at the first free port of `ports`; the others look
-    for it there.
+    """Return the store of `job` ("" if unknown). Rank 0 serves it at the first free port of `ports`, where the other ranks
+    look for it.
 
-    A rank writes nothing to a store that has not named its job. Raises LaunchError: immediately if another job has the only
-    port; otherwise, with a line for each port, if no store of this job answers within the timeout.
+    A rank writes nothing to a store that has not named its job. Raises LaunchError immediately if another job has the only
+    port. Raises LaunchError with a line for each port if no store of this job answers within the timeout.
     """
     deadline = time.monotonic() + timeout.total_seconds()
     found: dict[int, _Found] = {}
@@ -93,7 +101,7 @@ def find_job(
                 here.owner.may_be(job) if rank else here.owner == Owner(job, process_name())
             )
             if mine and rank == 0:
-                # The server ends with the last store object of this process that holds it.
+                # The server shuts down when this process releases the last store object that refers to it.
                 return find_tcp_store(host, port, world_size, hosts=True, timeout=timeout)
             if mine and here.client is not None:
                 here.client.set_timeout(timeout)
@@ -102,7 +110,7 @@ def find_job(
                 again[port] = now + _SILENT_S
         for port in (port for port in ports if rank == 0 and found[port].free):
             try:
-                # `find_tcp_store` finds this server by its port.
+                # `find_tcp_store` finds this server by port.
                 server = serve_on_loopback(host, port, timeout)
                 store = find_tcp_store(host, port, world_size, hosts=True, timeout=timeout)
                 del server
@@ -111,7 +119,7 @@ def find_job(
                 continue
             store.set(_JOB, f"{job}\n{process_name()}\n{process_name(os.getppid())}")
             return store
-        # With a single port, a job that has it will not leave.
+        # If there is only one port, a job that has the port will not leave it.
         taken = [here for here in found.values() if here.owner is not None]
         if rank == 0 or len(taken) == len(ports) == 1 or time.monotonic() >= deadline:
             errors = (here.error for here in found.values() if here.error is not None)
@@ -123,7 +131,7 @@ def find_job(
 
 
 def find_agent(host: str, port: int, rank: int, world_size: int, timeout: timedelta) -> dist.TCPStore:
-    """Return the store of torchrun's agent. Raises LaunchError where it does not answer."""
+    """Return the store of torchrun's agent. Raises LaunchError if the store does not answer."""
     try:
         # The agreement that follows names missing ranks, so do not wait for them here.
         return find_tcp_store(host, port, world_size, hosts=False, timeout=timeout)
@@ -133,7 +141,7 @@ def find_agent(host: str, port: int, rank: int, world_size: int, timeout: timede
 
 
 def _look(host: str, port: int, within_s: float, patient: bool) -> _Found:
-    """Probe an address. patient: wait until a program listens there."""
+    """Probe an address. If `patient`, wait until a program listens there."""
     deadline = time.monotonic() + within_s
     try:
         if not patient:
@@ -143,7 +151,7 @@ def _look(host: str, port: int, within_s: float, patient: bool) -> _Found:
         return _Found(f"not reachable: {error.strerror or error}", free=True, error=error)
     try:
         client = find_tcp_store(host, port, None, hosts=False, timeout=timedelta(seconds=within_s))
-        # Rank 0 writes its name as soon as it serves.
+        # Rank 0 writes the job's name as soon as its server runs.
         while (owner := owner_of(client)) is None:
             if time.monotonic() >= deadline:
                 return _Found("a store of torch that belongs to no meshcomm job")
@@ -159,7 +167,7 @@ def owner_of(store: dist.Store) -> Owner | None:
 
 
 def note_twice(store: Any, rank: int, first: str) -> None:
-    """Report to the other ranks that this process is `rank`, like the process `first`."""
+    """Report to the other ranks that this process has the rank `rank` of the process `first`."""
     line = f"{rank}\t{first}\t{process_name()}\t{process_name(os.getppid())}\n"
     if store.has_extended_api():
         store.append(TWICE, line)
@@ -178,7 +186,7 @@ def _not_found(
             f"rank {rank} of {world_size} cannot meet the others at {where}: another job uses this address",
             given=f"{given}\nthis is {Owner(job, process_name()) if rank == 0 else job or f'rank {rank}, {process_name()}'}",
             expected="a different address for each job, or a launcher that gives each job a name",
-            hint="another MASTER_PORT, or none under mpirun and srun; TORCHELASTIC_RUN_ID, equal on all ranks, names a job",
+            hint="another MASTER_PORT, or none under mpirun and srun; or one job name in TORCHELASTIC_RUN_ID on all ranks",
         )
     return LaunchError(
         f"rank {rank} of {world_size} could not meet the others at {where}",
@@ -192,7 +200,7 @@ def _not_found(
 def find_tcp_store(
     host: str, port: int, world_size: int | None, *, hosts: bool, timeout: timedelta
 ) -> dist.TCPStore:
-    """Return torch's store at `host`:`port`, whose calls get `timeout`. With `hosts`, this process runs its server.
+    """Return torch's store at `host`:`port`, with `timeout` for its calls. With `hosts`, this process runs the server.
 
     Does not wait for the other ranks. Raises torch's errors, and TimeoutError soon after the timeout.
     """
@@ -211,20 +219,20 @@ def find_tcp_store(
 
 
 def process_name(number: int | None = None) -> str:
-    """Return a unique name of a process of this host: host, number and start time. number: by default this process."""
+    """Return a unique name for the process `number` on this host, by default this process: host, PID and start time."""
     found = os.getpid() if number is None else number
     return f"process {found} of {socket.gethostname()}, started at {_started(str(found)) or '?'}"
 
 
 def is_running(name: str) -> bool | None:
-    """Return whether the process with this `process_name` runs, as far as this host can tell; None on another host."""
+    """Return whether the process with this `process_name` is running; None if this host cannot tell."""
     parts = _NAME.fullmatch(name)
     if parts is None or parts[2] != socket.gethostname():
         return None
     if parts[3] != "?":
         return _started(parts[1]) == parts[3]
     if sys.platform == "win32":
-        return False  # on that system, signal 0 would be Ctrl-C
+        return False  # on Windows, signal 0 would be Ctrl-C
     try:
         os.kill(int(parts[1]), 0)
     except ProcessLookupError:
@@ -235,20 +243,20 @@ def is_running(name: str) -> bool | None:
 
 
 def is_stopped(name: str) -> bool:
-    """Return whether the process of this host with this `process_name` is stopped, by SIGSTOP or a debugger."""
+    """Return whether the process with this `process_name` on this host is stopped by SIGSTOP or a debugger."""
     parts = _NAME.fullmatch(name)
     return parts is not None and (_status(parts[1]) or "R")[0] in "Tt"
 
 
 def _started(process: str) -> str | None:
-    """Return the start time of a process of this host, in the kernel's ticks; None if it has ended or is unknown."""
+    """Return the start time of a process on this host in kernel ticks, or None if the process has ended or is unknown."""
     numbers = _status(process)
     return None if numbers is None or numbers[0] in "ZX" else numbers[19]
 
 
 def _status(process: str) -> list[str] | None:
-    """Return the state of a process of this host, and the kernel's numbers of it; None if it has ended or is
-    unknown.
+    """Return the state of a process on this host, and the kernel's numbers about the process, or None if the process has
+    ended or is unknown.
     """
     try:
         # The name in parentheses may contain any character.
@@ -258,8 +266,8 @@ def _status(process: str) -> list[str] | None:
 
 
 def started_by(launch: Launch) -> str:
-    """Return a name for a job that its launcher does not name. It is derived from the process that started this host's
-    ranks, or from Hydra's mpiexec, which is equal on all hosts of the job. "" if unknown."""
+    """Return a name for a job that its launcher does not name. The name is derived from the process that started this host's
+    ranks or from Hydra's mpiexec, which is the same on all hosts of the job. Returns "" if nothing is known."""
     parent = multiprocessing.parent_process()
     variable = next((name for name in MPI_RANKS if name in os.environ), None)
     if launch.kind == "mpi" and variable is not None:
@@ -278,7 +286,7 @@ def started_by(launch: Launch) -> str:
 
 
 def known_everywhere(job: str) -> bool:
-    """Return whether all hosts of a job use this name. False if it is derived from the process that started one host's
-    ranks.
+    """Return whether all hosts of a job use this job name. False if the name is derived from the process that started one
+    host's ranks.
     """
     return _NAME.search(job) is None

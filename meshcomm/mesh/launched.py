@@ -1,4 +1,4 @@
-"""The facts of the launch that a watchdog needs: who this process is, how it ends, and where its reports go."""
+"""Launch facts that a watchdog needs: the identity of this process, how it ends, and where its reports go."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from meshcomm.errors import LaunchError, MeshcommError
 from meshcomm.mesh.environment import Launch, find_launch
 from meshcomm.mesh.rank_failure import end_rank
 
-# Characters that a folder's name must not contain.
+# Characters that are not allowed in folder names.
 _NO_NAME: Final = re.compile(r"[^\w.-]")
 
 
 def launch_here() -> Launch:
-    """Return the launch of this process: by the launcher, or by torch's default group, which may not use the
-    launcher's variables.
+    """Return the launch of this process, from the launcher or from torch's default group, which may not use the launcher's
+    variables.
     """
     if not dist.is_initialized() or dist.get_backend() == "fake":
         return find_launch(os.environ)
@@ -35,16 +35,16 @@ def launch_here() -> Launch:
 
 
 def reports_of(folder: str, moment: str) -> str:
-    """Return the run's own folder in `folder`: named by its time and, if known, its job."""
+    """Return this run's folder inside `folder`. Its name contains the time and, if known, the job."""
     named = (os.environ.get(name, "") for name in ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID"))
     job = next((name for name in named if name not in ("", "none")), "")
     return os.path.join(folder, _NO_NAME.sub("-", f"{moment}-{job}".rstrip("-"))) if folder else ""
 
 
 def end_by(launch: Launch, label: str, error: MeshcommError) -> None:
-    """End this process with `error`, the error of a call that its backend blocks."""
-    # A cause that is silent for a grace period after the timeout will stay silent. But a rank that this one waits for
-    # may be about to report which rank it waits for itself.
-    # Ranks of another job do not report for this one.
+    """End this process with `error`, which describes a call that is blocked in the backend."""
+    # If the rank that caused the error has not reported a grace period after the timeout, it never will. But a rank that
+    # this rank waits for may be about to report which rank it waits for.
+    # Ranks of another job do not report for this job.
     asks = replace(launch, address=None) if isinstance(error, LaunchError) else launch
     end_rank(error, asks, label, patience_s=1.0)

@@ -1,4 +1,4 @@
-"""Log lines that begin with rank and coords."""
+"""Log lines that begin with the rank and its coords."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ _FORMAT = "%(levelname)s %(name)s: %(message)s"
 
 
 def attach(mesh: Mesh, logger: logging.Logger | None = None) -> logging.StreamHandler[TextIO]:
-    """Let `logger`, by default the root logger, also write lines like `[r5 pp1 dp0 tp1] WARNING mine: text` to stderr.
+    """Make `logger`, by default the root logger, also write lines like `[r5 pp1 dp0 tp1] WARNING mine: text` to stderr.
 
-    A rank outside the mesh writes `[r9]`. Returns the handler, for `logger.removeHandler`. Each call adds a handler.
+    A rank outside the mesh writes `[r9]`. Each call adds another handler and returns it, for `logger.removeHandler`.
     """
     handler = logging.StreamHandler()
     handler.setFormatter(CoordsFormatter(mesh.layout, mesh.rank))
@@ -23,7 +23,7 @@ def attach(mesh: Mesh, logger: logging.Logger | None = None) -> logging.StreamHa
 
 
 def prefix(layout: Layout, rank: int) -> str:
-    """Return `[r5 pp1 dp0 tp1]`: the rank and its coords in the base dims; `[r9]` outside the layout.
+    """Return the rank and its coords along the base dims, as in `[r5 pp1 dp0 tp1]`, or `[r9]` outside the layout.
 
     >>> prefix(Layout({"pp": 2, "dp": 2, "tp": 2}), 5), prefix(Layout({"dp": 2}), 9)
     ('[r5 pp1 dp0 tp1]', '[r9]')
@@ -36,12 +36,12 @@ def prefix(layout: Layout, rank: int) -> str:
 
 @final
 class CoordsFormatter(logging.Formatter):
-    """logging.Formatter that begins every line, including traceback lines, with `prefix`."""
+    """A logging.Formatter that begins every line, including traceback lines, with `prefix`."""
 
     def __init__(self, layout: Layout, rank: int, fmt: str = _FORMAT) -> None:
         super().__init__(fmt)
         self._prefix = prefix(layout, rank)
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the record's lines, each with the prefix."""
+        """Return the lines of the record, each with the prefix."""
         return "\n".join(f"{self._prefix} {line}".rstrip() for line in super().format(record).split("\n"))

@@ -66,10 +66,10 @@ if TYPE_CHECKING:
     from meshcomm.pattern.apply import GatherRules, Rearranger
     from meshcomm.show.grid import RankGrid
 
-# How long NCCL groups may take to abort their calls, if a program leaves a mesh by an error.
+# Time limit in seconds for NCCL groups to abort their calls when a program leaves a mesh with an error.
 _ABORTS_S: Final = 10.0
 
-# How long NCCL groups may take to close, if CUDA graphs have captured their calls.
+# Time limit in seconds for NCCL groups to close if CUDA graphs have captured their calls.
 _GRAPHS_S: Final = 10.0
 
 
@@ -81,20 +81,20 @@ class Mesh(AlongDims):
     a tuple of names that a declared group covers. Peers and roots are coords along the dims, never global
     ranks.
 
-    On a rank outside the mesh, `is_member` is False, and every method that needs a place in the mesh raises
+    On a rank outside the mesh, `is_member` is False, and every method that only ranks of the mesh may call raises
     NotMember.
 
     Attributes:
         rank: the global rank of this process.
         device: the torch device of this rank.
-        layout: the positions of all ranks, a `Layout`.
-        plan: the groups of the mesh, a `Plan`.
-        functional: `mesh.functional`, collectives with gradients.
-        objects: `mesh.objects`, which sends Python objects.
-        store: `mesh.store`, the key-value store of the job.
-        warm_up_s: the last result of `warm_up`; empty before the first call.
+        layout: a `Layout` with the positions of all ranks.
+        plan: a `Plan` with the groups of the mesh.
+        functional: collectives that support autograd.
+        objects: collectives and messages for Python objects.
+        store: the job's key-value store.
+        warm_up_s: the result of the last `warm_up` call; empty before the first call.
         closed: whether `close` was called.
-        is_fake: True in a dry run, where results have a shape and no values.
+        is_fake: True in a dry run, where results have a shape but no values.
     """
 
     def __init__(self, plan: Plan, runtime: Runtime) -> None:
@@ -111,7 +111,7 @@ class Mesh(AlongDims):
         user = prefixed("user", self._store)
         lost = partial(_lost, ref(self))
         self.store = MeshStore(user, self.label, plan.defaults.timeout_s, self.is_fake, lost)
-        # The last result of `warm_up`; empty before the first call.
+        # The result of the last `warm_up` call; empty before the first call.
         self.warm_up_s: Mapping[str, float] = {}
         self.closed = False
         # The process that opened the mesh; differs from this process after a fork.
@@ -127,7 +127,7 @@ class Mesh(AlongDims):
         self.objects = Objects(self._at, self.device, self.is_fake)
         self.metrics = Metrics()
         self._torch = TorchMesh(self.layout, self.rank, self.device, self._transports, runtime.prefix)
-        # Store barriers by group, and `breakpoint` calls by line.
+        # The number of store barriers per group, and of `breakpoint` calls per line.
         self._barriers: dict[str, int] = {}
         self._breakpoints: dict[tuple[str, int], int] = {}
         self._rearranger: Rearranger | None = None
@@ -167,7 +167,7 @@ class Mesh(AlongDims):
         return self.layout.coords(self._member())
 
     def get_coords(self, rank: int, view: str | None = None) -> dict[str, int]:
-        """Return the coords of any rank, in the base or in a view."""
+        """Return the coords of any rank, along the base dims or in a view."""
         return self.layout.coords(rank, view)
 
     def size(self, dims: Dims) -> int:
@@ -211,7 +211,7 @@ class Mesh(AlongDims):
         return self._data_dims
 
     def ranks(self, dims: Dims) -> list[int]:
-        """Return the global ranks of this rank's group along `dims`; element c has coord c."""
+        """Return the global ranks of this rank's group along `dims`, indexed by coord."""
         ranks: list[int] = self.layout.group_of(self._member(), dims).tolist()
         return ranks
 
@@ -224,7 +224,7 @@ class Mesh(AlongDims):
     @overload
     def neighbor_rank(self, dims: Dims, offset: int, *, wrap: bool) -> int | None: ...
     def neighbor_rank(self, dims: Dims, offset: int, *, wrap: bool = True) -> int | None:
-        """Return the global rank `offset` coords further along `dims`. Without `wrap`, None past the edge.
+        """Return the global rank whose coord along `dims` is `offset` higher. Without `wrap`, return None past the edge.
 
         Use it for logging and lookups: sends and receives take coords, not global ranks.
         """
@@ -254,10 +254,10 @@ class Mesh(AlongDims):
 
             torch.manual_seed(mesh.seed(0, step, along=("dp", "cp")))   # equal along tp, where activations are
 
-        key:     values that the seed depends on: a base seed, a step, a name.
-        Returns: an integer from 0 to 2^63 - 1, the SHA-256 of key and coords. Coord 0 gets the same seed on
-                 every mesh.
-        Raises:  UnknownDim; NotMember; ConfigError without a key.
+        key:     values that the seed depends on, such as a base seed, a step or a name.
+        Returns: an integer from 0 to 2^63 - 1, derived from the SHA-256 of the key and the coords. Coord 0 gets the
+                 same seed on every mesh.
+        Raises:  UnknownDim; NotMember; ConfigError if no key is given.
         """
         if not key:
             raise ConfigError(
@@ -274,7 +274,7 @@ class Mesh(AlongDims):
     def generator(
         self, *key: int | str, along: Dims = (), device: torch.device | str | None = None
     ) -> torch.Generator:
-        """Return a new generator seeded with `seed`, on `device` or, by default, this rank's device.
+        """Return a new generator seeded with the result of `seed`, on `device` or, by default, this rank's device.
 
         With the same seed, CPU and GPU generators draw different numbers.
         """
@@ -292,10 +292,10 @@ class Mesh(AlongDims):
         grad: GatherRules | None = None,
         **sizes: int,
     ) -> Tensor:
-        """Run einops.rearrange with mesh dims in the pattern. A dim's name marks the axis that is split along it.
+        """Run einops.rearrange with mesh dims in the pattern. A dim's name marks the axis that is split along that dim.
 
-        A dim that appears only on the right is gathered. A dim that appears only on the left is sliced, or with
-        `partial` ("sum", "avg", "min", ...) reduced and scattered. A dim that moves to another axis is an
+        A dim that appears only on the right is gathered. A dim that appears only on the left is sliced or, with
+        `partial` ("sum", "avg", "min", ...), reduced and scattered. Moving a dim to another axis is an
         all-to-all. See docs/guide/patterns.md.
 
             mesh.rearrange(x, "b s h -> b s (tp h)")                      all_gather along tp
@@ -303,8 +303,8 @@ class Mesh(AlongDims):
             mesh.rearrange(x, "b s (cp h) d -> b (cp s) h d")             all_to_all along cp
 
         Called by:  every rank along the dims of the pattern, in the same program order.
-        Gradient:   if x requires a gradient, a gather needs `grad`: "slice" or "reduce_scatter", as in
-                    `mesh.functional.all_gather`. All other steps have one possible gradient.
+        Gradient:   if x requires grad, a gather needs `grad`: "slice" or "reduce_scatter", as in
+                    `mesh.functional.all_gather`. Every other step has only one possible gradient.
         Raises:     PatternError, ShapeError; UnknownDim, AutogradError, CommunicationError.
         """
         if is_compiling():
@@ -338,10 +338,10 @@ class Mesh(AlongDims):
     ) -> Handle[None] | None:
         """Block until every rank along `dims` has arrived.
 
-        dims:      if None, every rank of the mesh, dim by dim.
-        timeout_s: if given, synchronize through the store instead of the backend, also under NCCL. After this
-                   time, every rank that arrived raises BarrierTimeout. The error names the missing ranks and the call
-                   that each of them is in.
+        dims:      the dims to synchronize along. If None, all ranks of the mesh synchronize, one dim after another.
+        timeout_s: if given, the ranks synchronize through the store instead of the backend, even with NCCL. When the
+                   timeout expires, every rank that has arrived raises BarrierTimeout, which names the missing ranks
+                   and the call that each of them is executing.
         """
         if async_op and (timeout_s is not None or dims is None):
             self._usable()
@@ -362,12 +362,12 @@ class Mesh(AlongDims):
 
     @outside_graphs
     def warm_up(self) -> dict[str, float]:
-        """Use every group once, in plan order, so that no later call pays for connecting.
+        """Use every group once, in plan order, so that later calls do not have to connect first.
 
         `meshcomm.init` calls this if the configuration has `warm_up = true`.
 
-        Called by: every rank of the mesh. NCCL requires all ranks of a group in its first call.
-        Returns:   this rank's seconds by group name. `warm_up_s` keeps the last result.
+        Called by: every rank of the mesh. NCCL requires all ranks of a group to join its first call.
+        Returns:   the seconds that each group took on this rank, by group name. `warm_up_s` keeps the last result.
         """
         self._usable()
         seconds: dict[str, float] = {}
@@ -381,14 +381,14 @@ class Mesh(AlongDims):
 
     @outside_graphs
     def breakpoint(self, *, timeout_s: float = 3600.0, skip: int = 0, **coords: int) -> None:
-        """Stop one rank in Python's debugger at the line of this call. The other ranks wait for it.
+        """Stop one rank in the Python debugger at the line of this call, while the other ranks wait.
 
-        In `mesh.breakpoint(dp=0, tp=1)`, dims that are not named have coord 0. The debugger reads from the
+        In `mesh.breakpoint(dp=0, tp=1)`, unnamed dims default to coord 0. The debugger reads from the
         stdin of the stopped rank.
 
-        Called by:  every rank of the mesh. The ranks wait at the store, so no group's timeout runs.
+        Called by:  every rank of the mesh. The ranks wait on the store, so no group timeout applies.
         timeout_s:  how long the other ranks wait before they raise BarrierTimeout.
-        skip:       number of calls from this line to ignore first.
+        skip:       number of calls at this line to ignore before stopping.
         Raises:     UnknownDim, LayoutError on every rank; bdb.BdbQuit on the stopped rank after `q`.
         """
         self._usable()
@@ -410,7 +410,7 @@ class Mesh(AlongDims):
         self._usable()
         timeout_s = seconds_of(timeout_s, lambda: f"barrier on {self.label}")
         along = tuple(self.layout.dims) if dims is None else dims
-        # The first rank identifies the group; its barriers are counted.
+        # The first rank identifies the group. Barriers are numbered per group.
         ranks = self.ranks(along)
         key = f"{'.'.join(self.layout.expand(along))}/{ranks[0]}"
         self._barriers[key] = number = self._barriers.get(key, 0) + 1
@@ -432,9 +432,9 @@ class Mesh(AlongDims):
 
     @outside_graphs
     def stragglers(self) -> Stragglers:
-        """Return, by dim, the ranks that started the last 256 collectives on each group later than others.
+        """Return, for each dim, the ranks that started the last 256 collectives of each group later than other ranks.
 
-        Prints as a table. Under NCCL, a call starts when the host enqueues it.
+        The result prints as a table. Under NCCL, a call starts when the host enqueues it.
 
         Called by: every rank of the mesh.
         """
@@ -442,26 +442,27 @@ class Mesh(AlongDims):
 
         self._usable()
         names = [family.name for family in self.plan.families if family.size > 1]
-        # Names that share a group share its record: the first name is kept.
+        # Names of the same group share one recorder. Keep only the first name.
         first = {id(self._at[name].recorder): name for name in reversed(names)}
         named = {name: self._at[name].recorder for name in names if name in first.values()}
         return stragglers(self, named)
 
     @outside_graphs
     def step(self, number: int | None = None, *, apart: Sequence[Dims] = ()) -> int:
-        """Mark the end of a program step, at which the ranks of a group must have issued the same collectives.
+        """Mark the end of a program step. By then, all ranks of a group must have issued the same collectives.
 
-        Sends nothing and takes microseconds. A background thread compares the calls of each step across ranks.
-        It detects a call or a step that one rank skipped, or made once too often among identical calls.
+        This call sends nothing and takes microseconds. A background thread compares the calls of each step across
+        ranks. The comparison detects calls and steps that one rank skipped, and extra calls among identical
+        ones.
         docs/guide/hangs.md describes the detection delay.
 
         Called by: every rank of the mesh, at the same point of the program.
-        number:    the program's number for the step, equal on all ranks. If None, the last number plus one,
-                   starting at 1.
-        apart:     dims whose groups are also used from other threads of this rank. Their calls are not compared.
-        Returns:   the number.
-        Raises:    CallMismatchError on every rank of a group whose ranks differed in this or an earlier step,
-                   as soon as that is known. Calls that fail in the meantime and `close` raise it too.
+        number:    the program's step number, equal on all ranks. If None, the previous number plus one, starting
+                   at 1.
+        apart:     dims whose groups are also used by other threads of this rank. Calls in these groups are not compared.
+        Returns:   the step number.
+        Raises:    CallMismatchError on every rank of a group whose ranks differed in this or an earlier step, as
+                   soon as the difference is known. `close` and calls that fail in the meantime raise it too.
         """
         self._usable()
         number = self.metrics.number + 1 if number is None else whole(number, "step")
@@ -472,17 +473,17 @@ class Mesh(AlongDims):
 
     @outside_graphs
     def stats(self) -> Stats:
-        """Return calls, bytes and seconds of this rank since the mesh was opened.
+        """Return this rank's call counts, bytes and seconds since the mesh was opened.
 
-        The result has a row for each dim of size 2 or more and each call on it. It prints as a table.
-        `after.since(before)` is the difference of two results. Does not communicate.
+        The result has a row for each kind of call along each dim of size 2 or more, and prints as a table.
+        `after.since(before)` is the difference between two results. `stats` does not communicate.
 
-        From torch 2.14 on, calls that torch makes on `group` or `device_mesh`, such as those of FSDP or
-        pipelining, are listed under names such as `all_gather (torch)`, without a time. If [topology] has link
-        speeds, the predicted time is added.
+        From torch 2.14 on, calls that torch makes on `group` or `device_mesh`, for example in FSDP or pipelining, are
+        listed under names such as `all_gather (torch)`, without a time. If [topology] has link speeds, the result
+        includes predicted times.
 
-        Seconds measure how long the calls blocked the program. On devices other than cpu and on NCCL groups, a
-        call returns once it is enqueued: seconds are None there, "-" in the table.
+        The seconds measure how long calls blocked the program. On devices other than cpu and in NCCL groups, a
+        call returns once it is enqueued, so the seconds are None, shown as "-" in the table.
         """
         self._usable()
         from meshcomm.mesh.stats import stats
@@ -509,14 +510,14 @@ class Mesh(AlongDims):
     def trace(self, path: str | PathLike[str]) -> Trace:
         """Record every call in a `with mesh.trace("trace.json"):` block in one file for all ranks.
 
-        Keeps up to 200,000 calls per rank. Open the file in Perfetto or chrome://tracing: it has a process for
-        each rank and a track for each dim. The first rank of the mesh writes it. If the block raises, each rank
-        that raised writes its own calls, for rank 3 to trace.rank3.json.
+        The trace keeps up to 200,000 calls per rank. Open the file in Perfetto or chrome://tracing, which show a
+        process for each rank and a track for each dim. The first rank of the mesh writes the file. If the block
+        raises, each rank that raised writes its own calls: rank 3 writes trace.rank3.json.
 
-        Called by: every rank of the mesh, for the same part of the program.
+        Called by: every rank of the mesh, around the same part of the program.
         Raises:    UnsupportedOp inside another trace, and in the simulator, whose ranks run one at a time.
-                   After the block: TrainingError if the file cannot be written, CommunicationError if ranks do
-                   not arrive.
+                   After the block: TrainingError if the file cannot be written, CommunicationError if some
+                   ranks do not arrive.
         """
         self._usable()
         if self._watch is not None and not self._watch.timed:
@@ -533,9 +534,9 @@ class Mesh(AlongDims):
     # -- torch's own objects ------------------------------------------------------------------------
 
     def group(self, dims: Dims) -> dist.ProcessGroup:
-        """Return the torch process group along `dims`. Its group rank equals the coord.
+        """Return the torch process group along `dims`. A rank's group rank equals its coord along `dims`.
 
-        A group of size 1 only copies.
+        Collectives in a group of size 1 only copy data.
         """
         self._usable()
         if self.layout.digits(dims).size > 1 and isinstance(dims, tuple):
@@ -550,8 +551,8 @@ class Mesh(AlongDims):
     def __getitem__(self, names: str | tuple[str, ...]) -> DeviceMesh:
         """`mesh["tp"]`, `mesh["dp", "tp"]`: a torch DeviceMesh with these dims, in this order.
 
-        Accepts dims, merged dims, or dims of one view. Slices that keep the order of the base dims share one
-        root.
+        Accepts dims, merged dims, or dims of one view. Slices that keep the order of the base dims share one root
+        mesh.
         """
         self._usable()
         return self._torch.device_mesh((names,) if isinstance(names, str) else names)
@@ -570,7 +571,7 @@ class Mesh(AlongDims):
         """Declare the merged dim `name` on the open mesh and create its groups.
 
         Called by: every rank of the mesh, in the same program order. The ranks first compare their arguments.
-        Raises:    LayoutError, UnknownDim; MeshMismatchError if ranks ask for different groups.
+        Raises:    LayoutError, UnknownDim; MeshMismatchError if ranks request different groups.
         """
         self._usable()
         plan = self._merged_plan(name, dims, backend, timeout_s, comm_id)
@@ -633,11 +634,11 @@ class Mesh(AlongDims):
         return plan
 
     def close(self) -> None:
-        """Destroy the groups, last created first. Closing twice is harmless.
+        """Destroy the groups in reverse order of creation. Closing a mesh twice is harmless.
 
         Called by: every rank, at the same point of the program.
-        Raises:    CallMismatchError if `step` found a difference that no earlier call raised. It is raised
-                   after cleanup, and only if no exception is being handled. To find such a difference, `close`
+        Raises:    CallMismatchError if `step` found a difference that no earlier call raised. The error is
+                   raised after cleanup, and only if no exception is being handled. To find such a difference, `close`
                    waits up to two seconds for the neighbors along each dim to reach the same step.
         """
         self._close(compare=sys.exception() is None)
@@ -655,7 +656,7 @@ class Mesh(AlongDims):
         self.metrics.recorders.clear()
         if self._watch is not None:
             self._watch.close()
-        # After the watch, which may still report a call on a group outside the mesh.
+        # Close this after the watch, which may still report a call in a group outside the mesh.
         if self._outside is not None:
             self._outside.close()
         if not compare:
@@ -684,7 +685,7 @@ class Mesh(AlongDims):
     def lost(self, error: BaseException | None = None) -> RankLost | None:
         """Return a RankLost error if ranks were lost and replaced since this mesh was opened, otherwise None.
 
-        error: the exception that interrupted the step. For a communication error, this waits up to five seconds
+        error: the exception that interrupted the step. After a communication error, `lost` waits up to five seconds
                for the launcher to announce a replacement.
         """
         generations = None if self.closed else self._runtime.generations
@@ -694,23 +695,22 @@ class Mesh(AlongDims):
         return generations.lost(f"a step on {self.label}", waits)
 
     def reopen(self, error: BaseException | None = None) -> Generation:
-        """Rebuild this mesh with the processes that replaced lost ranks: new groups over all ranks of the job.
+        """Rebuild this mesh, with new groups over all ranks of the job, after lost ranks were replaced.
 
             except Exception as error:
-                mesh.reopen(error)      # raises `error` where no rank was lost and replaced
+                mesh.reopen(error)      # raises `error` if no rank was lost and replaced
 
         Calls in flight are abandoned. Names, dims and coords stay valid. Torch DeviceMeshes and DTensors of
-        this mesh also stay valid, because the new groups have the names of the old ones. Recreate groups of
-        `create_group` and `dist.new_group`, and objects that hold a group themselves: see
-        docs/guide/elastic.md.
+        this mesh also stay valid, because the new groups keep the names of the old ones. Recreate groups made by
+        `create_group` or `dist.new_group`, and objects that hold such a group; see docs/guide/elastic.md.
 
         error:     the exception that interrupted the step. It is raised again if it is not due to a lost rank.
-                   For a communication error, this waits up to five seconds for the launcher to announce a
+                   After a communication error, `reopen` waits up to five seconds for the launcher to announce a
                    replacement.
         Called by: every surviving rank. The new processes call `meshcomm.init`.
-        Returns:   the new generation, with the ranks that are new.
+        Returns:   the new generation, which records the new ranks.
         Raises:    LaunchError if the launcher does not replace ranks; UnsupportedOp if the mesh did not create
-                   the default group; the errors of `meshcomm.init`.
+                   the default group; any error of `meshcomm.init`.
         """
         generations = None if self.closed else self._runtime.generations
         if generations is None:
@@ -741,10 +741,10 @@ class Mesh(AlongDims):
         return self.generation
 
     def finish(self) -> None:
-        """Block until every rank has called this. From then on, no rank joins the mesh, and ranks may exit.
+        """Block until every rank has called `finish`. After that, no rank can join the mesh, and ranks may exit.
 
-        Called by: every rank of the mesh, at the end of a program that reopens it. `Trainer.run` calls it
-                   itself.
+        Called by: every rank of the mesh, at the end of a program that reopens the mesh. `Trainer.run` calls
+                   `finish` itself.
         Raises:    RankLost if a rank joins the mesh first.
         """
         from meshcomm.mesh.all_ranks import is_first, of_every_rank
@@ -766,7 +766,7 @@ class Mesh(AlongDims):
         if self._outside is not None:
             self._outside.close()
         for each in self._transports.values():
-            # Calls that were given up need no wait: issue no UnwaitedHandle warning.
+            # Abandoned calls need no wait, so suppress the UnwaitedHandle warning.
             each.tells_unwaited = True
         self._abort()
         self._torch.close()
@@ -779,7 +779,7 @@ class Mesh(AlongDims):
         self._runtime.resources.close()
 
     def _abort(self) -> None:
-        """Drop queued calls. In a thread, as the abort of a backend may block."""
+        """Drop queued calls. Runs in a thread, because aborting a backend may block."""
         if aborts := [*self._runtime.aborts]:
             with suppress(TimeoutError):
                 within(_ABORTS_S, partial(abort_all, aborts))
@@ -796,8 +796,9 @@ class Mesh(AlongDims):
             raise explained
 
     def _explained(self, error: BaseException) -> MeshcommError | None:
-        """Return the error to raise in place of `error`, by which the program leaves the mesh; None if there is
-        none, see Watching.explain.
+        """Return the error to raise instead of `error`, which ends the mesh's with block, or None if there is none.
+
+        See Watching.explain.
         """
         found = None if self.closed or self._watch is None else self._watch.explain(error)
         return None if found is None else caused_by(found, error)
@@ -811,13 +812,13 @@ class Mesh(AlongDims):
     def __reduce__(self) -> NoReturn:
         raise UnsupportedOp(
             f"a mesh cannot be pickled, on {self.label}",
-            given="pickle.dumps, or sending to another process, of the mesh or of an object that holds it",
+            given="pickling the mesh or an object that holds it, or sending one of these to another process",
             expected="a mesh that each process opens itself",
-            hint="pickle mesh.layout or mesh.plan, and meshcomm.init there",
+            hint="pickle mesh.layout or mesh.plan, and call meshcomm.init in the other process",
         )
 
     def _leave_to_parent(self) -> None:
-        """Called in a forked process: the connections belong to the parent, and no thread of the mesh runs here."""
+        """Called in a forked process, where the connections belong to the parent and no thread of the mesh runs."""
         if not self.closed:
             self._parent, self.closed = self._process, True
             self.store.close(f"belongs to process {self._parent}, from which this one was forked")
@@ -833,9 +834,9 @@ class Mesh(AlongDims):
         """Return the ranks of the full mesh as colored blocks, one color for each group along `by`. This rank is
         marked.
 
-        by:      dims. If None, the innermost dim.
-        Returns: an object that prints as text, in color with rich, and as a picture in a notebook. Write it to
-                 a file with `.save("topo.svg")`. Does not communicate.
+        by:      the dims to color by. If None, the innermost dim.
+        Returns: an object that prints as text, in color with rich, and displays as a picture in a notebook. Write it
+                 to a file with `.save("topo.svg")`. Does not communicate.
         Raises:  UnknownDim.
         """
         from meshcomm.show.grid import RankGrid, grid_facts
@@ -843,13 +844,13 @@ class Mesh(AlongDims):
         return RankGrid(grid_facts(self.plan, by, self.topology, self.rank if self.is_member else None))
 
     def __str__(self) -> str:
-        """Return dims, groups and neighbors as a table of 100 columns, without color."""
+        """Return dims, groups and neighbors as a table 100 columns wide, without color."""
         from meshcomm.show.page import as_text
 
         return as_text(self.__rich__())
 
     def __rich__(self) -> RenderableType:
-        """Return the same table at the width of the console."""
+        """Return the same table fitted to the width of the console."""
         from meshcomm.show.plan import plan_view
 
         existing = {
@@ -862,7 +863,7 @@ class Mesh(AlongDims):
     # -- inside ---------------------------------------------------------------------------------
 
     def _connect(self) -> None:
-        """Create a communicator for every name of the plan."""
+        """Create a communicator for every name in the plan."""
         for family in self.plan.families:
             self._at[family.name] = self._communicator(family.name, self._transports[family.name])
 
@@ -898,7 +899,7 @@ class Mesh(AlongDims):
                 f"the mesh {dict(self.layout.dims)} belongs to process {self._parent}; this is process "
                 f"{os.getpid()}, which was forked from it",
                 given=f"a call on {self.label} in a forked process, such as a DataLoader's worker",
-                expected="calls in the process that opened the mesh: a fork has none of its threads",
+                expected="calls in the process that opened the mesh: a forked process has none of its threads",
                 hint="communicate outside the workers",
             )
         if self.closed:
@@ -918,7 +919,7 @@ class Mesh(AlongDims):
         return self._communicator(name, self._transports[name])
 
     def _family_of(self, dims: Dims) -> str:
-        """Return the name that has the groups of `dims`. Raises UnknownDim if no group was declared."""
+        """Return the name under which the groups along `dims` are declared. Raises UnknownDim if they are not declared."""
         family = self.plan.covering(dims)
         if family is not None:
             return family.name
@@ -940,25 +941,25 @@ def _lost(mesh: ref[Mesh], error: BaseException) -> RankLost | None:
 
 
 def _closed_with_graphs(resources: ExitStack, label: str) -> CommunicationError | None:
-    """Close a mesh whose calls were captured. Return the error if a graph that contains these calls is still alive.
+    """Close a mesh whose calls were captured in CUDA graphs. Return an error if such a graph still exists.
 
-    NCCL neither destroys nor aborts a communicator before the last graph that has captured its calls is gone
-    (seen with NCCL 2.28 and torch 2.11, whose `destroy_process_group` never returns then).
+    NCCL does not destroy or abort a communicator while a graph that captured its calls exists. With NCCL 2.28 and torch
+    2.11, `destroy_process_group` then never returns.
     """
     collect()
     try:
         within(_GRAPHS_S, resources.pop_all().close, awaited_at_exit=True)
     except TimeoutError:
         return CommunicationError(
-            f"the mesh closes before a CUDA graph that has captured its calls, on {label}",
+            f"the mesh closes while a CUDA graph still contains its calls, on {label}",
             given=f"NCCL has not released the groups within {_GRAPHS_S:g} s",
-            expected="no graph with calls of the mesh when it closes: NCCL waits for the last one without a timeout",
+            expected="no graph with the mesh's calls when the mesh closes: NCCL waits for such graphs without a timeout",
             hint="graph.reset(), or del graph, before the mesh closes",
         )
     return None
 
 
-# The open meshes that still exist.
+# The meshes opened in this process that still exist.
 _OPENED: WeakSet[Mesh] = WeakSet()
 
 

@@ -1,4 +1,4 @@
-"""Open a mesh from a configuration: rendezvous, compare, create groups."""
+"""Open a mesh from a configuration: meet the other ranks, compare settings, and create groups."""
 
 from __future__ import annotations
 
@@ -67,12 +67,12 @@ from meshcomm.transport.torch_private import abort, default_group, default_store
 if TYPE_CHECKING:
     from meshcomm.config import TopologyConfig
 
-# In the default group's store: the prefix of the mesh that made the group.
+# Under this key, the default group's store holds the prefix of the mesh that created the group.
 _PREFIX: Final = "meshcomm/prefix"
 
 
 class ScatteredRanks(UserWarning):
-    """A dim crosses hosts only because the ranks of a host are not neighbors along it."""
+    """A dim crosses hosts only because the ranks of a host are not neighbors along that dim."""
 
 
 def init(
@@ -97,20 +97,20 @@ def init(
     """Join the job and create this rank's process groups.
 
     Args:
-        config: a configuration file, a Config or a MeshConfig. Or torch DeviceMeshes, whose groups are reused:
-            the first one gives the dims, each further one a view, and flattened dims become merged dims. If
-            None, the keyword arguments are used, or else the config of `meshcomm run`. Under `meshcomm run
-            CONFIG`, init raises LaunchError if the first mesh ignores settings of CONFIG.
+        config: a configuration file, a Config, a MeshConfig, or torch DeviceMeshes, whose groups are reused. The
+            first DeviceMesh defines the dims, each further DeviceMesh defines a view, and flattened dims become
+            merged dims. If None, init uses the keyword arguments or, without any, the config of `meshcomm run`. Under
+            `meshcomm run CONFIG`, init raises LaunchError if the first mesh ignores settings of CONFIG.
         dims, merge, views, options, rank_order, ranks, device, backend, timeout_s, validate_calls,
-            warm_up: the keys of `[mesh]`. They replace a config, or add to DeviceMeshes.
-        overrides: overrides for a config, as for `--set`.
-        store, rank, world_size: use this store for the rendezvous instead of the launcher's.
+            warm_up: the keys of `[mesh]`. They are used instead of a config, or in addition to DeviceMeshes.
+        overrides: config overrides, as for `--set`.
+        store, rank, world_size: used for the rendezvous instead of the launcher's values.
 
-    Called by: every process of the job, including ranks outside a mesh that covers part of the ranks.
+    Called by: every process of the job, including ranks outside a mesh that covers only some ranks.
 
-    Before any group is created, all ranks compare their settings, with five store operations each. With
-    `warm_up`, they then use every group once: see `Mesh.warm_up`. If torch.distributed is already initialized,
-    its default group and store are used, and closing the mesh does not destroy them.
+    Before any group is created, all ranks compare their settings, with five store operations per rank. With
+    `warm_up`, the ranks then use every group once; see `Mesh.warm_up`. If torch.distributed is already
+    initialized, init uses the existing default group and store, and closing the mesh does not destroy them.
 
     Raises: ConfigError, LaunchError, and MeshMismatchError on every rank if one rank differs.
     """
@@ -152,10 +152,10 @@ def from_groups(
 
         mesh = meshcomm.from_groups({"tp": get_tensor_model_parallel_group(), "dp": ..., "pp": ...})
 
-    groups:    name -> this rank's group. Together, the names must connect all ranks. A name such as "dp_cp",
-               whose groups combine those of other names, becomes a merged dim. A different grid over the same
-               ranks becomes a view.
-    others:    the keys of `[mesh]`, as for `init`. Groups that they require in addition are created.
+    groups:    maps each name to this rank's group. Together, the groups must connect all ranks. A name such as
+               "dp_cp" whose groups combine the groups of other names becomes a merged dim. A different grid over
+               the same ranks becomes a view.
+    others:    the keys of `[mesh]`, as for `init`. Additional groups that these keys require are created.
     Called by: every process of the job, with the same names in the same order.
     Raises:    LaunchError before the default group exists; LayoutError if the groups do not form a grid;
                MeshMismatchError on every rank if one rank differs.
@@ -177,9 +177,10 @@ def from_groups(
 class Opening:
     """Opens a mesh in four steps: meet the other ranks, agree with them, start torch's default group, create the groups.
 
-    A process without a usable configuration still meets the others, so that they get the error instead of waiting.
-    keys: the given keys of `[mesh]`. existing: finds existing groups, and the keys that describe these groups and
-    replace `keys`. store, rank, world_size: the program's own rendezvous, if given.
+    A process without a usable configuration still meets the other ranks, so that they receive the error instead of waiting.
+    keys: the caller's keys of `[mesh]`.
+    existing: finds existing groups, and the keys that describe these groups and replace `keys`.
+    store, rank, world_size: the program's own rendezvous, if given.
     """
 
     def __init__(
@@ -218,7 +219,7 @@ class Opening:
         self._aborts: list[Callable[[], object]] = []
 
     def run(self) -> Mesh:
-        """Return the mesh; with `warm_up`, all groups are used once. Releases everything if a step raises."""
+        """Return the opened mesh. With `warm_up`, use all groups once. If a step raises, release everything."""
         if self._world is None:
             gives_way()
         # The default group of another mesh or of the program, which `reopen` must not create again.
@@ -241,10 +242,10 @@ class Opening:
         return mesh
 
     def _opened(self) -> tuple[Plan, Runtime]:
-        """Run all steps after the first. Repeat them if a rank is lost and replaced meanwhile."""
+        """Run all steps after the first one. Repeat them if a rank is lost and replaced in the meantime."""
         generations = self._generations
         while True:
-            # Released when the mesh closes, last first.
+            # Released in reverse order when the mesh closes.
             self._resources, self._transports, self._clients = ExitStack(), {}, {}
             self._connections, self._aborts = None, []
             self._resources.callback(self._aborts.clear)
@@ -268,7 +269,7 @@ class Opening:
                     raise
 
     def _take_place(self, generation: Generation) -> None:
-        """Adopt this process's rank and the mesh sizes in a generation.
+        """Adopt the rank of this process and the mesh sizes from a generation.
 
         Ranks are renumbered, because torch's default group numbers its ranks from 0, without gaps.
         """
@@ -294,7 +295,7 @@ class Opening:
         return self._create()
 
     def _job_store(self) -> dist.Store:
-        """Return the job's store, under a prefix of the generation, with a connection that a newer generation cuts."""
+        """Return the job's store under the generation's prefix. The connection is cut when a newer generation starts."""
         store = self._meeting.store
         if self._generations is not None and self._world is None:
             store = store.clone()
@@ -309,7 +310,7 @@ class Opening:
     def _meet(self) -> Meeting:
         settings, launch = self._settings, self._launch
         if self._world is not None:
-            # The ranks of a world have met already: arguments about the rendezvous cannot apply.
+            # The ranks of a simulated world have already met, so rendezvous arguments cannot apply.
             meets = {"store": self._given_store, "rank": self._rank, "world_size": self._world_size}
             if named := ", ".join(name for name, value in meets.items() if value is not None):
                 raise LaunchError(
@@ -343,8 +344,8 @@ class Opening:
             claim(store, self._met.rank, kept=self._met.kept or bool(self._generation.number))
             store = self._of_generation(store)
             prefix = f"meshcomm{store.add(f'meshcomm/opened/{rank}', 1)}"
-            # Torch has a single list of group names. A mesh that started the default group, and a mesh that was opened on that
-            # group later, count in different parts of the store.
+            # Torch has a single list of group names. A mesh that started the default group and a mesh that was opened on that
+            # group later count their meshes in different parts of the store.
             if self._world is None and dist.is_initialized() and not self._meeting.is_fake:
                 outer = default_store()
                 prefix = f"{outer.get(_PREFIX).decode()}.{prefix}" if outer.check([_PREFIX]) else prefix
@@ -357,7 +358,7 @@ class Opening:
     # -- second: agree --------------------------------------------------------------------------
 
     def _facts(self) -> dict[str, Any]:
-        """Return the facts that must be equal on all ranks; a rank that has failed contributes its problem."""
+        """Return the facts that must be equal on all ranks; a rank that has failed contributes its error."""
         if self._failure is None:
             try:
                 self._plan, self._device = self._planned()
@@ -386,7 +387,7 @@ class Opening:
     def _planned(self) -> tuple[Plan, torch.device]:
         """Return the groups of the mesh, and this process's device.
 
-        Refuses groups that this host or torch cannot support.
+        Raises an error for groups that this host or torch cannot support.
         """
         settings, meeting = self._settings, self._meeting
         if self._world is not None:
@@ -416,7 +417,7 @@ class Opening:
             if self._failure is None:
                 raise
         if self._failure is not None:
-            # The other ranks have received this problem. Here it is more precise than "the ranks differ".
+            # The other ranks have received this error. On this rank, it is more precise than "the ranks differ".
             raise self._failure
         return agreed
 
@@ -429,7 +430,7 @@ class Opening:
             torch.cuda.set_device(device)
         if dist.is_initialized():
             return
-        # A bound device connects all ranks with each other, though the groups of the dims would be enough.
+        # Binding a device would connect all ranks with each other, although only the dims' groups need connections.
         bind = self._settings.process.device_id is True and device.type != "cpu"
         ordered = backend_on(backend, device) in STREAM_ORDERED
         variables = {**gloo_defaults(meeting.launch.one_host), **nccl_defaults(meeting.world_size)}
@@ -460,7 +461,7 @@ class Opening:
     # -- fourth: create -------------------------------------------------------------------------
 
     def _create(self) -> Runtime:
-        """Return this rank's groups, each created by its ranks, and the watchdog. Raises CommunicationError."""
+        """Create this rank's groups and the watchdog. All ranks of a group create it together. Raises CommunicationError."""
         meeting, plan, settings = self._meeting, self._plan, self._settings
         limit = settings.mesh.validate_calls
         compared = None if limit == "always" or self._world is not None else limit
@@ -496,10 +497,10 @@ class Opening:
         )
 
     def _open_later(self, group: Group, split: bool) -> Transport:
-        """Create another group of an open mesh."""
+        """Create an additional group for an open mesh."""
         with self._making():
             if self._connections is not None:
-                # Use a connection that is cut if a rank is lost meanwhile.
+                # Use a connection that is cut if a rank is lost in the meantime.
                 self._clients.clear()
                 self._clients |= dict.fromkeys((False, True), self._connections.own(self._store.clone))
             return self._open_group(group, split)
@@ -522,14 +523,14 @@ class Opening:
         return transport
 
     def _recovering(self) -> AbstractContextManager[None]:
-        """If lost ranks are replaced, errors in groups that are created inside the block do not end this process."""
+        """If lost ranks are replaced, errors in groups created inside the block do not terminate this process."""
         return nullcontext() if self._generations is None else with_variables(NCCL_RECOVERS)
 
     def _client(self, own: bool) -> dist.Store:
         """Return the mesh's store client, or a separate one for groups that connect at their first call.
 
-        Connecting blocks the client, while the threads that answer for this rank need one. If a rank is lost meanwhile, only
-        the end of this separate connection ends the call.
+        Connecting blocks a client, but the threads that answer for this rank need an idle one. If a rank is lost in the
+        meantime, only closing this separate connection ends the blocked call.
         """
         if own not in self._clients:
             make = (
@@ -542,7 +543,7 @@ class Opening:
 
     @property
     def _world_prefix(self) -> str:
-        """A prefix that differs per generation, so that two generations never share groups."""
+        """Return a prefix that is unique to the generation, so that two generations never share groups."""
         number = self._generation.number
         return f"generation{number}/{self._prefix}" if number else self._prefix
 
@@ -598,9 +599,10 @@ def _topology(settings: Settings, agreed: Agreed | None, simulated: bool) -> Top
 
 
 def _meet(store: dist.Store, group: Group, rank: int, coords: tuple[int, ...]) -> None:
-    """Return when these coords of a group, or all coords, have called this function. They are then about to connect.
+    """Block until the ranks at these coords of a group, or at all coords, have called this and are about to connect.
 
-    NCCL cannot be interrupted while connecting ranks, and a lost rank never arrives. This wait ends with the store connection.
+    NCCL cannot be interrupted while it connects ranks, and a lost rank never arrives. This wait ends when the store
+    connection is cut.
     """
     name = "-".join(map(str, coords))
     store.set(f"{name}/{group.ranks.index(rank)}", "")
@@ -614,6 +616,6 @@ def _none_lost(what: str, waits: bool) -> RankLost | None:
 def _refused(meeting: Meeting, last: float) -> MeshcommError | None:
     """Return the error if this rank may belong to another job.
 
-    Checks only until `last`: ranks of this job that arrive later find no mesh to join.
+    The check ends at the time `last`, because ranks of this job that arrive later find no mesh to join.
     """
     return None if meeting.launch.job or time.monotonic() > last else another_job(meeting.store)

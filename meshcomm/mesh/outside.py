@@ -1,4 +1,4 @@
-"""Compares calls on torch's groups outside the mesh too: the default group, and groups of `dist.new_group`."""
+"""Compares calls in torch's groups outside the mesh: the default group, and groups from `dist.new_group`."""
 
 from __future__ import annotations
 
@@ -28,19 +28,23 @@ from meshcomm.transport.torch_private import (
     timeout_of,
 )
 
-# The name prefix of a mesh's own groups.
+# The name prefix of the groups that a mesh creates.
 OWN: Final = "meshcomm"
-# How a DeviceMesh describes the groups along a dim.
+# The prefix of a DeviceMesh's description of the groups along a dim.
 OF_A_DIM: Final = "mesh_"
 
 
 @final
 class OutsideGroups:
-    """Watches torch's other groups while a mesh is open, including groups that are created meanwhile.
+    """Watches torch's other groups while a mesh is open, including groups created in the meantime.
 
-    A group is watched if all its ranks are in the mesh. It is referenced by name, and released when torch releases it. A
-    mesh that is never closed compares calls until the default group ends, because its ranks collect garbage at different
-    times. watch: held weakly. who: this rank with its coords. limit: how many calls on each group are compared; if None, all.
+    A group is watched if all its ranks are in the mesh. The group is referenced by name and released when torch releases
+    it. A mesh that is never closed compares calls until the default group ends, because its ranks collect garbage at
+    different times.
+
+    watch: held weakly.
+    who: this rank with its coords.
+    limit: how many calls in each group are compared; if None, all.
     """
 
     def __init__(
@@ -50,7 +54,7 @@ class OutsideGroups:
         self._world: dist.ProcessGroup | None = default_group()
         self._ranks, self._device, self._who, self._limit = frozenset(ranks), device, who, limit
         self._hooks: dict[str, GroupHooks] = {}
-        # Created at the first call on a group, when its ranks are known. None if it is not watched.
+        # Created at the first call in a group, when the group's ranks are known. None if the group is not watched.
         self._recorders: dict[str, FlightRecorder | None] = {}
         self._ended = on_new_groups(self._see)
         for group in groups_by_name().values():
@@ -77,7 +81,7 @@ class OutsideGroups:
         # The host reads the result of the comparison.
         device = torch.device("cpu")
         if backend_on(backend, device) != "gloo":
-            # The program may have set its device since.
+            # The program may have set its device in the meantime.
             chosen = self._device.type == "cuda" and torch.cuda.is_initialized()
             device = torch.device("cuda", torch.cuda.current_device()) if chosen else self._device
         if not len(ranks) > 1 or not self._ranks.issuperset(ranks):
@@ -93,7 +97,7 @@ class OutsideGroups:
             recorder = FlightRecorder(label, ranks, lambda _, where, error: failure(where, error))
         else:
             recorder = watch.record(label, ranks, transport(group))
-            # A program may change it; do not keep the group.
+            # The program may change the timeout. Do not keep a reference to the group.
             recorder.timeout_s = partial(_timeout_s, name, device, recorder.timeout_s)
         recorder.check = CallCheck(lambda: transport(group_named(name)), ranks, self._limit)
         return recorder
@@ -106,13 +110,13 @@ class OutsideGroups:
 
     @property
     def recorders(self) -> list[FlightRecorder]:
-        """The recorders of groups with calls, the oldest first."""
+        """The recorders of groups with calls, oldest first."""
         return [each for each in self._recorders.values() if each is not None]
 
     def close(self) -> None:
-        """Release all groups. Calling it again has no effect."""
+        """Release all groups. Further calls have no effect."""
         self._ended()
-        # A closed mesh that is kept by an error's traceback must not keep the sockets.
+        # A closed mesh that an error's traceback keeps alive must not keep the sockets open.
         self._world = None
         for name in list(self._hooks):
             self._let_go(name)
@@ -124,7 +128,7 @@ def _timeout_s(name: str, device: torch.device, default: Callable[[], float]) ->
 
 
 def _label(group: Any) -> str:
-    """Return the group's name in errors; the same on all its ranks."""
+    """Return the group's name for error messages, which is the same on all ranks of the group."""
     if group is default_group():
         return "default group"
     described = str(group.group_desc)

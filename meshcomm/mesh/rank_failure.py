@@ -1,4 +1,4 @@
-"""How a rank ends with an error. The error is explained, then left to meshcomm's launcher, or printed if it is the first."""
+"""Handles the error that ends a rank: explains it, then leaves it to meshcomm's launcher, or prints it if it is first."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ from meshcomm.mesh.rank_record import one_line
 from meshcomm.mesh.rendezvous import of_this_attempt
 from meshcomm.mesh.store import within
 
-# How long a rank whose error follows from another rank's waits for that rank to report first.
+# How long a rank waits for another rank to report first if this rank's error follows from that rank's error.
 _PATIENCE_S = 3.0
 
-# How long the job's store may take to report whether another rank has printed.
+# How long the job's store may take to report whether another rank has printed its error.
 _ASK_S = 5.0
 
 _INTERRUPTED: Final = 130
 
-# The file with the ranks' names, by attempt.
+# The file with the names of the ranks, for each attempt.
 _NAMES: Final = "{}-names.json"
 
-# The beginnings of Gloo's and NCCL's errors.
+# The prefixes of Gloo's and NCCL's error messages.
 _CPP: Final = re.compile(r"\b\w+\.(cc|cpp|h|hpp):\d+")
 
-# Frames that only started the user's script.
+# Frames of code that only started the user's script.
 _STARTERS = tuple(f"{Path(__file__).parents[1]}/{part}" for part in ("jobs/", "launch/"))
 
 
@@ -50,11 +50,17 @@ _STARTERS = tuple(f"{Path(__file__).parents[1]}/{part}" for part in ("jobs/", "l
 class Failure:
     """The error of a rank, or how the rank ended without an error.
 
-    who: the rank with its coords. time: seconds since the epoch. what: the error's type and first line, or, for a rank
-    that left no error, how it ended. frame: the user's innermost line. text: the text to print, "" if the rank left no
-    error. code: the rank's exit code. follows: the cause is another rank's error, if there is one. mismatched: the error
-    itself names this rank as the one that differs. missing: the ranks that this rank waited for. call: the collective that
-    failed, see `CommunicationError.call`. raised: `what` is an error of this rank.
+    who: the rank with its coords.
+    time: seconds since the epoch.
+    what: the error's type and first line or, for a rank that left no error, how the rank ended.
+    frame: the innermost line of the user's code.
+    text: the text to print, "" if the rank left no error.
+    code: the rank's exit code.
+    follows: whether another rank's error, if any, is the cause.
+    mismatched: whether the error itself names this rank as the one that differs.
+    missing: the ranks that this rank waited for.
+    call: the collective that failed; see `CommunicationError.call`.
+    raised: whether `what` is an error of this rank.
     """
 
     rank: int
@@ -72,27 +78,27 @@ class Failure:
 
     @property
     def summary(self) -> str:
-        """One line: who, what, where."""
+        """One line with the rank, the error and the source line."""
         failed = " failed:" if self.raised else ""
         return f"{self.who}{failed} {self.what}{f', at {self.frame}' if self.frame else ''}"
 
 
 def failure_of(error: BaseException, rank: int, who: str) -> Failure:
-    """Return the failure of `rank`, which raised `error`. who: the rank with its coords."""
+    """Return the Failure for `rank`, which raised `error`. `who` is the rank with its coords."""
     misused = isinstance(error, MeshcommError) and not isinstance(error, CommunicationError)
-    # torch's own errors about a lost store or peer are no better a cause than meshcomm's.
+    # torch's own errors about a lost store or peer explain the cause no better than meshcomm's errors.
     lost = isinstance(error, (CommunicationError, StoreTimeout, dist.DistError)) or _of_torch(error)
-    # In other libraries' errors, attributes of these names may have another meaning.
+    # In other libraries' errors, attributes with these names may have a different meaning.
     facts = vars(error) if isinstance(error, MeshcommError) else {}
     mismatched = facts.get("mismatched_ranks", ())
     frames = _frames(error)
-    # For an error raised in another library, the user's line that called it is more useful.
+    # For an error raised in another library, the line of user code that called the library is more useful.
     own = [each for each in frames if "site-packages" not in each.filename] or frames
     text = (
         f" {type(error).__name__}: {error}" if isinstance(error, MeshcommError) else f"\n{_traceback(error)}"
     )
     if isinstance(error, CommunicationError) and frames:
-        # The cause may be another rank; then it matters how the program reached its call.
+        # If another rank is the cause, the call stack shows how the program reached its call.
         text = f"{text}\ncalled from:\n{''.join(traceback.format_list(frames))}".rstrip()
     return Failure(
         rank,
@@ -115,12 +121,12 @@ def _of_torch(error: BaseException) -> bool:
     if cause is None:
         return False
     innermost = traceback.extract_tb(cause.__traceback__)[-1:]
-    # A wait for a Work is a line of the program: then the text begins with a line of C++.
+    # If the program itself waits for a Work, the frame is the program's, but the text begins with a line of C++.
     return any(is_ours(frame.filename) for frame in innermost) or _CPP.search(str(cause)) is not None
 
 
 def _traceback(error: BaseException) -> str:
-    # Leave out the frames that only started the script.
+    # Omit the frames that only started the script.
     trace = error.__traceback__
     while trace and trace.tb_next and _starts_scripts(trace.tb_frame.f_code.co_filename):
         trace = trace.tb_next
@@ -141,15 +147,15 @@ def _frames(error: BaseException) -> list[traceback.FrameSummary]:
 
 
 def leave(failure: Failure, folder: Path, attempt: int) -> bool:
-    """Write `failure` for the launcher. Return whether that was possible."""
+    """Write `failure` for the launcher. Return whether the write succeeded."""
     kind = "follows" if failure.follows else "cause"
     return _leave(asdict(failure), folder / f"{attempt}-{kind}-{failure.rank}.json")
 
 
 def leave_names(names: Mapping[int, str], *, again: bool = False) -> None:
-    """Write the ranks' names, with their coords in the program's first mesh, for meshcomm's launcher.
+    """Write the ranks' names for meshcomm's launcher, with the ranks' coords in the program's first mesh.
 
-    again: the ranks have met again, and may have new processes.
+    again: whether the ranks have met again, and may have new processes.
     """
     folder = _folder_of_job()
     if folder is not None:
@@ -159,7 +165,7 @@ def leave_names(names: Mapping[int, str], *, again: bool = False) -> None:
 
 
 def names_of_ranks(folder: Path, attempt: int) -> dict[int, str]:
-    """Return the names that `leave_names` has written; {} if no rank has opened a mesh."""
+    """Return the names that `leave_names` wrote, or {} if no rank has opened a mesh."""
     with contextlib.suppress(OSError, ValueError):
         found = json.loads((folder / _NAMES.format(attempt)).read_text())
         return {int(rank): name for rank, name in found.items()}
@@ -177,22 +183,22 @@ def _leave(facts: Mapping[str, Any], path: Path) -> bool:
 
 
 def _folder_of_job() -> Path | None:
-    """Return the folder of meshcomm's launcher; None if another launcher started this rank."""
+    """Return the folder of meshcomm's launcher, or None if another launcher started this rank."""
     folder = os.environ.get("MESHCOMM_JOB")
-    # A rank may start a job itself, by torchrun: then the folder belongs to its parent.
+    # A rank may itself start a job with torchrun. The folder then belongs to the rank's parent.
     ours = folder is not None and os.environ.get("TORCHELASTIC_RUN_ID") == Path(folder).name
     return Path(folder) if folder is not None and ours else None
 
 
 def await_cause(folder: Path, attempt: int, within_s: float) -> None:
-    """Return when a rank has written an error that does not follow from another one, or when time is up."""
+    """Wait until a rank has written an error that does not follow from another error, or until the time is up."""
     deadline = time.monotonic() + within_s
     while time.monotonic() < deadline and not any(folder.glob(f"{attempt}-cause-*.json")):
         time.sleep(0.05)
 
 
 def collect(folder: Path, attempt: int) -> list[Failure]:
-    """Return the failures that ranks have written, in the order of ranks."""
+    """Return the failures that ranks have written, in rank order."""
     found = []
     for path in folder.glob(f"{attempt}-[cf]*.json"):
         with contextlib.suppress(OSError, ValueError, TypeError):
@@ -201,7 +207,7 @@ def collect(folder: Path, attempt: int) -> list[Failure]:
 
 
 def forget(folder: Path, attempt: int, rank: int) -> None:
-    """Remove the failure of a rank: another process has taken its place."""
+    """Remove a rank's failure, because another process has replaced the rank's process."""
     for kind in ("follows", "cause"):
         (folder / f"{attempt}-{kind}-{rank}.json").unlink(missing_ok=True)
 
@@ -214,11 +220,11 @@ def end_rank(
     patience_s: float = _PATIENCE_S,
     code: int | None = None,
 ) -> NoReturn:
-    """Make the job print one error, and end this process, from any thread.
+    """Make the job print a single error, and end this process. May be called from any thread.
 
     label: this rank with its coords.
-    patience_s: how long a rank that is not the cause waits for the causing error to be reported first.
-    code: the exit code, if it is not the error's own.
+    patience_s: how long a rank whose error has another cause waits for that cause to be reported first.
+    code: the exit code, if it differs from the error's own.
     """
     failure = failure_of(error, launch.rank, label)
     if code is not None:
@@ -237,7 +243,7 @@ def end_rank(
 
 
 def _speaks_first(launch: Launch, patience_s: float) -> bool:
-    """Return whether no other rank has printed an error. True if no rank can be asked."""
+    """Return whether no other rank has printed an error. True if no other rank can be asked."""
     if launch.world_size == 1 or launch.address is None:
         return True
     limit = timedelta(seconds=_ASK_S)
@@ -257,16 +263,17 @@ def _speaks_first(launch: Launch, patience_s: float) -> bool:
 
 # -- errors that another one explains -----------------------------------------------------------------------
 
-# Explains the error that ends the thread of this name ("" for the main one) by another error; None if there is none.
+# Receives an error and the name of the thread that it ends ("" for the main thread). Returns an error that explains the
+# received one, or None.
 Explain = Callable[[BaseException, str], MeshcommError | None]
 
 
 @final
 class ExceptHooks:
-    """Explains exceptions that Python reports as uncaught, in the main thread or another one, until `close`.
+    """Explains exceptions that Python reports as uncaught, in any thread, until `close`.
 
-    Earlier hooks receive the explanation, with the original error as its cause. A hook that the program sets later, and that
-    calls this one, receives the original.
+    Earlier hooks receive the explanation, with the original error as its cause. A hook that the program sets later and
+    that calls this hook receives the original error.
     """
 
     def __init__(self, explain: Explain) -> None:
@@ -275,7 +282,7 @@ class ExceptHooks:
         sys.excepthook, threading.excepthook = self._main, self._thread
 
     def close(self) -> None:
-        """Stop explaining, and restore the earlier hooks if these are still set."""
+        """Stop explaining errors, and restore the earlier hooks if this object's hooks are still set."""
         self._explain = lambda error, thread: None
         if sys.excepthook == self._main:
             sys.excepthook = self._before
@@ -307,17 +314,17 @@ class ExceptHooks:
 
 
 def caused_by(explanation: MeshcommError, error: BaseException) -> MeshcommError:
-    """Return the exception of `raise explanation from error`, with the traceback of `error`, which shows how the
-    program reached its call.
+    """Return the exception that `raise explanation from error` would raise, with the traceback of `error`, which shows how
+    the program reached its call.
     """
     explanation.__cause__ = error
     return explanation.with_traceback(error.__traceback__)
 
 
 def backend_error(error: BaseException) -> RuntimeError | None:
-    """Return torch's error about a peer or a timeout that `error` is, or was raised from; None if there is none.
+    """Return torch's error about a peer or a timeout if `error` is one or was raised from one, otherwise None.
 
-    For a SystemExit, also the exception that was being handled. None if the error is explained already.
+    For a SystemExit, also check the exception that was being handled. Return None if the error is already explained.
     """
     chain: list[BaseException] = []
     link: BaseException | None = error

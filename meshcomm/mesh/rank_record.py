@@ -1,4 +1,4 @@
-"""The record of each rank: its most recent calls on each group, and its current line. Other ranks request it by the store."""
+"""Each rank's record of its most recent calls in each group and its current line. Other ranks read it through the store."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from meshcomm.mesh.store import wait_for, within
 
 T = TypeVar("T")
 
-# How long a rank whose call failed waits for the others' answers.
+# How long a rank whose call failed waits for answers from other ranks.
 _ANSWER_S: Final = 1.5
 
-# Extra time for slow looks on a busy machine, where the other ranks are slow to answer too.
+# Extra time for slow checks on a busy machine, where the other ranks are slow to answer too.
 _PAUSE_S: Final = 0.02
 _LOOK_S: Final = 0.03
 _LONGER: Final = 4
@@ -34,11 +34,13 @@ _LONGER: Final = 4
 
 @final
 class RankRecord:
-    """Written by a rank's main thread; any thread may read it.
+    """Written by a rank's main thread. Any thread may read it.
 
-    label: the rank with its coords. failed: the first call that failed, see `FailedCall.facts`; None if none has.
-    thread: the error that ended another thread of the program, "" if none. recorders: those of the rank's groups; the list
-    may grow. reports: folder of this run, inside the folder of all runs; "" for no reports.
+    label: the rank with its coords.
+    failed: the first call that failed, see `FailedCall.facts`; None if no call has failed.
+    thread: the error that ended another thread of the program, "" if none.
+    recorders: the recorders of the rank's groups. The list may grow.
+    reports: this run's folder, inside the folder for all runs; "" for no reports.
     """
 
     def __init__(
@@ -53,7 +55,7 @@ class RankRecord:
 
     @property
     def main_line(self) -> str:
-        """file:line and function of the innermost frame of the program itself."""
+        """The file:line and function of the innermost frame of the user's program."""
         stack = stack_of(self._main)
         own = [place for place in stack if not is_library(place[0])]
         for file, line, name in (own or stack)[:1]:
@@ -62,11 +64,11 @@ class RankRecord:
 
     @property
     def reports(self) -> str:
-        """The folder with the reports of all runs."""
+        """The folder for the reports of all runs."""
         return os.path.dirname(self._reports) or self._reports
 
     def data(self, differs: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Return the record as plain data. differs: a difference between the steps of ranks, see `find_desync`."""
+        """Return the record as plain data. `differs` is a difference between the ranks' steps; see `find_desync`."""
         return {
             "rank": self.rank,
             "coords": self.coords,
@@ -81,7 +83,7 @@ class RankRecord:
         }
 
     def write(self, differs: Mapping[str, Any] | None = None) -> bool:
-        """Write this rank's report: the record, and its last calls with their clock. Return whether the report was written."""
+        """Write this rank's report: the record, its last calls and its clock. Return whether the report was written."""
         if not self._reports:
             return False
         history = [call for recorder in list(self.recorders) for call in recorder.history()]
@@ -92,7 +94,7 @@ class RankRecord:
             "history": sorted(history, key=lambda call: call["began"]),
         }
         folder = Path(self._reports)
-        # Failing to write a report must not hide the error that it is about.
+        # Failing to write a report must not hide the error that the report describes.
         with contextlib.suppress(OSError):
             folder.mkdir(parents=True, exist_ok=True)
             half = folder / f".rank{self.rank}.json"
@@ -102,7 +104,7 @@ class RankRecord:
         return False
 
     def thread_ended(self, error: BaseException, thread: str) -> None:
-        """Record that a thread of the program has ended with an error; ranks that wait for this one will read it."""
+        """Record that a thread of the program ended with an error. Ranks that wait for this rank will read the record."""
         at = "".join(
             f", at {frame.filename}:{frame.lineno}" for frame in extract_tb(error.__traceback__)[-1:]
         )
@@ -111,10 +113,11 @@ class RankRecord:
 
 @final
 class RecordExchange:
-    """Asks ranks for their records, answers other ranks, and shares a diagnosis. look_s: seconds between checks for questions.
+    """Asks ranks for their records, answers other ranks, and shares diagnoses.
 
-    Keys: `asked/RANK` counts the questions to a rank, `ask/RANK/N` is question N, `answer/RANK/N` its answer, `closed/RANK`
-    the last status of a rank. `first/CALL` is the rank that diagnoses a call, `diagnosis/CALL` its diagnosis.
+    look_s: time in seconds between checks for questions.
+    Keys: `asked/RANK` counts the questions to a rank, `ask/RANK/N` is question N, `answer/RANK/N` is its answer,
+    and `closed/RANK` is a rank's last status. `first/CALL` is the rank that diagnoses a call, `diagnosis/CALL` its diagnosis.
     """
 
     def __init__(self, store: Any, rank: int, look_s: float) -> None:
@@ -124,29 +127,29 @@ class RecordExchange:
         self._answered = 0
 
     def limited(self, call: Callable[[], T]) -> T:
-        """Return the result of `call`, which uses this exchange; TimeoutError if the store does not answer."""
+        """Return the result of `call`, which uses this exchange. Raises TimeoutError if the store does not answer."""
         within(self._within_s, partial(self._store.check, ["asked"]))
         # `shared` waits for another rank's diagnosis, then for answers. A longer silence means that the store has stopped.
         return within(3 * _LONGER * self._within_s, call)
 
     def shared(self, call: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Return the result of `make` from the first rank that names this call.
+        """Return the result of `make` from the first rank that asks about this call.
 
-        If that rank does not publish a result, each rank makes its own.
+        If that rank does not publish a result, each rank calls `make` itself.
         """
         own, published = str(self._rank), f"diagnosis/{call}"
         if self._store.compare_set(f"first/{call}", "", own).decode() == own:
             found = make()
             self._store.set(published, json.dumps(found))
             return found
-        # The first rank itself waits this long, and longer on a busy machine.
+        # The first rank waits this long for answers, and longer on a busy machine.
         if wait_for(self._store, [published], _LONGER * self._within_s):
             read: dict[str, Any] = json.loads(self._store.get(published))
             return read
         return make()
 
     def ask(self, ranks: Sequence[int]) -> dict[int, Any]:
-        """Return the records of the `ranks` that answer in time, with a few store operations for each."""
+        """Return the records of the `ranks` that answer in time. Takes a few store operations per rank."""
         began = last = time.monotonic()
         answers = self._read({rank: f"closed/{rank}" for rank in ranks})
         asked = {rank: self._store.add(f"asked/{rank}", 1) for rank in ranks if rank not in answers}
@@ -165,7 +168,7 @@ class RecordExchange:
         return answers | self._read({rank: f"closed/{rank}" for rank in keys if rank not in answers})
 
     def answer(self, status: Callable[[], Mapping[str, Any]]) -> bool:
-        """Answer the questions that have arrived. Return whether there were any. Raises RuntimeError if the store fails."""
+        """Answer the pending questions. Return whether there were any. Raises RuntimeError if the store fails."""
         before = self._answered
         while self._store.check([f"ask/{self._rank}/{self._answered + 1}"]):
             self._answered += 1
@@ -173,7 +176,7 @@ class RecordExchange:
         return self._answered > before
 
     def leave(self, status: Mapping[str, Any]) -> None:
-        """Stop answering: the rank's last status answers all later questions."""
+        """Stop answering. All later questions receive this rank's last status."""
         self._store.set(f"closed/{self._rank}", json.dumps(status))
 
     def _read(self, keys: dict[int, str]) -> dict[int, Any]:
@@ -184,11 +187,11 @@ class RecordExchange:
 
 
 def error_under_way() -> str:
-    """Return the exception that ends the program, or has ended it, in one line; "" if there is none."""
+    """Return one line about the exception that is ending or has ended the program, or "" if there is none."""
     error = sys.exception() or getattr(sys, "last_value", None)
     return "" if error is None or isinstance(error, SystemExit) else one_line(error)
 
 
 def one_line(error: BaseException) -> str:
-    """Return the type of an error and the first line of its text."""
+    """Return the type of an error and the first line of its message."""
     return ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])

@@ -1,4 +1,4 @@
-"""The first step of a job: each process finds the job's store, and claims its rank there."""
+"""The first step of a job: each process finds the job's store and claims its rank there."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ from meshcomm.mesh.job_store import (
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """This process among the others, before any group exists.
+    """This process's role in the job, before any group exists.
 
-    is_fake: the other ranks do not exist; torch's fake backend simulates them.
-    kept: the store may hold keys of an earlier attempt's processes.
+    is_fake: no other ranks exist; torch's fake backend simulates them.
+    kept: whether the store may hold keys that an earlier attempt's processes set.
     """
 
     store: dist.Store
@@ -55,10 +55,10 @@ def meet(
     rank: int | None = None,
     world_size: int | None = None,
 ) -> Meeting:
-    """Find the other processes: by an explicit store, by `[process]`, or by the launcher.
+    """Find the other processes through an explicit store, `[process]` or the launcher.
 
-    Raises LaunchError if this process has no rank, or if no store answers within the timeout. Rank 0 warns with
-    ExposedRendezvous if all ranks are on this host and others can reach the address.
+    Raises LaunchError if this process has no rank, or if no store answers within the timeout. Rank 0 issues the warning
+    ExposedRendezvous if all ranks are on this host and other hosts can reach the address.
     """
     if launch.kind == "single" and (world_size, process.world_size) != (None, None):
         launch = launch_by_arguments(os.environ)
@@ -93,7 +93,7 @@ def meet(
         )
     if launch.kind == "given":
         launch = replace(launch, rank=rank, world_size=world_size)
-    # A program may reuse the store that it passes; with several agents, attempts have no common count.
+    # A program may reuse the store that it passes. With several agents, attempts have no common count.
     kept = store is not None or os.environ.get("GROUP_WORLD_SIZE", "1") != "1"
     if store is None:
         store, launch = _find_store(process, launch, rank, world_size, timedelta(seconds=timeout_s))
@@ -103,7 +103,7 @@ def meet(
 def of_this_attempt(store: dist.Store, env: Mapping[str, str] = os.environ) -> dist.Store:
     """Return `store` under a prefix that is unique to this run of torchrun at this endpoint, and to this attempt.
 
-    env: the environment of the ranks.
+    env: the ranks' environment variables.
     """
     run = env.get("TORCHELASTIC_RUN_ID", "none")
     own = [*([] if run in ("", "none") else [f"run-{run}"]), *filter(None, [attempt_prefix(env)])]
@@ -115,7 +115,7 @@ def of_this_attempt(store: dist.Store, env: Mapping[str, str] = os.environ) -> d
 def _find_store(
     process: ProcessConfig, launch: Launch, rank: int, world_size: int, timeout: timedelta
 ) -> tuple[dist.Store, Launch]:
-    """Return the job's store, and `launch` with the store's address."""
+    """Return the job's store, and `launch` updated with the store's address."""
     if process.init == "file":
         return _file_store(str(process.path), rank, world_size), launch
     job = launch.job or started_by(launch)
@@ -137,7 +137,7 @@ def _find_store(
             hint='[process] init = "tcp", address = "HOST:PORT" of rank 0; or start with torchrun',
         )
     host = host.strip("[]")
-    # Under torchrun, its agent hosts the store at MASTER_ADDR; otherwise rank 0 does.
+    # Under torchrun, the agent hosts the store at MASTER_ADDR. Otherwise, rank 0 does.
     agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and (host, ports) == (
         (launch.address or "").strip("[]"),
         [launch.port],
@@ -147,7 +147,7 @@ def _find_store(
     else:
         store = find_job(host, ports, job, rank, world_size, timeout)
     launch = replace(launch, address=host, port=store.port)
-    # Once per job, not per attempt.
+    # Warn once per job, not once per attempt.
     first = rank == 0 and not attempt_of(os.environ)
     if first and launch.local_size == world_size and not is_loopback(host):
         address = f"127.0.0.1:{store.port}"
@@ -164,11 +164,11 @@ def _find_store(
 def _file_store(path: str, rank: int, world_size: int) -> dist.Store:
     if rank == 0 and (problem := exposed_file(path)) is not None:
         warnings.warn(str(problem), ExposedRendezvous, stacklevel=2)
-    # torch's file store appends to the file, so a restarted job needs another one.
+    # torch's file store appends to the file, so a restarted job needs a new file.
     if prefix := attempt_prefix(os.environ):
         path = f"{path}.{prefix}"
     store = dist.FileStore(path, world_size)
-    # Record the writing process, to detect a file of an earlier job.
+    # Record the writing process, to detect a file left by an earlier job.
     key, mine = f"meshcomm/process/{rank}", process_name()
     before = store.compare_set(key, "", mine).decode()
     if before != mine:
@@ -187,7 +187,7 @@ def _file_store(path: str, rank: int, world_size: int) -> dist.Store:
 
 
 def state_of_rank(store: Any, rank: int) -> str:
-    """Return the state of the process that has claimed `rank`: "ended", "stopped" or "runs"; "" if unknown on this host."""
+    """Return the state of the process that has claimed `rank`: "ended", "stopped" or "runs"; "" if this host cannot tell."""
     key = f"meshcomm/owner/{rank}"
     name = store.get(key).decode() if store.check([key]) else ""
     runs = is_running(name)
@@ -197,12 +197,13 @@ def state_of_rank(store: Any, rank: int) -> str:
 
 
 def claim(store: Any, rank: int, *, kept: bool) -> None:
-    """Claim `rank` for this process, with one store operation. The process may claim it again, and others once the
-    process has ended.
+    """Claim `rank` for this process, with one store operation. This process may claim the rank again, and other processes
+    may claim it once this process has ended.
 
-    Called by: every process of the job, before anything else that counts its rank in the store. kept: whether the store
-    may hold keys of earlier attempts of the job: then a process of another host is assumed to be of an earlier attempt.
-    Raises LaunchError naming both processes if another process has this rank; `blame` then informs the others.
+    Called by: every process of the job, before any other operation that counts its rank in the store.
+    kept: whether the store may hold keys of earlier attempts of the job. If so, a process on another host is assumed to
+        belong to an earlier attempt.
+    Raises LaunchError naming both processes if another process has this rank; `blame` then informs the other ranks.
     """
     key, mine = f"meshcomm/owner/{rank}", process_name()
     first = store.compare_set(key, "", mine).decode()
@@ -215,7 +216,7 @@ def claim(store: Any, rank: int, *, kept: bool) -> None:
 
 
 def came_twice(store: Any, rank: int, first: str) -> LaunchError:
-    """Return the error of this process if the process `first` has the same rank; also reported to the other ranks."""
+    """Return this process's error if the process `first` has the same rank. The error is also reported to the other ranks."""
     mine = process_name()
     note_twice(store, rank, first)
     return LaunchError(
@@ -227,7 +228,7 @@ def came_twice(store: Any, rank: int, first: str) -> LaunchError:
 
 
 def blame(error: MeshMismatchError, store: Any) -> None:
-    """If ranks are missing, add to `error` the ranks that two processes have: they are the mismatched ones."""
+    """If ranks are missing, set the mismatched ranks of `error` to the ranks that two processes have."""
     if not error.missing:
         return
     try:
@@ -242,8 +243,8 @@ def blame(error: MeshMismatchError, store: Any) -> None:
 
 
 def another_job(store: Any) -> LaunchError | None:
-    """Return the error if processes of another job used this store, and this rank may belong to that job. It cannot
-    if one process started both this rank and rank 0, and none of the refused ones.
+    """Return the error if processes of another job used this store and this rank may belong to that job. This rank cannot
+    belong to it if one process started both this rank and rank 0, and none of the refused processes.
     """
     found = _twice(store)
     if not found:
@@ -252,15 +253,15 @@ def another_job(store: Any) -> LaunchError | None:
     if owner is not None and owner.parent == parent and parent not in {each.parent for each in found}:
         return None
     return LaunchError(
-        "another job used the store of this one: their ranks may be mixed",
+        "another job used this job's store: the ranks of both jobs may be mixed",
         given="\n".join([*map(str, found), f"this is {process_name()}"]),
         expected="a different address for each job: ranks of jobs without a name cannot be told apart",
-        hint="another MASTER_PORT for each job; TORCHELASTIC_RUN_ID, equal on all ranks, names a job",
+        hint="a different MASTER_PORT for each job, or one job name in TORCHELASTIC_RUN_ID on all its ranks",
     )
 
 
 class _Twice(NamedTuple):
-    """A rank, with the names of the process that claimed it, of a later process with this rank, and of the latter's parent."""
+    """A rank, with the names of the process that claimed it, a later process with this rank, and the later one's parent."""
 
     rank: int
     first: str
@@ -272,7 +273,7 @@ class _Twice(NamedTuple):
 
 
 def _twice(store: Any) -> list[_Twice]:
-    """Return the processes that were refused because another one has their rank, except those of earlier attempts."""
+    """Return the processes that were refused because another process has their rank, except processes of earlier attempts."""
     lines = store.get(TWICE).decode().splitlines() if store.check([TWICE]) else []
     found = [_Twice(int(rank), *names) for rank, *names in (line.split("\t") for line in lines)]
     owners = {each: f"meshcomm/owner/{each.rank}" for each in found}

@@ -1,4 +1,4 @@
-"""The parts of a mesh, its records of calls, and the worlds without real processes in which it can be opened."""
+"""The parts and call records of a mesh, and worlds without real processes in which a mesh can be opened."""
 
 from __future__ import annotations
 
@@ -30,14 +30,17 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Runtime:
-    """One rank's part of a mesh, after all ranks have agreed on it and its groups exist.
+    """One rank's part of a mesh, after all ranks have agreed on the mesh and its groups exist.
 
-    store: the job's store, under `prefix`, which no other mesh has. validate_calls: how many calls of each kind are compared;
-    None if all, or if the world compares them. create: creates one group; the second argument says whether NCCL may split
-    it from the world. resources: releases everything, last first. data_dims: the dims along which samples differ, if the
-    configuration has [parallel]. is_fake: no other rank exists. generations: None if lost ranks are not replaced.
-    reopen: opens the mesh again, in the latest generation; None if it did not create the default group. aborts: drop the
-    queued calls of its groups, including torch's default group.
+    store: the job's store, under `prefix`, which is unique to the mesh.
+    validate_calls: how many calls of each kind are compared; None if all are, or if the world compares them.
+    create: creates one group. Its second argument is whether NCCL may split the group from the world.
+    resources: releases everything, in reverse order.
+    data_dims: the dims along which samples differ, if the configuration has [parallel].
+    is_fake: no other ranks exist.
+    generations: None if lost ranks are not replaced.
+    reopen: opens the mesh again in the latest generation; None if the mesh did not create the default group.
+    aborts: drop the queued calls of the mesh's groups, including torch's default group.
     """
 
     launch: Launch
@@ -60,7 +63,7 @@ class Runtime:
 
 
 class Watching(ABC):
-    """Gives a mesh the recorders of its groups, and answers for this rank while the mesh is open.
+    """Provides the recorders of a mesh's groups, and answers for this rank while the mesh is open.
 
     timed: whether the ranks run at the same time, so that the times of their calls are meaningful.
     """
@@ -69,7 +72,7 @@ class Watching(ABC):
 
     @abstractmethod
     def record(self, label: str, ranks: list[int], transport: Transport) -> FlightRecorder:
-        """Return a recorder for another group, which uses `transport`."""
+        """Return a recorder for an additional group that uses `transport`."""
 
     def forget(self, recorder: FlightRecorder) -> None:
         """Record that a group has been released."""
@@ -77,40 +80,41 @@ class Watching(ABC):
 
     @abstractmethod
     def noted(self, step: int) -> None:
-        """Record that all recorders have noted `step`. Raises CallMismatchError if ranks were found to differ in a step."""
+        """Record that all recorders have noted `step`. Raises CallMismatchError if a difference between ranks was found."""
 
     def before_leaving(self) -> CallMismatchError | None:
-        """Return the error if ranks differ in a step and this rank has not raised it; may wait for seconds."""
+        """Return the error if ranks differ in a step and this rank has not raised the error. May wait for seconds."""
         return None
 
     def explain(self, error: BaseException) -> MeshcommError | None:
-        """Return the error that explains `error`, by which the program leaves the mesh; may wait for seconds.
+        """Return the error that explains `error`, with which the program leaves the mesh. May wait for seconds.
 
-        None if `error` is not a backend's, or if no call outside the mesh on one of its groups has failed or is under way.
+        None if `error` is not a backend's error, or if no call outside the mesh in one of its groups failed or is running.
         """
         return None
 
     def drain(self) -> None:
-        """Return when all queued calls of all groups have completed. A call that cannot end is still detected meanwhile."""
+        """Wait until all queued calls of all groups have completed. Calls that hang are still detected during the wait."""
         return
 
     def statuses(self, ranks: list[int]) -> dict[int, dict[str, Any]]:
-        """Return the status of each of `ranks` that answers; may wait for seconds. Empty if no rank can be asked."""
+        """Return the status of each of `ranks` that answers. May wait for seconds. Empty if no rank can be asked."""
         return {}
 
     def close(self, *, abandons: bool = False) -> None:
-        """Stop answering. Later questions get this rank's last status. Calling it again has no effect.
+        """Stop answering. Later questions receive this rank's last status. Further calls have no effect.
 
-        abandons: the mesh is opened again, and no rank will ask.
+        abandons: whether the mesh will be reopened, so that no rank will ask.
         """
         return
 
 
 class World(Protocol):
-    """Replaces launcher, device, store and process groups: `meshcomm.init` builds on it unchanged.
+    """Replaces the launcher, device, store and process groups, without any change to `meshcomm.init`.
 
-    launch: a launcher's facts about this rank. store: shared by all ranks of the world. generations: None if no rank is
-    ever lost.
+    launch: information about this rank, as a launcher provides it.
+    store: shared by all ranks of the world.
+    generations: None if no rank is ever lost.
     """
 
     launch: Launch
@@ -118,27 +122,27 @@ class World(Protocol):
     generations: Generations | None
 
     def place(self, wanted: str) -> tuple[torch.device, str]:
-        """Return the device of the mesh, and the backend for "auto", if `wanted` is the configured device."""
+        """Return the device of the mesh and the backend for "auto". `wanted` is the configured device."""
         ...
 
     def open(self, group: Group, prefix: str) -> Transport:
-        """Return one group of a plan. Called by its ranks; groups of one name and prefix are the same group."""
+        """Return one group of a plan. Called by the group's ranks. Groups with the same name and prefix are the same group."""
         ...
 
     def watch(self, coords: Mapping[str, int], prefix: str) -> Watching:
-        """Return the watch of one mesh on this rank; `coords` are this rank's, `prefix` is the mesh's."""
+        """Return the watch of one mesh on this rank; `coords` are this rank's coords, and `prefix` is the mesh's prefix."""
         ...
 
 
-# A context variable, as ranks may be threads of one process, each in its own context.
+# A context variable, because ranks may be threads of one process, each with its own context.
 WORLD: ContextVar[World | None] = ContextVar("meshcomm_world", default=None)
 
 
 class Pretended(Protocol):
-    """A world in which only this rank exists, and whose program does not know that."""
+    """A world in which only this rank exists, although the program does not know this."""
 
     def settings(self, asked: Settings) -> Settings:
-        """Return the settings to open a mesh with instead."""
+        """Return the settings to use instead when a mesh is opened."""
         ...
 
     def opened(self, mesh: Mesh) -> None:
@@ -153,8 +157,10 @@ PRETENDED: ContextVar[Pretended | None] = ContextVar("meshcomm_pretended", defau
 class Metrics:
     """`mesh.metrics`: the state that `mesh.stats()`, `mesh.step()` and `mesh.trace()` read and write.
 
-    recorders: those of the groups, by the id of the transport. steps: the number of completed steps. number: the
-    program's number of the last step. spans: those of the trace under way, if any.
+    recorders: the groups' recorders, by the transport's id.
+    steps: the number of completed steps.
+    number: the program's number for the last step.
+    spans: the spans of the active trace, if any.
     """
 
     def __init__(self) -> None:
@@ -164,7 +170,7 @@ class Metrics:
         self.spans: Spans | None = None
 
     def step(self, number: int, excluded: Collection[int], ended_at: tuple[CodeType, int]) -> None:
-        """Record that the step `number` is over. excluded: ids of recorders that are not compared. See `Mesh.step`."""
+        """Record that the step `number` is over. `excluded` has the ids of uncompared recorders. See `Mesh.step`."""
         self.steps, self.number = self.steps + 1, number
         for recorder in self.recorders.values():
             recorder.note(self.steps, number, id(recorder) in excluded, ended_at)
@@ -179,5 +185,5 @@ class Metrics:
 
     @property
     def groups(self) -> dict[str, list[int]]:
-        """The global ranks of this rank's groups, by label as errors show it."""
+        """The global ranks in each of this rank's groups, by the label that errors show."""
         return {recorder.label: recorder.ranks for recorder in self.recorders.values()}

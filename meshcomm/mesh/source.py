@@ -1,4 +1,4 @@
-"""The configuration of the mesh that `meshcomm.init` opens: its arguments, or the config of `meshcomm run`."""
+"""The configuration of the mesh that `meshcomm.init` opens, from its arguments or the config of `meshcomm run`."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ class MeshOnly(NamedTuple):
 
 Settings: TypeAlias = "Config | MeshOnly"
 
-# The sections that a mesh needs; the other sections are for training.
+# The sections that a mesh needs. All other sections are for training.
 _SECTIONS: Final = ("mesh", "process", "network", "topology")
-# The job's config file, once this rank has opened a mesh from it: further meshes may be the program's own.
+# The job's config file, once this rank has opened a mesh from it. The program may then open meshes of its own.
 _TAKEN: ContextVar[str | None] = ContextVar("meshcomm_config_taken", default=None)
 
 
 def given_keys(**keys: Any) -> dict[str, Any]:
-    """Return the keys of `[mesh]` that were given, with lists of ranks as tuples."""
+    """Return the given keys of `[mesh]`, with lists of ranks converted to tuples."""
     given = {name: value for name, value in keys.items() if value is not None}
     for name in {"rank_order", "ranks"} & given.keys():
         if isinstance(given[name], Iterable):
@@ -59,19 +59,20 @@ def given_keys(**keys: Any) -> dict[str, Any]:
 
 
 def mesh_of(given: Mapping[str, Any]) -> MeshConfig:
-    """Return the `[mesh]` of these keys. Raises ConfigError."""
+    """Return the `[mesh]` section with these keys. Raises ConfigError."""
     options = given.get("options")
-    if isinstance(options, Mapping):  # anything else is refused together with the other problems
+    if isinstance(options, Mapping):  # anything else is reported together with the other problems
         made = {name: DimOptions(**own) if isinstance(own, Mapping) else own for name, own in options.items()}
         given = {**given, "options": made}
     return MeshConfig(**given)
 
 
 def settings_of(config: Source | None, given: dict[str, Any], overrides: Sequence[str]) -> Settings:
-    """Return the configuration that `init` received or that the job has. given: keys of `[mesh]` among the keyword
-    arguments.
+    """Return the configuration passed to `init`, or the job's configuration.
 
-    Raises ConfigError, LayoutError, and LaunchError if there is none, or if an argument would have no effect.
+    given: keys of `[mesh]` among the keyword arguments.
+
+    Raises ConfigError or LayoutError, and LaunchError if there is no configuration or an argument would have no effect.
     """
     if config is None and not given:
         return _of_the_job(overrides)
@@ -86,7 +87,7 @@ S = TypeVar("S", bound="Settings")
 
 
 def with_sizes(settings: S, sizes: Mapping[str, int]) -> S:
-    """Return the same configuration of a mesh with these sizes of its dims; unchanged for {}."""
+    """Return the mesh configuration with these dim sizes. If `sizes` is empty, return it unchanged."""
     if not sizes:
         return settings
     if isinstance(settings, MeshOnly):
@@ -98,20 +99,20 @@ def with_sizes(settings: S, sizes: Mapping[str, int]) -> S:
 
 
 def world_of_mesh(mesh: MeshConfig) -> int:
-    """Return the number of ranks of the smallest world for this mesh. Raises ConfigError if a size is -1."""
+    """Return the number of ranks in the smallest world that fits this mesh. Raises ConfigError if a size is -1."""
     return max(mesh.ranks) + 1 if mesh.ranks is not None else prod(mesh.sizes(None).values())
 
 
 def refuse_alone(settings: Settings) -> None:
-    """Raise LaunchError in a process without a launcher if the mesh needs several processes; it names the command."""
+    """If no launcher started this process and the mesh needs several processes, raise LaunchError with a command."""
     mesh = settings.mesh
     needed = max(mesh.ranks) + 1 if mesh.ranks is not None else prod(n for n in mesh.dims.values() if n != -1)
     started = multiprocessing.parent_process() is not None or "RAY_RAYLET_PID" in os.environ
     if _fits(settings, 1):
         if started and -1 in mesh.dims.values():
-            # Several such processes would each open a world of one.
+            # Each of several such processes would open a world with one rank.
             raise LaunchError(
-                f"how many processes? dims = {toml_dims(mesh.dims)} uses all there are",
+                f"the number of processes is unknown, and dims = {toml_dims(mesh.dims)} uses all of them",
                 given="a process started by multiprocessing or Ray, without RANK and WORLD_SIZE",
                 expected="its rank, and the number of processes",
                 hint="set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in each process before init;\n"
@@ -123,7 +124,7 @@ def refuse_alone(settings: Settings) -> None:
     script = next((word for word in sys.argv[:1] if word.endswith(".py")), "script.py")
     hint = f"torchrun --nproc-per-node {needed} {script}; srun and mpirun work too"
     if "ipykernel" in sys.modules:
-        hint = f"meshcomm.simulate(function, dims={dict(mesh.dims)}): every rank a thread of this notebook"
+        hint = f"meshcomm.simulate(function, dims={dict(mesh.dims)}): every rank is a thread of this notebook"
     elif started or "ray" in sys.modules:
         hint = (
             "set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in each process before init, as Ray Train does;\n"
@@ -145,13 +146,13 @@ def _fits(settings: Settings, world: int) -> bool:
 
 
 def beside_the_job() -> None:
-    """Later meshes of this context do not belong to the job: they are part of a simulation inside a program."""
+    """Mark later meshes in this context as part of a simulation inside a program, not as meshes of the job."""
     _TAKEN.set(os.environ.get(CONFIG_VARIABLE))
 
 
 @contextmanager
 def new_job() -> Iterator[None]:
-    """While this is entered, no mesh counts as opened from the job's config."""
+    """Inside the block, no mesh counts as opened from the job's config."""
     token = _TAKEN.set(None)
     try:
         yield
@@ -206,7 +207,7 @@ def _own(config: Source | None, given: dict[str, Any], overrides: Sequence[str])
 
 
 def _refuse_unused(path: str, own: Settings) -> None:
-    """Raise LaunchError if the mesh of `own` ignores settings of the job's configuration."""
+    """Raise LaunchError if the mesh from `own` would ignore settings of the job's configuration."""
     from meshcomm.config import load_config
 
     asked = load_config(path, _overrides())
@@ -222,13 +223,13 @@ def _refuse_unused(path: str, own: Settings) -> None:
     raise LaunchError(
         f"the script opens its own mesh, and settings of {path} would have no effect",
         given=f"{path}{sets}: {', '.join(lost)}; the script's meshcomm.init(...) sets other values, or none",
-        expected="one of the two; or first the config's mesh, then the script's own mesh in addition",
+        expected="only one of the two, or the config's mesh first and then the script's own mesh",
         hint="meshcomm.init() without arguments, or no config: meshcomm run (or simulate) --world-size N script.py",
     )
 
 
 def _same(asked: Any, own: Any) -> bool:
-    """Return the names in the same order with the same values; a size that one leaves open matches any size."""
+    """Return whether both have the same names in the same order with the same values. An open size matches any size."""
     if isinstance(asked, Mapping) and isinstance(own, Mapping):
         return list(asked) == list(own) and all(_same(asked[name], own[name]) for name in asked)
     return bool(asked == own) or -1 in (asked, own)

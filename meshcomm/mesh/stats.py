@@ -1,4 +1,4 @@
-"""The calls of one rank along each dim: bytes, seconds, and the link model's predicted time."""
+"""One rank's calls along each dim: bytes, seconds, and the time that the link model predicts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from meshcomm.show.stats import stats_page
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-# Calls that move data like one of the modeled operations.
+# Calls that move the same data as one of the modeled operations.
 _AS: Final[dict[str, Operation]] = {
     **{name: name for name in OPERATIONS},
     "send": "sendrecv",
@@ -33,18 +33,18 @@ _BUS_LIKE: Final[dict[str, Operation]] = {"gather": "all_gather", "scatter": "re
 
 @dataclass(frozen=True, slots=True)
 class CallStats:
-    """One call of this rank on one dim, summed over its uses.
+    """This rank's calls of one kind along one dim, summed.
 
-    Asynchronous calls have a row of their own, separate from blocking ones.
+    Asynchronous and blocking calls have separate rows.
 
-    nbytes:      counted as in nccl-tests: the input of a rank, or the full tensor for all_gather, gather and
-                 scatter. For a message, the bytes sent, or the bytes received if none are sent.
+    nbytes:      counted as in nccl-tests: a rank's input or, for all_gather, gather and scatter, the full tensor.
+                 For a message, the bytes sent, or the bytes received if none are sent.
     seconds:     how long the calls blocked the program, including waits. None if unknown: on devices where
                  calls are only enqueued, and for calls that were not made through the mesh.
-    span_s:      from the start to the end of the wait, including other work of the program in between; None as
-                 for `seconds`.
-    predicted_s: predicted by meshcomm.predict for the mean size; None if the link speeds are unknown or the
-                 operation is not modeled.
+    span_s:      time from the start of each call to the end of its wait, including other work of the program in
+                 between; None as for `seconds`.
+    predicted_s: time that meshcomm.predict predicts for the mean size; None if the link speeds are unknown or
+                 the operation is not modeled.
     """
 
     dim: str
@@ -64,7 +64,7 @@ class CallStats:
 
     @property
     def busbw(self) -> float | None:
-        """algbw times the factor of nccl-tests for the group's size; None for calls without such a factor."""
+        """algbw times nccl-tests' factor for the group's size; None for calls without such a factor."""
         operation = _AS.get(self.call) or _BUS_LIKE.get(self.call)
         if self.algbw is None or operation is None:
             return None
@@ -72,7 +72,7 @@ class CallStats:
 
     @property
     def ratio(self) -> float | None:
-        """Measured divided by predicted seconds, for blocking calls."""
+        """Measured seconds divided by predicted seconds, for blocking calls."""
         if self.async_op or not self.predicted_s or self.seconds is None:
             return None
         return self.seconds / self.predicted_s
@@ -87,7 +87,8 @@ class CallStats:
 class Stats:
     """The result of `Mesh.stats`.
 
-    rows: the calls of this rank. seconds: since the mesh was opened, or since the argument of `since`.
+    rows: this rank's calls.
+    seconds: the time since the mesh was opened, or since the argument of `since`.
     """
 
     label: str
@@ -109,7 +110,7 @@ class Stats:
         return [(*row.key, row.calls, row.nbytes, row.seconds) for row in self.rows]
 
     def facts(self) -> dict[str, Any]:
-        """Return JSON-serializable data; rates in bytes per second."""
+        """Return JSON-serializable data, with rates in bytes per second."""
         listed = [
             {**asdict(row), "algbw": row.algbw, "busbw": row.busbw, "ratio": row.ratio} for row in self.rows
         ]
@@ -124,7 +125,7 @@ class Stats:
 
 
 def _less(now: CallStats, before: CallStats) -> CallStats:
-    """Return the calls after `before`; values that were unknown then stay unchanged."""
+    """Return the calls made after `before`. Values that are unknown in `before` stay unchanged."""
     pairs = {name: (getattr(now, name), getattr(before, name)) for name in _SUMS}
     less: dict[str, Any] = {name: a if None in (a, b) else a - b for name, (a, b) in pairs.items()}
     return replace(now, **less)
@@ -137,15 +138,15 @@ def stats(
     plan: Plan,
     machine: Machine | None,
 ) -> Stats:
-    """Return the table of one rank, without calls that were never made.
+    """Return one rank's table, without calls that were never made.
 
-    counters: those of each group, and whether its calls block until they complete; if not, their seconds are unknown.
-    machine: the speeds of links; if None, nothing is predicted.
+    counters: each group's counters, and whether its calls block until they complete; if not, their seconds are unknown.
+    machine: the link speeds; if None, nothing is predicted.
     """
     predict = _predictor(plan, machine)
     order = {family.name: place for place, family in enumerate(plan.families)}
     rows: list[CallStats] = []
-    # A copy, as another thread may make the first call of a kind meanwhile.
+    # Iterate over a copy, because another thread may make its first call of a kind in the meantime.
     for total, timed in [(total, timed) for each, timed in counters for total in list(each.values())]:
         call = f"{total.call} (torch)" if total.past else total.call
         known = timed and not total.past
@@ -161,7 +162,7 @@ def stats(
 
 
 def stats_of_groups(label: str, seconds: float, recorders: Iterable[FlightRecorder]) -> Stats:
-    """Return the table of one rank's calls on groups outside any plan, group by group; their durations are unknown."""
+    """Return the table of one rank's calls in groups outside any plan, group by group. The durations are unknown."""
     rows: list[CallStats] = []
     for recorder in recorders:
         for total in list(recorder.counters.values()):
@@ -171,11 +172,11 @@ def stats_of_groups(label: str, seconds: float, recorders: Iterable[FlightRecord
 
 
 def _predictor(plan: Plan, machine: Machine | None) -> Callable[[str, str, int, int], float | None]:
-    """Return the prediction (dim, call, number of calls, bytes) -> seconds; None if the model does not cover the call."""
+    """Return a function (dim, call, number of calls, bytes) -> predicted seconds, or None for calls that are not modeled."""
 
     @cache
     def algorithms(dim: str, operation: Operation) -> list[Line]:
-        """Return the models from which a backend may choose; empty if a link's speed is unknown."""
+        """Return the models of the algorithms that a backend may choose; empty if a link's speed is unknown."""
         assert machine is not None
         found = span(plan.layout.groups(dim), machine)
         if slowest_level(found, machine).assumed:

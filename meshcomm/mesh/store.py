@@ -1,4 +1,4 @@
-"""`mesh.store`: the job's torch store, for small values shared between ranks; and store calls with a time limit."""
+"""`mesh.store`, the job's torch store for small values shared between ranks, and store calls with a time limit."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ Value: TypeAlias = str | bytes | bytearray
 # The extra time that a live server may need after the given timeout.
 GRACE_S: Final = 2.0
 
-# Most waits are shorter than this; they use no second connection.
+# Waits up to this long use no second connection. Most waits are shorter.
 _SOON_S: Final = 0.01
 _POLL_S: Final = 0.001
 SLICE_S: Final = 0.25
 
-# Whether to end a wait for keys because the rank that would set them may be lost: checked four times a second.
+# Whether to end a wait for keys because the rank that would set them may be lost. Checked four times a second.
 interrupted: list[Callable[[], bool]] = []
 
 
@@ -36,22 +36,22 @@ class Interrupted(RuntimeError):
     """A wait for keys ended early because ranks were lost."""
 
 
-# No key ever holds this value: a compare_set with it reads a key without waiting for it, in every store.
+# No key ever holds this value, so a compare_set with it reads a key without waiting, in every store.
 _NOBODY: Final = b"\x00meshcomm: no value\x00"
 
 
 @final
 class MeshStore:
-    """The methods of a torch store on the job's store, under a prefix for this mesh.
+    """The job's store with the methods of a torch store, under a prefix for this mesh.
 
     `torch_store` provides the methods that this class lacks. Keys are str. Every value is returned as bytes,
-    even if it was set as str. The argument timeout_s is the time to wait for a key in seconds. Its default is
-    the mesh's timeout.
+    even if it was set as str. `timeout_s` is the number of seconds to wait for a key. The
+    default is the mesh's timeout.
 
-    Any rank of the job may use the store at any time and in any order, including ranks outside the mesh. Use it
-    for small values: the store is one server, which handles values one after the other.
+    Any rank of the job may use the store at any time and in any order, including ranks outside the mesh. Keep
+    values small, because the store is a single server that handles one value at a time.
 
-    Raises: StoreTimeout with the key, this rank and the seconds; StoreError if the store cannot be
+    Raises: StoreTimeout with the key, this rank and the timeout; StoreError if the store cannot be
             reached; UnsupportedOp; MeshClosed after the mesh was closed.
     """
 
@@ -63,8 +63,8 @@ class MeshStore:
         alone: bool = False,
         lost: Callable[[BaseException], MeshcommError | None] = lambda error: None,
     ) -> None:
-        """alone: no other rank exists, as in a dry run; waiting for an unset key is then refused. lost: the error if a call
-        failed because ranks were lost and replaced.
+        """alone: no other rank exists, as in a dry run, so waiting for an unset key is refused.
+        lost: returns the error if a call failed because ranks were lost and replaced.
         """
         self._lost = lost
         self._store: Any = store  # torch's annotations lack half of its methods
@@ -76,7 +76,7 @@ class MeshStore:
 
     @property
     def torch_store(self) -> dist.Store:
-        """The same keys as a torch store, with the job's timeout and torch's errors."""
+        """A torch store with the same keys, the job's timeout and torch's errors."""
         self._open("torch_store")
         store: dist.Store = self._store
         return store
@@ -94,9 +94,9 @@ class MeshStore:
         return found
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a 64-bit counter, which starts at 0, and return its new value. `add(key, 0)` reads the counter.
+        """Add to a 64-bit counter, which starts at 0, and return the new value. `add(key, 0)` reads the counter.
 
-        Raises StoreError if the key does not hold an integer. Torch's TCPStore would drop the job's
+        Raises StoreError if the key does not hold an integer. In that case, torch's TCPStore would drop the job's
         connections.
         """
         held = self._peek("add", key)
@@ -110,7 +110,7 @@ class MeshStore:
     def append(self, key: str, value: Value) -> None:
         """Append `value` to the value of `key`.
 
-        Raises UnsupportedOp on FileStore, which drops an append equal to the current value.
+        Raises UnsupportedOp on a FileStore, which drops an appended value that equals the current value.
         """
         self._open("append")
         if self._kind == "FileStore" or not self._store.has_extended_api():
@@ -123,16 +123,16 @@ class MeshStore:
         self._ask("append", [key], key, self._bytes("append", key, value))
 
     def compare_set(self, key: str, expected: Value, desired: Value) -> bytes:
-        """Set `key` to `desired` if it holds `expected`. Returns the value of the key afterwards.
+        """Set `key` to `desired` if it holds `expected`. Return the key's value after the call.
 
-        An unset key counts as b"". If `expected` is anything else, it stays unset and `expected` is returned,
-        as in torch.
+        An unset key counts as b"". If `expected` is anything else, an unset key stays unset and `expected` is
+        returned, as in torch.
         """
         values = [self._bytes("compare_set", key, value) for value in (expected, desired)]
         return bytes(self._ask("compare_set", [key], key, *values))
 
     def delete_key(self, key: str) -> bool:
-        """Delete `key`; return whether it was set."""
+        """Delete `key` and return whether it was set."""
         # torch's FileStore returns True for a key that was not set.
         there = self._kind != "FileStore" or self.check([key])
         return bool(self._ask("delete_key", [key], key)) and there
@@ -146,10 +146,10 @@ class MeshStore:
         self._wait("wait", keys, *self._until("wait", timeout_s))
 
     def close(self, why: str = "is closed") -> None:
-        """Refuse every further call; `why` completes the error "the mesh ...". The keys stay for the other ranks."""
+        """Refuse all further calls. `why` completes the error "the mesh ...". Other ranks can still use the keys."""
         self._closed = why
         self._lost = lambda error: None
-        del self._store  # and with it the connection, if it is not used elsewhere
+        del self._store  # also closes the connection unless it is used elsewhere
 
     def __repr__(self) -> str:
         return f"MeshStore({self._kind}; {'closed' if self._closed else f'timeout {self._timeout_s:g} s'})"
@@ -161,14 +161,14 @@ class MeshStore:
         return None if held == _NOBODY else held
 
     def _until(self, call: str, timeout_s: float | None) -> tuple[float, float]:
-        """Return the seconds to wait, and the deadline."""
+        """Return the number of seconds to wait, and the deadline."""
         seconds = self._timeout_s
         if timeout_s is not None:
             seconds = seconds_of(timeout_s, lambda: f"store.{call} on {self._label}")
         return seconds, time.monotonic() + seconds
 
     def _wait(self, call: str, keys: Sequence[str], seconds: float, deadline: float) -> None:
-        """Return when all `keys` are set; after the deadline, raise with the keys that were not set within
+        """Block until all `keys` are set. After the deadline, raise an error with the keys that were not set within
         `seconds`.
         """
         missing = [key for key in keys if self._alone and not self.check([key])]
@@ -192,11 +192,11 @@ class MeshStore:
             )
 
     def _ask(self, method: str, keys: Sequence[str], *given: object) -> Any:
-        """Call torch's store by `method`, about `keys`."""
+        """Call `method` of torch's store for `keys`."""
         return self._guarded(method, keys, lambda: getattr(self._store, method)(*given))
 
     def _guarded(self, call: str, keys: Sequence[str], act: Callable[[], T], limit_s: float = 0.0) -> T:
-        """Return the result of `act`. limit_s: seconds; 0 for the timeout of the mesh."""
+        """Return the result of `act`. `limit_s` is the time limit in seconds, or 0 for the mesh's timeout."""
         self._open(call)
         if isinstance(keys, str) or not all(isinstance(key, str) for key in keys):
             raise self._refused(call, [], repr(keys), "a list of str")
@@ -247,33 +247,38 @@ def _named(keys: Sequence[str]) -> str:
 
 
 def store_failed(what: str, error: BaseException, about: str = "") -> StoreError:
-    """Return the error for a store that failed. what: its first line. about: the keys, for its second line."""
+    """Return the error for a store that failed.
+
+    what: the error's first line.
+    about: the keys, for the second line.
+    """
     return StoreError(
         what,
         given=f"{about}{first_line(error)}",
-        expected="a store that lives as long as the job: in rank 0, in the launcher, or a file",
+        expected="a store that exists as long as the job: in rank 0, in the launcher, or in a file",
         hint="look for the first error reported by the process that hosts the store",
     )
 
 
 def prefixed(prefix: str, store: dist.Store) -> dist.Store:
-    """Return `store` under a prefix. A store with a method `prefixed` creates the result itself."""
+    """Return `store` under a prefix. A store that has a `prefixed` method creates the result itself."""
     own = getattr(store, "prefixed", None)
     found: dist.Store = dist.PrefixStore(prefix, store) if own is None else own(prefix)
     return found
 
 
 def kind_of(store: dist.Store) -> str:
-    """Return `TCPStore`, `FileStore`, `HashStore`, or another class: the store below all prefixes."""
+    """Return the class of the store below all prefixes: `TCPStore`, `FileStore`, `HashStore`, or another class."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     return type(store).__name__
 
 
 def within(limit_s: float, call: Callable[[], T], *, awaited_at_exit: bool = False) -> T:
-    """Return or raise what `call` does. Raises TimeoutError after `limit_s` seconds.
+    """Return the result of `call` or raise its error. Raises TimeoutError after `limit_s` seconds.
 
-    `call` then continues in a daemon thread. awaited_at_exit: see `await_at_exit`.
+    `call` then continues in a daemon thread.
+    awaited_at_exit: see `await_at_exit`.
     """
     returned: list[T] = []
     raised: list[BaseException] = []
@@ -300,8 +305,8 @@ def wait_for(store: Any, keys: Sequence[str], timeout_s: float) -> bool:
     """Return whether all `keys` were set in time. Raises RuntimeError if the store fails.
 
     A TCPStore's client processes one call at a time. A wait would block the thread that answers for this rank, and the
-    others would consider the rank dead. Therefore all but short waits use a separate client while they last. A FileStore
-    is polled, because its own wait takes full seconds.
+    other ranks would consider this rank dead. Therefore all but short waits use a separate client. A FileStore is polled,
+    because its own wait takes full seconds.
     """
     kind, started = kind_of(store), time.monotonic()
     waited_s = 0.0
@@ -318,13 +323,13 @@ def wait_for(store: Any, keys: Sequence[str], timeout_s: float) -> bool:
         left_s = started + timeout_s - time.monotonic()
         slice_s = min(left_s, SLICE_S) if interrupted else left_s
         try:
-            # torch counts full milliseconds.
+            # torch counts whole milliseconds.
             store.wait(list(keys), timedelta(milliseconds=max(1, math.ceil(slice_s * 1000))))
             return True
         except RuntimeError as error:
             if "timeout" not in str(error).lower():
                 raise
         if any(each() for each in interrupted):
-            raise Interrupted("a wait at the store has ended: ranks were lost")
+            raise Interrupted("a wait on the store ended because ranks were lost")
         if slice_s == left_s:
             return False

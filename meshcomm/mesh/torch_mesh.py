@@ -1,4 +1,4 @@
-"""A mesh as torch's own objects: process groups, and DeviceMeshes over the same groups."""
+"""A mesh as torch objects: process groups, and DeviceMeshes over the same groups."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from meshcomm.transport.torch_private import (
 
 @final
 class TorchMesh:
-    """torch's objects over the groups of a mesh, each created at its first use, without communication.
+    """Torch objects over a mesh's groups. Each is created at its first use, without communication.
 
-    All slices that keep the dims' order share one root, which torch's FSDP and tensor parallelism require of the meshes
-    of one model.
+    All slices that keep the dims' order share one root mesh. FSDP and tensor parallelism require that for all meshes of a
+    model.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class TorchMesh:
         self._device_meshes: dict[tuple[str, ...], DeviceMesh] = {}
 
     def group(self, name: str) -> dist.ProcessGroup:
-        """Return the group along `name`; a group of one rank only copies. Raises UnsupportedOp in the simulator."""
+        """Return the group along `name`. A group of one rank only copies data. Raises UnsupportedOp in the simulator."""
         transport = self._transports[name]
         if isinstance(transport, ProcessGroupTransport):
             return transport.group
@@ -66,7 +66,7 @@ class TorchMesh:
         for name in names:
             self.layout.digits(name)
         if names not in self._device_meshes:
-            # torch reads its grid of ranks, which a mode for tensors without values would prevent.
+            # torch reads the values of its rank grid, which modes for tensors without values would prevent.
             with without_modes():
                 self._device_meshes[names] = self._device_mesh(names)
         return self._device_meshes[names]
@@ -77,7 +77,7 @@ class TorchMesh:
             if names != whole and names == tuple(name for name in whole if name in names):
                 return self.device_mesh(whole)[names if len(names) > 1 else names[0]]
         runs = {name: layout.merge.get(name, (name,)) for name in names}
-        # Slices of one root can be combined with shards along its other dims, as FSDP does.
+        # Slices of one root mesh can be combined with shards along the root's other dims, as FSDP does.
         if names != tuple(layout.dims) and all(self._ascend(run) for run in runs.values()):
             slices = [
                 self.device_mesh(run)
@@ -88,7 +88,7 @@ class TorchMesh:
             return side_by_side(slices)
         if len(names) == 1:
             return DeviceMesh.from_group(self.group(names[0]), self._device.type, mesh_dim_names=names)
-        # The ranks with this rank's other coords, with an axis for each name.
+        # The grid of ranks that share this rank's coords along all other dims. It has an axis for each name.
         grid = layout.group_of(self._rank, names).reshape([layout.size(name) for name in names])
         return DeviceMesh.from_group(
             [self.group(name) for name in names],
@@ -98,7 +98,7 @@ class TorchMesh:
         )
 
     def _ascend(self, dims: tuple[str, ...]) -> bool:
-        """Return whether these are dims of the base, in its order."""
+        """Return whether `dims` are base dims in the order of the base."""
         return dims == tuple(dim for dim in self.layout.dims if dim in dims)
 
     def close(self) -> None:

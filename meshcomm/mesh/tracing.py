@@ -1,4 +1,4 @@
-"""`mesh.trace(...)`: the calls of every rank inside a block, in one file in Chrome's "Trace Event Format"."""
+"""`mesh.trace(...)`: records the calls of every rank inside a block in one file, in Chrome's "Trace Event Format"."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from meshcomm.mesh.all_ranks import of_every_rank
 if TYPE_CHECKING:
     from meshcomm.mesh.mesh import Mesh
 
-# For all ranks together; one rank's part takes some 20 bytes per call.
+# Size limit for all ranks together. One rank's part takes about 20 bytes per call.
 _MAX_BYTES: Final = 1 << 40
 
 Event: TypeAlias = dict[str, Any]
@@ -30,10 +30,10 @@ Event: TypeAlias = dict[str, Any]
 
 @final
 class Trace:
-    """A block that records every call of this rank along the mesh; see `Mesh.trace`.
+    """A block that records every call of this rank on the mesh; see `Mesh.trace`.
 
-    path: path of the file. dropped: number of this rank's calls over the limit, which are not recorded. Known after
-          the block.
+    path: path of the file.
+    dropped: number of this rank's calls that exceed the limit and are not recorded. Known after the block.
     """
 
     def __init__(self, mesh: Mesh, path: str | PathLike[str]) -> None:
@@ -56,7 +56,7 @@ class Trace:
         return self
 
     def stretch(self, name: str, lane: str = "program") -> AbstractContextManager[None]:
-        """Show a block under `name` in a lane of the trace, as in `with trace.stretch("data"):`."""
+        """Show a code block as `name` in a lane of the trace, as in `with trace.stretch("data"):`."""
         return stretch(self._spans, lane, name)
 
     def __exit__(
@@ -68,12 +68,12 @@ class Trace:
         for span in self._spans.found:
             span.left = closed if span.left is None else span.left
         if error is not None:
-            # The other ranks may never arrive: write only this rank's calls, and do not hide the error.
+            # The other ranks may never arrive, so write only this rank's calls and do not hide the error.
             path = self.path.with_suffix(f".rank{mesh.rank}{self.path.suffix}")
             with suppress(OSError):
                 write(path, [self._part(-self._opened)], {"meshcomm": dict(mesh.dims), "alone": True})
             return
-        # Ranks of one host share a monotonic clock; across hosts, the wall clocks are compared.
+        # Ranks on one host share a monotonic clock. Across hosts, compare the wall clocks.
         to_wall_clock = time.time() - clock()
         rows = of_every_rank(mesh, (mesh.rank, host(), to_wall_clock, self._opened, self.dropped))
         several = len({at for _, at, *_ in rows}) > 1
@@ -102,7 +102,7 @@ class Trace:
         )
 
     def _writing(self, shift_s: float, dropped: Mapping[str, int]) -> Callable[[], None]:
-        """Gather all parts, in coord order, on the first rank, and return a function there that writes them."""
+        """Gather all parts on the first rank in coord order. On that rank, return a function that writes them."""
         parts = [self._part(shift_s)]
         for dim in [dim for dim, size in self._mesh.dims.items() if size > 1][::-1]:
             gathered = self._mesh.objects.gather(dim, parts, 0, max_bytes=_MAX_BYTES)
@@ -113,7 +113,7 @@ class Trace:
 
 
 def write(path: Path, parts: Sequence[bytes], facts: Mapping[str, Any]) -> None:
-    """Write one file with all ranks' parts; it appears complete, or not at all. facts: about the whole file."""
+    """Atomically write one file with all ranks' parts. `facts` is the metadata of the whole file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     half = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -136,11 +136,13 @@ def events_of(
     groups: Mapping[str, Sequence[int]],
     shift_s: float,
 ) -> Iterator[Event]:
-    """Yield the events of one rank, whose spans are all closed.
+    """Yield the events of one rank, whose spans must all be closed.
 
-    lanes: dims in the plan's order. groups: global ranks by label. shift_s: seconds added to all times.
+    lanes: dims in the plan's order.
+    groups: global ranks by label.
+    shift_s: seconds added to all times.
     """
-    # Stretches of the program first, then dims in the plan's order, then any others.
+    # Stretches of the program come first, then dims in the plan's order, then any other lanes.
     used = dict.fromkeys(span.lane for span in spans)
     first = [span.lane for span in spans if not span.group]
     tids = {
@@ -158,7 +160,7 @@ def events_of(
 
 
 def _slices(span: Span, ranks: Sequence[int], number: int, shift_s: float) -> Iterator[Event]:
-    """One slice for a call; for an asynchronous one its start, each wait, and a bar from start to end."""
+    """Yield one slice for a blocking call. For an asynchronous call: its start, each wait, and a bar from start to end."""
     facts: dict[str, Any] = {"callsite": span.site}
     if span.group:
         facts |= {"group": span.group, "bytes": span.nbytes}
@@ -172,7 +174,7 @@ def _slices(span: Span, ranks: Sequence[int], number: int, shift_s: float) -> It
     kind = "program" if not span.group else "message" if span.parts else "collective"
     assert span.left is not None
     over = max([span.left, *(end for _, end in span.waits)])
-    # The messages of one call follow each other; the collectives of a list may overlap.
+    # The messages of one call run one after another. The collectives of a list may overlap.
     whole = not span.waits or (span.at_once and bool(span.parts))
     slices = [(span.call, span.began, over, facts)]
     if not whole:

@@ -1,4 +1,4 @@
-"""Watches the backend of one rank: explains its errors, and ends the process if the backend blocks a call forever."""
+"""Watches one rank's backend: explains its errors and ends the process if the backend blocks a call forever."""
 
 from __future__ import annotations
 
@@ -42,17 +42,17 @@ from meshcomm.mesh.store import within
 from meshcomm.transport import Transport
 from meshcomm.transport.torch_private import capturing, overdue_barrier, unfinished_collectives
 
-# A backend that has not given up a call this long after the group's timeout never will.
+# A backend that has not ended a call this many seconds after the group's timeout never will.
 GRACE_S: Final = 5.0
 
-# How often per second all ranks together check the job's store for questions. The store can answer some 26,000 calls
-# (TCPStore on one core).
+# How many times per second all ranks together check the job's store for questions. A TCPStore on one core answers about
+# 26,000 calls per second.
 _LOOKS_PER_S: Final = 2_000
 
-# The interval in seconds between looks at queued calls if their group's timeout is long.
+# The interval in seconds between checks of queued calls if their group's timeout is long.
 _ASKS_S: Final = 10.0
 
-# How long closing waits for a store that is not known to be silent: a busy host may take seconds to answer.
+# How long closing waits for a store that still seems to answer. A busy host may take seconds.
 _CLOSES_S: Final = 10.0
 
 # The counter of ranks that have created their groups.
@@ -68,16 +68,16 @@ def _unknown(rank: int) -> str:
 @final
 @dataclass(frozen=True, slots=True)
 class WatchOptions:
-    """The facts of the mesh and the job that a watchdog needs.
+    """Facts about the mesh and the job that a watchdog needs.
 
-    timeout_s:  timeout of groups whose transport does not know it.
-    end:        ends the process with the error of a call that the backend blocks, from another thread.
-    reports:    folder of this run for its ranks' reports, see `RankRecord`.
-    compared:   how many messages of each pair of ranks are compared at most; if None, all.
-    alone:      no other rank is a process: no rank asks or answers.
-    process_of: the state of a rank's process: "ended", "stopped" or "runs"; "" if unknown.
-    tells_s:    a call that blocks this long, but not past its group's timeout, is reported in one line.
-    refused:    the error if this rank may belong to another job; called at each look.
+    timeout_s:  timeout for groups whose transport does not know the timeout.
+    end:        ends the process, from another thread, with the error of a call that is blocked in the backend.
+    reports:    folder for the reports of this run's ranks; see `RankRecord`.
+    compared:   maximum number of messages compared per pair of ranks; if None, all messages.
+    alone:      whether no other rank is a process. Then no rank asks or answers.
+    process_of: returns the state of a rank's process: "ended", "stopped" or "runs"; "" if unknown.
+    tells_s:    a call that blocks for this long, but not beyond its group's timeout, is reported in one line.
+    refused:    returns the error if this rank may belong to another job. Called at each check.
     lost:       (call, whether a peer is gone) -> the error if the launcher has replaced lost ranks.
     """
 
@@ -94,10 +94,12 @@ class WatchOptions:
 
 @final
 class Watchdog(Watching):
-    """Two threads of one rank: one answers other ranks from the rank's record, one looks for calls that do not end.
+    """Two threads on one rank: one answers other ranks from this rank's record, and the other looks for calls that hang.
 
-    A rank whose call failed asks the others, see `RecordExchange`. Both threads end when the mesh is closed or dropped.
-    own: this rank's record. store: the job's store, under this mesh's own prefix. coords: this rank's coords, by dim.
+    A rank whose call failed asks the other ranks; see `RecordExchange`. Both threads end when the mesh is closed or dropped.
+    own: this rank's record.
+    store: the job's store, under this mesh's own prefix.
+    coords: this rank's coords, by dim.
     """
 
     timed = True
@@ -114,7 +116,7 @@ class Watchdog(Watching):
         self._exchange = RecordExchange(store, rank, self._interval_s)
         self._desync = DesyncMonitor(dist.PrefixStore("desync", store), self.own, world_size)
         self._timer = CallTimer()
-        # The last Work outside the mesh that was reported, as blocked or as failed.
+        # The last Work outside the mesh that was reported as blocked or failed.
         self._reported: object = None
         # The last recorder and call that were reported as blocked.
         self._told: object = None
@@ -131,7 +133,7 @@ class Watchdog(Watching):
         # If the store has failed, the answering thread reports it.
         with contextlib.suppress(RuntimeError):
             store.add(_CREATED, 1)
-        # Two threads, as a look at a lost store never returns, and the backend must be watched all the same.
+        # Two threads are needed: a call to a lost store never returns, and the backend must still be watched.
         looks = {"meshcomm-answer": Watchdog._answer, "meshcomm-watchdog": Watchdog._look}
         for name, look in looks.items():
             polled = (ref(self), look, self._stop, self._interval_s)
@@ -148,7 +150,8 @@ class Watchdog(Watching):
             store = dist.PrefixStore("messages", self._store)
             timeout_s = transport.timeout_s or options.timeout_s
             check = MessageCheck(store, label, ranks, self.own.rank, options.compared, timeout_s)
-        # Weak, as a group outlives a mesh that is dropped without being closed, and a transport holds the group's sockets.
+        # A weak reference, because a group outlives a mesh that is dropped without being closed, and a transport holds the
+        # group's sockets.
         recorder = FlightRecorder(label, ranks, partial(_inquire, ref(self)), check)
         recorder.ordered = transport.ordered
         recorder.group_name = transport.group_name
@@ -171,12 +174,12 @@ class Watchdog(Watching):
         cause = backend_error(error)
         if cause is None or self._stop.is_set() or os.getpid() != self._process or capturing():
             return None
-        # Prefer a failed call to a call that is still under way. Among several, take the latest.
+        # Prefer a failed call to a call that is still running. Among several calls, take the latest.
         found = max(self._calls_past(), key=lambda past: (past.error is not None, past.began), default=None)
         return None if found is None else self._explained(found, cause)
 
     def _report_failed(self) -> None:
-        """Print in one line why the latest call outside the mesh failed, if the program has not seen an explanation."""
+        """Print one line on why the latest call outside the mesh failed, unless the program already has an explanation."""
         past = [] if capturing() else self._calls_past()
         found = next((call for call in reversed(past) if call.error is not None), None)
         if found is not None and found.error is not None and self._reported is not found.call:
@@ -199,7 +202,7 @@ class Watchdog(Watching):
             self._hooks.close()
         if not abandons:
             self._report_failed()
-            # The store may end with this rank, and the others still have to read the result.
+            # The store may close when this rank exits, and the other ranks still have to read the result.
             time.sleep(self._desync.linger_s)
         self._stop.set()
         last = {**self.status(), "closed": True, "raised": error_under_way()}
@@ -219,7 +222,7 @@ class Watchdog(Watching):
                 thread.join(waits_s)
         for recorder in self._recorders:
             recorder.close()
-        # An unused store in place of the connection; and no Work, which would keep the group.
+        # Replace the connection with an unused store, and drop the Work, which would keep the group alive.
         self._store = dist.HashStore()
         self._options = WatchOptions(self._options.timeout_s, self._options.end)
         self._reported = None
@@ -227,7 +230,7 @@ class Watchdog(Watching):
         self._desync.let_go()
 
     def _leave(self, store: Any, exchange: RecordExchange, last: Mapping[str, Any]) -> None:
-        """Publish this rank's last status, once all ranks have their groups: Gloo fails if a peer closes while it connects."""
+        """Publish this rank's last status once all ranks have their groups: Gloo fails if a peer closes while connecting."""
         until = time.monotonic() + _CLOSES_S / 2
         waits = not self._options.alone and last["failed"] is None
         while waits and store.add(_CREATED, 0) < self._world_size and time.monotonic() < until:
@@ -246,7 +249,7 @@ class Watchdog(Watching):
         return {}
 
     def _answer(self) -> bool:
-        """Answer the questions that have arrived. Return whether to look again."""
+        """Answer the pending questions. Return whether to check again."""
         try:
             if self._exchange.answer(self.status):
                 self.own.write(self._desync.found)
@@ -254,7 +257,7 @@ class Watchdog(Watching):
             if (refused := self._options.refused()) is not None:
                 self._options.end(refused)
         except RuntimeError:
-            # Torch prints a trace at each call to a lost store.
+            # Torch prints a stack trace for each call to a lost store.
             self._failures += 1
             if self._failures > 1 and not self._stop.is_set():
                 lost = "has lost the job's store; it no longer answers others"
@@ -265,9 +268,9 @@ class Watchdog(Watching):
     # -- watching the backend ---------------------------------------------------------------------------
 
     def _look(self) -> bool:
-        """Look for calls that their backend blocks. Return whether to look again."""
+        """Look for calls that are blocked in their backend. Return whether to check again."""
         now = time.monotonic()
-        # The host may be blocked in a later call than the one that is queued.
+        # The host may be blocked in a later call than the queued one.
         error = self._held_barrier(now) or self._held_queue(now) or self._held_call(now)
         if error is not None:
             self._options.end(error)
@@ -300,7 +303,7 @@ class Watchdog(Watching):
         return {}
 
     def _held_call(self, now: float) -> MeshcommError | None:
-        """Return the error of a call in which a thread is blocked past the call's timeout.
+        """Return the error for a call that has blocked a thread past the call's timeout.
 
         A pending Work outside the mesh is only reported.
         """
@@ -312,7 +315,7 @@ class Watchdog(Watching):
                 held = TimeoutError("the backend is past its timeout and does not return; this process ends")
                 error = self._diagnosed(FailedCall.last_of(self.own.rank, recorder, where, held))
                 error.given = f"{error.given}\n{held}"
-                # Asking took a while, in which the backend may have given up or completed the call.
+                # Asking took a while. The backend may have given up or completed the call in the meantime.
                 if _is_held(recorder, call) and is_inside(inside, __file__):
                     return error
             elif past and call is not self._reported:
@@ -322,7 +325,7 @@ class Watchdog(Watching):
         return None
 
     def _held_queue(self, now: float) -> MeshcommError | None:
-        """Return the error of a queued call that does not end: the program waits for a value, or for the device."""
+        """Return the error for a queued call that hangs while the program waits for a value or for the device."""
         for recorder, queued in self._timer.stuck(self._recorders, now):
             held = TimeoutError("it was queued and has not completed; this process ends")
             if (message := queued.message) is not None:
@@ -338,8 +341,8 @@ class Watchdog(Watching):
         return None
 
     def _held_barrier(self, now: float) -> MeshcommError | None:
-        """Return `dist.monitored_barrier` on a group of the mesh: torch lets it wait 30 minutes if it gets no
-        timeout.
+        """Return the error for a blocked `dist.monitored_barrier` on a group of the mesh. By default, torch lets the barrier
+        wait for 30 minutes.
         """
         limits = {each.group_name: each.timeout_s() + GRACE_S for each in self._recorders}
         name = overdue_barrier(limits, now)
@@ -354,7 +357,7 @@ class Watchdog(Watching):
         silent = {rank: self._options.process_of(rank) for rank in others if rank not in statuses}
         lines = [activity(rank, statuses.get(rank), silent.get(rank, "")) for rank in others]
         lost = any(process != "runs" for process in silent.values())
-        held = f"timed out after the {recorder.timeout_s():g} s of the group, as it got no timeout; this process ends"
+        held = f"timed out after the group's {recorder.timeout_s():g} s, because it was given no timeout; this process ends"
         return (PeerLost if lost else CollectiveTimeout)(
             f"{call} on {own.label} {(Reason.CLOSED if lost else Reason.TIMEOUT).value}",
             given="\n".join([f"{call}, ranks {fold(recorder.ranks)}, at {own.main_line}", held, *lines]),
@@ -366,12 +369,12 @@ class Watchdog(Watching):
     # -- calls outside the mesh ----------------------------------------------------------------------------
 
     def _calls_past(self) -> list[_Past]:
-        """Return the calls outside the mesh that have not completed, or that their backend has given up, earliest first."""
+        """Return the calls outside the mesh that have not completed or that their backend has given up, earliest first."""
         found: list[_Past] = []
         for recorder in self._recorders:
             if recorder.ordered:
                 continue  # errors of queued calls are not raised in the program's own lines
-            # Calls under way first: waiters learn of a failure before the Work itself is over.
+            # Running calls come first, because waiters learn of a failure before the Work itself completes.
             unfinished = recorder.messages.unfinished()[:1]
             if (pending := recorder.pending) or (error := recorder.failure) is not None:
                 began = recorder.began(recorder.started)
@@ -386,7 +389,7 @@ class Watchdog(Watching):
             return self._diagnosed(self._failed_past(past.recorder, error))
 
     def _failed_past(self, recorder: FlightRecorder, error: BaseException) -> FailedCall:
-        """Return the error of a message, or of the last collective, made outside the mesh on a group."""
+        """Return the failed call: a message, or the last collective, that was issued on a group outside the mesh."""
         status = recorder.status()
         call = status["messages"]["waiting"] or status["last"] or {"call": "a call", "dim": "?"}
         where = f'{call["call"]} {recorder.past_the_mesh}along "{call["dim"]}" on {self.own.label}'
@@ -395,10 +398,10 @@ class Watchdog(Watching):
     # -- asking -----------------------------------------------------------------------------------------
 
     def inquire(self, recorder: FlightRecorder, where: str, error: BaseException) -> MeshcommError:
-        """Return the error for a call that failed. It names the ranks that have not arrived, and their activities."""
+        """Return the error for a call that failed. The error names the missing ranks and what each of them is doing."""
         failed = FailedCall.last_of(self.own.rank, recorder, where, error)
         if isinstance(error, RuntimeError):
-            # The rest is a trace through C++, and its frames are meshcomm's.
+            # Drop the rest of the text, a C++ stack trace, and the traceback, whose frames are meshcomm's.
             error.args = (first_line(error),)
         error.__traceback__ = None
         return self._diagnosed(failed)
@@ -431,12 +434,13 @@ class Watchdog(Watching):
         return failed.error(diagnosis, own.reports if written else "")
 
     def _shared_diagnosis(self, failed: FailedCall) -> dict[str, Any]:
-        """Return one rank's diagnosis for all ranks of the group; for a message, this rank's own."""
+        """Return the diagnosis that one rank makes for the whole group or, for a message, this rank's own diagnosis."""
         make = partial(self._diagnosis, failed)
         if failed.blocked.messages is not None:
             return make()
         found = self._exchange.shared(f"{failed.blocked.label}/{failed.blocked.number}", make)
-        # That diagnosis may be of an earlier failure of this call, before this rank arrived, as by a handle's short timeout.
+        # That diagnosis may describe an earlier failure of this call, before this rank arrived, for example after a handle's
+        # short timeout.
         stale = self.own.rank in found["diagnosis"]["missing"]
         return make() if stale else found
 
@@ -449,12 +453,12 @@ class Watchdog(Watching):
 
 
 def look_interval_s(world_size: int) -> float:
-    """Return the seconds between a rank's checks for questions of other ranks."""
+    """Return the interval in seconds at which a rank checks for questions from other ranks."""
     return max(0.25, world_size / _LOOKS_PER_S)
 
 
 class _Past(NamedTuple):
-    """A collective outside the mesh, or a message. error: the backend's, if it gave up the call."""
+    """A collective outside the mesh, or a message. `error` is the backend's error if the backend gave up the call."""
 
     began: float
     recorder: FlightRecorder
@@ -467,10 +471,11 @@ class _Past(NamedTuple):
 
 
 class Queued(NamedTuple):
-    """A call that the backend has queued. number: that of the collective, or of the last collective before
-    the message; 0 if unknown.
+    """A call that the backend has queued.
 
-    work: None for a blocking call on NCCL. record: the call's number in torch's flight recorder.
+    number: the number of the collective or, for a message, of the last collective before the message; 0 if unknown.
+    work: None for a blocking call on NCCL.
+    record: the call's number in torch's flight recorder.
     """
 
     work: Any
@@ -482,7 +487,7 @@ class Queued(NamedTuple):
 
 @dataclass(slots=True)
 class _Timed:
-    """The last look at a group. since: when `call` was first seen under way. next: when to look at `queued` again."""
+    """The last check of a group. `since` is when `call` was first seen running, `next` when to check `queued` again."""
 
     call: Any
     since: float
@@ -492,16 +497,16 @@ class _Timed:
 
 @final
 class CallTimer:
-    """Measures how long each group's blocking call, or the wait for one, has been under way since it was first seen."""
+    """Measures how long each group's blocking call, or the wait for a call, has been running since it was first seen."""
 
     def __init__(self) -> None:
-        # Weak, as groups are created and released.
+        # Weak references, because groups are created and released over time.
         self._groups: WeakKeyDictionary[FlightRecorder, _Timed] = WeakKeyDictionary()
 
     def overdue(
         self, recorders: Sequence[FlightRecorder], now: float, most_s: float = math.inf
     ) -> list[tuple[FlightRecorder, Any]]:
-        """Return the calls that have been under way for longer than `most_s`, or for longer than their group's timeout plus a
+        """Return the calls that have been running for longer than `most_s`, or for longer than their group's timeout plus a
         grace period (see `_under_way`).
         """
         found = []
@@ -509,17 +514,17 @@ class CallTimer:
             call, seen = _under_way(recorder), self._groups.setdefault(recorder, _Timed(None, now))
             if call is None or call != seen.call:
                 seen.call, seen.since = call, now
-            # Do not ask the backend earlier, as that may disturb the capture of a CUDA graph.
+            # Do not ask the backend earlier, because the query may disturb CUDA graph capture.
             elif now - seen.since > min(most_s, recorder.timeout_s() + GRACE_S) and _is_held(recorder, call):
                 found.append((recorder, call))
         return found
 
     def stuck(self, recorders: Sequence[FlightRecorder], now: float) -> list[tuple[FlightRecorder, Queued]]:
-        """Return the calls that have been queued for longer than their group's timeout, earliest first, as later calls
+        """Return the calls that have been queued for longer than their group's timeout, earliest first, because later calls
         may wait for them.
 
-        The backend is asked only eight times per timeout, as asking may disturb the capture of a CUDA graph. It is asked
-        about the same call until that is over.
+        The backend is queried only eight times per timeout, because a query may disturb CUDA graph capture. It is queried
+        about the same call until that call has ended.
         """
         found, asked = [], cache(unfinished_collectives)
         for recorder in list(recorders):
@@ -537,7 +542,7 @@ class CallTimer:
                 recorder.over = max(recorder.over, before.number)
             elif before is not None and now - before.since > timeout_s:
                 found.append((recorder, before))
-        # An earlier call of another group may have been seen later, if the calls were made during a look.
+        # An earlier call of another group may have been seen later, if both calls were made during one check.
         told = [recorder for recorder, _ in found]
         for recorder in [each for each in recorders if found and each not in told]:
             queued = self._groups[recorder].queued
@@ -556,7 +561,7 @@ def _queued(
     asked: Callable[[], Mapping[str, Sequence[tuple[int, str]]]],
     now: float,
 ) -> Queued | None:
-    """Return the call that the backend has queued and not completed: `before` again while it is the same."""
+    """Return the call that the backend has queued but not completed, or `before` if the call is still the same."""
     if before is not None and before.work is not None and not before.work.is_completed():
         return before
     work, message, number = recorder.work, recorder.message, recorder.started
@@ -565,7 +570,7 @@ def _queued(
     calls = asked().get(recorder.group_name, ()) if number else ()
     if not calls:
         return None
-    # Not by our own number: without torch's hooks, that number does not change while others make calls.
+    # Do not compare meshcomm's own number: without torch's hooks, it does not change when others make calls.
     record, name = calls[0]
     if before is not None and before.record == record:
         return before
@@ -582,9 +587,9 @@ def _began(recorder: FlightRecorder, queued: Queued) -> float:
 
 
 def _has_recorded(recorder: FlightRecorder, number: int, name: str) -> bool:
-    """Return whether the recorder has the call that the backend calls `name`.
+    """Return whether the recorder has recorded the call that the backend names `name`.
 
-    Without hooks, it has no calls made outside the mesh.
+    Without hooks, the recorder does not record calls made outside the mesh.
     """
     told = recorder.hooks is not None and recorder.hooks.group is not None
     if told or (number == recorder.started and recorder.under_way is not None):
@@ -594,14 +599,14 @@ def _has_recorded(recorder: FlightRecorder, number: int, name: str) -> bool:
 
 
 def _under_way(recorder: FlightRecorder) -> Any:
-    """Return what blocks the rank now: a sequence number, a message, a wait, or the last Work outside the
+    """Return what currently blocks the rank: a sequence number, a message, a wait, or the last Work outside the
     mesh; or None.
     """
     if recorder.under_way is not None:
         return recorder.started
     if recorder.messages.waiting is not None:
         return recorder.messages.waiting
-    # A copy, as the program may make the first call of a kind meanwhile.
+    # Iterate over a copy, because the program may make its first call of a kind in the meantime.
     waits = (total.waiting for total in list(recorder.counters.values()))
     return next((later for later in waits if later is not None), None) or (
         None if recorder.ordered else recorder.work
@@ -609,13 +614,13 @@ def _under_way(recorder: FlightRecorder) -> Any:
 
 
 def _is_held(recorder: FlightRecorder, call: Any) -> bool:
-    """Return whether this call is still under way. For a call outside the mesh, its Work is checked."""
+    """Return whether this call is still running. For a call outside the mesh, check its Work."""
     return bool(_under_way(recorder) == call and (call is not recorder.work or recorder.inside))
 
 
 @contextlib.contextmanager
 def _waiting_for(recorder: FlightRecorder, message: PendingMessage | None) -> Iterator[None]:
-    """Inside the block, the recorder's status shows that its rank waits for this message or, if None, in a collective."""
+    """Inside the block, the recorder's status shows its rank waiting for this message or, if None, in a collective."""
     waiting, recorder.messages.waiting = recorder.messages.waiting, message
     try:
         yield
@@ -644,7 +649,7 @@ def _at_exit(watchdog: ref[Watchdog]) -> None:
 
 
 def _explain(watchdog: ref[Watchdog], error: BaseException, thread: str) -> MeshcommError | None:
-    """See Watching.explain. thread: the thread that ends with `error`, "" for the main one."""
+    """See Watching.explain. `thread` names the thread that ends with `error`, "" for the main thread."""
     alive = watchdog()
     if alive is not None and thread:
         alive.own.thread_ended(error, thread)
@@ -659,12 +664,12 @@ def _inquire(
 
 
 def _timeout_s(transport: ref[Transport], default: float) -> float:
-    """Return the timeout of a group, which a program may change; `default` if the transport does not know it."""
+    """Return the group's timeout, which a program may change, or `default` if the transport does not know the timeout."""
     alive = transport()
     return default if alive is None else alive.timeout_s or default
 
 
 def _report(error: MeshcommError) -> None:
-    # In one write, as several ranks write to the same stream.
+    # Use one write, because several ranks write to the same stream.
     sys.stderr.write(f"meshcomm: {' '.join(str(error).split())}\n")
     sys.stderr.flush()

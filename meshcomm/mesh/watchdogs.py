@@ -1,4 +1,4 @@
-"""The watchdogs of this process explain the error that ends it, to itself and to the other ranks."""
+"""Lets this process's watchdogs explain the error that ends the process, for this rank and the other ranks."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from meshcomm.mesh.rank_failure import caused_by
 if TYPE_CHECKING:
     from meshcomm.mesh.watchdog import Watchdog
 
-# In the order of their start.
+# The watchdogs in the order in which they started.
 _ALL: WeakValueDictionary[int, Watchdog] = WeakValueDictionary()
 
 
 def add(watchdog: Watchdog) -> None:
-    """Ask this watchdog from now on."""
+    """Ask this watchdog about errors from now on."""
     _ALL[time.monotonic_ns()] = watchdog
 
 
@@ -29,13 +29,13 @@ def explained(error: BaseException) -> BaseException:
 
 
 def leave_all() -> None:
-    """Tell the other ranks that this one ends with the current exception."""
+    """Report to the other ranks that this rank ends with the current exception."""
     for watchdog in _latest():
         watchdog.close()
 
 
 def latest_label() -> str | None:
-    """Return this rank as errors name it, with its coords in the last mesh opened; None if there is none."""
+    """Return this rank's name in errors, with its coords in the last mesh opened, or None if there is no mesh."""
     return next((watchdog.own.label for watchdog in _latest()), None)
 
 

@@ -1,4 +1,4 @@
-"""Watch the process groups that a program creates with torch, from creation to the end of the default group."""
+"""Watches the process groups that a program creates with torch, from creation to the end of the default group."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ from meshcomm.transport.torch_private import (
 if TYPE_CHECKING:
     from meshcomm.mesh.stats import Stats
 
-# The last watch requested. A program has one; a mesh that it opens does its own watching.
+# The last requested watch. A program has one watch. A mesh that the program opens does its own watching.
 _LAST: list[Watch] = []
 
-# For the groups of a default group whose backend does not report a timeout.
+# The timeout for the groups of a default group whose backend does not report a timeout.
 _TIMEOUT_S: Final = 600.0
 
 
@@ -50,23 +50,23 @@ def watch(
     reports: str = "meshcomm-reports",
     tells_s: float = 60.0,
 ) -> Watch:
-    """Watch every process group of this program: those of `init_process_group`, `new_group` and DeviceMesh.
+    """Watch every process group of this program, from `init_process_group`, `new_group` or DeviceMesh.
 
         meshcomm.watch()
         dist.init_process_group("nccl")                    # and nothing else changes
 
-    The ranks of a group compare its first calls before data moves. If a call fails, or does not end within its
-    group's timeout, the error names the missing ranks, the call and the line. `meshcomm run script.py` calls
-    this itself.
+    The ranks of a group compare the group's first calls before any data moves. If a call fails, or does not
+    complete within its group's timeout, the error names the missing ranks, the call and the line of code.
+    `meshcomm run script.py` calls `watch` automatically.
 
     Called by:      every process of the job, before or after `init_process_group`.
-    validate_calls: how many of the first calls on each group the ranks compare. 0 compares none, "always" all.
-    reports:        folder for the reports that ranks write about a failed call. "" writes none.
-    tells_s:        seconds after which a blocked call logs one line with the ranks it waits for. Torch waits 30
-                    minutes by default before it raises.
-    Raises:         ConfigError; UnsupportedOp before torch 2.14, which has no hooks for process groups. At the
-                    creation of the default group: UnsupportedOp for a backend other than Gloo or NCCL;
-                    MeshMismatchError naming the ranks that do not watch or watch with other arguments.
+    validate_calls: how many of the first calls in each group the ranks compare. 0 compares none, "always" all.
+    reports:        folder for the reports that ranks write about a failed call. If "", ranks write none.
+    tells_s:        seconds after which a blocked call logs one line with the ranks it waits for. By default, torch
+                    raises only after 30 minutes.
+    Raises:         ConfigError; UnsupportedOp before torch 2.14, which has no hooks for process groups.
+                    Creating the default group raises UnsupportedOp for a backend other than Gloo or NCCL, and
+                    MeshMismatchError naming the ranks that do not watch, or watch with other arguments.
     """
     if not CAN_WATCH:
         raise UnsupportedOp(
@@ -80,20 +80,20 @@ def watch(
 
 
 def watch_if_possible(prints: bool) -> None:
-    """Like `watch`, for a program that has not requested it: older torch versions are not watched. prints: print its stats at the end."""
+    """Like `watch`, for programs that did not request it. Does nothing on older torch. If `prints`, print stats at the end."""
     if CAN_WATCH:
         Watch(64, "meshcomm-reports", 60.0, asked=False, prints=prints)
 
 
 def gives_way() -> None:
-    """End the watch of this program, if there is one, before a mesh or another watch observes the same groups."""
+    """End this program's watch, if any, before a mesh or another watch observes the same groups."""
     while _LAST:
         _LAST[-1].close()
 
 
 @final
 class Watch:
-    """Watches the groups of a program until `close`. Created by `meshcomm.watch`."""
+    """Watches a program's process groups until `close` is called. Created by `meshcomm.watch`."""
 
     def __init__(
         self,
@@ -117,7 +117,7 @@ class Watch:
             self._begin()
 
     def stats(self) -> Stats:
-        """Return the calls and bytes of this rank on each group, as in `Mesh.stats`, while the default group exists."""
+        """Return this rank's calls and bytes in each group, as in `Mesh.stats`, while the default group exists."""
         from meshcomm.mesh.stats import stats_of_groups
 
         recorders = [] if self._outside is None else self._outside.recorders
@@ -125,7 +125,7 @@ class Watch:
         return stats_of_groups(label, time.perf_counter() - self._began, recorders)
 
     def close(self) -> None:
-        """Stop watching. The program's groups stay. Calling it again has no effect."""
+        """Stop watching. The program's groups remain. Further calls have no effect."""
         if self in _LAST:
             _LAST.remove(self)
         atexit.unregister(self.close)
@@ -144,12 +144,12 @@ class Watch:
             raise caused_by(found, error)
 
     def _begin(self) -> None:
-        """Begin to watch: the default group exists. Raises as described in `watch`."""
+        """Start watching, once the default group exists. Raises the errors of `watch`."""
         if self._watchdog is not None or dist.get_world_size() == 1:
             return
         backend = backend_of(default_group())
         if not any(each in backend for each in ("gloo", *STREAM_ORDERED)):
-            # In a dry run there is no rank to watch.
+            # A dry run has no other ranks to watch.
             if self._asked and backend != "fake":
                 raise UnsupportedOp(
                     f"groups of the backend {backend} cannot be watched",

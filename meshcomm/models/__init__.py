@@ -1,4 +1,4 @@
-"""Models that a configuration can name, and ModelSpec, which describes any other."""
+"""The models that a configuration can name, and ModelSpec, which describes any other model."""
 
 from meshcomm.models.build import model_of
 from meshcomm.models.spec import Attend, ModelSpec, StageContext

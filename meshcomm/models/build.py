@@ -1,4 +1,4 @@
-"""The model that a configuration names."""
+"""Builds the model that a configuration names."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from meshcomm.parallel.build import Model, on_meta
 
 
 def model_of(config: ModelConfig, data: DataConfig, train: TrainConfig) -> Model:
-    """Return the model of a `[model]` section: built in, from a transformers folder, or the result of its function.
+    """Return the model of a `[model]` section: the built-in model, a transformers model, or the result of a function.
 
-    Raises: ConfigError if the function cannot be called, or returns no model; UnsupportedOp for a folder of a type
-            that meshcomm does not know.
+    Raises: ConfigError if the function cannot be called or does not return a model; UnsupportedOp if meshcomm does not
+            support the type of the folder's model.
     """
     if config.pretrained is not None:
         from meshcomm.models.families import hugging_face
@@ -43,7 +43,7 @@ def model_of(config: ModelConfig, data: DataConfig, train: TrainConfig) -> Model
 
 
 def no_adapters(kind: str) -> ConfigError:
-    """Return the error of [model.lora] for a model that is not made by a ModelSpec."""
+    """Return the error for [model.lora] with a model that is not described by a ModelSpec."""
     return ConfigError(
         "this model cannot have adapters",
         given=f"[model.lora], and a {kind}",
@@ -53,7 +53,7 @@ def no_adapters(kind: str) -> ConfigError:
 
 
 def with_lora(spec: ModelSpec, config: ModelConfig | None, train: TrainConfig) -> ModelSpec:
-    """Return the spec with the adapters of [model.lora], if it is set."""
+    """Return the spec with the adapters that [model.lora] describes, if this section is set."""
     if config is None or config.lora is None:
         return spec
     from meshcomm.models.lora import adapted
@@ -62,9 +62,9 @@ def with_lora(spec: ModelSpec, config: ModelConfig | None, train: TrainConfig) -
 
 
 def function_of(name: str) -> Callable[..., Any]:
-    """Return the function that `module:function` names, imported as from a script in the working directory.
+    """Return the function that `module:function` names, imported as by a script in the working directory.
 
-    Raises the errors of the import.
+    Errors during the import are raised unchanged.
     """
     where, _, key = name.partition(":")
     if os.getcwd() not in sys.path:
@@ -85,14 +85,14 @@ def _built(config: ModelConfig) -> ModelSpec | Model:
         raise ConfigError(
             f"model.build could not be called: {type(error).__name__}: {error}",
             given=f"build = {config.build!r}, args = {dict(config.args)}",
-            expected="a function that can be imported where the ranks run, and that takes args by name",
-            hint="put its module into the folder in which meshcomm is started, or into PYTHONPATH",
+            expected="a function that every rank can import, and that accepts args by name",
+            hint="put its module into the folder where meshcomm is started, or into a folder in PYTHONPATH",
         ) from error
     if isinstance(made, nn.Module):
         return ModelSpec(module=build)
     if not isinstance(made, (ModelSpec, Model)):
         raise ConfigError(
-            "model.build returns no model",
+            "model.build did not return a model",
             given=f"{config.build} returned {type(made).__name__}",
             expected="an nn.Module, or a meshcomm.models.ModelSpec, which describes how it is split",
         )

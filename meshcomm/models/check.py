@@ -1,8 +1,8 @@
-"""Checks that a model computes the same when it is cut and split: before training, on a small copy, in one process.
+"""Checks that a split model computes the same results as the unsplit model. The check runs before training, in one process.
 
-The small copy runs in one piece, then cut into stages, then split along a tensor dim, and so on: each kind of
-parallelism alone, in float64, on ranks of the simulator. Outputs and all gradients are compared. An incomplete
-specification, or an incomplete published plan, is refused with the difference and the name of the kind.
+A small copy of the model runs unsplit, then cut into stages, then split along a tensor dim, and so on. Each kind of
+parallelism is checked separately, in float64, on simulated ranks. Outputs and all gradients are compared. If a
+specification or a published plan is incomplete, the error names the kind of parallelism and the difference.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ from meshcomm.parallel.tensor.parameters import fused_parts, joined
 from meshcomm.predict.stages import split_layers
 from meshcomm.simulator import simulate
 
-# Relative to the largest output, or to the largest element of a gradient.
+# Tolerance, relative to the largest output or the largest element of a gradient.
 _ROOM: Final = 1e-9
-# Gradients that are smaller than this share of the largest one have rounding errors above _ROOM.
+# Gradients smaller than this fraction of the largest gradient have relative rounding errors above _ROOM.
 _SMALL: Final = 1e-6
 _SAMPLES, _TOKENS = 2, 16
-# In parameters. A larger model is compared if ModelSpec.small creates a small one.
+# Maximum number of parameters. A larger model is compared only if ModelSpec.small creates a small one.
 _LARGEST: Final = 4_000_000
 
 
 @final
 @dataclass(frozen=True)
 class Use:
-    """The kinds of parallelism that a model is to be trained with. attention: the kind, for context."""
+    """The kinds of parallelism used to train a model. attention: the kind of attention for context parallelism."""
 
     pipeline: bool = False
     tensor: bool = False
@@ -63,7 +63,7 @@ class Use:
 
     @property
     def kinds(self) -> dict[str, Use]:
-        """Each kind alone, by the setting that enables it."""
+        """Each kind of parallelism separately, by the setting that enables it."""
         found = {
             "parallel.pipeline": (self.pipeline, Use(pipeline=True)),
             "parallel.tensor": (self.tensor, Use(tensor=True, sequence_parallel=self.sequence_parallel)),
@@ -74,7 +74,7 @@ class Use:
 
 
 class _SaidByItself(Exception):
-    """An error that a model raises without being run."""
+    """An error that a model raises before it runs."""
 
     def __init__(self, error: UnsupportedOp) -> None:
         super().__init__(str(error))
@@ -84,13 +84,13 @@ class _SaidByItself(Exception):
 def check_model(
     spec: ModelSpec, use: Use, *, family: bool = False, name: str = "the model", said_later: bool = False
 ) -> None:
-    """Compare a small model with itself, cut and split.
+    """Compare the results of a small model before and after it is cut into stages and split.
 
-    spec:   its model must fit into one process. Models with other inputs than tokens, or with batch norms, are not compared.
+    spec:   describes a model that fits into one process. Models whose inputs are not tokens are not compared.
     family: whether the model belongs to a model family of the transformers library.
-    said_later: whether errors that the model raises without being run are left to the training.
-    Raises: TrainingError that names the kind of parallelism and the difference of outputs or gradients; UnsupportedOp for
-            a part that the specification lacks.
+    said_later: whether to ignore errors that the model raises before it runs, because training will raise them too.
+    Raises: TrainingError, which names the kind of parallelism and the difference in outputs or gradients; UnsupportedOp if
+            the specification lacks a part.
     """
     if not spec.vocab_size or not use.kinds:
         return
@@ -125,7 +125,7 @@ def check_model(
             raise UnsupportedOp(
                 f"{name} cannot be trained with {setting}",
                 given=f"a small model fails with {type(cause).__name__}: {cause}",
-                expected="a model that runs in parts as it does in one piece",
+                expected="a model that computes the same results when it is split",
                 hint=f"remove {setting}, or use your own ModelSpec",
             ) from error
         for outputs, own in found:
@@ -136,16 +136,16 @@ def check_model(
 
 
 def _cause(error: BaseException) -> BaseException:
-    """Return the exception of a rank of the simulator."""
+    """Return the exception that a simulated rank raised."""
     while isinstance(error, RankFailed) and error.__cause__ is not None:
         error = error.__cause__
     return error
 
 
 def _original(spec: ModelSpec) -> tuple[nn.Module, dict[str, Tensor]]:
-    """Return the module itself in float64, and its parameters.
+    """Return the unsplit module in float64, and its parameters.
 
-    Norms and biases are not ones and zeros, so that each has an effect.
+    Noise is added, so that norm weights are not exactly 1 and biases are not 0, and each of them has an effect.
     """
     module = spec.module().eval()
     cast(module, torch.float64)
@@ -169,7 +169,7 @@ def _original(spec: ModelSpec) -> tuple[nn.Module, dict[str, Tensor]]:
 def _on_a_mesh(
     model: SpecModel, use: Use, values: Mapping[str, Tensor], tokens: Tensor, factors: Tensor, mesh: Mesh
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the full outputs, and the gradients of all parameters, as before the model was split."""
+    """Return the full outputs and the full gradients of all parameters, computed by the split model."""
     tensor = TensorSplit(mesh, "tp" if use.tensor else None, torch.float64, use.sequence_parallel)
     context = ContextSplit(mesh, "cp" if use.context else None, use.attention)
     splits = Splits(tensor, context, "ep" if use.expert else None)
@@ -223,18 +223,18 @@ def _gradients(modules: nn.ModuleList, splits: Splits, tied: tuple[str, str] | N
 
 
 def _compare(setting: str, name: str, what: str, ours: Tensor, theirs: Tensor, largest: float = 0.0) -> None:
-    """largest: the largest element of all gradients."""
-    given = f"shape {tuple(ours.shape)}, but {tuple(theirs.shape)} in one piece"
+    """Raise TrainingError if the tensors differ. largest: the largest element of all gradients."""
+    given = f"shape {tuple(ours.shape)}, but {tuple(theirs.shape)} in the unsplit model"
     if ours.shape == theirs.shape:
         most = max(float(theirs.abs().max()), largest * _SMALL) or 1.0
         off = float((ours - theirs).abs().max())
         if off <= _ROOM * most:
             return
-        given = f"{what} off by {off:.2g}, where the largest is {most:.2g}, of a small model in float64"
+        given = f"{what} off by {off:.2g} in a small float64 model, where the largest element is {most:.2g}"
     raise TrainingError(
         f"{name} computes different results with {setting}",
         given=given,
-        expected=f"the same results as in one piece, up to {_ROOM:g} of the largest",
+        expected=f"the same results as in the unsplit model, up to {_ROOM:g} of the largest",
         hint=f"remove {setting}; for a ModelSpec: add the missing parts to its forward, split, attention and so on, such as a "
         "multiplier, a soft cap, or positions of another stage",
     )
@@ -244,12 +244,13 @@ def _compare(setting: str, name: str, what: str, ours: Tensor, theirs: Tensor, l
 
 
 def check_once(model: SpecModel, parallel: ParallelConfig, sizes: Mapping[str, int]) -> None:
-    """`check_model` for the kinds of parallelism of a configuration, unless it has passed before on this host.
+    """Run `check_model` for the configured kinds of parallelism, unless the same check has already passed on this host.
 
-    sizes: those of all dims and views. A model without `ModelSpec.small` is compared itself if it is no larger than a small
-        one. Passed checks are recorded in $XDG_CACHE_HOME/meshcomm/checked, or in ~/.cache, with the sources of all code
-        involved.
-    Raises as `check_model`.
+    A model without `ModelSpec.small` is compared itself if it is small enough. Models with batch norms are not compared.
+    Passed checks are recorded in $XDG_CACHE_HOME/meshcomm/checked (default: ~/.cache/meshcomm/checked), with a digest of
+    all code involved.
+
+    sizes: the sizes of all dims, including those of views. Raises the same errors as `check_model`.
     """
     use = _use_of(parallel, sizes)
     if not use.kinds or not model.spec.vocab_size:
@@ -284,7 +285,7 @@ def _use_of(parallel: ParallelConfig, sizes: Mapping[str, int]) -> Use:
 
 
 def _described(spec: ModelSpec, module: nn.Module) -> list[object]:
-    """Return a description of a model without its code."""
+    """Return a description of a model, excluding its code."""
     plain = (str, int, float, tuple, dict, type(None))
     said = [(key, value) for key, value in vars(spec).items() if isinstance(value, plain)]
     numbers = [
@@ -300,7 +301,7 @@ def _versions() -> list[str]:
 
 
 def _sources(spec: ModelSpec, module: nn.Module) -> list[tuple[str, str]]:
-    """Return the files of the module's classes, the specification's functions and meshcomm, with digests."""
+    """Return the source files of the module's classes, the specification's functions and meshcomm, with their digests."""
     functions = [getattr(each, "func", each) for each in vars(spec).values() if callable(each)]
     found: dict[str, str] = {}
     for kind in {*map(type, module.modules()), *functions}:

@@ -1,7 +1,8 @@
-"""How the tensors of a folder become the parameters of a transformers model, and back.
+"""Converts between the tensors in a folder and the parameters of a transformers model.
 
-The library describes this by patterns of names and operations, such as stacking the experts of a layer. Operations that
-only concatenate tensors are read slice by slice. All others are computed by the library's own operations, on full tensors.
+The library describes each conversion with name patterns and operations, such as stacking the experts of a layer. If the
+operations only concatenate tensors, the tensors are read slice by slice. Otherwise, the library's own operations run on
+full tensors.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Conversion:
         self._whole = whole
 
     def sources(self, names: Iterable[str]) -> dict[str, Source]:
-        """Return the source of each parameter in a folder with tensors of these names."""
+        """Return the source of each parameter in a folder whose tensors have these names."""
         module: Any = self._whole.module
         transforms = get_model_conversion_mapping(module)
         renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
@@ -57,8 +58,8 @@ class Conversion:
         return found
 
     def stored(self, name: str, value: Tensor) -> dict[str, Tensor]:
-        """Return the tensors, by name, that store a parameter in a model folder. If a tensor needs several
-        parameters, the parameter keeps its name, which from_pretrained reads too.
+        """Return the tensors, by name, that store a parameter in a model folder. If a tensor combines several
+        parameters, the parameter keeps its name, which from_pretrained can also read.
         """
         module: Any = self._whole.module
         try:
@@ -69,7 +70,7 @@ class Conversion:
 
 
 def _converted(module: Any, target: str, converter: Any, lying: Mapping[str, list[str]]) -> dict[str, Source]:
-    """Return the sources of a converter's results. lying: the converter's patterns -> names in the folder."""
+    """Return the source of each of a converter's results. lying: the converter's patterns -> names in the folder."""
     rows = [lying.get(pattern, []) for pattern in converter.source_patterns]
     kinds = [(type(each), getattr(each, "dim", 0)) for each in converter.operations]
     if kinds in ([(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)]):

@@ -1,4 +1,4 @@
-"""Number of parameters of each part of a transformers model."""
+"""Counts the parameters in each part of a transformers model."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ from meshcomm.predict.estimate import Counts
 
 
 def counts_of(folder: str | Path) -> Counts:
-    """For the model that `folder`/config.json describes, counted without allocating memory. Raises ConfigError if there is none."""
+    """Count the parameters of the model that `folder`/config.json describes, without allocating memory.
+
+    Raises ConfigError if transformers cannot create the model.
+    """
     whole = Whole(understood(folder))
     layers, experts, ends = [0] * whole.config.num_hidden_layers, [0] * whole.config.num_hidden_layers, 0
     for name, parameter in whole.module.named_parameters():
-        # The first number in a name is that of the block.
+        # The first number in a parameter's name is the number of its block.
         place = next((int(each) for each in name.split(".") if each.isdecimal()), len(layers))
         if place >= len(layers):
             ends += parameter.numel()

@@ -1,8 +1,8 @@
 """Context managers for running the code of a transformers family.
 
-In float64, casts to float32, meant for more precision than bfloat16 has, keep float64. Samples are treated as whole
-documents, so that the code does not search positions for the borders of packed ones: the host would wait for the
-device, and a dry run has no values to search.
+A float64 model ignores casts to float32, which are meant to provide more precision than bfloat16. Each sample is treated
+as one document, so that the code does not search the positions for boundaries between packed documents. The host would
+have to wait for the device during such a search, and a dry run has no values to search.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from torch.overrides import TorchFunctionMode
 
 WHOLE_SAMPLES: Final[ContextVar[bool]] = ContextVar("whole_samples", default=False)
 _WIDE: Final[ContextVar[bool]] = ContextVar("wide", default=False)
-# A product of tensors with different dtypes is an error, where a sum takes the wider one.
+# A product of tensors with different dtypes raises an error; a sum is computed in the wider dtype.
 _PRODUCTS: Final = (Tensor.__matmul__, Tensor.matmul, torch.matmul)
 _BOTH: Final = {torch.float32, torch.float64}
 
 
 class _KeepFloat64(TorchFunctionMode):
-    """Tensors that a model casts to float32 for more precision keep float64: norms, routers, rotary angles."""
+    """Keeps float64 where a model casts tensors to float32 for more precision: in norms, routers and rotary angles."""
 
     def __enter__(self) -> Any:
         self._token = _WIDE.set(True)
@@ -47,19 +47,19 @@ class _KeepFloat64(TorchFunctionMode):
             if named.get("dtype") is torch.float32:
                 named["dtype"] = torch.float64
         if func in _PRODUCTS and {getattr(each, "dtype", None) for each in args} == _BOTH:
-            # transformers 5.17: rotary angles as a product of a table, which is float64 here, and float32 positions.
+            # transformers 5.17 multiplies float32 positions by a table, here in float64, to compute rotary angles.
             args = tuple(each.to(torch.float64) for each in args)
         return func(*args, **named)
 
 
 def wide(dtype: torch.dtype) -> AbstractContextManager[Any]:
-    """In this context, a model in float64 computes in float64 only. Other dtypes are unaffected."""
+    """Return a context in which a float64 model computes only in float64. Other dtypes are unaffected."""
     return _KeepFloat64() if dtype == torch.float64 and not _WIDE.get() else nullcontext()
 
 
 @contextmanager
 def family_code(dtype: torch.dtype) -> Iterator[None]:
-    """In this context, a family's code runs on whole samples. dtype: the dtype in which the code computes."""
+    """In this context, a family's code treats each sample as one document. dtype: the dtype in which the code computes."""
     token = WHOLE_SAMPLES.set(True)
     try:
         with wide(dtype):

@@ -1,4 +1,4 @@
-"""A causal language model of the transformers library: created from its configuration, with the mesh's attention, initialized."""
+"""Creates and initializes causal language models of the transformers library, and makes them use the mesh's attention."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def _attention(
 ) -> tuple[Tensor, None]:
     """transformers' attention interface: q, k and v (batch, heads, s, head) -> (batch, s, heads, head).
 
-    Arguments that change the result, such as a soft cap or sinks, go to the family's own function, on full sequences.
-    Raises UnsupportedOp if it has none.
+    If there are arguments that change the result, such as a soft cap or sinks, the family's own function computes
+    attention over full sequences. Raises UnsupportedOp if the family has no such function.
     """
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     others = {
@@ -65,10 +65,10 @@ def _attention(
         own = _function_of(module)
         if own is None or {"dropout", "attention_mask"} & set(given):
             raise UnsupportedOp(
-                f"attention of a {type(module).__name__} takes arguments that context parallelism does not support",
+                f"the attention of a {type(module).__name__} has arguments that context parallelism does not support",
                 given=", ".join(given),
-                expected="causal attention with a scale and a sliding window, or one of eager_attention_forward",
-                hint="remove parallel.context; or use ModelSpec.attention, with an attention for this model",
+                expected="causal attention with a scale and a sliding window, or a family's eager_attention_forward",
+                hint="remove parallel.context; or use ModelSpec.attention, with attention code for this model",
             )
         named = {name: others[name] for name in given} | {
             "scaling": scaling,
@@ -77,7 +77,7 @@ def _attention(
         by = partial(_by_family, own, module, query.shape[1], causal, {**named, "dropout": 0.0})
     width = value.shape[-1]
     if width < query.shape[-1]:
-        # For latent attention, whose values are narrower than its keys.
+        # In latent attention, values are narrower than keys.
         value = nn.functional.pad(value, [0, query.shape[-1] - width])
     attend: Attend = module.config.meshcomm_attend
     found = attend(query, key, value, causal=causal, scale=scaling, window=sliding_window, by=by)
@@ -85,13 +85,13 @@ def _attention(
 
 
 def _function_of(module: nn.Module) -> Callable[..., Any] | None:
-    """Return the attention function of a module's own file, with a matrix of scores."""
+    """Return the attention function in a module's own source file that computes all scores, or None."""
     files = (sys.modules.get(kind.__module__) for kind in type(module).__mro__)
     return next((found for file in files if (found := getattr(file, "eager_attention_forward", None))), None)
 
 
 class _SomeHeads:
-    """An attention layer with some of its heads. Tensors with one entry per head hold the entries of these heads."""
+    """An attention layer with only some of its heads. Its tensors with one entry per head are limited to these heads."""
 
     def __init__(self, module: nn.Module, count: int, heads: slice, groups: int) -> None:
         self._module, self._count, self._heads = module, count, heads
@@ -116,7 +116,7 @@ def _by_family(
     v: Tensor,
     heads: slice,
 ) -> Tensor:
-    """Compute attention over full sequences by the function of a family, for some of `count` heads."""
+    """Compute attention over full sequences with `own`, the family's function, for some of the `count` heads."""
     length, window = q.shape[2], named["sliding_window"]
     mask = None
     if causal:
@@ -142,7 +142,7 @@ _borders = masking_utils.find_packed_sequence_indices
 
 
 def _borders_of_packed_samples(position_ids: Tensor) -> Tensor | None:
-    """transformers' search for packed samples, skipped for samples that are known not to be packed."""
+    """Run transformers' search for packed samples, except for samples that are known not to be packed."""
     return None if WHOLE_SAMPLES.get() else _borders(position_ids)
 
 
@@ -159,14 +159,14 @@ class _Logits:
 
 
 def make(config: PreTrainedConfig, exact: bool = False) -> nn.Module:
-    """Return the model of a configuration. exact: the experts compute in float64, one by one, because torch has
-    no grouped matmul for float64.
+    """Return the model of a configuration. exact: compute the experts in float64, one by one, because torch has no
+    grouped matmul for float64.
 
     Raises ConfigError if transformers cannot create it.
     """
     options = {"experts_implementation": "eager"} if exact else {}
     try:
-        # The attributes that `attended` sets belong to one model.
+        # The configuration is copied because `attended` sets attributes that belong to one model.
         made: nn.Module = AutoModelForCausalLM.from_config(deepcopy(config), **options)  # type: ignore[no-untyped-call]
     except Exception as error:
         raise not_made(config.name_or_path or "a configuration", error) from error
@@ -176,7 +176,7 @@ def make(config: PreTrainedConfig, exact: bool = False) -> nn.Module:
 
 
 def not_made(folder: Path | str, error: Exception) -> ConfigError:
-    """Return the error of a config.json that transformers refuses."""
+    """Return the error for a config.json that transformers rejects."""
     return ConfigError(
         "transformers cannot create the model that a config.json describes",
         given=f"{type(error).__name__}: {error}".strip() + f"\nof {folder}",
@@ -186,9 +186,9 @@ def not_made(folder: Path | str, error: Exception) -> ConfigError:
 
 
 def unmodified(folder: Path, weights: Mapping[str, Tensor] | None) -> nn.Module:
-    """Return the model as transformers computes it, in float64, with nothing replaced.
+    """Return the original transformers model in float64, without any of meshcomm's replacements.
 
-    weights: tensors by their names in a folder of safetensors. If None, those of `folder`.
+    weights: tensors by their names in a folder of safetensors. If None, the weights in `folder` are read.
     """
     with without_bars():
         options: dict[str, Any] = {"dtype": torch.float64, "experts_implementation": "eager"}
@@ -212,7 +212,7 @@ def without_bars() -> Iterator[None]:
 
 
 def attended(module: nn.Module, attend: Attend) -> None:
-    """Make every attention layer of `module` call `attend`. Its masks are not used; `attend` receives the windows."""
+    """Make every attention layer of `module` call `attend`. Masks are not used; `attend` receives the windows."""
     for part in module.modules():
         config = getattr(part, "config", None)
         if isinstance(config, PreTrainedConfig):
@@ -222,7 +222,7 @@ def attended(module: nn.Module, attend: Attend) -> None:
 
 @final
 class Whole:
-    """The full model of a configuration, without memory, created on first use."""
+    """The full model of a configuration. It is created on first use, without allocating memory."""
 
     def __init__(self, config: PreTrainedConfig, exact: bool = False) -> None:
         self.config, self.exact = config, exact
@@ -234,7 +234,7 @@ class Whole:
             return make(self.config, self.exact)
 
     def initialise(self, seed: int, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Return the full parameter as its family initializes it, from (seed, name) only: the same on every mesh."""
+        """Return the full parameter, initialized by its family's rules. It depends only on seed and name, not on the mesh."""
         owner, _, key = name.rpartition(".")
         part = self.module.get_submodule(owner)
         there = dict(part._parameters)

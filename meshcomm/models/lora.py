@@ -1,7 +1,7 @@
-"""Low-rank adapters of a model's linear layers (LoRA, Hu et al. 2021), created by peft: W x + (alpha / rank) B A x.
+"""Low-rank adapters for a model's linear layers (LoRA, Hu et al. 2021), created by peft: W x + (alpha / rank) B A x.
 
-W, and the rest of the model, is frozen. W, A and B are split together. For columns, A is unsplit and B has this rank's
-outputs. For rows, A has this rank's inputs and B is unsplit.
+W and the rest of the model are frozen. W, A and B are split together. In a column-parallel layer, A is unsplit and B has
+this rank's outputs. In a row-parallel layer, A has this rank's inputs and B is unsplit.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from meshcomm.parallel.tensor.plan import Entry, matches
 
 ADAPTER: Final = "default"
 BASE: Final = ".base_layer."
-# For parameters that adapters add.
+# Patterns of the parameters that adapters add.
 ADDED: Final = ("**.lora_A.*.weight", "**.lora_B.*.weight")
-# A style without effect, which replaces one of a plan without sequence_parallel.
+# An entry without effect. It replaces an entry of the plan that is used without sequence_parallel.
 _NONE: Final[Entry] = {"set": {}}
 
 
 def adapted(spec: ModelSpec, lora: LoraConfig, seed: int) -> ModelSpec:
-    """Return the same model with adapters; only the adapters are trained. seed: for generating A; B is 0.
+    """Return the same model with adapters. Only the adapters are trained. seed: determines the initial A; B starts at 0.
 
     Raises: ConfigError if peft is not installed, or `lora.targets` names no linear layer; UnsupportedOp for layers that
-            cannot be split with an adapter.
+            cannot have an adapter.
     """
     if find_spec("peft") is None:
         raise ConfigError(
@@ -72,8 +72,8 @@ def _small(small: Callable[[], ModelSpec], lora: LoraConfig) -> ModelSpec:
 
 
 def targets_of(module: nn.Module, spec: ModelSpec, named: Sequence[str]) -> list[str]:
-    """Return the names of the linear layers that get adapters. named: as LoraConfig.targets. If it is empty, all
-    linear layers of the blocks.
+    """Return the names of the linear layers to adapt. named: the value of LoraConfig.targets; if empty, all linear
+    layers in the blocks are adapted.
     """
     linear = [name for name, part in module.named_modules() if is_split_linear(part)]
     tied = {name.rpartition(".")[0] for name in spec.tied or ()}
@@ -119,24 +119,27 @@ def adapter_options(lora: LoraConfig, targets: Sequence[str], *, transposed: boo
 
 
 def with_adapters(module: nn.Module, lora: LoraConfig, targets: Sequence[str]) -> nn.Module:
-    """Return the module with adapters of the layers `targets`, in place; everything else is frozen."""
+    """Add adapters to the layers `targets` in place, freeze everything else, and return the module."""
     from peft import inject_adapter_in_model
 
     for parameter in module.parameters():
         parameter.requires_grad_(False)
     transposed = all(is_conv1d(module.get_submodule(name)) for name in targets)
-    # Inside another module, because peft takes names of a transformers model for those of older versions.
+    # The module is inside another one, because peft would treat a transformers model's names as older names.
     options = adapter_options(lora, [f"model.{name}" for name in targets], transposed=transposed)
     inject_adapter_in_model(options, nn.ModuleDict({"model": module}), ADAPTER)
     for name in targets:
-        # From x as it was before the module was split.
+        # The number of features of x before the module is split.
         layer: Any = module.get_submodule(name)
         layer.lora_dropout[ADAPTER].meshcomm_features = layer.in_features
     return module
 
 
 def hold_frozen(module: nn.Module, dtype: torch.dtype, but: Collection[str]) -> None:
-    """Keep the frozen weights and biases of linear layers in `dtype`, to which autocast would cast them. but: names of exceptions."""
+    """Store the frozen weights and biases of linear layers in `dtype`, to which autocast would cast them.
+
+    but: the names of parameters that are not converted.
+    """
     for name, part in module.named_modules():
         for key, each in part.named_parameters(recurse=False) if is_split_linear(part) else ():
             if not each.requires_grad and f"{name}.{key}" not in but:
@@ -176,7 +179,7 @@ def _style(entry: Entry) -> str:
 
 
 def _with_adapter(entry: Entry, entered: bool) -> dict[str, Entry]:
-    """Return the entries of a layer with its adapter, by suffix of its name. entered: whether x enters around the layer."""
+    """Return the entries for a layer and its adapter, by name suffix. entered: whether an enclosing module has style enter."""
     style = _style(entry)
     whole = isinstance(entry, Mapping) and entry.get("sequence") == "whole"
     a, b = f".lora_A.{ADAPTER}", f".lora_B.{ADAPTER}"
@@ -225,7 +228,10 @@ def _name_of(own: Callable[[str], tuple[Names, bool]] | None, name: str) -> tupl
 
 
 def _initialise(spec: ModelSpec, seed: int) -> Callable[[str, tuple[int, ...]], Tensor] | None:
-    """Return the function that initializes adapters, and the rest unless it is read. If None, the module initializes all."""
+    """Return the function that initializes the adapters, and all weights that are not read from a folder.
+
+    If None, the module initializes all parameters.
+    """
     if spec.initialise is None and spec.weights is None:
         return None
     return partial(_drawn, spec.initialise, seed)
@@ -237,7 +243,7 @@ def _drawn(
     if re.search(r"\.lora_B\.[^.]+\.weight$", name):
         return torch.zeros(shape)
     if re.search(r"\.lora_A\.[^.]+\.weight$", name):
-        # As torch's nn.Linear and peft do.
+        # The distribution that torch's nn.Linear and peft use.
         key = int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:16])
         most = shape[1] ** -0.5
         return torch.from_numpy(np.random.default_rng(key).uniform(-most, most, shape).astype(np.float32))

@@ -1,9 +1,9 @@
-"""A stage that runs its module's own forward, with all of its code before, between and after its blocks.
+"""Runs a module's own forward function on one stage, including all of its code before, between and after the blocks.
 
-Parts on other stages are skipped: their blocks return their input, and an embedding returns nan. The hidden states of the
-previous stage enter at the first block that is here, and the last block here ends the pass. So masks, multipliers and
-everything else around the blocks stay the module's own. If a forward uses more than the hidden states of another stage
-(a skip connection across stages), it computes with nan, which the first step reports.
+Parts on other stages are skipped: absent blocks return their input, and an absent embedding returns nan. The first block
+on this stage receives the previous stage's hidden states, and the pass ends after the last block on this stage. The
+module itself computes masks, multipliers and everything else around the blocks. If a forward function uses other values
+from another stage, as in a skip connection across stages, it computes with nan, which the first step reports.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _PASS: Final[ContextVar[OwnForward | None]] = ContextVar("pass", default=None)
 
 @final
 class AbsentBlock(nn.Module):
-    """A block of another stage. It has the plain attributes of the block, because some loops over blocks read them."""
+    """Replaces a block on another stage. It has the block's plain attributes, because some loops over blocks read them."""
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
@@ -34,22 +34,22 @@ class AbsentBlock(nn.Module):
                 setattr(self, name, value)
 
     def forward(self, *args: Any, **named: Any) -> Any:
-        """Returns the first argument."""
+        """Return the first argument."""
         return next(iter((*args, *named.values())))
 
 
 @final
 class AbsentEmbedding(nn.Module):
-    """An embedding of another stage."""
+    """Replaces an embedding on another stage."""
 
     def __init__(self, hidden_size: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         self._hidden_size, self._dtype = hidden_size, dtype
-        # Some families read device and dtype of the embedding's weight.
+        # Some families read the device and dtype of the embedding's weight.
         self.weight = torch.empty(0, hidden_size, dtype=dtype, device=device)
 
     def forward(self, ids: Tensor, *args: Any, **named: Any) -> Tensor:
-        """(...) -> (..., hidden_size), nan, in the memory of one element."""
+        """(...) -> (..., hidden_size), filled with nan. The result occupies the memory of one element."""
         return torch.full((), torch.nan, dtype=self._dtype, device=ids.device).expand(
             *ids.shape, self._hidden_size
         )
@@ -71,9 +71,9 @@ def absent_parts(
     dtype: torch.dtype,
     device: torch.device,
 ) -> dict[str, nn.Module | Tensor]:
-    """Return the modules that replace blocks, and parts of the first stage only, that are not on `stage`; by name.
+    """Return replacements, by name, for the blocks and first-stage parts that are not on `stage`.
 
-    module: unsplit. layers, first: as in ModelSpec. dtype, device: those of hidden states.
+    module: the unsplit module. layers, first: as in ModelSpec. dtype, device: the dtype and device of hidden states.
     """
     blocks = module.get_submodule(layers).named_children()
     found: dict[str, nn.Module | Tensor] = {
@@ -96,7 +96,10 @@ def absent_parts(
 def put_in(
     module: nn.Module, layers: str, order: Sequence[str], absent: Mapping[str, nn.Module | Tensor]
 ) -> None:
-    """Put the absent parts into a stage's module, and route calls of its blocks through its pass. order: all blocks' keys."""
+    """Add the replacements of absent parts to a stage's module, and route calls to its blocks through the current pass.
+
+    order: the keys of all blocks, in order.
+    """
     held = module.get_submodule(layers)
     blocks = list(held.children())
     for name, part in absent.items():
@@ -117,7 +120,7 @@ def put_in(
 
 
 class RoutedBlock:
-    """A block that runs through `OwnForward.block` when its module's forward calls it. A base of the block's class."""
+    """A base class for blocks. When the module's forward calls such a block, `OwnForward.block` runs it."""
 
     def __call__(self, *args: Any, **named: Any) -> Any:
         """Return the result of the block."""
@@ -129,11 +132,11 @@ class RoutedBlock:
 
 @final
 class OwnForward:
-    """One pass of a stage.
+    """One forward pass of a stage.
 
-    through: runs a block as configured. entering: hidden states of the previous stage; None on the first.
-    tensor: with sequence_parallel, full sequences are sliced where the first block begins. gathers: whether they are gathered
-    where the last block ends.
+    through: runs a block as configured. entering: the previous stage's hidden states; None on the first stage.
+    tensor: with sequence_parallel, full sequences are split before the first block. gathers: whether they are gathered
+    after the last block.
     """
 
     def __init__(
@@ -148,11 +151,11 @@ class OwnForward:
         self._gathers = gathers and tensor.sequence_parallel
         self._stage, self._blocks, self._through, self._entering = stage, blocks, through, entering
         self._tensor = tensor
-        # Only hidden states can be passed between stages. A single stage may call its blocks in any way.
+        # Only hidden states can be passed between stages. If there is one stage, it may call its blocks in any order.
         self._waiting: Iterator[nn.Module] | None = iter(blocks) if stage.count > 1 else None
 
     def run(self, forward: Callable[..., Any], tokens: Tensor, named: Mapping[str, Any]) -> Any:
-        """Return the result of `forward`; on all stages except the last, the hidden states.
+        """Return the result of `forward` on the last stage, and the hidden states on all other stages.
 
         Raises UnsupportedOp if there are several stages and `forward` does not call each block once, in order.
         """
@@ -192,7 +195,7 @@ class OwnForward:
         return y
 
     def _begun(self, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments of the first block here. The first argument is the hidden states."""
+        """Return the arguments for the first block on this stage. The first argument is the hidden states."""
         key = "" if args else next(iter(named))
         x = args[0] if args else named[key]
         if self._entering is not None:

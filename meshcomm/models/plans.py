@@ -1,8 +1,8 @@
-"""How a causal language model of transformers is split along a dim: by the plan that its family publishes.
+"""Creates the plan for splitting a transformers causal language model along a dim from the plan that its family publishes.
 
-`base_model_tp_plan` of a family's configuration names modules and parameters, and a style for each. This becomes a plan
-of `tensor_parallel`. No family publishes how to use it with sequence parallelism, so that is derived from the contents of
-its blocks.
+`base_model_tp_plan` in a family's configuration assigns styles to modules and parameters. These styles are converted to a
+plan for `tensor_parallel`. No family publishes a plan for sequence parallelism, so meshcomm derives that plan from the
+contents of the blocks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from meshcomm.parallel.expert.packed import Axes
 from meshcomm.parallel.tensor.layers import is_conv1d
 from meshcomm.parallel.tensor.plan import Entry, matches
 
-# Their styles for modules -> ours.
+# Styles that transformers uses for modules -> entries of a plan for tensor_parallel.
 _STYLES: Final[Mapping[str, Entry]] = {
     "colwise": "column",
     "colwise_gather_output": "column:whole",
@@ -27,21 +27,21 @@ _STYLES: Final[Mapping[str, Entry]] = {
     "embedding_rowwise": "vocab",
     "replicated_with_grad_allreduce": "heads",
 }
-# Done by our layers anyway.
+# Styles that need no entry in a plan.
 _PLAIN: Final = ("local_params", "replicate")
 _EXPERTS: Final = "moe_tp_experts"
-# Their styles for packed parameters -> the split axis, counted from the end, and its parts.
+# Styles that transformers uses for packed parameters -> the split axis, counted from the end, and its number of parts.
 _PACKED: Final = {
     "colwise": (-2, 1),
     "packed_colwise": (-2, 2),
     "rowwise": (-1, 1),
     "packed_rowwise": (-1, 2),
 }
-# Missing in published plans: parameters that operate after columns, on this rank's part of the features.
+# Missing from published plans: parameters used after column-parallel layers, on this rank's part of the features.
 _LEFT_OUT: Final[Mapping[str, Mapping[str, Entry]]] = {
     "apertus": {"model.layers.*.mlp.act_fn": "heads"},
 }
-# For families that publish no plan.
+# Plans for families that do not publish one.
 _UNPUBLISHED: Final[Mapping[str, Mapping[str, Entry]]] = {
     "gpt2": {
         "transformer.h.*.attn.c_attn": "column:3",
@@ -51,7 +51,7 @@ _UNPUBLISHED: Final[Mapping[str, Mapping[str, Entry]]] = {
         "transformer.h.*.mlp.c_proj": "row",
     }
 }
-# Unsplit on every rank, on full sequences.
+# Not split: every rank computes this part on full sequences.
 WHOLE: Final[Entry] = {"style": "replicate", "input": "whole", "output": "whole"}
 
 
@@ -60,9 +60,9 @@ class UnknownStyle(Exception):
 
 
 def tensor_plan(module: Any) -> dict[str, Entry]:
-    """Return the plan for all parts except experts, embedding and head; {} if the family publishes none.
+    """Return the plan for all parts except experts, embedding and head, or {} if the family publishes no plan.
 
-    Raises UnknownStyle with a text that names the part that cannot be split.
+    Raises UnknownStyle, whose text names the part that cannot be split.
     """
     kind = module.config.model_type
     if kind in _UNPUBLISHED:
@@ -99,7 +99,7 @@ def packed_experts(module: Any) -> dict[str, Axes]:
     styles: Mapping[str, str] = published_styles(module)
     found: dict[str, Axes] = {}
     for name, part in module.named_modules():
-        # transformers.integrations.use_experts_implementation sets these.
+        # transformers.integrations.use_experts_implementation sets these attributes.
         if not (hasattr(part, "is_transposed") and hasattr(part, "has_gate")):
             continue
         axes: dict[str, tuple[int, int]] = {}
@@ -116,11 +116,11 @@ def packed_experts(module: Any) -> dict[str, Axes]:
 
 
 def sequence_plan(module: nn.Module, layers: str, plan: Mapping[str, Entry]) -> dict[str, Entry]:
-    """Return the additions to the plan of a model of blocks for sequence_parallel.
+    """Return the entries that sequence_parallel adds to the plan of a model that consists of blocks.
 
-    Sequences are whole before the first block, and split across ranks from there to the head. In a block, norms work on
-    slices. A part that has only columns and rows gathers at its start. Every other part computes on full sequences,
-    identically on all ranks, except for the layers in it that the plan splits.
+    Sequences are full-length before the first block, and split across ranks from there to the head. In a block, norms work
+    on slices. A part that contains only column-parallel and row-parallel layers gathers its input. Every other part
+    computes on full sequences, identically on all ranks, except for its layers that the plan splits.
     """
     styled = {name: _style(name, plan) for name, _ in module.named_modules()}
     for name, part in module.named_modules():
@@ -150,7 +150,7 @@ def sequence_plan(module: nn.Module, layers: str, plan: Mapping[str, Entry]) -> 
             found[f"{layers}.*.{key}"] = first
         else:
             found |= {f"{block}.{key}": entry for block, entry in entries.items()}
-    # Around the blocks: norms after them work on slices, modules before them on full sequences.
+    # Norms after the blocks work on slices. Modules before the blocks work on full sequences.
     behind = False
     for name, part in _leaves(module):
         if name.startswith(f"{layers}."):
@@ -161,7 +161,7 @@ def sequence_plan(module: nn.Module, layers: str, plan: Mapping[str, Entry]) -> 
 
 
 def _with_set(entry: Entry, before: Entry | None) -> Entry:
-    """Return `entry`, which replaces `before`, with the attributes that `before` sets."""
+    """Return `entry` with the attributes that `before`, the entry it replaces, sets."""
     if not isinstance(before, Mapping) or "set" not in before:
         return entry
     own = {"style": entry} if isinstance(entry, str) else entry
@@ -180,7 +180,7 @@ def _of_part(name: str, part: nn.Module, styled: Mapping[str, str]) -> Entry:
 
 
 def _style(name: str, plan: Mapping[str, Entry]) -> str:
-    """Return the style of a part by the plan; "" if none, "other" if it has options."""
+    """Return the style that the plan gives a part: "" if none, "other" if the entry has options."""
     for pattern, entry in plan.items():
         if matches(pattern, name):
             if isinstance(entry, str):
@@ -196,7 +196,7 @@ def is_norm(part: nn.Module) -> bool:
 
 
 def _leaves(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The parts that directly have parameters, in order of registration."""
+    """Return the parts that directly contain parameters, in order of registration."""
     return ((name, part) for name, part in module.named_modules() if part._parameters and name)
 
 

@@ -40,12 +40,13 @@ class Attend(Protocol):
 class StageContext(NamedTuple):
     """The context in which a forward function runs.
 
-    stage:     the stage of the model.
-    layers:    its blocks, in order.
-    positions: int64 (tokens of x in the full layers,): the positions of this rank's tokens in their sample.
-               With data.document_mask, (samples, tokens): their positions in their documents.
-    dtype:     the dtype of hidden states: train.compute_dtype, or train.dtype if that is not set.
-    through:   runs a block, x first, as configured: `here.through(block, x, mask=None)`.
+    stage:     the pipeline stage that runs.
+    layers:    the blocks of this stage, in order.
+    positions: int64 (tokens,): the position of each of this rank's tokens in its sample, before
+               sequence_parallel splits the tokens. With data.document_mask, int64 (samples, tokens): positions
+               in the documents.
+    dtype:     the dtype of hidden states: train.compute_dtype, or train.dtype if compute_dtype is not set.
+    through:   runs a block as configured, with x as its first argument: `here.through(block, x, mask=None)`.
     """
 
     stage: Stage
@@ -61,19 +62,19 @@ KINDS: Final[Mapping[str, str]] = {
     **{part: f"parallel.{part}" for part in ("tensor", "context", "pipeline", "expert")},
     "sequence_parallel": "parallel.options.sequence_parallel",
 }
-"""Keys of ModelSpec.cannot -> the setting of the configuration."""
+"""Each key of ModelSpec.cannot -> the corresponding setting of the configuration."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
-    """A model for `Trainer` and `[model] build`. Features whose fields are omitted raise an error that names the field.
+    """A model for `Trainer` and `[model] build`. If a feature needs a field that is omitted, an error names the field.
 
-    module:     builds the full model. Called on every rank, with memory for buffers but not for parameters.
-    hidden_size: elements of a token's vector between layers; for pipelines.
-    vocab_size: token ids are below it, and the head outputs this many logits. 0 if inputs are not tokens.
-    layers:     dotted name of the ModuleList or ModuleDict of the blocks. A pipeline divides these, FSDP
-                gathers them one at a time, and `train.activation_checkpointing` and `train.compile` apply to
-                them. If "", the model cannot be divided.
+    module:     builds the full model. Every rank calls it. Memory is allocated for buffers but not for parameters.
+    hidden_size: size of a token's hidden state between layers; required for pipelines.
+    vocab_size: number of token IDs, and of logits that the head outputs. 0 if inputs are not tokens.
+    layers:     dotted name of the ModuleList or ModuleDict that contains the blocks. A pipeline divides the
+                blocks into stages, FSDP gathers them one at a time, and `train.activation_checkpointing` and
+                `train.compile` apply to each of them. If "", the model cannot be divided.
     first:      dotted names of the modules that only the first stage needs, such as an embedding.
     last:       dotted names of the modules that only the last stage needs, such as a norm and a head.
     forward:    (module, x, here) -> y: runs the parts of the module on this stage, on tokens or hidden states.
@@ -81,38 +82,39 @@ class ModelSpec:
                 `own_forward`.
     positions:  the argument of `module.forward` that takes positions, int64 (1, tokens); for context
                 parallelism.
-    split:      how to split the module along the tensor dim: a plan as for `tensor_parallel`.
-    sequence:   entries added to or replaced in `split` with parallel.options.sequence_parallel.
-    undivided:  entries that replace those of `split` if `vocab_size` is not divisible by the number of ranks:
-                an embedding and a head that stay unsplit, so that every rank computes all logits. If None, such
+    split:      a plan for `tensor_parallel`, which splits the module along the tensor dim.
+    sequence:   entries to add to `split`, or to replace in it, with parallel.options.sequence_parallel.
+    undivided:  entries that replace entries of `split` if `vocab_size` is not divisible by the number of ranks.
+                The embedding and the head then stay unsplit, and every rank computes all logits. If None, such
                 a size raises an error.
-    attention:  (module, attend) -> None: makes every attention of the module call `attend`; for context
+    attention:  (module, attend) -> None: makes every attention layer of the module call `attend`; for context
                 parallelism.
     experts:    patterns of modules with packed experts -> how their parameters are split along the tensor dim.
-                In all their parameters, axis 0 is the expert; see `meshcomm.parallel.expert.spread_experts`.
-    dropped:    part of a block, such as "layers.*.mlp" -> the fraction of its output, (batch, sequence,
-                hidden_size), set to zero in training, in the same places on every mesh. Needs `layers` and
-                `forward`.
+                Axis 0 of each parameter is the expert; see `meshcomm.parallel.expert.spread_experts`.
+    dropped:    pattern of parts of blocks, such as "layers.*.mlp" -> dropout probability for the output, (batch,
+                sequence, hidden_size), in training. The same elements are dropped on every mesh. Needs `layers`
+                and `forward`.
     tied:       names of the weights of the embedding and the head, if they share one weight.
     added:      patterns of parameters that are not in `weights` and that `initialise` generates, such as adapters.
-                A checkpoint holds only these. All others are frozen, and are read or generated again.
-    initialise: (name, shape) -> the values of a full parameter, the same on every rank. If None, the values
-                that `module` writes after torch.manual_seed(train.seed); each rank then builds the full model
-                briefly.
-    original:   (weights by the names of `stored`; None for those of the folder) -> the unsplit reference model
-                in float64. `meshcomm parity` compares with it before the first step. If None, the model of
-                `module`.
-    weights:    a folder of safetensors with these parameters. If None, they are initialized.
+                A checkpoint contains only these parameters. All other parameters are frozen, and are read or
+                generated again.
+    initialise: (name, shape) -> the values of a full parameter, the same on every rank. If None, `module`
+                initializes the parameters after torch.manual_seed(train.seed); each rank then briefly builds the
+                full model.
+    original:   (weights) -> the unsplit reference model in float64. The argument contains tensors by the names of
+                `stored`, or is None to read the folder. `meshcomm parity` compares with this model before the
+                first step. If omitted, the reference is the model that `module` builds.
+    weights:    a folder of safetensors that contains the parameters. If None, the parameters are initialized.
     stored:     (name) -> the name of the parameter in the folder, and whether it is stored transposed. For a
-                parameter of three axes, such as that of experts, a tuple of rows of names: see
-                meshcomm.models.weights.Names. Or an object that maps both ways: see
-                meshcomm.models.weights.Conversions.
+                parameter with three axes, such as an experts' weight, the name is a tuple of rows of names: see
+                meshcomm.models.weights.Names. `stored` may also be an object that converts in both directions:
+                see meshcomm.models.weights.Conversions.
     loss:       (outputs, targets) -> mean over a microbatch. If None, cross-entropy of logits, averaged over
                 all targets of the global batch except -100.
     costs:      (seq_len) -> the costs of the parts, for balancing stages. If None, all layers cost the same.
-    small:      builds the same model with few, narrow layers. Before training, its split form is compared with
-                its unsplit form, see `meshcomm.models.check`. If None, this model, if it has at most 4 million
-                parameters.
+    small:      builds the same model with few, narrow layers. Before training, the split small model is compared
+                with the unsplit small model; see `meshcomm.models.check`. If None, the model itself is compared if it
+                has at most 4 million parameters.
     cannot:     "tensor", "sequence_parallel", "context", "pipeline" or "expert" -> why the model does not
                 support it.
     """
@@ -144,12 +146,12 @@ class ModelSpec:
 
 
 def blocks_of(module: nn.Module, layers: str) -> dict[str, nn.Module]:
-    """Return the blocks of a module by their keys, in order; none if `layers` is ""."""
+    """Return the blocks of a module by key, in order. The result is empty if `layers` is ""."""
     return dict(module.get_submodule(layers).named_children()) if layers else {}
 
 
 def cut(module: nn.Module, spec: ModelSpec, stage: Stage) -> tuple[nn.Module, ...]:
-    """Remove the parts of other stages from `module`; return its remaining blocks. Names stay."""
+    """Remove the parts of other stages from `module`, and return its remaining blocks. Names do not change."""
     blocks = list(blocks_of(module, spec.layers).items())
     if spec.layers:
         kept = {key: block for place, (key, block) in enumerate(blocks) if place in stage.layers}
@@ -170,7 +172,7 @@ def default_values(spec: ModelSpec, seed: int) -> Mapping[str, Tensor]:
 
 
 def normal(seed: int, name: str, shape: tuple[int, ...], std: float) -> Tensor:
-    """Return the full parameter, float32, from (seed, name) only: the same on every mesh."""
+    """Return a full float32 parameter of normally distributed values, which depend only on seed and name, not on the mesh."""
     # NumPy's generators give the same numbers on every kind of processor; torch's are not guaranteed to.
     key = int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:16])
     return torch.from_numpy(
@@ -191,7 +193,7 @@ def check_kinds(spec: ModelSpec) -> None:
 
 
 def check_names(spec: ModelSpec, module: nn.Module) -> None:
-    """Raise ConfigError that lists all names and patterns of `spec` that match no part of the full module."""
+    """Raise a ConfigError that lists all names and patterns in `spec` that match no part of the full module."""
     parts = dict.fromkeys(name for name, _ in module.named_modules(remove_duplicate=False))
     parameters = dict.fromkeys(name for name, _ in module.named_parameters(remove_duplicate=False))
     blocks = {spec.layers: f"layers = {spec.layers!r}"} if spec.layers else {}
@@ -216,8 +218,8 @@ def check_names(spec: ModelSpec, module: nn.Module) -> None:
             )
         )
         raise ConfigError(
-            f"a ModelSpec names what a {type(module).__name__} does not have",
+            f"a ModelSpec names parts that a {type(module).__name__} does not have",
             given="\n".join(wrong),
-            expected="dotted names of its parts, * for any text within one component",
+            expected="dotted names of its parts, with * for any text within one component",
             hint=", ".join(known),
         )

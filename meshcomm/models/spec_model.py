@@ -1,4 +1,4 @@
-"""Trains a module without knowledge of meshes on a mesh, as its ModelSpec describes."""
+"""Makes a module that is written for one device trainable on a mesh, as its ModelSpec describes."""
 
 from __future__ import annotations
 
@@ -44,12 +44,13 @@ from meshcomm.predict.stages import PartCosts
 
 @final
 class SpecModel(Model):
-    """A `Model` by a spec.
+    """A `Model` that a spec describes.
 
-    seq_len: tokens of a full sample.
-    family:  whether the spec is for a family of models, whose plan names parts that some models lack.
+    seq_len: number of tokens in a full sample.
+    family:  whether the spec describes a family of models, whose plan may name parts that this model lacks.
     packed:  whether samples are packed documents.
-    Raises ConfigError for names in the spec that match nothing; UnsupportedOp from `check` for features that the spec omits.
+    Raises ConfigError for names in the spec that match nothing. `check` raises UnsupportedOp for features that the spec
+    omits.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class SpecModel(Model):
         self._names = [name for name, _ in whole.named_parameters() if not spec.tied or name != spec.tied[1]]
         saved = whole.state_dict()
         self._buffers = [name for name, _ in whole.named_buffers() if name in saved and self.spec.weights]
-        # transformers' facts about a class: names in older folders, and its part without a head.
+        # transformers' class attributes: names that occur only in older folders, and the part without a head.
         self._ignored = tuple(getattr(whole, "_keys_to_ignore_on_load_unexpected", None) or ())
         self._base = str(getattr(whole, "base_model_prefix", ""))
 
@@ -140,8 +141,8 @@ class SpecModel(Model):
         return module  # type: ignore[no-any-return]
 
     def _spread(self, module: nn.Module, splits: Splits) -> dict[str, nn.Module]:
-        """Return the experts of a module by name, distributed over ranks and removed from it, because plans do not
-        cover them.
+        """Distribute a module's experts over ranks and return them by name. The experts are removed from the module,
+        because plans do not cover them.
         """
         found = {
             name: (part, axes)
@@ -152,7 +153,7 @@ class SpecModel(Model):
         for name, (part, axes) in found.items():
             spread_experts(part, splits.tensor, splits.expert, axes, name)
             if self._train.compile:
-                # A loop over experts is a different program in every step.
+                # A loop over experts runs different operations in every step.
                 part.forward = torch.compiler.disable(part.forward)
             module.set_submodule(name, nn.Identity())
         return {name: part for name, (part, _) in found.items()}
@@ -243,8 +244,8 @@ class SpecModel(Model):
             cannot["data.document_mask"] = spec.cannot["context"]
         if self._batch_norms:
             norm = self._batch_norms[0]
-            why = f"{norm} averages over all tokens of a batch, of which a rank has only a part"
-            again = f"{norm} would follow each batch twice"
+            why = f"{norm} averages over all tokens of a batch, of which each rank has only a part"
+            again = f"{norm} would update its statistics twice for each batch"
             cannot = {
                 "parallel.tensor": why,
                 "parallel.context": why,
@@ -256,7 +257,7 @@ class SpecModel(Model):
                 raise UnsupportedOp(
                     f"this model cannot be trained with {part}",
                     given=why,
-                    expected="numbers that are the same on every mesh",
+                    expected="results that are the same on every mesh",
                     hint=f"remove {part}",
                 )
         check_dropouts(self._dropouts, split)
@@ -270,7 +271,7 @@ class SpecModel(Model):
                 )
 
     def _needed(self, splits: Splits) -> tuple[tuple[str, str, str, object], ...]:
-        """For each feature: its setting, the field that the spec needs, its description, and whether the spec has it."""
+        """Return each feature's setting, the field that it needs in the spec, a description, and whether the field is set."""
         spec, split = self.spec, splits.tensor
         blocks, own = bool(spec.layers), spec.forward is None
         size = f"vocab_size = {self.vocab_size} is not divisible by {split.size}"
@@ -287,14 +288,14 @@ class SpecModel(Model):
             ("parallel.tensor", "undivided", f"an embedding and a head that stay unsplit, because {size}",
              self._divides(splits) or spec.undivided is not None),
             ("ModelSpec.dropped", "layers", "blocks that receive sample numbers", blocks or not self.drops),
-            ("train.activation_checkpointing", "layers", "which blocks run again in backward", blocks),
+            ("train.activation_checkpointing", "layers", "which blocks are recomputed in the backward pass", blocks),
             ("train.compile", "layers", "which blocks are compiled", spec.layers),
             ("parallel.expert", "experts", "which weights are an expert's", spec.experts),
         )  # fmt: skip
 
 
 class _Facts:
-    """The facts of a stage; a copy of the module shares them."""
+    """The data that a stage's module needs. Copies of the module share this object."""
 
     def __init__(self, model: SpecModel, splits: Splits, stage: Stage, layers: tuple[nn.Module, ...]) -> None:
         self.spec, self.splits, self.stage, self.layers = model.spec, splits, stage, layers
@@ -305,7 +306,7 @@ class _Facts:
         self.compute = None if train.compute_dtype is None else getattr(torch, train.compute_dtype)
         self.between = self.compute or getattr(torch, train.dtype)
         self.positions = splits.context.positions(model._seq_len) if model.vocab_size else torch.empty(0)
-        # For a split stage that has not run yet.
+        # Set until a split stage has run for the first time.
         self.rules: Mapping[str, Rule] | None = None
         # Whether the norm and the head after the blocks take full sequences.
         self.gathers = False
@@ -314,7 +315,7 @@ class _Facts:
         return self
 
     def unsplit_calls(self, x: Tensor) -> Calls:
-        """Return the calls of the parts of the full module on `x`, as far as it runs without values."""
+        """Run the full module on `x` without values, and return the calls to its parts up to the first error."""
         calls = Calls()
         with contextlib.suppress(Exception), torch.device("meta"), torch.no_grad():
             module = self.spec.module()
@@ -329,7 +330,7 @@ class _Facts:
     def passed_on(self, y: Any, samples: int) -> Tensor:
         """Return the tensor for the next stage, which has allocated memory for it.
 
-        Raises ShapeError if the tensor does not fit.
+        Raises ShapeError if the tensor does not have the expected shape.
         """
         split = self.splits.tensor
         tokens = len(self.positions) // (split.size if split.sequence_parallel else 1)
@@ -344,7 +345,7 @@ class _Facts:
         return y.to(self.between)
 
     def in_float64(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `call`, also when it is called again in backward."""
+        """Return `call` wrapped so that it keeps float64, even when it is called again in the backward pass."""
         if not self.family or self.between != torch.float64:
             return call
 
@@ -363,12 +364,12 @@ class _Facts:
     def own_forward(
         self, forward: Callable[..., Any], through: Callable[..., Any], x: Tensor, positions: Tensor
     ) -> Any:
-        """Return this stage's result for x by the module's own forward."""
+        """Return the result of the module's own forward function for x on this stage."""
         first = self.stage.is_first
         run = OwnForward(
             self.stage, self.layers, through, None if first else x, self.splits.tensor, self.gathers
         ).run
-        # A later stage only uses the number of tokens.
+        # Later stages use only the number of tokens.
         tokens = x if first else self.positions.new_zeros(()).expand(x.shape[0], len(self.positions))
         name = self.spec.positions
         named = {name: positions if positions.ndim > 1 else positions.unsqueeze(0)} if name else {}
@@ -383,9 +384,9 @@ class _Facts:
         *args: Any,
         **named: Any,
     ) -> Any:
-        """Run a block. Its activations are kept or recomputed, and its number determines its random numbers.
+        """Run a block and keep or recompute its activations. The block's number determines its random numbers.
 
-        drops: the numbers of the step and of the samples, if there is dropout.
+        drops: the step number and the sample numbers, if there is dropout.
         """
         number, draws = self.numbers.get(id(block)), self.splits.draws
         if number is None:
@@ -407,8 +408,8 @@ class _Facts:
         return run(self.activation_checkpointing, number, self.in_float64(call), *args, **named)
 
 
-# The drops of the current block's input, and of the full sequence on this rank. They are set again when a block is
-# recomputed, whatever microbatch has started since.
+# The dropout positions of the current block's input, and of this rank's full sequence. They are set again when a block
+# is recomputed, because another microbatch may have started in the meantime.
 _DROPS: Final[ContextVar[tuple[Drops, ...]]] = ContextVar("drops", default=())
 
 
@@ -430,19 +431,19 @@ def logits_of(found: Any) -> Tensor:
         raise UnsupportedOp(
             "the model returns no logits",
             given=f"a {type(found).__name__}",
-            expected="a tensor, a tuple that begins with one, or an object with .logits",
+            expected="a tensor, a tuple that begins with a tensor, or an object with .logits",
             hint="use ModelSpec(loss=...), which takes any output of the model",
         )
     return logits
 
 
 def _cast(dtype: torch.dtype, part: Any, args: object, output: Tensor) -> Tensor:
-    """A forward hook: hidden states have the compute dtype from the embedding on."""
+    """A forward hook that converts an embedding's output to the compute dtype."""
     return output.to(dtype)
 
 
 def _have_dropped(module: nn.Module, shares: Mapping[str, float], split: TensorSplit) -> None:
-    """Add dropout to the outputs of parts whose names match the patterns. If several match, the largest fraction applies."""
+    """Add dropout to the outputs of parts whose names match a pattern. If several match, the largest fraction applies."""
     for name, part in list(module.named_modules()):
         if share := max((share for pattern, share in shares.items() if matches(pattern, name)), default=0):
             part.meshcomm_dropout = Dropout(share, name)
@@ -450,16 +451,16 @@ def _have_dropped(module: nn.Module, shares: Mapping[str, float], split: TensorS
 
 
 def _drop(split: TensorSplit, part: Any, args: object, output: Any) -> Any:
-    """A forward hook. Attention in transformers returns its weights too.
+    """A forward hook that applies dropout. In transformers, attention returns a tuple of its output and its weights.
 
-    meshcomm_features: for a part whose output may be split along the features, the number of features over all ranks.
+    meshcomm_features: the total number of features over all ranks, for a part whose output may be split along them.
     """
     if isinstance(output, tuple):
         return _drop(split, part, args, output[0]), *output[1:]
     drops = _DROPS.get()
     if not drops:
         return part.meshcomm_dropout(output)
-    # (batch * sequence, width), as mixtures of experts take it.
+    # Mixtures of experts use the shape (batch * sequence, width).
     x = output.unflatten(0, (len(drops[0].keys), -1)) if output.ndim == 2 else output
     own = next((each for each in drops if len(each.positions) == x.shape[1]), drops[0])
     width = x.shape[-1]
@@ -468,19 +469,19 @@ def _drop(split: TensorSplit, part: Any, args: object, output: Any) -> Any:
 
 
 class _Stage:
-    """A stage's part of a user's module. step: the step of the samples, if there is dropout."""
+    """The part of a user's module on one stage. step: the number of the current step, if there is dropout."""
 
     meshcomm_stage: _Facts
     step: int
 
     @property
     def meshcomm_blocks(self) -> tuple[nn.Module, ...]:
-        """The blocks that shard gathers one at a time."""
+        """The blocks that FSDP gathers one at a time."""
         return self.meshcomm_stage.layers
 
     @property
     def tied_weight(self) -> nn.Parameter | None:
-        """The weight that embedding and head share, if this stage has it."""
+        """The weight that the embedding and the head share, or None if this stage does not have it."""
         facts: _Facts = self.meshcomm_stage
         for name in facts.spec.tied or ():
             part, _, key = name.rpartition(".")
@@ -492,11 +493,13 @@ class _Stage:
         return None
 
     def forward(self, x: Tensor, samples: Tensor | None = None, documents: Tensor | None = None) -> Any:
-        """Run the parts of the module here. samples: int64 (batch,), their numbers in the global batch; see Model.drops.
+        """Run the parts of the module on this stage.
 
+        samples: int64 (batch,), the samples' numbers in the global batch; see Model.drops.
         documents: int64 (batch, full sequence); see Model.packed.
 
-        Raises TrainingError if the first forward fails along a split: with the part, the user's line, and fixes.
+        Raises TrainingError if the first forward pass of a split module fails. The error names the part, the user's source
+        line, and fixes.
         """
         facts: _Facts = self.meshcomm_stage
         if facts.rules is None:
@@ -507,7 +510,7 @@ class _Stage:
             with calls.watching(module, x):
                 y = self._computed(x, samples, documents)
         except Exception as error:
-            # The exceptions for wrong sizes. torch's own types are about memory, or other ranks.
+            # Wrong sizes raise these exceptions. torch's own exception types report problems with memory or other ranks.
             if type(error).__module__.partition(".")[0] not in ("builtins", "einops"):
                 raise
             before = facts.unsplit_calls(x)
@@ -537,6 +540,6 @@ class _Stage:
 
 
 def _has(module: nn.Module, pattern: str) -> bool:
-    """Return whether this stage has the parts that a pattern of a plan matches; other stages have the rest."""
+    """Return whether a pattern of a plan matches any part on this stage. Other stages may have such parts."""
     named = chain(module.named_modules(), module.named_parameters())
     return any(matches(pattern, name) for name, _ in named)

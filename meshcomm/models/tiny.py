@@ -36,7 +36,7 @@ SIZES: Final = {
     "sliding_window": 8,
     "num_kv_shared_layers": 0,
 }
-"""The sizes that may be smaller, and their small values. Of several names with the same meaning, a family has one."""
+"""The sizes that may be reduced, and their small values. If names have the same meaning, a family uses one of them."""
 
 _COUNTS: Final = ("num_hidden_layers", "n_layer", "num_layers")
 _TOKENS: Final = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -59,7 +59,7 @@ def tiny(config: Any) -> PreTrainedConfig:
     elif groups == heads:
         small |= {"num_key_value_heads": 4}
     for name, value in said.items():
-        # One entry for each layer, or for some.
+        # The setting has an entry for each layer, or for some layers.
         if isinstance(value, dict) and value and all(str(key).isdecimal() for key in value):
             each = {int(key): _smaller(inner, sizes) for key, inner in value.items()}
             small[name] = {place: each[layer] for place, layer in enumerate(kept) if layer in each}
@@ -80,7 +80,7 @@ def _smaller(said: Any, sizes: Mapping[str, int]) -> Any:
 
 
 def _kept(kinds: Sequence[str] | None, layers: int) -> list[int]:
-    """Return the remaining layers: some of each kind, in order."""
+    """Return the numbers of the layers to keep, in order: at least one of each kind."""
     firsts = [kinds.index(kind) for kind in dict.fromkeys(kinds)] if kinds else []
     kept = dict.fromkeys([*firsts, *range(layers)])
     return sorted(list(kept)[: max(_LAYERS, len(firsts))])

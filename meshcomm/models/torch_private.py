@@ -9,7 +9,7 @@ from torch import nn
 
 
 def draw(model: Any, part: nn.Module) -> None:
-    """Initialize the parameters of one part of a model, without nested parts, as its family does."""
+    """Initialize the parameters of one part of a model, excluding nested parts, as the model's family does."""
     model._init_weights(part)
 
 
@@ -19,5 +19,5 @@ def published_styles(model: Any) -> Mapping[str, str]:
 
 
 def has_attention_interface(model: Any) -> bool:
-    """Return whether its attention is computed by a function that can be replaced."""
+    """Return whether the function that computes the model's attention can be replaced."""
     return bool(model._supports_attention_backend)

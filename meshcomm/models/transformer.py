@@ -33,7 +33,7 @@ from meshcomm.predict.stages import PartCosts, part_costs
 
 @final
 class BuiltIn(Model):
-    """The transformer of `[model]`, with weights generated from the seed by name: the same on every mesh."""
+    """The transformer that `[model]` describes. Its weights depend only on the seed and their names, not on the mesh."""
 
     draws = False
 
@@ -77,7 +77,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 class _RMSNormOnCPU(torch.autograd.Function):
-    """rms_norm in few passes over memory. torch 2.15 has no CPU kernel, and takes three times as long."""
+    """rms_norm with few passes over memory. torch 2.15 has no CPU kernel for it, and takes three times as long."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -100,7 +100,7 @@ class _RMSNormOnCPU(torch.autograd.Function):
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight over the last axis. Its weight is equal on all ranks, so it is not split."""
+    """x / rms(x) * weight over the last axis. The weight is not split: all ranks have the same weight."""
 
     def __init__(self, split: TensorSplit, hidden_size: int, eps: float) -> None:
         super().__init__()
@@ -110,12 +110,12 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., width) -> (..., width)."""
-        # In x's dtype: FSDP gathers the weight in it, and rounding must not depend on the mesh.
+        # Computed in x's dtype, in which FSDP gathers the weight, because rounding must not depend on the mesh.
         return rms_norm(x, local(self.weight), self.eps)
 
 
 class Attention(nn.Module):
-    """Causal grouped-query attention with rotary positions. Heads and the sequence are split."""
+    """Causal grouped-query attention with rotary positions. Heads are split along tensor, the sequence along context."""
 
     def __init__(self, splits: Splits, config: ModelConfig) -> None:
         super().__init__()
@@ -129,8 +129,8 @@ class Attention(nn.Module):
         self.wo = RowParallel(split, config.num_heads * self.head_dim, config.hidden_size)
 
     def forward(self, x: Tensor, rotary: Tensor) -> Tensor:
-        """(batch, sequence, width), full or split along the sequence -> the same shape; rotary (2, sequence, head)
-        of these tokens, or (2, batch, 1, sequence, head).
+        """(batch, sequence, width), full or split along the sequence -> the same shape. rotary: (2, sequence, head)
+        for these tokens, or (2, batch, 1, sequence, head).
         """
         x = self.split.enter(x)
         q, k, v = (
@@ -159,7 +159,7 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """x + attention(norm x), then x + feed-forward(norm x), or experts instead of the feed-forward."""
+    """x + attention(norm x), then x + feed-forward(norm x). Experts may replace the feed-forward block."""
 
     def __init__(self, splits: Splits, config: ModelConfig, layer: int) -> None:
         super().__init__()
@@ -187,7 +187,7 @@ class Block(nn.Module):
         self.drop_ff = Dropout(config.dropout, f"{layer}.ff")
 
     def forward(self, x: Tensor, rotary: Tensor, positions: Tensor, drops: Drops | None = None) -> Tensor:
-        """(batch, sequence, width) -> the same shape. positions: those of the tokens between split layers."""
+        """(batch, sequence, width) -> the same shape. positions: token positions before sequence_parallel splits x."""
         x = x + self.drop_attn(self.attn(self.attn_norm(x), rotary), drops)
         y = self.ff_norm(x)
         y = self.ff(y, positions) if isinstance(self.ff, Experts) else self.ff(y)
@@ -196,19 +196,19 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """A stage's contiguous run of layers, with the embedding on the first stage, and norm and head on the last.
+    """One stage's contiguous layers, with the embedding on the first stage, and the norm and the head on the last stage.
 
     Parameters have the same names on every mesh, such as layers.3.attn.wq.weight, because layers
-    are numbered through the whole model.
+    are numbered across all stages.
 
     Args:
         splits: how the model is split.
-        config, stage: the full model's configuration, and which part of the model this is.
-        seq_len: tokens of a full sample.
-        train: the seed, which determines dropout together with `step` and the samples' numbers; compute_dtype, for matmuls
-            and for activations from the embedding to the logits, also when they are sent; and
+        config, stage: the full model's configuration, and the stage that this module computes.
+        seq_len: number of tokens in a full sample.
+        train: provides the seed, which determines dropout together with `step` and the sample numbers; compute_dtype, for
+            matmuls and for activations from the embedding to the logits, also when they are sent; and
             activation_checkpointing. If None: seed 0, the dtype of the parameters, and no recomputation.
-        packed: samples may be packed documents; forward then receives their numbers.
+        packed: whether samples may be packed documents; forward then receives the document numbers.
     """
 
     rotary: Tensor
@@ -258,18 +258,18 @@ class Transformer(nn.Module):
 
     @property
     def tied_weight(self) -> nn.Parameter | None:
-        """The weight that embedding and head share, if this stage has it."""
+        """The weight that the embedding and the head share, or None if this stage does not have it."""
         holder = self.embed or self.head if self.tied else None
         return None if holder is None else holder.weight
 
     def forward(self, x: Tensor, samples: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
-        """(batch, sequence) int64, or hidden (batch, sequence, width) after the first stage ->
-        hidden, or on the last stage this rank's logits (batch, sequence, 256 / ranks).
+        """(batch, sequence) int64, or hidden states (batch, sequence, width) after the first stage ->
+        hidden states, or this rank's logits (batch, sequence, 256 / ranks) on the last stage.
 
         The sequence is this rank's part along context. For hidden states with sequence_parallel, it is this
-        rank's slice of that part. samples: int64 (batch,), their numbers in the global batch; needed with
-        dropout, which also depends on the attribute `step`. documents: int64
-        (batch, full sequence), the document number of each token.
+        rank's slice of that part. samples: int64 (batch,), the samples' numbers in the global batch; required with
+        dropout, which also depends on the attribute `step`. documents: int64 (batch, full sequence), the
+        document number of each token.
         """
         kind = x.device.type
         mixed = torch.autocast(kind, self.compute) if self.compute else contextlib.nullcontext()
@@ -293,14 +293,14 @@ class Transformer(nn.Module):
     def _through(
         self, layer: int, block: Callable[..., Tensor], x: Tensor, rotary: Tensor, drops: Drops | None
     ) -> Tensor:
-        # No generator is used: the position of an element determines its dropout.
+        # No random number generator is used: an element's position determines whether it is dropped.
         y: Tensor = run(self.activation_checkpointing, layer, block, x, rotary, self.positions, drops)
         return y
 
 
 def rotary_table(seq_len: int, head_dim: int, theta: float) -> Tensor:
-    """Return cos and sin of position * theta^(-2i / head), float64 (2, sequence, head). The second half repeats the
-    first, except that sin is negative in the first. Su et al. 2021.
+    """Return cos and sin of position * theta^(-2i / head), float64 (2, sequence, head). The second half of the head repeats
+    the first half, in which sin is negated. Su et al. 2021.
     """
     angle = torch.outer(
         torch.arange(seq_len, dtype=torch.float64),
@@ -311,16 +311,19 @@ def rotary_table(seq_len: int, head_dim: int, theta: float) -> Tensor:
 
 
 def rotate(x: Tensor, rotary: Tensor) -> Tensor:
-    """Rotate each pair (x[i], x[i + head / 2]) by its position's angle: (..., sequence, head), computed in rotary's dtype, returned in x's."""
+    """Rotate each pair (x[i], x[i + head / 2]) by its position's angle. x: (..., sequence, head).
+
+    The rotation is computed in rotary's dtype and returned in x's dtype.
+    """
     if torch.compiler.is_compiling():
-        # The compiler keeps nothing of x either, and torch 2.11 loses the gradient of such a Function.
+        # Compiled code does not keep x for the backward pass either, and torch 2.11 loses the gradient of such a Function.
         return _turned(x, rotary, 1)
     y: Tensor = _Rotate.apply(x, rotary)
     return y
 
 
 class _Rotate(torch.autograd.Function):
-    """The gradient is rotated back by the same angles, so nothing of x is kept."""
+    """The backward pass rotates the gradient back by the same angles, so x is not kept."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, rotary: Tensor) -> Tensor:
@@ -340,13 +343,13 @@ def _turned(x: Tensor, rotary: Tensor, sign: int) -> Tensor:
 
 
 def initialise(model: nn.Module, config: ModelConfig, seed: int) -> None:
-    """Generate every full parameter from (seed, its name) and keep this rank's part of it.
+    """Generate every full parameter from the seed and its name, and keep this rank's part.
 
-    So weights are the same on every mesh. One full parameter is in memory at a time. Norms are 1.
-    The rest is normal, with standard deviation 1 in the embedding and 1 / sqrt(inputs) in matrices.
-    It is divided by sqrt(2 * layers) in matrices that write to the residual stream, and by 5 in the head,
-    so that all bytes start out about equally likely and the first loss is about ln 256 = 5.55. A
-    weight that embedding and head share is generated as the head's.
+    Weights are therefore the same on every mesh. Only one full parameter is in memory at a time. Norm weights
+    are 1. All other weights are normally distributed. Their standard deviation is 1 in the embedding and
+    1 / sqrt(inputs) in matrices. It is divided by sqrt(2 * layers) in matrices that write to the residual stream, and by
+    5 in the head. At the start, all bytes are therefore about equally likely, and the loss is about ln 256 = 5.55. A
+    weight that the embedding and the head share is generated like the head's weight.
     """
     for name, parameter in model.named_parameters():
         shape = whole_shape(parameter)

@@ -1,4 +1,4 @@
-"""Weights in a folder of safetensors, of which only this rank's parts are read."""
+"""Reads this rank's parts of the weights in a folder of safetensors."""
 
 from __future__ import annotations
 
@@ -26,15 +26,16 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
 Names: TypeAlias = str | tuple[tuple[str, ...], ...]
-"""The location of a parameter in a folder: one name; or, for one with three axes such as the experts of a layer, a
-separate tensor for each index of axis 0 and each run of rows of axis 1."""
+"""The location of a parameter in a folder: one name or, for a parameter with three axes such as a layer's experts, the
+names of separate tensors. Each row then lists the tensors of one index of axis 0, one tensor per range of axis 1."""
 
 
 class Source(NamedTuple):
     """The source of a parameter in a folder.
 
-    transposed: whether its two axes are swapped there.
-    convert:    computes the parameter from the full tensors of `names`, a single row. If None, they are its parts.
+    transposed: whether the folder stores the parameter with its two axes swapped.
+    convert:    computes the parameter from the full tensors in `names`, a single row. If None, each tensor in `names` is
+                a part of the parameter.
     """
 
     names: Names
@@ -43,29 +44,32 @@ class Source(NamedTuple):
 
 
 class Conversions(Protocol):
-    """How tensors of a folder become parameters, and back."""
+    """Conversions between the tensors in a folder and a model's parameters."""
 
     def sources(self, names: Iterable[str]) -> Mapping[str, Source]:
-        """Return the source of each parameter in a folder with tensors of these names."""
+        """Return the source of each parameter in a folder whose tensors have these names."""
 
     def stored(self, name: str, value: Tensor) -> Mapping[str, Tensor]:
-        """Return the tensors of a folder that a parameter, or a tensor without memory of its shape, becomes."""
+        """Return the tensors, by name, that store a parameter in a folder.
+
+        value: the parameter, or a tensor of the same shape without memory.
+        """
 
 
-# Tables and masks that older versions of transformers saved, and that no model reads.
+# Tables and masks that older versions of transformers saved. No model reads them.
 _IGNORED: Final = (r"rotary_emb\.inv_freq$", r"\.(attn|attention)\.(masked_)?bias$")
 _FLOATS: Final = ("F64", "F32", "F16", "BF16")
-# A file is mapped; the parts that have been read count as this process's memory until the file is closed.
+# Files are memory-mapped. The parts that were read count as this process's memory until the file is closed.
 _MAPPED_BYTES: Final = 32 << 20
 _LARGEST: Final = 8  # bytes per element
 
 
 @torch.no_grad()
 def write(module: nn.Module, value: Callable[[str, tuple[int, ...]], Any]) -> None:
-    """Write this rank's parts of all parameters of a module that is split and sharded.
+    """Fill this rank's parts of all parameters of a split and sharded module. Does not communicate.
 
-    value: (name, full shape) -> the full values, or a `Stored`, of which only this rank's parts are read. The shape
-           is the one before the module was split. Does not communicate.
+    value: (name, full shape) -> the full values, or a `Stored`, of which only this rank's parts are read. The full shape
+           is the shape before the module was split.
     """
     fused = fused_parts(module)
     for name, parameter in module.named_parameters():
@@ -86,12 +90,12 @@ def write(module: nn.Module, value: Callable[[str, tuple[int, ...]], Any]) -> No
 
 @final
 class Folder:
-    """A folder of safetensors in the layout of transformers: one file, or several with an index.
+    """A folder of safetensors in transformers' layout: one file, or several files with an index.
 
     base:    a prefix that all names in the folder may lack, as in a folder of the model without its head.
     ignored: patterns of names that the model does not use.
 
-    Raises TrainingError, as do its methods, if there is no such folder, or a file is missing, truncated or damaged.
+    The class and its methods raise TrainingError if the folder does not exist, or a file is missing, truncated or damaged.
     """
 
     def __init__(self, path: Path, *, base: str = "", ignored: Sequence[str] = ()) -> None:
@@ -100,7 +104,7 @@ class Folder:
         self._files: dict[str, Any] = {}
         self._mapped = 0
         index = path / INDEX
-        # If there are both, transformers reads the single file.
+        # If both exist, transformers reads the single file.
         if (path / SINGLE).is_file():
             self._places = dict.fromkeys(self._file(SINGLE).keys(), SINGLE)
         elif index.is_file():
@@ -135,10 +139,10 @@ class Folder:
         return list(self._places)
 
     def check(self, sources: Mapping[str, Source], wanted: Sequence[str], more: Sequence[str] = ()) -> None:
-        """Raise TrainingError if the folder lacks some of `wanted`, the full model's parameters, or has others.
+        """Raise TrainingError if the folder lacks any of `wanted`, the full model's parameters, or has other tensors.
 
-        more: buffers that the folder may have.
-        An index is trusted: only the files that this rank reads are opened.
+        more: buffers that the folder may contain.
+        The index is trusted: only the files that this rank reads are opened.
         """
         missing = [name for name in wanted if name not in sources]
         known: set[str] = set()
@@ -154,10 +158,10 @@ class Folder:
         ]
         if missing or extra:
             raise TrainingError(
-                f"the weights in {self._path} are not those of the model",
+                f"the weights in {self._path} do not match the model",
                 given="\n".join(
                     f"{len(some)} {what}: {listed(some)}"
-                    for what, some in (("missing", missing), ("that it does not have", extra))
+                    for what, some in (("missing", missing), ("unexpected", extra))
                     if some
                 ),
                 expected=f"the {len(wanted)} tensors of the model that its config.json describes",
@@ -166,9 +170,9 @@ class Folder:
             )
 
     def read(self, source: Source, shape: tuple[int, ...]) -> Stored:
-        """Return a reader of slices of a parameter with this shape.
+        """Return a reader for slices of a parameter with this shape.
 
-        Raises: TrainingError for a missing name, or one without floating-point numbers; ShapeError.
+        Raises: TrainingError if a tensor is missing or does not have a floating-point dtype; ShapeError.
         """
         names, transposed, convert = source
         if convert is not None:
@@ -181,7 +185,7 @@ class Folder:
     def read_twice(self, sources: Sequence[Source], shape: tuple[int, ...]) -> Stored:
         """Like `read`, for a tensor that may be stored under several names.
 
-        Reading a slice raises TrainingError if the copies differ there.
+        Reading a slice raises TrainingError if the copies differ in this slice.
         """
         there = [each for each in sources if self._called(_flat(each.names)[0]) in self._places] or sources[
             :1
@@ -192,7 +196,7 @@ class Folder:
         return _Twice(stored[0], stored[1], (str(there[0].names), str(there[1].names)), self._path)
 
     def piece(self, name: str) -> Any:
-        """Return a tensor of which slices can be read, as the safetensors package returns it."""
+        """Return the safetensors package's object for a tensor, from which slices can be read."""
         called = self._called(name)
         if called not in self._places:
             raise TrainingError(
@@ -208,7 +212,7 @@ class Folder:
             raise _damaged(self._path / self._places[called], error) from error
 
     def mapped(self, size: int) -> None:
-        """Count the bytes that were read; pages are released from time to time."""
+        """Count the bytes that were read, and release the mapped pages whenever they exceed a limit."""
         self._mapped += size
         if self._mapped > _MAPPED_BYTES:
             self._close()
@@ -216,7 +220,7 @@ class Folder:
     def refused(
         self, name: str, what: str, expected: str, kind: type[TrainingError] | type[ShapeError]
     ) -> Exception:
-        """Return an error about a tensor."""
+        """Return the error for a tensor that does not fit the model."""
         where = self._path / self._places[self._called(name)]
         return kind(
             f"{name} does not fit the model",
@@ -245,16 +249,16 @@ class Folder:
 
 
 class Stored:
-    """A full tensor on the disk. shape: the parameter's shape."""
+    """A full tensor on disk. shape: the parameter's shape."""
 
     shape: tuple[int, ...]
 
     def copy(self, at: Sequence[int], into: Tensor) -> None:
-        """Write the slice that begins at `at` and has the shape of `into` to `into`, of any dtype, block by block."""
+        """Copy the slice that starts at `at` to `into`, block by block. `into` gives its shape and may have any dtype."""
         raise NotImplementedError
 
     def __getitem__(self, at: slice) -> Tensor:
-        """Return the full tensor. Only `[:]`, for a tensor that is kept in another order."""
+        """Return the full tensor, for a parameter that is kept in a different order. Only `[:]` is supported."""
         assert at == slice(None)
         whole = torch.empty(self.shape, dtype=torch.float64)
         self.copy((0,) * len(self.shape), whole)
@@ -283,7 +287,7 @@ class _One(Stored):
             into.copy_(self._folder.piece(self._name)[...])
             return
         sizes = list(into.shape)
-        # Blocks along the file's first axis, because their pages are adjacent.
+        # Blocks are ranges of the file's first axis, so that the pages of a block are adjacent.
         along = len(sizes) - 1 if self._transposed else 0
         row = math.prod(self.shape) // self.shape[along] * _LARGEST
         step = max(1, _MAPPED_BYTES // row)
@@ -313,8 +317,8 @@ class _Twice(Stored):
         if not torch.equal(into, other):
             raise TrainingError(
                 f"{' and '.join(self._names)} are one weight in config.json, but two in the weights",
-                given=f"different values of the two in {self._path}",
-                expected="equal values, or only one of the two; transformers does not tie weights that differ",
+                given=f"different values under the two names in {self._path}",
+                expected="equal values, or only one of the two; transformers does not tie different weights",
                 hint='set "tie_word_embeddings": false in config.json',
             )
 
@@ -347,7 +351,7 @@ class _Converted(Stored):
 
 @final
 class _Stacked(Stored):
-    """Tensors (rows, ...), each of which is a run of rows of one index of axis 0."""
+    """A tensor stacked from several tensors (rows, ...), each of which is a range of rows at one index of axis 0."""
 
     def __init__(self, pieces: list[list[Stored]], names: Names, shape: tuple[int, ...], path: Path) -> None:
         rows = {tuple(piece.shape for piece in row) for row in pieces}

@@ -1,4 +1,4 @@
-"""A module that the user has already made, with its weights, as a model that can be trained on a mesh."""
+"""Wraps a module that the user has already built, with its weights, as a model that can be trained on a mesh."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _SPEC = "meshcomm.models.ModelSpec(module=..., ...), which describes how to buil
 
 @final
 class WrappedModule(Model):
-    """A module with weights. The weights of the first rank along data and shard are broadcast to all ranks along them.
+    """A module with weights. The first rank along the data and shard dims broadcasts its weights to the other ranks.
 
     loss: (outputs, targets) -> mean over a microbatch. If None, cross-entropy of logits (batch, ..., classes), over all
-          targets of the full batch that are not -100.
+          targets in the full batch that are not -100.
 
-    Along the tensor dim it must have been split by `tensor_parallel`. Raises UnsupportedOp from `check` for features
-    that need to know more about the module.
+    If there is a tensor dim, `tensor_parallel` must have split the module along it. `check` raises UnsupportedOp for
+    features that require more information about the module.
     """
 
     num_layers, hidden_size, vocab_size = 1, 0, 0
@@ -44,7 +44,7 @@ class WrappedModule(Model):
         self._module, self._parallel, self._train, self._loss = module, parallel, train, loss
 
     def stage(self, splits: Splits, stage: Stage) -> nn.Module:
-        """See Model. Called by every rank, because the weights are broadcast here."""
+        """See Model. Called by every rank, because the method broadcasts the weights."""
         module, train = self._module, self._train
         cast(module, getattr(torch, train.dtype), splits.mesh.device)
         with torch.no_grad():
@@ -59,7 +59,7 @@ class WrappedModule(Model):
         return module
 
     def fill(self, module: nn.Module, stage: Stage) -> None:
-        """See Model. The module is filled already."""
+        """See Model. The module already has its weights."""
 
     def loss(self, splits: Splits, logits: Tensor, targets: Tensor) -> Tensor:
         """See Model."""
@@ -88,7 +88,7 @@ class WrappedModule(Model):
         }
         for setting in (setting for setting, wanted in asked.items() if wanted):
             raise UnsupportedOp(
-                f"a module that is already made cannot be trained with {setting}",
+                f"a module that is already built cannot be trained with {setting}",
                 given=f"{setting}, and a {type(module).__name__} as the model",
                 expected="a model whose layers are known",
                 hint=f"{_SPEC}, or remove {setting}",

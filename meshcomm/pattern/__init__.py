@@ -1,7 +1,7 @@
-"""einops patterns in which the name of a mesh dim marks its place in the local tensor.
+"""einops patterns in which the name of a mesh dim marks where the local tensor is split along that dim.
 
-Four stages, each usable without the next: `parse` (text -> sides), `roles` (sides, mesh, shape -> role of each
-dim), `plan` (-> a Recipe of steps), `apply` (recipe, tensor, communicators). All except `apply` are pure.
+There are four stages, each usable without the next: `parse` (text -> sides), `roles` (sides, mesh, shape -> role of
+each dim), `plan` (-> a Recipe of steps), `apply` (recipe, tensor, communicators). All except `apply` are pure.
 """
 
 from meshcomm.pattern.plan import explain_pattern

@@ -1,4 +1,4 @@
-"""Apply a recipe to a tensor: local steps by einops, the others by communicators."""
+"""Applies a recipe to a tensor. einops runs the local steps, and communicators run the others."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from meshcomm.transport.torch_private import once_in_graphs
 GatherRules: TypeAlias = GatherGrad | Mapping[str, GatherGrad]
 
 _RULES = ("slice", "reduce_scatter")
-# How a communicator is called with the arguments of a step.
+# How to call a communicator with the arguments of a step.
 _CALLS: Mapping[str, Callable[..., Tensor]] = {
     "reduce_scatter": lambda at, x, axis, op: at.collective(REDUCE_SCATTER, x, False, op, axis=axis),
     "all_gather": lambda at, x, axis: at.collective(ALL_GATHER, x, axis=axis),
@@ -37,7 +37,7 @@ _CALLS: Mapping[str, Callable[..., Tensor]] = {
 
 @dataclass(frozen=True)
 class _Calls:
-    """A recipe and the gradient rule of each gathered dim. A graph can hold this class, but not a plain tuple."""
+    """A recipe and the gradient rule of each gathered dim. A traced graph can hold this class, but not a plain tuple."""
 
     recipe: Recipe
     rules: Mapping[str, GatherGrad]
@@ -47,7 +47,7 @@ class _Calls:
 class Rearranger:
     """`rearrange` for one rank of one mesh. The 1024 most recently used recipes are cached.
 
-    A mesh that gets more dims needs a new Rearranger, because the name of a tensor axis may now be a dim.
+    When dims are added to a mesh, it needs a new Rearranger, because a name in a pattern may now be a dim.
     """
 
     def __init__(self, layout: Layout, at: CommunicatorCache, functional: Functional, who: str) -> None:
@@ -68,10 +68,10 @@ class Rearranger:
         """Rearrange the local tensor `x`, and communicate where the pattern names a mesh dim.
 
         Called by: every rank along every dim that the pattern names, in the same program order.
-        Returns:   new memory where data moved between ranks, else a view of x where einops would
-                   give one; any strides.
-        Gradient:  if x needs one: for every dim that moves, is sliced, or is reduced by sum or
-                   avg. A gathered dim needs the rule `grad`: one for all, or {dim: rule}.
+        Returns:   a new tensor if data moved between ranks, otherwise a view of x if einops would
+                   return one; any strides.
+        Gradient:  computed if x requires grad, for every dim that moves, is sliced, or is reduced by
+                   sum or avg. A gathered dim needs the rule `grad`: one rule for all, or {dim: rule}.
         Raises:    PatternError, ShapeError, AutogradError before anything is sent; UnsupportedOp,
                    CommunicationError.
         """
@@ -107,7 +107,7 @@ class Rearranger:
         try:
             return self._recipe(pattern, shape, partial, sizes)
         except TypeError:
-            # An unhashable argument, such as a list: planning raises the right error.
+            # An argument, such as a list, is not hashable. Planning raises the appropriate error.
             return self._plan(pattern, shape, partial, sizes)
 
     def _plan(self, pattern: object, shape: tuple[int, ...], partial: object, sizes: Sizes) -> Recipe:
@@ -120,7 +120,7 @@ class Rearranger:
     def calls(
         self, recipe: Recipe, shape: tuple[int, ...], grad: GatherRules | None, needs_grad: bool
     ) -> _Calls:
-        """Return the steps with their gradient rules. Raises AutogradError, PatternError."""
+        """Return the recipe with its gradient rules. Raises AutogradError, PatternError."""
         given, gathered = f'"{recipe.text}" on {self._who}', recipe.gathered
         tensor = f"x of shape {tuple(shape)} with requires_grad=True"
         if grad is None and gathered and needs_grad:
@@ -171,8 +171,8 @@ def rearrange_in_graph(
     grad: GatherRules | None,
     sizes: Mapping[str, int],
 ) -> Tensor:
-    """Return `Rearranger.run` on this mesh under torch.compile: planned while tracing, for the shape of `x`."""
-    # Formatting as text specializes a symbolic size to a constant.
+    """Return the result of `Rearranger.run` under torch.compile. The recipe for the shape of `x` is planned while tracing."""
+    # Formatting a symbolic size as text specializes it to a constant.
     shape = tuple(int(f"{size}") for size in x.shape)
     listed = tuple(sizes.items())
     key, dims = mesh.functional._groups.key, len(mesh.layout.merge)
@@ -190,10 +190,10 @@ def _calls_in_graph(
     grad: GatherRules | None,
     needs_grad: bool,
 ) -> _Calls | MeshcommError:
-    """Return the calls, or the error of planning: an error must be raised by the traced code.
+    """Return the calls, or the planning error, which the traced code must raise.
 
-    All arguments are constants of a graph, as torch 2.11 requires. `merged` is one of them, so that another merged dim
-    plans again. asked: the arguments of `Rearranger.recipe`.
+    All arguments are constants of a graph, as torch 2.11 requires. `merged`, the number of merged dims, is one of them, so
+    that the recipe is planned again when a merged dim is added. asked: the arguments of `Rearranger.recipe`.
     """
     planner: Rearranger = groups_of(key, f'rearrange "{asked[0]}"').planner()
     try:

@@ -1,4 +1,4 @@
-"""Parses a pattern: text -> two sides, by the rules of einops. Pure: no mesh, no torch."""
+"""Parses the text of a pattern into two sides, by the rules of einops. Requires neither a mesh nor torch."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from meshcomm.errors import PatternError
 Group: TypeAlias = tuple[str, ...]
 Side: TypeAlias = tuple[Group, ...]
 
-# einops's internal form of an ellipsis.
+# The internal form of an ellipsis in einops.
 _ELLIPSIS: Final = str(ParsedExpression("...").composition[0])
-# Hints, by the text of einops's error on a side.
+# Hints by the text of einops's error about a side.
 _TRY: Final = {
     "only inside ellipsis": "one ... and names for the other axes",
     'duplicate dimension "(.*)"': 'another name for one of them, as in "{0}2"',
@@ -30,7 +30,7 @@ _TRY: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """A parsed pattern. A side is the tensor's axes in order; an axis is a tuple of names.
+    """A parsed pattern. A side lists the tensor's axes in order. Each axis is a tuple of names.
 
     `b (h w) 1` is (("b",), ("h", "w"), ()). The axes of an ellipsis are named "...0", "...1".
     """
@@ -40,7 +40,7 @@ class Pattern:
 
 
 def names_of(side: Side) -> tuple[str, ...]:
-    """Return every name of a side, in order.
+    """Return all names in a side, in order.
 
     >>> names_of((("b",), ("h", "w"), ()))
     ('b', 'h', 'w')
@@ -59,12 +59,12 @@ def text_of(side: Side) -> str:
 
 
 def fault(what: str, expected: str, hint: str) -> PatternError:
-    """Return the error for something wrong with a pattern; `plan` adds what was given."""
+    """Return the error for an invalid pattern. `plan` adds the pattern, the shape and the mesh."""
     return PatternError(f"rearrange: {what}", expected=expected, hint=hint)
 
 
 def parse(text: object, ndim: int | None) -> Pattern:
-    """Parse a pattern for a tensor of `ndim` axes. None means any number, and the pattern then has no ellipsis.
+    """Parse a pattern for a tensor with `ndim` axes. None means any number; an ellipsis is then not allowed.
 
     >>> parse("b s (tp h) -> b s h", None).left
     (('b',), ('s',), ('tp', 'h'))
@@ -109,7 +109,7 @@ def parse(text: object, ndim: int | None) -> Pattern:
 
 
 def _read(side: str, where: str) -> ParsedExpression:
-    """Return a side, as einops reads it."""
+    """Return a side as parsed by einops."""
     try:
         read = ParsedExpression(side)
     except EinopsError as error:
@@ -120,7 +120,7 @@ def _read(side: str, where: str) -> ParsedExpression:
         raise fault(
             f"{said[0].lower()}{said[1:]}, on the {where}",
             "names, parentheses, 1, an ellipsis of three dots, and spaces between them",
-            next(hints, "a pattern that einops.rearrange takes"),
+            next(hints, "a pattern that einops.rearrange accepts"),
         ) from None
     for number in (name for group in read.composition for name in group if isinstance(name, AnonymousAxis)):
         raise fault(
@@ -153,7 +153,7 @@ def _ellipsis_axes(left: ParsedExpression, ndim: int | None) -> Group:
 
 
 def _side(read: ParsedExpression, axes: Group) -> Side:
-    """Return a side with `axes` for its ellipsis."""
+    """Return a side in which `axes` replace the ellipsis."""
     groups: list[Group] = []
     for group in read.composition:
         names = tuple(each for name in group for each in (axes if name == _ELLIPSIS else (str(name),)))

@@ -1,4 +1,4 @@
-"""Find the steps for a pattern with the fewest bytes sent, then the fewest copies. Free of side effects."""
+"""Finds the steps for a pattern that send the fewest bytes and, among these, make the fewest copies. Has no side effects."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from meshcomm.pattern.recipe import Kind, Recipe, RecipeStep, Role
 from meshcomm.pattern.roles import MeshDims, Shape, Sizes, check_apart, lengths, mesh_dims, roles
 from meshcomm.reductions import REDUCTIONS
 
-# The call for each role, in the order that sends the fewest bytes: first slices, which send nothing and make all later
-# calls smaller, then calls that shrink the tensor, then calls that keep its size, then calls that make it grow.
+# The call for each role, in the order that sends the fewest bytes. Slices are first: they send nothing and make all later
+# calls smaller. Then come calls that shrink the tensor, calls that keep its size, and calls that enlarge it.
 _CALLS: Mapping[Role, Kind] = {
     "slice": "slice",
     "reduce_scatter": "reduce_scatter",
@@ -35,14 +35,14 @@ def explain_pattern(
     partial: str | None = None,
     **sizes: int,
 ) -> Recipe:
-    """Return the steps of `mesh.rearrange(x, pattern, partial=partial, **sizes)`, as a value.
+    """Return the steps that `mesh.rearrange(x, pattern, partial=partial, **sizes)` runs, as a Recipe.
 
-    Needs no process and no torch. Print the result to read the steps.
+    Requires neither a process group nor torch. Print the result to read the steps.
 
     Args:
         pattern: see `Mesh.rearrange`.
         dims:    the mesh: name -> size, outermost first, or a Layout.
-        shape:   shape of each rank's local tensor. If None, the steps have no numbers, and the pattern must
+        shape:   shape of each rank's local tensor. If None, the steps contain no sizes, and the pattern must
                  not contain an ellipsis.
         partial: as for `Mesh.rearrange`.
         sizes:   lengths of axes, as for `Mesh.rearrange`.
@@ -55,7 +55,7 @@ def explain_pattern(
       step                                            axes          shape          each rank sends
       x                                               b s (cp h) d  (2, 8, 16, 4)
       all_to_all along cp, split axis 2, join axis 1  b (cp s) h d  (2, 32, 4, 4)  3 x 256 = 768
-      sent by each rank: 768 elements, times the bytes of one
+      sent by each rank: 768 elements, times the bytes per element
     """
     if not isinstance(dims, (Layout, Mapping)):
         raise LayoutError(
@@ -87,7 +87,7 @@ def _lengths(shape: Iterable[int]) -> Shape:
 def plan(
     text: object, layout: Layout, shape: Shape | None, partial: object = None, sizes: Sizes = ()
 ) -> Recipe:
-    """Return the recipe of a pattern on a mesh, for a local tensor of `shape` (None: of any shape).
+    """Return the recipe of a pattern on a mesh, for a local tensor of `shape` (None means any shape).
 
     Raises PatternError with the pattern, the shape and the mesh.
     """
@@ -109,12 +109,12 @@ def _plan(
     found = roles(pattern, mesh, partial, sizes)
     assert partial is None or isinstance(partial, str)
     known = None if shape is None else lengths(pattern, shape, mesh, sizes)
-    # A dim of size 1 is an axis of length 1, with nothing to communicate or reorder. Reductions
-    # stay, so that an invalid reduction is rejected on every mesh.
+    # A dim of size 1 is an axis of length 1, with nothing to communicate or reorder. Reductions are
+    # kept, so that an invalid reduction is rejected on every mesh.
     solo = {name for name, role in found.items() if mesh[name] == 1 and role != "reduce_scatter"}
     left, right = _without(pattern.left, solo), _without(pattern.right, solo)
-    # Several reduce_scatters, or several all_gathers, send the same total in any order. The largest share
-    # goes along the innermost dim, whose ranks are nearest to each other.
+    # Several reduce_scatters, or several all_gathers, send the same total amount in any order. This order sends the
+    # largest part along the innermost dim, whose ranks are closest to each other.
     calls = [
         (call, name)
         for role, call in _CALLS.items()
@@ -128,7 +128,7 @@ def _plan(
         dims=tuple((name, mesh[name]) for name in found),
         roles=tuple(found.items()),
         partial=partial,
-        # The axes of the steps may differ from these by dims of size 1; the tensor is the same.
+        # The axes in the steps may lack dims of size 1. The tensor is the same.
         before=pattern.left,
         shape=None if shape is None else tuple(shape),
         steps=tuple(best.steps),
@@ -141,7 +141,7 @@ def _without(side: Side, names: set[str]) -> Side:
 
 
 class _Route:
-    """Collects steps. `axes`: the local tensor's axes after the steps so far."""
+    """Collects the steps of a recipe. axes: the local tensor's axes after the steps so far."""
 
     def __init__(
         self, axes: Side, mesh: MeshDims, known: Mapping[str, int] | None, partial: str | None
@@ -149,14 +149,14 @@ class _Route:
         self.axes = axes
         self.steps: list[RecipeStep] = []
         self.copies = 0
-        # Whether the tensor is contiguous, if it was at the start.
+        # Whether the tensor is contiguous, provided that it was contiguous at the start.
         self._packed = True
         self._mesh = mesh
         self._known = known
         self._partial = partial
 
     def axis_of(self, name: str) -> int:
-        """Return the axis that has `name` in it."""
+        """Return the axis that contains `name`."""
         return next(number for number, group in enumerate(self.axes) if name in group)
 
     def _step(self, kind: Kind, axes: Side, *args: Any, dim: str = "") -> None:
@@ -174,7 +174,7 @@ class _Route:
     # -- local steps ----------------------------------------------------------------------------
 
     def arrange(self, target: Side) -> None:
-        """Rearrange the axes with einops to `target`, which has the same names."""
+        """Rearrange the axes to `target`, which has the same names, with einops."""
         if target == self.axes:
             return
         runs = {name: at for at, run in enumerate(_runs(self.axes, target)) for name in run}
@@ -182,7 +182,7 @@ class _Route:
         if not self._packed and any(len({runs[name] for name in group}) > 1 for group in target):
             self.copies += 1
             self._packed = True
-        # Names that einops accepts; names of an ellipsis are not valid.
+        # Names that einops accepts, because it rejects the names of an ellipsis's axes.
         plain = {name: f"x{at}" for at, name in enumerate(names_of(self.axes))}
         sides = (
             tuple(tuple(plain[name] for name in group) for group in side) for side in (self.axes, target)
@@ -192,7 +192,7 @@ class _Route:
         self._step("rearrange", target, " -> ".join(map(text_of, sides)), lengths)
 
     def lead(self, name: str) -> int:
-        """Return the axis whose outermost part is `name`, after splitting an axis if needed."""
+        """Return the axis whose outermost part is `name`. If there is none, split an axis first."""
         axis = self.axis_of(name)
         group = self.axes[axis]
         at = group.index(name)
@@ -204,7 +204,7 @@ class _Route:
     # -- steps along a dim ----------------------------------------------------------------------
 
     def cut(self, kind: Kind, dim: str) -> None:
-        """slice or reduce_scatter: keep this rank's part of the axis that has `dim`."""
+        """Add a slice or reduce_scatter, which keeps this rank's part of the axis that contains `dim`."""
         axis = self.lead(dim)
         axes = _replaced(self.axes, axis, self.axes[axis][1:])
         if kind == "slice":
@@ -214,13 +214,13 @@ class _Route:
             self._pack(axis)
             assert self._partial is not None
             self._step("reduce_scatter", axes, axis, self._partial, dim=dim)
-            # A reduction along a second dim gets the already prepared values of the first.
+            # A reduction along a second dim starts from the values prepared for the first.
             self._partial = REDUCTIONS[self._partial].wire.name
 
     def join(self, kind: Kind, dim: str, to: int) -> None:
-        """all_to_all or all_gather: `dim` becomes the outermost part of axis `to`.
+        """Add an all_to_all or all_gather, which makes `dim` the outermost part of axis `to`.
 
-        For all_to_all, `to` counts axes after `dim` has become the outermost part of its axis.
+        For all_to_all, `to` is an axis number after `dim` has become the outermost part of its own axis.
         """
         axis = self.lead(dim) if kind == "all_to_all" else 0
         self._pack(axis)
@@ -230,13 +230,13 @@ class _Route:
         self.copies += self._behind(to)
 
     def _pack(self, axis: int) -> None:
-        """Communication reads contiguous memory with the split axis first."""
+        """Count a copy if needed: communication reads contiguous memory with the split axis first."""
         if self._behind(axis) or not self._packed:
             self.copies += 1
         self._packed = True
 
     def _behind(self, axis: int) -> bool:
-        """Return whether an axis of more than one element precedes `axis`."""
+        """Return whether an axis that may be longer than 1 precedes `axis`."""
         return any(self.axes[:axis])
 
 
@@ -245,7 +245,7 @@ def _replaced(axes: Side, axis: int, group: Group) -> Side:
 
 
 def _runs(axes: Side, other: Side) -> tuple[Group, ...]:
-    """Return the pieces of `axes`, in order, that neither `axes` nor `other` splits."""
+    """Return the longest runs of names, in order, that neither `axes` nor `other` separates."""
     neighbours = {pair for group in other for pair in pairwise(group)}
     runs: list[Group] = []
     for group in axes:
@@ -258,8 +258,8 @@ def _runs(axes: Side, other: Side) -> tuple[Group, ...]:
 
 
 def _in_place(route: _Route, right: Side, calls: Sequence[tuple[Kind, str]]) -> _Route | None:
-    """Run every collective on the dim's current and target axis, if they exist, and reorder the rest at the end.
-    None if no axis follows a dim."""
+    """Run each collective directly on the dim's current and target axes, and reorder the remaining axes at the end.
+    Return None if no axis follows a dim in its parentheses."""
     for call, dim in calls:
         if call in ("slice", "reduce_scatter"):
             route.cut(call, dim)
@@ -277,7 +277,7 @@ def _in_place(route: _Route, right: Side, calls: Sequence[tuple[Kind, str]]) -> 
 
 
 def _in_front(route: _Route, right: Side, calls: Sequence[tuple[Kind, str]]) -> _Route:
-    """Run every collective on axis 0, where it copies nothing: pack once before, unpack once after."""
+    """Run every collective on axis 0, where it needs no copy. Pack once before, and unpack once afterward."""
     for call, dim in calls:
         if call == "slice":
             route.cut(call, dim)

@@ -1,4 +1,4 @@
-"""A pattern as a list of steps: operations on the local tensor, and the data that each one sends."""
+"""A pattern as a list of steps: operations on the local tensor, and the data that each operation sends."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ _STEPS: Final[dict[Kind, str]] = {
 class RecipeStep:
     """One operation on the local tensor.
 
-    kind:  rearrange (by einops, on this rank), slice (this rank's of `size` equal parts), or a collective along
-           `dim`.
-    axes:  the tensor's axes afterwards. shape: their lengths; None for a recipe without a shape.
+    kind:  rearrange (a local einops operation), slice (keeps this rank's part of `size` equal parts), or a
+           collective along `dim`.
+    axes:  the tensor's axes after the step. shape: the lengths of these axes; None for a recipe without a shape.
     dim, size: the mesh dim and its size; "" and 1 for a rearrange.
-    args:  rearrange: the einops pattern, and the lengths of its names. slice, all_gather: (axis,).
-           reduce_scatter: (axis, op). all_to_all: (split axis, concat axis). As in the communicator's methods.
-    piece: number of elements of one slice that is sent; for a recipe without a shape, the names of its axes,
-           "b*s".
+    args:  arguments as for the communicator's methods. slice, all_gather: (axis,). reduce_scatter: (axis, op).
+           all_to_all: (split axis, concat axis). rearrange: the einops pattern, and the lengths of its names.
+    piece: number of elements in each slice that is sent; for a recipe without a shape, the names of the slice's
+           axes, such as "b*s".
     """
 
     kind: Kind
@@ -57,7 +57,7 @@ class RecipeStep:
 
     @property
     def sends(self) -> str:
-        """The data that each rank sends, `3 x 60 = 180`; "" if none."""
+        """The number of elements that each rank sends, such as `3 x 60 = 180`; "" if none."""
         if self.pieces == 0:
             return ""
         if isinstance(self.piece, str):
@@ -75,11 +75,11 @@ class RecipeStep:
 @final
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """The steps of a pattern, in order. `str` gives a table of the steps with axes, shapes and sent data.
+    """The steps of a pattern, in order. `str` returns a table of the steps with their axes, shapes and sent data.
 
     text:   the pattern. dims, roles: (name, size) and (name, role) of every mesh dim in the pattern.
-    before: the local tensor's axes at the start. shape: their lengths; None without a shape.
-    copies: the maximum number of memory copies of the local tensor, for a contiguous input.
+    before: the local tensor's axes before the first step. shape: the lengths of these axes; None if not given.
+    copies: the maximum number of times that the local tensor is copied in memory, for a contiguous input.
     """
 
     text: str
@@ -93,30 +93,30 @@ class Recipe:
 
     @property
     def gathered(self) -> tuple[str, ...]:
-        """The dims that are gathered, including those of size 1."""
+        """The dims that are gathered, including dims of size 1."""
         return tuple(name for name, role in self.roles if role == "gather")
 
     @property
     def axes(self) -> Side:
-        """The local tensor's axes at the end."""
+        """The local tensor's axes after the last step."""
         return self.steps[-1].axes if self.steps else self.before
 
     @property
     def result_shape(self) -> tuple[int, ...] | None:
-        """The local tensor's shape at the end; None without a shape."""
+        """The local tensor's shape after the last step, or None for a recipe without a shape."""
         return self.steps[-1].shape if self.steps else self.shape
 
     @property
     def sent(self) -> int | None:
-        """Elements that each rank sends to others, summed over all steps; None without a shape.
+        """Number of elements that each rank sends in all steps, or None for a recipe without a shape.
 
-        Counted for an algorithm that sends each slice once: ring or pairwise.
+        The count assumes a ring or pairwise algorithm, which sends each slice once.
         """
         return None if self.shape is None else sum(step.pieces * int(step.piece) for step in self.steps)
 
     def __str__(self) -> str:
         mesh = coords_text(dict(self.dims))
-        lines = [f"{self.text.strip()}    on {'mesh ' + mesh if mesh else 'each rank by itself'}"]
+        lines = [f"{self.text.strip()}    on {'mesh ' + mesh if mesh else 'each rank separately'}"]
         lines += [f"  {name}: {_ROLES[role]}" for name, role in self.roles]
         rows = [("step", "axes", "shape", "each rank sends")]
         begin = ("x", self.before, self.shape, "")
@@ -127,5 +127,5 @@ class Recipe:
             cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=False))
             lines.append("  " + f"{'  '.join(cells)}  {row[3]}".rstrip())
         if self.sent is not None:
-            lines.append(f"  sent by each rank: {self.sent} elements, times the bytes of one")
+            lines.append(f"  sent by each rank: {self.sent} elements, times the bytes per element")
         return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""The role of each mesh dim in a pattern, and the length of each axis, from the mesh, the sizes and the shape."""
+"""Determines the role of each mesh dim in a pattern and the length of each axis."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Shape: TypeAlias = tuple[int, ...]
 
 
 def mesh_dims(layout: Layout) -> dict[str, int]:
-    """Return every name of the mesh with its size; outermost (ranks farthest apart) first.
+    """Return every dim name of the mesh with its size. Dims whose ranks are farthest apart come first.
 
     >>> mesh_dims(Layout({"dp": 2, "tp": 4}, merge={"all": ("tp", "dp")}))
     {'dp': 2, 'all': 8, 'tp': 4}
@@ -33,8 +33,8 @@ def mesh_dims(layout: Layout) -> dict[str, int]:
 
 
 def check_apart(pattern: Pattern, layout: Layout) -> None:
-    """Check that no two dims of a pattern overlap: "dp" and a merged dim that contains dp, or a view's dim
-    and a base dim that split the same ranks. Raises PatternError."""
+    """Raise PatternError if two dims of a pattern overlap, such as "dp" and a merged dim that contains dp, or a view's
+    dim and a base dim that split the same ranks."""
     used = [n for n in dict.fromkeys(names_of(pattern.left) + names_of(pattern.right)) if n in layout.names]
     for one, other in combinations(used, 2):
         digits = product(layout.digits(one).canonical(), layout.digits(other).canonical())
@@ -51,8 +51,8 @@ def check_apart(pattern: Pattern, layout: Layout) -> None:
 def roles(pattern: Pattern, mesh: MeshDims, partial: object, sizes: Sizes) -> dict[str, Role]:
     """Return the role of every mesh dim that the pattern names, in the order of `mesh`. Raises PatternError.
 
-    On the right only: gather. On the left only: slice, or reduce_scatter if `partial` is given. On both sides: stay
-    if its neighbors are the same on both sides, otherwise move.
+    A dim that is only on the right is gathered. A dim that is only on the left is sliced or, if `partial` is given,
+    reduced by reduce_scatter. A dim on both sides stays if its neighbors are the same on both sides; otherwise it moves.
     """
     left, right = names_of(pattern.left), names_of(pattern.right)
     _check_both_sides(left, right, mesh)
@@ -69,12 +69,12 @@ def roles(pattern: Pattern, mesh: MeshDims, partial: object, sizes: Sizes) -> di
     for one, other in combinations([name for name, role in found.items() if role == "stay"], 2):
         swapped = (left.index(one) < left.index(other)) != (right.index(one) < right.index(other))
         if swapped and _place(pattern.left, one, mesh) == _place(pattern.left, other, mesh):
-            raise _unclear(f'"{one}" and "{other}" change places')
+            raise _unclear(f'"{one}" and "{other}" swap places')
     return found
 
 
 class _Place(NamedTuple):
-    """The tensor axes before and after a mesh dim: within its parentheses, or else on its side."""
+    """The tensor axes before and after a mesh dim: in the same parentheses, or on the whole side if it is in none."""
 
     in_parentheses: bool
     before: str | None
@@ -98,7 +98,7 @@ def _stays(pattern: Pattern, name: str, mesh: MeshDims) -> bool:
         if same == 1:
             raise _unclear(f'"{name}" keeps one neighbor and changes the other')
         return same == 2
-    # In parentheses a dim splits the axis after it; if there is none, the axis before it.
+    # In parentheses, a dim splits the axis after it or, if there is none, the axis before it.
     if left.in_parentheses and right.in_parentheses and (left.after is None or right.after is None):
         return left.after is right.after and left.before == right.before
     inside = left if left.in_parentheses else right
@@ -149,7 +149,7 @@ def _check_sizes(names: Group, mesh: MeshDims, sizes: Sizes) -> None:
         if mesh.get(name, size) != size:
             raise fault(
                 f'{name}={size}, but "{name}" is a dim of the mesh and has size {mesh[name]}',
-                f"{name}={mesh[name]}, or no size: the mesh knows it",
+                f"{name}={mesh[name]}, or no size, because the mesh defines it",
                 remove,
             )
 
@@ -174,10 +174,10 @@ def _check_partial(partial: object, reduces: bool) -> None:
 
 
 def lengths(pattern: Pattern, shape: Shape, mesh: MeshDims, sizes: Sizes) -> dict[str, int]:
-    """Return the length of every name of both sides. The length of a mesh dim is its size.
+    """Return the length of every name in the pattern. The length of a mesh dim is its size.
 
-    pattern: parsed for the number of axes of `shape`.
-    Raises PatternError if the shape does not fit the sizes, or does not determine a name.
+    pattern: a pattern parsed for the number of axes in `shape`.
+    Raises PatternError if the shape does not fit the sizes, or does not determine the length of a name.
     """
     known = {**dict(sizes), **mesh}
     for number, (group, length) in enumerate(zip(pattern.left, shape, strict=True)):
@@ -205,7 +205,7 @@ def lengths(pattern: Pattern, shape: Shape, mesh: MeshDims, sizes: Sizes) -> dic
             known[open_names[0]] = length // whole
         elif whole != length:
             raise fault(
-                f"{axis} has another length: {text}, the length is {length}",
+                f"{axis} has a different length: {text}, the length is {length}",
                 f"length {whole}, got {length}",
                 _fitting(group, mesh, known, length),
             )
@@ -213,7 +213,7 @@ def lengths(pattern: Pattern, shape: Shape, mesh: MeshDims, sizes: Sizes) -> dic
 
 
 def _fitting(group: Group, mesh: MeshDims, known: Mapping[str, int], length: int) -> str:
-    """Return the hint for an axis whose length differs from the length of its names."""
+    """Return the hint for an axis whose length differs from the product of the lengths of its names."""
     given = [name for name in group if name not in mesh and name in known]
     if not group:
         return "a name for the axis"

@@ -1,1 +1,4 @@
-"""Cost predictions for a mesh before it is made: links, times, stages, memory, traffic, lint findings and rankings. Uses no torch and no processes."""
+"""Predictions for a mesh before it is created: links, times, stages, memory, traffic, lint findings and rankings.
+
+They need neither torch nor any processes.
+"""

@@ -1,8 +1,8 @@
-"""Memory and traffic of a training step on the rank with the most layers, by short formulas that `tune` uses to rank meshes.
+"""Short formulas for a training step's memory and traffic on the rank with the most layers. `tune` ranks meshes by them.
 
 `meshcomm dryrun` and `meshcomm tune --exact` count both exactly. The formulas leave out messages of a few bytes per token
-(losses, norms, routers), biases, attention windows, the order in which memory is freed, and buffers of a pass.
-Bytes of a call are counted as in `meshcomm.predict.times`.
+(losses, norms, routers), biases, attention windows, the order in which memory is freed, and temporary buffers.
+A call's bytes are counted as in `meshcomm.predict.times`.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from meshcomm.predict.stages import PartCosts, attention_costs, part_costs
 from meshcomm.predict.times import Operation
 
 _BYTES: Final = {"float32": 4, "float64": 8, "bfloat16": 2}
-# The parts that are dims of the base; outermost first unless something else decides the order.
+# The parts that are dims of the base, outermost first by default.
 BASE: Final[tuple[ParallelRole, ...]] = ("pipeline", "data", "shard", "context", "tensor")
-# Parts, or dims, whose ranks make a call together. The copies of experts (edp) are "replica". With shard, they hold
-# shards of the experts and are "expert shard".
+# Parts, or dims, whose ranks make a call together. The dim of the experts' copies (edp) is "replica", or "expert shard"
+# if the shard part is used, because each copy then holds a shard of the experts.
 Along: TypeAlias = tuple[str, ...]
 REPLICA: Final = "replica"
 EXPERT_SHARD: Final = "expert shard"
 
 
 class Sizes(NamedTuple):
-    """Sizes of the dims of the parts; 1 for a part without a dim. microbatches: per rank and step. expert_copies:
-    number of copies of the experts' shards.
+    """The size of each part's dim; 1 for a part without a dim. microbatches: the number per rank and step.
+    expert_copies: the number of copies of each expert shard.
     """
 
     pipeline: int = 1
@@ -45,7 +45,9 @@ class Sizes(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """Parameters of a model. layers: of each block, without its experts. ends: outside of blocks; a shared one counts once."""
+    """Parameter counts of a model. layers: one per block, without its experts. experts: one per block. ends: parameters
+    outside the blocks; a shared parameter counts once.
+    """
 
     layers: tuple[int, ...]
     experts: tuple[int, ...]
@@ -54,11 +56,11 @@ class Counts(NamedTuple):
 
 @dataclass(frozen=True)
 class Workload:
-    """The training of a configuration. parts: the parts in use. model: with all sizes. expert_layers: layers with
-    experts. counts: the model's parameters, if they were counted.
+    """The training run that a configuration describes. parts: the parts in use. model: the model, with all sizes set.
+    expert_layers: the number of layers with experts. counts: the model's parameter counts, if they are known.
 
-    activation_bytes: bytes per element in a message or in memory, and per weight gathered by FSDP. weight_bytes: bytes per
-    weight. reduced_bytes: bytes per gradient reduced by FSDP.
+    activation_bytes: bytes per activation element, and per weight element gathered by FSDP.
+    weight_bytes: bytes per weight element. reduced_bytes: bytes per gradient element reduced by FSDP.
     """
 
     parts: tuple[ParallelRole, ...]
@@ -79,23 +81,25 @@ class Workload:
         return self.parallel.options.attention == "ulysses"
 
     def tokens(self, sizes: Sizes) -> float:
-        """Return the tokens of a micro-batch on one rank."""
+        """Return the number of tokens per micro-batch on one rank."""
         return self.train.micro_batch_size * self.seq_len / sizes.context
 
     def layers_of_rank(self, sizes: Sizes) -> int:
-        """Return the layers of the rank with the most layers, assuming evenly cut stages."""
+        """Return the largest number of layers on any rank, assuming that the stages are split evenly."""
         each = self.parallel.options.stages_per_rank if sizes.pipeline > 1 else 1
         return -(-self.model.num_layers // (sizes.pipeline * each)) * each
 
     def with_experts(self, layers: int) -> int:
         """Return the number of layers with experts among `layers`.
 
-        If only every n-th layer has them, this is a rank's share, rounded up.
+        If only every n-th layer has experts, this is a rank's proportional share, rounded up.
         """
         return -(-layers * self.expert_layers // self.model.num_layers)
 
     def layers_again(self, sizes: Sizes) -> int:
-        """Return how many layers of that rank recompute their full forward pass; 0 for selective recompute."""
+        """Return how many layers of the rank with the most layers recompute their full forward pass; 0 for selective
+        recompute.
+        """
         every, layers = self.train.activation_checkpointing, self.layers_of_rank(sizes)
         if isinstance(every, bool) or every == "selective":
             return layers if every is True else 0
@@ -103,21 +107,20 @@ class Workload:
         return layers // every if sizes.pipeline == 1 else -(-layers // every)
 
     def shards(self, sizes: Sizes) -> int:
-        """Return the number of ranks that weights are sharded over: shard times context."""
+        """Return the number of ranks that weights are sharded across: shard times context."""
         return sizes.shard * (sizes.context if "shard" in self.parts else 1)
 
     def expert_shards(self, sizes: Sizes) -> int:
-        """Return the number of ranks that experts' weights are sharded over: as for other weights, or what the
-        experts' view leaves.
+        """Return the number of ranks that the experts' weights are sharded across. If the shard and
+        expert parts are not both in use, this is the same as `shards`.
         """
         if "shard" not in self.parts or "expert" not in self.parts:
             return self.shards(sizes)
         return sizes.data * sizes.shard * sizes.context // sizes.expert // sizes.expert_copies
 
     def flops(self, sizes: Sizes) -> float:
-        """Return the floating-point operations of one micro-batch on the rank with the most layers and the head.
-        They are 6 for each multiply-add of the forward pass per token, because backward costs twice as much as
-        forward, and 2 more in recomputed layers.
+        """Return the floating-point operations per micro-batch on a rank that has the most layers and the head. Each
+        multiply-add of the forward pass counts 6: 2 forward and 4 backward. In recomputed layers it counts 2 more.
         """
         layer = sum(self.costs.layers) / self.model.num_layers
         once = self.layers_of_rank(sizes) * layer + self.costs.head
@@ -125,16 +128,16 @@ class Workload:
 
 
 def workload(settings: Config, counts: Counts | None = None) -> Workload:
-    """Return the workload of `settings`. counts: the model's parameters, if they cannot be computed from its sizes.
+    """Return the workload of `settings`. counts: the model's parameter counts, if its sizes do not determine them.
 
-    Raises ConfigError if `settings` trains nothing, or fixes the places of ranks.
+    Raises ConfigError if `settings` does not describe training, or if it fixes where ranks are placed.
     """
     parallel, model, data, train = settings.parallel, settings.model, settings.data, settings.train
     if parallel is None or model is None or data is None or train is None:
         raise ConfigError(
-            f"{settings.source} says nothing about training",
+            f"{settings.source} does not describe training",
             given="a mesh without [parallel], [model], [data] and [train]",
-            expected="all four sections: bytes and memory are computed from them",
+            expected="all four sections, from which bytes and memory are computed",
             hint="meshcomm new writes a config that has them all",
         )
     model, mesh = model.sized("bytes and memory"), settings.mesh
@@ -146,15 +149,15 @@ def workload(settings: Config, counts: Counts | None = None) -> Workload:
             expected="training of all parameters",
             hint=f"meshcomm dryrun {settings.source}, which counts only trained parameters, on one mesh",
         )
-    # Settings that would not fit other sizes, or would override another order.
+    # Settings that are valid only for the configured dim sizes, or that would override a new order of the dims.
     fixed = [f"mesh.{name}" for name in ("ranks", "rank_order") if getattr(mesh, name) is not None]
     fixed += [f"mesh.views.{name}" for name in mesh.views if name != settings.expert_view]
     fixed += [f"mesh.dims.{dim}" for dim in mesh.dims if dim not in parallel.parts.values()]
     if fixed:
         raise ConfigError(
-            f"{fixed[0]} belongs to one mesh, and tune looks for another",
+            f"{fixed[0]} applies only to the configured mesh, but tune looks for a different one",
             given=f"{settings.source} with {fixed[0]}",
-            expected="only the dims of the parts in [parallel], and the view of its expert",
+            expected="only the dims that [parallel] names, and the view that contains its expert dim",
             hint=f"--set {fixed[0]}=   (an empty value removes it)",
         )
     costs = part_costs(model, data.seq_len)
@@ -178,7 +181,7 @@ def workload(settings: Config, counts: Counts | None = None) -> Workload:
 
 
 def _costs(model: ModelConfig, counts: Counts, seq_len: int) -> tuple[int, ...]:
-    """Return the multiply-adds of each layer per token: one for each weight used, plus attention as in `part_costs`."""
+    """Return each layer's multiply-adds per token: one for each weight used, plus attention as in `part_costs`."""
     active = min(model.experts_per_token, model.experts) / max(1, model.experts)
     each = zip(counts.layers, counts.experts, attention_costs(model, seq_len), strict=True)
     return tuple(plain + round(active * experts) + attention for plain, experts, attention in each)
@@ -188,7 +191,10 @@ def _costs(model: ModelConfig, counts: Counts, seq_len: int) -> tuple[int, ...]:
 
 
 class Weights(NamedTuple):
-    """Weights of one rank before sharding: without experts, of experts, of one layer, and outside of layers."""
+    """The number of weights on one rank before sharding.
+
+    plain: weights outside experts. experts: weights of experts. layer: weights of one layer. ends: weights outside layers.
+    """
 
     plain: float
     experts: float
@@ -197,7 +203,7 @@ class Weights(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """Bytes of one rank at the peak of a step. gathered: unsharded weights of FSDP."""
+    """One rank's memory at the peak of a step, in bytes. gathered: weights that FSDP has unsharded."""
 
     weights: float
     gradients: float
@@ -207,9 +213,8 @@ class Memory(NamedTuple):
 
 
 def weights(work: Workload, sizes: Sizes) -> Weights:
-    """Return the weights: experts are split along expert and tensor, other weights along tensor.
-
-    With a pipeline, the two tables are on two ranks.
+    """Return the weights of the rank with the most layers. Experts are split along expert and tensor, other weights only
+    along tensor. With a pipeline, the embedding and the head are on different ranks.
     """
     model, layers = work.model, work.layers_of_rank(sizes)
     with_experts, norms = work.with_experts(layers), 2 * model.hidden_size
@@ -222,7 +227,7 @@ def weights(work: Workload, sizes: Sizes) -> Weights:
     )
     if work.counts is not None:
         tables = work.counts.ends / (2 if sizes.pipeline > 1 and not model.tied_embeddings else 1)
-    # If the tensor ranks do not divide the vocabulary, each has all of it.
+    # If the vocabulary cannot be split evenly across the tensor ranks, each rank has all of it.
     ends = tables / (1 if model.vocab_size % sizes.tensor else sizes.tensor)
     if work.counts is not None:
         of_rank = layers / model.num_layers
@@ -237,11 +242,12 @@ def weights(work: Workload, sizes: Sizes) -> Weights:
 
 
 def memory(work: Workload, sizes: Sizes) -> Memory:
-    """Return the memory of the rank that needs the most. Weights and gradients have one dtype. Adam's two moments have
+    """Return the memory of the rank that needs the most. Weights and gradients have the same dtype. Adam's two moments have
     train.state_dtype.
 
-    With sharding (FSDP, ZeRO-3: Rajbhandari et al. 2020), each is divided by the shards. Gathered weights are two layers,
-    the tables and the last norm, or all weights without `reshard`. Gradients of several micro-batches accumulate unsharded.
+    With sharding (FSDP, ZeRO-3: Rajbhandari et al. 2020), each is divided by the number of shards. At the peak, two layers
+    and the weights outside the layers are gathered; without `reshard`, all weights are. If a step has several
+    micro-batches, gradients accumulate unsharded.
     """
     here = weights(work, sizes)
     shards, spread = work.shards(sizes), work.expert_shards(sizes)
@@ -249,7 +255,7 @@ def memory(work: Workload, sizes: Sizes) -> Memory:
     moments = 2 * share * _BYTES[work.train.state_dtype or work.train.dtype] / work.weight_bytes
     activations = _activations(work, sizes)
     if shards == spread == 1:
-        # Autocast keeps its copies of weights for the backward pass.
+        # Autocast keeps its casted copies of the weights for the backward pass.
         if work.activation_bytes != work.weight_bytes and not work.train.activation_checkpointing:
             activations += work.layers_of_rank(sizes) * here.layer * work.activation_bytes
         return Memory(share, share, moments, activations, 0.0)
@@ -262,10 +268,10 @@ def memory(work: Workload, sizes: Sizes) -> Memory:
 
 
 def layer_activations(work: Workload, sizes: Sizes) -> tuple[float, float, float]:
-    """Return the bytes of a micro-batch that a layer keeps for backward: with full recompute, with selective
-    recompute, without.
+    """Return how many bytes a layer keeps per micro-batch for the backward pass: (with full recompute, with selective
+    recompute, without recompute).
 
-    After Korthikanti et al. 2022. Attention keeps no scores, and experts are evenly loaded.
+    The formulas follow Korthikanti et al. 2022. They assume that attention keeps no scores and that experts are evenly loaded.
     """
     model, split, with_experts = work.model, sizes.tensor, work.expert_layers / work.model.num_layers
     rows = with_experts * min(model.experts_per_token, model.experts)
@@ -282,8 +288,8 @@ def layer_activations(work: Workload, sizes: Sizes) -> tuple[float, float, float
 
 
 def _activations(work: Workload, sizes: Sizes) -> float:
-    """Return the bytes of the larger of a pipeline's end ranks. The first has the most micro-batches in flight, the last has
-    the logits.
+    """Return the activation bytes of the first or the last pipeline rank, whichever needs more. The first rank has the most
+    micro-batches in flight, and the last rank has the logits.
     """
     entry, selective, everything = layer_activations(work, sizes)
     layers, again, options = work.layers_of_rank(sizes), work.layers_again(sizes), work.parallel.options
@@ -296,7 +302,7 @@ def _activations(work: Workload, sizes: Sizes) -> float:
     schedule, stages = options.schedule, options.stages_per_rank
     first = microbatches_held(schedule, sizes.pipeline, stages, sizes.microbatches)
     last = first if schedule in ("gpipe", "zero_bubble") else 1
-    # Logits and their gradient, computed a few rows at a time: see `cross_entropy`.
+    # The logits and their gradient, which is computed a few rows at a time: see `cross_entropy`.
     return max(first * kept, last * (kept + logits) + logits + computed) + recomputed
 
 
@@ -304,9 +310,10 @@ def _activations(work: Workload, sizes: Sizes) -> float:
 
 
 class Flow(NamedTuple):
-    """One kind of call. along: the parts whose ranks make it. calls: by one rank, in each micro-batch or each step.
+    """One kind of call. along: the parts whose ranks make the call. calls: the number of calls that one rank makes in each
+    micro-batch, or in each step if `each_microbatch` is False.
 
-    size_bytes: bytes of one call. what: a description. sent: the share of the calls that send; the others receive.
+    size_bytes: bytes per call. what: a description. sent: the fraction of the calls that send; the rest receive.
     """
 
     part: ParallelRole
@@ -319,12 +326,12 @@ class Flow(NamedTuple):
     sent: float = 1.0
 
     def in_a_step(self, microbatches: int) -> int:
-        """Return the calls of a step."""
+        """Return the number of calls in a step."""
         return self.calls * (microbatches if self.each_microbatch else 1)
 
 
 def flows(work: Workload, sizes: Sizes) -> list[Flow]:
-    """Return all calls of the rank with the most layers."""
+    """Return all calls that the rank with the most layers makes."""
     makers = {
         "tensor": _tensor,
         "context": _context,
@@ -337,9 +344,10 @@ def flows(work: Workload, sizes: Sizes) -> list[Flow]:
 
 
 def expected(settings: Config, world: int) -> list[Flow]:
-    """Return the calls of a step along dims of size 2 or more. `along` names dims, and `calls` counts the full step.
+    """Return the calls of a step along dims of size 2 or more. In the result, `along` names dims instead of parts, and
+    `calls` covers the full step.
 
-    Raises ConfigError where `settings` does not train.
+    Raises ConfigError if `settings` does not describe training.
     """
     work = workload(settings)
     mesh, parallel = settings.resolved(world).mesh, work.parallel
@@ -356,7 +364,7 @@ def expected(settings: Config, world: int) -> list[Flow]:
     for flow in flows(work, Sizes(**played, microbatches=number, expert_copies=replicas)):
         along = tuple(dim for part in flow.along for dim in dims[part] if sizes[dim] > 1)
         if flow.along[0] == "shard":
-            # In the order of the merged dim.
+            # The dims in the order of the mesh, as in the merged dim.
             along = tuple(dim for dim in mesh.dims if dim in along)
         if along:
             found.append(flow._replace(along=along, calls=flow.in_a_step(number), each_microbatch=False))
@@ -364,8 +372,9 @@ def expected(settings: Config, world: int) -> list[Flow]:
 
 
 def _tensor(work: Workload, sizes: Sizes) -> Iterator[Flow]:
-    """Two all-reduces forward and two backward in each layer (Shoeybi et al. 2019), or equally many all-gathers and
-    reduce-scatters (Korthikanti et al. 2022); one for each table. A recomputed pass ends before its last all-reduce.
+    """Each layer makes two all-reduces forward and two backward (Shoeybi et al. 2019). With sequence parallelism, it makes
+    as many all-gathers and reduce-scatters instead (Korthikanti et al. 2022). The embedding and the head each add one.
+    A recomputed forward pass ends before its last all-reduce.
     """
     layers, again = work.layers_of_rank(sizes), work.layers_again(sizes)
     tables = 1 if sizes.pipeline > 1 else 2
@@ -384,7 +393,7 @@ def _context(work: Workload, sizes: Sizes) -> Iterator[Flow]:
     passes = 2 * layers + work.layers_again(sizes)
     rows = work.tokens(sizes) * model.head_size
     if work.ulysses:
-        # Keys and values are repeated where the dim has more ranks than kv heads.
+        # Keys and values are repeated if the dim has more ranks than there are kv heads.
         queries, keys = model.num_heads / sizes.tensor, max(model.num_kv_heads / sizes.tensor, sizes.context)
         size, there = rows * work.activation_bytes, "q, k, v for heads"
         yield Flow("context", along, "all_to_all", passes, size * (queries + 2 * keys), True, there)
@@ -398,7 +407,7 @@ def _context(work: Workload, sizes: Sizes) -> Iterator[Flow]:
 
 
 def _expert(work: Workload, sizes: Sizes) -> Iterator[Flow]:
-    """The rows of each token, sent to its experts and back, twice forward and twice backward."""
+    """Each token's rows are sent to its experts and back: two calls forward and two backward."""
     rows = work.tokens(sizes) * min(work.model.experts_per_token, work.model.experts)
     layers, again = work.layers_of_rank(sizes), work.layers_again(sizes)
     calls = 4 * work.with_experts(layers) + 2 * work.with_experts(again)
@@ -417,11 +426,11 @@ def _pipeline(work: Workload, sizes: Sizes) -> Iterator[Flow]:
 
 
 def _shard(work: Workload, sizes: Sizes) -> Iterator[Flow]:
-    """Each layer is gathered forward and backward, or once per step. Gradients are reduce-scattered once per step. The tables
-    count as one more layer.
+    """Each layer's weights are gathered forward and backward, or once per step. Gradients are reduce-scattered once per
+    step. The embedding and the head together count as one more layer.
     """
     here, again, piped = weights(work, sizes), work.parallel.reshards(sizes.pipeline), sizes.pipeline > 1
-    # In a pipeline a layer stays gathered from a backward pass to the pass that follows.
+    # In a pipeline, a layer stays gathered from a backward pass until the next pass.
     often = (sizes.microbatches + 1 if piped else 2) if again else 1
     spread = here.experts if "expert" in work.parts else 0.0
     layers = work.layers_of_rank(sizes)
@@ -438,7 +447,7 @@ def _shard(work: Workload, sizes: Sizes) -> Iterator[Flow]:
 
 
 def _gradients(work: Workload, sizes: Sizes) -> Iterator[Flow]:
-    """All-reduces over copies: of buckets, or of the gradients that FSDP has reduce-scattered."""
+    """All-reduce gradients across replicas, either in buckets or after FSDP's reduce-scatter."""
     here, sharded = weights(work, sizes), "shard" in work.parts
     plain, experts = here.plain, here.experts
     if "expert" not in work.parts:

@@ -17,7 +17,7 @@ from meshcomm.layout import Plan
 from meshcomm.predict.links import Hop, Machine, Route, span
 from meshcomm.predict.times import Operation, lines
 
-# The algorithm of each operation on a backend, if the algorithm is known and its time is linear in the size.
+# The algorithm that a backend uses for each operation, if it is known and its time is linear in the size.
 # Gloo: gloo/allreduce.cc, allgather.cc and alltoall.cc (github.com/pytorch/gloo). NCCL chooses rings or
 # trees by its own tables; the model does not cover NCCL's other algorithms.
 _RING_AND_PAIRS: Final[Mapping[Operation, str]] = {
@@ -30,16 +30,16 @@ ASSUMED: Final[Mapping[str, Mapping[Operation, str]]] = {
     "gloo": _RING_AND_PAIRS,
     "nccl": {**_RING_AND_PAIRS, "reduce_scatter": "ring"},
 }
-# Operations that are one message on every backend.
+# Operations that consist of one message on every backend.
 _ANY_BACKEND: Final[Mapping[Operation, str]] = {"sendrecv": "message"}
-# Latency or bandwidth cannot be distinguished from noise if its part is below this share of every measured time.
+# Latency or bandwidth cannot be distinguished from noise if it contributes less than this share of every measured time.
 _SEEN: Final = 0.05
-# The first words of a file that may be overwritten.
+# A file may be overwritten only if it begins with these words.
 MARK: Final = "# Measured by `meshcomm bench"
 
 
 class Time(NamedTuple):
-    """A measured time of a call."""
+    """The measured time of a call."""
 
     dim: str
     operation: Operation
@@ -48,7 +48,9 @@ class Time(NamedTuple):
 
 
 class Work(NamedTuple):
-    """The work of a call in the model: consecutive messages, and bytes at the busiest rank."""
+    """A call's work in the model. steps: the number of consecutive messages. moved_bytes: the bytes that the busiest
+    rank moves.
+    """
 
     steps: float
     moved_bytes: float
@@ -56,10 +58,10 @@ class Work(NamedTuple):
 
 @dataclass(frozen=True)
 class Fit:
-    """alpha and beta of the calls along `dims`, and the error of the model against the measurements.
+    """The latency and bandwidth fitted to the calls along `dims`, and the model's error relative to the measurements.
 
-    times: the number of fitted times. error, worst: the median and the maximum of |model / measured - 1|.
-    notes: warnings about the numbers.
+    times: how many measured times were fitted. error, worst: the median and the maximum of |model / measured - 1|.
+    notes: warnings about the result.
     """
 
     dims: tuple[str, ...]
@@ -80,8 +82,8 @@ class Fit:
 class Fitted(NamedTuple):
     """The result of a fit.
 
-    dims: one fit for each dim. links: one fit for each link class, over all dims of the class.
-    left_out: (dim, operation, reason) of times that were not used.
+    dims: one fit per dim. links: one fit per link class, over all dims whose slowest link is of that class.
+    left_out: a (dim, operation, reason) tuple for each operation whose times were not used.
     """
 
     dims: Mapping[str, Fit]
@@ -90,11 +92,11 @@ class Fitted(NamedTuple):
 
 
 def fit_links(times: Sequence[Time], plan: Plan, machine: Machine) -> Fitted:
-    """Fit latency and bandwidth of each dim, and of each link class that the dims cross.
+    """Fit the latency and bandwidth of each dim, and of each link class that the dims cross.
 
-    plan: with every backend decided, like the plan of a live mesh. Steps and bytes of a call are those of the
-    algorithm that `assumed` returns, all on the slowest link that the dim's groups cross.
-    Raises ConfigError as `fit` does, and if no measured operation has a known algorithm.
+    plan: a plan in which every backend is known, such as a live mesh's plan. A call's steps and bytes are computed for the
+    algorithm that `assumed` returns, and all of them are attributed to the slowest link that the dim's groups cross.
+    Raises ConfigError for the same reasons as `fit`, and if no measured operation has a known algorithm.
     """
     by_dim: dict[str, list[tuple[Time, Work]]] = {}
     left_out: dict[tuple[str, str], str] = {}
@@ -129,26 +131,26 @@ def fit_links(times: Sequence[Time], plan: Plan, machine: Machine) -> Fitted:
 
 
 def assumed(backend: str, operation: Operation) -> str | None:
-    """Return the algorithm that the model assumes for `operation` on `backend`. Return None if the operation is not fitted."""
+    """Return the algorithm that the model assumes for `operation` on `backend`, or None if the operation is not fitted."""
     return ASSUMED.get(backend, _ANY_BACKEND).get(operation)
 
 
 def work(backend: str, operation: Operation, size_bytes: int, ranks: int) -> Work:
-    """Return steps and bytes of a call, from the same lines that `meshcomm costs` shows.
+    """Return the steps and bytes of a call, computed from the same lines that `meshcomm costs` shows.
 
-    Call it only for operations that `assumed` knows on the backend.
+    `assumed` must return an algorithm for this operation and backend.
 
     >>> work("gloo", "all_reduce", 4096, 4)
     Work(steps=6.0, moved_bytes=6144.0)
     """
-    # On a link that takes one second for a message and one for a byte.
+    # With a link that takes one second per message and one per byte, times are counts of steps and bytes.
     every = lines(operation, Route((Hop(ranks, Fraction(1), Fraction(1)),)))
     line = next(each for each in every if each.name == assumed(backend, operation))
     return Work(float(line.fixed_s), float(line.byte_s * size_bytes))
 
 
 def check_sizes(sizes: Sequence[int]) -> None:
-    """Raise ConfigError if there are too few sizes for a fit. Also called before measuring."""
+    """Raise ConfigError if there are too few sizes for a fit. This is also called before measuring."""
     if len(set(sizes)) < 2:
         raise ConfigError(
             "one size cannot separate latency from bandwidth",
@@ -159,11 +161,11 @@ def check_sizes(sizes: Sequence[int]) -> None:
 
 
 def fit(times: Sequence[Time], works: Sequence[Work]) -> Fit:
-    """Return the alpha and beta whose model is nearest to `times`: least squares of relative errors.
+    """Return the latency and bandwidth that fit `times` best, by least squares of the relative errors.
 
-    Errors are relative, so that a call of 20 us counts as much as one of 20 ms. Neither value is negative: a negative
-    latency becomes 0. If the latency is less than a twentieth of every time, a note is added.
-    Raises ConfigError if the times cannot separate the two, or if bytes take less than a twentieth of each time.
+    Errors are relative so that a call of 20 us counts as much as one of 20 ms. A negative latency is replaced by 0.
+    If latency accounts for less than a twentieth of every time, a note is added.
+    Raises ConfigError if all times have the same size, or if bytes account for less than a twentieth of every time.
     """
     dims = tuple(dict.fromkeys(time.dim for time in times))
     sizes = sorted({time.size_bytes for time in times})
@@ -171,7 +173,7 @@ def fit(times: Sequence[Time], works: Sequence[Work]) -> Fit:
     # Each row divided by its time: the residual of alpha * steps + beta * moved = 1 is the relative error.
     table = np.array(works, dtype=np.float64) / np.array([[time.seconds] for time in times])
     steps, moved = table.T
-    # Scale the columns to equal length: steps and bytes differ by many orders of magnitude.
+    # Scale the columns to equal norm, because steps and bytes differ by many orders of magnitude.
     lengths = np.linalg.norm(table, axis=0)
     latency_s, byte_s = (
         np.linalg.lstsq(table / lengths, np.ones(len(table)), rcond=None)[0] / lengths
@@ -193,10 +195,11 @@ def fit(times: Sequence[Time], works: Sequence[Work]) -> Fit:
 
 
 def measured_text(settings: Config, topology: TopologyConfig, links: Mapping[str, Fit], facts: str) -> str:
-    """Return a TOML file with the measured mesh and `[topology]`: a complete config, or text to paste.
+    """Return the text of a TOML file with the measured mesh and its `[topology]`, to save as a config or paste into one.
 
-    Links that were not measured are left out. The fixed cost of a call is part of the latencies, so `call_us` is 0.
-    facts: where, when and on what hardware, for the first lines. Raises ConfigError if a part of it does not load.
+    Links that were not measured are left out. The latencies include the fixed cost of a call, so `call_us` is 0.
+    facts: where, when and on what hardware the times were measured, for the first line of the file.
+    Raises ConfigError if a part of the text does not load.
     """
     speeds = Links(**{name: found.link for name, found in links.items()})
     written = topology.model_copy(update={"links": speeds, "call_us": 0.0})
@@ -209,7 +212,7 @@ def measured_text(settings: Config, topology: TopologyConfig, links: Mapping[str
             f"links.{name}: {found.times} times along {', '.join(found.dims)}; "
             f"the model is {found.error:.0%} off in the median, {found.worst:.0%} at most{notes}"
         )
-    # Check that the file loads back to the measured values before anyone uses it.
+    # Check that loading the file restores the measured values.
     assert load_config({"mesh": mesh, "topology": whole}).topology == written
     rest = {name: value for name, value in whole.items() if name != "links" and value != {}}
     mesh = {name: value for name, value in mesh.items() if value != {}}

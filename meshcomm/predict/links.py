@@ -1,4 +1,4 @@
-"""The levels of a cluster: which ranks share a node or a rack, how fast each link is, and which links a group crosses."""
+"""A cluster's levels: which ranks share a node or a rack, how fast each link is, and which links a group crosses."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from meshcomm.config import Link, TopologyConfig
 from meshcomm.errors import ConfigError
 from meshcomm.layout import Ranks
 
-# Assumed, not measured: practical speeds of one GPU of a machine like NVIDIA's DGX H100, over NVLink
-# and over its share of eight 400 Gbit/s ports. `[topology.links]` replaces them.
+# Assumed, not measured: realistic speeds per GPU of a machine like NVIDIA's DGX H100, over NVLink
+# and over its share of eight 400 Gbit/s ports. `[topology.links]` overrides them.
 ASSUMED_NODE: Final = Link(latency_us=2.0, bandwidth_gbytes_s=300.0)
 ASSUMED_NETWORK: Final = Link(latency_us=10.0, bandwidth_gbytes_s=50.0)
-# Environment variables of torchrun and MPI for the number of ranks on this node.
+# The environment variables in which torchrun and MPI give the number of ranks on this node.
 _LOCAL_SIZES: Final = (
     "LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "MV2_COMM_WORLD_LOCAL_SIZE",
 )  # fmt: skip
 
 
 class Level(NamedTuple):
-    """One link class. ranks: ranks r with equal r // `ranks` are joined by this link or a faster one.
+    """One link class. ranks: ranks r with equal r // `ranks` are connected by this link or a faster one.
 
-    The outermost level joins all ranks; its `ranks` is 0. alpha_s, beta_s: seconds of a message and of
-    a byte, exactly as written. assumed: whether its speed is assumed, because it was not configured.
+    The outermost level connects all ranks, and its `ranks` is 0. alpha_s, beta_s: seconds per message and per byte, as
+    exact fractions of the configured decimals. assumed: whether the speed is assumed because it was not configured.
     """
 
     name: str
@@ -44,9 +44,10 @@ class Level(NamedTuple):
 
 
 class Machine(NamedTuple):
-    """The levels of a cluster, innermost first. call_s: the fixed cost of each call, without its messages.
+    """The levels of a cluster, innermost first. call_s: the fixed cost of each call, in addition to its messages.
 
-    places: the place of each rank (see `places_of`), if ranks are not placed in blocks. Levels then join places, not ranks.
+    places: the place of each rank (see `places_of`), if nodes do not hold consecutive blocks of ranks. Levels then connect
+    places instead of ranks.
     """
 
     levels: tuple[Level, ...]
@@ -61,7 +62,7 @@ class Machine(NamedTuple):
 
 @final
 class Placed(TopologyConfig):
-    """A topology whose nodes do not hold equal blocks of ranks, as with `srun -m cyclic`. The ranks of a live mesh detect it.
+    """A topology whose nodes do not hold equal blocks of ranks, as with `srun -m cyclic`. A live mesh can detect it.
 
     ranks_per_node: the number of ranks on the largest node.
     """
@@ -71,7 +72,7 @@ class Placed(TopologyConfig):
 
 
 def places_of(topology: TopologyConfig, ranks: Ranks) -> Ranks:
-    """Ranks with equal places // ranks_per_node share a node; places % ranks_per_node is the index within a node.
+    """Return each rank's place: place // ranks_per_node is its node, and place % ranks_per_node its index in the node.
 
     >>> places_of(Placed(ranks_per_node=2, nodes=(0, 1, 0, 1)), np.arange(4)).tolist()
     [0, 2, 1, 3]
@@ -90,7 +91,7 @@ def places_of(topology: TopologyConfig, ranks: Ranks) -> Ranks:
 
 
 def machine(topology: TopologyConfig) -> Machine | None:
-    """Return the levels that `[topology]` describes. Unknown speeds are assumed. Return None without ranks_per_node."""
+    """Return the levels that `[topology]` describes, or None without ranks_per_node. Unknown speeds get default values."""
     per_node, links = topology.ranks_per_node, topology.links
     if per_node is None:
         return None
@@ -106,7 +107,7 @@ def machine(topology: TopologyConfig) -> Machine | None:
 
 
 def known_machine(topology: TopologyConfig, source: str) -> Machine:
-    """Like `machine`, but raises ConfigError if it is unknown which ranks share a node. source: a file's name."""
+    """Like `machine`, but raises ConfigError if it is unknown which ranks share a node. source: the config's filename."""
     found = machine(topology)
     if found is None:
         raise ConfigError(
@@ -121,13 +122,13 @@ def known_machine(topology: TopologyConfig, source: str) -> Machine:
 def discovered(
     topology: TopologyConfig, env: Mapping[str, str], per_host: int | None = None, nodes: Sequence[int] = ()
 ) -> TopologyConfig:
-    """Return `topology` with ranks_per_node and devices_per_node filled in from `env`, where a launcher sets them.
+    """Return `topology` with ranks_per_node and devices_per_node filled in from `env`, if a launcher sets them.
 
-    The configuration wins. If nodes have unequal numbers of ranks, or with `srun -m cyclic`, the launcher's values are
-    ignored, because ranks then do not share nodes by r // ranks_per_node. per_host, nodes: detected by the ranks
-    themselves, see `Agreed`; they override the launcher. None if the ranks did not check.
+    The configuration takes precedence. If nodes have unequal numbers of ranks, or with `srun -m cyclic`, Slurm's value is
+    ignored, because r // ranks_per_node then is not the node of rank r. per_host, nodes: what the ranks themselves
+    detected, see `Agreed`; both override the launcher. per_host is None if the ranks did not check.
     """
-    # Formats are 8(x4) or 8(x3),4. Only the first means that all nodes are equal.
+    # The format is 8(x4) or 8(x3),4. Only the first means that all nodes have the same number of ranks.
     tasks = env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE") or ""
     blocks = (env.get("SLURM_DISTRIBUTION") or "block").startswith("block")
     even = re.fullmatch(r"(\d+)(?:\(x\d+\))?", tasks) if blocks else None
@@ -156,7 +157,7 @@ def _level(name: str, ranks: int, link: Link | None, assumed: Link) -> Level:
 
 
 def _exact(number: float) -> Fraction:
-    """Return the decimal number as written, not the nearest binary one."""
+    """Return the number as the decimal fraction that was written, not as the nearest binary one."""
     return Fraction(str(number))
 
 
@@ -164,9 +165,9 @@ def _exact(number: float) -> Fraction:
 
 
 class Hop(NamedTuple):
-    """One level of a group. ranks: the number of units of the level below that are joined here.
+    """One level of a group. ranks: how many units of the next lower level this level connects.
 
-    alpha_s: seconds per message; beta_s: seconds per byte; exact.
+    alpha_s: exact seconds per message. beta_s: exact seconds per byte.
     """
 
     ranks: int
@@ -175,10 +176,10 @@ class Hop(NamedTuple):
 
 
 class Route(NamedTuple):
-    """The links that a group's data crosses, innermost first. The time of a call depends on nothing else.
+    """The links that a group's data crosses, innermost first. Along with the size, they determine a call's time.
 
-    hops: levels with two units or more. even: whether all units hold the same number of ranks, as hierarchical
-    algorithms need; otherwise there is one hop over all ranks on the slowest link. call_s: fixed cost of every call.
+    hops: the levels with at least two units. even: whether all units hold the same number of ranks, which hierarchical
+    algorithms require; otherwise there is one hop over all ranks on the slowest link. call_s: the fixed cost per call.
     """
 
     hops: tuple[Hop, ...]
@@ -187,12 +188,12 @@ class Route(NamedTuple):
 
     @property
     def ranks(self) -> int:
-        """Ranks of the group."""
+        """The number of ranks in the group."""
         return math.prod(hop.ranks for hop in self.hops)
 
     @property
     def slowest(self) -> Hop:
-        """All ranks on the outermost link: the route for an algorithm without levels."""
+        """One hop that connects all ranks by the outermost link, for an algorithm without levels."""
         if not self.hops:
             return Hop(1, Fraction(0), Fraction(0))
         return self.hops[-1]._replace(ranks=self.ranks)
@@ -201,8 +202,8 @@ class Route(NamedTuple):
 class Span(NamedTuple):
     """All groups of one family on a machine.
 
-    size: ranks of a group. fewest, most: the number of nodes that one group spans. route: the route of its data.
-    crosses: name of a level -> number of groups whose slowest link is of that class.
+    size: the number of ranks per group. fewest, most: the smallest and largest number of nodes that a group spans.
+    route: the route of the groups' data. crosses: level name -> the number of groups whose slowest link is of that class.
     """
 
     size: int
@@ -218,17 +219,17 @@ class Span(NamedTuple):
 
 
 def span(groups: Ranks, machine: Machine) -> Span:
-    """Return which links groups cross. groups: global ranks, shape (number of groups, size), as `Layout.groups`
-    gives them.
+    """Return which links the groups cross. groups: global ranks of shape (number of groups, size), as returned by
+    `Layout.groups`.
     """
     size = groups.shape[1]
     levels = machine.levels
     if machine.places:
         groups = np.array(machine.places)[groups]
-    # Which unit of each level a rank is in, sorted inside each group.
+    # The unit of each level that each rank is in, sorted within each group.
     units = [np.sort(groups // level.ranks if level.ranks else 0 * groups, axis=1) for level in levels]
     distinct = np.array([1 + (np.diff(unit, axis=1) != 0).sum(axis=1) for unit in units])
-    # For each group, the innermost level that joins all of it.
+    # For each group, the innermost level that connects all of its ranks.
     joins = (distinct == 1).argmax(axis=0)
     crosses = {level.name: int((joins == i).sum()) * (size > 1) for i, level in enumerate(levels)}
     factors = _factors(units, size)
@@ -244,9 +245,9 @@ def slowest_level(found: Span, machine: Machine) -> Level:
 
 
 def strided(dims: Sequence[tuple[int, int]], world: int, machine: Machine) -> Ranks:
-    """Return the groups along dims of these (size, stride), in a world whose ranks are in the mesh's row-major order.
+    """Return the groups along dims with these (size, stride) pairs, in a world whose ranks are in row-major mesh order.
 
-    Return one group of each kind: the first rank modulo the largest unit determines the placement of a group.
+    A group's placement depends only on its first rank modulo the largest unit, so one group is returned per placement.
     """
     period = max(level.ranks for level in machine.levels)
     block = max(size * stride for size, stride in dims)
@@ -260,8 +261,8 @@ def strided(dims: Sequence[tuple[int, int]], world: int, machine: Machine) -> Ra
 
 
 def _factors(units: list[Ranks], size: int) -> list[int] | None:
-    """Return the ranks of a group in each unit of each level, as factors. [4, 2, 3] means 4 ranks on each node, 2 nodes
-    in each rack, 3 racks. None if one unit holds more ranks of a group than another.
+    """Return how the ranks of a group divide into units, as one factor per level. [4, 2, 3] means 4 ranks on each node, 2
+    nodes in each rack and 3 racks. Return None if the units hold different numbers of a group's ranks.
     """
     factors: list[int] = []
     inner = 1

@@ -1,4 +1,4 @@
-"""Find what will cost time or fail for a mesh on a machine. Each finding has a reason and a fix."""
+"""Find performance problems and failures to expect from a mesh on a machine. Each finding gives a reason and a fix."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from meshcomm.layout import Layout, Plan
 from meshcomm.layout.sizes import divisors, ranks_text, toml_dims
 from meshcomm.predict.links import Machine, Placed, Span, machine, places_of, span
 
-# A rank's communicators should take at most this share of its memory.
+# The largest share of a rank's memory that its communicators should use.
 _MEMORY_SHARE: Final = 0.1
-# The assumed memory of a rank, if it is not configured: an 80 GB accelerator.
+# The memory assumed per rank if it is not configured: that of an 80 GB accelerator.
 _MEMORY_GB: Final = 80.0
-# Megabytes of one NCCL communicator after its first all_reduce, as a user measured them on four A100
+# The size of one NCCL communicator after its first all_reduce, in megabytes, as a user measured it on four A100s
 # with NVLink under PyTorch in 2023: 544 for two ranks, 688 for more (github.com/NVIDIA/nccl, issue 964).
-# The memory grows with the number of channels (issue 986), so other machines differ.
+# It grows with the number of channels (issue 986), so it differs on other machines.
 NCCL_MB_OF_TWO: Final = 544
 NCCL_MB: Final = 688
-# Descriptors of one idle Gloo group; measured on Linux by tests/doctor.
+# File descriptors that one idle Gloo group uses, measured on Linux by tests/doctor.
 GLOO_DESCRIPTORS: Final = 4
 # The number of nodes and ranks that a finding lists.
 _NODES: Final = 4
@@ -37,7 +37,7 @@ _NAMES: Final[dict[str, ParallelRole]] = {part: part for part in PARTS} | {
 
 
 class LintFinding(NamedTuple):
-    """rule: its name. what: the finding and why it matters. given, expected, hint: as in MeshcommError."""
+    """rule: the rule's name. what: the problem and why it matters. given, expected, hint: as in MeshcommError."""
 
     rule: str
     what: str
@@ -46,7 +46,7 @@ class LintFinding(NamedTuple):
     hint: str | None
 
     def facts(self) -> dict[str, Any]:
-        """Return plain data, with the keys rule, what, given, expected, try."""
+        """Return the finding as plain data, with the keys rule, what, given, expected and try."""
         facts = self._asdict()
         return facts | {"try": facts.pop("hint")}
 
@@ -56,11 +56,11 @@ class LintFinding(NamedTuple):
 
 
 class Footprint(NamedTuple):
-    """The maximum for one rank, with all of its groups in use.
+    """The most that one rank uses when all of its groups are in use.
 
-    nccl, gloo: communicators, including the default group of torch.distributed.
-    nccl_mb: estimated megabytes of device memory. descriptors: file descriptors that Gloo opens.
-    undecided: groups whose backend is decided by the device at the start; counted as nccl.
+    nccl, gloo: the number of communicators, including torch.distributed's default group.
+    nccl_mb: the estimated device memory in megabytes. descriptors: the number of file descriptors that Gloo opens.
+    undecided: the number of groups whose backend depends on the device at startup; they are counted as nccl.
     """
 
     nccl: int
@@ -71,10 +71,10 @@ class Footprint(NamedTuple):
 
 
 def footprint(settings: Config, plan: Plan, world: int) -> Footprint:
-    """Return the resources of one rank's groups. Communicators made by `ncclCommSplit` count like others.
+    """Return the resources that one rank's groups use. Communicators created by `ncclCommSplit` count like any other.
 
-    The default group is idle unless a group of the plan has all ranks. When idle, Gloo opens no
-    connection for it, and NCCL, which connects at the first call, takes no memory.
+    The default group is idle unless a group of the plan contains all ranks. For an idle default group, Gloo opens no
+    connections, and NCCL, which connects at the first call, uses no memory.
     """
     created = [(f.size, chosen(settings.mesh, f.options.backend)) for f in plan.families if f.creates]
     nccl = [size for size, backend in created if backend in ("nccl", None)]
@@ -95,8 +95,8 @@ def lint(
 ) -> list[LintFinding]:
     """Return all findings about `settings` on `world` ranks.
 
-    topology: as `discovered` returns it. descriptor_limit: the most file descriptors of a process;
-    None skips the check. Raises ConfigError if the sizes do not fit.
+    topology: the result of `discovered`. descriptor_limit: how many file descriptors a process may open; None skips
+    the check. Raises ConfigError if the dim sizes do not match `world`.
     """
     settings = settings.resolved(world)
     plan = settings.plan(world)
@@ -125,7 +125,7 @@ def lint(
 
 
 def scattered(plan: Plan, topology: TopologyConfig) -> LintFinding | None:
-    """Return a finding for dims that cross nodes only because the ranks of a node are not consecutive."""
+    """Return a finding if some dims cross nodes only because the ranks of a node are not consecutive."""
     where = machine(topology)
     if not isinstance(topology, Placed) or where is None:
         return None
@@ -156,7 +156,7 @@ def scattered(plan: Plan, topology: TopologyConfig) -> LintFinding | None:
 def roles(settings: Config) -> dict[str, ParallelRole]:
     """Return a mapping from dim to part.
 
-    From [parallel]; without it, by the dims' names in the field's usual spelling.
+    The parts are read from [parallel], or inferred from common dim names such as "tp" and "pp" if it is missing.
     """
     if settings.parallel is not None:
         return {dim: part for part, dim in settings.parallel.parts.items()}
@@ -165,7 +165,7 @@ def roles(settings: Config) -> dict[str, ParallelRole]:
 
 
 class _Case(NamedTuple):
-    """settings: resolved. spans: of every family with groups of two or more, by name."""
+    """settings: a resolved config. spans: the span of every family whose groups have at least two ranks, by name."""
 
     settings: Config
     plan: Plan
@@ -176,18 +176,18 @@ class _Case(NamedTuple):
     world: int
 
     def of(self, part: ParallelRole) -> tuple[str, Span] | None:
-        """Return the dim of a part, where it has groups."""
+        """Return a part's dim and its span, or None if it has no groups of at least two ranks."""
         dim = next((dim for dim, p in self.roles.items() if p == part and dim in self.spans), None)
         return None if dim is None else (dim, self.spans[dim])
 
     @property
     def dims_in_order(self) -> dict[str, int]:
-        """Dims whose order may change; empty if the order of the ranks is given."""
+        """The dims, whose order may be changed; empty if mesh.rank_order is set."""
         mesh = self.settings.mesh
         return dict(mesh.dims) if mesh.rank_order is None else {}
 
     def laid_out(self, dims: Mapping[str, int], along: str) -> Span:
-        """Return the span of the groups along a dim, with these dims on the same ranks."""
+        """Return the span of the groups along a dim in a mesh of `dims` on the same ranks."""
         return span(Layout(dims, rank_order=self.plan.layout.ranks.tolist()).groups(along), self.machine)
 
 
@@ -197,7 +197,7 @@ def _devices(case: _Case) -> Iterator[LintFinding]:
         return
     yield LintFinding(
         "devices",
-        "more ranks on a node than it has devices: two ranks would share one, which NCCL refuses",
+        "a node has more ranks than devices: two ranks would share a device, which NCCL does not allow",
         f"{min(per_node, case.world)} ranks on a node, {devices} devices",
         f"at most {devices} ranks on a node",
         f"--nproc-per-node {devices}, and topology.ranks_per_node = {devices}",
@@ -224,7 +224,7 @@ def _tensor(case: _Case) -> Iterator[LintFinding]:
         return
     dim, spans = found
     crossing = sum(n for name, n in spans.crosses.items() if name != "node")
-    # Groups that cross span at least two nodes, even where other groups do not cross.
+    # A group that crosses nodes spans at least two, even if other groups stay inside a node.
     number = _range(spans._replace(fewest=max(spans.fewest, 2)))
     yield LintFinding(
         "tensor-across-nodes",
@@ -232,13 +232,13 @@ def _tensor(case: _Case) -> Iterator[LintFinding]:
         "micro-batch, wait for the network instead of the node's links",
         f"{dim} = {spans.size}, {case.machine.ranks_per_node} ranks on a node: {crossing} of "
         f"{sum(spans.crosses.values())} groups span {number} nodes",
-        f"{dim} innermost in mesh.dims, its size a divisor of {case.machine.ranks_per_node}",
+        f"{dim} innermost in mesh.dims, with a size that divides {case.machine.ranks_per_node}",
         _moved(case, dim),
     )
 
 
 def _moved(case: _Case, dim: str) -> str | None:
-    """Return the dims with `dim` innermost. `dim` becomes smaller if it would not fit inside a node."""
+    """Return the dims with `dim` innermost. Its size is reduced if its groups would not fit inside a node."""
     dims = case.dims_in_order
     if dim not in dims:
         return None
@@ -265,8 +265,8 @@ def _pipeline(case: _Case) -> Iterator[LintFinding]:
             hint = f"mesh.dims = {toml_dims(mended)}"
     yield LintFinding(
         "pipeline-inside-node",
-        f"{dim} stays inside nodes while {other} crosses them: stages exchange one activation for each micro-batch, "
-        f"{other} the gradients of all weights, so the fast links carry less traffic",
+        f"{dim} stays inside nodes while {other} crosses them: the fast links carry one activation for each "
+        "micro-batch, and the network carries the gradients of all weights",
         f"{dim} = {pipeline[1].size} on {_range(pipeline[1])} node, {other} = {data[1].size} on "
         f"{_range(data[1])} nodes",
         f"{dim} outside {other}: the pipeline crosses nodes first",

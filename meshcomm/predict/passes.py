@@ -1,6 +1,6 @@
 """The order of passes in pipeline schedules, their timeline, and formulas for idle time and micro-batches in memory.
 
-The orders are the ones that the schedules of torch.distributed.pipelining use (torch 2.13):
+The orders are those of the schedules in torch.distributed.pipelining (torch 2.13):
 GPipe (Huang et al. 2019), 1F1B (Narayanan et al. 2019), interleaved 1F1B (Narayanan et al. 2021),
 zero-bubble in its ZB-H1 form on interleaved stages (Qi et al. 2024).
 """
@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple, TypeAlias
 
 from meshcomm.config.parallel import PipelineSchedule
 
-# Forward; full backward; backward for the inputs only; backward for the weights only.
+# F: forward. B: full backward. I: backward for the inputs only. W: backward for the weights only.
 Kind: TypeAlias = Literal["F", "B", "I", "W"]
 
 
@@ -32,11 +32,11 @@ class Pass(NamedTuple):
 class ScheduleProperties(NamedTuple):
     """How a schedule runs backward passes. All schedules accumulate gradients in place.
 
-    several_stages: a rank runs two stages or more; otherwise one.
-    splits_backward: inputs and weights have separate passes, on all stages except stage 0. A graph node that both
-        need may run twice, and recomputation too. torch rejects modules from torch.compile.
-    hooks_fire: register_post_accumulate_grad_hook is called once for each microbatch and parameter.
-        If False, it is called only on stage 0.
+    several_stages: whether a rank runs several stages instead of one.
+    splits_backward: whether inputs and weights have separate backward passes, on all stages except stage 0. A graph node
+        that both passes need may then run twice, and so may recomputation. torch rejects modules from torch.compile.
+    hooks_fire: whether hooks from register_post_accumulate_grad_hook run once for each microbatch and parameter.
+        If False, they run only on stage 0.
     """
 
     several_stages: bool
@@ -51,16 +51,16 @@ def schedule_properties(schedule: PipelineSchedule) -> ScheduleProperties:
 
 
 def orders(schedule: PipelineSchedule, ranks: int, each: int, microbatches: int) -> list[list[Pass]]:
-    """Return the passes of every rank, in the order in which it runs them.
+    """Return each rank's passes in the order in which the rank runs them.
 
-    Stage s is on rank s % ranks. `each` is the number of stages on a rank; 1 for schedules with one stage per rank.
-    `meshcomm.config.parallel.runs` defines the allowed numbers.
+    Stage s is on rank s % ranks. `each` is the number of stages per rank, which some schedules require to be 1.
+    `meshcomm.config.parallel.runs` defines the allowed numbers of microbatches.
     """
     return [_order(schedule, rank, ranks, each, microbatches) for rank in range(ranks)]
 
 
 class Costs(NamedTuple):
-    """The duration of a pass, in slots. A full backward pass is both halves, one after the other."""
+    """The duration of each kind of pass, in slots. A full backward pass runs both halves, one after the other."""
 
     forward: float = 1
     backward_input: float = 1
@@ -88,17 +88,17 @@ class Timeline:
 
     @property
     def length(self) -> float:
-        """The time from the start of the first pass of any rank to the end of the last."""
+        """The time from the start of the first pass to the end of the last pass on any rank."""
         return max(slots[-1].end for slots in self.ranks)
 
     @property
     def bubble(self) -> float:
-        """The share of the step, 0 to 1, in which a rank waits; the mean over the ranks."""
+        """The share of the step (0 to 1) that a rank spends waiting, averaged over the ranks."""
         busy = sum(slot.end - slot.start for slots in self.ranks for slot in slots)
         return 1 - busy / (self.length * len(self.ranks))
 
     def held(self, rank: int) -> int:
-        """Return the most activations, counted as microbatches times stages, that a rank keeps at once.
+        """Return the largest number of activations that a rank keeps at the same time: one per microbatch and stage.
 
         An activation is kept from the forward pass to the end of the backward pass for the weights.
         """
@@ -107,13 +107,13 @@ class Timeline:
 
 
 def timeline(orders: Sequence[Sequence[Pass]], costs: Sequence[Costs] | None = None) -> Timeline:
-    """Run the passes of each rank in their order, each as soon as its rank is free and its input is ready.
+    """Return the timeline in which each pass runs, in order, as soon as its rank is free and its input is ready.
 
-    A forward pass needs the forward pass of the previous stage; a backward pass needs the backward pass of the next
-    stage. The loss is part of the last stage's forward pass. Messages take no time.
+    A forward pass waits for the previous stage's forward pass, and a backward pass for the next stage's backward pass.
+    The loss is part of the last stage's forward pass. Messages take no time.
 
-    costs: cost of each stage. If None, 1 slot forward and 2 backward. Raises AssertionError if the orders wait for each other
-    in a cycle, which no schedule does.
+    costs: the costs of each stage. If None, a forward pass takes 1 slot and a backward pass takes 2.
+    Raises AssertionError if ranks wait for one another in a cycle, which does not happen in any schedule.
     """
     stages = 1 + max(each.stage for order in orders for each in order)
     costs = costs or [Costs()] * stages
@@ -125,7 +125,7 @@ def timeline(orders: Sequence[Sequence[Pass]], costs: Sequence[Costs] | None = N
         for order, done in zip(orders, slots, strict=True):
             while len(done) < len(order):
                 each = order[len(done)]
-                # The time when the input from another rank is ready; None if not known yet.
+                # The time at which the input from another rank is ready; None if that is not known yet.
                 kind, other = ("F", each.stage - 1) if each.kind == "F" else ("B", each.stage + 1)
                 alone = each.kind == "W" or not 0 <= other < stages
                 there = 0 if alone else ends.get((kind, other, each.microbatch))
@@ -141,10 +141,10 @@ def timeline(orders: Sequence[Sequence[Pass]], costs: Sequence[Costs] | None = N
 
 
 def bubble(schedule: PipelineSchedule, ranks: int, each: int) -> float:
-    """Return the idle time of a rank in a step, in units of one micro-batch's time.
+    """Return a rank's idle time per step, in units of one micro-batch's time, with p ranks and v stages per rank.
 
     gpipe and 1f1b: p - 1 (Huang et al. 2019, Narayanan et al. 2019). Interleaved: (p - 1) / v (Narayanan et
-    al. 2021). Zero bubble with v stages a rank: a third of that (Qi et al. 2024, ZB-H1 with equal passes).
+    al. 2021). Zero bubble: (p - 1) / (3 v) (Qi et al. 2024, ZB-H1 with passes of equal length).
     """
     if schedule in ("gpipe", "1f1b"):
         return ranks - 1
@@ -152,10 +152,11 @@ def bubble(schedule: PipelineSchedule, ranks: int, each: int) -> float:
 
 
 def microbatches_held(schedule: PipelineSchedule, ranks: int, each: int, microbatches: int) -> float:
-    """Return the most micro-batches, each counted with all of a rank's layers, that the first rank keeps.
+    """Return the largest number of micro-batches that the first rank keeps, each with the activations of all its layers.
 
-    gpipe: all. 1f1b: one for each rank (Narayanan et al. 2019). Zero bubble: no more than 1f1b, on every rank (Qi et al.
-    2024, ZB-H1). Interleaved: 1 + (p - 1) / (p v) times as many (Narayanan et al. 2021, Korthikanti et al. 2022).
+    gpipe: all. 1f1b: one for each rank (Narayanan et al. 2019). Zero bubble: at most as many as 1f1b, on every rank (Qi
+    et al. 2024, ZB-H1). Interleaved: 1 + (p - 1) / (p v) times as many as 1f1b, with p ranks and v stages per rank
+    (Narayanan et al. 2021, Korthikanti et al. 2022).
     """
     if ranks == 1:
         return 1.0
@@ -166,21 +167,21 @@ def microbatches_held(schedule: PipelineSchedule, ranks: int, each: int, microba
 
 
 def _order(schedule: PipelineSchedule, rank: int, ranks: int, each: int, microbatches: int) -> list[Pass]:
-    # The stages of a rank take turns after `turn` microbatches.
+    # A rank switches to its next stage after `turn` microbatches.
     turn = microbatches // max(1, microbatches // ranks) if each > 1 else microbatches
     forwards = _passes("F", rank, ranks, each, microbatches, turn)
     backwards = _passes("B", rank, ranks, each, microbatches, turn)
-    # Ranks between this one and the last count once, or twice where stages are interleaved.
+    # Each rank after this one counts once, or twice if stages are interleaved.
     behind = (ranks - 1 - rank) * (2 if schedule == "interleaved_1f1b" else 1)
     warm_up = len(forwards) if schedule == "gpipe" else (each - 1) * turn + behind
-    # `warm_up` forward passes, then alternate one forward and one backward, then the rest.
+    # Run `warm_up` forward passes, then alternate one forward and one backward pass, then run the remaining backward passes.
     steady = [*chain.from_iterable(zip(forwards[warm_up:], backwards, strict=False))]
     order = [*forwards[:warm_up], *steady, *backwards[len(steady) // 2 :]]
     return _halve(order, rank) if schedule == "zero_bubble" else order
 
 
 def _passes(kind: Kind, rank: int, ranks: int, each: int, microbatches: int, turn: int) -> list[Pass]:
-    """Return `turn` microbatches through one stage, then through the next; then the next microbatches."""
+    """Return the passes of `turn` microbatches through each stage in turn, then those of the next `turn` microbatches."""
     stages = [rank + ranks * index for index in range(each)]
     return [
         Pass(kind, stage, microbatch)
@@ -191,13 +192,13 @@ def _passes(kind: Kind, rank: int, ranks: int, each: int, microbatches: int, tur
 
 
 def _halve(order: list[Pass], delay: int) -> list[Pass]:
-    """Split backward passes in two halves, with the weight half `delay` backward passes later.
+    """Split each backward pass into two halves. The weight half runs `delay` backward passes later.
 
-    Stage 0 sends no gradients, so it runs both halves as one, when the second is due.
+    Stage 0 sends no gradients, so it runs both halves as one pass when the weight half is due.
     """
     halved: list[Pass] = []
     waiting: list[Pass] = []
-    # After the last backward pass come the remaining passes for the weights.
+    # After the last backward pass, the remaining weight passes run.
     for each in (*order, *[None] * len(order)):
         if each is not None and each.kind != "B":
             halved.append(each)

@@ -1,4 +1,4 @@
-"""Rank every legal mesh of a world by predicted step time, and write the chosen one as a config file."""
+"""Rank every legal mesh of a given world size by predicted step time, and write the best one as a config file."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ from meshcomm.predict.links import Machine, Span, known_machine, span, strided
 from meshcomm.predict.passes import bubble
 from meshcomm.predict.times import Operation, backend_lines, fastest
 
-# Used if [topology] does not set these values: the speed of Llama 3 405B on an H100 in bfloat16 (380 to 430,
-# Grattafiori et al. 2024), and the memory of that device.
+# Defaults if [topology] does not set these values: the throughput of Llama 3 405B training on an H100 in bfloat16 (380
+# to 430 TFLOPS, Grattafiori et al. 2024), and the H100's memory.
 ASSUMED_TFLOPS: Final = 400.0
 ASSUMED_MEMORY_GB: Final = 80.0
-# Times that differ by less count as equal.
+# Times whose relative difference is at most this are considered equal.
 _SAME: Final = 1e-9
-# The parts whose ranks experts are spread over.
+# The parts whose ranks the experts are distributed across.
 _BLOCK: Final[tuple[ParallelRole, ...]] = ("data", "shard", "context")
-# The name of the dim along which experts are copied, if the file has none.
+# The name of the dim along which experts are replicated, if the file does not name it.
 _COPIES_NAME: Final = "edp"
 # The dims of a group, as (size, stride).
 _Dims: TypeAlias = tuple[tuple[int, int], ...]
@@ -50,8 +50,8 @@ _Order: TypeAlias = tuple[ParallelRole, ...]
 
 
 class Share(NamedTuple):
-    """The share of a step taken by one kind of call. link: the slowest link that a group of `ranks` crosses. calls: number by
-    one rank in a step. algorithm: as in meshcomm.predict.times.
+    """The share of a step taken by one kind of call. link: the slowest link that a group of `ranks` ranks crosses.
+    calls: the number of calls per rank and step. algorithm: its name in meshcomm.predict.times.
     """
 
     flow: Flow
@@ -63,11 +63,11 @@ class Share(NamedTuple):
 
 
 class Placement(NamedTuple):
-    """One mesh. dims: part -> size of the base, outermost first; expert: size of the dim of experts, inside its copies.
+    """One mesh. dims: part -> size of its base dim, outermost first. expert: the size of the expert dim.
 
-    step_s = compute_s + bubble_s + the seconds of all shares. microbatches: number per rank and step.
-    memory_bytes: weights, gradients, optimizer and activations of the rank that needs the most. also: the number of other
-    orders of the same sizes with the same predicted time.
+    step_s = compute_s + bubble_s + the seconds of all shares. microbatches: the number per rank and step.
+    memory_bytes: the memory, by kind, of the rank that needs the most. also: how many other orders of the same sizes have
+    the same predicted time.
     """
 
     dims: Mapping[ParallelRole, int]
@@ -82,9 +82,11 @@ class Placement(NamedTuple):
 
 
 class Ranking(NamedTuple):
-    """placements: the best, fastest first. meshes: the number ranked. sizes: the number of legal factorizations;
-    too_large: how many of them do not fit in a rank's memory. world to memory_gb: the conditions of the ranking.
-    assumed: "tflops" or "memory_gbytes" if they were not configured.
+    """placements: the best meshes, fastest first. meshes: how many meshes were ranked.
+
+    sizes: the number of legal factorizations. too_large: how many of these do not fit in a rank's memory.
+    world, machine, tflops, memory_gb: the inputs of the ranking. assumed: which of "tflops" and "memory_gbytes" were not
+    configured.
     """
 
     placements: tuple[Placement, ...]
@@ -99,7 +101,7 @@ class Ranking(NamedTuple):
 
 
 class _Found(NamedTuple):
-    """A mesh without its details. Sorted by time, then by the order of its dims."""
+    """A mesh without its details. Meshes sort by time, then by the order of their dims."""
 
     step_s: float
     order: tuple[int, ...]
@@ -113,10 +115,10 @@ def rank_placements(
     keep: Mapping[ParallelRole, int] | None = None,
     top: int = 10,
 ) -> Ranking:
-    """Return the `top` meshes with the shortest predicted step among all legal ones.
+    """Return the `top` legal meshes with the shortest predicted steps.
 
-    topology: has ranks_per_node; missing properties of a rank default to an H100's. keep: sizes that do not change.
-    Raises ConfigError if no mesh of `world` ranks can train this, or if no such mesh fits in memory.
+    topology: must set ranks_per_node; a missing speed or memory size defaults to an H100's. keep: the sizes to keep fixed.
+    Raises ConfigError if no mesh of `world` ranks can run this training, or if no such mesh fits in memory.
     """
     machine = known_machine(topology, "[topology]")
     assumed = tuple(key for key in ("tflops", "memory_gbytes") if getattr(topology, key) is None)
@@ -129,20 +131,20 @@ def rank_placements(
             f"no sizes that multiply to {world} can train this",
             given=f"{world} ranks along {', '.join(work.parts) or 'no part'}{fixed}, "
             f"global_batch_size = {work.train.global_batch_size}, micro_batch_size = {work.train.micro_batch_size}",
-            expected="sizes that divide heads, layers, tokens and samples as the checks of a config require",
+            expected="sizes that satisfy a config's rules for splitting heads, layers, tokens and samples",
             hint="a larger train.global_batch_size, or more parts in [parallel]",
         )
     held = [sum(memory(work, sizes)) for sizes in legal]
     fitting = [sizes for sizes, size in zip(legal, held, strict=True) if size <= memory_gb * 1e9]
     if not fitting:
         raise ConfigError(
-            f"no mesh of {world} ranks holds this in {memory_gb:g} GB a rank",
-            given=f"at least {min(held) / 1e9:.1f} GB a rank, over {len(legal)} legal sizes",
+            f"no mesh of {world} ranks holds this in {memory_gb:g} GB per rank",
+            given=f"at least {min(held) / 1e9:.1f} GB per rank, for all {len(legal)} legal sizes",
             expected=f"at most {memory_gb:g} GB",
             hint="train.activation_checkpointing = true, parallel.shard, a smaller train.micro_batch_size, or more ranks",
         )
     model = _Model(work, world, machine, tflops)
-    # Orders whose times differ only by rounding share one entry, under the first order.
+    # Orders whose times differ only by rounding are counted under the first of them.
     alike: Counter[_Found] = Counter()
     for row, sizes in enumerate(fitting):
         of_row: list[_Found] = []
@@ -157,7 +159,7 @@ def rank_placements(
 
 
 class _Model:
-    """Predicts step times. Results for groups are cached, because many meshes have the same groups."""
+    """Predicts step times. Results per group are cached, because many meshes contain the same groups."""
 
     def __init__(self, work: Workload, world: int, machine: Machine, tflops: float) -> None:
         self.work, self.tflops = work, tflops
@@ -165,7 +167,7 @@ class _Model:
         self._lines = cache(self._in_floats)
 
     def steps(self, sizes: Sizes) -> list[tuple[_Order, float]]:
-        """Return the seconds of a step for every order of these sizes."""
+        """Return the predicted seconds per step for every order of these sizes."""
         listed = flows(self.work, sizes)
         compute_s, idle = self._compute(sizes)
         seconds = cache(self._seconds)
@@ -178,7 +180,7 @@ class _Model:
         return found
 
     def explained(self, sizes: Sizes, found: _Found, also: int) -> Placement:
-        """Return the placement of a mesh, with the parts of its step time."""
+        """Return the placement for a mesh, with a breakdown of its step time."""
         order = tuple(BASE[at] for at in found.order)
         compute_s, idle = self._compute(sizes)
         shares = []
@@ -202,20 +204,20 @@ class _Model:
         )
 
     def _compute(self, sizes: Sizes) -> tuple[float, float]:
-        """Return the seconds of one micro-batch's arithmetic, and the idle time of a rank in micro-batches."""
+        """Return the compute time of one micro-batch in seconds, and a rank's idle time in units of micro-batches."""
         options = self.work.parallel.options
         idle = bubble(options.schedule, sizes.pipeline, options.stages_per_rank)
         return self.work.flops(sizes) / (self.tflops * 1e12), idle
 
     def _calls(self, listed: Sequence[Flow], sizes: Sizes, order: _Order) -> Iterator[tuple[Flow, _Dims]]:
-        """The flows whose group has two ranks or more, with the dims of the group."""
+        """Yield the flows whose groups have at least two ranks, each with the dims of its group."""
         lie = strides(self.work, sizes, order)
         for flow in listed:
             if dims := tuple(lie[part] for part in flow.along if lie[part][0] > 1):
                 yield flow, dims
 
     def _seconds(self, flow: Flow, dims: _Dims) -> float:
-        """Return the seconds of a flow's calls in a micro-batch or a step: `fastest`, in floats."""
+        """Return the seconds that a flow's calls take per micro-batch or step, like `fastest` but in floats."""
         lines = self._lines(flow.operation, dims)
         return flow.calls * min(fixed_s + byte_s * flow.size_bytes for fixed_s, byte_s in lines)
 
@@ -232,9 +234,10 @@ def place_config(
     top: int = 10,
     counts: Counts | None = None,
 ) -> Ranking:
-    """Rank the meshes of `world` ranks for the training of `settings`.
+    """Rank the meshes of `world` ranks for the training run that `settings` describes.
 
-    topology: as `discovered` returns it. keep: dims that keep the file's size. counts: see `workload`. Raises ConfigError.
+    topology: the result of `discovered`. keep: dims whose sizes stay as in the file. counts: see `workload`.
+    Raises ConfigError.
     """
     work = workload(settings, counts)
     known_machine(topology, settings.source)
@@ -256,8 +259,8 @@ def place_config(
 
 
 def trainable(work: Workload, world: int) -> Iterator[Sizes]:
-    """Yield all sizes of the used parts whose product is `world` and that pass the checks of a configuration, and their
-    microbatches. The size of expert divides the ranks outside pipeline and tensor.
+    """Yield all sizes of the parts in use whose product is `world` and that pass a config's checks, with the number of
+    micro-batches. The expert size divides the product of the data, shard and context sizes.
     """
     played = [part for part in BASE if part in work.parts]
     for factors in _factors(world, len(played)):
@@ -274,10 +277,10 @@ def trainable(work: Workload, world: int) -> Iterator[Sizes]:
 
 
 def orders(work: Workload, sizes: Sizes) -> Iterator[_Order]:
-    """Yield every distinct order of the base's dims that a configuration may have.
+    """Yield every distinct order of the base dims that a configuration may have.
 
-    A dim of size 1 changes no group in any position, so it is outermost, in BASE's order. Experts share the block
-    of ranks that data, shard and context form, so no other dim is between these.
+    The position of a dim of size 1 affects no group, so such dims stay outermost, in BASE's order. With experts, data,
+    shard and context must be adjacent, because the experts are distributed across the block of ranks that they form.
     """
     played = [part for part in BASE if part in work.parts]
     ones = [part for part in played if getattr(sizes, part) == 1]
@@ -289,25 +292,27 @@ def orders(work: Workload, sizes: Sizes) -> Iterator[_Order]:
 
 
 def strides(work: Workload, sizes: Sizes, order: _Order) -> dict[str, tuple[int, int]]:
-    """(size, stride) of every part's dim; with experts, also of expert and REPLICA, or EXPERT_SHARD with shard."""
+    """Return the (size, stride) of each part's dim. With experts, the result also contains expert, REPLICA and, if the
+    shard part is used, EXPERT_SHARD.
+    """
     found: dict[str, tuple[int, int]] = {}
     step = 1
     for part in reversed(order):
         found[part] = getattr(sizes, part), step
         step *= found[part][0]
     if "expert" in work.parts:
-        # The block begins where its innermost part that has groups begins.
+        # The stride of the block is that of its innermost part of size 2 or more.
         shared = [found[part] for part in _BLOCK if part in found]
         block = min((stride for size, stride in shared if size > 1), default=1)
         copies = prod(size for size, _ in shared) // sizes.expert
-        # All copies of experts are shards of the experts.
+        # With shard, the ranks along the dim of the experts' copies hold shards of the experts.
         beside = EXPERT_SHARD if "shard" in work.parts else REPLICA
         found |= {"expert": (sizes.expert, block), REPLICA: (1, 1), beside: (copies, block * sizes.expert)}
     return found
 
 
 def _factors(world: int, count: int) -> Iterator[Sequence[int]]:
-    """All ordered ways to write `world` as a product of `count` factors, the first factor ascending."""
+    """Yield all ordered factorizations of `world` into `count` factors, sorted by their first factor."""
     if count <= 1:
         yield from [[world]] if count else [[]] * (world == 1)
         return
@@ -317,7 +322,7 @@ def _factors(world: int, count: int) -> Iterator[Sequence[int]]:
 
 
 def _splits(work: Workload, sizes: Sizes) -> bool:
-    """Return whether heads, layers and tokens can be split this way: the rules of meshcomm.config.rules."""
+    """Return whether heads, layers and tokens can be split this way, by the rules of meshcomm.config.rules."""
     model, options, tensor, context = work.model, work.parallel.options, sizes.tensor, sizes.context
     vocab_size = model.vocab_size if model.is_built_in else 0
     split = (model.num_heads, model.num_kv_heads, model.intermediate_size, vocab_size)
@@ -328,7 +333,7 @@ def _splits(work: Workload, sizes: Sizes) -> bool:
         or work.seq_len % (context * (1 + ring))
         or (options.sequence_parallel and work.seq_len // context % tensor)
         or (ring and any(window is not None and window < work.seq_len for window in model.windows))
-        # Heads are split evenly. kv heads are also split evenly, or each is repeated equally often.
+        # Heads must be split evenly. kv heads must be split evenly too, or each must be repeated the same number of times.
         or (work.ulysses and model.num_heads // tensor % context)
         or (work.ulysses and kv_heads % context and context % kv_heads)
     )
@@ -338,14 +343,14 @@ def _splits(work: Workload, sizes: Sizes) -> bool:
 
 
 def write_placement(settings: Config, ranking: Ranking, path: Path) -> Config:
-    """Write the first placement as a TOML file, and return the `Config` that `load_config` reads from it.
+    """Write the first placement as a TOML file, and return the `Config` that `load_config` reads from that file.
 
-    Raises ConfigError if the file's name does not end in .toml, or if it cannot be written.
+    Raises ConfigError if the filename does not end in .toml, or if the file cannot be written.
     """
     check_ending(path, "--write", ".toml")
     data = placed_data(settings, ranking.placements[0])
     text = toml_text([f"{settings.source} on {ranking.world} ranks, by `meshcomm tune`"], data)
-    # Check that the file contains the chosen dims before anyone trains with it.
+    # Check that the text contains the chosen dims before it is written.
     assert parse_toml(text, str(path))["mesh"]["dims"] == data["mesh"]["dims"]
     load_config(data).resolved(ranking.world)
     write_whole(path, text, given=f"--write {path}")
@@ -353,8 +358,8 @@ def write_placement(settings: Config, ranking: Ranking, path: Path) -> Config:
 
 
 def placed_data(settings: Config, placement: Placement) -> dict[str, Any]:
-    """Return `settings` as a mapping, with the dims and the expert view of `placement`: the same training on
-    another mesh.
+    """Return `settings` as a mapping, with the dims and the expert view of `placement`. It describes the same training run
+    on a different mesh.
     """
     parallel = workload(settings).parallel
     data: dict[str, Any] = plain(settings.model_dump(exclude_unset=True))
@@ -368,7 +373,7 @@ def placed_data(settings: Config, placement: Placement) -> dict[str, Any]:
 
 
 def _expert_view(names: Mapping[ParallelRole, str], copies: str, placement: Placement) -> dict[str, int]:
-    """Return the view in which the block of data, shard and context is factored into copies and experts."""
+    """Return the view that factors the block of data, shard and context into copies and experts."""
     total = prod(placement.dims.get(part, 1) for part in _BLOCK)
     pair = {copies: total // placement.expert, names["expert"]: placement.expert}
     found: dict[str, int] = {}

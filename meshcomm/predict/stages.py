@@ -1,4 +1,4 @@
-"""The layers of each pipeline stage, its rank, and the relative cost of each part of the model."""
+"""The layers and the rank of each pipeline stage, and the relative cost of each part of the model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from meshcomm.errors import LayoutError
 
 @dataclass(frozen=True)
 class Stage:
-    """One contiguous part of the model; a rank runs one or several of them."""
+    """A contiguous part of the model. A rank runs one or more stages."""
 
     index: int
     count: int
@@ -23,7 +23,7 @@ class Stage:
 
     @property
     def is_first(self) -> bool:
-        """Whether the stage takes the batch's inputs."""
+        """Whether the stage receives the batch's inputs."""
         return self.index == 0
 
     @property
@@ -33,7 +33,7 @@ class Stage:
 
 
 def stages_of_rank(coord: int, ranks: int, each: int) -> list[int]:
-    """Return the stages that a rank runs, in the model's order: stage s is on coord s % ranks.
+    """Return the stages that a rank runs, in model order. Stage s is on coord s % ranks.
 
     >>> stages_of_rank(1, ranks=4, each=2)
     [1, 5]
@@ -49,18 +49,18 @@ def split_layers(
     first: float = 0.0,
     last: float = 0.0,
 ) -> list[range]:
-    """Return the layers of each stage. Stages are contiguous, and no other split has a cheaper largest stage.
+    """Return the layers of each stage. Stages are contiguous, and the most expensive stage is as cheap as possible.
 
-    Ties are decided by the most even split (least sum of squares), then by the cheapest last stage, then by the
+    Ties are broken by the most even split (least sum of squares), then by the cheapest last stage, then by the
     cheapest first stage. The last stage also computes the loss, and the first keeps the most microbatches in flight.
 
     Args:
-        layers, stages: the numbers of layers and of stages; every stage gets a layer.
-        costs: cost of each layer, in any unit. If None, 1 each.
-        first: cost of stage 0 in addition to its layers, in the same unit (the embedding).
-        last: cost of the last stage in addition to its layers (the head and the loss).
+        layers, stages: the number of layers and the number of stages; every stage gets at least one layer.
+        costs: the cost of each layer, in any unit. If None, every layer costs 1.
+        first: the cost of stage 0 in addition to its layers (the embedding), in the same unit.
+        last: the cost of the last stage in addition to its layers (the head and the loss), in the same unit.
 
-    Exact: costs are compared as fractions. Takes O(layers^2 stages) steps.
+    The result is exact, because costs are compared as fractions. The search takes O(layers^2 stages) steps.
     Raises LayoutError if a stage would have no layer, or if a cost is negative or not finite.
 
     >>> [len(part) for part in split_layers(6, 4)], [len(part) for part in split_layers(7, 4)]
@@ -77,15 +77,15 @@ def split_layers(
         )
     each = _exact_costs(layers, [1] * layers if costs is None else costs, first, last)
     sums = [0, *accumulate(each)]
-    # The least possible cost of the largest stage, for the first `stop` layers. Each round adds a stage.
+    # least[stop]: the lowest possible cost of the most expensive stage in the first `stop` layers. Each round adds a stage.
     least: list[float] = [0, *[math.inf] * layers]
     for _ in range(stages):
         least = [math.inf] + [
             min(max(least[start], sums[stop] - sums[start]) for start in range(stop))
             for stop in range(1, layers + 1)
         ]
-    # best[stop]: among splits of the first `stop` layers whose stages cost no more, the least key (squares, the last
-    # stage, the first stage, layers in late stages) and its bounds.
+    # best[stop]: the smallest key (squares, last stage, first stage, layers in late stages) and its bounds, among the
+    # splits of the first `stop` layers in which no stage costs more than least[layers].
     best: dict[int, tuple[list[int], tuple[int, ...]]] = {0: ([0] * 4, (0,))}
     for stage in range(stages):
         found: dict[int, tuple[list[int], tuple[int, ...]]] = {}
@@ -103,14 +103,14 @@ def split_layers(
 
 
 class PartCosts(NamedTuple):
-    """Multiply-adds of a forward pass per token. Backward costs twice as much in every part."""
+    """Multiply-adds per token in a forward pass. The backward pass costs twice as much in every part."""
 
     embedding: int
     layers: tuple[int, ...]
     head: int
 
     def of_stages(self, parts: list[range]) -> list[int]:
-        """Return the cost of each stage. The first includes the embedding, the last includes the head."""
+        """Return the cost of each stage. The first stage includes the embedding, and the last includes the head."""
         costs = [sum(self.layers[layer] for layer in part) for part in parts]
         costs[0] += self.embedding
         costs[-1] += self.head
@@ -118,11 +118,11 @@ class PartCosts(NamedTuple):
 
 
 def part_costs(model: ModelConfig, seq_len: int) -> PartCosts:
-    """Return the cost of the matrices of each part. Norms, rotations and the loss are not counted.
+    """Return the cost of each part's matrix multiplications. Norms, rotations and the loss are not counted.
 
-    seq_len: tokens of a sample. Each query is multiplied with the keys of all tokens, including keys that the causal mask
-    hides. A window is computed a few queries at a time, so twice its keys are counted.
-    The embedding looks up rows and multiplies nothing.
+    seq_len: tokens per sample. Each query is multiplied by the keys of all tokens, including keys that the causal mask
+    hides. Windowed attention is computed a few queries at a time, so twice the window's keys are counted.
+    The embedding costs nothing, because it only looks up rows.
     """
     projections = 2 * model.hidden_size * model.head_size * (model.num_heads + model.num_kv_heads)
     dense = model.ff_matrices * model.hidden_size * model.intermediate_size
@@ -135,23 +135,21 @@ def part_costs(model: ModelConfig, seq_len: int) -> PartCosts:
 
 
 def attention_costs(model: ModelConfig, seq_len: int) -> list[int]:
-    """Return the multiply-adds per token of each layer for queries times keys and scores times values; see
-    `part_costs`.
-    """
+    """Return each layer's multiply-adds per token for queries times keys and scores times values; see `part_costs`."""
     windows = model.windows or (None,) * model.num_layers
     met = [seq_len if window is None else min(seq_len, 2 * window) for window in windows]
     return [2 * each * model.num_heads * model.head_size for each in met]
 
 
 def model_stages(model: ModelConfig, seq_len: int, stages: int) -> list[range]:
-    """Return the layers of each stage of this model, balanced by `part_costs`; see `split_layers`."""
+    """Return the layers of each of the model's stages, balanced by `part_costs`; see `split_layers`."""
     costs = part_costs(model, seq_len)
     return split_layers(model.num_layers, stages, costs.layers, first=costs.embedding, last=costs.head)
 
 
 def _exact_costs(layers: int, costs: Sequence[float], first: float, last: float) -> list[int]:
-    """Return the costs of the layers, including the ends, in a unit that makes all of them ints, so comparisons are
-    exact.
+    """Return the layers' costs, including `first` and `last`, in a unit that makes all of them integers, so that
+    comparisons are exact.
     """
     wrong = [cost for cost in (*costs, first, last) if not (math.isfinite(cost) and cost >= 0)]
     if wrong or len(costs) != layers:
@@ -159,7 +157,7 @@ def _exact_costs(layers: int, costs: Sequence[float], first: float, last: float)
             "a stage cannot be balanced by this cost" if wrong else "every layer has one cost",
             given=f"{wrong[0]}" if wrong else f"{len(costs)} costs, layers = {layers}",
             expected=f"{layers} costs of 0 or more, finite",
-            hint="multiply-adds per token, or measured times; costs=None where all layers cost the same",
+            hint="multiply-adds per token, or measured times; costs=None if all layers cost the same",
         )
     exact = [Fraction(cost) for cost in costs]
     exact[0] += Fraction(first)

@@ -1,8 +1,8 @@
-"""The time of a collective on its links, by algorithm, and the bytes that it moves.
+"""The time that each algorithm takes for a collective on given links, and the bytes that it moves.
 
 Times are computed exactly by the alpha-beta model, for every applicable algorithm. Sizes are counted as in nccl-tests:
-the full data for all_gather and reduce_scatter; all bytes of one rank, including its own part, for all_to_all; the
-tensor for the others.
+the full data for all_gather and reduce_scatter; one rank's full input, including the part it keeps, for all_to_all;
+the tensor for the other operations.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Operation: TypeAlias = Literal[
     "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "sendrecv"
 ]
 OPERATIONS: Final[tuple[Operation, ...]] = get_args(Operation)
-# The tensor whose bytes are counted.
+# The tensor whose bytes are counted as the size of each operation.
 COUNTED: Final[Mapping[Operation, str]] = {
     "all_reduce": "the tensor, which is input and output",
     "all_gather": "the output: all ranks' parts together",
@@ -31,18 +31,18 @@ COUNTED: Final[Mapping[Operation, str]] = {
     "reduce": "the tensor",
     "sendrecv": "the message",
 }
-# The algorithms that a backend is assumed to choose from: NCCL's rings, its double tree, and rings level by level.
+# The algorithms that a backend is assumed to choose from: NCCL's rings, its double tree, and hierarchical rings.
 BACKENDS_OWN: Final = ("ring", "double_tree", "hierarchical", "pairwise", "message")
-# The numbers of chunks that trees may cut the data into.
+# The numbers of chunks that tree algorithms may split the data into.
 CHUNKS: Final = tuple(2**power for power in range(13))
 # float32, the dtype of measurements.
 DTYPE_BYTES: Final = 4
 
 
 class Line(NamedTuple):
-    """One algorithm: fixed_s seconds, plus byte_s seconds for every byte; exact.
+    """One algorithm, whose time is exactly fixed_s seconds plus byte_s seconds per byte.
 
-    chunks: the number of pieces of the data; 1 for algorithms without this choice.
+    chunks: the number of pieces that the data is split into; 1 for algorithms that do not split it.
     """
 
     name: str
@@ -59,7 +59,7 @@ def lines(operation: Operation, route: Route) -> list[Line]:
     """Return the time of every algorithm for `operation` along `route`.
 
     Algorithms without levels run all steps at the slowest link's alpha and beta. Hierarchical algorithms need an even
-    route with two levels or more, and run each level at its own alpha and beta. Groups of one take no time.
+    route with at least two levels, and run each level at its own alpha and beta. Calls in groups of one take no time.
     """
     if route.ranks == 1:
         return [Line("none", 1, Fraction(0), Fraction(0))]
@@ -77,29 +77,29 @@ def lines(operation: Operation, route: Route) -> list[Line]:
 
 
 def best(lines: Sequence[Line], size_bytes: float) -> Line:
-    """Return the line with the least time; in a tie, the first."""
+    """Return the line with the shortest time, or the first of them if several are equal."""
     size = Fraction(size_bytes)
     return min(lines, key=lambda line: line.fixed_s + line.byte_s * size)
 
 
 def backend_lines(operation: Operation, route: Route) -> list[Line]:
-    """Return the `lines` that a backend chooses from, or all if these are unknown."""
+    """Return those of `lines` that a backend chooses from, or all of them if that is unknown."""
     every = lines(operation, route)
     return [line for line in every if line.name in BACKENDS_OWN] or every
 
 
 def fastest(operation: Operation, route: Route, size_bytes: float) -> Line:
-    """Return the line for a call as a backend runs it: the best of `backend_lines`.
+    """Return the line that a backend is assumed to use for a call: the best of `backend_lines`.
 
-    `.seconds(size_bytes)` is its time.
+    `.seconds(size_bytes)` returns the call's time.
     """
     return best(backend_lines(operation, route), size_bytes)
 
 
 def bus_factor(operation: Operation, ranks: int) -> Fraction:
-    """Return busbw / algbw. algbw is size / time; the size is the whole data for all_gather and reduce_scatter.
+    """Return busbw / algbw. algbw is size / time; for all_gather and reduce_scatter, the size is that of the full data.
 
-    It is one for a single rank, where nothing moves. Source: nccl-tests, doc/PERFORMANCE.md (github.com/NVIDIA/nccl-tests).
+    The factor is one for a single rank. Source: nccl-tests, doc/PERFORMANCE.md (github.com/NVIDIA/nccl-tests).
 
     >>> bus_factor("all_reduce", 8), bus_factor("all_gather", 8)
     (Fraction(7, 4), Fraction(7, 8))
@@ -108,10 +108,10 @@ def bus_factor(operation: Operation, ranks: int) -> Fraction:
 
 
 def counted_bytes(operation: Operation, size_bytes: int, dim: str, ranks: int) -> int:
-    """Return the largest size up to `size_bytes` that is a multiple of float32, and of equal parts where there are
-    parts.
+    """Return the largest size up to `size_bytes` that holds whole float32 elements, with the same number for each rank if
+    the operation splits the data.
 
-    Raises ConfigError if there is none.
+    Raises ConfigError if there is no such size.
 
     >>> counted_bytes("all_reduce", 4099, "dp", 3), counted_bytes("all_gather", 4099, "dp", 3)
     (4096, 4092)
@@ -125,13 +125,13 @@ def counted_bytes(operation: Operation, size_bytes: int, dim: str, ranks: int) -
             f"{size_bytes} bytes are too few for {operation} along {dim}",
             given=f"--bytes {size_bytes}",
             expected=f"at least {unit} bytes: float32 of {DTYPE_BYTES} bytes{parts}",
-            hint=f"--bytes {unit}, or other operations by --op",
+            hint=f"--bytes {unit}, or other operations with --op",
         )
     return size_bytes - size_bytes % unit
 
 
 def named_operations(names: Sequence[str]) -> tuple[Operation, ...]:
-    """Return the operations with these names; all if `names` is empty. Raises ConfigError."""
+    """Return the operations with these names, or all if `names` is empty. Raises ConfigError for an unknown name."""
     for name in names:
         if name not in OPERATIONS:
             raise ConfigError(
@@ -144,7 +144,7 @@ def named_operations(names: Sequence[str]) -> tuple[Operation, ...]:
 
 
 def _flat(operation: Operation, n: int) -> Iterator[tuple[str, int, int, Any]]:
-    """Return the algorithms without levels: name, chunks, steps, and the exact number of bytes moved per byte of the size."""
+    """Yield each algorithm without levels: its name, chunks, steps, and the exact number of bytes moved per byte of size."""
     one: Any = Fraction(1)
     match operation:
         case "all_reduce":
@@ -153,18 +153,18 @@ def _flat(operation: Operation, n: int) -> Iterator[tuple[str, int, int, Any]]:
                     steps, path, busiest, _ = cost(n, one, chunks)
                     yield name, chunks, steps, max(path, busiest)
         case "all_gather" | "reduce_scatter":
-            # The two halves of a ring all-reduce.
+            # Each is one half of a ring all-reduce.
             yield "ring", 1, n - 1, Fraction(n - 1, n)
             if n & (n - 1) == 0:
                 yield "recursive", 1, n.bit_length() - 1, Fraction(n - 1, n)
         case "all_to_all":
-            # ceil(log2 n) rounds, each with at most half of the data: Bruck et al. 1997.
+            # Bruck et al. 1997: ceil(log2 n) rounds that each send at most half of the data.
             rounds = [sum(1 for i in range(n) if i >> bit & 1) for bit in range((n - 1).bit_length())]
             yield "bruck", 1, len(rounds), Fraction(sum(rounds), n)
         case "broadcast" | "reduce":
             for chunks in CHUNKS:
-                # One direction of a tree, see formulas.tree. An inner rank has two children, and its port
-                # carries the data to or from both.
+                # One direction of a tree, see formulas.tree. An inner rank has two children and exchanges the data
+                # with both through one port.
                 steps = n.bit_length() - 1 + chunks - 1
                 yield "tree", chunks, steps, max(Fraction(steps, chunks), one if n == 2 else 2 * one)
                 chain = n - 1 + chunks - 1
@@ -176,8 +176,8 @@ def _flat(operation: Operation, n: int) -> Iterator[tuple[str, int, int, Any]]:
 
 
 def _hierarchical(route: Route, rounds: int) -> Line:
-    """Rings inside each level, then across levels with the part that one unit holds: formulas.two_level, for any
-    number of levels. rounds: 2 for an all-reduce, 1 for each of its halves.
+    """Return the line for rings at each level, where each outer ring moves only the part that one unit holds. This
+    extends formulas.two_level to any number of levels. rounds: 2 for an all-reduce, 1 for each of its halves.
     """
     fixed = byte = Fraction(0)
     share = Fraction(1)
@@ -189,7 +189,7 @@ def _hierarchical(route: Route, rounds: int) -> Line:
 
 
 def _pairwise(route: Route) -> Line:
-    """Each rank sends to all others, one after the other, over the link that joins the sender and the receiver."""
+    """Each rank sends to all other ranks in turn, each time over the link between the sender and the receiver."""
     fixed = byte = Fraction(0)
     inner = 1
     for hop in route.hops:

@@ -1,1 +1,1 @@
-"""Renders plain facts for readers."""
+"""Renders plain facts as text, tables and pictures."""

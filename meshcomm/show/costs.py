@@ -1,4 +1,4 @@
-"""Times of collectives along every dim: predicted by meshcomm.predict.times, and measured."""
+"""Shows the times of collectives along every dim, as predicted by meshcomm.predict.times and as measured."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from meshcomm.show.page import Cells, Facts, Line, PagePart, View, page_view
 from meshcomm.show.units import seconds_text, size_text
 
 _NOTE: Final = """\
-time, torch (torch.distributed's): medians of the rounds; algbw, busbw: GB/s of
-the median time, busbw as nccl-tests counts it; ratio: the median of the rounds'
-ratios of meshcomm's time to torch's, not the ratio of the medians next to it;
-below 1 meshcomm is faster"""
+time and torch (the time of torch.distributed) are medians over the rounds; algbw
+and busbw, in GB/s, are computed from the median time, busbw as in nccl-tests;
+ratio is the median over the rounds of meshcomm's time divided by torch's, not the
+ratio of the two medians; below 1, meshcomm is faster"""
 
 
 # -- predicted --------------------------------------------------------------------------------------
 
 
 def bandwidths(operation: Operation, ranks: int, size_bytes: int, seconds: float) -> Facts:
-    """Return GB/s (10^9): algbw = bytes / time, busbw as nccl-tests counts it."""
+    """Return algbw and busbw in GB/s (10^9 bytes/s). algbw is bytes / time, and busbw is counted as in nccl-tests."""
     algbw = size_bytes / seconds / 1e9
     return {"algbw_gbytes_s": algbw, "busbw_gbytes_s": algbw * float(bus_factor(operation, ranks))}
 
 
 def cost_facts(plan: Plan, machine: Machine, operations: Sequence[Operation], sizes: Sequence[int]) -> Facts:
-    """Return the output of `meshcomm costs`, as JSON-serializable data.
+    """Return the output of `meshcomm costs` as JSON-serializable data.
 
-    dims: an entry for each name with groups and each operation.
+    dims: one entry for each operation along each dim that has groups.
     """
     families = [family for family in plan.families if family.size > 1]
     listed: list[Facts] = []
@@ -72,7 +72,7 @@ def cost_view(facts: Facts) -> View:
     call = f"; {facts['call_us']:g} us for each call" if facts["call_us"] else ""
     notes = (
         "GB/s; busbw as nccl-tests counts it; predicted by a model, not measured; "
-        "by: the algorithm that the model finds fastest. A backend chooses its own: NCCL may take another"
+        "by: the algorithm that the model finds fastest. NCCL and other backends may choose a different one"
     )
     head = Line(f"links: {'; '.join(facts['links'])}{call}")
     return page_view([head, table, Line(notes)])
@@ -89,7 +89,7 @@ def row_facts(
     calls: int,
     seconds: tuple[Sequence[float], Sequence[float]],
 ) -> Facts:
-    """Return one row. seconds: for meshcomm and for torch, the slowest rank's seconds per call in each round.
+    """Return one row. seconds: the slowest rank's seconds per call in each round, for meshcomm and for torch.
 
     Times are medians over the rounds, ratio is the median of the rounds' ratios, and bandwidths are computed from the medians.
     """
@@ -103,7 +103,7 @@ def row_facts(
 
 
 def fit_facts(fitted: Fitted, notes: Sequence[str] = ()) -> Facts:
-    """Return the latency, the bandwidth and the model's error by dim and by link class, with notes to show."""
+    """Return the fitted latency, the bandwidth and the model's error by dim and by link class, with notes to display."""
     left = [dict(zip(("dim", "operation", "why"), each, strict=True)) for each in fitted.left_out]
     return {
         "dims": {name: _fit_facts(found) for name, found in fitted.dims.items()},
@@ -126,13 +126,13 @@ def _fit_facts(found: Fit) -> Facts:
 
 
 def bench_view(facts: Mapping[str, Any]) -> View:
-    """Return `measured_facts` for a rich console. `facts["fit"]` is the result of `fit_facts`, or None."""
+    """Return the result of `measured_facts` for a rich console. `facts["fit"]` is the result of `fit_facts`, or None."""
     machine, mesh = facts["machine"], facts["mesh"]
     head = (
         f"mesh {coords_text(mesh['dims'])}: {mesh['world_size']} ranks on {machine['hosts']} host{'s' * (machine['hosts'] > 1)}, "
         f"{machine['device']}, torch {machine['torch']}\n"
         f"{machine['cpus']} cores on rank 0's host, load {machine['load']:.1f} before it began\n"
-        f"medians of {facts['rounds']} rounds, each round's slowest rank; all groups along a dim at once"
+        f"medians of {facts['rounds']} rounds, each round's slowest rank; all groups along a dim in parallel"
     )
     dims = {each["dim"]: {**each, "over": each["link"] or each["backend"]} for each in facts["dims"]}
     table = Cells.of(

@@ -1,4 +1,4 @@
-"""The differences between two meshes: settings, groups, and the coords of ranks."""
+"""Shows the differences between two meshes: their settings, groups, and coords of ranks."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ from meshcomm.layout import Layout, Plan, Ranks
 from meshcomm.layout.sizes import coords_text, fold
 from meshcomm.show.page import Cells, Facts, Line, PagePart
 
-# How many ranks, and how many groups of one name, are listed as examples.
+# How many ranks, and how many groups along one dim, are listed as examples.
 _RANKS: Final = 8
 _GROUPS: Final = 3
 
 
 def diff_facts(a: Config, b: Config, plan_a: Plan, plan_b: Plan) -> Facts:
-    """Return the output of `meshcomm plan --diff`, as JSON-serializable data. a, b: with every -1 filled in.
+    """Return the output of `meshcomm plan --diff` as JSON-serializable data. a, b: the configs, with every -1 filled in.
 
-    Pairs and rows end with the values of a and b; None if one side has none. groups: every name whose groups differ.
-    "also": the name that has the same groups on the other side. "reordered": groups of the same ranks in another order.
-    ranks: "moved" ranks have different coords, by base dims and by dims of views that both sides have. A base dim that one
-    side lacks counts as a dim of size 1.
+    Pairs and rows end with the values of a and b; a missing value is None. groups: every dim whose groups differ.
+    "also": the name of a dim that has the same groups on the other side.
+    "reordered": the number of groups whose ranks are the same but in a different order.
+    ranks: "moved" ranks have different coords along the base dims, or along view dims that both sides have. A base dim that
+    one side lacks counts as a dim of size 1.
     """
     settings = [*_differing(_given(a.model_dump()), _given(b.model_dump()), ())]
     sizes = {
@@ -46,7 +47,7 @@ def diff_facts(a: Config, b: Config, plan_a: Plan, plan_b: Plan) -> Facts:
 
 
 def _differing(one: Any, other: Any, path: tuple[str, ...]) -> Iterator[list[Any]]:
-    """The innermost settings that differ. A table that one side lacks counts as one setting."""
+    """Yield the innermost settings that differ. A table that one side lacks counts as one setting."""
     if isinstance(one, Mapping) and isinstance(other, Mapping):
         for key in dict.fromkeys([*one, *other]):
             yield from _differing(one.get(key), other.get(key), (*path, key))
@@ -63,7 +64,7 @@ def _given(value: Any) -> Any:
 
 
 def _groups(a: Plan, b: Plan) -> list[Facts]:
-    """Return the names whose groups differ. The order of the groups is ignored, because no rank depends on it."""
+    """Return the dims whose groups differ. The order of the groups is ignored, because ranks do not depend on it."""
     ours, theirs = (
         {family.name: plan.layout.groups(family.name) for family in plan.families} for plan in (a, b)
     )
@@ -77,7 +78,7 @@ def _groups(a: Plan, b: Plan) -> list[Facts]:
 
 
 def _changed(name: str, a: Ranks | None, b: Ranks | None) -> Facts:
-    """Return the change of the groups of one name. A side that does not have the name is None."""
+    """Return how the groups along one dim changed. a, b: the groups, or None if that side does not have the dim."""
     ours, theirs = _by_members(a), _by_members(b)
     common = ours.keys() & theirs.keys()
     same = sum(bool((ours[key] == theirs[key]).all()) for key in common)
@@ -102,7 +103,7 @@ def _changed(name: str, a: Ranks | None, b: Ranks | None) -> Facts:
 
 
 def _by_members(groups: Ranks | None) -> dict[bytes, Ranks]:
-    """Return the groups by their sorted ranks, without groups of one rank."""
+    """Return the groups by their sorted ranks. Groups of one rank are left out."""
     if groups is None or groups.shape[1] == 1:
         return {}
     return {key.tobytes(): row for key, row in zip(np.sort(groups, axis=1), groups, strict=True)}
@@ -130,7 +131,7 @@ def _ranks(a: Layout, b: Layout) -> Facts:
 
 
 def _coords(layout: Layout, names: list[str], ranks: Ranks) -> Ranks:
-    """Return coords, with a row for each rank and a column for each name; 0 if the layout has no such dim."""
+    """Return coords with a row for each rank and a column for each name. Coords along missing dims are 0."""
     places = np.argsort(layout.ranks)
     positions = places[np.searchsorted(layout.ranks, ranks, sorter=places)]
     coords = np.zeros((len(ranks), len(names)), dtype=np.int64)
@@ -150,7 +151,7 @@ def diff_page(facts: Facts) -> list[PagePart]:
     meshes = f"the meshes are equal, plan {first}" if first == second else f"plans {first} and {second}"
     parts: list[PagePart] = [Line(f"different: {meshes}"), *sources]
     if facts["settings"]:
-        # The last two are values.
+        # The last two entries are the values of a and b.
         texts = (
             (key, *("-" if value is None else toml(value) for value in pair))
             for key, *pair in facts["settings"]

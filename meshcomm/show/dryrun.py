@@ -1,4 +1,4 @@
-"""The results of a dry run for a rich console: verdicts first, then memory, calls and the time of a step."""
+"""Shows the results of a dry run on a rich console: verdicts first, then memory, calls and the time of a step."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from meshcomm.show.page import Cells, Column, Facts, Line, PagePart, View, page_
 from meshcomm.show.place import assumed_text
 from meshcomm.show.units import bytes_text, count, decimal_unit, seconds_text
 
-# The number of findings shown with their lines; the rest are only counted.
+# How many findings are shown with their lines. Any others are only counted.
 _SHOWN: Final = 12
 
 
 def dry_view(facts: Facts) -> View:
-    """Return the facts of a dry run for a rich console."""
+    """Return a dry run's facts for a rich console."""
     return page_view([*_page(facts)])
 
 
@@ -31,7 +31,7 @@ def _page(facts: Facts) -> Iterator[PagePart]:
     yield from _verdicts(facts, whole)
     yield from _memory(facts["memory"])
     if facts["calls"]:
-        yield Line(f"calls of {facts['part']}, of the rank that moves the most along each dim")
+        yield Line(f"calls of {facts['part']}, for the rank that moves the most along each dim")
         yield _calls(facts["calls"], timed=facts["step"] is not None)
     yield from _step(facts["step"], facts["part"])
 
@@ -45,7 +45,7 @@ def _verdicts(facts: Facts, whole: bool) -> Iterator[PagePart]:
             lines = "".join(f"\n    {line}" for line in each["lines"])
             yield Line(f"{each['what']}{more}{lines}", drawing=True)
         if len(findings) > _SHOWN:
-            yield Line(f"and {len(findings) - _SHOWN} more: --json has all")
+            yield Line(f"and {len(findings) - _SHOWN} more: --json lists all of them")
     else:
         met = "all calls match: same operation, shape, dtype and root on all ranks of each group, no rank waits forever"
         yield Line(
@@ -66,7 +66,7 @@ def _memory(memory: Facts) -> Iterator[PagePart]:
     for _, (first, *others) in groupby(stages, itemgetter("parts")):
         last = f"-{others[-1]['stage']}" if others else ""
         rows.append({**first, "stages": f"{first['stage']}{last}"})
-    # All cells use one unit, so that no column is wider than its name.
+    # All cells use the same unit, so that no column is wider than its name.
     unit, size = decimal_unit(top["peak_bytes"])
     columns: dict[str, Column] = {">stage": "stages"} if len(stages) > 1 else {}
     columns |= {">rank": "rank", ">peak": ("peak_bytes", partial(_in_unit, size))}
@@ -108,7 +108,7 @@ def _calls(calls: list[Facts], timed: bool) -> Cells:
 
 
 def _seconds(key: str, row: Facts) -> str:
-    """Return the seconds of a dim in its first row, and nothing in its other rows."""
+    """Return the dim's seconds in its first row, and an empty text in its other rows."""
     return "" if not row["first"] else "-" if row[key] is None else seconds_text(row[key])
 
 

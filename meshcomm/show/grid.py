@@ -1,7 +1,7 @@
-"""The rank grid: the place of every rank, and the rank's group along one dim.
+"""The rank grid: the position of every rank, and its group along one dim.
 
-Two inner dims make a block of rows and columns; the outer dims arrange the blocks. `grid_facts` is the data, and
-`RankGrid` draws it for a rich console. All other output formats are made from that drawing.
+The two innermost dims form blocks of rows and columns, and the outer dims arrange the blocks. `grid_facts` returns the
+data, and `RankGrid` draws it for a rich console. All other output formats are derived from that drawing.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ Piece: TypeAlias = tuple[int, str, str]
 Lines = npt.NDArray[np.bool_]
 Numbers = npt.NDArray[np.int64]
 
-# Okabe and Ito's palette (Color Universal Design, 2008), with gray instead of black: eight colors that color-blind
-# readers can distinguish.
+# Okabe and Ito's palette (Color Universal Design, 2008) of eight colors that color-blind readers can distinguish, with gray
+# instead of black.
 PALETTE: Final = ("#56b4e9", "#e69f00", "#009e73", "#cc79a7", "#f0e442", "#0072b2", "#d55e00", "#b3b3b3")
 _OUTSIDE, _LEFT_OUT = -1, -2
-# The index tells which of up, down, left, right have a line, as bits 1, 2, 4, 8.
+# The bits 1, 2, 4, 8 of the index mean that a line goes up, down, left, right.
 _NODE_LINES: Final = " ┃┃┃━┛┓┫━┗┏┣━┻┳╋"
 _ASCII: Final = str.maketrans(_NODE_LINES + "…⋮", " |||-+++-+++-+++.:")
-# The most groups in the legend.
+# The maximum number of groups in the legend.
 _LEGEND: Final = 16
 
 
@@ -50,11 +50,11 @@ def grid_facts(
 ) -> Facts:
     """Return the rank grid, with the groups along `by`, as JSON-serializable data.
 
-    by: a dim, a merged dim, a view's dim, or a tuple of them. If None, the innermost dim of the base. rank: a rank to mark.
+    by: a dim, a merged dim, a view dim, or a tuple of dims. If None, the innermost base dim is used. rank: a rank to mark.
 
-    ranks, group and node have an entry for each place of the grid, row-major over `dims` (the dims of `view`): the rank,
-    the index of the rank's group, and the rank's node. ranks_per_node, nodes and node are None if unknown.
-    Raises UnknownDim, and LayoutError if the mesh does not have `rank`.
+    ranks, group and node have one entry per grid position, in row-major order over `dims` (the dims of `view`): the rank,
+    the index of its group, and its node. ranks_per_node, nodes and node are None if they are unknown.
+    Raises UnknownDim, or LayoutError if the mesh does not have `rank`.
     """
     layout = plan.layout
     chosen: Dims = list(layout.dims)[-1] if by is None else by
@@ -83,7 +83,7 @@ def grid_facts(
 
 
 class Room(NamedTuple):
-    """Numbers of columns or lines: in total, for one rank, between ranks of a block, between blocks."""
+    """Sizes in columns or lines: in total, of one rank's cell, between ranks of a block, and between blocks."""
 
     total: int
     cell: int
@@ -92,10 +92,10 @@ class Room(NamedTuple):
 
 
 class Axis(NamedTuple):
-    """One direction of the picture: a dim, several merged dims, or none (size 1).
+    """One direction of the picture: a dim, several merged dims, or no dim (size 1).
 
-    sizes: its dims, outermost first. stride: places from one coord to the next.
-    coords: the drawn coords, in order, with None where coords are left out.
+    sizes: the sizes of its dims, outermost first. stride: the number of positions from one coord to the next.
+    coords: the coords to draw, in order, with None in place of omitted coords.
     """
 
     name: str
@@ -108,7 +108,8 @@ class Axis(NamedTuple):
 class Slot(NamedTuple):
     """One row or column of the picture.
 
-    offset: the row's or column's part of the place of a cell; negative where coords are left out. coord, block: labels.
+    at, size: its start, and its width or height. offset: what it adds to the position of a cell, or a negative number for
+    omitted coords. coord, block: its labels.
     """
 
     at: int
@@ -120,14 +121,14 @@ class Slot(NamedTuple):
 
 
 def _between(slots: Sequence[Slot]) -> list[int]:
-    """Return the positions of lines between slots: in the middle of each gap, and next to both ends."""
+    """Return where lines between slots are drawn: in the middle of each gap, and next to both ends."""
     middles = [after.at - (after.at - before.at - before.size + 1) // 2 for before, after in pairwise(slots)]
-    # A cell ends with a blank, which holds the last line.
+    # A cell ends with a space, in which the last line is drawn.
     return [slots[0].at - 1, *middles, slots[-1].at + slots[-1].size]
 
 
 def tag(index: int) -> str:
-    """Return letters for a group's index, used where colors do not distinguish groups.
+    """Return the letters for a group's index, which are shown if colors do not distinguish all groups.
 
     >>> tag(0), tag(25), tag(26), tag(16383)
     ('a', 'z', 'aa', 'xfd')
@@ -141,18 +142,20 @@ def tag(index: int) -> str:
 
 
 def _digits(sizes: Mapping[str, int], number: int) -> dict[str, int]:
-    """Return the coords, by dim, of a row-major index."""
+    """Return the coords by dim for a row-major index."""
     return dict(zip(sizes, map(int, np.unravel_index(number, tuple(sizes.values()))), strict=True))
 
 
 def _directions(facts: Facts) -> list[dict[str, int]]:
-    """Return the dims of four directions: blocks downwards, blocks across, rows in a block, columns in a block."""
+    """Return the dims of the four directions: blocks down, blocks across, rows in a block, and columns in a block."""
     dims = [(name, size) for name, size in facts["dims"].items() if size > 1]
     return [dict(dims[:-3]), dict(dims[-3:-2]), dict(dims[-2:-1]), dict(dims[-1:])]
 
 
 def _axes(facts: Facts, width: Room, height: Room) -> tuple[Axis, Axis, Axis, Axis]:
-    """Return blocks downwards, blocks across, rows and columns, with as many coords as fit, including the marked rank's."""
+    """Return the axes of blocks down, blocks across, rows and columns, with as many coords as fit, including the marked
+    rank's.
+    """
     down, across, rows, columns = _directions(facts)
     sizes = prod(columns.values()), prod(across.values())
     if not down and _drawn(*sizes, width, 1) != sizes:
@@ -169,7 +172,7 @@ def _axes(facts: Facts, width: Room, height: Room) -> tuple[Axis, Axis, Axis, Ax
 
 
 def _axis(sizes: dict[str, int], stride: int, drawn: int, place: int) -> Axis:
-    """Return `drawn` coords of the dims: the first ones, the last one, and the coord of `place`."""
+    """Return an axis with `drawn` coords of the dims: the first ones, the last one, and the coord of position `place`."""
     size = prod(sizes.values())
     marked = place // stride % size
     chosen = [*range(drawn - 1), size - 1] if drawn > 1 else [0]
@@ -182,15 +185,15 @@ def _axis(sizes: dict[str, int], stride: int, drawn: int, place: int) -> Axis:
 
 
 def _drawn(inside: int, blocks: int, room: Room, gaps: int) -> tuple[int, int]:
-    """Return how many coords per block, and how many blocks, to draw: as many ranks as fit, at least one.
+    """Return how many coords per block, and how many blocks, to draw: as many ranks as fit, but at least one.
 
-    gaps: the number of marks for omitted coords, one column or line each.
+    gaps: the maximum number of marks for omitted coords. Each takes one column or line.
     """
     best, score = (1, 1), (0, 0, 0)
     limit = max(1, room.total // room.cell)
     for inner, outer in product(range(1, min(inside, limit) + 1), range(1, min(blocks, limit) + 1)):
         block = _length(inner, inside - inner, room.cell, room.inner, gaps)
-        # Prefer the first and last coords of both directions over more coords of one.
+        # Showing the first and last coords in both directions is better than showing more coords in one direction.
         found = (min(inner, 2) + min(outer, 2), inner * outer, inner)
         if found > score and _length(outer, blocks - outer, block, room.outer, gaps) <= room.total:
             best, score = (inner, outer), found
@@ -226,18 +229,18 @@ def _parted(a: Numbers, b: Numbers) -> Lines:
 
 @final
 class RankGrid:
-    """Ranks as colored blocks, with a color for each group along a dim and lines between nodes.
+    """Shows ranks as colored blocks, with one color for each group along a dim and lines between nodes.
 
-    Prints as text of 100 columns without color. A rich console shows it in color at the console's width, with long dims
-    folded. A notebook shows a picture. Groups also have letters if there are more groups than colors, or no
-    colors (NO_COLOR, TERM=dumb, no terminal). `facts`: see `grid_facts`.
+    str() returns text of 100 columns without color. A rich console shows color and uses its full width, and a notebook
+    shows a picture. Coords that do not fit are omitted. Groups also have letters if there are more groups than colors, or
+    if there are no colors (NO_COLOR, TERM=dumb, no terminal). `facts`: see `grid_facts`.
     """
 
     def __init__(self, facts: Facts) -> None:
         self.facts = facts
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Yield headlines, the picture, a legend, and a note about omitted ranks."""
+        """Yield headlines, the picture, a legend, and a note on omitted ranks."""
         from rich.text import Text
 
         facts = self.facts
@@ -248,14 +251,14 @@ class RankGrid:
         yield Text(f"{coords_text(facts['dims'])}{view}, by {facts['by']}: {groups}")
         nodes, each = facts["nodes"], facts["ranks_per_node"]
         if nodes is None:
-            yield Text("nodes are not known: set topology.ranks_per_node to show them")
+            yield Text("nodes are unknown: set topology.ranks_per_node to show them")
         else:
             full = "" if nodes * each == facts["world_size"] else "up to "
             yield Text(f"lines separate nodes: {count(nodes, 'node')}, {full}{each:,} ranks on each")
         for line in picture.lines():
             if options.ascii_only:
                 line.plain = line.plain.translate(_ASCII)
-            # In a very narrow window, lines are cut, not wrapped.
+            # In a very narrow window, lines are truncated instead of wrapped.
             line.truncate(options.max_width)
             line.no_wrap = True
             yield line
@@ -272,21 +275,23 @@ class RankGrid:
         return as_text(self)
 
     def svg(self) -> str:
-        """Return one self-contained SVG file."""
+        """Return the grid as a self-contained SVG document."""
         return svg_of(self)
 
     # Called by notebooks.
     _repr_svg_ = svg
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Write the grid as .svg. Raises ConfigError for another suffix or an unwritable path; the file is then unchanged."""
+        """Write the grid to an .svg file. Raises ConfigError, and leaves the file unchanged, if the path has another suffix
+        or cannot be written.
+        """
         where = Path(fspath(path))
         check_ending(where, "--export", ".svg")
         write_whole(where, self.svg())
 
 
 class _Picture:
-    """Labels in the margin, ranks, and lines between nodes, within a given width. Long dims are folded."""
+    """Draws labels in the margin, ranks, and lines between nodes within a given width. Long dims are shortened."""
 
     def __init__(self, facts: Facts, width: int, coloured: bool) -> None:
         self.facts = facts
@@ -297,7 +302,7 @@ class _Picture:
         labels = [coords_text({name: size - 1 for name, size in sizes.items()}) for sizes in labelled]
         self.left = 1 + max(map(len, [" ".join(innermost), *labels])) + edge
         letters = len(self.letters(facts["groups"] - 1))
-        # A bracket or a blank before and after.
+        # Two more columns, for a bracket or a space on each side.
         cell = len(str(max(facts["ranks"]))) + letters + 2
         wide = Room(width - self.left - edge, cell, inner=1, outer=3)
         high = Room(40, 1, inner=edge, outer=1)
@@ -305,16 +310,16 @@ class _Picture:
         self.rows = _slots(self.down, self.inside_rows, high)
         self.columns = _slots(self.across, self.inside_columns, wide)
         self.bars = _between(self.columns)
-        # Index of each drawn cell in the facts; negative where ranks are left out.
+        # The index of each drawn cell in the facts; negative for omitted ranks.
         rows, columns = np.ix_(*([slot.offset for slot in slots] for slots in (self.rows, self.columns)))
         self.places = np.where(np.minimum(rows, columns) < 0, _LEFT_OUT, rows + columns)
 
     def letters(self, group: int) -> str:
-        """Return a group's letters, if colors alone do not distinguish groups."""
+        """Return a group's letters, or "" if colors distinguish all groups."""
         return tag(group) if self.lettered else ""
 
     def style(self, group: int) -> str:
-        """Return a group's color, and black or white for text on it."""
+        """Return the style of a group: black or white text on the group's color."""
         colour = PALETTE[group % len(PALETTE)]
         ink = "#ffffff" if colour == "#0072b2" else "#000000"
         return f"{ink} on {colour}" if self.coloured else "default"
@@ -343,7 +348,7 @@ class _Picture:
             yield self._border("", crossings[-1], above[-1])
 
     def legend(self) -> tuple[list[tuple[int, str]], list[str]]:
-        """Return index, name and ranks (in coord order) of each of the first drawn groups, and notes about omissions."""
+        """Return the index and description of each of the first drawn groups, and notes on what is omitted."""
         facts = self.facts
         drawn = {facts["group"][place]: place for place in self.places[self.places >= 0].tolist()}
         ranks, groups = np.array(facts["ranks"]), np.array(facts["group"])
@@ -364,7 +369,7 @@ class _Picture:
         return entries, [*notes, f"not drawn: {'; '.join(left_out)}"] if left_out else notes
 
     def _row_labels(self, row: Slot) -> tuple[str, str]:
-        """Return the labels left of a row: the name of the block that begins there, or "", and the row's label."""
+        """Return the labels to the left of a row: the name of the block if one begins there, or "", and the row's label."""
         if row.offset < 0:
             return "", "⋮"
         if self.inside_rows.size == 1:
@@ -382,10 +387,10 @@ class _Picture:
         return column.at, f"{name} ".rjust(width), self.style(group)
 
     def _node_lines(self) -> tuple[Lines, Lines]:
-        """Return whether there is a line left of [row + 1, column], and above [row, column + 1].
+        """Return whether there is a line to the left of [row + 1, column], and above [row, column + 1].
 
-        Lines separate ranks of different nodes, and surround the grid. There are no lines if nodes are not known.
-        Next to omitted coords, lines are only at the edge of the picture.
+        Lines separate ranks on different nodes, and surround the grid. If nodes are unknown, there are no lines.
+        Next to omitted coords, lines are drawn only at the edge of the picture.
         """
         known = self.facts["node"]
         drawn = np.full_like(self.places, _LEFT_OUT)
@@ -395,14 +400,14 @@ class _Picture:
         return _parted(nodes[:, :-1], nodes[:, 1:]), _parted(nodes[:-1], nodes[1:])
 
     def _border(self, label: str, crossings: Numbers, above: Lines) -> Text:
-        """Return the border line above a row."""
+        """Return the line above a row, with the label of the block that begins there."""
         drawn = ""
         for at, crossing, before in zip(self.bars, crossings, above, strict=False):
             drawn = drawn.ljust(at - self.bars[0], _NODE_LINES[12 * before]) + _NODE_LINES[crossing]
         return self._line(label, [(self.bars[0], drawn.rstrip(), "")])
 
     def _line(self, label: str, pieces: Iterable[Piece]) -> Text:
-        """Return a label in the margin, and texts at their columns, each in its style."""
+        """Return a line with a label in the margin and texts at their columns, each in its own style."""
         from rich.text import Text
 
         line = Text().append(label, "bold")

@@ -15,7 +15,7 @@ from meshcomm.show.units import count
 def lint_facts(
     settings: Config, plan: Plan, topology: TopologyConfig, findings: Sequence[LintFinding]
 ) -> Facts:
-    """Return the output of `meshcomm lint`, as JSON-serializable data: levels, footprint of a rank, findings."""
+    """Return the output of `meshcomm lint` as JSON-serializable data: link levels, one rank's footprint, and findings."""
     where = machine(topology)
     return {
         "world_size": plan.layout.world_size,
@@ -26,7 +26,7 @@ def lint_facts(
 
 
 def lint_text(source: str, facts: Facts, findings: Sequence[LintFinding]) -> str:
-    """Return the facts for a person."""
+    """Return the facts as text for the terminal."""
     rank = facts["rank"]
     lines = [f"{count(len(findings), 'finding')} on {count(facts['world_size'], 'rank')}: {source}"]
     if facts["links"]:

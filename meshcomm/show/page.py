@@ -1,4 +1,4 @@
-"""Lines and tables as values, rendered as text of any width or as a picture."""
+"""Lines and tables as values that can be rendered as text of any width or as a picture."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from xml.sax.saxutils import escape
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 
-# Width of output that does not go to a terminal, and the maximum width of a picture.
+# The width of output that does not go to a terminal, and the maximum width of a picture.
 _WIDTH: Final = 100
 _PICTURE: Final = 150
-# A table that would be folded to less than its width divided by this is shown as records.
+# A table is shown as records if its width would have to shrink by more than this factor.
 _SQUEEZE = 1.4
-# rich's picture of a console, without the window frame, light or dark like the reader's system.
+# A template for rich's SVG of a console, without a window frame, and light or dark like the reader's system.
 _SVG: Final = """\
 <svg xmlns="http://www.w3.org/2000/svg" class="{unique_id}" role="img" width="{width}" height="{height:.0f}" viewBox="0 0 {width} {height:.0f}">
 <style>
@@ -34,21 +34,21 @@ _SVG: Final = """\
 </svg>
 """
 
-# Data to show, JSON-serializable.
+# JSON-serializable data to show.
 Facts: TypeAlias = dict[str, Any]
-# A column of a table: the key of a cell in its item ("a.b" is inside "a"), a template with keys in braces, a key with
-# a formatter, or a function from the item to the cell.
+# How to get a column's cell from an item: by a key ("a.b" is the key "b" inside "a"), a template with keys in braces, a
+# key with a formatter, or a function from the item to the cell.
 Column: TypeAlias = str | tuple[str, Callable[[Any], str]] | Callable[[Any], object]
-# The prefix of a line of an error.
+# The prefix of a line in an error message.
 _LABEL: Final = re.compile(r" *(?:(?:given|expected|try): +)?")
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Line:
-    """Text that is wrapped between words on a narrow console; continuation lines keep the indentation.
+    """Text that is wrapped between words on a narrow console. Continuation lines keep the indentation.
 
-    drawing: if True, the text is not folded, and blanks and line breaks are kept.
+    drawing: if True, the text is not wrapped, and its spaces and line breaks are kept.
     """
 
     text: str
@@ -56,7 +56,7 @@ class Line:
     style: str = ""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Return the lines, none wider than the console unless a word is."""
+        """Yield the lines. No line is wider than the console, unless it contains a word that is."""
         from textwrap import wrap
 
         from rich.text import Text
@@ -75,11 +75,11 @@ class Line:
 @final
 @dataclass(frozen=True, slots=True)
 class Cells:
-    """A table: the names of columns, rows with one text per column, and the columns that hold numbers.
+    """A table: the column names, the rows with one text per column, and the columns that contain numbers.
 
-    A rich console shows a table if it fits without breaking a word. Otherwise it shows a record for each row: the
-    first column as the record's name, then the other columns, without cells that are "-".
-    once: how many of the first columns are left blank where they repeat the row above.
+    A rich console shows a table if it fits without breaking words. Otherwise it shows a record for each row: the
+    first column as the record's name, then the other columns except those with "-".
+    once: how many of the first columns are left blank if they repeat the row above.
     """
 
     columns: tuple[str, ...]
@@ -89,16 +89,16 @@ class Cells:
 
     @classmethod
     def of(cls, items: Iterable[Any], columns: Mapping[str, Column], once: int = 0) -> Self:
-        """Return a row for each item. columns: see `Column`; ">name" is a column of numbers.
+        """Return a table with a row for each item. columns: see `Column`; ">name" is a column of numbers.
 
-        None is shown as "-", an int with commas.
+        None is shown as "-", and an int with thousands separators.
         """
         names = tuple(name.removeprefix(">") for name in columns)
         rows = tuple(tuple(_cell(column, item) for column in columns.values()) for item in items)
         return cls(names, rows, tuple(name[1:] for name in columns if name.startswith(">")), once)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Return the table or the records, as wide as the console."""
+        """Yield the table or the records, fitted to the width of the console."""
         from rich.box import SIMPLE_HEAD
         from rich.cells import cell_len
         from rich.padding import Padding
@@ -107,7 +107,7 @@ class Cells:
 
         columns = list(zip(self.columns, *self.rows, strict=True))
         widths = [max(map(cell_len, column)) for column in columns]
-        # Do not separate numbers from their units.
+        # Numbers must not be separated from their units.
         words = [texts if texts[0] in self.right else " ".join(texts).split() for texts in columns]
         least = [max(map(cell_len, column), default=0) for column in words]
         gaps = 2 * (len(columns) - 1)
@@ -120,7 +120,7 @@ class Cells:
                 for line in _packed(items, options.max_width - 2):
                     yield Padding(Text(line), (0, 0, 0, 2), expand=False)
             return
-        # Narrow the widest columns first, but no column below its longest word.
+        # Narrow the widest columns first, but make no column narrower than its longest word.
         for _ in range(sum(widths) - room):
             widths[max((i for i, w in enumerate(widths) if w > least[i]), key=widths.__getitem__)] -= 1
         table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False, collapse_padding=True)
@@ -152,7 +152,7 @@ def _value(column: str, item: Any) -> Any:
 
 
 def _packed(items: Sequence[str], width: int) -> list[str]:
-    """Return the items on as few lines as possible; an item longer than a line gets a line to itself."""
+    """Return the items packed into as few lines as possible. An item that is longer than a line gets a separate line."""
     lines: list[str] = []
     for item in items:
         if lines and len(lines[-1]) + 2 + len(item) <= width:
@@ -163,14 +163,14 @@ def _packed(items: Sequence[str], width: int) -> list[str]:
 
 
 def page_view(parts: Sequence[PagePart]) -> View:
-    """Return the parts one below the other."""
+    """Return a view that shows the parts below one another."""
     from rich.console import Group
 
     return Group(*parts)
 
 
 def terminal(width: int = _WIDTH, stderr: bool = False) -> Console:
-    """stdout or stderr: as wide as the terminal or COLUMNS, or `width` columns where there is neither."""
+    """Return a console for stdout or stderr. It is as wide as the terminal or COLUMNS, or else has `width` columns."""
     from rich.console import Console
 
     console = Console(stderr=stderr)
@@ -178,7 +178,7 @@ def terminal(width: int = _WIDTH, stderr: bool = False) -> Console:
 
 
 def as_text(what: RenderableType, width: int = _WIDTH) -> str:
-    """Return the text on a console of `width` columns without color, without trailing blanks."""
+    """Return what a console of `width` columns without color would show, without trailing spaces."""
     from rich.console import Console
 
     # In a notebook, rich displays additional output at the end of a capture.
@@ -189,18 +189,18 @@ def as_text(what: RenderableType, width: int = _WIDTH) -> str:
 
 
 def svg_of(what: RenderableType) -> str:
-    """Return the output of a wide console, in color, as a self-contained picture, light or dark."""
+    """Return the output of a wide color console as a self-contained SVG with a light and a dark style."""
     from rich.cells import cell_len
     from rich.console import Console
     from rich.terminal_theme import SVG_EXPORT_THEME
 
     lines = as_text(what, _PICTURE).splitlines()
     widest = max(map(cell_len, lines))
-    # A picture has colors in every environment.
+    # The picture has colors regardless of the environment.
     options: dict[str, Any] = {"color_system": "truecolor", "no_color": False, "force_jupyter": False}
     console = Console(width=widest, file=StringIO(), record=True, **options)
     console.print(what)
-    # Every rule and id begins with rich's hash of the content, so pictures in one page do not conflict.
+    # Every style rule and id begins with rich's hash of the content, so several pictures on a page do not conflict.
     picture = console.export_svg(code_format=_SVG, theme=SVG_EXPORT_THEME)
     picture = picture.replace(f"fill: {SVG_EXPORT_THEME.foreground_color.hex}", "fill: var(--ink)")
     # No content is wider than the picture, so clipping is not needed.

@@ -1,4 +1,4 @@
-"""A table that shows whether a mesh computes the same as one process."""
+"""A table that shows whether a mesh computes the same values as a single process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def parity_view(facts: Mapping[str, Any]) -> View:
     """Return the worst value of each quantity, the ten worst parameters, and the verdict. facts: see `Parity.facts`."""
     worst = sorted(facts["differences"], key=_size, reverse=True)
     rows = [next(one for one in worst if one["kind"] == kind) for kind in ("loss", "gradient norm")]
-    # Show each parameter once, by the worse of its weight and its gradient.
+    # Show each parameter once, with its weight or its gradient, whichever differs more.
     of: dict[str, Mapping[str, Any]] = {}
     for one in worst:
         if one["kind"] in ("weight", "gradient"):

@@ -1,4 +1,4 @@
-"""The ranking of meshes as facts, and as tables with the reasons."""
+"""Shows a ranking of meshes as facts, and as tables that explain it."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from meshcomm.show.units import bytes_text, count, seconds_text
 
 
 def place_facts(ranking: Ranking, names: Mapping[ParallelRole, str], device: str = "auto") -> Facts:
-    """Return the output of `meshcomm tune`, as JSON-serializable data. names: name of the dim of each part. device:
-    mesh.device.
+    """Return the output of `meshcomm tune` as JSON-serializable data. names: the name of each part's dim. device: the value
+    of mesh.device.
     """
     return {
         "world_size": ranking.world,
@@ -62,7 +62,7 @@ def _call(share: Share, along: Mapping[str, str]) -> Facts:
 
 
 def place_view(facts: Facts) -> View:
-    """Return `place_facts` for a rich console: the ranking, then the parts of the first mesh's time."""
+    """Return `place_facts` for a rich console: the ranking, then a breakdown of the first mesh's step time."""
     left = f" ({facts['too_large']:,} of them too large for memory)" if facts["too_large"] else ""
     head = (
         f"{facts['meshes']:,} meshes of {facts['world_size']:,} ranks ranked: "
@@ -87,7 +87,9 @@ def place_view(facts: Facts) -> View:
     if any(row["also"] for row in facts["placements"]):
         notes.append("+N orders: N other orders of the same sizes take the same time")
     if "exact" in facts["placements"][0]:
-        notes.append("dry run, its GB: a step and the peak as a dry run gives them; !: more than a rank has")
+        notes.append(
+            "dry run, its GB: step time and peak memory by a dry run; !: more memory than a rank has"
+        )
         columns[">dry run"] = ("exact.step_s", seconds_text)
         columns[">its GB"] = ("exact", _peak)
     columns["slow links, most time first"] = ("calls", _crossing)
@@ -96,7 +98,7 @@ def place_view(facts: Facts) -> View:
 
 
 def assumed_text(facts: Facts, key: str) -> str:
-    """Return a note that this figure of a rank is assumed to be that of an H100; "" if the figure was set."""
+    """Return a note that an H100's value is assumed for `topology.<key>`, or "" if the value was set."""
     if key not in facts["assumed"]:
         return ""
     other = "not of mesh.device cpu, " if facts["device"] == "cpu" else ""
@@ -108,7 +110,7 @@ def _peak(exact: Facts) -> str:
 
 
 def _crossing(calls: list[Facts]) -> str:
-    """Return the calls that cross links beyond the node: dim and seconds."""
+    """Return the dims whose calls leave the node, each with the seconds of these calls, longest first."""
     by_dim: dict[str, float] = {}
     for call in calls:
         if call["link"] != "node":

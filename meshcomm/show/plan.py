@@ -1,4 +1,4 @@
-"""A plan as plain facts, and the facts as tables: dims, groups, and the groups of one rank."""
+"""Converts a plan to plain facts, and the facts to tables of dims, groups, and one rank's groups."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from meshcomm.show.units import count
 
 
 def plan_facts(plan: Plan, rank: int | None = None, topology: TopologyConfig | None = None) -> Facts:
-    """Return the output of `meshcomm plan`, as JSON-serializable data.
+    """Return the output of `meshcomm plan` as JSON-serializable data.
 
-    dims: one entry for each dim, merged dim and view's dim, in plan order. With ranks_per_node it has nodes (the fewest and
-    most nodes that one of its groups spans), crosses (link class -> number of groups whose slowest link it is) and link,
-    the slowest of all. backend is "auto" only if the device is too: each process then decides.
-    Time and memory grow like one array of integers over the ranks, independently of the number of groups.
+    dims: one entry for each dim, merged dim and view dim, in plan order. With ranks_per_node, it has nodes (the smallest
+    and largest number of nodes that a group spans), crosses (link class -> the number of groups whose slowest link is of
+    this class) and link (the slowest of these). backend is "auto" only if the device is; each process then chooses one.
+    Time and memory are those of one integer array over the ranks, and do not depend on the number of groups.
     Raises LayoutError if the mesh does not have `rank`.
     """
     plan = _on_its_device(plan)
@@ -64,7 +64,7 @@ def _dim_facts(layout: Layout, family: Family, where: Machine | None) -> Facts:
 
 
 def _stride(layout: Layout, family: Family) -> int | None:
-    """Return the rank distance from one coord to the next, if it is the same everywhere in the mesh."""
+    """Return the distance in ranks from one coord to the next, if it is the same everywhere in the mesh, or None."""
     if family.size == 1:
         return None
     digits = layout.digits(family.name).canonical()
@@ -75,7 +75,7 @@ def _stride(layout: Layout, family: Family) -> int | None:
 
 
 def _link(level: Level) -> Facts:
-    """Return a link class with its speed; None if the speed was not configured."""
+    """Return a link class with its latency and bandwidth, which are None if they were not configured."""
     speeds = {"latency_us": level.alpha_s * 10**6, "bandwidth_gbytes_s": 1 / level.beta_s / 10**9}
     return {"name": level.name, **{key: None if level.assumed else float(n) for key, n in speeds.items()}}
 
@@ -85,9 +85,9 @@ def _on_its_device(plan: Plan) -> Plan:
 
 
 def read_rank(text: str, layout: Layout) -> int:
-    """Parse a rank: 5, or its coords in the base or in a view, as in pp=1,dp=0,tp=1.
+    """Parse a rank given as a number, such as 5, or by its coords in the base or in a view, such as pp=1,dp=0,tp=1.
 
-    Raises LayoutError; UnknownDim for a dim that the layout does not have.
+    Raises LayoutError, or UnknownDim for a dim that the layout does not have.
     """
     if re.fullmatch(r"\s*-?\d+\s*", text):
         return int(text)
@@ -98,19 +98,19 @@ def read_rank(text: str, layout: Layout) -> int:
             raise LayoutError(
                 f"{part!r} is not a coord" if match is None else f"{match[1]} is given twice",
                 given=repr(text),
-                expected="a rank, or DIM=COORD pairs, each dim once, with commas between",
+                expected="a rank, or DIM=COORD pairs separated by commas, with each dim once",
                 hint="5, or pp=1,dp=0,tp=1",
             )
         coords[match[1]] = int(match[2])
-    # Dims of one rank may be left out.
+    # Dims of size 1 may be omitted.
     ones = {dim: 0 for dim, size in layout.dims.items() if size == 1 and coords.keys() <= layout.dims.keys()}
     return layout.get_rank(**{**ones, **coords})
 
 
 def rank_facts(plan: Plan, rank: int, topology: TopologyConfig | None = None) -> Facts:
-    """Return the part of `plan_facts` for one rank: its coords, and its group for each name.
+    """Return the part of `plan_facts` about one rank: its coords, and its group along each dim.
 
-    machine: the rank's node, rack, local_rank and the ranks on its node; None without ranks_per_node.
+    machine: the rank's node, rack and local_rank, and the ranks on its node; None without ranks_per_node.
     Raises LayoutError if the mesh does not have `rank`.
     """
     layout, seen = plan.layout, _on_its_device(plan).for_rank(rank)
@@ -166,8 +166,8 @@ def plan_view(
     topology: TopologyConfig | None = None,
     existing: Mapping[str, Facts] = MappingProxyType({}),
 ) -> View:
-    """Return `plan_facts` for a rich console. existing: backend and timeout_s of groups created by the program, by
-    name.
+    """Return `plan_facts` for a rich console. existing: the backend and timeout_s of groups that the program has created,
+    by name.
     """
     facts = plan_facts(plan, rank, topology)
     for dim in facts["dims"]:
@@ -178,7 +178,7 @@ def plan_view(
 
 
 def plan_page(facts: Facts) -> list[PagePart]:
-    """Return `plan_facts` as lines and tables: a headline, the dims, and the rank if there is one."""
+    """Return `plan_facts` as lines and tables: a headline, the dims, and the rank if one was given."""
     headline = (
         f"mesh of {count(facts['world_size'], 'rank')}, plan {facts['fingerprint']}: "
         f"{count(facts['groups'], 'group')}, {facts['groups_per_rank']} created per rank"
@@ -192,8 +192,8 @@ def plan_page(facts: Facts) -> list[PagePart]:
 
 
 def _rank_page(rank: Facts) -> list[PagePart]:
-    """Return one rank's coords in the base and in every view, its node, and a row for each name with the rank's group and
-    ring neighbors.
+    """Return one rank's coords in the base and in every view, its node, and a table of its group and ring neighbors along
+    each dim.
     """
     text = f"rank {rank['rank']}: {coords_text(rank['coords'])}"
     for view, coords in rank["views"].items():
@@ -222,7 +222,7 @@ def _neighbour(rank: int | None, wraps: bool) -> str | None:
 
 
 def _dims_table(dims: list[Facts]) -> Cells:
-    """Return one row for each dim, merged dim and view's dim."""
+    """Return a table with one row for each dim, merged dim and view dim."""
     columns: dict[str, Column] = {
         "dim": "name",
         "kind": lambda dim: dim["kind"] + (" " + " ".join(dim["dims"])) * (dim["kind"] == "merged"),
@@ -243,7 +243,7 @@ def _dims_table(dims: list[Facts]) -> Cells:
 
 
 def _backend(dim: Facts) -> str:
-    """Return the backend's name and options: options with a value first, then the names of enabled options."""
+    """Return the backend's name and options. Options with a value come first, then the names of enabled options."""
     extra = dim["extra"].items()
     valued = [f"{name}={value}" for name, value in extra if value is not True]
     return " ".join([dim["backend"], *valued, *(name for name, value in extra if value is True)])
@@ -255,7 +255,7 @@ def _span(nodes: Facts) -> str:
 
 
 def _link_text(link: Facts | None, crosses: dict[str, int]) -> str | None:
-    """Return the link that all groups cross, or the share of groups by their slowest link."""
+    """Return the slowest link if it is the same for all groups, or the share of groups for each slowest link."""
     if link is None:
         return None
     total = sum(crosses.values())
@@ -267,6 +267,6 @@ def _link_text(link: Facts | None, crosses: dict[str, int]) -> str | None:
 
 
 def _percent(part: int, whole: int) -> str:
-    """Return a percentage that is 0 or 100 only for exactly none or all."""
+    """Return a percentage as text. Shares below 1% and above 99% are not rounded to 0% or 100%."""
     share = 100 * part / whole
     return "below 1%" if share < 1 else "above 99%" if share > 99 else f"{share:.0f}%"

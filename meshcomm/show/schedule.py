@@ -1,4 +1,4 @@
-"""A pipeline's schedule as plain facts, and the facts as a picture with a row per rank and time to the right."""
+"""Shows a pipeline's schedule as plain facts, and as a picture with one row per rank and time running to the right."""
 
 from __future__ import annotations
 
@@ -18,21 +18,22 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 _COLOURS: Final = ("cyan", "green", "yellow", "magenta", "blue", "red", "bright_cyan", "bright_green")
-# How many bands of a long schedule are drawn.
+# How many bands of a long schedule are drawn at most.
 _BANDS: Final = 6
-# The most passes of a step that are computed one by one.
+# The maximum number of passes in a step for which a timeline is computed.
 _PASSES: Final = 1_000_000
 
 
 def schedule_facts(config: Config, world_size: int | None = None) -> Facts:
-    """Return one step of the pipeline, as JSON-serializable data.
+    """Return one step of the pipeline as JSON-serializable data.
 
-    Times are in slots: 1 for a forward pass, 1 for each half of a backward pass, messages free. slots: length of the
-    step; bubble: share of the step in which a rank waits; held: the most activations that each rank keeps, in microbatches of
-    one stage; passes: for each rank [kind, stage, microbatch, start, end], kind F forward, B backward, I backward for
-    inputs, W for weights.
+    Times are in slots: 1 for a forward pass, 1 for each half of a backward pass, and 0 for messages.
+    slots: the length of the step. bubble: the share of the step that ranks spend waiting.
+    held: the largest number of activations that each rank keeps, in microbatches of one stage.
+    passes: for each rank, a list of [kind, stage, microbatch, start, end]. The kind is F for forward, B for backward, I for
+    the backward pass for the inputs, or W for the backward pass for the weights.
 
-    world_size: needed if a size is -1. Raises ConfigError if no pipeline is configured.
+    world_size: required if a size is -1. Raises ConfigError if no pipeline is configured.
     """
     parallel, model, data, train = config.parallel, config.model, config.data, config.train
     sizes = config.mesh.sizes(world_size)
@@ -50,8 +51,8 @@ def schedule_facts(config: Config, world_size: int | None = None) -> Facts:
         raise ConfigError(
             f"{config.source}: the schedule has too many passes to draw",
             given=f"{microbatches} micro-batches through {ranks * each} stages, num_layers = {model.num_layers}",
-            expected=f"at most {_PASSES:,} passes, and as many layers",
-            hint="a smaller train.global_batch_size, which gives the same drawing",
+            expected=f"at most {_PASSES:,} passes and at most as many layers",
+            hint="a smaller train.global_batch_size, which results in the same drawing",
         )
     times = timeline(orders(parallel.options.schedule, ranks, each, microbatches))
     parts = model_stages(model, data.seq_len, ranks * each)
@@ -75,7 +76,7 @@ def schedule_facts(config: Config, world_size: int | None = None) -> Facts:
 
 def _nothing(given: str, expected: str) -> ConfigError:
     return ConfigError(
-        "there is no pipeline to draw the schedule of",
+        "there is no pipeline whose schedule could be drawn",
         given=given,
         expected=expected,
         hint='mesh.dims = { pp = 4, ... } and parallel.pipeline = "pp", or leave --schedule out',
@@ -84,10 +85,10 @@ def _nothing(given: str, expected: str) -> ConfigError:
 
 @final
 class ScheduleView:
-    """`schedule_facts` for a rich console, folded into bands if the time axis is wider than the console.
+    """Shows `schedule_facts` on a rich console. The time axis is folded into bands if it is wider than the console.
 
-    A cell is one slot: F3 the forward pass of microbatch 3, - the second slot of the same pass, . a slot in which the
-    rank waits. If a rank has several stages, a letter after the cell gives the stage.
+    Each cell is one slot: F3 is the forward pass of microbatch 3, - is the second slot of the same pass, and . is a slot in
+    which the rank waits. If a rank has several stages, the cell ends with a letter for the stage.
     """
 
     def __init__(self, facts: Facts) -> None:
@@ -99,7 +100,7 @@ class ScheduleView:
 
         facts = self._facts
         ranks, slots, dim = facts["ranks"], facts["slots"], facts["dim"]
-        # The width of the longest label, and a space.
+        # The width of the longest label plus a space.
         cell = 2 + len(str(facts["microbatches"] - 1)) + (facts["stages_per_rank"] > 1)
         yield Text(
             f"{facts['name']} along {dim}: {ranks} ranks, {ranks * facts['stages_per_rank']} stages, "
@@ -119,7 +120,7 @@ class ScheduleView:
                 line.rstrip()
                 yield line
         if slots > drawn:
-            yield Text(f"slots {drawn} to {slots - 1} are not drawn; --json has all of them")
+            yield Text(f"slots {drawn} to {slots - 1} are not drawn; --json lists all of them")
         yield from self._legend()
 
     def _cells(self, rank: int, width: int) -> list[tuple[str, str]]:
@@ -133,7 +134,7 @@ class ScheduleView:
         return cells
 
     def _letter(self, stage: int) -> str:
-        """Return the letter of a stage: a for the rank's first stage, A to Z after z. Later stages share one letter."""
+        """Return the letter of a stage: a for the rank's first stage, up to z, then A to Z, then + for all others."""
         turn = stage // self._facts["ranks"]
         return "" if self._facts["stages_per_rank"] == 1 else (ascii_letters[turn : turn + 1] or "+")
 
@@ -159,5 +160,5 @@ class ScheduleView:
 
 
 def _ruler(start: int, end: int, cell: int) -> str:
-    """Return the number of every fifth slot of a band."""
+    """Return a line with the number of every fifth slot of a band."""
     return "".join(str(slot).ljust(5 * cell) for slot in range(start, end, 5)).rstrip()

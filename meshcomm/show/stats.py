@@ -1,4 +1,4 @@
-"""Tables of the calls, bytes and time of a run, by dim and call."""
+"""Tables of a run's calls, bytes and time, by dim and call."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ Facts = Mapping[str, Any]
 
 
 def stats_page(facts: Facts, steps: int | None = None) -> list[PagePart]:
-    """Return a line for each call along each dim by one rank, from `Stats.facts`.
+    """Return a table of one rank's calls with a row for each call along each dim. facts: see `Stats.facts`.
 
-    steps: divide calls, bytes and seconds by this number of steps.
+    steps: the number of steps to divide calls, bytes and seconds by.
     """
     rows, each, whole = facts["rows"], steps or 1, facts["seconds"] or 1.0
     spent = "in each step" if steps else f"in {seconds_text(facts['seconds'])}"
@@ -35,7 +35,7 @@ def stats_page(facts: Facts, steps: int | None = None) -> list[PagePart]:
         notes.append("(torch): calls outside the mesh, made directly or by FSDP, DDP, DTensor and pipelining")
     if any(row["seconds"] is None for row in rows):
         notes.append(
-            "-: unknown, because these calls return before they complete, or were made outside the mesh"
+            "-: unknown, because these calls return before they complete or were made outside the mesh"
         )
     if any(row["async_op"] and row["seconds"] is not None for row in rows):
         notes.append("async: inside is the time that the program spent on starting and waiting")
@@ -44,7 +44,7 @@ def stats_page(facts: Facts, steps: int | None = None) -> list[PagePart]:
 
 
 def spread_page(facts: Facts) -> list[PagePart]:
-    """Return a line for each call along each dim over all ranks, from `StatsOfAll.facts`."""
+    """Return a table of all ranks' calls with a row for each call along each dim. facts: see `StatsOfAll.facts`."""
     columns: dict[str, Column] = {
         ">ranks": ("ranks", str),
         ">calls": ("calls", _number),

@@ -1,4 +1,4 @@
-"""Format bytes, seconds and counts in a few digits, and parse typed sizes."""
+"""Format bytes, seconds and counts with few digits, and parse sizes that a user has typed."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ _BINARY = {"GiB": 1 << 30, "MiB": 1 << 20, "KiB": 1 << 10}
 
 
 def decimal_unit(number: float) -> tuple[str, float]:
-    """Return the unit in which `number` bytes have few digits, and its size."""
+    """Return a decimal unit in which `number` bytes can be written with few digits, and the unit's size in bytes."""
     return next((unit, size) for unit, size in _DECIMAL.items() if number >= 0.9995 * size or unit == "B")
 
 
 def bytes_text(number: float) -> str:
-    """Return a size in decimal units.
+    """Return a number of bytes as text, in a decimal unit.
 
     >>> bytes_text(512), bytes_text(3_200_000)
     ('512 B', '3.2 MB')
@@ -27,7 +27,7 @@ def bytes_text(number: float) -> str:
 
 
 def size_text(number: int) -> str:
-    """Return a size as people write it: in binary units if it is an integer from 1 to 1,023 in such a unit, otherwise as
+    """Return a number of bytes in a binary unit if it is an integer from 1 to 1,023 in that unit. Otherwise return it like
     `bytes_text`.
 
     >>> size_text(65536), size_text(64_000_000), size_text(4092)
@@ -40,7 +40,7 @@ def size_text(number: int) -> str:
 
 
 def count(number: int, what: str) -> str:
-    """Return a number and a noun, in the plural if needed.
+    """Return a number and a noun, with the noun in the plural if necessary.
 
     >>> count(1, "rank"), count(1024, "rank")
     ('1 rank', '1,024 ranks')
@@ -49,7 +49,7 @@ def count(number: int, what: str) -> str:
 
 
 def seconds_text(seconds: float) -> str:
-    """Return a duration in seconds, or in milliseconds or microseconds if shorter.
+    """Return a duration as text in seconds, or in milliseconds or microseconds if it is shorter.
 
     >>> seconds_text(0.00025), seconds_text(12.0)
     ('250 us', '12 s')
@@ -64,7 +64,7 @@ def seconds_text(seconds: float) -> str:
 
 
 def read_bytes(text: str) -> int:
-    """Parse a typed size. Raises ConfigError.
+    """Parse a size that a user has typed. Raises ConfigError if it is not a number of bytes.
 
     >>> read_bytes("64MB"), read_bytes("1.5 MiB"), read_bytes("4096")
     (64000000, 1572864, 4096)

@@ -1,4 +1,4 @@
-"""All ranks of a mesh in one process, with real data and control flow. Deadlocks are detected without a timeout."""
+"""Run all ranks of a mesh in one process, with real data and control flow. Deadlocks are detected without a timeout."""
 
 from meshcomm.simulator.run import simulate
 

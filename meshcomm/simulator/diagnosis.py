@@ -1,4 +1,4 @@
-"""Explains why no rank can run, or why a run has ended wrongly: which ranks wait for which others, and why."""
+"""Explains why no rank can run, or what went wrong in a run that ended: which ranks wait for which others, and why."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from meshcomm.simulator.scheduler import Actor
 from meshcomm.simulator.transport import PendingMessage, SimulatedWork, callsite_of, raised_at
 from meshcomm.simulator.world import SharedState, StoreWait
 
-# An error shows this many lines of one kind, and counts the rest.
+# An error shows this many lines of each kind and gives the number of omitted lines.
 _SHOWN: Final = 16
 _PAIRS: Final = "a receive for every send, and a send for every receive"
 
-# The keys at which the mesh itself waits in the store. The prefix numbers the meshes in the order of opening.
+# The store keys that the mesh itself waits for. The prefix contains the mesh's number, in the order of opening.
 _OF_THE_MESH: Final = re.compile(
     r"(?P<mesh>meshcomm\d+)/(?:(?P<agree>agree)/.*|create/(?P<name>.*)/[^/]+"
     r"|mesh/barrier/(?P<along>[^/]*)/(?P<first>\d+)/\d+/outcome)"
@@ -27,9 +27,9 @@ _USER: Final = re.compile(r"meshcomm\d+/mesh/user/")
 
 
 def diagnose(shared: SharedState) -> MeshcommError | None:
-    """Return the error that ends the simulation, if no rank can run; None if a rank can run again.
+    """Called when no rank can run. Return the error that ends the simulation, or None if a rank can run again.
 
-    A store wait whose own timeout is shorter than half the mesh's timeout expires when nothing else can happen. Every other
+    If nothing else can happen, a store wait whose timeout is shorter than half the mesh's timeout expires. Every other
     wait would last forever.
     """
     losses = shared.losses
@@ -55,7 +55,7 @@ def diagnose(shared: SharedState) -> MeshcommError | None:
 
 
 def unyielding(shared: SharedState, actor: Actor) -> MeshcommError | None:
-    """Return the error if `actor` has run for the mesh's timeout while other ranks would have waited for it."""
+    """Return the error for an `actor` that has run for the mesh's timeout while other ranks could not continue, or None."""
     others = [each.rank for each in shared.scheduler.actors if not each.ended and each is not actor]
     if not others:
         return None
@@ -63,12 +63,12 @@ def unyielding(shared: SharedState, actor: Actor) -> MeshcommError | None:
         f"{actor.name} has run for {shared.timeout_s:g} s without letting other ranks run",
         given=f"{actor.name} is at {callsite_of(actor).line}; {ranks_text(others)} cannot continue meanwhile",
         expected="a call on the mesh, or time.sleep, within the mesh's timeout: a simulated rank runs until it waits",
-        hint="mesh.store.wait or mesh.barrier instead of a loop that looks for a file; or a longer mesh.timeout_s",
+        hint="mesh.store.wait or mesh.barrier instead of a loop that polls for a file; or a longer mesh.timeout_s",
     )
 
 
 def at_the_end(shared: SharedState) -> MeshcommError | None:
-    """Return the error for incorrect behavior of ranks that have all ended, or None."""
+    """Return the error if the ranks, which have all ended, did something wrong, or None."""
     return _failed(shared, {}) or _left_over(shared) or _not_waited(shared)
 
 
@@ -104,7 +104,7 @@ def _failed(shared: SharedState, waiting: Mapping[int, Actor]) -> RankFailed | N
 
 
 def _tags_differ(shared: SharedState) -> UnmatchedMessage | None:
-    """Return a send and a receive between the same two ranks, with different tags, both waited for."""
+    """Return the error if two ranks wait in a send and a receive to each other whose tags differ, or None."""
     messages = [each for each in _unmatched(shared) if each.work.actor.wait is each.work]
     sends = [each for each in messages if each.work.kind == "send"]
     for recv in messages:
@@ -126,15 +126,15 @@ def _circular(waiting: Mapping[int, Actor], circle: Sequence[int]) -> DeadlockEr
     return DeadlockError(
         f"circular wait: {' -> '.join(map(str, path))}",
         given=_with_rest(lines, set(waiting) - set(circle)),
-        expected="calls in one order on all ranks, so that a rank can always continue",
-        hint="messages both ways: mesh.exchange or mesh.shift; collectives: the same order of dims",
+        expected="the same order of calls on all ranks, so that some rank can always continue",
+        hint="mesh.exchange or mesh.shift for messages in both directions; the same order of dims for collectives",
         circle=tuple(circle),
         waiting=tuple(sorted(waiting)),
     )
 
 
 def _stuck(shared: SharedState, waiting: Mapping[int, Actor]) -> MeshcommError:
-    """Return the error for ranks that wait in a cycle or, maybe indirectly, for ranks that have returned or for a key."""
+    """Return the error for ranks that wait in a cycle, or for ranks that have returned or for a key, perhaps indirectly."""
     needs = {rank: _needs(shared, actor) for rank, actor in waiting.items()}
     if circle := find_circle(needs):
         return _circular(waiting, circle)
@@ -177,7 +177,7 @@ def _left_over(shared: SharedState) -> UnmatchedMessage | None:
     if not messages:
         return None
     ranks = ranks_text(sorted({each.work.actor.rank for each in messages}))
-    what = f"{ranks} ended with {_count(messages, 'message')} without a matching end"
+    what = f"{ranks} ended with {_count(messages, 'unmatched message')}"
     return _unmatched_error(what, messages, _PAIRS)
 
 
@@ -185,7 +185,7 @@ def _not_waited(shared: SharedState) -> HandleNotWaited | None:
     lines, ranks = [], set()
     for actor in shared.scheduler.actors:
         for work in actor.unwaited:
-            state = "" if work.done else f"; never complete: {ranks_text(work.absent())} did not arrive"
+            state = "" if work.done else f"; it never completes: {ranks_text(work.absent())} did not arrive"
             lines.append(f"{_started(work)}{state}")
             ranks.add(actor.rank)
     if not lines:
@@ -207,7 +207,7 @@ def _unmatched(shared: SharedState) -> list[PendingMessage]:
 
 
 def _needs(shared: SharedState, actor: Actor) -> list[int]:
-    """Return the ranks that must act before `actor` can continue; [] if unknown."""
+    """Return the ranks that must act before `actor` can continue, or [] if they are unknown."""
     on = actor.wait
     if isinstance(on, SimulatedWork):
         return on.absent()
@@ -216,7 +216,7 @@ def _needs(shared: SharedState, actor: Actor) -> list[int]:
     if match is None:
         return []
     of_mesh = [group for (prefix, *_), group in shared.groups.items() if prefix == match["mesh"]]
-    # The ranks of a mesh, as far as its groups show them.
+    # The ranks of the mesh, as far as they are known from its groups.
     expected = {rank for group in of_mesh for rank in group.ranks}
     if match["agree"]:
         expected = {each.rank for each in shared.scheduler.actors}
@@ -229,7 +229,7 @@ def _needs(shared: SharedState, actor: Actor) -> list[int]:
 
 
 def _doing(actor: Actor) -> str:
-    """Return the wait of an actor: a verb and its object."""
+    """Return text that says what an actor is waiting in and where."""
     on, site = actor.wait, callsite_of(actor)
     if isinstance(on, SimulatedWork):
         begun = on.site
@@ -276,7 +276,7 @@ def _count(things: Sequence[object], name: str) -> str:
 
 
 def _shortened(lines: Sequence[str]) -> list[str]:
-    """Return the first lines, and the number of omitted lines."""
+    """Return the first lines, followed by the number of omitted lines."""
     more = len(lines) - _SHOWN
     return [*lines] if more <= 1 else [*lines[:_SHOWN], f"and {more} more"]
 
@@ -286,6 +286,6 @@ def _with_rest(lines: Sequence[str], rest: set[int]) -> str:
 
 
 def _text(error: BaseException) -> str:
-    """Return `ValueError: its text`."""
+    """Return an error's type and text, such as `ValueError: invalid shape`."""
     text = str(error).strip()
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

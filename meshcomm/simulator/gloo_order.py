@@ -16,11 +16,11 @@ _SEGMENT_BYTES: Final = 1024 * 1024
 
 
 def reduced(parts: Sequence[Tensor], op: str) -> Tensor:
-    """Return `parts[0]` op `parts[1]` op ..., element by element. The parts are flat tensors of one length and dtype.
+    """Return `parts[0]` op `parts[1]` op ..., elementwise. The parts are flat tensors of equal length and dtype.
 
-    Gloo reduces around a ring: the elements are split into one chunk per rank; chunk c begins at rank c-1 and meets c-2,
-    c-3, and so on. Tested with torch 2.13; all_reduce, reduce and reduce_scatter use the same order, and their average
-    divides the sum.
+    Gloo reduces around a ring. It splits the elements into one chunk per rank; chunk c starts with rank c-1's values, to
+    which those of c-2, c-3 and so on are added. all_reduce, reduce and reduce_scatter use the same order, and an average
+    divides the sum. Tested with torch 2.13.
     """
     row, size, length = WIRE_OPS[op], len(parts), parts[0].numel()
     combine = getattr(torch, row.combine)
@@ -42,7 +42,7 @@ def reduced(parts: Sequence[Tensor], op: str) -> Tensor:
 
 
 def _chunk(length: int, item_bytes: int, size: int) -> int:
-    """Return the number of elements in one rank's chunk, as Gloo computes it from the bytes."""
+    """Return the number of elements in one rank's chunk, which Gloo computes from the size in bytes."""
     bytes_ = length * item_bytes
     segments = _up(max(1, -(-bytes_ // _SEGMENT_BYTES)), 2 * size)
     segment_bytes = _up(-(-bytes_ // segments), item_bytes)
@@ -55,7 +55,7 @@ def _up(value: int, unit: int) -> int:
 
 @cache
 def _order(size: int) -> tuple[Tensor, Tensor]:
-    """Return an array whose element (k, c) is the rank of the k-th term of chunk c, and an array of the values c."""
-    # Cached for all ranks: a rank inside torch.device("meta") must not decide its device.
+    """Return an array whose element (k, c) is the rank that contributes the k-th term of chunk c, and an array of all c."""
+    # The result is cached for all ranks, so it must not be created on the device of a rank inside torch.device("meta").
     own = torch.arange(size, device="cpu")
     return (own - 1 - own[:, None]) % size, own

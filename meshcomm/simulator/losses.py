@@ -1,4 +1,4 @@
-"""Ranks that are lost in a simulation, and the launcher's reaction: `Replacing` decides, as with processes."""
+"""The loss of ranks in a simulation, and the launcher's reaction. As with real processes, `Replacing` decides."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from meshcomm.simulator.transport import here
 if TYPE_CHECKING:
     from meshcomm.simulator.world import SharedState
 
-# A launcher notices an event, on average, after this many operations of other ranks, or when no rank can continue.
+# The simulated launcher notices an event after this many operations on average, or when no rank can continue.
 _SEES_ONE_IN: Final = 8
 
 
 @final
 class Losses:
-    """Decides when which processes are lost, and which processes take their places.
+    """Decides which processes are lost, when they are lost, and which processes replace them.
 
-    lose: by process, the number of its operation at which it is lost. elastic, sizes: as for Replacing, whose clock counts
-    operations. replacement: creates the actor that takes the place of a process.
+    lose: process -> the number of the operation at which it is lost. elastic, sizes: see Replacing.
+    replacement: creates the actor that replaces a process. The clock of Replacing counts operations.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Losses:
         self.replacing.store = LaunchersStore(shared.values)
 
     def loses(self, actor: Actor) -> bool:
-        """Return whether `actor` is lost now, at its next operation. The launcher reacts at a later one."""
+        """Return whether `actor` is lost at its current operation. The launcher reacts at a later operation."""
         self._clock += 1
         if self.expects() and self._shared.scheduler.choose(_SEES_ONE_IN) == 0:
             self.look()
@@ -73,18 +73,18 @@ class Losses:
         return found
 
     def expects(self) -> bool:
-        """Return whether a launcher has something to do, now or later."""
+        """Return whether the launcher has something to do, now or later."""
         replacing = self.replacing
         return bool(self._unseen or replacing.due or replacing.coming)
 
     def look(self, patient: bool = True) -> MeshcommError | None:
-        """Act as a launcher does when it checks its processes. patient: if False, time passes until something is due.
+        """Act like a launcher that checks its processes. patient: if False, the clock advances until something is due.
 
         Return the error if the job cannot continue.
         """
         replacing = self.replacing
         actors = self._shared.scheduler.actors
-        # A lost rank still leaves its program, in calls that all fail.
+        # A lost rank is handled only once its program has ended. Until then, all of its calls fail.
         lost = {each: self._unseen.pop(each) for each in [*self._unseen] if actors[each].ended}
         if lost:
             failures = {
@@ -112,14 +112,14 @@ class Losses:
         return None
 
     def is_over(self) -> bool:
-        """Return whether every rank of the mesh has ended: actors that wait to take part then wait forever."""
+        """Return whether every rank of the mesh has ended. Actors that wait to join would then wait forever."""
         actors = self._shared.scheduler.actors
         return all(actors[each].ended_well for each in self.replacing.places.processes)
 
     def irreplaceable(self, actor: Actor) -> MeshcommError | None:
-        """Return the error if ranks were lost that no new ones can replace, because `actor` or others had ended before.
+        """Return the error if lost ranks cannot be replaced because `actor` or other ranks have ended.
 
-        As under a launcher: a new process has to meet every one of the others.
+        As under a launcher, a new process must synchronize with all of the other processes.
         """
         actors, lost = self._shared.scheduler.actors, list[int]()
         if actor.lost:
@@ -144,17 +144,17 @@ class Losses:
         return RankFailed(
             f"{who} {were} lost and cannot be replaced: {why}",
             given="\n".join(f"rank {each} was lost {self.lost_at[each]}" for each in lost),
-            expected="all other ranks still in their programs, because a new process must meet all of them"
+            expected="all other ranks to be still running, because a new process must synchronize with all of them"
             if ended
-            else "a new process for each, by elastic.replace, or enough others for elastic.min",
-            hint="meshcomm run --replace ends such a job too, and names the lost rank; --max-restarts starts it again",
+            else "a new process for each lost rank, by elastic.replace, or enough other processes for elastic.min",
+            hint="meshcomm run --replace also ends such a job and names the lost rank; --max-restarts starts it again",
             by_rank={**failed, **by_rank},
         )
 
 
 @final
 class SimulatedGenerations(Generations):
-    """The generations that one simulated process knows of."""
+    """The generations that one simulated process knows about."""
 
     def __init__(self, losses: Losses, actor: Actor, wait: Callable[[Actor, str, float], None]) -> None:
         self._losses, self._actor, self._wait = losses, actor, wait
@@ -184,7 +184,7 @@ class SimulatedGenerations(Generations):
 
 @final
 class LaunchersStore:
-    """The shared values of a simulation, as its launcher uses them. Its accesses are not operations of a rank."""
+    """The launcher's access to the shared values of a simulation. Its accesses are not counted as a rank's operations."""
 
     def __init__(self, values: dict[str, bytes]) -> None:
         self._values = values

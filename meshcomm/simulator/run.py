@@ -48,21 +48,21 @@ def simulate(
     lose: Mapping[int, int] | None = None,
     **keys: Any,
 ) -> list[T]:
-    """Call `fn(mesh, *args)` as every rank of a mesh; return the results by rank.
+    """Call `fn(mesh, *args)` as every rank of a mesh, and return the results by rank.
 
-    Every rank is a thread of this process. It has its own mesh, coords, copy of `args`, random generators and
-    default dtype. One rank runs at a time. Data, control flow and errors are real; no process is started and no
-    network is used. docs/guide/simulator.md lists the differences from processes.
+    Every rank is a thread of this process with its own mesh, coords, copy of `args`, random generators and
+    default dtype. Only one rank runs at a time. Data, control flow and errors are real, but no process is started
+    and no network is used. docs/guide/simulator.md lists the differences from processes.
 
     Args:
         config, overrides: as for `meshcomm.init`.
-        keys: the keys of `[mesh]` in place of a config: dims, merge, views, options, rank_order, ranks, ...
-        world_size: number of ranks; required if a size is -1.
-        schedule_seed: selects which rank runs when several could. The same seed gives the same schedule.
-        lose: rank -> the number of the first operation that the rank does not make. It is lost there, once.
-            Operations are calls on a group or on the store, counted from 1. A new rank takes its place and
-            calls `fn` from the start. The other ranks raise RankLost, as under `meshcomm run --replace`: see
-            docs/guide/elastic.md. As there, a lost rank cannot be replaced once another rank has ended.
+        keys: the keys of `[mesh]`, if no config is given: dims, merge, views, options, rank_order, ranks, ...
+        world_size: the number of ranks; required if a size is -1.
+        schedule_seed: determines which rank runs when several could. The same seed gives the same schedule.
+        lose: rank -> the number of the operation at which the rank is lost, counted from 1. An operation is a call
+            on a group or on the store. The lost rank does not make that call. A new rank replaces it and calls
+            `fn` from the start. The other ranks raise RankLost, as under `meshcomm run --replace`: see
+            docs/guide/elastic.md. A lost rank cannot be replaced once another rank has ended.
 
     Raises, immediately and with no thread left running: DeadlockError if ranks wait in a cycle or for an event
     that no rank will cause; CallMismatchError if ranks make different calls; UnmatchedMessage; HandleNotWaited;
@@ -101,14 +101,14 @@ def simulate_script(
     world: int | None,
     seed: int,
 ) -> int:
-    """Run `script` as every rank. Return the number of ranks.
+    """Run `script` as every rank, and return the number of ranks.
 
-    Each rank has its own `__main__`, sys.argv, RANK and LOCAL_RANK. Modules that the script imports are shared.
-    Raises the errors of `simulate`; an exit with a code other than 0 raises RankFailed.
+    Each rank has its own `__main__`, sys.argv, RANK and LOCAL_RANK. Ranks share the modules that the script imports.
+    Raises the same errors as `simulate`, and RankFailed if the script exits with a nonzero code.
     """
     if config is None and world is None:
         raise how_many_ranks("simulate")
-    # The script opens its own mesh; only the number of ranks of this one matters.
+    # The script opens its own mesh, so only the number of ranks is taken from this one.
     settings = load_config({"mesh": {"dims": {"rank": -1}}} if config is None else config, overrides)
     size = world_of_mesh(settings.mesh) if world is None else world
     settings.resolved(size)
@@ -133,7 +133,7 @@ def simulate_script(
     if config is not None:
         variables = {CONFIG_VARIABLE: str(config), OVERRIDES_VARIABLE: "\n".join(overrides)}
     argv = [str(script), *arguments]
-    # As `python SCRIPT` does: imports are looked up in the script's folder first.
+    # As with `python SCRIPT`, imports search the script's folder first.
     paths = [str(script.resolve().parent), *sys.path]
     with with_variables(variables), patch.object(sys, "path", paths):
         run_ranks(body, size, seed, settings.mesh.timeout_s, argv)
@@ -150,9 +150,9 @@ def run_ranks(
     elastic: ElasticConfig | None = None,
     sizes: Sizes | None = None,
 ) -> list[Any]:
-    """Call `body` as each of `size` ranks. Return the results, with None for a rank that is lost or waits at the end.
+    """Call `body` as each of `size` ranks, and return the results. A rank that is lost or still waiting at the end has None.
 
-    timeout_s: the mesh's; see `diagnose`. argv: as for `RankLocals`. lose: as for `simulate`. elastic, sizes: as for `Losses`.
+    timeout_s: the mesh's timeout, see `diagnose`. argv: see `RankLocals`. lose: see `simulate`. elastic, sizes: see `Losses`.
     """
 
     def replacement(process: int) -> Actor:
@@ -175,7 +175,7 @@ def run_ranks(
         really_sleep(seconds)
 
     threads, really_sleep = torch.get_num_threads(), time.sleep
-    # One rank runs at a time, and each new thread would start its own torch thread pool.
+    # Only one rank runs at a time, and each new thread would start its own torch thread pool.
     torch.set_num_threads(1)
     try:
         # Each rank has its own RANK and LOCAL_RANK.
@@ -190,6 +190,6 @@ def run_ranks(
         torch.set_num_threads(threads)
     if error is not None:
         if isinstance(error, MeshcommError):
-            error.hint = f"{error.hint}; schedule seed {seed} repeats it"
+            error.hint = f"{error.hint}; schedule seed {seed} reproduces it"
         raise error
     return [actor.result for actor in actors]

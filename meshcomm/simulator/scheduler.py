@@ -1,4 +1,4 @@
-"""Runs ranks as threads, exactly one at a time: chooses the next one, restores its state, and acts when none can run."""
+"""Runs ranks as threads, one at a time. It chooses the next rank, restores its state, and reacts when none can run."""
 
 from __future__ import annotations
 
@@ -20,31 +20,31 @@ from meshcomm.errors import UnsupportedOp
 from meshcomm.layout.sizes import rank_text
 from meshcomm.mesh.environment import set_env
 
-# Ranks use little stack; calls from Python to Python use none of it.
+# Ranks need little C stack, because calls from Python to Python use none.
 _STACK_BYTES: Final = 4 * 1024 * 1024
 
-# The variables that a launcher sets for each rank; the rest of the environment is this process's.
+# The environment variables that differ between ranks, as under a launcher. Ranks share all other variables.
 _PER_RANK = ("RANK", "LOCAL_RANK")
 
-# After this many polls in a row with no other event, nothing will happen.
+# After this many consecutive polls without another event, further polling cannot change anything.
 _POLLS: Final = 1_000
 
-# How often to check whether a rank still lets others run.
+# How often to check whether the running rank lets others run.
 _LOOK_S: Final = 0.5
 
-# How long an interrupted rank may compute or sleep until it reaches a call that ends it in order.
+# How long an interrupted rank may compute or sleep before it must reach a call, which ends it cleanly.
 _PATIENCE_S: Final = 3.0
 
 
 @final
 class RankLocals:
-    """The state of one rank while it does not run.
+    """The state of a rank that is not running.
 
     It contains torch's, Python's and NumPy's random generators, torch's default dtype, RANK and LOCAL_RANK in the
-    environment, and, for a script, sys.argv and `__main__`. A process seeds its generators from its host's entropy; here
-    they start differently on each rank and identically in each simulation.
+    environment, and, for a script, sys.argv and `__main__`. A real process seeds its generators from the host's entropy.
+    A simulated rank seeds them by rank, so that ranks differ but every simulation is the same.
 
-    argv: a script's path and its arguments; empty for a function, whose ranks share `__main__`.
+    argv: a script's path and arguments; empty for a function, whose ranks share `__main__`.
     """
 
     def __init__(self, rank: int, argv: Sequence[str] = ()) -> None:
@@ -61,14 +61,14 @@ class RankLocals:
 
     @classmethod
     def present(cls) -> RankLocals:
-        """Return the current state of the process. `enter` restores it."""
+        """Return the current state of the process, which `enter` restores."""
         found = cls(0)
         found._variables = {name: os.environ.get(name) for name in _PER_RANK}
         found.leave()
         return found
 
     def leave(self) -> None:
-        """Save the state: this rank stops running."""
+        """Save the state when this rank stops running."""
         self._torch = torch.default_generator.get_state()
         self._python = random.getstate()
         numpy = sys.modules.get("numpy.random")
@@ -78,7 +78,7 @@ class RankLocals:
         self._argv = sys.argv
 
     def enter(self) -> None:
-        """Restore the state: this rank continues."""
+        """Restore the state when this rank continues."""
         torch.default_generator.set_state(self._torch)
         random.setstate(self._python)
         numpy = sys.modules.get("numpy.random")
@@ -100,24 +100,25 @@ def _held() -> threading.Lock:
 
 
 class Lost(BaseException):
-    """Ends the thread of a lost rank, as SIGKILL ends a process: each later call raises it again."""
+    """Ends the thread of a lost rank, as SIGKILL ends a process. Each later call raises it again."""
 
 
 class Unwound(BaseException):
-    """Ends the thread of a rank whose simulation is over. Not an Exception, as no program should catch it."""
+    """Ends the thread of a rank whose simulation is over. It is not an Exception, so that no program catches it."""
 
 
 @final
 @dataclass(slots=True, eq=False)
 class Actor:
-    """One simulated process. process: its number. rank: its rank in the mesh. Both are equal until ranks are lost.
+    """A simulated process. process: its number. rank: its rank in the mesh, equal to `process` until ranks are lost.
 
-    saved:    its state while it does not run. coords: by dim, in the first mesh that it was a member of.
-    wait:     the SimulatedWork or StoreWait that the process waits for, None while it runs or could run.
-    unwaited: the works of asynchronous calls and messages that were not waited for yet, in order.
-    ended:    its program is over, with `result` or `error`. lost: another actor takes its place, if one can.
-    replaces: the generation that the process was started for, as the replacement of a lost one; 0 if it replaces none.
-    operations: the number of operations on the store and on groups, so far.
+    saved:    its state while it is not running. coords: its coords by dim, in the first mesh that contained it.
+    wait:     the SimulatedWork or StoreWait that it waits for; None while it is running or ready to run.
+    unwaited: asynchronous calls and messages that it has not waited for yet, in order.
+    ended:    whether its program has ended, with `result` or `error`. lost: whether it was lost. Another actor
+              replaces it if possible.
+    replaces: the generation for which the process was started as a replacement; 0 if it replaces no other process.
+    operations: the number of operations on the store and on groups so far.
     """
 
     process: int
@@ -143,20 +144,20 @@ class Actor:
 
     @property
     def name(self) -> str:
-        """`rank 5 (dp=1 tp=0)`."""
+        """The rank and its coords, such as `rank 5 (dp=1 tp=0)`."""
         return rank_text(self.rank, self.coords or None)
 
 
 @final
 class Scheduler:
-    """Passes one baton. A rank runs until it has to wait, or sleeps; then a seeded choice selects the next one.
+    """Passes a single baton. A rank runs until it waits or sleeps. A seeded random choice then selects the next rank.
 
-    limit_s: how long a rank may run while others could run. After that time, the others' calls would have timed out.
+    limit_s: how long a rank may run without letting others run. After this time, the others' calls would have timed out.
     """
 
     def __init__(self, actors: list[Actor], seed: int, limit_s: float = math.inf) -> None:
         self._limit_s = limit_s
-        # The rank that has the baton, and the time of its last call.
+        # The rank that holds the baton, and the time of its last call.
         self._running: Actor | None = None
         self._since = time.monotonic()
         self.actors = actors
@@ -167,15 +168,16 @@ class Scheduler:
         self._polls = 0
         self._main = _held()
         self._interrupt: BaseException | None = None
-        # Whether the caller was interrupted and has left: then the state of the process is the caller's, and no rank's.
+        # Whether the caller was interrupted and has left. If so, the process keeps the caller's state, not a rank's.
         self._abandoned = False
         self._context = contextvars.copy_context()
-        # Called at each operation.
+        # Called at each operation; returns whether the rank is lost there.
         self.loses: Callable[[Actor], bool] = lambda actor: False
-        # Whether another actor will take the place of a lost one, and whether actors may still wait at the end.
+        # `expects` returns whether another actor will replace a lost one, and `is_over` whether the simulation is over
+        # although some actors still wait.
         self.expects: Callable[[], bool] = lambda: False
         self.is_over: Callable[[], bool] = lambda: False
-        # Called when a rank has ended: the error if new ranks can no longer meet all others.
+        # Called when a rank has ended; returns the error if new ranks can no longer synchronize with all others.
         self.irreplaceable: Callable[[Actor], BaseException | None] = lambda actor: None
 
     def run(
@@ -184,11 +186,12 @@ class Scheduler:
         diagnose: Callable[[], BaseException | None],
         unyielding: Callable[[Actor], BaseException | None],
     ) -> None:
-        """Call `body` for every actor, each in its own thread. Return when all have ended.
+        """Call `body` for every actor, each in its own thread. Return when all actors have ended.
 
-        diagnose: called when no rank can run and not all have ended. It wakes a rank and returns None, or
+        diagnose: called when no rank can run but some have not ended. It wakes a rank and returns None, or
                   returns the error that ends the simulation.
-        unyielding: called when a rank has run for longer than the limit. It returns an error if that is one, or None.
+        unyielding: called when a rank has run for longer than the limit. It returns the error, or None if no other
+                  rank was kept from running.
         """
         self._body, self._diagnose = body, diagnose
         present = RankLocals.present()
@@ -204,7 +207,7 @@ class Scheduler:
                 except BaseException as error:
                     if self._interrupt is not None:
                         raise
-                    # The running rank finds the error when it next passes the baton.
+                    # The running rank sees the error at its next call or when it next passes the baton.
                     self._interrupt = error
                 else:
                     if self._interrupt is not None:
@@ -221,16 +224,16 @@ class Scheduler:
             present.enter()
 
     def wait(self, actor: Actor, on: object) -> None:
-        """Let others run until `wake`. Raises Unwound when the simulation is over."""
+        """Let other ranks run until `wake` is called for `actor`. Raises Unwound if the simulation ends."""
         self.check()
         _refuse_imports(actor)
         actor.wait = on
         self._switch(actor)
 
     def poll(self, actor: Actor, on: object) -> None:
-        """Record that `actor` asked for a missing value; others run before it continues.
+        """Record that `actor` polled for something that is not ready, and let other ranks run before it continues.
 
-        A rank that asks repeatedly, while no rank can change the answer, waits for it.
+        If ranks only keep polling, the actor waits instead, so that a deadlock is detected.
         """
         if self.over:
             raise Unwound
@@ -243,7 +246,10 @@ class Scheduler:
             self._let_others_run(actor)
 
     def sleeps(self) -> None:
-        """Record that a rank is about to sleep: it may wait for another rank outside the mesh. No effect in other threads."""
+        """Let other ranks run before a rank sleeps, because it may be waiting for one of them outside the mesh.
+
+        It has no effect in threads other than the running rank's.
+        """
         running = self._running
         if running is None or threading.get_ident() != running.ident or _importing() is not None:
             return
@@ -254,7 +260,7 @@ class Scheduler:
         self._let_others_run(running)
 
     def maybe_pause(self, actor: Actor) -> None:
-        """Let others run now and then. If ranks meet in no fixed order, different schedules then show different orders."""
+        """Let other ranks run at random times, so that different schedules show the different orders that are possible."""
         if self._ready and self._random.random() < 0.25 and _importing() is None:
             self.check()
             self._let_others_run(actor)
@@ -265,7 +271,7 @@ class Scheduler:
         return bool(self._ready)
 
     def choose(self, count: int) -> int:
-        """Return a number below `count`, chosen by the seed."""
+        """Return a random number below `count`, determined by the seed."""
         return int(self._random.random() * count)
 
     def wake(self, actor: Actor) -> None:
@@ -274,15 +280,15 @@ class Scheduler:
         self._ready.append(actor)
 
     def add(self, actor: Actor) -> None:
-        """Add a process that takes the place of one that has ended."""
+        """Add a process that replaces one that has ended."""
         self.actors[actor.process] = actor
         self._ready.append(actor)
 
     def operates(self, actor: Actor) -> None:
         """Record that `actor` is about to use the store or a group.
 
-        Raises Lost if it is lost at this moment, or was lost before; UnsupportedOp if a thread other than the rank's own
-        acts for it.
+        Raises Lost if the rank is lost at this operation or was lost earlier, and UnsupportedOp if the calling thread is
+        not the rank's own.
         """
         actor.operations += 1
         if actor.lost or self.loses(actor):
@@ -293,11 +299,11 @@ class Scheduler:
                 f"rank {actor.rank} communicates from a thread that is not its own",
                 given=f"thread {threading.current_thread().name}",
                 expected="all communication of a simulated rank in the thread that runs its program",
-                hint="meshcomm run starts processes, whose threads may all communicate",
+                hint="meshcomm run: it starts processes, in which every thread may communicate",
             )
 
     def check(self) -> None:
-        """Record that a rank makes a call. Raises Unwound if the simulation is over."""
+        """Record that a rank makes a call. Raises Unwound if the simulation has ended."""
         self._polls, self._since = 0, time.monotonic()
         if self._interrupt is not None:
             self.stop(self._interrupt)
@@ -305,12 +311,12 @@ class Scheduler:
             raise Unwound
 
     def fail(self, error: BaseException) -> NoReturn:
-        """End the simulation with an error, from inside a rank's call."""
+        """End the simulation with an error from within a rank's call."""
         self.stop(error)
         raise Unwound
 
     def stop(self, error: BaseException | None) -> None:
-        """End the simulation: every live rank is unwound, one after the other. error: None for success."""
+        """End the simulation by unwinding every live rank in turn. error: the simulation's error, or None for success."""
         if self.over:
             return
         self.over = True
@@ -367,7 +373,7 @@ class Scheduler:
         if actor.thread is not None:
             actor.lock.release()
             return
-        # Each rank sees the caller's context variables, and its own changes to them.
+        # Each rank starts with a copy of the caller's context variables, so that it sees only its own changes.
         context = self._context.copy()
         name = f"meshcomm-rank-{actor.rank}"
         actor.thread = threading.Thread(target=context.run, args=(self._live, actor), name=name, daemon=True)
@@ -394,14 +400,14 @@ class Scheduler:
             if following is not None:
                 self._hand_to(following)
         except BaseException as error:
-            # No rank is left that could pass on the baton; the caller must not wait forever.
+            # No rank is left that could pass the baton, so wake the caller, which would otherwise wait forever.
             self.error, following = error, None
         if following is None:
             self._main.release()
 
 
 def _importing() -> str | None:
-    """Return the module that the caller's thread is importing, if any."""
+    """Return the name of the module that the calling thread is importing, or None."""
     frame: Any = sys._getframe(2)
     while frame is not None:
         if frame.f_code.co_name == "_find_and_load" and "importlib" in frame.f_code.co_filename:
@@ -411,10 +417,10 @@ def _importing() -> str | None:
 
 
 def _refuse_imports(actor: Actor) -> None:
-    """Raise UnsupportedOp if `actor` would wait while it imports a module.
+    """Raise UnsupportedOp if `actor` would wait during the import of a module.
 
-    The ranks share their modules: another rank that imports the same module would wait for this rank, in a lock that the
-    scheduler does not know.
+    Ranks share their modules. Another rank that imports the same module would wait for this rank in Python's import lock,
+    which the scheduler cannot see.
     """
     module = _importing()
     if module is not None:

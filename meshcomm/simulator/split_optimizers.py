@@ -1,7 +1,7 @@
-"""Detects optimizers that combine several elements of a parameter that ranks split.
+"""Detects optimizers that combine several elements of a parameter that is split across ranks.
 
-On processes such a parameter is a DTensor. Its norm or mean is that of the full tensor, or is refused. In the simulator
-the parameter is a plain tensor, this rank's part, whose norm would silently be a different number.
+With real processes, such a parameter is a DTensor, whose norm or mean covers the full tensor or raises an error. In the
+simulator, the parameter is a plain tensor with this rank's part, whose norm would silently differ.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.optim.optimizer import (
 from meshcomm.errors import UnsupportedOp
 from meshcomm.transport.torch_private import DispatchMode, leaves_of, storage_id
 
-# Operators that mix elements and return as many elements as they take.
+# Operators that combine elements and return as many elements as their inputs have.
 _MIXES: Final = frozenset((
     "mm", "bmm", "addmm", "addmm_", "baddbmm", "mv", "addmv", "cumsum", "cumprod", "sort", "topk", "_softmax",
 ))  # fmt: skip
@@ -28,7 +28,7 @@ _MIXES: Final = frozenset((
 
 @contextmanager
 def elementwise_steps() -> Iterator[None]:
-    """While this is entered, a step of an optimizer that combines elements of a part is refused, in any thread."""
+    """While this context is active, an optimizer step that combines elements of a part raises an error, in any thread."""
     entered: dict[Optimizer, _Elementwise] = {}
 
     def before(made: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
@@ -55,13 +55,13 @@ def elementwise_steps() -> Iterator[None]:
 
 @final
 class _Elementwise(DispatchMode):  # type: ignore[misc]
-    """Follows the tensors computed from the parts of one optimizer's parameters during a step."""
+    """Tracks the tensors that an optimizer step computes from the parts of its parameters."""
 
     def __init__(self, made: Optimizer, dims: list[str]) -> None:
         super().__init__()
         self._name, self._dims = type(made).__name__, dims
         self._made, self._inside, self._refused = made, False, False
-        # Storages of parts and of results, kept alive for as long as their numbers are used.
+        # Tensors with the parts and the results, by storage. They stay alive so that their storage ids stay unique.
         self._parts: dict[int, Tensor] = {}
 
     def __enter__(self) -> _Elementwise:
@@ -75,13 +75,13 @@ class _Elementwise(DispatchMode):  # type: ignore[misc]
         return self
 
     def leave(self) -> None:
-        """End, once. After a refusal, torch's stack of modes keeps the mode, which then checks nothing any more."""
+        """Leave the mode if it is active. After an error, torch's stack keeps the mode, but it no longer checks anything."""
         if self._inside and not self._refused:
             self._inside = False
             self.__exit__(None, None, None)
 
     def outside(self, given: Any) -> Any:
-        """Return an argument of `step`. A closure, which computes the loss, is not treated as part of the step."""
+        """Return an argument for `step`. A closure that computes the loss is wrapped, so that the mode does not check it."""
         if isinstance(given, Optimizer) or not callable(given):
             return given
         closure: Callable[..., Any] = given
@@ -112,7 +112,7 @@ class _Elementwise(DispatchMode):  # type: ignore[misc]
     def _mixes(self, name: str, parts: list[Tensor], new: list[Tensor]) -> bool:
         """Return whether an operator that computed `new` from `parts` combines several of their elements."""
         if name.startswith("_foreach_"):
-            # For lists, compare each element with its own part.
+            # Foreach operators work on lists of tensors. Only these two combine elements within a tensor.
             return name.startswith(("_foreach_norm", "_foreach_max.default"))
         size, ndim = max(x.numel() for x in parts), max(x.ndim for x in parts)
         smaller = any(each.numel() < size or each.ndim < ndim for each in new)
@@ -136,8 +136,6 @@ class _Elementwise(DispatchMode):  # type: ignore[misc]
 
 
 def _split(parameter: Tensor) -> list[str]:
-    """Return the dims along which a plain parameter is split, as recorded at the split, see
-    parallel/tensor/parameters.py.
-    """
+    """Return the dims along which a plain parameter is split, as recorded by parallel/tensor/parameters.py."""
     parts = getattr(parameter, "meshcomm_parts", ())
     return [part.dim for part in parts if part.mesh.size(part.dim) > 1]

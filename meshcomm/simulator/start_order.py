@@ -1,4 +1,4 @@
-"""Checks that all ranks start the collectives of several NCCL groups, and the messages of one, in one order."""
+"""Checks that all ranks start the collectives of several NCCL groups, or the messages of one group, in the same order."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from typing import Final, NamedTuple, TypeAlias, final
 from meshcomm.comm.diagnosis import shortest_way
 from meshcomm.errors import DeadlockError
 
-# A collective is identified by its group and its number there, a message also by the coords of its ends.
+# A collective is identified by its group and its sequence number, and a message by the coords of its ends and its number.
 Call: TypeAlias = tuple[int, ...]
 
 _GROUPS: Final = (
     "collectives of NCCL groups",
-    "one order on all ranks, asynchronous calls too: a collective may block the device until its peers arrive, "
-    "and these may be blocked by another collective",
+    "the same order on all ranks, for asynchronous calls too: a collective may block the device until its peers "
+    "arrive, and another collective may block the peers",
     "start them in the same order on every rank",
 )
 _MESSAGES: Final = (
     "calls of one NCCL group",
-    "one order on all ranks, asynchronous messages too: NCCL runs the calls of a group one after the other, and a "
-    "message completes when its other end has arrived",
-    "messages that belong together as one call: mesh.exchange, or mesh.shift",
+    "the same order on all ranks, for asynchronous messages too: NCCL runs a group's calls one after another, and a "
+    "message completes only when its peer has started it",
+    "one call for messages that belong together: mesh.exchange or mesh.shift",
 )
 
 
 class Start(NamedTuple):
-    """One rank's start of a collective. where: the rank with its coords. what: call, group and line."""
+    """One rank's start of a collective. where: the rank with its coords. what: the call, its group and its line."""
 
     rank: int
     where: str
@@ -36,16 +36,16 @@ class Start(NamedTuple):
 
 @final
 class StartOrder:
-    """The order of starts over all NCCL groups of a simulation.
+    """The order in which ranks start calls on all NCCL groups of a simulation.
 
     Calls on one communicator are matched by their order. NCCL defines no order between communicators, and a kernel that
-    waits for its peers may keep those of other communicators from running: torch's documentation calls concurrent groups
-    unsafe for that reason. If one rank starts A before B and another B before A, the program may hang or not, depending on
-    timing. Such a pair is a cycle in the graph of starts. A call that all its ranks have started, with none left before it, is
-    in no cycle and is dropped, so that only calls under way are kept.
+    waits for its peers may keep other communicators' kernels from running, which is why torch's documentation calls the
+    concurrent use of several groups unsafe. If one rank starts A before B and another starts B before A, the program may
+    hang, depending on timing. Such a pair is a cycle in the graph of starts. Once all ranks have started a call and no
+    earlier call is pending, it cannot be part of a cycle and is dropped, so that only pending calls are kept.
 
-    messages: if True, follows the messages and collectives of one group, which are queued one after the other. Then such
-    a program always hangs.
+    messages: if True, tracks the messages and collectives of one group. NCCL runs these one after another, so a program
+    with a cycle always hangs.
     """
 
     def __init__(self, messages: bool = False) -> None:
@@ -56,7 +56,7 @@ class StartOrder:
         self._after: dict[Call, dict[Call, tuple[Start, Start]]] = {}
 
     def start(self, calls: Sequence[Call], size: int, own: Start) -> DeadlockError | None:
-        """Record that a rank starts these calls as one, each made by `size` ranks. Return the error if that closes a cycle."""
+        """Record that a rank starts `calls` together. Return the error if this closes a cycle. size: the ranks per call."""
         for call in calls:
             if call not in self._left:
                 self._left[call], self._before[call], self._after[call] = size, set(), {}

@@ -1,4 +1,4 @@
-"""A Transport whose other ranks are threads of this process. The last rank to arrive at a call moves the data of all."""
+"""A Transport between ranks that are threads of this process. The last rank to arrive at a call moves all ranks' data."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from meshcomm.transport import Transport, Work
 from meshcomm.transport.base import P2P
 from meshcomm.transport.support import name_of
 
-# The user's call: its dim, name and facts.
+# The user's call: its dim, its name and its arguments as errors show them.
 Told: TypeAlias = tuple[str, str, dict[str, Any]]
 
 
 class Callsite(NamedTuple):
-    """A line of the user's program (file:line), and the function of meshcomm or torch that it called."""
+    """A line of the user's program (file:line), and the meshcomm or torch function that it called."""
 
     call: str
     line: str
@@ -44,18 +44,18 @@ _UNKNOWN = Callsite("?", "an unknown line")
 
 
 def here() -> Callsite:
-    """Return the line of the caller's thread."""
+    """Return the line of the user's program that the calling thread is at."""
     return _walk(sys._getframe(1))
 
 
 def callsite_of(actor: Actor) -> Callsite:
-    """Return the line of a rank, whether it runs or not."""
+    """Return the line of the user's program that a rank is at, whether it is running or not."""
     frame = thread_frames().get(actor.ident)
     return _UNKNOWN if frame is None else _walk(frame)
 
 
 def raised_at(error: BaseException) -> str:
-    """Return the innermost line of the program in an exception's traceback."""
+    """Return the innermost line of the user's program in an exception's traceback."""
     passed = ((frame.f_code.co_filename, line) for frame, line in walk_tb(error.__traceback__))
     lines = [f"{file}:{line}" for file, line in passed if not is_ours(file)]
     return lines[-1] if lines else _UNKNOWN.line
@@ -76,14 +76,14 @@ def _walk(frame: Any) -> Callsite:
 @final
 @dataclass(slots=True, eq=False)
 class SimulatedWork:
-    """One operation that a rank has started. It is done when the rank's peers have made theirs.
+    """An operation that a rank has started. It completes when the rank's peers have started theirs.
 
-    call:   the operation, as in `all_reduce`. label: the group, as in `tp[dp=0]`.
-    absent: returns the global ranks that the operation needs and that have not arrived.
-    site:   where it was started; None for a blocking call, whose rank is still at that line.
-    gone:   whether ranks of the group were lost.
-    number: sequence number of a collective on its group. peer: the other global rank of a message, None
-            for a receive from any source. source: the coord whose message a receive received.
+    call:   the operation, such as `all_reduce`. label: the group, such as `tp[dp=0]`.
+    absent: returns the global ranks that the operation still waits for.
+    site:   where the operation was started; None for a blocking call, because the rank is still at that line.
+    gone:   returns whether ranks of the group were lost.
+    number: a collective's sequence number in its group. peer: the global rank at the other end of a message, or
+            None for a receive from any source. source: the coord from which a receive got its message.
     """
 
     scheduler: Scheduler
@@ -105,7 +105,7 @@ class SimulatedWork:
             self.actor.unwaited[self] = None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Let the other ranks run until the operation is done. No time passes meanwhile, so no timeout ends the wait."""
+        """Let the other ranks run until the operation is done. `timeout` is ignored, because no simulated time passes."""
         if self.site is not None:
             self.actor.unwaited.pop(self, None)
         if not self.done and not self.gone():
@@ -115,21 +115,24 @@ class SimulatedWork:
         return True
 
     def is_completed(self) -> bool:
-        """Return whether the operation is done. If not, let other ranks run first, so that asking again may help."""
+        """Return whether the operation is done. If it is not, let other ranks run first, so that polling makes progress."""
         if not self.done and not self.gone():
             self.scheduler.poll(self.actor, self)
         return self.done or self.gone()
 
     def complete(self) -> None:
-        """Record that the operation is done. Wake the rank if it waits for it."""
+        """Record that the operation is done, and wake its rank if it is waiting."""
         self.done = True
-        # `absent` refers to the tensors of all ranks: release them.
+        # Release the tensors of all ranks, to which `absent` refers.
         self.absent = list
         if self.actor.wait is self:
             self.scheduler.wake(self.actor)
 
     def described(self, call: str) -> str:
-        """Return `all_reduce, call 3 on tp[dp=0]`; `send to rank 1, tag 0, on tp[dp=0]`. call: the user's own."""
+        """Return text such as `all_reduce, call 3 on tp[dp=0]` or `send to rank 1, tag 2, on tp[dp=0]`.
+
+        call: the name of the function that the user called.
+        """
         if self.kind == "collective":
             name = self.call if call in (self.call, "?") else f"{call} ({self.call})"
             return f"{name}, call {self.number} on {self.label}"
@@ -141,7 +144,7 @@ class SimulatedWork:
 
 
 def broken(label: str) -> RuntimeError:
-    """Return the error that a backend would raise."""
+    """Return the error that a real backend would raise if a rank of the group was lost."""
     return RuntimeError(f"connection closed: a rank of {label} was lost")
 
 
@@ -153,7 +156,7 @@ class Contribution(NamedTuple):
     work: SimulatedWork
 
     def compared(self) -> tuple[Any, ...]:
-        """Return the facts that must be equal on all ranks: dtype, elements, operation and root first."""
+        """Return the properties that must be equal on all ranks, beginning with dtype, elements, operation and root."""
         row, x, out, op, root, lengths, _ = self.call
         tensor = out if row.root == "src" and out is not None else x
         dtype = None if tensor is None else tensor.dtype
@@ -162,7 +165,7 @@ class Contribution(NamedTuple):
         return dtype, elements, op, None if row.root is None else root, row, not lengths, told
 
     def facts(self) -> dict[str, Any]:
-        """Return the call as errors show it."""
+        """Return the call's properties as errors show them."""
         if self.told is not None:
             found = self.told[2]
         else:
@@ -177,10 +180,10 @@ class Contribution(NamedTuple):
 @final
 @dataclass(slots=True, eq=False)
 class PendingCollective:
-    """One collective of a group, from its first rank to its last. contributions: by coord.
+    """A collective that not all ranks of its group have reached yet. contributions: the ranks' inputs, by coord.
 
-    mismatched: whether the calls differ. If they do, the simulation ends only once all ranks have arrived or none can run,
-    so that the error can name the majority.
+    mismatched: whether the calls differ. If they do, the simulation ends only when all ranks have arrived or none can run,
+    so that the error can tell which calls are in the majority.
     """
 
     group: SimulatedGroup
@@ -194,7 +197,7 @@ class PendingCollective:
         return [rank for coord, rank in enumerate(self.group.ranks) if coord not in self.contributions]
 
     def error(self) -> CallMismatchError:
-        """Return the error for ranks that arrived with different calls. It also names ranks that did not arrive."""
+        """Return the error for ranks that made different calls. The error also names the ranks that did not arrive."""
         came = sorted(self.contributions.items())
         calls = [
             [each.work.call, each.facts(), (each.work.site or callsite_of(each.work.actor)).line]
@@ -210,9 +213,9 @@ class PendingCollective:
 @final
 @dataclass(slots=True, eq=False)
 class PendingMessage:
-    """One unmatched end of a message. src, dst: coords; src is None for any source. order: place in the order of posting.
+    """One unmatched end of a message. src, dst: the coords of the sender and the receiver; src is None for any source.
 
-    single: see Transport.start_p2p.
+    order: the end's sequence number among the group's messages. single: see Transport.start_p2p.
     """
 
     x: Tensor
@@ -223,7 +226,7 @@ class PendingMessage:
     single: bool
 
     def line(self) -> str:
-        """Return this end in an error about two ends that do not fit."""
+        """Return a line that describes this end, for an error about two ends that do not match."""
         work, shape = self.work, f"({', '.join(map(str, self.x.shape))}) {name_of(self.x.dtype)}"
         at = "" if work.site is None else work.site.line
         return f"rank {work.actor.rank}: {work.call} of {shape}, tag {work.tag}, at {at}"
@@ -231,23 +234,23 @@ class PendingMessage:
 
 @final
 class SimulatedGroup:
-    """The collectives and messages of one group, shared by its ranks. ranks: global, by coord.
+    """The collectives and messages of one group, shared by its ranks. ranks: the global ranks, by coord.
 
-    A send is done when its receive has begun: nothing is buffered, as on Gloo and NCCL.
+    As on Gloo and NCCL, messages are not buffered: a send completes when the matching receive has started.
     """
 
     def __init__(self, scheduler: Scheduler, group: Group) -> None:
         self.name, self.dims, self.ranks, self.label = group.name, group.dims, group.ranks, group.label
         self.scheduler = scheduler
-        # The transports of ranks that have opened it, by coord.
+        # The ranks that have opened the group, by coord.
         self.actors: dict[int, Actor] = {}
         self.pending: dict[int, PendingCollective] = {}
-        # By destination and tag, each in the order of posting.
+        # The unmatched ends by destination and tag, in the order in which they were posted.
         self._ends: dict[tuple[int, int], list[PendingMessage]] = defaultdict(list)
         self._messages = 0
-        # For a backend that queues calls.
+        # Used only for NCCL, which runs a group's calls one after another.
         self.order = StartOrder(messages=True)
-        # Whether ranks were lost since it was created: no call completes then.
+        # Whether ranks were lost since the group was created. If so, no call completes.
         self.gone = False
 
     def give_up(self) -> None:
@@ -261,7 +264,7 @@ class SimulatedGroup:
         return self.gone
 
     def start(self, coord: int, number: int, call: Call, told: Told | None) -> SimulatedWork:
-        """Record that coord `coord` starts its collective with sequence number `number`; see Contribution."""
+        """Record that the rank at `coord` starts the collective with sequence number `number`; see Contribution."""
         scheduler = self.scheduler
         scheduler.check()
         if self.gone:
@@ -293,7 +296,7 @@ class SimulatedGroup:
             if pending.mismatched or not _lengths_fit(calls):
                 scheduler.fail(pending.error())
             del self.pending[number]
-            # Above any mode of the rank that happens to arrive last.
+            # Results must not depend on the grad mode of the rank that happens to arrive last.
             with torch.inference_mode():
                 write_results(calls, reduced)
             for each in contributions.values():
@@ -301,7 +304,7 @@ class SimulatedGroup:
         return work
 
     def start_message(self, coord: int, message: P2P, site: Callsite, single: bool) -> SimulatedWork:
-        """Record that coord `coord` sends or receives. single: see Transport.start_p2p."""
+        """Record that the rank at `coord` sends or receives a message. single: see Transport.start_p2p."""
         scheduler, rank = self.scheduler, self.ranks[coord]
         scheduler.check()
         if self.gone:
@@ -339,7 +342,7 @@ class SimulatedGroup:
             ends.remove(fits[0])
             self._deliver(mine, fits[0])
         else:
-            # The first message of each sender; the schedule chooses the sender.
+            # Take the first message of one sender. The schedule chooses the sender.
             first = list({end.src: end for end in reversed(fits)}.values())
             end = first[scheduler.choose(len(first)) if len(first) > 1 else 0]
             ends.remove(end)
@@ -347,7 +350,7 @@ class SimulatedGroup:
         return work
 
     def unmatched(self) -> list[PendingMessage]:
-        """Return the ends that wait for the other end, in the order in which they were posted."""
+        """Return the ends that wait for a matching end, in the order in which they were posted."""
         return sorted((end for ends in self._ends.values() for end in ends), key=attrgetter("order"))
 
     def _deliver(self, send: PendingMessage, recv: PendingMessage) -> None:
@@ -380,7 +383,7 @@ class SimulatedGroup:
 
 
 def _lengths_fit(calls: list[Call]) -> bool:
-    """Return whether each coord sends every other coord the sizes that the receiver expects. calls: by coord."""
+    """Return whether every rank sends each other rank the size that the receiver expects. calls: the calls by coord."""
     lengths = [call.lengths for call in calls if call.lengths]
     return all(
         sends == lengths[theirs][0][mine]
@@ -391,10 +394,10 @@ def _lengths_fit(calls: list[Call]) -> bool:
 
 @final
 class SimulatorTransport(Transport):
-    """One rank's end of a simulated group. Every call is compared with those of the other ranks.
+    """One rank's transport in a simulated group. Every call is compared with the other ranks' calls.
 
-    backend: the plan's backend, so that the same operations are refused here.
-    start_order: the order of starts of all NCCL groups; None for other backends.
+    backend: the plan's backend, so that the simulator refuses the same operations as this backend.
+    start_order: the order of starts on all NCCL groups; None for other backends.
     """
 
     device = torch.device("cpu")
@@ -413,7 +416,7 @@ class SimulatorTransport(Transport):
         self._start_order = start_order
         self.ordered = start_order is not None
         self._number = 0
-        # By sender and receiver.
+        # The number of messages started so far, by sender and receiver.
         self._sent: Counter[tuple[int, int]] = Counter()
         self._announced: Told | None = None
 

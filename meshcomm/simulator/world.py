@@ -1,4 +1,4 @@
-"""The environment of `meshcomm.init` in a simulated rank: launcher, store, device and groups without a network."""
+"""The environment that `meshcomm.init` finds on a simulated rank: launcher, store, device, and groups without a network."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _CPU = torch.device("cpu")
 @final
 @dataclass(slots=True, eq=False)
 class StoreWait:
-    """A rank that waits for keys. timeout_s: how long it would wait in a real store."""
+    """One rank's wait for keys. timeout_s: how long the rank would wait with a real store."""
 
     actor: Actor
     keys: list[str]
@@ -47,11 +47,10 @@ class SharedState:
     """The state that the ranks of one simulation share.
 
     timeout_s: the mesh's timeout.
-    values:    of the store. writers: the ranks that wrote a key. waits: the waiting ranks, by a missing key.
-    groups:    by prefix of the mesh, name and ranks; in the order of their first use.
-    recorders: coords and recorder of each rank, by prefix and group.
-    losses:    by rank, the number of the operation at which the rank is lost; None if no rank is ever lost.
-    announced: every announced generation. unannounced: the ranks that were lost since the latest one.
+    values:    the store's values, by key. writers: the ranks that wrote each key. waits: the waits, by a missing key.
+    groups:    the groups by mesh prefix, name and ranks, in the order in which they were created.
+    recorders: each rank's coords and recorder, by mesh prefix and group.
+    losses:    decides which ranks are lost and replaced; None if no rank is ever lost.
     """
 
     scheduler: Scheduler
@@ -67,7 +66,7 @@ class SharedState:
     losses: Losses | None = None
 
     def break_calls(self) -> None:
-        """End all waits of ranks: they must meet again, in a new generation."""
+        """End all waits, because ranks were lost and the others must synchronize again in a new generation."""
         scheduler = self.scheduler
         for group in self.groups.values():
             group.give_up()
@@ -83,11 +82,11 @@ class SharedState:
                 scheduler.wake(actor)
 
     def wait_for_key(self, actor: Actor, key: str, timeout_s: float) -> None:
-        """Let others run until the key is set, or calls are broken."""
+        """Let other ranks run until the key is set or `break_calls` ends the wait."""
         self.scheduler.wait(actor, StoreWait(actor, [key], timeout_s))
 
     def generations_of(self, actor: Actor) -> Generations | None:
-        """Return a process's view of the generations; None if no rank is ever lost."""
+        """Return a process's view of the generations, or None if no rank is ever lost."""
         return None if self.losses is None else self.losses.generations.get(actor.process)
 
     def has_to_wait(self, wait: StoreWait) -> bool:
@@ -98,7 +97,7 @@ class SharedState:
         return key is not None
 
     def desync(self, prefix: str, label: str) -> CallMismatchError | None:
-        """Return the error for the first step in which ranks of a group differ, as far as they have advanced."""
+        """Return the error for the first step in which the ranks of a group made different calls, or None."""
         of_group = self.recorders[prefix, label]
         ranks = [rank for rank in next(iter(of_group.values()))[1].ranks if rank in of_group]
         histories = {rank: of_group[rank][1].steps.data() for rank in ranks}
@@ -108,7 +107,7 @@ class SharedState:
 
 @final
 class SimulatedWorld:
-    """One rank's World; see meshcomm.mesh.runtime."""
+    """The World of one rank; see meshcomm.mesh.runtime."""
 
     def __init__(self, shared: SharedState, actor: Actor) -> None:
         size = len(shared.scheduler.actors)
@@ -121,7 +120,7 @@ class SimulatedWorld:
             self.generations = SimulatedGenerations(shared.losses, actor, shared.wait_for_key)
 
     def place(self, wanted: str) -> tuple[torch.device, str]:
-        """Tensors are in host memory for any device of the job; operations that its backend refuses stay refused."""
+        """Place tensors in host memory for every device, but use the device's backend and its supported operations."""
         device = "cpu" if wanted == "auto" else wanted
         return _CPU, str(dist.get_default_backend_for_device(device))
 
@@ -143,7 +142,7 @@ class SimulatedWorld:
 
 @final
 class SimulatedWatch(Watching):
-    """Recorders for the groups of a simulated rank. The scheduler knows its activity: no thread answers."""
+    """Creates the recorders for a simulated rank's groups. It needs no thread, because the scheduler knows what ranks do."""
 
     timed = False
 
@@ -172,7 +171,7 @@ class SimulatedWatch(Watching):
         return lost or failure(where, error)
 
     def noted(self, step: int) -> None:
-        """Record the end of a step: the last rank of a group to end a step compares the calls of all."""
+        """Record the end of a step. In each group, the last rank to end the step compares the calls of all ranks."""
         for label in self._labels:
             of_group = self._shared.recorders.get((self._prefix, label), {})
             group = [recorder for _, recorder in of_group.values()]
@@ -184,13 +183,13 @@ class SimulatedWatch(Watching):
 
 # -- the store -------------------------------------------------------------------------------
 
-# torch's stubs lack half of the methods.
+# torch's type stubs lack half of the Store's methods.
 _Store: Any = dist.Store
 
 
 @final
 class SimulatedStore(_Store):  # type: ignore[misc]
-    """One rank's view of the shared values, under a prefix. A torch store; PrefixStore works over it."""
+    """One rank's view of the shared values under a prefix. It is a torch Store, so a PrefixStore can wrap it."""
 
     def __init__(self, shared: SharedState, actor: Actor, prefix: str = "") -> None:
         super().__init__()
@@ -199,12 +198,12 @@ class SimulatedStore(_Store):  # type: ignore[misc]
         self._timeout = timedelta(days=1)
 
     def prefixed(self, prefix: str) -> SimulatedStore:
-        """Return the same store, keys under `prefix`."""
+        """Return the same store with `prefix` added to its keys."""
         return SimulatedStore(self._shared, self._actor, f"{self._prefix}{prefix}/")
 
     @property
     def timeout(self) -> timedelta:
-        """The longest duration of a wait."""
+        """The default timeout of a wait."""
         return self._timeout
 
     def set_timeout(self, timeout: timedelta) -> None:
@@ -228,7 +227,7 @@ class SimulatedStore(_Store):  # type: ignore[misc]
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
         held = self._read(key)
         if held is None and _bytes(expected):
-            # The mesh's store reads a key by comparing it.
+            # The mesh's store reads keys with compare_set.
             self._scheduler.poll(self._actor, self._wait_for([key], timedelta.max))
             return _bytes(expected)
         if held is not None and held != _bytes(expected):
@@ -249,11 +248,11 @@ class SimulatedStore(_Store):  # type: ignore[misc]
         wait = self._wait_for(keys, timeout)
         generations = self._shared.generations_of(self._actor)
         if generations is not None and generations.newer():
-            raise Interrupted("a wait at the store has ended: ranks were lost")
+            raise Interrupted("a wait on the store ended because ranks were lost")
         if self._shared.has_to_wait(wait):
             self._scheduler.wait(self._actor, wait)
         if wait.broken:
-            raise Interrupted("a wait at the store has ended: ranks were lost")
+            raise Interrupted("a wait on the store ended because ranks were lost")
         if wait.expired:
             raise dist.DistStoreError(
                 f"wait timeout after {timeout.total_seconds() * 1000:g}ms, keys: {keys}"
@@ -263,7 +262,7 @@ class SimulatedStore(_Store):  # type: ignore[misc]
         self._touch()
         return self._shared.values.pop(self._prefix + key, None) is not None
 
-    # The function that torch calls when a PrefixStore deletes.
+    # The name under which torch calls it when a PrefixStore deletes a key.
     deleteKey = delete_key
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
@@ -294,7 +293,7 @@ class SimulatedStore(_Store):  # type: ignore[misc]
         self._scheduler.maybe_pause(self._actor)
         generations = self._shared.generations_of(self._actor)
         if generations is not None and generations.is_opening and generations.newer():
-            # Like a store whose connections are cut, while a mesh is being opened.
+            # While a mesh is being opened, act like a store whose connections were cut.
             raise dist.DistNetworkError("connection reset: a rank was lost")
 
     def _read(self, key: str) -> bytes | None:
@@ -307,7 +306,7 @@ class SimulatedStore(_Store):  # type: ignore[misc]
         self._shared.values[whole] = value
         self._shared.writers.setdefault(whole, []).append(self._actor.rank)
         for wait in self._shared.waits.pop(whole, ()):
-            # A rank whose wait was refused does not wait.
+            # The rank may not be waiting, because the scheduler may have refused its wait.
             if wait.actor.wait is wait and not self._shared.has_to_wait(wait):
                 self._scheduler.wake(wait.actor)
 

@@ -1,6 +1,6 @@
-"""Run tests on every rank without starting processes for each: a pool of warm ranks, and a pytest plugin.
+"""A pytest plugin that runs tests on every rank, and a pool of warm rank processes that tests reuse.
 
-The plugin is `meshcomm.testing.plugin`. pytest loads it by its entry point.
+The plugin is `meshcomm.testing.plugin`. pytest loads it through its entry point.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["Pool", "RankFailure"]
 
 
 def __getattr__(name: str) -> Any:
-    # Lazy, because pytest loads the plugin for every suite, including suites that never start a rank.
+    # The pool is imported lazily, because pytest loads the plugin for every suite, including suites that start no ranks.
     if name not in __all__:
         raise AttributeError(f"module 'meshcomm.testing' has no attribute {name!r}")
     return getattr(import_module("meshcomm.testing.pool"), name)

@@ -3,13 +3,13 @@
     with emulated_nccl(), meshcomm.init(dims={"dp": 4}, backend=NAME, device="cpu") as mesh: ...
 
 It behaves like a GPU as follows (docs/design/emulated_nccl.md gives every rule and its source). A communicator is a
-queue that runs its calls in order, and a call returns when it is queued. `wait` orders later work after the call and
-does not block the host; reading a value does. A message is complete when its peer has arrived. Messages outside a
-group run one after the other. A dead peer is not detected, except over a network. A watchdog detects a queue that makes no progress, and ends
-the process by SIGABRT. `abort` drops all calls and leaves memory in its current state.
+queue that runs its calls in order, and a call returns once it is queued. `wait` orders later work after the call without
+blocking the host; reading a value blocks it. A message completes when its peer has arrived. Messages outside a group run
+one after another. A dead peer is detected only over a network. A watchdog detects a queue that makes no progress, and
+terminates the process with SIGABRT. `abort` drops all calls and leaves memory in its current state.
 
-Where the device would wait, the host waits here, at the first operator that touches the tensor. An operator that
-touches it before the call was waited for raises UnorderedAccess, because it would be a race on a GPU.
+Where a GPU would wait, the host waits at the first operator that accesses the tensor. An operator that accesses it before
+the program has waited for the call raises UnorderedAccess, because this would be a race on a GPU.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from meshcomm.transport.torch_private import (
 
 NAME: Final = "emulated_nccl"
 
-# Methods of ProcessGroup, including older torch: the name in hooks, and the index of the argument with the inputs.
+# For each method of ProcessGroup, including those of older torch: its name in hooks, and the index of its inputs argument.
 _METHODS: Final = {
     **{
         name: (row.hooks[0], 0 if row.in_place else 1)
@@ -78,12 +78,12 @@ _LACKING: Final = tuple(
     getattr(dist.ReduceOp, op.reduce_op) for op in WIRE_OPS.values() if "nccl" in op.lacking
 )
 
-# Seconds that torch's watchdog takes to handle a lost peer: it reads the stack of the failed call, then waits for the
-# dumps of all ranks.
+# How many seconds torch's watchdog takes to handle a lost peer: it reads the failed call's stack, then waits for all ranks'
+# dumps.
 STACK_S: Final = 6.5
 PEERS_DUMP_S: Final = 60.0
 
-# Operators that do not touch the memory of their arguments.
+# Operators that do not access the memory of their arguments.
 _UNTOUCHED: Final = frozenset(
     (
         "aten::empty_like", "aten::new_empty", "aten::new_empty_strided", "aten::new_zeros", "aten::new_ones",
@@ -95,15 +95,17 @@ _UNTOUCHED: Final = frozenset(
 
 
 class UnorderedAccess(AssertionError):
-    """An operator touches memory of a pending call that was not waited for: a race on a GPU."""
+    """An operator accesses memory of a pending call that has not been waited for, which would be a race on a GPU."""
 
 
 class HostSync(RuntimeError):
-    """The host read a value during graph capture, or where `no_host_sync` forbids it."""
+    """The host read a value during graph capture or inside `no_host_sync`."""
 
 
 class _Call(NamedTuple):
-    """A call of a method of the group. in_place: the call writes its inputs. blocking: the caller gets no Work."""
+    """A call of one of the group's methods. in_place: whether the call overwrites its inputs. blocking: whether the caller
+    gets no Work.
+    """
 
     kind: str
     run: Callable[[], Any]
@@ -115,13 +117,13 @@ class _Call(NamedTuple):
 
     @property
     def memory(self) -> list[tuple[Tensor, bool]]:
-        """The call's tensors, each with a flag that tells whether the call writes it."""
+        """The call's tensors, each with a flag for whether the call writes to it."""
         return [*((x, True) for x in self.outputs), *((x, self.in_place) for x in self.inputs)]
 
 
 @final
 class _Item:
-    """One call in a queue. over: set when the call has run, or when `abort` has dropped it."""
+    """One call in a queue. over: an event that is set once the call has run or `abort` has dropped it."""
 
     def __init__(
         self, queue: EmulatedNCCL, name: str, run: Callable[[], Any], tensors: Sequence[tuple[Tensor, bool]]
@@ -143,7 +145,7 @@ class _Item:
         return self.waited or self.number <= self.queue.waited
 
     def meets(self, begin: int, end: int, writes: bool) -> bool:
-        """Return whether a read or write of this memory must come after this call."""
+        """Return whether a read or write of this memory must wait for this call."""
         return any(begin < last and first < end and (writes or wrote) for first, last, wrote in self.memory)
 
 
@@ -159,7 +161,7 @@ class EmulatedWork(Work):  # type: ignore[misc]
         for item in self._items:
             item.queue.order(item)
         if timeout.total_seconds() > 0:
-            # The path of TORCH_NCCL_BLOCKING_WAIT: an expired timeout aborts the communicator.
+            # As with TORCH_NCCL_BLOCKING_WAIT, an expired timeout aborts the communicator.
             ends = time.monotonic() + timeout.total_seconds()
             for item in self._items:
                 if not item.over.wait(max(0.0, ends - time.monotonic())):
@@ -168,7 +170,7 @@ class EmulatedWork(Work):  # type: ignore[misc]
         elif self._host_waits:
             for item in self._items:
                 _block(item)
-        # An aborted call returns True too: its event completes, and errors are no longer checked.
+        # As with NCCL, wait also returns True for an aborted call: its event completes, and errors are no longer checked.
         return True
 
     def synchronize(self) -> None:
@@ -192,7 +194,7 @@ class EmulatedWork(Work):  # type: ignore[misc]
 
     def get_future(self) -> torch.futures.Future[Any]:
         future: torch.futures.Future[Any] = torch.futures.Future()
-        # Completed when the call is queued, as with NCCL: the value is used after the call on the current stream.
+        # As with NCCL, the future completes once the call is queued, because the current stream uses the value after the call.
         self.wait()
         future.set_result(self.result())
         return future
@@ -203,9 +205,9 @@ _ProcessGroup: Any = dist.ProcessGroup
 
 @final
 class EmulatedNCCL(_ProcessGroup):  # type: ignore[misc]
-    """One communicator. Its first call connects it and waits for the peers, like NCCL without a bound device."""
+    """A communicator. Its first call connects it and waits for its peers, like NCCL without a bound device."""
 
-    # Read by torch's batch_isend_irecv: a batch becomes one group.
+    # torch's batch_isend_irecv checks this attribute, and then runs a batch as one group.
     supports_coalescing = True
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
@@ -224,7 +226,7 @@ class EmulatedNCCL(_ProcessGroup):  # type: ignore[misc]
         self._before: dict[int, Callable[[Any], None]] = {}
         self._after: dict[int, Callable[[Any], None]] = {}
         self._thread: threading.Thread | None = None
-        # The part of torch's watchdog that handles an error of the network.
+        # The part of torch's watchdog that handles network errors.
         self._watchdog: threading.Thread | None = None
         handled = os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3"), "TORCH_NCCL_DUMP_ON_TIMEOUT"
         self._ends_process, self._dumps = handled[0] != "0", os.environ.get(handled[1], "1") != "0"
@@ -271,10 +273,10 @@ class EmulatedNCCL(_ProcessGroup):  # type: ignore[misc]
         self._after.pop(hook_id, None)
 
     def abort(self) -> None:
-        """Drop all queued and running calls, and leave memory unchanged. Callable from any thread.
+        """Drop all queued and running calls, and leave memory as it is. It can be called from any thread.
 
-        A communicator that is not connected yet is not affected. Returns when no kernel is running, including kernels of
-        other communicators.
+        It has no effect on a communicator that is not connected yet. It returns only when no kernel is running on any
+        communicator that was not aborted.
         """
         if self._connected is None or self.aborted.is_set():
             return
@@ -282,13 +284,13 @@ class EmulatedNCCL(_ProcessGroup):  # type: ignore[misc]
         self._items.put(None)
         for item in _emulation().pending_of(self):
             _emulation().is_over(item)
-        # Closing its sockets is the only way to end a running call of Gloo.
+        # Closing Gloo's sockets is the only way to end a running Gloo call.
         self._sockets.cut()
         while any(not item.queue.aborted.is_set() for item in list(_emulation().pending)):
             time.sleep(0.01)
 
     def shutdown(self) -> None:
-        """Wait without a limit for all queued calls, like ncclCommFinalize, and for graphs. Then close."""
+        """Wait for all queued calls, like ncclCommFinalize, and for graphs, without a timeout. Then close."""
         while _active and any(graph.holds(self) for graph in list(_emulation().graphs)):
             time.sleep(0.05)
         if not self.aborted.is_set():
@@ -299,14 +301,14 @@ class EmulatedNCCL(_ProcessGroup):  # type: ignore[misc]
         if self._watchdog is not None:
             self._watchdog.join()
         if self.aborted.is_set():
-            # The destructor would wait forever for a call that Gloo has dropped.
+            # The destructor would wait forever for a call that was aborted.
             keep_for_good([self._connected])
         self._connected = None
         if self in _emulation().queues:
             _emulation().queues.remove(self)
 
     def join(self) -> None:
-        """Wait for the thread. A thread inside Gloo at interpreter shutdown would crash the process."""
+        """Wait for the thread to end. If it were inside Gloo at interpreter shutdown, the process would crash."""
         if self._thread is not None:
             self._thread.join(10.0 if self.aborted.is_set() else None)
 
@@ -323,7 +325,7 @@ class EmulatedNCCL(_ProcessGroup):  # type: ignore[misc]
 
         def run() -> None:
             self._expect(kind, [x.numel() for x in (outs if kind.startswith("ALLGATHER") else ins)], root)
-            # Gloo may have a call only under its older name (torch 2.13), or only for one tensor at a time (torch 2.11).
+            # Gloo may offer a call only under its older name (torch 2.13), or only for one tensor at a time (torch 2.11).
             names = [method, *(each for each, (other, _) in _METHODS.items() if other == kind)]
             name = next((each for each in names if hasattr(self._connected, each)), None)
             if name is not None:
@@ -342,7 +344,7 @@ class EmulatedNCCL(_ProcessGroup):  # type: ignore[misc]
         return self._call(_Call("BARRIER", self._run_barrier, blocking=blocking))
 
     def _expect(self, kind: str, sizes: Sequence[int], root: int) -> None:
-        """Raise if the ranks run different kernels. On a GPU these would wait for each other, or move wrong data."""
+        """Raise RuntimeError if the ranks run different kernels. On GPUs, these would hang or move wrong data."""
         mine = torch.tensor([_KINDS.index(kind), root, sum(sizes)], dtype=torch.int64)
         if kind in ("GATHER", "SCATTER") or "ALLTOALL" in kind:
             mine[2] = 0
@@ -365,11 +367,11 @@ class EmulatedNCCL(_ProcessGroup):  # type: ignore[misc]
         raise RuntimeError("Backend nccl does not support recvAnysource")
 
     def _message(self, kind: str, tensors: list[Tensor], peer: int) -> EmulatedWork | None:
-        # A message by itself uses a communicator of its two ranks, and meets none of a group of messages.
+        # A message outside a group uses a separate communicator of its two ranks, so it never matches one in a group.
         tag = 0 if _emulation().depth else 2
 
         def start() -> SimpleNamespace:
-            # NCCL has no tags: messages between two ranks match in order. The size is sent first.
+            # NCCL has no tags, so messages between two ranks are matched in order. The size is sent first.
             size = torch.tensor([sum(x.numel() for x in tensors)])
             come = size.clone()
             first = getattr(self._connected, kind.lower())([come], peer, tag)
@@ -386,7 +388,7 @@ class EmulatedNCCL(_ProcessGroup):  # type: ignore[misc]
     ) -> None:
         first.wait()
         if not torch.equal(come, size):
-            raise RuntimeError("both ends of a message have different sizes")
+            raise RuntimeError("the two ends of a message have different sizes")
         self._connected.recv(tensors, peer, tag).wait()
 
     def _start_coalescing(self, device: torch.device) -> None:
@@ -404,7 +406,7 @@ class EmulatedNCCL(_ProcessGroup):  # type: ignore[misc]
 
         def run() -> None:
             begun = [(sends, start()) for sends, start in runs]
-            # Wait for receives first, because a sender waits until its peer has requested the data.
+            # Wait for receives first, because a send waits until its peer has requested the data.
             for _, work in sorted(begun, key=itemgetter(0)):
                 if work is not None:  # a message
                     work.wait()
@@ -415,7 +417,7 @@ class EmulatedNCCL(_ProcessGroup):  # type: ignore[misc]
         return EmulatedWork([whole])
 
     def _call(self, call: _Call) -> EmulatedWork | None:
-        """Queue a call, or keep it for `_end_coalescing`. Call the hooks as torch does. A blocking call has no Work."""
+        """Queue a call or save it for `_end_coalescing`, and call the hooks like torch. Return None for a blocking call."""
         number = HOOK_NUMBERS.get(call.kind, -1)
         told = SimpleNamespace(
             name=number,
@@ -447,7 +449,7 @@ class EmulatedNCCL(_ProcessGroup):  # type: ignore[misc]
         return work
 
     def order(self, item: _Item) -> None:
-        """Order the program's later work after `item` and after all earlier items of this queue."""
+        """Order the program's later work after `item` and all earlier items of this queue."""
         item.waited = True
         self.waited = max(self.waited, item.number)
 
@@ -472,9 +474,9 @@ class EmulatedNCCL(_ProcessGroup):  # type: ignore[misc]
     def _connect(self) -> None:
         if self._connected is not None:
             return
-        # Dead and slow peers cannot be distinguished, so Gloo's timeout must not apply.
-        # Wait here, because a large group of Gloo would wait for its peers later, in its thread.
-        # NCCL's ranks wait for each other without the store, so the end of the store does not end the wait.
+        # NCCL cannot distinguish dead peers from slow ones, so Gloo's timeout must not apply.
+        # Wait for the peers at this point, because a large Gloo group would wait for them later, in its own thread.
+        # NCCL's ranks wait for each other without the store, so the wait does not end if the store is lost.
         self._meets.set(f"connects/{self._rank}", "")
         self._meets.wait([f"connects/{rank}" for rank in range(self._size)], timedelta(days=1))
         with self._sockets.making():
@@ -488,11 +490,11 @@ class EmulatedNCCL(_ProcessGroup):  # type: ignore[misc]
             for other in item.after:
                 other.over.wait()
             try:
-                # A kernel does not check whether a tensor was made in inference mode.
+                # A kernel does not check whether a tensor was created in inference mode.
                 with torch.inference_mode():
                     item.run()
             except RuntimeError:
-                # Within a host, NCCL does not detect that a peer has died or made a different call.
+                # Within a host, NCCL does not detect that a peer has died or has made a different call.
                 if _emulation().network and not self.aborted.is_set():
                     self._watchdog = threading.Thread(target=self._lost_peer, daemon=True)
                     self._watchdog.start()
@@ -500,7 +502,7 @@ class EmulatedNCCL(_ProcessGroup):  # type: ignore[misc]
             _emulation().is_over(item)
 
     def _lost_peer(self) -> None:
-        """Do what torch's watchdog does after ncclRemoteError."""
+        """Act like torch's watchdog after an ncclRemoteError."""
         ended = _emulation().ended
         if not ended.wait(STACK_S) and self._dumps:
             ended.wait(PEERS_DUMP_S)
@@ -521,17 +523,17 @@ for _method in _METHODS:
 
 @final
 class Graph:
-    """The calls of one capture. `replay` queues them again. Their communicators do not close before `reset` or the end."""
+    """The calls of one capture. `replay` queues them again. Their communicators cannot close while the graph holds them."""
 
     def __init__(self) -> None:
         self.items: list[_Item] = []
 
     def holds(self, queue: EmulatedNCCL) -> bool:
-        """Return whether the graph has a call of this communicator."""
+        """Return whether the graph contains a call on this communicator."""
         return any(item.queue is queue for item in self.items)
 
     def reset(self) -> None:
-        """Forget the calls."""
+        """Drop the captured calls."""
         self.items = []
 
     def replay(self) -> None:
@@ -543,12 +545,12 @@ class Graph:
 
 @final
 class _Emulation(DispatchMode):  # type: ignore[misc]
-    """State shared by all communicators of this process: the memory of pending calls, and the watchdog."""
+    """The state that all communicators of this process share, such as pending calls, their memory, and the watchdog."""
 
     def __init__(self, dump_s: float, network: bool) -> None:
         super().__init__()
         self.network = network
-        # The open group of this thread. As in NCCL, it holds back the calls of every communicator until it is ended.
+        # The open group of calls. As in NCCL, calls on all communicators are held back until the group ends.
         self.depth, self.together = 0, list[_Item]()
         self.queues: list[EmulatedNCCL] = []
         self.pending: list[_Item] = []
@@ -589,7 +591,7 @@ class _Emulation(DispatchMode):  # type: ignore[misc]
         if func.namespace not in ("meshcomm", "_c10d_functional"):
             return func(*args, **kwargs)
         if traced or _in_a_graph():
-            # A tracer records the operator as one; compiled code touches memory without operators.
+            # A tracer records the operator as a whole, and compiled code accesses memory without operators.
             return self._at_once(func, args, kwargs)
         if func.namespace == "meshcomm":
             with self:  # written in Python: its inner operators arrive here too
@@ -597,7 +599,7 @@ class _Emulation(DispatchMode):  # type: ignore[misc]
         return func(*args, **kwargs)
 
     def _at_once(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run an operator that communicates; the host waits for its calls."""
+        """Run an operator that communicates, and make the host wait for its calls."""
         before, self.at_once = self.at_once, True
         try:
             result = func(*args, **kwargs)
@@ -610,7 +612,7 @@ class _Emulation(DispatchMode):  # type: ignore[misc]
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Compile functions as if this mode were off. The compiled code runs under the mode."""
+        """Compile functions as if this mode were inactive. The compiled code still runs under the mode."""
         return True
 
     def _touch(self, argument: Any, writes: bool, name: str) -> None:
@@ -619,7 +621,7 @@ class _Emulation(DispatchMode):  # type: ignore[misc]
                 self.touch(x, writes, name)
 
     def touch(self, x: Tensor, writes: bool, name: str) -> None:
-        """Note that an operator is about to read or write `x`: wait for the calls that it is ordered after."""
+        """Make an operator that is about to read or write `x` wait for the calls that it is ordered after."""
         begin, end = span_of(x) if x.numel() else (x.data_ptr(), x.data_ptr())
         for item in list(self.pending):
             if item.meets(begin, end, writes):
@@ -630,9 +632,9 @@ class _Emulation(DispatchMode):  # type: ignore[misc]
                 _block(item)
 
     def check(self, item: _Item) -> None:
-        """Note that a call is about to be queued. It runs after the calls on other communicators that it is ordered after.
+        """Order a call that is about to be queued after the calls on other communicators that it must wait for.
 
-        These are all calls that the program's stream runs or has waited for: a call runs after all earlier work of its stream.
+        These are all calls that the program's stream has waited for, because a call runs after all earlier work of its stream.
         """
         for other in list(self.pending):
             if other.queue is item.queue:
@@ -645,9 +647,7 @@ class _Emulation(DispatchMode):  # type: ignore[misc]
                 )
 
     def trace(self, **given: bool) -> str:
-        """Return the pending calls as in a dump of torch's flight recorder for NCCL, with the keys that meshcomm
-        reads.
-        """
+        """Return the pending calls in the format of torch's NCCL flight recorder, with the keys that meshcomm reads."""
         entries = [
             {
                 "process_group": [item.queue.group_name, ""],
@@ -661,7 +661,7 @@ class _Emulation(DispatchMode):  # type: ignore[misc]
         return json.dumps({"entries": entries})
 
     def sync(self, name: str) -> None:
-        """Note that the host reads a value."""
+        """Count a read of a value by the host, or raise HostSync if it is not allowed."""
         if self.graph is not None:
             raise HostSync(f"{name} during graph capture")
         if self.strict:
@@ -669,7 +669,7 @@ class _Emulation(DispatchMode):  # type: ignore[misc]
         self.syncs += 1
 
     def is_over(self, item: _Item) -> None:
-        """Note that `item` is over, so nothing needs to wait for it."""
+        """Mark `item` as over, so that nothing waits for it."""
         with suppress(ValueError):  # abort comes from another thread
             self.pending.remove(item)
         item.over.set()
@@ -692,7 +692,7 @@ class _Emulation(DispatchMode):  # type: ignore[misc]
             f"{(time.monotonic() - item.queued_at) * 1000:.0f} milliseconds before timing out.",
             file=sys.stderr,
         )
-        # The time of the flight recorder's dump, during which the process stays alive.
+        # The process stays alive while the flight recorder would be dumped.
         if self.ended.wait(self._dump_s):
             return
         if not item.over.is_set():
@@ -712,7 +712,7 @@ class _Emulation(DispatchMode):  # type: ignore[misc]
             thread.join()
         for queue in list(self.queues):
             queue.join()
-        # The thread may hold the last reference to a tensor, which Python cannot free from a thread at exit.
+        # The thread may hold the last reference to a tensor, which Python cannot free from a thread at interpreter exit.
         self._watchdog.join()
 
 
@@ -721,16 +721,16 @@ _active: list[_Emulation] = []
 
 def _emulation() -> _Emulation:
     if not _active:
-        raise RuntimeError(f"a group of {NAME} outside of `with emulated_nccl()`")
+        raise RuntimeError(f"{NAME} is used outside of `with emulated_nccl()`")
     return _active[-1]
 
 
 @contextmanager
 def emulated_nccl(dump_s: float = 1.0, *, network: bool = False) -> Iterator[None]:
-    """Make the backend "emulated_nccl" usable, and order this thread's operators after its calls.
+    """Enable the backend "emulated_nccl", and order this thread's operators after its calls.
 
-    dump_s:  seconds between the watchdog's message and SIGABRT; torch's own watchdog takes up to 60.
-    network: if True, each rank counts as a separate host, so that a dead peer is detected.
+    dump_s:  the seconds between the watchdog's message and SIGABRT; torch's own watchdog takes up to 60.
+    network: if True, each rank is treated as a separate host, so that a dead peer is detected.
     """
     if not has_backend(NAME):
         dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
@@ -748,7 +748,7 @@ def emulated_nccl(dump_s: float = 1.0, *, network: bool = False) -> Iterator[Non
 
 @contextmanager
 def capture() -> Iterator[Graph]:
-    """Capture the calls of the block, as torch.cuda.graph does. They run only by `Graph.replay`."""
+    """Capture the calls made in the block, like torch.cuda.graph. They run only when `Graph.replay` is called."""
     emulation = _emulation()
     emulation.graph = Graph()
     emulation.graphs.add(emulation.graph)
@@ -764,7 +764,7 @@ def capture() -> Iterator[Graph]:
 
 @contextmanager
 def no_host_sync() -> Iterator[None]:
-    """Raise HostSync if the host reads a value, like torch.cuda.set_sync_debug_mode("error")."""
+    """Raise HostSync if the host reads a value in the block, like torch.cuda.set_sync_debug_mode("error")."""
     emulation = _emulation()
     emulation.strict = True
     try:
@@ -774,7 +774,7 @@ def no_host_sync() -> Iterator[None]:
 
 
 def host_syncs() -> int:
-    """Return the number of values that the host has read since `emulated_nccl` began."""
+    """Return how many values the host has read since `emulated_nccl` was entered."""
     return _emulation().syncs
 
 
@@ -783,7 +783,7 @@ def _create(given: Any, options: Any = None) -> EmulatedNCCL:
 
 
 def _reads(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a method that reads a tensor's memory without calling an operator."""
+    """Return `method`, which reads a tensor's memory without an operator, with the checks of a host read."""
 
     def read(x: Tensor, *args: Any, **kwargs: Any) -> Any:
         if _active:
@@ -795,7 +795,7 @@ def _reads(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _block(item: _Item) -> None:
-    """Make the host wait in short intervals, so that signals are handled."""
+    """Block the host until `item` is over. It waits in short intervals, so that signals are handled."""
     if _emulation().graph is not None:
         raise HostSync(f"the host waits for {item.name} during graph capture")
     while not item.over.wait(0.2):
@@ -814,7 +814,7 @@ def _in_a_graph() -> bool:
 
 
 def _compiled_code_waits() -> None:
-    """Make code compiled by inductor, which reads memory without operators, wait for the calls that it is ordered after."""
+    """Make Inductor's compiled code, which reads memory without operators, wait for the calls that it is ordered after."""
     inductor: Any = sys.modules.get("torch._inductor.output_code")
     if inductor is None or hasattr(inductor.CompiledFxGraph, NAME):
         return

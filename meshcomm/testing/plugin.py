@@ -1,7 +1,7 @@
-"""The pytest plugin: tests marked `mesh` run on every rank of a mesh. docs/guide/simulator.md shows the use.
+"""The pytest plugin. Tests marked `mesh` run on every rank of a mesh; docs/guide/simulator.md explains how to use it.
 
-pytest loads this file for every suite where meshcomm is installed. So this file imports only pytest, and does not affect
-tests that do not use the fixture `mesh` of this file.
+pytest loads this file for every suite if meshcomm is installed. Therefore it imports only pytest, and does not affect
+tests that do not use its `mesh` fixture.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _MARKER = (
     'mesh(via="simulator" | "gloo" | "emulated_nccl", timeout_s=60, **dims_and_keywords_of_meshcomm_init): run the test, which takes '
-    "the fixture mesh, on every rank of a mesh with these dims; docs/guide/simulator.md of meshcomm"
+    "the mesh fixture, on every rank of a mesh with these dims; see docs/guide/simulator.md of meshcomm"
 )
 
 
@@ -27,7 +27,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--mesh-via",
         choices=("simulator", "gloo", "emulated_nccl"),
         default=None,
-        help="run every mesh test through this, whatever its marker says",
+        help="run every mesh test through this, regardless of its marker",
     )
     parser.addini(
         "mesh_preload",
@@ -43,7 +43,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """End the ranks."""
+    """Terminate the warm ranks."""
     started = sys.modules.get("meshcomm.testing.processes")
     if started is not None and started.POOL in config.stash:
         config.stash[started.POOL].close()
@@ -51,7 +51,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="session")
 def mesh_pool(pytestconfig: pytest.Config) -> Pool:
-    """Return the run's warm ranks, a meshcomm.testing.Pool, for tests that call meshcomm.init themselves."""
+    """Return the session's meshcomm.testing.Pool of warm ranks, for tests that call meshcomm.init themselves."""
     from meshcomm.testing.processes import pool_of
 
     return pool_of(pytestconfig)
@@ -59,7 +59,7 @@ def mesh_pool(pytestconfig: pytest.Config) -> Pool:
 
 @pytest.fixture
 def mesh(request: pytest.FixtureRequest) -> MeshRequest:
-    """Return the rank's Mesh, on each rank of a test marked `mesh`."""
+    """Provide each rank's Mesh to a test marked `mesh`."""
     from meshcomm.errors import MeshcommError
     from meshcomm.testing.marker import read, vias
 
@@ -76,7 +76,7 @@ def mesh(request: pytest.FixtureRequest) -> MeshRequest:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Create one test for each entry of via, such as via=("simulator", "gloo")."""
+    """Create one test for each entry of the marker's via, as in via=("simulator", "gloo")."""
     marker = metafunc.definition.get_closest_marker("mesh")
     if marker is None or "mesh" not in metafunc.fixturenames:
         return
@@ -87,11 +87,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> object:
-    """Run a mesh test's body on its ranks instead of here."""
+    """Run a mesh test's body on its ranks instead of in this process."""
     if "mesh" not in pyfuncitem.funcargs:
         return _without_mesh(pyfuncitem)
     request = pyfuncitem.funcargs["mesh"]
-    # Another plugin may have a fixture of this name. Only ours has loaded the module of MeshRequest.
+    # Another plugin may define a fixture with this name. Only our fixture loads the module that defines MeshRequest.
     marker = sys.modules.get("meshcomm.testing.marker")
     if marker is None or not isinstance(request, marker.MeshRequest):
         return None
@@ -116,14 +116,14 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> object:
 
 
 def _without_mesh(item: pytest.Function) -> Any:
-    """Reject a marker with dims on a test that does not use the mesh, because it would have no effect."""
+    """Fail a test whose own marker has dims but which does not use the mesh, because the marker would have no effect."""
     for node, marker in item.iter_markers_with_node("mesh"):
         if node is item and marker.kwargs:
             pytest.fail(
-                f"MeshTestError: {item.name} is marked mesh({', '.join(marker.kwargs)}=...) and takes no mesh\n"
+                f"MeshTestError: {item.name} is marked mesh({', '.join(marker.kwargs)}=...) but takes no mesh\n"
                 "  given:    a test without an argument `mesh`\n"
                 f"  expected: def {item.originalname}(mesh): its body then runs on every rank\n"
-                "  try:      the marker on the class or module, where some of its tests take no mesh",
+                "  try:      the marker on the class or module, if only some of its tests take a mesh",
                 pytrace=False,
             )
     return None

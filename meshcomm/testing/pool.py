@@ -1,4 +1,4 @@
-"""A pool of warm ranks: processes forked once with torch loaded, and reused by one test after another."""
+"""A pool of warm ranks: processes that are forked once, with torch already loaded, and reused from test to test."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from meshcomm.launch.reaper import signal_text
 
 # Loading torch takes seconds, or much longer on a busy machine.
 _START_S: Final = 120.0
-# The time for ranks to write their stacks.
+# How long ranks may take to write their stacks.
 _STACKS_S: Final = 2.0
 
 
 @final
 class RankFailure(AssertionError):
-    """One or more ranks raised, died, or did not return in time. `by_rank` contains the text of each rank."""
+    """One or more ranks raised an exception, died, or did not return in time. `by_rank` contains each rank's text."""
 
     def __init__(self, by_rank: Mapping[int, str], world_size: int) -> None:
         self.by_rank = dict(by_rank)
-        # Equal texts are shown once, with all their ranks.
+        # A text that several ranks share is shown once, with these ranks.
         folded: dict[str, list[int]] = {}
         for rank, text in by_rank.items():
             folded.setdefault(text, []).append(rank)
@@ -52,10 +52,10 @@ class RankFailure(AssertionError):
 class Ended:
     """How one rank's call ended.
 
-    value: the call's result or exception. text: the failure; empty for "returned".
-    stack: stack of the main thread when the time was up, or of all threads at a fault such as SIGSEGV, as faulthandler
-        writes it; empty if not requested.
-    reusable: whether the rank may take another call.
+    value: the call's result or exception. text: a description of the failure; empty for "returned".
+    stack: the main thread's stack at the timeout, or all threads' stacks at a fault such as SIGSEGV, as written by
+        faulthandler; empty if no stack was taken.
+    reusable: whether the rank can run another call.
     """
 
     state: Literal["returned", "raised", "died", "late"]
@@ -70,7 +70,7 @@ class Ended:
 @final
 @dataclass(frozen=True)
 class Held:
-    """Returned by a function on a rank: the value, and the objects that must live until the next call."""
+    """What a function on a rank may return: a value, and objects that must stay alive until the next call."""
 
     value: Any
     alive: Any = None
@@ -78,10 +78,10 @@ class Held:
 
 
 class Limits(NamedTuple):
-    """Time limits of one call, in seconds.
+    """The time limits of one call, in seconds.
 
-    timeout_s: for the whole call. settle_s: for the others to end by themselves after one rank failed.
-    grace_s: for ranks to answer after their stacks were taken, at the end of timeout_s.
+    timeout_s: the limit for the whole call. settle_s: how long the other ranks may take to finish after one has failed.
+    grace_s: how long ranks may take to answer after a limit has expired and their stacks were taken.
     """
 
     timeout_s: float = 60.0
@@ -90,7 +90,7 @@ class Limits(NamedTuple):
 
 
 class _Files(NamedTuple):
-    """The files of one rank: its stack, written on request or at a fault, its stdout and its stderr."""
+    """One rank's files: its stacks, written on request or at a fault, its stdout and its stderr."""
 
     stacks: Path
     out: Path
@@ -106,29 +106,29 @@ class _Worker:
 
 @final
 class Pool:
-    """Warm rank processes. `run` calls one function on each of them and returns the results.
+    """Warm rank processes. `run` calls a function on each of them and returns the results.
 
-    The ranks see the environment of torchrun: RANK, WORLD_SIZE, LOCAL_RANK, and a store that outlives
-    them, at a port chosen by the system. After a failure, the participating ranks are ended and
-    replaced. No rank outlives the process that created the pool.
+    The ranks get torchrun's environment variables, such as RANK, WORLD_SIZE and LOCAL_RANK, and a store
+    that outlives them, on a port chosen by the system. After a failure, the ranks that ran the call are
+    terminated and replaced. No rank outlives the process that created the pool.
     """
 
     def __init__(self, preload: tuple[str, ...] = ("torch", "torch.distributed", "meshcomm.mesh")) -> None:
-        # torch's store looks up the name of every address that connects. A name server that does
-        # not answer must not cost each test five seconds.
+        # torch's store looks up the name of every address that connects. Without this limit, a name server
+        # that does not respond would cost each test five seconds.
         os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
-        # A process that has run threads cannot be forked safely. The fork server never runs threads.
+        # A process with threads cannot be forked safely. The fork server never starts threads.
         self._context = get_context("forkserver")
         self._context.set_forkserver_preload([*preload, "meshcomm.testing.pool"])
-        # By rank: torch caches DeviceMeshes, and a process that later had another rank of an equal
-        # DeviceMesh would get the groups of the first.
+        # A process always keeps its rank, because torch caches DeviceMeshes: a process that later became another
+        # rank of an equal DeviceMesh would get the groups of its earlier rank.
         self._idle: dict[int, _Worker] = {}
         self._folder = tempfile.TemporaryDirectory(prefix="meshcomm-pool-")
         self._started = 0
 
     @property
     def folder(self) -> Path:
-        """A folder that all ranks can access and that is deleted with the pool."""
+        """A folder that all ranks can access. It is deleted when the pool is closed."""
         return Path(self._folder.name)
 
     def run(
@@ -140,11 +140,11 @@ class Pool:
         env: Mapping[str, str] | None = None,
         allow: bool = False,
     ) -> list[Any]:
-        """Call `function(*args)` on `ranks` processes at once. Return the results by rank.
+        """Call `function(*args)` on `ranks` processes in parallel, and return the results by rank.
 
-        function: importable by name. args and results: picklable.
-        allow:    return an exception as a rank's result instead of raising RankFailure.
-        Raises:   RankFailure. A rank that does not return in time is ended, and its stacks are in the text.
+        function: must be importable by name. args: must be picklable, as must the results.
+        allow:    if True, return an exception as the rank's result instead of raising RankFailure.
+        Raises:   RankFailure. A rank that does not return in time is terminated, and the text contains its stack.
         """
         ended = self.call(partial(function, *args), ranks=ranks, limits=Limits(timeout_s), env=env)
         failures = {rank: _failure_text(one) for rank, one in enumerate(ended) if one.state != "returned"}
@@ -162,11 +162,11 @@ class Pool:
         capture: bool = False,
         failed: Callable[[Any], bool] = lambda value: False,
     ) -> list[Ended]:
-        """Like `run`, but returns how each rank ended instead of raising.
+        """Like `run`, but returns how each rank ended instead of raising an exception.
 
-        function: picklable, such as functools.partial of a function that can be imported by name.
-        capture:  keep the stdout and stderr of the ranks for `Ended.out` and `err`.
-        failed:   whether a returned value means that the ranks must not be reused.
+        function: must be picklable, such as a functools.partial of a function that can be imported by name.
+        capture:  whether to capture the ranks' stdout and stderr in `Ended.out` and `Ended.err`.
+        failed:   returns whether a returned value means that the ranks must not be reused.
         """
         from meshcomm.mesh.exposure import serve_on_loopback
 
@@ -186,7 +186,7 @@ class Pool:
                     worker.pipe.send((function, variables, capture))
             ended = self._collect(workers, limits, failed)
         except BaseException:
-            # Interrupted: the state of the ranks is unknown.
+            # The call was interrupted, so the state of the ranks is unknown.
             _end_all(workers)
             raise
         if capture:
@@ -199,7 +199,7 @@ class Pool:
         return [ended[rank] for rank in range(ranks)]
 
     def close(self) -> None:
-        """End every rank."""
+        """Terminate all ranks and delete the pool's folder."""
         _end_all(list(self._idle.values()))
         self._idle.clear()
         self._folder.cleanup()
@@ -221,8 +221,8 @@ class Pool:
             taken.append(_Worker(process, ours, files))
             fresh.append(taken[-1])
         for worker in fresh:
-            # The first ranks wait until the fork server has loaded torch. No test's time is running yet.
-            # A closed pipe is readable too.
+            # The first ranks wait until the fork server has loaded torch. This does not count against a test's timeout.
+            # A closed pipe also counts as readable.
             ready = worker.pipe.poll(_START_S)
             with contextlib.suppress(EOFError, ConnectionResetError):
                 if ready and worker.pipe.recv():
@@ -251,7 +251,7 @@ class Pool:
                 rank = waiting.pop(pipe)
                 one = ended[rank] = _ended(workers[rank], stacks.get(rank, ""))
                 if not stacks and (one.state != "returned" or failed(one.value)):
-                    # The others often wait for this rank. Give them a moment, then take stacks.
+                    # The other ranks may be waiting for this one. Give them a moment, then take their stacks.
                     deadline = min(deadline, time.monotonic() + limits.settle_s)
         for rank in waiting.values():
             text = f"did not return within {limits.timeout_s:g} s\n" + stacks[rank]
@@ -260,13 +260,13 @@ class Pool:
 
 
 def _failure_text(one: Ended) -> str:
-    """Return the failure, with the stacks that a rank wrote when it died of a fault such as SIGSEGV."""
+    """Return the text of a failure, with the stacks that the rank wrote if it died of a fault such as SIGSEGV."""
     fault = one.stack.strip() if one.state == "died" else ""
     return f"{one.text}\n{fault}".rstrip()
 
 
 def _ended(worker: _Worker, stack: str) -> Ended:
-    """Return how a rank with a message or a closed pipe ended."""
+    """Return how a rank ended, once it has sent its answer or closed its pipe."""
     try:
         answer: Ended = worker.pipe.recv()
         return replace(answer, stack=stack)
@@ -277,7 +277,7 @@ def _ended(worker: _Worker, stack: str) -> Ended:
 
 
 def how_it_died(code: int | None) -> str:
-    """Return an exit code in words.
+    """Return text for an exit code.
 
     >>> how_it_died(-9), how_it_died(3)
     ('was killed by SIGKILL', 'ended with exit code 3')
@@ -288,13 +288,13 @@ def how_it_died(code: int | None) -> str:
 
 
 def _dump(workers: list[_Worker]) -> list[str]:
-    """Ask ranks for the stacks of their main threads."""
+    """Make ranks write the stacks of their main threads, and return the stacks."""
     files = [worker.files.stacks for worker in workers]
     before = [len(_read(file)) for file in files]
     for worker in workers:
         with contextlib.suppress(ProcessLookupError):
             os.kill(worker.process.pid or 0, signal.SIGUSR1)
-    # The text has no end mark. It is complete when all files have text and have stopped growing.
+    # faulthandler writes no end mark. The stacks are complete when all files have text and have stopped growing.
     deadline, last, sizes = time.monotonic() + _STACKS_S, [-1], before
     while time.monotonic() < deadline and (sizes != last or any(map(int.__eq__, sizes, before))):
         time.sleep(0.05)
@@ -318,19 +318,19 @@ def _end_all(workers: list[_Worker]) -> None:
 
 
 def _serve(pipe: Connection, files: _Files) -> None:
-    """Answer calls until the pipe closes."""
+    """Run calls from the pipe until it closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
     assert parent is not None
     threading.Thread(target=_end_with, args=(parent.sentinel,), name="meshcomm-parent", daemon=True).start()
-    # A test may start processes, such as the workers of a DataLoader; daemons may not.
+    # A test may start processes, such as DataLoader workers, which daemonic processes are not allowed to do.
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     stacks = open(files.stacks, "w")  # noqa: SIM115 - faulthandler needs it open for life
     faulthandler.enable(file=stacks, all_threads=True)
     import torch
 
     torch.set_num_threads(1)
-    # A garbage collection would write to, and so copy, every page shared since the fork.
+    # A garbage collection would write to every page shared since the fork, and so copy it.
     gc.freeze()
     clean = dict(os.environ)
     held: Any = None
@@ -343,9 +343,9 @@ def _serve(pipe: Connection, files: _Files) -> None:
         os.environ.clear()
         os.environ.update({**clean, **variables})
         del held
-        # Registered again for each call, because a training handles the signal itself. Only the main thread, which the
-        # kernel prefers for a signal: with all_threads, faulthandler reads the state of threads that C++ is just creating,
-        # which sometimes kills a healthy rank.
+        # Register again for each call, because training code may install its own handler. Dump only the main thread, which
+        # the kernel prefers for signals. With all_threads, faulthandler reads the state of threads that C++ is just
+        # creating, which sometimes kills a healthy rank.
         faulthandler.unregister(signal.SIGUSR1)
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=False)
         with _written_to(files.out, files.err) if capture else contextlib.nullcontext():
@@ -371,14 +371,14 @@ def _make(function: Callable[[], Any]) -> tuple[Ended, Any]:
 
 @contextlib.contextmanager
 def _written_to(*paths: Path) -> Iterator[None]:
-    """Redirect the process's stdout and stderr to files, including output of C libraries."""
+    """Redirect the process's stdout and stderr, including the output of C libraries, to files."""
     kept = [os.dup(number) for number in (1, 2)]
     for number, path in zip((1, 2), paths, strict=True):
         file = os.open(path, os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_APPEND)
         os.dup2(file, number)
         os.close(file)
     for stream in (sys.stdout, sys.stderr):
-        # Lines that a rank has printed must survive if it is killed.
+        # Flush each line, so that printed lines are not lost if the rank is killed.
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(line_buffering=True)
     try:
@@ -390,6 +390,6 @@ def _written_to(*paths: Path) -> Iterator[None]:
 
 
 def _end_with(parent: int) -> None:
-    """End this process when the process that made the pool has ended, for any reason."""
+    """Terminate this process when the process that created the pool has ended for any reason."""
     wait([parent])
     os._exit(1)

@@ -1,7 +1,7 @@
-"""Runs a test's body on processes of the pool: sends the test with its fixtures and parameters, and runs it on each rank.
+"""Runs a test's body on the pool's processes: sends the test with its fixtures and parameters to each rank and runs it.
 
-pytest imports test modules by its own rules (rootdir, import modes) and rewrites their asserts, both only in its
-process. Each rank creates a pytest.Config, which installs pytest's import hook, and finds files by a table.
+pytest imports test modules by its own rules (rootdir, import modes) and rewrites their asserts, but only in its own
+process. Therefore each rank creates a pytest.Config, which installs pytest's import hook, and finds files by a table.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from meshcomm.testing.report import Ends, last_stack, outcome_of, stack_text
 
 POOL: pytest.StashKey[Pool] = pytest.StashKey()
 
-# Seconds for the other ranks to report by themselves after one rank has failed.
+# How many seconds the other ranks may take to report after one rank has failed.
 _SETTLE_S: Final = 2.0
-# Seconds for ranks to report a verdict after the test's time is up and their stacks are taken.
+# How many seconds ranks may take to report a verdict after the test's time is up and their stacks were taken.
 _GRACE_S: Final = 2.0
-# Variables that a launcher sets for its ranks. All other variables have the main process's values.
+# The variables that a launcher sets for its ranks. All other variables are copied from the main process.
 _LAUNCHER: Final = (
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
     "TORCHELASTIC_USE_AGENT_STORE",
@@ -53,7 +53,7 @@ _LAUNCHER: Final = (
 @final
 @dataclass(frozen=True)
 class Values:
-    """The arguments of a test's function except `mesh`, and the attributes of its `self`."""
+    """The arguments of a test function except `mesh`, and the attributes of its `self`."""
 
     arguments: Mapping[str, Any]
     of_self: Mapping[str, Any]
@@ -62,11 +62,11 @@ class Values:
 @final
 @dataclass(frozen=True)
 class _OwnMonkeyPatch:
-    """Placeholder for the fixture `monkeypatch`: every rank creates its own and undoes it after the body."""
+    """A placeholder for the fixture `monkeypatch`. Every rank creates a MonkeyPatch and undoes it after the body."""
 
 
 def given(item: pytest.Function) -> Values:
-    """Return the values of a test. Raises MeshTestError for a body that cannot run on ranks."""
+    """Return the values that a test's function receives. Raises MeshTestError if the body cannot run on ranks."""
     if inspect.iscoroutinefunction(item.obj) or inspect.isasyncgenfunction(item.obj):
         raise MeshTestError(
             f"{item.name} is async",
@@ -89,7 +89,7 @@ def given(item: pytest.Function) -> Values:
 
 
 def pack(test: str, values: Values) -> bytes:
-    """Return pickled values. Raises MeshTestError that names the value that cannot be sent to the ranks."""
+    """Return the pickled values. Raises a MeshTestError that names any value that cannot be sent to the ranks."""
     patches = {
         name: _OwnMonkeyPatch()
         for name, value in values.arguments.items()
@@ -128,11 +128,11 @@ def _hint(name: str, value: object) -> str:
         return f"{name} belongs to pytest and stays in the main process; use it in a fixture, not in the test"
     if callable(value):
         return "a function at the top of a module, or functools.partial of one; lambdas cannot be pickled"
-    return "make it inside the test, or let the fixture return what it is made from"
+    return "create it inside the test, or let the fixture return the values it is created from"
 
 
 class Source(NamedTuple):
-    """The source of one module. search: a package's folders. rewritten: whether its asserts are rewritten."""
+    """The source of one module. search: the folders of a package. rewritten: whether pytest rewrites its asserts."""
 
     file: str | None
     search: tuple[str, ...] | None
@@ -142,10 +142,10 @@ class Source(NamedTuple):
 @final
 @dataclass(frozen=True)
 class Task:
-    """A test as every rank receives it.
+    """A test in the form that every rank receives.
 
-    path: names from the module down to the function. full: show all frames.
-    values: the packed values.
+    path: the names that lead from the module to the function. full: whether to show all frames of a traceback.
+    values: the pickled `Values`.
     """
 
     module: str
@@ -164,7 +164,7 @@ class Task:
 
 
 def pool_of(config: pytest.Config) -> Pool:
-    """Return the warm ranks of the run, forked at the first use."""
+    """Return the session's pool of warm ranks, which is created on first use."""
     if POOL not in config.stash:
         always = ("torch", "torch.distributed", "meshcomm.mesh", "meshcomm.testing.processes")
         config.stash[POOL] = Pool((*always, *config.getini("mesh_preload")))
@@ -172,7 +172,7 @@ def pool_of(config: pytest.Config) -> Pool:
 
 
 def run(item: pytest.Function, request: MeshRequest, pool: Pool) -> Ends:
-    """Run the body of `item` on every rank, each a process of the pool. Raises MeshTestError if the body cannot start."""
+    """Run the body of `item` on ranks that are processes of the pool. Raises MeshTestError if it cannot be started."""
     module, full = item.module.__name__, item.config.getoption("fulltrace")
     task = Task(
         module=module,
@@ -207,9 +207,9 @@ def run(item: pytest.Function, request: MeshRequest, pool: Pool) -> Ends:
 
 
 def sources(wanted: str) -> dict[str, Source]:
-    """Return the modules of this process that a rank could not import, or could not import with rewritten asserts.
+    """Return the modules of this process that a rank could not import, or could import only without rewritten asserts.
 
-    wanted: a module to include in any case.
+    wanted: a module that is always included.
     """
     libraries = (*map(sysconfig.get_path, ("stdlib", "purelib", "platlib")), *meshcomm.__path__)
     names = {wanted}
@@ -222,7 +222,7 @@ def sources(wanted: str) -> dict[str, Source]:
 
 
 def _is_rewritten(module: ModuleType) -> bool:
-    # pytest's import hook loads the modules that it finds; Python's own finders use other loaders.
+    # pytest's import hook is the loader of the modules that it finds. Python's finders use separate loaders.
     return any(getattr(module, "__loader__", None) is finder for finder in sys.meta_path)
 
 
@@ -230,13 +230,13 @@ def _source(module: ModuleType) -> Source:
     file, search = getattr(module, "__file__", None), getattr(module, "__path__", None)
     if file is not None and not Path(file).exists():
         file = None
-    # pytest creates packages without a file or folders; their modules come only from the table.
+    # pytest creates packages without a file or folders. Modules in these are found only through the table.
     folders = None if search is None and file is not None else tuple(search or ())
     return Source(file, folders, _is_rewritten(module))
 
 
 def _filters() -> tuple[tuple[Any, ...], ...]:
-    """Return the warning filters that pytest has set for this test, with pickled classes."""
+    """Return the warning filters that pytest has set for this test. Their classes are pickled."""
     sent = []
     for action, message, category, module, line in warnings.filters:
         try:
@@ -255,21 +255,21 @@ def _pattern(regex: Any) -> str:
 
 
 def on_rank(data: bytes) -> Held:
-    """Run the pickled Task. The returned value is the Outcome."""
+    """Run a pickled Task. The value of the result is the Outcome."""
     task: Task = pickle.loads(data)
     _refresh(task)
     opened: list[Mesh | ExitStack] = []
     with warnings.catch_warnings(record=True) as log:
-        # A broken connection or an unfinished call most likely means that another rank failed first.
+        # A CommunicationError most likely means that another rank failed first.
         outcome = outcome_of(partial(_run, task, opened), task.full, CommunicationError)
     noted = dict.fromkeys((str(one.message), _known(one.category), one.filename, one.lineno) for one in log)
-    # The mesh of a failed rank stays open. Closing it would break the calls of the others, and they would
-    # report that instead of their own failures.
+    # The mesh of a failed rank stays open. If it were closed, the calls of other ranks would break, and these ranks
+    # would report that instead of their own failures.
     return Held(replace(outcome, warnings=tuple(noted)), opened, reusable=not dist.is_initialized())
 
 
 def _known(category: type[Warning]) -> type[Warning]:
-    """Return a warning category that the test's process knows; a category defined by a test becomes UserWarning."""
+    """Return a warning category that the main process knows. A category that cannot be pickled becomes UserWarning."""
     try:
         pickle.dumps(category)
     except Exception:
@@ -280,7 +280,7 @@ def _known(category: type[Warning]) -> type[Warning]:
 def _run(task: Task, opened: list[Mesh | ExitStack]) -> None:
     warnings.resetwarnings()
     for action, message, category, module, line in reversed(task.filters):
-        # Skip warnings of modules that the ranks have not imported: they cannot occur here.
+        # Skip a filter whose category cannot be loaded on this rank.
         if (kind := _loaded(category)) is not None:
             warnings.filterwarnings(action, message, kind, module, line)
     owner: Any = importlib.import_module(task.module)
@@ -296,7 +296,7 @@ def _run(task: Task, opened: list[Mesh | ExitStack]) -> None:
         name: patch if isinstance(value, _OwnMonkeyPatch) else value
         for name, value in values.arguments.items()
     }
-    # Stays open if the body fails, like the mesh.
+    # If the body fails, the stack stays open, like the mesh.
     stack = ExitStack()
     opened.append(stack)
     if task.config["mesh"].get("backend") == emulated_nccl.NAME:
@@ -322,7 +322,7 @@ def _refresh(task: Task) -> None:
     os.chdir(task.cwd)
     sys.path[:] = task.sys_path
     importlib.invalidate_caches()
-    # The finder of this rank in sys.meta_path.
+    # Find or create this rank's finder in sys.meta_path.
     finder = next((each for each in sys.meta_path if isinstance(each, Modules)), None)
     if finder is None:
         finder = Modules()
@@ -349,7 +349,7 @@ def _loaded(data: bytes) -> Any:
 
 @final
 class Modules(MetaPathFinder):
-    """Finds the modules of a table. One per rank, first in sys.meta_path."""
+    """Finds the modules of a table. Each rank has one, in the first position of sys.meta_path."""
 
     def __init__(self) -> None:
         before = list(sys.meta_path)
@@ -361,7 +361,7 @@ class Modules(MetaPathFinder):
         self._table: Mapping[str, Source] = {}
 
     def use(self, table: Mapping[str, Source]) -> None:
-        """Use a new table. A module that was loaded from another place is imported again when needed."""
+        """Use a new table. A module that was loaded from a different file is imported again when it is needed."""
         for name, source in table.items():
             spec = getattr(sys.modules.get(name), "__spec__", None)
             if spec and source.rewritten and (spec.loader, spec.origin) != (self._hook, source.file):

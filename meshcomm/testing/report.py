@@ -1,4 +1,4 @@
-"""Reports how a test's body ended on every rank. Each failure is shown once, with the ranks that failed and their coords."""
+"""Reports how a test's body ended on every rank. Each failure is shown once, with the coords of the ranks that failed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _SPECS: Final = map(importlib.util.find_spec, ("torch", "pytest", "_pytest", "pl
 _ORIGINS: Final = [spec.origin for spec in _SPECS if spec is not None and spec.origin is not None]
 _STANDARD: Final = f"{Path(traceback.__file__).parent}/"
 _LIBRARIES: Final = (_MESHCOMM, "<frozen ", *(f"{Path(each).parent}/" for each in _ORIGINS))
-# Frames in the format of faulthandler.
+# A frame in faulthandler's format.
 _FRAME: Final = re.compile(r'  File "(.*)", line (\d+|\?\?\?) in (.*)')
 
 
@@ -38,8 +38,8 @@ _FRAME: Final = re.compile(r'  File "(.*)", line (\d+|\?\?\?) in (.*)')
 class Outcome:
     """How the body ended on one rank.
 
-    reason: reason of a skip, xfail or exit; for a failure, the exception in short. text: the failure's traceback.
-    after:  the failure is only a consequence of another rank's failure.
+    reason: the reason for a skip, xfail or exit; for a failure, a short form of the exception. text: the traceback.
+    after:  whether the failure is only a consequence of another rank's failure.
     """
 
     kind: Literal["passed", "skipped", "xfailed", "exited", "failed"]
@@ -50,10 +50,10 @@ class Outcome:
 
 
 class Ends(NamedTuple):
-    """How a test's body ended on every rank, and a verdict on all ranks, such as a deadlock.
+    """How a test's body ended on every rank. verdict: an error that concerns all ranks, such as a deadlock.
 
-    The value of a rank that returned is its Outcome; every other rank has a text. `stack` is the stack of the rank
-    when the time was up or the others had failed.
+    The `value` of a rank that returned is its Outcome; every other rank has a `text`. `stack` is the rank's stack when the
+    time was up or after another rank had failed.
     """
 
     ranks: list[Ended]
@@ -61,18 +61,18 @@ class Ends(NamedTuple):
 
     @property
     def returned(self) -> dict[int, Outcome]:
-        """Outcomes by rank."""
+        """The outcomes of the ranks that returned, by rank."""
         return {rank: end.value for rank, end in enumerate(self.ranks) if end.state == "returned"}
 
     @property
     def failed(self) -> dict[int, Outcome]:
-        """Failures by rank. Consequences of another rank's failure are last."""
+        """The failures by rank. Those that are only consequences of another rank's failure come last."""
         failed = [(rank, outcome) for rank, outcome in self.returned.items() if outcome.kind == "failed"]
         return dict(sorted(failed, key=lambda item: item[1].after))
 
     @property
     def died(self) -> list[int]:
-        """Ranks whose processes have ended."""
+        """The ranks whose processes died or could not return an outcome."""
         return [rank for rank, end in enumerate(self.ranks) if end.state in ("died", "raised")]
 
 
@@ -80,9 +80,9 @@ class Ends(NamedTuple):
 
 
 def outcome_of(body: Callable[[], object], full: bool, follows: type[BaseException] | None = None) -> Outcome:
-    """Run `body` and return how it ended. Raises nothing.
+    """Run `body` and return how it ended. Never raises an exception.
 
-    full: show all frames of a traceback. follows: an exception type that only means that another rank has failed.
+    full: whether to show all frames of a traceback. follows: an exception type that means that another rank failed first.
     """
     try:
         body()
@@ -104,24 +104,24 @@ def _traceback(error: BaseException, full: bool) -> str:
         return str(error)
     shown = traceback.TracebackException.from_exception(error)
     shown.stack = _users(shown.stack, full)
-    # The text of a MeshcommError includes the backend's message.
+    # The chain is not needed for a MeshcommError, because its text includes the backend's message.
     return "".join(shown.format(chain=full or not isinstance(error, MeshcommError))).rstrip()
 
 
 def stack_text(frames: Iterable[FrameSummary], full: bool) -> str:
-    """Return the stack of a rank that did not return, as Python prints tracebacks. frames: outermost first."""
+    """Return the stack of a rank that did not return, formatted like a Python traceback. frames: outermost first."""
     return "".join(_users(frames, full).format()).rstrip()
 
 
 def last_stack(text: str) -> list[FrameSummary]:
-    """Return the last stack that faulthandler wrote; for a fault, the faulting thread's. Outermost frame first."""
+    """Return the last stack that faulthandler wrote, outermost frame first. After a fault, it is the faulting thread's."""
     begins = max(text.rfind("Current thread"), text.rfind("Stack (most recent"))
     found = _FRAME.findall(text[begins:].partition("\n\n")[0]) if begins >= 0 else []
     return [FrameSummary(file, int(line.replace("???", "0")), name) for file, line, name in reversed(found)]
 
 
 def _users(frames: Iterable[FrameSummary], full: bool) -> StackSummary:
-    """Return the frames below the test that are outside libraries; all frames if `full`, or if there are none."""
+    """Return the frames of the test that are outside libraries. If `full` or if there are none, return all frames."""
     shown = list(frames)
     if not full:
         testing = [at for at, f in enumerate(shown) if f.filename.startswith(f"{_MESHCOMM}testing/")]
@@ -142,7 +142,7 @@ def _is_library(file: str) -> bool:
 
 
 def settle(request: MeshRequest, ends: Ends) -> None:
-    """Print the output of the ranks. Return, skip, xfail or fail as the ranks did."""
+    """Print the ranks' output. Then return, skip, xfail or fail, as the ranks did."""
     __tracebackhide__ = True
     _print(request.layout, ends)
     by_kind = {outcome.kind: outcome for outcome in reversed(ends.returned.values())}
@@ -150,7 +150,7 @@ def settle(request: MeshRequest, ends: Ends) -> None:
         pytest.exit(by_kind["exited"].reason)
     own_failure = ends.died or not all(outcome.after for outcome in ends.failed.values())
     if "xfailed" in by_kind and not own_failure:
-        # Ranks that were still waiting waited for the ranks that had ended.
+        # Any rank that was still waiting was waiting for the ranks that had ended.
         pytest.xfail(by_kind["xfailed"].reason)
     failure = failure_of(ends, request)
     if failure is not None:
@@ -174,7 +174,7 @@ def _print(layout: Layout, ends: Ends) -> None:
 
 
 def failure_of(ends: Ends, request: MeshRequest) -> str | None:
-    """Return one line for the summary, then a part for each group of ranks with equal texts. Return None if no rank failed."""
+    """Return a summary line and a section for each group of ranks with the same text, or None if no rank failed."""
     failed, layout = ends.failed, request.layout
     if not (failed or ends.verdict) and len(ends.returned) == len(ends.ranks):
         return None
@@ -186,7 +186,7 @@ def failure_of(ends: Ends, request: MeshRequest) -> str | None:
     for (_, state, _), same in sorted(groups.items(), key=lambda group: group[0][0]):
         header = _header([rank for rank, _ in same], request) + (f": {state}" if state else "")
         if len({text for _, text in same}) > 1:
-            # The texts differ only in the names of the ranks.
+            # The texts differ only in rank names or addresses.
             header += f", as reported by rank {same[0][0]}"
         parts.append(f"--- {header} ---\n{same[0][1]}".rstrip())
     rank, first = next(iter(failed.items()), (0, None))
@@ -202,7 +202,7 @@ def failure_of(ends: Ends, request: MeshRequest) -> str | None:
 
 
 def _part(rank: int, ends: Ends, layout: Layout) -> tuple[int, str, str]:
-    """Return the sort key of a rank's text, the rank's state in words, and the text."""
+    """Return the sort key of a rank's section, the rank's state as text, and the section's text."""
     end, outcome = ends.ranks[rank], ends.failed.get(rank)
     if outcome is not None:
         late = f"\n\nwhen the time was up:\n{end.stack}" if end.stack else ""
@@ -215,13 +215,13 @@ def _part(rank: int, ends: Ends, layout: Layout) -> tuple[int, str, str]:
 
 
 def _without_rank(text: str, label: str) -> str:
-    """Return `text` without the rank's name, its coords and addresses."""
+    """Return `text` without the rank's name and coords, and without addresses."""
     name = label.partition(" (")[0]
     return re.sub(r"\b0x[0-9a-f]+", "0x", re.sub(rf"\b{name}\b", "", text.replace(label, "")))
 
 
 def _header(ranks: Sequence[int], request: MeshRequest) -> str:
-    """Return the names of ranks: `rank 1 (dp=0 tp=1) of 4`, `ranks 1 3 (all with tp=1) of 4`."""
+    """Return text that names ranks, such as `rank 1 (dp=0 tp=1) of 4` or `ranks 1 3 (all with tp=1) of 4`."""
     world, layout = request.world_size, request.layout
     if len(ranks) == 1:
         return f"{layout.label(ranks[0])} of {world}"

@@ -1,4 +1,4 @@
-"""Runs a test's body as every rank of the simulator, in the pytest process."""
+"""Runs a test's body as every rank of a simulation, in the pytest process."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ from meshcomm.testing.pool import Ended
 from meshcomm.testing.processes import given
 from meshcomm.testing.report import Ends, Outcome, outcome_of, stack_text
 
-# The simulator's prefix for the threads of its ranks.
+# The prefix of the simulator's thread names.
 _THREAD: Final = "meshcomm-rank-"
-# Seconds for a rank to end after it was interrupted because the time is up.
+# How many seconds a rank may take to end after the timeout has interrupted it.
 _GRACE_S: Final = 2.0
 
 
 @final
 class TimeUp(BaseException):
-    """The test's time is up. Not an Exception, so that no test catches it."""
+    """Raised on a rank when the test's time is up. It is not an Exception, so that no test catches it."""
 
 
 def run(item: pytest.Function, request: MeshRequest) -> Ends:
-    """Run the body of `item` as every rank. Raises MeshTestError or ConfigError if the body cannot start."""
+    """Run the body of `item` as every rank. Raises MeshTestError or ConfigError if it cannot be started."""
     bodies = _Bodies(item)
     full = bodies.full
     out, err = _Streams(sys.stdout), _Streams(sys.stderr)
@@ -82,7 +82,7 @@ def run(item: pytest.Function, request: MeshRequest) -> Ends:
 
 @final
 class _Bodies:
-    """A test's body, run by each rank. Keeps outcomes by rank, and the stacks of interrupted ranks."""
+    """Runs a test's body on each rank, and stores the outcomes by rank and the stacks of interrupted ranks."""
 
     def __init__(self, item: pytest.Function) -> None:
         self.full: bool = item.config.getoption("fulltrace")
@@ -99,7 +99,7 @@ class _Bodies:
         if not unwound:
             self.outcomes[mesh.rank] = outcome
         if failed and (unwound or outcome.kind not in ("skipped", "exited")):
-            # The simulator lets the others continue as far as they can, and then reports which ranks wait for this one.
+            # The simulator lets the other ranks continue as far as possible, then reports which of them wait for this one.
             raise failed[0]
 
     def _call(self, mesh: Mesh, failed: list[BaseException]) -> None:
@@ -121,7 +121,7 @@ class _Bodies:
 
 
 def _copy(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy for each rank. Values that cannot be pickled are shared."""
+    """Return a copy of the values for one rank. Values that cannot be pickled are not copied, so ranks share them."""
     copied = dict(values)
     for name, value in values.items():
         if not isinstance(value, pytest.MonkeyPatch):  # it changes the process, which all ranks share
@@ -139,7 +139,7 @@ def _raising(error: BaseException) -> Callable[[], None]:
 
 @final
 class _Watch:
-    """Ends the ranks when the time is up. stacks: the ranks' stacks at that time. Entered by the main thread."""
+    """Interrupts the ranks when the time is up. stacks: the ranks' stacks at that time. The main thread must enter it."""
 
     def __init__(self, timeout_s: float, full: bool) -> None:
         self.done = False
@@ -173,21 +173,21 @@ class _Watch:
             return
         for rank, _, frame in self._ranks():
             stack = traceback.extract_stack(frame)
-            # A rank that waits for its first turn has nothing to report.
+            # A rank that is still waiting for its first turn has no stack to report.
             begun = any(each.filename == __file__ for each in stack)
             self.stacks[rank] = stack_text(stack, self._full) if begun else ""
         self.done = True
         deadline = time.monotonic() + _GRACE_S
         while not self._over.wait(0.1):
             for _, ident, frame in self._ranks():
-                # All but one rank wait for their turn, in the scheduler.
+                # All ranks but one are waiting for their turn in the scheduler.
                 if frame.f_globals.get("__name__") != Unwound.__module__:
                     ctypes.pythonapi.PyThreadState_SetAsyncExc(
                         ctypes.c_ulong(ident), ctypes.py_object(TimeUp)
                     )
             if time.monotonic() > deadline and self._usual is not None:
-                # The rank is inside a call that no exception interrupts. Abandon it: the first interrupt
-                # makes the simulator stop when the rank returns, the second stops without waiting for it.
+                # The rank is inside a call that no exception can interrupt, so abandon it. The first interrupt
+                # stops the simulator once the rank returns; the second stops it without waiting for the rank.
                 signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
     def _ranks(self) -> Iterator[tuple[int, int, Any]]:
@@ -199,7 +199,7 @@ class _Watch:
 
 @final
 class _Streams(io.TextIOBase):
-    """A text stream that separates the output of ranks. Other threads write to the original stream."""
+    """A text stream that collects each rank's output separately. Other threads write to the original stream."""
 
     def __init__(self, usual: TextIO) -> None:
         self.here = threading.local()
@@ -214,7 +214,7 @@ class _Streams(io.TextIOBase):
         return len(text)
 
     def flush(self) -> None:
-        # The original stream may be closed when this one is garbage-collected.
+        # The original stream may already be closed when this one is garbage-collected.
         if getattr(self.here, "rank", None) is None and not self._usual.closed:
             self._usual.flush()
 

@@ -1,4 +1,4 @@
-"""Agreement before the first step: all ranks train with the same settings on the same data. Also counts ranks per host."""
+"""Check before the first step that all ranks use the same settings and data. Also counts the ranks on each host."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ class Facts:
     config: Config
     sections: Sections
     ranks_here: int
-    """Ranks of the mesh on this rank's host, itself included."""
+    """The number of ranks of the mesh on this host, including this rank."""
     lowest: bool
-    """Whether this is the lowest of these ranks."""
+    """Whether this is the lowest rank on its host."""
 
 
 def agree(mesh: Mesh, config: Config) -> Facts:
-    """Check the configuration, and compare it with all other ranks.
+    """Check the configuration, and compare it with the other ranks' configurations.
 
     Called by: every rank of the mesh.
-    Raises:    on every rank if one rank cannot start: the error itself on that rank, and a
-               TrainingError that names that rank on the others. TrainingError, with the names and values
-               of settings that differ. Paths may differ, because hosts have different folders.
+    Raises:    an error on every rank if one rank cannot start. That rank raises its own error, and the others raise a
+               TrainingError that names it. Also raises TrainingError, with names and values, if settings
+               differ. Paths may differ, because hosts have different folders.
     """
     known = on_all_ranks(mesh, "start the training", partial(sections, mesh, config))
     _same(mesh, {name: _settings(section) for name, section in known._asdict().items()})
@@ -57,18 +57,18 @@ def agree(mesh: Mesh, config: Config) -> Facts:
 
 
 def agreed_corpus(mesh: Mesh, facts: Facts, vocab_size: int) -> Corpus:
-    """Load the data, and compare them with those of all other ranks. Requires [data].
+    """Load the data, and check that all ranks have the same data. Requires [data].
 
     vocab_size: the vocabulary size of the model; 0 if unknown.
     Called by: every rank of the mesh.
-    Raises:    as `agree`, if the data cannot be loaded. If the text differs, the error names data.sha256.
+    Raises:    the same errors as `agree` if the data cannot be loaded. If the text differs, the error names data.sha256.
     """
     known = facts.sections
     read = partial(corpus_of, known, vocab_size, Path(known.train.out))
     pretrained = None if known.model is None else known.model.pretrained
     data = known.data
     if data is not None and data.source == "files" and data.tokenizer_of(pretrained) is not None:
-        # The lowest rank of each host tokenizes. The others find the result in train.out.
+        # The lowest rank of each host tokenizes the data. The others read the result from train.out.
         on_all_ranks(mesh, "tokenize the data", lambda: read() if facts.lowest else None)
     corpus = on_all_ranks(mesh, "start the training", read)
     digests = {"sha256": corpus.digest.hex()}
@@ -79,7 +79,7 @@ def agreed_corpus(mesh: Mesh, facts: Facts, vocab_size: int) -> Corpus:
 
 
 def corpus_of(known: Sections, vocab_size: int = 0, cache: Path | None = None) -> Corpus:
-    """Return the data as this rank reads them. vocab_size, cache: as for `agreed_corpus` and `load`."""
+    """Return the data that this rank reads. vocab_size: see `agreed_corpus`. cache: see `load`."""
     _, model, data, train = known
     assert data is not None
     if not vocab_size and model is not None and model.given("vocab_size"):
@@ -96,12 +96,12 @@ def _same(mesh: Mesh, settings: dict[str, dict[str, Any]]) -> None:
 
 
 def _settings(section: BaseModel | None) -> dict[str, Any]:
-    """Return a section as plain data, without what may differ between hosts."""
+    """Return a section as plain data, without the settings that may differ between hosts."""
     return {} if section is None else section.model_dump(mode="json", exclude=_PATHS)
 
 
 def _differing(ranks: list[int], settings: list[dict[str, Any]]) -> TrainingError:
-    """Return every field that differs, with the value that most ranks have and the values of the others."""
+    """Return an error that lists every differing field, with the most common value and the values on other ranks."""
     lines: list[str] = []
     keys: list[str] = []
     odd: set[int] = set()
@@ -126,12 +126,12 @@ def _differing(ranks: list[int], settings: list[dict[str, Any]]) -> TrainingErro
         hint="in data.files, name files that are identical on every host; the default, the sources of Python's "
         "standard library, differs between Python versions"
         if keys == ["data.sha256"]
-        else f"start {ranks_text(sorted(odd))} with the configuration of the others",
+        else f"start {ranks_text(sorted(odd))} with the same configuration as the others",
     )
 
 
 def _fields(value: object, path: tuple[str, ...] = ()) -> Iterator[tuple[str, object]]:
-    """The innermost settings, by dotted key."""
+    """Yield the innermost settings, by dotted key."""
     if isinstance(value, dict) and (value or not path):
         for key, inner in value.items():
             yield from _fields(inner, (*path, key))

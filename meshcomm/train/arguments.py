@@ -1,4 +1,4 @@
-"""The arguments of a Trainer: its configuration, its model and its scheduler, or errors that name a wrong one."""
+"""Check and resolve the arguments of a Trainer: the configuration, the model and the scheduler."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MakeScheduler: TypeAlias = Callable[[Optimizer], LRScheduler]
 def model_for(
     mesh: Mesh, config: Config, given: nn.Module | ModelSpec | Model | None, loss: LossOf | None
 ) -> Model:
-    """Return the model to train. If the program gives none, build the model of [model]."""
+    """Return the model to train. If the program does not provide one, build the model described in [model]."""
     known = sections(mesh, config)
     if isinstance(given, Model) or (given is None and loss is not None):
         if loss is not None:
@@ -56,7 +56,7 @@ def model_for(
 
 
 def check_model(mesh: Mesh, config: Config, model: Model) -> None:
-    """One rank compares a small model in parts with the same model in one piece; all ranks raise if they differ."""
+    """Compare a small model built in parts with the same model in one piece, on one rank. All ranks raise if they differ."""
     parallel = sections(mesh, config).parallel
     if isinstance(model, SpecModel) and not mesh.is_fake:
         sizes = {**mesh.layout.dims, **{name: mesh.size(name) for name in mesh.layout.names}}
@@ -65,7 +65,7 @@ def check_model(mesh: Mesh, config: Config, model: Model) -> None:
 
 
 def config_of_the_job(config: Config | None) -> Config:
-    """Return the configuration, or the CONFIG of `meshcomm run` if none is given."""
+    """Return the configuration, or the CONFIG passed to `meshcomm run` if none is given."""
     if config is not None:
         return config
     path = os.environ.get(CONFIG_VARIABLE)
@@ -91,7 +91,7 @@ def _configured(config: Config, known: Sections) -> Model:
 
 
 def scheduler_for(make: MakeScheduler, optimizer: Optimizer) -> LRScheduler:
-    """Return the scheduler that `make` creates for the optimizer. Raises ConfigError or UnsupportedOp for a wrong one."""
+    """Return the scheduler that `make` creates for the optimizer. Raises ConfigError or UnsupportedOp if it is invalid."""
     example = "lambda optimizer: LambdaLR(optimizer, lambda step: 1 / (1 + step))"
     try:
         found = make(optimizer)
@@ -114,7 +114,7 @@ def scheduler_for(make: MakeScheduler, optimizer: Optimizer) -> LRScheduler:
         raise ConfigError(
             f"the {kind} belongs to another optimizer",
             given=f"a {kind} of another {type(found.optimizer).__name__}",
-            expected="a scheduler of the optimizer that the function is called with",
+            expected="a scheduler for the optimizer that is passed to the function",
             hint=example,
         )
     return found

@@ -27,9 +27,9 @@ class Resumed:
     differences: tuple[str, ...]
     """Settings that have changed, one line each: `mesh.dims: {...} -> {...}`."""
     restarts: int = 0
-    """Number of restarts by the launcher, if the run resumes because of one."""
+    """The number of times the launcher has restarted the job, if the run resumes because of a restart."""
     generation: Generation | None = None
-    """The mesh's generation if ranks were lost and the others continued. None if resumed from a checkpoint."""
+    """The mesh's generation if the run continues after a loss of ranks; None if it resumes from a checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -44,9 +44,9 @@ class Start:
     text_bytes: int
     text_files: int
     threads: int
-    """CPU threads of one rank."""
+    """CPU threads per rank."""
     unit: str = "bytes of text"
-    """The unit in which text_bytes are counted."""
+    """The unit of text_bytes."""
     resumed: Resumed | None = None
     """None if the run starts from the beginning and was not asked to resume."""
 
@@ -58,9 +58,9 @@ class Step:
     step: int
     """The number of the step, starting at 1."""
     loss: float
-    """Mean over the global batch, in nats per byte or token, before this step changed the weights."""
+    """The mean loss over the global batch, in nats per byte or token, before this step updated the weights."""
     gradient_norm: float
-    """Norm over all gradients of the model, before clipping."""
+    """The norm of all gradients of the model, before clipping."""
     lr: float
     tokens: int
     """Tokens since the start, summed over all ranks."""
@@ -71,47 +71,47 @@ class Step:
     skipped: int = 0
     """Number of steps skipped so far with `train.on_nonfinite = "skip"`."""
     fault: str = ""
-    """For a skipped step: the rank and the parameter whose gradient is not finite."""
+    """In a skipped step, the rank and the parameter whose gradient is not finite."""
     model_flops_per_s: float | None = None
     """FLOP/s per rank since the previous line, averaged over ranks; None if FLOPs were not counted."""
     mfu: float | None = None
-    """Model FLOPs utilization: model_flops_per_s divided by the peak of the device. None if either is unknown."""
+    """Model FLOPs utilization: model_flops_per_s divided by the device's peak. None if either number is unknown."""
     peak_memory_bytes: int | None = None
-    """The largest peak over all ranks, at the last comparison: see `Cost.memory`."""
+    """The highest peak memory on any rank when ranks were last compared; see `Cost.memory`."""
     peak_memory_rank: int | None = None
     """The rank with that peak."""
 
     @property
     def facts(self) -> dict[str, Any]:
-        """By name, as in metrics.jsonl."""
+        """The fields by name, as in metrics.jsonl."""
         return dict(vars(self))
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A line of metrics.jsonl for an evaluation."""
+    """A line in metrics.jsonl that records an evaluation."""
 
     step: int
     """The step after which the weights were evaluated."""
     validation_loss: float
-    """Mean over the tokens of the batches."""
+    """The mean loss over all tokens in the batches."""
     validation_tokens: int
     """Tokens in these batches, summed over all ranks."""
     seconds: float
     """Duration of the evaluation in seconds."""
     more: Mapping[str, float] = field(default_factory=dict)
-    """Further results of the function of train.evaluate, by name."""
+    """Other results that the train.evaluate function returned, by name."""
 
     @property
     def facts(self) -> dict[str, Any]:
-        """By name, as in metrics.jsonl; entries of `more` as `validation_NAME`."""
+        """The fields by name, as in metrics.jsonl. Entries of `more` are named `validation_NAME`."""
         facts = {name: value for name, value in vars(self).items() if name != "more"}
         return facts | {f"validation_{name}": value for name, value in self.more.items()}
 
 
 @dataclass(frozen=True)
 class Summary:
-    """The result of a run, or of the completed part of it."""
+    """The result of a run, or of the part that has been completed."""
 
     steps: int
     losses: tuple[float, ...]
@@ -120,9 +120,9 @@ class Summary:
     seconds: float
     metrics: Path
     late: Mapping[str, tuple[int, float]] = field(default_factory=dict)
-    """By dim, the rank that arrived last at the most recent collectives, and its mean delay in seconds after the first."""
+    """For each dim, the rank that arrived last at the most recent collectives, and its mean delay after the first, in s."""
     traffic: Stats | None = None
-    """The calls of this rank in the steps of this attempt; None if it ran no step."""
+    """This rank's calls during the steps of this attempt; None if the attempt ran no steps."""
     traffic_steps: int = 0
     """Number of these steps."""
     skipped: int = 0
@@ -132,13 +132,13 @@ class Summary:
     evaluation: Evaluation | None = None
     """The last evaluation; None if there was none."""
     stopped: str = ""
-    """Why the run ended before train.steps without an error; "" if it did not."""
+    """The reason why the run ended before train.steps without an error; "" if there is none."""
     asked_to_stop: bool = False
-    """Whether SIGTERM or SIGUSR1 ended the run after a checkpoint, from which it can resume."""
+    """Whether SIGTERM or SIGUSR1 ended the run after it saved a checkpoint, so that it can resume."""
     rates: Rates | None = None
-    """The rates over the full run; None if nothing was counted."""
+    """The average rates over the full run; None if no FLOPs were counted."""
     memory: Memory | None = None
-    """The largest peak over all ranks; None if ranks were never compared."""
+    """The highest peak memory on any rank; None if ranks were never compared."""
 
     @property
     def tokens_per_s(self) -> float:
@@ -147,12 +147,14 @@ class Summary:
 
 
 class Callback:
-    """Base class of callbacks. A run calls them on every rank. The methods here do nothing, for ranks that do not print.
+    """Base class for callbacks, which a run calls on every rank.
+
+    The methods do nothing by default, so a plain Callback can be used on ranks that print nothing.
 
     trainer: the Trainer that the callback belongs to.
-    stop:    set it to True on every rank, for example in `on_step` or `on_eval`, to end the run after that
-             step.
-    reason:  the reason to show on the screen and in run.json. If "", the name of the class is shown.
+    stop:    set this to True on every rank, for example in `on_step` or `on_eval`, to end the run after the
+             current step.
+    reason:  the reason for stopping, shown on the screen and in run.json. If "", the name of the class is shown.
     """
 
     trainer: Any = None
@@ -163,16 +165,16 @@ class Callback:
         """Called before the first step."""
 
     def on_step(self, step: Step) -> None:
-        """Called after every `log_every`-th step, the first, the last, and each skipped step."""
+        """Called after the first step, every `log_every`-th step, the last step, and each skipped step."""
 
     def on_eval(self, evaluation: Evaluation) -> None:
-        """Called after every `eval_every`-th step and the last."""
+        """Called after every `eval_every`-th step and after the last step."""
 
     def on_save(self, step: int, folder: Path) -> None:
-        """Called when a checkpoint is complete, or, with train.checkpoint_async, when writing has started."""
+        """Called when a checkpoint is complete. With train.checkpoint_async, called when writing has started."""
 
     def on_end(self, summary: Summary, error: BaseException | None) -> None:
-        """Called after the last step, or when Ctrl-C or another error ends the run, before that error is raised."""
+        """Called after the last step, or, if Ctrl-C or an error ends the run, before the exception is raised."""
 
 
 class Best(NamedTuple):
@@ -185,9 +187,11 @@ class Best(NamedTuple):
 
 @final
 class EarlyStop(Callback):
-    """Ends a run by `train.patience`, `min_delta` and `target_loss`. best: the best result before the run was resumed.
+    """Ends a run early, according to `train.patience`, `train.min_delta` and `train.target_loss`.
 
-    A run that these settings ended ends again immediately when resumed, unless the settings have changed.
+    best: the best result before the run was resumed.
+
+    If a run that ended early is resumed with the same settings, it ends again immediately.
     """
 
     def __init__(self, mesh: Mesh, train: TrainConfig, best: Best) -> None:
@@ -196,7 +200,7 @@ class EarlyStop(Callback):
         self._judge()
 
     def on_eval(self, evaluation: Evaluation) -> None:
-        """Decide whether to stop. Called by: every rank. If one of these settings is set, gathers one number per dim."""
+        """Decide whether to stop. Called by: every rank. Gathers one number per dim, if needed."""
         train, best = self._train, self.best
         if train.patience is None and train.target_loss is None:
             return

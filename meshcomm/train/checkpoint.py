@@ -1,4 +1,4 @@
-"""The checkpoints of a run: saved in the background or between two steps, found and loaded at its start."""
+"""A run's checkpoints, which are saved in the background or between two steps and loaded when a run resumes."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _GRACE_S: Final = 5.0
 class Attempt:
     """The job that this process is part of, and how many times its launcher has restarted it.
 
-    job: a name unique to the job and the same in all its attempts. "" if unknown.
+    job: a unique name for the job, the same in all attempts; "" if unknown.
     """
 
     job: str = ""
@@ -56,9 +56,9 @@ class Attempt:
 
 
 def find_attempt(env: Mapping[str, str]) -> Attempt:
-    """Return the attempt according to the variables of torchrun's agent and Slurm in `env`.
+    """Return the attempt that the variables of torchrun or Slurm in `env` describe.
 
-    A job that Slurm requeues keeps its number. Inside it, torchrun and `meshcomm train` may choose a new name each time.
+    A job that Slurm requeues keeps its job ID. torchrun and `meshcomm train` may choose a new name in each attempt.
     """
     counts = (env.get(name, "") for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
     restarts = sum(int(count) for count in counts if count.isdecimal())
@@ -71,7 +71,7 @@ def find_attempt(env: Mapping[str, str]) -> Attempt:
 
 
 def read(mesh: Mesh, state: Mapping[str, Tensor | Kept], folder: Path) -> None:
-    """Fill the tensors of `state` in place from a folder that `write` or a run's save created on any mesh.
+    """Fill the tensors of `state` in place from a folder that `write` or a run has saved on any mesh.
 
     Called by: every rank; each reads only the data that its parts need.
     Raises:    TrainingError on every rank if one rank cannot read, or if a name, shape or dtype differs.
@@ -80,9 +80,9 @@ def read(mesh: Mesh, state: Mapping[str, Tensor | Kept], folder: Path) -> None:
 
 
 def resume(mesh: Mesh, engine: Engine, folder: Path, losses: list[float] | None = None) -> Lock:
-    """Load a checkpoint, saved on any mesh, into the engine's state. losses: filled with the loss of each step.
+    """Load a checkpoint, saved on any mesh, into the engine. losses: a list to fill with the loss of each step.
 
-    Called by and raises: as `read`.
+    Called by and raises: the same as for `read`.
     """
     known = engine.names_of_all_stages()
 
@@ -94,8 +94,8 @@ def resume(mesh: Mesh, engine: Engine, folder: Path, losses: list[float] | None 
             raise TrainingError(
                 f"the checkpoint does not fit: {', '.join(more_there[:4])}",
                 given=f"{len(more_there)} of {len(parts)} tensors in {folder} that the model does not have",
-                expected="a model with all parameters and buffers of the checkpoint",
-                hint="resume with the same model as in the checkpoint; to use its weights in another model, run meshcomm export",
+                expected="a model that has all of the checkpoint's parameters and buffers",
+                hint="resume with the checkpoint's model; to use its weights in another model, run meshcomm export",
             )
         more = {} if losses is None else {LOSSES: torch.zeros(lock.step, dtype=torch.float64)}
         engine.put_back(saved.kinds, lambda state: saved.fill({**state, **more}), lock.step)
@@ -107,7 +107,7 @@ def resume(mesh: Mesh, engine: Engine, folder: Path, losses: list[float] | None 
 
 
 def saved_data(mesh: Mesh, engine: Engine, folder: Path) -> Tensor | None:
-    """Return the state of this rank's loader in a checkpoint. None if it was not saved, or only for other shares.
+    """Return the saved state of this rank's data loader; None if none was saved for this rank's share of the data.
 
     Called by: every rank.
     """
@@ -126,10 +126,10 @@ def state_of(
     losses: list[float] | None = None,
     data: Callable[[], Mapping[str, Tensor]] | None = None,
 ) -> dict[str, Tensor | Kept]:
-    """Return all state that `resume` and `saved_data` need. data: returns the state of a loader.
+    """Return all the state that `resume` and `saved_data` need. data: a function that returns the data loader's state.
 
     Raises TrainingError on every rank if one rank holds state that cannot be saved. Raises UnsupportedOp in the
-    simulator, where the parts of a tensor do not know their position in it.
+    simulator, where the parts of a tensor do not know their position in the full tensor.
     """
 
     def gather() -> dict[str, Tensor | Kept]:
@@ -148,10 +148,10 @@ def state_of(
 
 
 def write(mesh: Mesh, state: Mapping[str, Tensor | Kept], folder: Path, lock: Lock) -> None:
-    """Write `state` into a new folder. It maps names to DTensors or to tensors that are equal on all ranks that hold them.
+    """Write `state` into a new folder. The tensors are DTensors, or plain tensors that are equal on all ranks that hold them.
 
-    lock:      needed by `resume`; `read` works without it.
-    Called by: every rank of the mesh. Returns when everything is on the disk, metadata and lock last.
+    lock:      the lock that `resume` requires; `read` does not use it.
+    Called by: every rank of the mesh. Returns when all files are on disk. Metadata and lock are written last.
     Raises:    TrainingError on every rank if one rank cannot write.
     """
     Save(mesh, state, divide(mesh, state), folder, complete=partial(lock.write, folder)).now()
@@ -159,14 +159,14 @@ def write(mesh: Mesh, state: Mapping[str, Tensor | Kept], folder: Path, lock: Lo
 
 @final
 class Checkpoints:
-    """The checkpoints of one run, in `train.out`. Every rank of the mesh has one.
+    """The checkpoints of one run, in `train.out`. Every rank of the mesh has a Checkpoints.
 
     `train.out` must be on a file system that the hosts of all ranks share.
 
     With `train.checkpoint_async`, `save` returns when this rank's data have been copied, and the files
-    are written while training continues. Then every rank calls `poll` before each step, and `finish`
-    after the last one. On exit from its context, it waits for a save in progress by calling `finish`.
-    If an exception is propagating, it waits on this rank only and does not raise.
+    are written while training continues. Every rank must then call `poll` before each step, and
+    `finish` after the last step. As a context manager, it calls `finish` on exit. If an exception is
+    propagating, it waits on this rank only and does not raise.
     """
 
     def __init__(self, mesh: Mesh, train: TrainConfig) -> None:
@@ -176,15 +176,17 @@ class Checkpoints:
         self._under_way: Save | None = None
 
     def begin(self, attempt: Attempt, now: Lock) -> tuple[Resumed | None, Lock]:
-        """Decide how the run starts, and make the folder ready for it. Every rank calls this.
+        """Decide how the run starts, and prepare the folder. Every rank calls this.
 
-        The run continues from a checkpoint with `train.resume`, or if the launcher has restarted the job
-        that wrote here. Otherwise, metrics and checkpoints of an earlier run are renamed. Remains of
-        broken saves are removed. Rank 0 decides and acts, because any rank may be the restarted one.
+        The run continues from a checkpoint if `train.resume` is set, or if the launcher has restarted the job
+        that wrote to this folder. Otherwise, the metrics and checkpoints of an earlier run are renamed. Remains
+        of interrupted saves are removed. Rank 0 decides, because the launcher may have restarted any rank.
 
-        now:     the lock of this run at its first step. The checkpoint's lock must fit, see `lock.resume_differences`.
-        Returns: what the run continues from, None at a start; and the checkpoint's lock, `now` if there is none.
-        Raises:  TrainingError if the folder cannot be read or written, ConfigError.
+        now:     the lock of this run before its first step. The checkpoint's lock must match it, see
+                 `lock.resume_differences`.
+        Returns: the checkpoint to continue from, or None if the run starts from scratch; and the checkpoint's lock,
+                 or `now` if there is no checkpoint.
+        Raises:  TrainingError if the folder cannot be read or written; ConfigError if the checkpoint does not match.
         """
         mesh = self._mesh
         # The agent of each host counts only the failures of its own processes.
@@ -217,11 +219,11 @@ class Checkpoints:
     def save(self, lock: Lock, state: Mapping[str, Tensor | Kept]) -> Path:
         """Save `state` as the checkpoint of `lock.step`. Remove all but the most recent `train.keep` checkpoints.
 
-        Called by: every rank, with the state that it holds. Waits for a save in progress.
-        Returns:   the path of the complete checkpoint. If it is written in the background, the path appears
-                   later; `state` may change from now on.
-        Raises:    TrainingError on every rank if one rank cannot write. Earlier checkpoints stay intact,
-                   whatever happens and whenever the job ends.
+        Called by: every rank, with the state that it holds. Waits for an earlier save to complete.
+        Returns:   the path of the complete checkpoint. If the checkpoint is written in the background, the path
+                   appears later, but `state` may already be modified.
+        Raises:    TrainingError on every rank if one rank cannot write. Earlier checkpoints stay intact in any
+                   case, even if the job ends during the save.
         """
         self.finish()
         path = self.folder / name_of(lock.step)
@@ -242,20 +244,20 @@ class Checkpoints:
         return path
 
     def poll(self) -> None:
-        """Raise the error of a background save on every rank. Call it before each step.
+        """Raise the error of a background save on every rank. Call this method before each step.
 
-        Called by: every rank, at the same point of the program. Costs an all_reduce of two numbers per dim
-                   while a save is in progress, and nothing otherwise.
-        Raises: TrainingError, the same on every rank, with the rank that could not save and the reason.
+        Called by: every rank, at the same point of the program. While a save is in progress, the call costs an
+                   all_reduce of two numbers per dim; otherwise it costs nothing.
+        Raises: TrainingError, the same on every rank, which names the rank that could not save and the reason.
         """
         save, self._under_way = self._under_way, None
         if save is not None and not save.poll():
             self._under_way = save
 
     def finish(self) -> None:
-        """Wait until a save in progress is complete, for `mesh.timeout_s` at most.
+        """Wait at most `mesh.timeout_s` for a save in progress to complete.
 
-        Called by: every rank, at the same point of the program. Raises as `poll`.
+        Called by: every rank, at the same point of the program. Raises the same errors as `poll`.
         """
         save, self._under_way = self._under_way, None
         if save is not None:
@@ -289,7 +291,7 @@ class Checkpoints:
             tidy(self.folder)
         if every:
             self.folder.mkdir(parents=True, exist_ok=True)
-            # Write the name last: an earlier run's files must be renamed before they could be taken for the job's own.
+            # Write the name last: until an earlier run's files are renamed, they could be mistaken for this job's files.
             replace(marker, job)
         if found:
             replace(self.folder / LATEST, found[-1])

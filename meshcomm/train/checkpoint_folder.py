@@ -1,15 +1,15 @@
-"""The folder of a run's checkpoints: which of them are complete, and how a draft becomes a checkpoint atomically.
+"""The folder of a run's checkpoints: finding the complete ones, and turning a draft into a checkpoint atomically.
 
     <train.out>/checkpoints/
-        job                  the job that writes here, so that its restarts know their own
+        job                  the job that writes here, so that its restarts recognize their own
         latest               the name of the newest complete checkpoint, for people and scripts
         step-000040/         a complete checkpoint: tensors and .metadata, and lock.json with the digests of
-                             .metadata and of itself
-        step-000060.saving/  in progress, or the remains of a broken save
+                             .metadata and of lock.json itself
+        step-000060.saving/  in progress, or left over from an interrupted save
         step-000020.removing/
 
-A checkpoint is complete when it has its final name. It gets that name by a single rename, after the
-files of all ranks have been synced to the disk. Everything else in this folder is removed at the next start.
+A checkpoint is complete when it has its final name. A single rename gives it that name, after the files
+of all ranks have been synced to disk. Everything else in this folder is removed at the next start.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _SAVING, _REMOVING = ".saving", ".removing"
 
 
 def name_of(step: int) -> str:
-    """Return the name of the complete checkpoint of a step."""
+    """Return the folder name of the complete checkpoint of a step."""
     return f"step-{step:06d}"
 
 
 def step_of(path: Path) -> int:
-    """Return the step in the name of a checkpoint, complete or in progress; -1 for another name.
+    """Return the step in a checkpoint's folder name, complete or in progress; -1 for any other name.
 
     >>> step_of(Path("checkpoints/step-000040")), step_of(Path("step-000060.saving")), step_of(Path("x"))
     (40, 60, -1)
@@ -43,7 +43,7 @@ def step_of(path: Path) -> int:
 
 
 def saving(path: Path) -> Path:
-    """Return the path where the checkpoint `path` is written until it is complete."""
+    """Return the path to which the checkpoint `path` is written until it is complete."""
     return path.with_name(path.name + _SAVING)
 
 
@@ -67,7 +67,7 @@ def has(folder: Path, step: int) -> bool:
 
 
 def go_on_without(path: Path) -> str:
-    """Return the advice if the checkpoint `path` is not written: the newest complete one before it, or a new run."""
+    """Return advice for when the checkpoint `path` was not written: use the newest earlier checkpoint, or start a new run."""
     older = [each for each in complete(path.parent) if each != path and step_of(each) <= step_of(path)]
     return (
         f"train.resume = true continues from {older[-1]}"
@@ -77,14 +77,14 @@ def go_on_without(path: Path) -> str:
 
 
 def instead_of(path: Path) -> str:
-    """Return the advice if the checkpoint `path` is damaged or missing."""
+    """Return advice for when the checkpoint `path` is damaged or missing."""
     if not path.is_dir():
         return f"give the path of a saved folder; {path} is not one"
     return f"move {path} away; {go_on_without(path)}"
 
 
 def commit(path: Path) -> None:
-    """Make `saving(path)`, whose files are synced, the complete checkpoint `path`. Raises OSError."""
+    """Rename `saving(path)`, whose files have been synced, to the complete checkpoint `path`. Raises OSError."""
     draft = saving(path)
     sync(draft)
     draft.rename(path)
@@ -101,7 +101,7 @@ def keep_last(folder: Path, count: int) -> None:
 
 
 def tidy(folder: Path) -> None:
-    """Remove the remains of broken saves. Raises OSError."""
+    """Remove the remains of interrupted saves. Raises OSError."""
     for path in folder.iterdir():
         if path.name.startswith("step-") and path.name.endswith((_SAVING, _REMOVING)):
             shutil.rmtree(path)
@@ -110,7 +110,7 @@ def tidy(folder: Path) -> None:
 
 
 def replace(path: Path, text: str) -> None:
-    """Write `text` and a newline into `path`, which holds either the old or the new text at any moment."""
+    """Write `text` and a newline into `path`, which contains either the old or the new text at all times."""
     draft = path.with_name(path.name + ".tmp")
     write(draft, (text + "\n").encode())
     draft.replace(path)
@@ -118,13 +118,13 @@ def replace(path: Path, text: str) -> None:
 
 
 def write(path: Path, content: bytes) -> None:
-    """Write the file `path` and sync it to the disk. Raises OSError."""
+    """Write the file `path` and sync it to disk. Raises OSError."""
     path.write_bytes(content)
     sync(path)
 
 
 def sync(path: Path) -> None:
-    """Sync a file's content, or a folder's entries, to the disk."""
+    """Sync a file's content, or a folder's entries, to disk."""
     number = os.open(path, os.O_RDONLY)
     try:
         os.fsync(number)

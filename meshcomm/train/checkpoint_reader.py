@@ -1,7 +1,7 @@
-"""Read the tensors of a checkpoint in one process, without running code from it.
+"""Read a checkpoint's tensors in one process, without running code from the checkpoint.
 
-DCP's metadata is a pickle. It is read with an unpickler that knows the few classes needed for metadata of
-tensors and refuses everything else, so that a checkpoint from an untrusted source cannot run code.
+DCP's metadata is a pickle. The unpickler used here accepts only the few classes that tensor metadata needs, so a
+checkpoint from an untrusted source cannot run code.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ SAFETENSORS_NAMES: Final = {
 }
 """The dtypes that a checkpoint can hold, apart from complex ones, with their names in the safetensors format."""
 
-# The classes in plans and metadata of tensors. They hold no nested pickles: entries that are not tensors
-# (BytesStorageMetadata) are left out, because reading one would unpickle it.
+# The classes in plans and metadata of tensors. They contain no nested pickles. Entries that are not
+# tensors (BytesStorageMetadata) are excluded, because reading such an entry would unpickle it.
 _KNOWN: Final = {
     "torch.distributed.checkpoint.planner": {"SavePlan", "WriteItem", "WriteItemType", "TensorWriteData"},
     "torch.distributed.checkpoint.metadata": {
@@ -71,7 +71,7 @@ Box: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 class Kind(NamedTuple):
-    """Dtype and shape of a full tensor."""
+    """The dtype and shape of a full tensor."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -96,14 +96,14 @@ class Saved:
             raise TrainingError(
                 "the checkpoint's metadata cannot be read",
                 given=f"{path}: {said}",
-                expected="the metadata of tensors, as torch.distributed.checkpoint writes it",
+                expected="tensor metadata as torch.distributed.checkpoint writes it",
                 hint=instead_of(folder),
             ) from error
         self._metadata = metadata
 
     @property
     def kinds(self) -> dict[str, Kind]:
-        """Every tensor by its global name. Entries that are not tensors are left out."""
+        """The kind of every tensor, by global name. Entries that are not tensors are omitted."""
         return {
             name: Kind(saved.properties.dtype, tuple(saved.size))
             for name, saved in self._metadata.state_dict_metadata.items()
@@ -113,8 +113,8 @@ class Saved:
     def fill(self, state: Mapping[str, Tensor | Kept]) -> None:
         """Fill the tensors of `state`, DTensors or unsharded ones, reading only the data that they need.
 
-        Raises TrainingError if a name, shape or dtype differs, parts are missing, or a file is missing, truncated
-        or changed since it was written.
+        Raises TrainingError if a name, shape or dtype differs, if parts are missing, or if a file is missing, truncated
+        or has changed since it was written.
         """
         kinds = self.kinds
         for name, tensor in state.items():
@@ -149,14 +149,14 @@ class Saved:
         piece.write(values.to(piece.held.device))
 
     def load(self, name: str) -> Tensor:
-        """Return one full tensor. Raises TrainingError as `fill`."""
+        """Return one full tensor. Raises TrainingError in the same cases as `fill`."""
         dtype, shape = self.kinds[name]
         tensor = torch.empty(shape, dtype=dtype)
         self.fill({name: tensor})
         return tensor
 
     def _read(self, index: MetadataIndex, dtype: torch.dtype) -> Tensor:
-        """Return one part of a tensor as it was saved: a zip file embedded in a file, as torch.save writes it."""
+        """Return one saved part of a tensor, which torch.save has written as a zip archive inside a larger file."""
         path = self.folder
         try:
             place = self._metadata.storage_data[index]
@@ -200,7 +200,7 @@ class Saved:
             f"the checkpoint does not fit: {name}",
             given=f"{given} in {self.folder}",
             expected=str(kind),
-            hint="resume with the same configuration as the checkpoint, which is in its lock.json",
+            hint="resume with the checkpoint's configuration, which is in its lock.json",
         )
 
 
@@ -215,7 +215,7 @@ def _file(folder: Path, place: Any) -> Path:
 
 
 def _untiled(chunks: list[Box], shape: tuple[int, ...]) -> str:
-    """Return why the chunks do not tile a tensor of this shape, without gaps and overlaps; "" if they do."""
+    """Return why the chunks do not cover a tensor of this shape without gaps and overlaps; "" if they do."""
     for offsets, sizes in chunks:
         within = len(offsets) == len(sizes) == len(shape) and all(
             type(at) is int and type(size) is int and at >= 0 and size >= 0 and at + size <= whole
@@ -243,18 +243,18 @@ def _overlap(one: Box, other: Box) -> bool:
 
 
 def unpickle(text: bytes) -> Any:
-    """Return a plan, metadata, or a part of one. Raises UnpicklingError if it holds anything else."""
+    """Return the plan or metadata in a pickle. Raises UnpicklingError if the pickle contains anything else."""
     return _Plain(io.BytesIO(text)).load()
 
 
 @final
 class _Plain(pickle._Unpickler):
-    """Reads plans and metadata, and refuses every other class or function. Written in Python, because the C unpickler
-    sets attributes of classes, and of members of an Enum, if a pickle asks for it.
+    """Reads plans and metadata, and rejects every other class or function. It is based on the Python unpickler, because the
+    C unpickler lets a pickle set attributes of classes and of Enum members.
     """
 
     def find_class(self, module: str, name: str) -> Any:
-        """Raise UnpicklingError for a name that plans and metadata do not need."""
+        """Raise UnpicklingError for any name that plans and metadata do not need."""
         if (module, name) == ("builtins", "getattr"):
             return _member  # Python 3.11.0 to 3.11.3 pickle the member of an Enum this way
         if name not in _KNOWN.get(module, ()):
@@ -262,7 +262,7 @@ class _Plain(pickle._Unpickler):
         return super().find_class(module, name)
 
     def _build(self) -> None:
-        """Set the fields of an object that was just created, and nothing else."""
+        """Set the fields of a newly created object, and nothing else."""
         stack: list[Any] = self.stack  # type: ignore[attr-defined]
         state, made = stack.pop(), stack[-1]
         if type(made) is TensorProperties and isinstance(state, tuple):
@@ -279,7 +279,7 @@ class _Plain(pickle._Unpickler):
 
 
 def _member(kind: Any, name: str) -> Enum:
-    """Return the member of an Enum, and nothing else that getattr can reach."""
+    """Return a member of an Enum, and no other attribute that getattr could reach."""
     if not (isinstance(kind, EnumType) and name in kind.__members__):
         raise pickle.UnpicklingError(f"{kind!r}.{name} is not allowed in a checkpoint of tensors")
     found: Enum = kind[name]

@@ -1,10 +1,10 @@
-"""Write sharded tensors into one folder: each rank writes its part, and any mesh can read them.
+"""Write sharded tensors into one folder. Each rank writes its part, and any mesh can read the result.
 
 The format and the planner are those of torch.distributed.checkpoint. Its `save` and `async_save` are not used.
-Both communicate over one group of all processes (`async_save` from a thread) and gather the plans of all ranks on
-one rank. Here, ranks that hold the same part agree on who writes it, one dim of the mesh after another, with 16
-bytes per part. Writing itself needs no communication. Each rank lists what it has written in a file next to its
-data. In the end, the lowest rank combines these lists into the metadata.
+Both communicate over a group of all processes (`async_save` from a thread) and gather the plans of all ranks on
+one rank. Instead, ranks that hold the same part decide along one mesh dim at a time which of them writes that part,
+with 16 bytes of communication per part. Writing itself needs no communication. Each rank lists its written parts in a
+file next to its data. At the end, the lowest rank combines these lists into the metadata.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ _PAUSE_S: Final = 0.01
 
 
 def divide(mesh: Mesh, state: Mapping[str, Tensor | Kept]) -> list[WriteItem]:
-    """Return the parts of a state that this rank writes. If several ranks hold a part, one of them writes it.
+    """Return the parts of the state that this rank writes. If several ranks hold a part, only one of them writes it.
 
-    state: name -> DTensor, or a plain tensor that is the same on every rank that has the name; `Kept` if a weight
-        with parts has different layouts in memory and in the checkpoint. Plain data and the optimizer's numbers
-        are compared: see `_is_compared`.
-    Called by: every rank. Gathers objects once along each dim of more than one rank, with 16 bytes for each part
-        that a rank holds: the cost grows with the size of a dim, not of the mesh.
+    state: a DTensor for each name, or a plain tensor that is equal on every rank that has the name; `Kept` if a
+        weight's layout in memory differs from its layout in the checkpoint. Plain data and the optimizer's numbers
+        are compared between ranks, see `_is_compared`.
+    Called by: every rank. Gathers objects once along each dim with more than one rank, with 16 bytes for each part
+        that a rank holds. The cost grows with the size of a dim, not with the size of the mesh.
     Raises: TrainingError on every rank if one rank cannot list its parts, or if compared values differ between ranks.
     """
     mine = on_all_ranks(mesh, "divide a checkpoint", partial(_parts, state))
@@ -71,7 +71,7 @@ def divide(mesh: Mesh, state: Mapping[str, Tensor | Kept]) -> list[WriteItem]:
                 holders.setdefault(key, []).append(coord)
                 if contents.get(key, content) != content:
                     different.append(f"{names[key]} along {dim}")
-        # Along each dim, each rank gets a different share of the parts; ranks with the same coord get the same share.
+        # Each rank along a dim gets a different share of the parts. Ranks with the same coord get the same share.
         mine = {
             key: item
             for key, item in mine.items()
@@ -93,7 +93,7 @@ def _raise_different(names: list[str]) -> None:
 
 
 def _parts(state: Mapping[str, Tensor | Kept]) -> dict[bytes, tuple[WriteItem, bytes]]:
-    """Return each part, and the value to compare for it: a digest of its bytes, or zeros."""
+    """Return each part with the value to compare between ranks, which is a digest of the part's bytes or zeros."""
     found: dict[bytes, tuple[WriteItem, bytes]] = {}
     for name, tensor in state.items():
         content = bytes(_KEY_BYTES)
@@ -108,7 +108,7 @@ def _parts(state: Mapping[str, Tensor | Kept]) -> dict[bytes, tuple[WriteItem, b
 
 
 def _is_compared(name: str, tensor: Tensor) -> bool:
-    """Return whether the value is plain data, extra state, or an optimizer's number: small, and equal if all is well."""
+    """Return whether a value is plain data, extra state, or an optimizer's number, all of which should be equal on all ranks."""
     if isinstance(tensor, DTensor):
         return False
     number = name.startswith("optimizer.") and not tensor.ndim
@@ -144,8 +144,8 @@ def _item(name: str, kept: Kept, piece: Piece) -> WriteItem:
 
 
 def value_of(state: Mapping[str, Tensor | Kept], copy: bool, item: WriteItem) -> Tensor:
-    """Return the part of a tensor of `state` that `item` names, in host memory; with `copy`, in newly allocated
-    memory.
+    """Return the part of a tensor in `state` that `item` names, in host memory. With `copy`, the memory is newly
+    allocated.
     """
     held = state.get(item.index.fqn)
     if isinstance(held, Kept):
@@ -157,7 +157,7 @@ def value_of(state: Mapping[str, Tensor | Kept], copy: bool, item: WriteItem) ->
         part = find_state_dict_object(dict(state), item.index).detach()
     if part.device.type != "cuda":
         return part.to("cpu", copy=copy)
-    # The device copies to pinned memory asynchronously; torch keeps such memory for the next copy.
+    # Copies to pinned memory are asynchronous, and torch reuses that memory for the next copy.
     host = torch.empty(part.shape, dtype=part.dtype, pin_memory=True)
     return host.copy_(part)
 
@@ -165,10 +165,10 @@ def value_of(state: Mapping[str, Tensor | Kept], copy: bool, item: WriteItem) ->
 def write_part(
     folder: Path, rank: int, items: Iterable[WriteItem], value: Callable[[WriteItem], Tensor]
 ) -> None:
-    """Write this rank's file and sync it to the disk, with a list of its content for `write_metadata`.
+    """Write this rank's file and sync it to disk, and write a list of its content for `write_metadata`.
 
-    value: returns the values of a part when they are needed; one part is in memory at a time.
-    Does not communicate, and may be called in any thread. Raises an OSError that names the file.
+    value: a function that returns the values of a part when needed, so that only one part is in memory at a time.
+    Does not communicate, and may be called from any thread. Raises an OSError that names the file.
     """
     folder.mkdir(parents=True, exist_ok=True)
     items = list(items)
@@ -194,10 +194,10 @@ def write_part(
 
 
 def write_metadata(folder: Path, ranks: Iterable[int]) -> None:
-    """Check the files of each rank, and write the metadata of all ranks. Called on the lowest rank, after all have written.
+    """Check the files of each rank, and write the metadata for all ranks. Called on the lowest rank after all have written.
 
-    Raises TrainingError if a file is missing or short, ValueError if the states of the ranks do not fit
-    together, and OSError.
+    Raises TrainingError if a file is missing or too short, ValueError if the ranks' states are inconsistent, and
+    OSError.
     """
     written = [_written(folder, rank) for rank in ranks]
     for part in written:
@@ -222,15 +222,15 @@ def write_metadata(folder: Path, ranks: Iterable[int]) -> None:
 class Save:
     """One folder that all ranks write: `write_part` on each, then `write_metadata` and `complete` on the lowest.
 
-    `now` does this between two steps. `start` does it in a thread of each rank: the lowest rank goes on when every
-    rank has ended `write_part`. The process groups of the training carry one sequence of calls, which calls from another
-    thread would disturb. So ranks agree in `poll`, in the thread of the training.
+    `now` does this between two steps. `start` does this in a thread on each rank, and the lowest rank continues once every
+    rank has finished `write_part`. Calls from another thread would disturb the sequence of calls on the training's process
+    groups, so ranks communicate only in `poll`, which runs in the training thread.
 
     items:     the parts that this rank writes, from `divide`.
     copy:      copy the data to host memory first, so that the state may change before it is written.
-    Called by: every rank of the mesh, at the same point of the program; so are all methods but `settle`.
-    Raises:    TrainingError on every rank if one rank cannot write. It names the lowest such rank, with its
-               error, the file, and the free space of the disk. All written files are then removed.
+    Called by: every rank of the mesh, at the same point of the program. The same applies to all methods except `settle`.
+    Raises:    TrainingError on every rank if any rank cannot write. The error names the lowest such rank, its
+               error, the file, and the free disk space. All written files are then removed.
     """
 
     def __init__(
@@ -254,20 +254,20 @@ class Save:
         self._left = [self._write, self._finish]
 
     def now(self) -> None:
-        """Write everything. Returns when it is on the disk."""
+        """Write everything. Returns when all files are on disk."""
         for piece in self._left:
             self._together(piece)
 
     def start(self) -> None:
-        """Start to write in the background."""
+        """Start writing in the background."""
         self._began = time.monotonic()
         self._next()
 
     def poll(self, in_time: bool = True) -> bool:
-        """Return whether everything is done. The answer is the same on all ranks. Costs an all_reduce of two numbers per
-        dim, and does not wait.
+        """Return whether the save is complete. The result is the same on all ranks. Costs an all_reduce of two numbers per
+        dim, and does not wait for the save.
 
-        in_time: False on a rank that has given up waiting; then all ranks raise if one has not ended.
+        in_time: False on a rank that has given up waiting. All ranks then raise if any rank is not done.
         """
         flags = torch.tensor([self._ended.is_set(), in_time], dtype=torch.int32, device=self._mesh.device)
         for dim in self._mesh.layout.dims:
@@ -282,15 +282,15 @@ class Save:
         return False
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until everything is done, for `timeout_s` at most."""
+        """Wait at most `timeout_s` for the save to complete."""
         deadline = time.monotonic() + timeout_s
         while not self.poll(time.monotonic() < deadline):
             self._ended.wait(_PAUSE_S)
 
     def settle(self, timeout_s: float, grace_s: float) -> None:
-        """Wait as `wait` does, but on this rank only, because it is about to end with another error.
+        """Like `wait`, but waits on this rank only, because this rank is about to end with another error.
 
-        grace_s: how long to wait for the other ranks after this one is done. Their progress is visible only in the folder.
+        grace_s: how long to wait for the other ranks once this one is done. Their progress is visible only in the folder.
         """
         deadline = time.monotonic() + timeout_s
         self._ended.wait(timeout_s)
@@ -342,7 +342,7 @@ class Save:
         try:
             return on_all_ranks(self._mesh, self._what, on_disk)
         except TrainingError:
-            # Free the disk space: the files are of no use.
+            # Free the disk space, because an incomplete checkpoint is useless.
             if is_first(self._mesh):
                 shutil.rmtree(self._folder, ignore_errors=True)
             raise
@@ -360,7 +360,7 @@ class Save:
 
 
 def _written(folder: Path, rank: int) -> Path:
-    """Return the file in which a rank lists what it has written."""
+    """Return the file in which a rank lists the parts that it has written."""
     return folder / f"__{rank}.written"
 
 

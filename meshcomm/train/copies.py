@@ -1,4 +1,4 @@
-"""The state of a rank in memory: send it to another rank, load it into an engine, and keep a copy on the next rank."""
+"""Keep copies of a rank's state in memory, send the state to other ranks, and load it into an engine."""
 
 from __future__ import annotations
 
@@ -28,9 +28,10 @@ _AT_ONCE_BYTES: Final = 32 << 20
 class Held:
     """The state of a rank after a step.
 
-    parts: the parts of the model that the state belongs to, see `parts_held`. tensors: that rank's parts of the tensors
-    of `kinds`. facts: that rank's facts about the run, see `Steps.facts`. own: whether the state is that of the rank
-    that holds it in memory.
+    parts: identifies the parts of the model that the state contains, see `parts_held`.
+    tensors: the rank's parts of the tensors in `kinds`.
+    facts: the rank's facts about the run, see `Steps.facts`.
+    own: whether the state is this rank's own, and not a copy of another rank's state.
     """
 
     step: int
@@ -42,7 +43,7 @@ class Held:
 
     @classmethod
     def of(cls, engine: Engine, facts: Any, on: torch.device | None = None) -> Held:
-        """Return the state of an engine: its own tensors, or a copy on a device."""
+        """Return the state of an engine, either its own tensors or copies of them on a device."""
         state = engine.saved_state()
         return cls(
             engine.reached.applied,
@@ -66,7 +67,7 @@ class Held:
         engine.put_back(self.kinds, fill, self.step)
 
     def send(self, mesh: Mesh, dim: str, dst: int) -> None:
-        """Send the state to the rank at coord `dst`, which calls `receive`."""
+        """Send the state to the rank at coord `dst`, which must call `receive`."""
         mesh.objects.send(dim, (self.kinds, self.step), dst)
         for x in self.tensors.values():
             if x.numel():
@@ -90,7 +91,7 @@ def receive(engine: Engine, dim: str, src: int) -> None:
 
 
 def parts_held(engine: Engine) -> str:
-    """Return a text that is equal on ranks that hold the same parts of the model."""
+    """Return a string that is equal on ranks that hold the same parts of the model."""
     parts = [
         (name, tuple(local(each.detach()).shape), _place(each)) for name, each in engine.named_parameters()
     ]
@@ -107,8 +108,8 @@ def _place(parameter: Tensor) -> Sequence[object]:
 class Copies:
     """Copies of the state of this rank and of the previous rank along a dim, in host memory.
 
-    A rank that makes a copy may be lost before the others have made theirs. So the previous copy is kept until the next
-    step has ended. No rank ends that step before all ranks have finished the copy.
+    A rank may be lost before all ranks have made their copies. The previous copy is therefore kept until the end of the next
+    step. No rank finishes that step before all ranks have finished copying.
     """
 
     def __init__(self) -> None:
@@ -120,20 +121,20 @@ class Copies:
 
     @property
     def held(self) -> list[Held]:
-        """All copies, those of this rank's own state first."""
+        """All copies, starting with the copies of this rank's own state."""
         return sorted((each for held in self._of.values() for each in held), key=lambda each: not each.own)
 
     def begin_again(self) -> None:
-        """Make a copy at the next step: some ranks are new and have none."""
+        """Make a copy at the next step, because some ranks are new and have no copies."""
         self._first = True
 
     def clear(self) -> None:
-        """Drop all copies: another training follows."""
+        """Drop all copies, because a different training run follows."""
         self._of.clear()
         self._first = True
 
     def after_step(self, engine: Engine, facts: Callable[[], Any] | None = None, due: bool = False) -> None:
-        """Make a copy if `elastic.copy_every` asks for it, or if one is due.
+        """Make a copy if `elastic.copy_every` requests one after this step, or if `due` is set.
 
         Called by: every rank, after each step.
         """
@@ -170,14 +171,14 @@ def _exchanged(mesh: Mesh, dim: str, own: Held) -> Held:
     at, size = mesh.coord(dim), mesh.size(dim)
     after, before = (at + 1) % size, (at - 1) % size
     head = (own.step, own.parts, own.kinds, {name: tuple(x.shape) for name, x in own.tensors.items()})
-    # Both block until the other rank is there, so some rank has to receive first.
+    # Both calls block until the other rank is ready, so some rank must receive first.
     if at % 2 == 0:
         mesh.objects.send(dim, head, after)
     step, parts, kinds, shapes = mesh.objects.recv(dim, src=before)
     if at % 2:
         mesh.objects.send(dim, head, after)
     found = {name: torch.empty(shape, dtype=kinds[name][0]) for name, shape in shapes.items()}
-    # Both ranks divide the tensors in the same way, so the n-th message of one matches the n-th of the other.
+    # Both ranks divide the tensors in the same way, so their n-th messages match.
     none: list[Tensor] = []
     pairs = zip_longest(_messages(own.tensors.values()), _messages(found.values()), fillvalue=none)
     for going, coming in pairs:
@@ -191,7 +192,7 @@ def _exchanged(mesh: Mesh, dim: str, own: Held) -> Held:
 
 
 def _messages(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Group the tensors into messages of one dtype and limited size: a device has no room for all tensors at once."""
+    """Group the tensors into messages of a single dtype and limited size, because they may not all fit on the device."""
     found: list[list[Tensor]] = []
     open_sets: dict[torch.dtype, tuple[list[Tensor], int]] = {}
     for x in (x for x in tensors if x.numel()):
@@ -209,7 +210,7 @@ def _held(each: Tensor | Kept) -> Tensor:
 
 
 def _part(each: Tensor | Kept) -> Tensor:
-    """Return this rank's part, without a copy."""
+    """Return this rank's part without copying it."""
     return local(_held(each).detach())
 
 

@@ -1,4 +1,4 @@
-"""The cost of a step over all ranks: FLOPs, their share of the devices' peak, and peak memory."""
+"""The cost of a step over all ranks: FLOPs, utilization of the devices' peak, and peak memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from meshcomm.transport.torch_private import DispatchMode
 
 
 class Memory(NamedTuple):
-    """The highest peak memory of all ranks, and the rank that had it. kind: what was measured."""
+    """The highest peak memory on any rank, and the number of that rank. kind: the kind of memory that was measured."""
 
     nbytes: int
     rank: int
@@ -27,7 +27,7 @@ class Memory(NamedTuple):
 
 
 class Rates(NamedTuple):
-    """The model's FLOP/s per rank, averaged over ranks, and their share of the devices' peak, if known."""
+    """The model's FLOP/s per rank, averaged over ranks, and the fraction of the devices' peak, if it is known."""
 
     model_flops_per_s: float
     mfu: float | None
@@ -35,9 +35,9 @@ class Rates(NamedTuple):
 
 @final
 class Cost:
-    """FLOPs, time and memory of a training step. Every rank of the mesh has a Cost, with the same results.
+    """The FLOPs, time and memory of a training step. Every rank of the mesh has a Cost, with the same results.
 
-    FLOPs are counted in one step, the first within `counting`. Peak memory is that of the most recent comparison.
+    FLOPs are counted only in the first step inside `counting`. `memory` is the result of the most recent comparison.
     """
 
     def __init__(self, mesh: Mesh, train: TrainConfig) -> None:
@@ -46,12 +46,12 @@ class Cost:
         self._model = 0
         self._peak: float | None = None
         self.memory: Memory | None = None
-        # Optimizers allocate their state in the first step, so the second one may need more.
+        # Optimizers allocate their state in the first step, so the second step may need more memory.
         self._comparisons_due = 2
 
     @contextlib.contextmanager
     def counting(self) -> Iterator[None]:
-        """Count the first step that runs inside; later steps run without counting."""
+        """Count the FLOPs of the first step that runs inside. Later steps run without counting."""
         if self._counter is not None:
             yield
             return
@@ -60,13 +60,13 @@ class Cost:
             yield
 
     def looked(self) -> None:
-        """Compare ranks before each of the first two lines is reported. Called by: every rank."""
+        """Compare the ranks before each of the first two reported lines. Called by: every rank."""
         if self._comparisons_due:
             self._comparisons_due -= 1
             self.compare_counts()
 
     def compare_counts(self) -> None:
-        """Sum the FLOPs over the ranks and find the largest peak memory. Called by: every rank. Gathers objects once."""
+        """Sum the FLOPs over all ranks and find the highest peak memory. Called by: every rank. Gathers objects once."""
         counted = 0 if self._counter is None else self._counter.model
         peak = peak_flops(self._train, self._mesh.device)
         nbytes, kind = peak_memory(self._mesh.device)
@@ -80,7 +80,7 @@ class Cost:
     def rates(self, steps_per_s: float) -> Rates | None:
         """Return the rates at this number of steps per second.
 
-        None if nothing was counted, or if nothing counted has FLOPs.
+        Return None if no step was counted, or if the counted step has no FLOPs.
         """
         if not self._model or not steps_per_s:
             return None
@@ -90,8 +90,8 @@ class Cost:
 
 
 def peak_memory(device: torch.device) -> tuple[int, str]:
-    """Return the peak memory in bytes since the process started, and its kind: torch's on CUDA, otherwise the
-    process's.
+    """Return the peak memory in bytes since the process started, and its kind. On CUDA, this is the memory that torch has
+    allocated; otherwise, the process's resident memory.
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device), "allocated by torch"
@@ -104,14 +104,15 @@ def peak_memory(device: torch.device) -> tuple[int, str]:
 
 @final
 class FlopCounter(DispatchMode):  # type: ignore[misc]
-    """Context manager that counts the FLOPs of `model` in this thread and in the backward passes that it starts.
+    """A context manager that counts a model's FLOPs in this thread and in the backward passes that it starts.
 
-    Uses the formulas of torch.utils.flop_counter: 2 m n k for a matrix product; likewise for grouped matrix products,
-    convolutions and attention, whose causal mask is ignored. Other operators count 0. In compiled code, calls of torch's
-    kernels are counted and generated kernels are not. For DTensors, only the rank's own part counts.
+    The formulas are those of torch.utils.flop_counter: 2 m n k for a matrix product, and corresponding formulas for
+    grouped matrix products, convolutions and attention, whose causal mask is ignored. Other operators count as 0. In
+    compiled code, calls to torch's kernels are counted, but generated kernels are not. For DTensors, only this rank's part
+    is counted.
 
-    Recomputation is not counted, neither that of activation checkpointing nor that of the scores in the backward
-    pass of fused attention.
+    Recomputation is not counted, neither in activation checkpointing nor of the scores in the backward pass of fused
+    attention.
     """
 
     supports_higher_order_operators = True
@@ -134,14 +135,14 @@ class FlopCounter(DispatchMode):  # type: ignore[misc]
         formula = flops_of(func)
         if formula is not None and not recomputes():
             flops = int(formula(*args, **kwargs, out_val=result))
-            # Five products, of which the gradients need four.
+            # The backward pass computes five products, of which the gradients need four.
             again = "attention" in str(func) and "backward" in str(func)
             self.model += flops * 4 // 5 if again else flops
         return result
 
 
 # Dense, without sparsity, as in the data sheets, in TFLOP/s for bfloat16, TF32 and float32; None if not given. Keys are
-# patterns of torch.cuda.get_device_name. The first match counts.
+# patterns of torch.cuda.get_device_name. The first matching pattern is used.
 _PEAKS: Final[dict[str, tuple[float | None, ...]]] = {
     # nvidia.com/en-us/data-center: gb200-nvl72, b200, h200, h100, a100, l40s, l4, a10, a30, a40; half of the figures "with sparsity".
     r"\bGB200\b": (2500, None, None),
@@ -165,10 +166,10 @@ _PEAKS: Final[dict[str, tuple[float | None, ...]]] = {
 
 
 def peak_flops(train: TrainConfig, device: torch.device) -> float | None:
-    """Return the peak FLOP/s of this rank's device: train.peak_flops, or the figure of a well-known GPU. None if
-    unknown.
+    """Return the peak FLOP/s of this rank's device: train.peak_flops, or the data sheet's figure for a well-known GPU. None
+    if it is unknown.
 
-    For a GPU, in the dtype in which [train] multiplies. Unknown for a part of a GPU (MIG) and for a CPU.
+    A GPU's figure is for the dtype of the matrix products in [train]. The peak of a CPU or a MIG slice is unknown.
     """
     if train.peak_flops is not None:
         return train.peak_flops
@@ -179,7 +180,7 @@ def peak_flops(train: TrainConfig, device: torch.device) -> float | None:
 
 
 def known_peak(name: str, dtype: str, tf32: bool = False) -> float | None:
-    """Return the FLOP/s of the GPU that torch.cuda.get_device_name calls `name`. None if the GPU or its figure is
+    """Return the peak FLOP/s of the GPU for which torch.cuda.get_device_name returns `name`. None if the GPU or its peak is
     unknown.
 
     >>> known_peak("NVIDIA H100 80GB HBM3", "bfloat16"), known_peak("NVIDIA H100 PCIe", "float32", tf32=True)

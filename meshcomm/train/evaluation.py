@@ -1,4 +1,4 @@
-"""The evaluations of train.eval_every: the loss on the validation part, and the results of a user's function."""
+"""The evaluations that train.eval_every requests: the loss on the validation data, and the results of a user's function."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from meshcomm.train.data import Batches, Corpus, batches_of
 
 
 def evaluate_of(train: TrainConfig) -> Callable[[Any], Any] | None:
-    """Return the function of train.evaluate, None if not set. Raises ConfigError if it cannot be imported."""
+    """Return the function that train.evaluate names, or None if it is not set. Raises ConfigError if the import fails."""
     if train.evaluate is None:
         return None
     try:
@@ -24,16 +24,16 @@ def evaluate_of(train: TrainConfig) -> Callable[[Any], Any] | None:
         raise ConfigError(
             f"train.evaluate could not be imported: {type(error).__name__}: {error}",
             given=f"evaluate = {train.evaluate!r}",
-            expected="module:function, which can be imported where the ranks run",
-            hint="put its module into the folder in which meshcomm is started, or into PYTHONPATH",
+            expected="module:function, which every rank can import",
+            hint="put its module into the folder where meshcomm is started, or into a folder in PYTHONPATH",
         ) from error
 
 
 @final
 class Evaluator:
-    """The evaluations of one run. Raises TrainingError if there is too little to evaluate.
+    """The evaluations of one run. Raises TrainingError if there is too little data to evaluate.
 
-    corpus: the data of [data]; None if the data come from code. function: train.evaluate, called with the trainer.
+    corpus: the data in [data]; None if the program provides the data. function: calls train.evaluate with the trainer.
     """
 
     def __init__(self, engine: Engine, corpus: Corpus | None, function: Callable[[], Any] | None) -> None:
@@ -46,14 +46,14 @@ class Evaluator:
                 "there is too little to evaluate",
                 given=f"{samples} samples for validation, train.global_batch_size = {train.global_batch_size}",
                 expected="one global batch or more",
-                hint="a larger data.validation, more validation files, or a smaller train.global_batch_size",
+                hint="use a larger data.validation, more validation files, or a smaller train.global_batch_size",
             )
         self._engine, self._function, self._train = engine, function, train
         self._held: Batches | None = None if validation is None else batches_of(engine, validation)
         self._batches = min(whole, train.eval_batches or whole)
 
     def after(self, step: int, tokens_per_step: int) -> Evaluation:
-        """Evaluate the weights. Called by: every rank. Raises TrainingError if a result is not a number."""
+        """Evaluate the weights after a step. Called by: every rank. Raises TrainingError if a result is not a number."""
         began = time.perf_counter()
         found: dict[str, float] = {}
         if self._held is not None and self._batches:
@@ -80,7 +80,7 @@ class Evaluator:
         return TrainingError(
             "train.evaluate returns no numbers",
             given=f"{self._train.evaluate}: {given}",
-            expected="a number, the validation loss; or a dictionary of numbers by name, which includes loss if "
+            expected="the validation loss as a number; or a dictionary of named numbers, which includes loss if "
             "the data have no validation part",
             hint='return {"loss": loss, "accuracy": accuracy}',
         )

@@ -1,4 +1,4 @@
-"""Weights of a checkpoint, or of a running trainer, as safetensors: one file, or a folder that transformers or peft opens."""
+"""Export weights from a checkpoint or a running trainer to a safetensors file, or to a folder for transformers or peft."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ from meshcomm.train.trainer import Trainer
 
 CONFIG: Final = "config.json"
 SHARD_BYTES: Final = 5_000_000_000
-# Files that belong to a model in addition to its weights, if its source folder has them.
+# Other files that are copied with the weights, if the source folder has them.
 _BESIDE: Final = ("generation_config.json", "*token*.json", "vocab.*", "merges.txt", "*.model", "*.jinja")
 
 
 class Exported(NamedTuple):
-    """What was exported, from where, and to where."""
+    """The result of an export."""
 
     source: Path
     target: Path
@@ -48,7 +48,7 @@ class Exported(NamedTuple):
 
 
 def find_checkpoint(path: Path) -> Path:
-    """Return the complete checkpoint `path`, or the last one of the run `path`. Raises TrainingError."""
+    """Return `path` if it is a complete checkpoint, or the last checkpoint of the run in `path`. Raises TrainingError."""
     if is_complete(path):
         return path
     found = complete(path / FOLDER) or complete(path)
@@ -63,10 +63,10 @@ def find_checkpoint(path: Path) -> Path:
 
 
 def export_weights(source: Path, target: Path) -> Exported:
-    """Write the weights of a checkpoint into the safetensors file `target`, as the module's state_dict has them.
+    """Write a checkpoint's weights into the safetensors file `target`, under the names in the module's state_dict.
 
     source: a complete checkpoint, saved on any mesh; or a run, whose last checkpoint is used.
-    Needs no process group. Raises TrainingError; UnsupportedOp for an extra state that is not a tensor.
+    Does not require a process group. Raises TrainingError; UnsupportedOp for an extra state that is not a tensor.
     """
     folder = find_checkpoint(source)
     lock, saved = Lock.read(folder), Saved(folder)
@@ -75,9 +75,9 @@ def export_weights(source: Path, target: Path) -> Exported:
         if full.startswith(OF_MODULE):
             name = full.removeprefix(OF_MODULE)
             raise UnsupportedOp(
-                f"the extra state of {name or 'the model'} is not a tensor, so a file of weights cannot hold it",
+                f"the extra state of {name or 'the model'} is not a tensor, so a weights file cannot hold it",
                 given=f"{full} in {folder}",
-                expected="modules whose get_extra_state returns a tensor, or modules without one",
+                expected="modules whose get_extra_state returns a tensor, or modules without get_extra_state",
             )
         if not full.startswith("model."):
             continue
@@ -99,15 +99,15 @@ def export_pretrained(
 ) -> Exported:
     """Export a checkpoint of a `[model] pretrained` model to a folder that transformers' from_pretrained loads.
 
-    With [model.lora], write a folder of the adapters instead, which peft's from_pretrained opens.
+    With [model.lora], export only the adapters, to a folder that peft's from_pretrained loads.
 
     source:      a complete checkpoint, saved on any mesh; or a run, whose last checkpoint is used.
-    target:      a new folder. It receives the checkpoint's config.json, and the files of a tokenizer from the folder
+    target:      a new folder. The checkpoint's config.json is written there. Tokenizer files are copied from the folder
                  that the model was loaded from, if they still exist.
-    dtype:       the dtype of the tensors. If None, that of the weights.
-    shard_bytes: the largest size of a file, unless it holds a single larger tensor.
-    Needs no process group. Raises: ConfigError if the model was not loaded from such a folder; TrainingError. No part of
-    `target` then remains.
+    dtype:       the dtype of the tensors. If None, the dtype of the weights.
+    shard_bytes: the maximum size of a file, unless it holds a single larger tensor.
+    Does not require a process group. Raises: ConfigError if the model was not loaded from such a folder; TrainingError.
+    In both cases, `target` is not created.
     """
     folder = find_checkpoint(source)
     lock, saved = Lock.read(folder), Saved(folder)
@@ -141,9 +141,9 @@ def export_pretrained(
 def export_merged(
     source: Path, target: Path, *, dtype: torch.dtype | None = None, shard_bytes: int = SHARD_BYTES
 ) -> Exported:
-    """Write the model that low-rank adapters were trained on, with the adapters of a checkpoint merged into its weights.
+    """Export a model that low-rank adapters were trained on, with a checkpoint's adapters merged into its weights.
 
-    Arguments and errors as for `export_pretrained`. This process holds the full model in memory.
+    Arguments and errors are the same as for `export_pretrained`. The full model is loaded into this process's memory.
     """
     folder = find_checkpoint(source)
     lock, saved = Lock.read(folder), Saved(folder)
@@ -152,7 +152,7 @@ def export_merged(
         raise ConfigError(
             "there are no adapters to merge",
             given=f"{folder}, of a model without [model.lora]",
-            expected="a checkpoint of adapters of a model of [model] pretrained",
+            expected="a checkpoint of adapters for a model of [model] pretrained",
             hint="meshcomm export RUN FOLDER --pretrained",
         )
     with new_folder(target) as draft:
@@ -164,7 +164,7 @@ def export_merged(
 
 @contextlib.contextmanager
 def new_folder(target: Path) -> Iterator[Path]:
-    """Yield a draft of `target`, and rename the draft at the end. Raises TrainingError; no part of the draft then remains."""
+    """Yield a draft of `target`, and rename it at the end. Raises TrainingError. If the block fails, the draft is removed."""
     _check_new(target)
     draft = target.with_name(f".{target.name}.part")
     shutil.rmtree(draft, ignore_errors=True)
@@ -180,14 +180,14 @@ def new_folder(target: Path) -> Iterator[Path]:
 def save_pretrained(
     trainer: Trainer, folder: Path | str, *, dtype: torch.dtype | None = None, shard_bytes: int = SHARD_BYTES
 ) -> Path:
-    """Write the weights of a trainer of `[model] pretrained` as `export_pretrained` does.
+    """Export the weights of a trainer that uses `[model] pretrained`, like `export_pretrained`.
 
-    The ranks write a checkpoint of the weights next to `folder`. The first rank creates `folder` from it.
+    The ranks write a checkpoint of the weights next to `folder`. The first rank creates `folder` from that checkpoint.
 
-    folder:    a new folder, on a file system that all hosts share. The other ranks wait for mesh.timeout_s at most.
+    folder:    a new folder, on a file system that all hosts share. The other ranks wait at most mesh.timeout_s.
     Called by: every rank of the mesh, between two steps.
     Raises:    ConfigError if the model was not loaded from such a folder; TrainingError on every rank if one rank
-               cannot write, or if `folder` exists. Everything written is then removed.
+               cannot write, or if `folder` exists. In these cases, all written files are removed.
     """
     engine, mesh, target = trainer.engine, trainer.mesh, Path(folder)
     named, what = engine.sections.model, f"write {target}"
@@ -198,7 +198,7 @@ def save_pretrained(
     def begin() -> None:
         if is_first(mesh):
             _check_new(target)
-            # Remains of a call that was killed.
+            # Remove the remains of a call that was killed.
             shutil.rmtree(parts, ignore_errors=True)
 
     on_all_ranks(mesh, what, begin)
@@ -224,7 +224,7 @@ def _check_new(target: Path) -> None:
 
 
 def copy_beside(folder: Path, source: Path) -> None:
-    """Copy the tokenizer and generation settings that `source` has."""
+    """Copy the tokenizer files and generation settings from `source`, if any."""
     for path in (path for pattern in _BESIDE for path in source.glob(pattern) if path.is_file()):
         shutil.copyfile(path, folder / path.name)
 
@@ -232,7 +232,7 @@ def copy_beside(folder: Path, source: Path) -> None:
 def _write_beside(
     folder: Path, known: Mapping[str, Any], shards: Mapping[str, Sequence[Piece]], dtype: str
 ) -> None:
-    """Write the files that belong to the weights: their index and config.json."""
+    """Write config.json and, if there are several files, the index of the weights."""
     texts: dict[str, Any] = {}
     if len(shards) > 1:
         places = {piece.name: file for file, shard in shards.items() for piece in shard}
@@ -247,7 +247,7 @@ def _write_beside(
 def _model(known: Mapping[str, Any]) -> SpecModel:
     """Return the model that a config.json describes, without weights."""
     with tempfile.TemporaryDirectory() as folder:
-        # Trained or not: dropout has no weights.
+        # Turn dropout off, because it has no weights.
         plain = {
             name: 0.0 if name.endswith(DROPPED) and isinstance(value, float) else value
             for name, value in known.items()
@@ -264,7 +264,7 @@ def _model(known: Mapping[str, Any]) -> SpecModel:
 
 @final
 class _Reverted:
-    """The tensors that one parameter becomes, computed once for all of them."""
+    """Computes all stored tensors of a parameter together, only once."""
 
     def __init__(self, stored: Conversions, name: str) -> None:
         self._stored, self._name = stored, name
@@ -278,7 +278,7 @@ class _Reverted:
 
 
 def pieces_of(model: SpecModel, name: str, kind: Kind) -> Iterator[Piece]:
-    """Yield the tensors that a parameter becomes in the folder."""
+    """Yield the tensors that store a parameter in the folder."""
     shape, stored = kind.shape, model.spec.stored
     if stored is not None and not callable(stored):
         without_memory = torch.empty(shape, dtype=kind.dtype, device="meta")
@@ -306,7 +306,7 @@ def pieces_of(model: SpecModel, name: str, kind: Kind) -> Iterator[Piece]:
 
 
 def _shards(pieces: Sequence[Piece], most: int) -> dict[str, list[Piece]]:
-    """Return the tensors of each file: up to `most` bytes, or a single larger tensor."""
+    """Return the tensors in each file, which holds at most `most` bytes or a single larger tensor."""
     found: list[list[Piece]] = []
     used = 0
     for piece in pieces:
@@ -322,7 +322,7 @@ def _shards(pieces: Sequence[Piece], most: int) -> dict[str, list[Piece]]:
 
 @contextlib.contextmanager
 def _could_not(what: str) -> Iterator[None]:
-    """Raise errors of other libraries or the disk as a TrainingError: could not `what`."""
+    """Convert errors from other libraries or the disk into a TrainingError with the message: could not `what`."""
     try:
         yield
     except MeshcommError:
@@ -337,8 +337,8 @@ def _could_not(what: str) -> Iterator[None]:
 
 def _not_pretrained(what: str) -> ConfigError:
     return ConfigError(
-        f"{what} cannot be written in the format of transformers",
-        given="a built-in model, or one built by code",
-        expected="a model of [model] pretrained, whose config.json describes it",
-        hint="use meshcomm export RUN FILE to write its tensors into one safetensors file",
+        f"{what} cannot be written in transformers' format",
+        given="a built-in model, or a model that is built by code",
+        expected="a model loaded with [model] pretrained, which has a config.json",
+        hint="use meshcomm export RUN FILE to write its tensors to a single safetensors file",
     )

@@ -1,4 +1,4 @@
-"""Low-rank adapters of a checkpoint as a folder for peft, or merged into the model that they were trained on."""
+"""Export a checkpoint's low-rank adapters to a folder for peft, or merge them into the model they were trained on."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _PREFIX: Final = "base_model.model."
 
 
 def targets_in(names: Mapping[str, Any]) -> list[str]:
-    """Return the layers to which adapters of these names belong."""
+    """Return the layers that adapters with these names belong to."""
     return [name.partition(".lora_A.")[0] for name in names if ".lora_A." in name]
 
 
 def adapter_pieces(kinds: Mapping[str, Kind]) -> list[Piece]:
-    """Return the tensors of peft's file of adapters."""
+    """Return the tensors of peft's adapter file."""
     return [
         Piece(_PREFIX + name.replace(f".{ADAPTER}.", "."), kind, name, partial(_as, kind.dtype))
         for name, kind in kinds.items()
@@ -55,7 +55,10 @@ def write_merged(
     dtype: torch.dtype | None,
     shard_bytes: int,
 ) -> list[Tensor]:
-    """Write the transformers model in `base` with each adapted weight W replaced by W + (alpha / rank) B A; return its tensors."""
+    """Write the transformers model in `base` with each adapted weight W replaced by W + (alpha / rank) B A.
+
+    Return the tensors of the merged model.
+    """
     from transformers import AutoModelForCausalLM
 
     from meshcomm.models.hf import without_bars

@@ -1,4 +1,4 @@
-"""The lock file of a checkpoint: the settings of its training, and how a resumed run differs."""
+"""A checkpoint's lock file, which records the run's settings and shows how a resumed run differs."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from meshcomm.train.checkpoint_folder import LOCK, METADATA, instead_of, write
 
 _FORMAT = 3
 
-# A change of one of these makes it another training, not a continued one.
+# If one of these changes, the run is a different training run and cannot continue.
 _FIXED = ("model.", "pretrained.", "train.seed", "train.dtype")
-# So does a change of these, which decide the samples of a step, unless train.resume_changed has the name given here.
+# The same applies to these, which determine the samples of a step, unless train.resume_changed contains the name given here.
 _SAMPLES = {
     "data.seq_len": "seq_len",
     "train.global_batch_size": "global_batch_size",
     **{f"data.{key}": "data" for key in ("sha256", "weights", "validation", "build", "args")},
 }
-# Where the run is kept and whether it resumes does not affect what is trained.
+# The run's location and whether it resumes do not affect the training.
 _LEFT_OUT = {"train": {"out", "resume"}}
 # How a run is recorded does not change what it computes.
 _OF_NO_EFFECT = {"data.workers"} | {
@@ -54,7 +54,7 @@ _SECTIONS = ("mesh", "parallel", "model", "data", "train")
 
 @dataclass(frozen=True)
 class Lock:
-    """The facts of one checkpoint, as plain data. It contains no environment, hosts, addresses or users."""
+    """The facts about one checkpoint, as plain data, without environment variables, hosts, addresses or users."""
 
     step: int
     seconds: float
@@ -67,18 +67,18 @@ class Lock:
     """Number of steps skipped so far because their gradients were not finite."""
 
     samples: int | None = None
-    """Samples read so far from this data. If None, step times global_batch_size."""
+    """Number of samples read so far from this data. None means step times global_batch_size."""
 
     best: tuple[Any, ...] = ()
-    """The best validation loss, as `callbacks.Best`. Empty if nothing was evaluated, or if unknown."""
+    """The best validation loss, in the form of `callbacks.Best`. Empty if it is unknown or there was no evaluation."""
 
     metadata: str = ""
-    """SHA-256 of the metadata (the location of each tensor) next to the lock file. "" if there is none."""
+    """The SHA-256 of the metadata next to the lock file, which give the location of each tensor. "" if there are none."""
 
     def continuing(self, saved: Lock) -> Lock:
-        """Return the lock of the run from now on, with the progress of `saved`.
+        """Return the lock for the continued run, with the progress from `saved`.
 
-        If the data have changed, no sample of the new data counts as read.
+        If the data have changed, all samples of the new data count as unread.
         """
         old, new = _flat(saved), _flat(self)
         changed = [name for name in _SAMPLES if old.get(name) != new.get(name)]
@@ -95,7 +95,7 @@ class Lock:
         )
 
     def write(self, folder: Path) -> None:
-        """Write lock.json into `folder`, for the metadata there. Raises OSError."""
+        """Write lock.json into `folder`, with the digest of the metadata there. Raises OSError."""
         lock = replace(self, metadata=_sha256((folder / METADATA).read_bytes()))
         write(folder / LOCK, (lock.text() + "\n").encode())
 
@@ -106,41 +106,41 @@ class Lock:
 
     @classmethod
     def read(cls, folder: Path) -> Lock:
-        """Return the lock of the checkpoint `folder`, for the metadata in it. Raises TrainingError."""
+        """Return the lock of the checkpoint `folder`, and check the metadata against it. Raises TrainingError."""
         path = folder / LOCK
         try:
             lock = cls.parse(path.read_text(encoding="utf-8"))
             path = folder / METADATA
             if lock.metadata != _sha256(path.read_bytes()):
-                raise ValueError("its bytes have changed since it was written: their SHA-256 differs")
+                raise ValueError("the file has changed since it was written: its SHA-256 differs")
         except (OSError, ValueError) as error:
             raise TrainingError(
                 f"a checkpoint's {path.name} cannot be read",
                 given=f"{path}: {error}",
-                expected=f"format {_FORMAT}, as this version of meshcomm writes it, readable on every host",
+                expected=f"format {_FORMAT}, as written by this version of meshcomm, readable on every host",
                 hint=instead_of(folder),
             ) from error
         return lock
 
     @classmethod
     def parse(cls, text: str) -> Lock:
-        """Return the lock from its `text`. Raises ValueError if it is not a lock."""
+        """Return the lock that `text` describes. Raises ValueError if it is not a valid lock."""
         try:
             facts = json.loads(text)
             if (found := facts.pop("format")) != _FORMAT:
                 raise ValueError(
-                    f"format {found!r}, written by another version of meshcomm, which can read it"
+                    f"format {found!r}, which only the version of meshcomm that wrote it can read"
                 )
             if facts.pop("sha256") != _sha256(json.dumps({"format": _FORMAT, **facts}).encode()):
-                raise ValueError("its text has changed since it was written: its SHA-256 differs")
+                raise ValueError("the text has changed since it was written: its SHA-256 differs")
             return cls(**{**facts, "best": tuple(facts.get("best", ()))})
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{type(error).__name__}: {error}") from error
 
 
 def lock_of(mesh: Mesh, config: Config, digest: bytes) -> Lock:
-    """Return the lock of a run before its first step. config: every section is checked against the mesh.
-    digest: SHA-256 of the data.
+    """Return the lock of a run before its first step. config: a configuration that has been checked against the mesh.
+    digest: the SHA-256 of the data.
     """
     settings = {
         name: section.model_dump(mode="json", exclude=_LEFT_OUT.get(name))
@@ -159,10 +159,10 @@ def lock_of(mesh: Mesh, config: Config, digest: bytes) -> Lock:
 def resume_differences(saved: Lock, now: Lock, folder: Path) -> tuple[str, ...]:
     """Return the settings that have changed since the checkpoint `folder` was saved, one per line.
 
-    Settings that only affect how a run is recorded are left out.
+    Settings that only affect how a run is recorded are omitted.
 
-    Raises ConfigError, with both values of each setting, if the differences make it another training, or
-    if the checkpoint is past the last step.
+    Raises ConfigError, with both values of each setting, if the run can no longer continue with the changed settings,
+    or if the checkpoint is past the last step.
     """
     old, new = _flat(saved), _flat(now)
     differences: dict[str, tuple[Any, Any]] = {}
@@ -192,7 +192,7 @@ def resume_differences(saved: Lock, now: Lock, folder: Path) -> tuple[str, ...]:
                 f"train.resume_changed = {toml([name])}, to continue with the new value; "
                 for name in dict.fromkeys(_SAMPLES[name] for name in fixed if name in _SAMPLES)
             )
-            + "or set train.resume = false or another train.out for a separate run",
+            + "or set train.resume = false, or choose another train.out, for a separate run",
         )
     steps = now.config["train"]["steps"]
     if saved.step > steps:
@@ -204,7 +204,7 @@ def resume_differences(saved: Lock, now: Lock, folder: Path) -> tuple[str, ...]:
         )
     lines = [f"{name}: {toml(old)} -> {toml(new)}" for name, (old, new) in differences.items()]
     if _begins_again(differences):
-        lines.append("the samples start again, at the first epoch of the new data")
+        lines.append("the samples restart at the first epoch of the new data")
     return tuple(lines)
 
 
@@ -217,7 +217,7 @@ def _sha256(content: bytes) -> str:
 
 
 def _flat(lock: Lock) -> dict[str, Any]:
-    """Return a mapping from `section.key` to value. The table of a key, such as mesh.dims, stays one value."""
+    """Return a mapping from `section.key` to value. A table such as mesh.dims remains a single value."""
     sections = {**lock.config, "versions": lock.versions}
     if "options" in (parallel := dict(sections.get("parallel") or {})):
         sections["parallel.options"] = parallel.pop("options")

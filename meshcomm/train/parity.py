@@ -1,4 +1,4 @@
-"""Record the first steps of a training on a mesh, on one process, and with the module itself. Compare the records."""
+"""Record the first steps of training on a mesh, on one process, and with the original module, and compare the records."""
 
 from __future__ import annotations
 
@@ -36,18 +36,19 @@ from meshcomm.train.trainer import RECORDER, StepRecorder, Trainer
 
 Kind: TypeAlias = Literal["loss", "gradient norm", "weight", "gradient"]
 
-# Outputs count as equal up to this share of the largest output.
+# Outputs count as equal if they differ by at most this fraction of the largest output.
 _ROOM: Final = 1e-9
 
 
 @dataclass(frozen=True)
 class Record:
-    """The record of some steps of a run. Gradients are from the last step, after clipping.
+    """The recorded steps of a run. Gradients are from the last step, after clipping.
 
-    losses, norms: one per step; norms before clipping. weights, gradients: unsharded tensors by global name, float64 on
-    CPU; on a rank of a pipeline, those of its stages. batch_norms: whether the model has batch norms. Its results then
-    depend on which samples form a microbatch over all ranks. original: how the outputs before the first step compare with the
-    module's own, in one sentence; "" if not compared.
+    losses, norms: one value per step. Norms are computed before clipping.
+    weights, gradients: unsharded float64 tensors on the CPU, by global name. A pipeline rank has only those of its stages.
+    batch_norms: whether the model has batch norms, whose results depend on which samples form a microbatch.
+    original: one sentence that compares the outputs before the first step with the original module's outputs; "" if they
+        were not compared.
     """
 
     losses: tuple[float, ...]
@@ -63,11 +64,11 @@ class Record:
 
     @staticmethod
     def read(path: Path) -> Record:
-        """Read a file that `save` wrote. Tensors are mapped: ranks of one host share their memory."""
+        """Read a file that `save` wrote. Tensors are memory-mapped, so ranks on the same host share the memory."""
         return Record(**torch.load(path, mmap=True, weights_only=True))
 
     def steps(self) -> dict[tuple[Kind, str], Tensor]:
-        """Return the loss and the gradient norm of each step, step by step."""
+        """Return the loss and the gradient norm of each step, in order."""
         found: dict[tuple[Kind, str], Tensor] = {}
         kinds: tuple[Kind, ...] = ("loss", "gradient norm")
         for step, values in enumerate(zip_longest(self.losses, self.norms), 1):
@@ -78,9 +79,9 @@ class Record:
 
 
 def in_float64(config: Config) -> tuple[Config, tuple[str, ...]]:
-    """Return the same training in float64, and a description of the changes that this required.
+    """Return `config` with float64 training, and a description of the required changes.
 
-    Raises ConfigError if `config` describes no training.
+    Raises ConfigError if `config` does not describe a training run.
     """
     train, parallel = config.train, config.parallel
     if train is None:
@@ -100,9 +101,9 @@ def in_float64(config: Config) -> tuple[Config, tuple[str, ...]]:
 
 
 def reference(config: Config) -> Config:
-    """Return the same training as `config`, on one process: no part of it is split or replicated.
+    """Return `config` for training on one process, where nothing is split or replicated.
 
-    Raises ConfigError if `config` describes no training.
+    Raises ConfigError if `config` does not describe a training run.
     """
     if config.parallel is None or config.train is None:
         raise _no_training(config)
@@ -124,12 +125,12 @@ def reference(config: Config) -> Config:
 
 
 class _Enough(BaseException):
-    """Ends a script after the steps are recorded. `except Exception` does not catch it."""
+    """Ends a script once the steps are recorded. `except Exception` does not catch this exception."""
 
 
 @final
 class _ParityRecorder(StepRecorder):
-    """script: whether the program may end before the last step. original: see `record`."""
+    """Records the steps of a program. script: whether the program may end before the last step. original: see `record`."""
 
     def __init__(self, config: Config, steps: int, *, script: bool, original: bool) -> None:
         self.config, self._steps = load_config(config, ['train.on_nonfinite="skip"']), steps
@@ -162,7 +163,7 @@ class _ParityRecorder(StepRecorder):
             raise _Enough
 
     def run(self, program: Callable[[], object]) -> Record | None:
-        """Run the program. Return the record of the last step of its Trainer, or None."""
+        """Run the program. Return the record of the last step of its Trainer, or None if there is none."""
         token = RECORDER.set(self)
         try:
             program()
@@ -176,11 +177,11 @@ class _ParityRecorder(StepRecorder):
 
 
 def record_script(script: Path, arguments: Sequence[str], config: Config, steps: int) -> Record | None:
-    """Run a script until its Trainer has done this number of steps. `config` replaces the script's own config.
+    """Run a script until its Trainer has completed `steps` steps. `config` replaces the script's own configuration.
 
-    Called by: every rank. Random numbers of Python, NumPy and torch are seeded with train.seed. Returns the record of the
-               last completed step, None if the script has no Trainer, as on a rank that is not part of the mesh.
-    Raises:    TrainingError if, on one process, its ModelSpec and the module itself compute different outputs.
+    Called by: every rank. Python, NumPy and torch are seeded with train.seed. Returns the record of the last completed step,
+               or None if the script creates no Trainer, for example on a rank that is not part of the mesh.
+    Raises:    TrainingError if the script's ModelSpec and the original module compute different outputs on one process.
     """
     seed = 0 if config.train is None else config.train.seed
     random.seed(seed)
@@ -202,10 +203,10 @@ def record_script(script: Path, arguments: Sequence[str], config: Config, steps:
 def record(mesh: Mesh, config: Config, steps: int, *, original: bool = False) -> Record:
     """Run the first `steps` steps of `config` on an open mesh. Called by: every rank.
 
-    original: first compare outputs with the module's own, on a mesh of one rank. Raises TrainingError if they differ.
+    original: on a mesh of one rank, first compare the outputs with the original module's. Raises TrainingError if they differ.
 
     Every rank returns the same losses and norms, and the unsharded weights and gradients of its own stages.
-    Nothing is written, and no checkpoint is read.
+    No files are written, and no checkpoint is read.
     """
     recorder = _ParityRecorder(config, steps, script=False, original=original)
     found = recorder.run(lambda: Trainer(mesh, config).run())
@@ -231,13 +232,14 @@ def _recorded(engine: Engine, done: Sequence[Done]) -> Record:
 
 @torch.no_grad()
 def compare_forward(engine: Engine, inputs: Tensor, *, from_folder: bool) -> str:
-    """Compare the outputs of the engine's model with those of the module it was made from, in eval mode.
+    """Compare, in eval mode, the outputs of the engine's model with those of the module that it was built from.
 
-    engine:      on one process, in float64, before its first step.
-    inputs:      (samples, ...), of one microbatch.
-    from_folder: the weights of [model] pretrained are read from its folder, by transformers itself.
-    Returns:     one sentence: the difference, or why the outputs could not be compared. "" if the module itself runs.
-    Raises:      TrainingError if they differ.
+    engine:      an engine on one process, in float64, before its first step.
+    inputs:      the inputs (samples, ...) of one microbatch.
+    from_folder: whether transformers itself reads the weights from the folder of [model] pretrained.
+    Returns:     one sentence with the difference, or why the outputs could not be compared; "" if the engine runs the
+                 original module.
+    Raises:      TrainingError if the outputs differ.
     """
     model = engine.model
     if not isinstance(model, SpecModel):
@@ -251,8 +253,8 @@ def compare_forward(engine: Engine, inputs: Tensor, *, from_folder: bool) -> str
         theirs = spec.module()
         name = f"{type(theirs).__name__}.forward"
         if missing := _fill(theirs, _values(engine), spec.tied):
-            return f"not compared with {name}: the ModelSpec has other parameters than {missing}"
-    # Tables that are not saved may still be in float32.
+            return f"not compared with {name}: the ModelSpec has no parameter that matches {missing}"
+    # Buffers that are not saved may still be in float32.
     cast(theirs, torch.float64, inputs.device)
     theirs.eval()
     try:
@@ -266,7 +268,7 @@ def compare_forward(engine: Engine, inputs: Tensor, *, from_folder: bool) -> str
                 expected="a config.json and weights that AutoModelForCausalLM can run",
                 hint="fix config.json",
             ) from error
-        return f"not compared with {name}, which fails on the inputs alone: {type(error).__name__}: {error}"
+        return f"not compared with {name}, which fails when called with only the inputs: {type(error).__name__}: {error}"
     ours = _first(_outputs(engine, inputs))
     given = f"shape {tuple(ours.shape)}, but {tuple(expected.shape)} from {name}"
     if ours.shape == expected.shape:
@@ -301,7 +303,7 @@ def _outputs(engine: Engine, x: Tensor) -> Any:
 
 
 def _values(engine: Engine) -> dict[str, Tensor]:
-    """Return the unsharded parameters by name, as they were before the model was split."""
+    """Return the unsharded parameters under the names that they had before the model was split."""
     fused = _fused(engine)
     found = {name: whole(parameter).detach() for name, parameter in engine.own_parameters()}
     return {name: joined(value, fused[name]) if name in fused else value for name, value in found.items()}
@@ -312,7 +314,7 @@ def _fused(engine: Engine) -> dict[str, Parts]:
 
 
 def _as_stored(engine: Engine, model: SpecModel) -> dict[str, Tensor]:
-    """Return the tensors that a folder would hold for these weights."""
+    """Return the tensors that a pretrained folder would store for these weights."""
     return {
         piece.name: piece.take(value)
         for name, value in _values(engine).items()
@@ -321,7 +323,7 @@ def _as_stored(engine: Engine, model: SpecModel) -> dict[str, Tensor]:
 
 
 def _fill(module: nn.Module, values: Mapping[str, Tensor], tied: tuple[str, str] | None) -> str:
-    """Write the weights into an unsplit module, in float64. Return the first parameter that has no weight, or ""."""
+    """Write the weights into an unsplit module, in float64. Return the name of the first parameter without a weight, or ""."""
     same = {tied[1]: tied[0]} if tied else {}
     for name, parameter in module.named_parameters():
         value = values.get(same.get(name, name))
@@ -336,7 +338,7 @@ def _fill(module: nn.Module, values: Mapping[str, Tensor], tied: tuple[str, str]
 
 
 def _first(outputs: Any) -> Tensor:
-    """Return the logits of an output of transformers: a mapping, a tuple, or a tensor."""
+    """Return the logits from an output of transformers, which may be a mapping, a tuple, or a tensor."""
     if isinstance(outputs, Mapping):
         outputs = outputs.get("logits", next(iter(outputs.values())))
     while isinstance(outputs, (tuple, list)):
@@ -353,13 +355,13 @@ def _first(outputs: Any) -> Tensor:
 class Difference:
     """The largest difference of one quantity between a rank's record and the reference.
 
-    name:     "step 3" for a loss or a norm; the parameter for a weight or a gradient.
-    relative: the absolute difference divided by the largest value of the quantity in the reference, or by 1 if that
-              is larger. So large quantities are compared relatively, and small ones absolutely.
-    rank:     the first of the ranks on which the difference is largest.
-    note:     why there is nothing to subtract, or "".
+    name:     "step 3" for a loss or a norm; the name of the parameter for a weight or a gradient.
+    relative: the absolute difference divided by the larger of 1 and the quantity's largest value in the reference. Large
+              quantities are therefore compared relatively, and small ones absolutely.
+    rank:     the lowest rank that has the largest difference.
+    note:     why the values cannot be subtracted, or "".
 
-    Both differences are infinite if a value is not finite, or if there is nothing to subtract.
+    Both differences are infinite if a value is not finite, or if the values cannot be subtracted.
     """
 
     kind: Kind
@@ -376,8 +378,8 @@ class Difference:
 
 
 def compare(ours: Record, theirs: Record, rank: int = 0) -> list[Difference]:
-    """Return the differences of a rank's record `ours` from the reference: of each step, then of each of its
-    parameters.
+    """Return the differences between a rank's record `ours` and the reference, first for each step, then for each
+    parameter.
     """
     mine, other = ours.steps(), theirs.steps()
     found = [_difference(*key, mine.get(key), other.get(key), rank) for key in {**mine, **other}]
@@ -390,10 +392,10 @@ def compare(ours: Record, theirs: Record, rank: int = 0) -> list[Difference]:
 
 
 def worst(of_ranks: Iterable[Sequence[Difference]], names: Iterable[str]) -> list[Difference]:
-    """Return the largest difference of each quantity over all ranks. A parameter in `names` that no rank has
+    """Return the largest difference of each quantity on any rank. A parameter in `names` that no rank has
     counts as a difference.
 
-    names: the names of all parameters of the reference. The order is as in `compare`, with the parameters of all stages.
+    names: the names of all parameters in the reference. The order is that of `compare`, with the parameters of all stages.
     """
     found: dict[tuple[Kind, str], Difference] = {}
     for each in of_ranks:
@@ -409,9 +411,8 @@ def worst(of_ranks: Iterable[Sequence[Difference]], names: Iterable[str]) -> lis
 
 
 def first(differences: Iterable[Difference], tolerance: float) -> Difference | None:
-    """Return the first quantity that differs by more than `tolerance`, in the order in which a program computes
-    them: the loss of a step before its norm, both before those of the next step; then the worst parameter. None if
-    no quantity does.
+    """Return the first quantity that differs by more than `tolerance`, or None. The loss of a step comes first, then its
+    gradient norm, then the next step. If no step differs, return the parameter with the largest difference.
     """
     over = [one for one in differences if one.relative > tolerance]
     steps = [one for one in over if one.kind in ("loss", "gradient norm")]

@@ -1,6 +1,6 @@
-"""`meshcomm parity`: run the reference in this process and the mesh as a job, and find the dim to blame if they differ.
+"""`meshcomm parity`: run a reference on one process and a job on the mesh, and find the dim to blame if they differ.
 
-`python -m meshcomm.train.parity_job FOLDER`, under a launcher, is one rank of that job.
+`python -m meshcomm.train.parity_job FOLDER`, under a launcher, runs one rank of that job.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ STEPS = 20
 _REFERENCE = "reference.pt"
 _JOB = "job.json"
 _CONFIG = "config.json"
-# Settings for the ranks of the full mesh, which do not apply to a part of it.
+# Settings that apply to the full mesh only.
 _OF_ALL_RANKS: Final = ("rank_order", "ranks")
 
 Start: TypeAlias = Callable[[Config, Sequence[str]], int]
@@ -52,10 +52,10 @@ Run: TypeAlias = Callable[[Config], Sequence[Difference]]
 @final
 @dataclass(frozen=True)
 class Blame:
-    """The dims that cause a difference: one alone, two together, or none if only all of them do.
+    """The dims that cause a difference: a single dim, a pair of dims, or none if only all dims together cause it.
 
-    ranks:      the number of ranks of the mesh with only these dims.
-    difference: the worst on that mesh. None if its run failed, or if only all dims together differ.
+    ranks:      the number of ranks in the mesh that has only these dims.
+    difference: the largest difference on that mesh. None if the run failed, or if only all dims together cause it.
     """
 
     dims: tuple[str, ...]
@@ -81,9 +81,12 @@ class Blame:
 class Parity:
     """The result of a comparison.
 
-    differences: the worst over all ranks, for the loss and norm of every step and the weight and gradient of every
-                 parameter. first: the first difference. blamed: None if nothing differs.
-    notes:       the changes made to the configuration for the comparison. original: as in `Record`.
+    differences: the largest difference on any rank, for the loss and norm of every step and the weight and gradient of
+                 every parameter.
+    first:       the first difference; None if nothing differs.
+    blamed:      the dims to blame; None if nothing differs.
+    notes:       the changes made to the configuration for the comparison.
+    original:    see `Record`.
     """
 
     config: Config
@@ -101,7 +104,7 @@ class Parity:
         return self.first is None
 
     def facts(self) -> dict[str, Any]:
-        """Return the result as plain data; numbers that are not finite are None."""
+        """Return the result as plain data, with None for numbers that are not finite."""
         blamed = self.blamed
         return {
             "config": self.config.source,
@@ -121,23 +124,23 @@ class Parity:
 def prove(
     config: Config, steps: int | None, tolerance: float, start: Start, script: Script | None = None
 ) -> Parity:
-    """Run the same steps on one process and on the mesh of `config`, and compare.
+    """Run the same steps on one process and on the mesh of `config`, and compare the results.
 
-    config: a configuration with every size known. steps: if None, 20, or all if the training has fewer.
-    script: creates a Trainer, on the mesh that meshcomm.init() returns. If None, the training of `config`. On one process,
-            its mesh has all dims, of size 1.
-    start:  runs `python WORDS` as all ranks of a configuration's mesh; prints errors and returns the exit code.
-    If they differ, smaller meshes are started too, until a dim is to blame. Nothing keeps running.
+    config: a configuration in which every size is known. steps: if None, 20, or all steps if there are fewer.
+    script: a script that creates a Trainer on the mesh that meshcomm.init() returns. On one process, every dim of that mesh
+            has size 1. If None, the training in `config` is run.
+    start:  a function that runs `python WORDS` on all ranks of a mesh, prints errors and returns the exit code.
+    If the results differ, smaller meshes are run until the dim to blame is found. No process keeps running.
 
-    Raises: ConfigError if there is nothing to compare, or for more steps than the training has; TrainingError if one
-            process alone computes numbers that are not finite, or other outputs than the module itself; LaunchError if
-            the run on the mesh fails; UnsupportedOp for batch norms in a step of several microbatches.
+    Raises: ConfigError if there is nothing to compare, or if the training has fewer steps; TrainingError if the run on one
+            process computes numbers that are not finite, or different outputs than the original module; LaunchError if
+            the run on the mesh fails; UnsupportedOp if a model with batch norms has several microbatches per step.
     """
     exact, notes = in_float64(config)
     count = _steps(exact, steps)
     if all(size == 1 for size in exact.mesh.dims.values()):
         raise ConfigError(
-            "a mesh of one rank is one process already",
+            "a mesh of one rank is already a single process",
             given=f"{config.source}: mesh.dims = {dict(exact.mesh.dims)}",
             expected="a dim of 2 or more",
             hint="--set mesh.dims.dp=2",
@@ -166,7 +169,7 @@ def prove(
 
 
 def _copies(config: Config) -> int:
-    """Return the number of ranks of a mesh that have different samples."""
+    """Return the number of ranks that read different samples."""
     return 1 if config.parallel is None else config.parallel.copies(config.mesh.dims)
 
 
@@ -175,8 +178,8 @@ def _copies(config: Config) -> int:
 class _Runs:
     """Runs of the first `steps` steps of `config` on its mesh, on parts of it, and on one process.
 
-    folder:      for the files of all these runs.
-    batch_norms: whether the model has batch norms. If so, the microbatch of a step, over all ranks, is that of the full mesh.
+    folder:      the folder for the files of all runs.
+    batch_norms: whether the model has batch norms. If so, every run has the full mesh's total microbatch size.
     """
 
     config: Config
@@ -195,13 +198,13 @@ class _Runs:
             return record(mesh, one, self.steps, original=True)
 
     def on_mesh(self, names: Sequence[str], part: Config) -> list[Difference]:
-        """Return the worst differences of a part of the mesh from the reference. names: the reference's parameters."""
+        """Return the largest differences between a part of the mesh and the reference. names: the reference's parameters."""
         place = self._job(self._sized(part))
         of_ranks = [json.loads(path.read_text()) for path in sorted(place.glob("rank*.json"))]
         return worst([[Difference(**each) for each in found] for found in of_ranks], names)
 
     def _sized(self, part: Config) -> Config:
-        """Return `part`, with batch norms in one microbatch. Raises UnsupportedOp if a step has several."""
+        """Return `part`, with a single microbatch if the model has batch norms. Raises UnsupportedOp if a step has several."""
         if not self.batch_norms:
             return part
         train, copies = self.config.train, _copies(self.config)
@@ -211,13 +214,13 @@ class _Runs:
                 "batch norms with several microbatches in a step cannot be compared with one process",
                 given=f"train.global_batch_size = {train.global_batch_size}, train.micro_batch_size = {train.micro_batch_size} on "
                 f"{copies} ranks along data and shard",
-                expected="one microbatch in a step, because batch norms see one at a time",
+                expected="one microbatch per step, because batch norms see one microbatch at a time",
                 hint=f"--set train.micro_batch_size={train.global_batch_size // copies}",
             )
         return load_config(part, [f"train.micro_batch_size={train.global_batch_size // _copies(part)}"])
 
     def _job(self, part: Config) -> Path:
-        """Run all ranks of a mesh, and return the folder with their results. A script on one rank leaves its record there."""
+        """Run all ranks of a mesh, and return the folder with their results. A script on one rank writes its record there."""
         place = Path(tempfile.mkdtemp(dir=self.folder))
         facts = part.model_dump(mode="json", exclude_unset=True)
         job: dict[str, Any] = {"config": facts, "steps": self.steps}
@@ -243,7 +246,7 @@ def _steps(config: Config, given: int | None) -> int:
     most = config.train.steps
     if given is not None and given > most:
         raise ConfigError(
-            f"--steps {given} is more than the training has",
+            f"--steps {given} exceeds the number of training steps",
             given=f"--steps {given}, train.steps = {most}",
             expected=f"1 to {most}",
             hint=f"--steps {most}",
@@ -260,9 +263,9 @@ def _facts(one: Difference | None) -> dict[str, Any] | None:
 def blame(config: Config, run: Run, tolerance: float) -> Blame:
     """Run the mesh with only one dim larger than 1, for each dim in turn, and then with each pair of dims.
 
-    config: a configuration with every size known, whose own run differs.
-    run:    returns the differences of a configuration's mesh from the reference, the worst over all ranks. If it raises
-            a MeshcommError, that counts as a difference.
+    config: a configuration in which every size is known, and whose run differs from the reference.
+    run:    a function that returns the largest differences between a configuration's mesh and the reference. A
+            MeshcommError that it raises counts as a difference.
     """
     suspects = suspected(config)
     for count in (1, 2):
@@ -275,7 +278,7 @@ def blame(config: Config, run: Run, tolerance: float) -> Blame:
 
 
 def suspected(config: Config) -> tuple[str, ...]:
-    """Return the dims that can be to blame: the dims of the base mesh with a size above 1, then the experts' dim."""
+    """Return the dims that may be to blame: the dims of the base mesh with a size above 1, followed by the expert dim."""
     dims = [dim for dim, size in config.mesh.dims.items() if size > 1]
     expert = None if config.parallel is None else config.parallel.expert
     if expert is not None and any(sizes.get(expert, 1) > 1 for sizes in config.mesh.views.values()):
@@ -284,11 +287,11 @@ def suspected(config: Config) -> tuple[str, ...]:
 
 
 def only(config: Config, dims: Iterable[str]) -> Config:
-    """Return the same training on a smaller mesh, where only `dims` are above 1.
+    """Return `config` with a smaller mesh, in which only `dims` have a size above 1.
 
-    The expert dim is not part of the base mesh but consists of other dims. If it is kept, the data dim gets the
-    additional size that the expert dim needs, and another dim of the view gets the rest. If not, experts are not
-    split. Raises ConfigError if there is no such mesh.
+    The expert dim is not part of the base mesh but a view of other dims. If it is kept, the data dim grows as far as the
+    expert dim needs, and another dim of the view gets the remaining ranks. Otherwise experts are not split. Raises
+    ConfigError if there is no such mesh.
     """
     kept, parallel = set(dims), config.parallel
     assert parallel is not None
@@ -335,7 +338,7 @@ def _tried(config: Config, dims: Sequence[str], run: Run, tolerance: float) -> B
 
 
 def differences(config: Config, steps: int, reference: Path) -> list[Difference] | None:
-    """Run the steps on the mesh of `config`; return this rank's differences from the record in `reference`.
+    """Run the steps on the mesh of `config`, and return this rank's differences from the record in `reference`.
 
     Called by: every rank of the job. Returns None on a rank that is not part of the mesh.
     """
@@ -346,7 +349,7 @@ def differences(config: Config, steps: int, reference: Path) -> list[Difference]
 
 
 def main(folder: Path) -> None:
-    """Run as a rank, and write its differences into `folder`; for a script without a reference, its record."""
+    """Run one rank, and write its differences into `folder`. Without a reference, write a script's record instead."""
     here = find_launch(os.environ)
     facts = json.loads((folder / _JOB).read_text())
     config, steps, known = load_config(facts["config"]), facts["steps"], folder.parent / _REFERENCE
@@ -363,7 +366,7 @@ def main(folder: Path) -> None:
                 return
             found = None if ours is None else compare(ours, Record.read(known), here.rank)
         if found is not None:
-            # Read in the order of the ranks, so that the first rank counts among equal differences.
+            # Files are read in rank order, so that the lowest rank is reported for equal differences.
             (folder / f"rank{here.rank:06d}.json").write_text(json.dumps([asdict(one) for one in found]))
 
     as_rank(body, here, lambda: f"rank {here.rank}")
@@ -372,7 +375,7 @@ def main(folder: Path) -> None:
 def _save(found: Record | None, folder: Path, script: str) -> None:
     if found is None:
         raise TrainingError(
-            "the script runs no step of a Trainer, so there is nothing to compare",
+            "the script runs no Trainer steps, so there is nothing to compare",
             given=script,
             expected="meshcomm.train.Trainer, and run() or step()",
             hint="write: with meshcomm.init() as mesh: Trainer(mesh, model=module).run(data)",

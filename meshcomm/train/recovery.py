@@ -1,7 +1,7 @@
-"""After a rank was lost and replaced: the unfinished step is completed or undone, and the new rank gets its state.
+"""After a rank is lost and replaced, complete or undo the interrupted step, and give the new rank its state.
 
-A rank that has left the exchange at the end of a step knows that every rank has summed its gradients. So if any
-rank has reached this point, all of them apply the step. Otherwise none has, and the step is repeated.
+A rank that has finished the exchange at the end of a step knows that every rank has summed its gradients. If any rank
+has reached this point, all ranks therefore apply the step. Otherwise no rank has applied it, and the step is repeated.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ from meshcomm.train.copies import Held, parts_held, receive
 
 @final
 class Survivor:
-    """The training state that a rank holds, from the loss of a rank until the state is in a new engine.
+    """The training state that a rank holds after a loss of ranks, until a new engine receives it.
 
-    engine: the current engine; None on a rank that has none, such as a new rank. shared: whether the new engine uses the
-    same module. facts: returns what a new rank needs to know about the run, see `Steps.facts`.
+    engine: the current engine; None on a rank without an engine, such as a new rank.
+    shared: whether the new engine uses the same module.
+    facts: a function that returns the facts that a new rank needs about the run, see `Steps.facts`.
     """
 
     def __init__(
@@ -37,9 +38,9 @@ class Survivor:
 
     @torch.no_grad()
     def settle(self, mesh: Mesh) -> None:
-        """Bring all ranks with a state to the same step, the latest that any of them has applied.
+        """Bring all ranks that hold a state to the same step, the latest step that any of them has applied.
 
-        Called by: every rank of the reopened mesh, including new ones. May be repeated.
+        Called by: every rank of the reopened mesh, including new ranks. May be called again.
         """
         engine = self._engine
         reached = None if engine is None else engine.reached
@@ -72,15 +73,15 @@ class Survivor:
                 for each in engine.gradients:
                     if isinstance(each, GradientSync):
                         each.close()
-        # A rank that is behind, or one that was lost while it applied a step, has no usable state.
+        # The state is unusable if this rank is behind, or if any rank failed while applying a step.
         if self._step != latest or any(each["broken"] for each in every):
             self._step, self._held = -1, None
 
     def restore(self, engine: Engine, copies: Collection[Held]) -> Any:
-        """Give the new engine this rank's own state, or that of a rank with the same parts. Return `facts`.
+        """Load this rank's own state, or the state of a rank with the same parts, into the new engine. Return `facts`.
 
-        This is the latest state for which every rank's parts exist: the ranks' current state, or `copies` of an earlier
-        step. Returns None, on every rank, if no rank holds the parts of some rank any more.
+        The state is the latest for which all parts still exist, either the ranks' current state or `copies` of an earlier
+        step. Returns None on every rank if the parts of any rank no longer exist.
         Called by: every rank of the mesh.
         """
         mesh = engine.mesh
@@ -108,7 +109,7 @@ class Survivor:
 
 
 def _tells(mesh: Mesh, known: Mapping[int, tuple[Any, Any]], step: int) -> bool:
-    """Return whether this is the first of the ranks that were present after the step."""
+    """Return whether this is the lowest rank that was present after the step."""
     there = [rank for rank, (_, held) in known.items() if any(own and at == step for at, _, own in held)]
     return mesh.rank == min(there, default=None)
 
@@ -116,9 +117,9 @@ def _tells(mesh: Mesh, known: Mapping[int, tuple[Any, Any]], step: int) -> bool:
 def _pairs(
     mesh: Mesh, wanted: Mapping[int, str], held: Mapping[int, Collection[str]]
 ) -> list[tuple[str, int, int]] | None:
-    """Return (dim, giver, receiver) for each rank that lacks its parts. The giver holds them. None if a rank has no giver.
+    """Return (dim, giver, receiver) for each rank that lacks its parts, or None if some parts have no giver.
 
-    wanted, held: by rank, the parts that it needs, and the parts that it has.
+    wanted, held: for each rank, the parts that it needs, and the parts that it has.
     """
     found = []
     for to in (rank for rank, parts in wanted.items() if parts not in held[rank]):
@@ -136,31 +137,31 @@ def _pairs(
 
 
 def refuse_shards(engine: Engine, error: Exception) -> None:
-    """Raise UnsupportedOp if FSDP2 has changed a module of the program: it cannot do so again."""
+    """Raise UnsupportedOp if FSDP2 has sharded a module of the program, because it cannot shard the module again."""
     if any(isinstance(each, Sharded) for each in engine.gradients):
         raise UnsupportedOp(
             "a module that FSDP2 has sharded cannot continue after the loss of a rank",
             given=f"parallel.shard, and a {type(engine.modules[0]).__name__} as the model of the trainer",
             expected="a model that can be built again",
-            hint="a ModelSpec, see docs/guide/unknown_model.md; or --max-restarts in place of --replace",
+            hint="use a ModelSpec (see docs/guide/unknown_model.md), or --max-restarts instead of --replace",
         ) from error
 
 
 def other_parts(mesh: Mesh, tensor: str, before: int) -> UnsupportedOp:
-    """Return the error for a module of the program that would need parts of the model that it did not need before."""
+    """Return the error for a module of the program that would have to hold other parts of the model than before."""
     return UnsupportedOp(
         f"a module of the program cannot take over other parts of the model, on {mesh.label}",
         given=f"{tensor}={before} before ranks were lost, {tensor}={mesh.coord(tensor)} now",
         expected="a model that can be built again, or the same parts",
-        hint="a ModelSpec, see docs/guide/unknown_model.md; or remove elastic.min",
+        hint="use a ModelSpec (see docs/guide/unknown_model.md), or remove elastic.min",
     )
 
 
 def nobody_holds(mesh: Mesh) -> TrainingError:
-    """Return the error for parts of the model that no rank holds."""
+    """Return the error for parts of the model that no rank holds any more."""
     return TrainingError(
         "no rank holds the parts of the model that a lost rank had",
         given=f"a mesh of {dict(mesh.dims)}, ranks {sorted(mesh.generation.replaced)} lost",
-        expected="a dim along which ranks hold the same parts, as along data",
+        expected="a dim along which ranks hold the same parts, such as data",
         hint="call Trainer.load with a checkpoint on every rank; Trainer.run does so automatically",
     )

@@ -1,4 +1,4 @@
-"""The files of a run in `train.out` other than checkpoints: metrics, its configuration and end, traces."""
+"""A run's files in `train.out` other than checkpoints: metrics, the configuration, the outcome, and traces."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _FORMAT: Final = 1
 
 
 def check_folder(folder: Path) -> None:
-    """Create `folder`. Raises TrainingError if nothing can be written into it."""
+    """Create `folder`. Raises TrainingError if it cannot be created or is not writable."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -49,9 +49,9 @@ def check_folder(folder: Path) -> None:
 
 
 def put_aside(folder: Path, *, with_checkpoints: bool = False) -> None:
-    """Rename the files of an earlier run: metrics.jsonl -> metrics.1.jsonl, checkpoints -> checkpoints.1 and so on.
+    """Rename the files of an earlier run: metrics.jsonl -> metrics.1.jsonl, checkpoints -> checkpoints.1, and so on.
 
-    Uses the lowest number above all numbers in use, so the highest is the latest. Nothing is deleted.
+    The number is above all numbers in use, so the highest number belongs to the latest run. Nothing is deleted.
     """
     files = {name: name.replace(".", ".{}.") for name in (METRICS, CONFIG, RUN, TRACE)}
     names = files | {name: name + ".{}" for name in (FOLDER, TENSORBOARD, WANDB)}
@@ -65,7 +65,7 @@ def put_aside(folder: Path, *, with_checkpoints: bool = False) -> None:
 
 @final
 class MetricsFile:
-    """Writes `folder`/metrics.jsonl. after: the step from which a run continues. Later lines are removed."""
+    """Writes `folder`/metrics.jsonl. after: the step after which the run continues. Lines of later steps are removed."""
 
     def __init__(self, folder: Path, after: int = 0) -> None:
         check_folder(folder)
@@ -75,7 +75,7 @@ class MetricsFile:
         self._file = self.path.open("a", encoding="utf-8")
 
     def write(self, step: Step | Evaluation) -> None:
-        """Append one line with the fields that are known. A number that is not finite is null."""
+        """Append one line with all known fields. Numbers that are not finite are written as null."""
         facts = {
             key: None if isinstance(value, float) and not math.isfinite(value) else value
             for key, value in step.facts.items()
@@ -86,7 +86,7 @@ class MetricsFile:
             self._file.flush()
 
     def sync(self) -> None:
-        """Sync every line to the disk, because a resumed run must not lose lines before its checkpoint."""
+        """Sync all lines to disk, so that a resumed run loses no lines from before its checkpoint."""
         with naming(self.path):
             os.fsync(self._file.fileno())
 
@@ -96,7 +96,7 @@ class MetricsFile:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # Any remaining output has already failed to be written.
+        # Writing any remaining output has already failed.
         with contextlib.suppress(OSError):
             self._file.close()
 
@@ -114,7 +114,7 @@ def last_step(folder: Path) -> int:
 
 
 def _end_of(path: Path, step: int) -> int:
-    """Return the number of bytes up to the end of the line of `step`. A truncated line ends the file."""
+    """Return the number of bytes up to the end of the last line for `step`. Reading stops at a truncated line."""
     end = 0
     with path.open("rb") as file:
         for line in file:
@@ -131,14 +131,14 @@ def _end_of(path: Path, step: int) -> int:
 def recorded(folder: Path, config: Config, plan: Plan, start: Start) -> Iterator[list[Summary]]:
     """Write `folder`/config.json and `folder`/run.json now, and run.json again when the block ends.
 
-    config.json is `config` with the sizes of `plan`; `meshcomm.config.load_config` reads it. In run.json, `run` is a new
-    id at every start. `state` is "running", "finished" or "stopped". `ended` has the Summary, with None for unknown
-    values, and `reason`: why the run ended before its last step, or None. Each file holds either its old or its new text
-    at any moment. A run that is killed stays "running".
+    config.json contains `config` with the sizes of `plan`; `meshcomm.config.load_config` can read it. In run.json, `run` is
+    an id that is new at every start. `state` is "running", "finished" or "stopped". `ended` contains the Summary, with None
+    for unknown values, and `reason`, which tells why the run ended before its last step, or is None. Each file contains
+    either its old or its new text at all times. If a run is killed, its state stays "running".
 
-    Yields:    a list, to which the block adds its Summary before it ends in any way.
+    Yields:    a list to which the block appends its Summary before it ends, with or without an error.
     Called by: the rank that writes metrics.jsonl.
-    Raises:    TrainingError if a file cannot be written, at the start or after the last step.
+    Raises:    TrainingError if a file cannot be written at the start or after the last step.
     """
     about: dict[str, Any] = {
         "format": _FORMAT,
@@ -168,7 +168,7 @@ def recorded(folder: Path, config: Config, plan: Plan, start: Start) -> Iterator
 
 
 def settings_of(config: Config, plan: Plan) -> dict[str, Any]:
-    """Return `config` as `load` reads it from JSON, with every -1 filled in; unset values stay unset."""
+    """Return `config` as plain data that can be loaded again, with every -1 filled in. Unset values remain unset."""
     views = Table({name: Table(sizes) for name, sizes in plan.layout.views.items()})
     sizes = {"dims": Table(plan.layout.dims), **({"views": views} if views else {})}
     filled = config.model_copy(update={"mesh": config.mesh.model_copy(update=sizes)})
@@ -202,7 +202,7 @@ def _write(path: Path, content: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Raise an OSError of the block as a TrainingError that names `path`."""
+    """Convert an OSError in the block to a TrainingError that names `path`."""
     try:
         yield
     except OSError as error:
@@ -216,9 +216,9 @@ def naming(path: Path) -> Iterator[None]:
 
 @final
 class TraceWindow(contextlib.ExitStack):
-    """Traces the steps of `train.trace_steps`, in a run whose first `done` steps are complete.
+    """Traces the steps in `train.trace_steps`, in a run that has already completed its first `done` steps.
 
-    Called by: every rank, `before` and `after` each step. On exit, it ends an open trace.
+    Called by: every rank, `before` and `after` each step. On exit, a trace in progress is ended.
     """
 
     def __init__(self, mesh: Mesh, train: TrainConfig, done: int) -> None:
@@ -229,11 +229,11 @@ class TraceWindow(contextlib.ExitStack):
         self._first = max(first, done + 1)
 
     def before(self, step: int) -> None:
-        """Start the trace if it starts with this step."""
+        """Start the trace if this is its first step."""
         if step == self._first <= self._last:
             self.enter_context(self._mesh.trace(self._path))
 
     def after(self, step: int) -> None:
-        """End the trace if it ends with this step."""
+        """End the trace if this is its last step."""
         if step == self._last:
             self.close()

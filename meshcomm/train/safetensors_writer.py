@@ -1,4 +1,6 @@
-"""Write a safetensors file of pieces of a checkpoint with one tensor in memory at a time. The safetensors package needs all.
+"""Write parts of a checkpoint to a safetensors file, with only one tensor in memory at a time.
+
+The safetensors package would need all tensors in memory. The format of the file is:
 
 8 bytes    length of the header, little-endian
 header     JSON, padded with spaces to a multiple of 8:
@@ -26,7 +28,7 @@ _METADATA: Final = "__metadata__"
 
 
 class Piece(NamedTuple):
-    """A tensor of a file. of: the parameter that it is taken from."""
+    """A tensor in a file. of: the parameter from which the tensor is taken."""
 
     name: str
     kind: Kind
@@ -39,10 +41,10 @@ class Piece(NamedTuple):
 
 
 def write_file(path: Path, pieces: Sequence[Piece], saved: Saved) -> None:
-    """Write a safetensors file of pieces of a checkpoint. A parameter is loaded once for adjacent pieces taken from it.
+    """Write pieces of a checkpoint to a safetensors file. Adjacent pieces of a parameter share one load of that parameter.
 
-    The file appears under its name when it is complete and on the disk. An existing file is replaced.
-    Raises: UnsupportedOp for a dtype that the format does not have, or on a big-endian machine; OSError.
+    The file appears under its name once it is complete and on disk. An existing file is replaced.
+    Raises: UnsupportedOp for a dtype that the format does not support, or on a big-endian machine; OSError.
     """
     entries: dict[str, Any] = {_METADATA: {"format": "pt"}}
     place = 0

@@ -1,4 +1,4 @@
-"""A training run on the screen: one progress bar, then a summary."""
+"""Show a training run on the screen, with a progress bar and a summary at the end."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _QUIET_S = 30.0
 class TrainingReporter(Callback):
     """Prints on the first rank of the mesh.
 
-    On a terminal it draws a bar with step, loss, tokens per second and time left. Otherwise it
-    prints a plain line for the first and last step, every tenth of the run, and every 30 s.
+    On a terminal, it draws a progress bar with the step, loss, tokens per second and time left. Otherwise it
+    prints a plain line for the first and the last step, after every tenth of the run, and every 30 s.
     """
 
     def __init__(self, console: Console | None = None) -> None:
@@ -68,7 +68,7 @@ class TrainingReporter(Callback):
             self._say(f"running step {done + 1} of {start.steps}; the first takes longest")
 
     def on_step(self, step: Step) -> None:
-        """Move the bar, or print a line from time to time, and one for each skipped step."""
+        """Update the bar, or print a line from time to time. Also print a line for each skipped step."""
         if step.fault:
             self._say(f"step {step.step} is skipped: " + step.fault.partition("\n")[0])
         mfu = "" if step.mfu is None else f"  MFU {100 * step.mfu:.3g}%"
@@ -97,7 +97,7 @@ class TrainingReporter(Callback):
         self._say(f"step {evaluation.step}  {loss}, {duration(evaluation.seconds)}")
 
     def on_end(self, summary: Summary, error: BaseException | None) -> None:
-        """Close the bar, and print the summary or the progress of the run."""
+        """Close the bar, and print the summary, or how far the run got before an error."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
@@ -127,7 +127,7 @@ def _title(summary: Summary) -> str:
 
 
 def resumed_text(resumed: Resumed) -> str:
-    """Return the step and checkpoint that a run resumes from, and the settings that have changed since."""
+    """Return a text with the step and checkpoint from which a run resumes, and the settings that have changed since."""
     met = resumed.generation
     if met is not None:
         new = f"{ranks_text(sorted(met.replaced))} replaced: " if met.replaced else ""
@@ -142,7 +142,7 @@ def resumed_text(resumed: Resumed) -> str:
 
 
 def summary_rows(summary: Summary) -> Iterator[tuple[str, str]]:
-    """Final loss, speed and time of a run of at least one step."""
+    """Yield the rows of the summary of a run with at least one step."""
     yield "loss", f"{summary.losses[0]:.4f} -> {summary.losses[-1]:.4f} nats per {summary.unit}"
     if summary.evaluation is not None:
         last = summary.evaluation
@@ -167,5 +167,5 @@ def summary_rows(summary: Summary) -> Iterator[tuple[str, str]]:
 
 
 def duration(seconds: float) -> str:
-    """Return a time span: `7.2 s`, or `1:01:23` from a minute on."""
+    """Return a duration such as `7.2 s`, or `1:01:23` for a minute or more."""
     return f"{seconds:.1f} s" if seconds < 59.95 else str(timedelta(seconds=round(seconds)))

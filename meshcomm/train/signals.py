@@ -1,4 +1,4 @@
-"""Signals that end a run after a step and a checkpoint, on all ranks."""
+"""Handle signals that end a run on all ranks, after a step and a checkpoint."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _AGREED: Final = "meshcomm.train/agreed"
 class Signals(Callback):
     """Ends the run on all ranks after the same step if any rank receives SIGTERM or SIGUSR1.
 
-    A context manager for the main thread. In other threads, signals act as usual, on this rank. Only the first signal
-    counts, because a launcher forwards a signal that Slurm or systemd has also sent to the ranks. After a run that was
-    ended this way, the signals are ignored, because the program is about to end.
+    Use this as a context manager in the main thread. In other threads, signals have their usual effect on this rank. Only
+    the first signal counts, because a launcher may forward a signal that Slurm or systemd has also sent to the ranks. After
+    a signal has ended the run, further signals are ignored, because the program is about to exit.
 
-    Signals reach ranks at different moments. A rank that receives one sets a key in the job's store. The first rank finds
-    the key when it looks, and sets another one before its next step. No rank finishes that step without the first rank, so
-    all ranks find the second key when they look after it.
+    Signals reach the ranks at different times. A rank that receives a signal sets a key in the job's store. When the first
+    rank finds this key, it sets a second key before its next step. No rank can finish that step without the first rank, so
+    all ranks find the second key when they look after that step.
     """
 
     def __init__(self, mesh: Mesh) -> None:
@@ -36,7 +36,7 @@ class Signals(Callback):
 
     def __enter__(self) -> Self:
         if is_first(self._mesh):
-            # Left by another run on this mesh.
+            # An earlier run on this mesh may have left these keys.
             for key in (_ASKED, _AGREED):
                 self._mesh.store.delete_key(key)
         if threading.current_thread() is threading.main_thread():
@@ -51,7 +51,7 @@ class Signals(Callback):
         self._usual = {}
 
     def look(self, step: int) -> None:
-        """Find out whether the run ends here. Called by: every rank, after the same steps, when it has their results."""
+        """Check whether the run ends after this step. Called by: every rank, after the same steps, once it has the results."""
         store = self._mesh.store
         if self._number and not self._told:
             self._told = True

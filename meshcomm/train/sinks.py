@@ -19,14 +19,17 @@ from meshcomm.train.run_files import TENSORBOARD, WANDB
 
 @final
 class Sink(Callback):
-    """Sends numbers by name, such as `train/loss`, to one package. If it fails, stderr reports it once, and the run continues.
+    """Sends named numbers such as `train/loss` to one package. A failure is reported once on stderr, and the run continues.
 
     TensorBoard: event files in `folder`/tensorboard. Points after the step `after` are hidden.
-    Weights & Biases: a run in `folder`/wandb, offline unless WANDB_MODE is set; `wandb sync` sends it. Its
-    project, name and entity come from wandb's own variables. A resumed training is a new run.
+    Weights & Biases: a run in `folder`/wandb, offline unless WANDB_MODE is set. `wandb sync` uploads the run. Its
+    project, name and entity are set by wandb's own environment variables. Resumed training is logged as a new run.
 
-    Created on the rank that writes metrics.jsonl. folder: the run's folder. settings: the run's configuration, as in
-    config.json. after: the last step of an earlier run that this one resumes, 0 if none.
+    Created on the rank that writes metrics.jsonl.
+
+    folder: the run's folder.
+    settings: the run's configuration, as in config.json.
+    after: the last step of the earlier run that this run resumes, or 0.
     """
 
     def __init__(self, package: str, folder: Path, settings: Mapping[str, Any], after: int) -> None:

@@ -1,4 +1,4 @@
-"""Runs training steps in order: compute, report, evaluate, save. Also computes their learning rate."""
+"""Run the training steps of a run, report and evaluate them, and save checkpoints. Also computes the learning rate."""
 
 from __future__ import annotations
 
@@ -40,19 +40,19 @@ from meshcomm.train.run_files import (
 from meshcomm.train.signals import Signals
 from meshcomm.train.sinks import Sink, check_sinks
 
-# The most steps in a row that may be skipped; more are not an accident.
+# The maximum number of consecutive steps that may be skipped.
 _IN_A_ROW = 10
 # The number of steps whose metrics are kept, for a new first rank.
 _RECENT = 100
 
 
 def learning_rate(train: TrainConfig, step: int) -> float:
-    """Return the learning rate of step 1, 2, ..., train.steps: a pure function of the configuration, so there is no
+    """Return the learning rate of a step, from 1 to train.steps. It depends only on the configuration, so there is no
     state to save.
 
-    Linear up to `lr` at `warmup_steps`. Then, by `schedule`, half a cosine wave or a straight line down
-    to `lr * min_lr_ratio` at the last step, or `lr` to the end. With wsd (warm-up, stable, decay: Hu et al. 2024)
-    the straight line begins after the step `steps - decay_steps`.
+    The rate rises linearly to `lr` at `warmup_steps`. Then, depending on `schedule`, it follows half a cosine wave or a
+    straight line down to `lr * min_lr_ratio` at the last step, or stays at `lr`. With wsd (warmup, stable, decay: Hu et
+    al. 2024), the straight line begins after step `steps - decay_steps`.
 
     >>> train = TrainConfig(steps=12, warmup_steps=4, global_batch_size=1, micro_batch_size=1, lr=1.0, min_lr_ratio=0.2)
     >>> [round(learning_rate(train, step), 3) for step in range(1, 13)]
@@ -76,18 +76,18 @@ def learning_rate(train: TrainConfig, step: int) -> float:
 
 
 def check_outputs(train: TrainConfig) -> None:
-    """Create `train.out`. Raises TrainingError if it cannot, or ConfigError if the run cannot be recorded as [train] asks."""
+    """Create `train.out`. Raises TrainingError if this fails, or ConfigError if a package in train.log_to is missing."""
     check_sinks(train)
     check_folder(Path(train.out))
 
 
 @contextlib.contextmanager
 def threads_and_precision(mesh: Mesh, train: TrainConfig, ranks_here: int) -> Iterator[None]:
-    """Set torch's threads and `train.float32_matmul_precision`, until the run has ended."""
+    """Set torch's thread count and `train.float32_matmul_precision` until the run has ended."""
     threads, precision = torch.get_num_threads(), torch.get_float32_matmul_precision()
     try:
         if mesh.device.type == "cpu":
-            # More threads than cores slow each other down, and ranks on one host share its cores.
+            # Ranks on one host share its cores, and more threads than cores would slow each other down.
             bound = hasattr(os, "sched_getaffinity")
             cores = len(os.sched_getaffinity(0)) if bound else os.cpu_count() or 1
             torch.set_num_threads(max(1, cores // ranks_here))
@@ -99,7 +99,7 @@ def threads_and_precision(mesh: Mesh, train: TrainConfig, ranks_here: int) -> It
 
 
 class Reading(NamedTuple):
-    """The data of steps and evaluations. corpus: the data of [data]; None if the data come from code."""
+    """The data for steps and evaluations. corpus: the data in [data]; None if the program provides the data."""
 
     batches: Batches | ReadAhead | GivenBatches
     corpus: Corpus | None
@@ -107,7 +107,7 @@ class Reading(NamedTuple):
 
 
 class Saving(NamedTuple):
-    """The places in which the state is saved. run: the number of this `Trainer.run` call in the program, from 1."""
+    """Where the state is saved. run: the number of this `Trainer.run` call in the program, starting at 1."""
 
     checkpoints: Checkpoints
     copies: Copies
@@ -115,10 +115,10 @@ class Saving(NamedTuple):
 
 
 class Progress(NamedTuple):
-    """The progress of a run: the lock and the losses of its last checkpoint. resumed: None at the run's first step.
+    """The progress of a run: the lock and the losses of its last checkpoint. resumed: None if the run starts from scratch.
 
-    pending: steps after those of `losses` that are done and not reported. evaluates, saves: whether the last step still
-    has to be evaluated, or saved.
+    pending: completed steps that are not yet in `losses` and not yet reported. evaluates, saves: whether the last step must
+    still be evaluated or saved.
     """
 
     lock: Lock
@@ -130,10 +130,10 @@ class Progress(NamedTuple):
 
 
 def progress_of(engine: Engine, start: Lock, facts: Mapping[str, Any]) -> Progress:
-    """Return the progress, from the survivors of a loss of ranks. facts: the facts of one survivor, see `Steps.facts`.
+    """Return the progress of a run whose survivors continue. facts: the facts from one survivor, see `Steps.facts`.
     Called by: every rank.
 
-    The first rank may be new: lines that the metrics file lacks are reported again.
+    The first rank may be new, so lines that are missing from the metrics file are reported again.
     """
     mesh, train, step = engine.mesh, engine.sections.train, engine.done
     losses: list[float] = list(facts["losses"])
@@ -163,7 +163,7 @@ def progress_of(engine: Engine, start: Lock, facts: Mapping[str, Any]) -> Progre
 
 @final
 class Steps:
-    """The steps of a run that follow `progress`. Every rank of the mesh has a Steps."""
+    """The remaining steps of a run after `progress`. Every rank of the mesh has a Steps object."""
 
     def __init__(
         self,
@@ -209,7 +209,7 @@ class Steps:
         )
 
     def run(self) -> Summary:
-        """Run the steps. Called by: every rank. Returns and raises as Trainer.run does."""
+        """Run the steps. Called by: every rank. The return value and the errors are those of Trainer.run."""
         mesh, train, resumed = self._mesh, self._train, self._start.resumed
         with contextlib.ExitStack() as stack:
             ended: list[Summary] = []
@@ -256,7 +256,7 @@ class Steps:
         return whole
 
     def facts(self) -> dict[str, Any]:
-        """Return the facts about the run for a new rank, as plain data; see `progress_of`. Does not communicate."""
+        """Return the facts that a new rank needs about the run, as plain data; see `progress_of`. Does not communicate."""
         pending = [*self._results, *self._engine.pending()]
         step = len(self._losses) + len(pending)
         lock = {
@@ -285,7 +285,7 @@ class Steps:
         evaluates, saves = self._left
         if evaluates:
             self._evaluate(self._first)
-        # A loader may have read the next step already, and its state would then be of that step.
+        # A loader may already have read the next step. Its state would then belong to that step.
         ahead = isinstance(self._reading.batches, GivenBatches) and self._reading.batches.has_state
         if saves and not ahead:
             self._save(self._first)
@@ -305,13 +305,13 @@ class Steps:
             window.after(step)
             self._seconds = time.perf_counter() - began
             saves, evaluates = self._due(train.checkpoint_every, step), self._due(train.eval_every, step)
-            # At each checkpoint, so that after a loss of ranks the data read are never older than the last checkpoint.
+            # Also copy at each checkpoint, so that copies are never older than the last checkpoint.
             self._copies.after_step(engine, self.facts, saves)
             logs = self._logs(step)
-            # Looking waits for the device if calls are queued on it.
+            # Reading results waits for the device if calls are queued on it.
             if mesh.is_async and not saves and not evaluates and not logs:
                 continue
-            # Keep the results, because a loss of ranks may end what follows.
+            # Keep the results, because a loss of ranks may interrupt the code below.
             self._results += engine.results()
             self._signals.look(step)
             now = time.perf_counter()
@@ -322,7 +322,7 @@ class Steps:
                 logged, logged_step = now, step
             if evaluates:
                 self._evaluate(step)
-            # Save the last step too, if something ends the run.
+            # Also save the last step if a callback or a signal ends the run.
             if saves or self._signals.stop or (train.checkpoint_every and self._stopped()):
                 self._save(step)
 
@@ -395,7 +395,7 @@ class Steps:
             callback.on_save(step, folder)
 
     def _stopped(self) -> str:
-        """Return the reason for which a callback ends the run; "" if none does."""
+        """Return why a callback ends the run; "" if none does."""
         return next(
             (each.reason or f"{type(each).__name__}.stop" for each in self._callbacks if each.stop), ""
         )

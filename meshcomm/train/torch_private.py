@@ -1,4 +1,4 @@
-"""Private names of torch for counting FLOPs, following operators, and checkpoints. Tested on torch 2.11 to 2.15."""
+"""Private torch APIs used for counting FLOPs, tracking operators, and checkpoints. Tested with torch 2.11 to 2.15."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ _saved_tensor_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tenso
 
 
 def recomputes() -> bool:
-    """Return whether this is a forward pass within a backward pass, as in torch.utils.checkpoint.
+    """Return whether a forward pass is running inside a backward pass, as in torch.utils.checkpoint.
 
-    The computation of backward itself is not recorded for another backward pass and saves no tensors.
+    The backward computation itself is not recorded for another backward pass, and it saves no tensors.
     """
     return backward_number() != -1 and (torch.is_grad_enabled() or _saved_tensor_hooks(True) is not None)
 
 
 def storage_info(file: str, offset: int, length: int) -> Any:
-    """Return the location of a part of a tensor, as torch's reader of checkpoints expects it in their metadata."""
+    """Return the location of a tensor part, in the form that torch's checkpoint reader expects in the metadata."""
     from torch.distributed.checkpoint.filesystem import _StorageInfo
 
     return _StorageInfo(file, offset, length)
@@ -30,22 +30,22 @@ def storage_info(file: str, offset: int, length: int) -> Any:
 def _grouped(a: Any, b: Any, *_: Any, **__: Any) -> int:
     """Return the FLOPs of a grouped matmul.
 
-    If both operands have three axes, there are as many matmuls as groups; otherwise one.
+    If both operands have three axes, there is one matmul per group; otherwise there is a single matmul.
     """
     groups = a.shape[0] if a.ndim == b.ndim == 3 else 1
     return int(2 * groups * a.shape[-2] * a.shape[-1] * b.shape[-1])
 
 
 def _attention(q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
-    """Return the FLOPs of the two products of attention.
+    """Return the FLOPs of attention's two matrix products.
 
-    Operands are (batch, heads, queries or keys, size); k and v may have fewer heads.
+    The operands have shape (batch, heads, queries or keys, size); k and v may have fewer heads than q.
     """
     return int(2 * q.shape[:3].numel() * k.shape[2] * (q.shape[3] + v.shape[3]))
 
 
 def _attention_backward(_: Any, q: Any, k: Any, v: Any, *__: Any, **___: Any) -> int:
-    """Return the FLOPs of five products: the scores again, and the gradients of scores, q, k and v."""
+    """Return the FLOPs of five products: the recomputed scores, and the gradients of scores, q, k and v."""
     return int(2 * q.shape[:3].numel() * k.shape[2] * (3 * q.shape[3] + 2 * v.shape[3]))
 
 
@@ -58,9 +58,9 @@ _MORE_FLOPS: dict[str, Callable[..., int]] = {
 
 
 def flops_of(operator: Any) -> Callable[..., int] | None:
-    """Return the formula for the FLOPs of an operator, called with its arguments and `out_val`, its result.
+    """Return the formula for an operator's FLOPs, a function of its arguments and, as `out_val`, its result.
 
-    None if it has no FLOPs.
+    Return None if the operator has no FLOPs.
     """
     from torch.utils.flop_counter import flop_registry
 

@@ -1,4 +1,4 @@
-"""The Trainer: a mesh, a configuration, and the user's own model, optimizer, loss or data."""
+"""The Trainer, which trains a model on a mesh, optionally with the user's own model, optimizer, loss or data."""
 
 from __future__ import annotations
 
@@ -66,19 +66,19 @@ T = TypeVar("T")
 
 
 class StepRecorder(ABC):
-    """Takes over the trainers of a program, which then write no files.
+    """Intercepts the steps of a program's trainers, which then write no files.
 
-    config: replaces their configuration. If None, they keep it.
+    config: the configuration that replaces the trainers' own. If None, they keep their own.
     """
 
     config: Config | None = None
 
     def begins(self, engine: Engine, inputs: Tensor) -> None:  # noqa: B027
-        """Before each step."""
+        """Called before each step."""
 
     @abstractmethod
     def stepped(self, engine: Engine) -> None:
-        """After each step. Raises to end the program when enough steps are recorded."""
+        """Called after each step. Raises an exception to end the program when enough steps are recorded."""
 
 
 # For the trainers of this context: `meshcomm parity` compares them, and `meshcomm dryrun` inspects them.
@@ -87,33 +87,34 @@ RECORDER: ContextVar[StepRecorder | None] = ContextVar("meshcomm_recorder", defa
 
 @final
 class Trainer:
-    """Trains a model on a mesh, as `meshcomm train` does, with your model, loss, optimizer or data.
+    """Trains a model on a mesh, like `meshcomm train`, but with your own model, loss, optimizer or data.
 
         with meshcomm.init("train.toml") as mesh:
             Trainer(mesh, meshcomm.load_config("train.toml"), module, loss=loss).run(batches)
 
     Args:
         mesh: an open mesh that this rank is a member of.
-        config: the configuration of the mesh. If None, the CONFIG of `meshcomm run`. [parallel] and [train] are
-            required. [model] is required if `model` is None. [data] is required for a pipeline, with [model],
-            and if `run` receives no data.
-        model: if None, the model of [model]. A ModelSpec or Model is built in parts, for every kind of
-            parallelism that it describes. An nn.Module is used unchanged, for data and shard, and for tensor after
-            `tensor_parallel` has split it. The weights of the first rank along data and shard are broadcast to
-            all of these ranks.
-        optimizer: (parameter groups) -> an optimizer. If None, the optimizer of [train]. Vectors are in a group
-            with weight_decay 0. The optimizer's lr is the base of train's schedule, in place of train.lr.
-        loss: (outputs, targets) -> the mean over a microbatch. The loss of a step is the mean over all
-            microbatches of all ranks. If None, the model's loss, or cross-entropy over all targets of the
-            global batch except -100.
-        scheduler: (optimizer) -> a torch LRScheduler that replaces train's schedule and is stepped after each
-            step. On resume, it is stepped once per completed step and then loads the saved state. If its
-            settings have changed, the new settings apply, and its state is computed from the number of steps only.
-        callbacks: called on every rank, in this order.
+        config: the mesh's configuration. If None, the CONFIG passed to `meshcomm run` is used. [parallel] and
+            [train] are required. [model] is required if `model` is None. [data] is required for a pipeline, for a
+            model from [model], and if `run` is called without data.
+        model: if None, the model described in [model] is built. A ModelSpec or Model is built in parts and supports
+            every kind of parallelism that it describes. An nn.Module is used unchanged. It supports data and shard
+            parallelism, and tensor parallelism once `tensor_parallel` has split it. The first rank along data and
+            shard broadcasts its weights to the other ranks along these dims.
+        optimizer: a function that maps parameter groups to an optimizer. If None, the optimizer in [train] is used.
+            Vectors are in a group with weight_decay 0. The schedule scales the optimizer's lr instead of train.lr.
+        loss: a function of outputs and targets that returns the mean loss over a microbatch. The loss of a step is
+            the mean over all microbatches on all ranks. If None, the model's own loss is used, or the cross-entropy
+            over all targets of the global batch except -100.
+        scheduler: a function that maps the optimizer to a torch LRScheduler, which replaces the schedule in [train]
+            and advances after each step. On resume, it advances once per completed step and then loads the saved
+            state. If its settings have changed, the new settings apply, and its state is computed only from the
+            number of steps.
+        callbacks: called on every rank, in the given order.
 
     Called by: every rank of the mesh, with equal arguments.
-    Raises:    ConfigError, LayoutError if config, model and mesh do not fit; TrainingError if ranks have
-               different settings; UnsupportedOp for a parallelism that the model does not allow.
+    Raises:    ConfigError or LayoutError if config, model and mesh do not match; TrainingError if ranks have
+               different settings; UnsupportedOp for a kind of parallelism that the model does not support.
     """
 
     def __init__(
@@ -133,12 +134,12 @@ class Trainer:
         self._given, self._loss = model, loss
         self._optimizer, self._scheduler = optimizer, scheduler
         self._made: Engine | None = None
-        # Whether the engine has a state. If there is a checkpoint, the engine has none before the checkpoint is read.
+        # Whether the engine holds a state. When resuming, it holds none until the checkpoint is read.
         self._holds = False
         self._steps: Steps | None = None
         # The samples read from the program's data before ranks were lost.
         self._read: GivenBatches | None = None
-        # The number of `run` calls: ranks that meet again must be in the same one.
+        # The number of `run` calls so far. Ranks that meet again must be in the same call.
         self._runs = 0
         # After ranks have met again: this rank's state, until it is in a new engine.
         self._survivor = Survivor() if mesh.generation.number else None
@@ -149,7 +150,7 @@ class Trainer:
             callback.trainer = self
 
     def _begin(self) -> None:
-        """The part of the constructor that communicates; repeated on each reopened mesh."""
+        """Run the part of the constructor that communicates, which is repeated on each reopened mesh."""
         mesh, model = self._mesh, self._given
         # After a loss of ranks, the mesh may be smaller than the configuration asks for.
         self._config = config = with_sizes(self._asked, mesh.generation.dims)
@@ -174,7 +175,7 @@ class Trainer:
                 self._meet_again(error)
 
     def _recovering(self, action: Callable[[], T]) -> T:
-        """Return the result of `action`. Try again if `action` fails because ranks were lost and replaced."""
+        """Return the result of `action`, which is repeated if it fails because ranks were lost and replaced."""
         if not self._mesh.recovers:
             return action()
         while True:
@@ -212,16 +213,16 @@ class Trainer:
                     trainer.step(*batch_of(done + 1))
                     done += 1
                 except Exception as error:
-                    done = trainer.reopen(error)       # raises `error` where no rank was lost and replaced
+                    done = trainer.reopen(error)       # raises `error` if no rank was lost and replaced
 
-        For custom training loops; `run` calls this itself. If any rank has applied the interrupted step, all
+        Call this in custom training loops; `run` calls it automatically. If any rank has applied the interrupted step, all
         ranks complete it. Otherwise all ranks undo it. A new rank copies its state from a rank that holds the
         same parts of the model.
 
-        error:     the exception that interrupted the step. None on a new rank, right after the constructor.
+        error:     the exception that interrupted the step. A new rank passes None, right after it has constructed the Trainer.
         Called by: every rank of the mesh.
         Returns:   the last completed step, the same on every rank.
-        Raises:    `error`; TrainingError if no rank holds the parts of a lost rank.
+        Raises:    `error` if no rank was lost and replaced; TrainingError if no rank holds the parts of a lost rank.
         """
         if error is not None:
             self._meet_again(error)
@@ -233,7 +234,7 @@ class Trainer:
         return self.engine.done
 
     def _restored(self) -> Any:
-        """Return the survivors' facts about the run, once the state is in a new engine; None if no rank holds it."""
+        """Load the survivors' state into a new engine. Return their facts about the run; None if no rank holds the state."""
         found = None
         if self._survivor is not None:
             found = self._survivor.restore(self._make(False), self._copies.held)
@@ -247,10 +248,10 @@ class Trainer:
 
     @property
     def engine(self) -> Engine:
-        """This rank's stages, the summation of their gradients, and the optimizer.
+        """This rank's stages, the reduction of their gradients, and the optimizer.
 
-        A model that is built in parts is built on first access to this property, or to one that needs it. Every
-        rank must then access it.
+        A model that is built in parts is built when this property, or one that depends on it, is first accessed.
+        Every rank must make this first access.
         """
         return self._make(True)
 
@@ -261,38 +262,38 @@ class Trainer:
 
     @property
     def modules(self) -> nn.ModuleList:
-        """This rank's stages, one or several."""
+        """This rank's pipeline stages, one or more."""
         return self.engine.modules
 
     @property
     def optimizer(self) -> Optimizer:
-        """The optimizer of this rank's parameters."""
+        """The optimizer for this rank's parameters."""
         return self.engine.optimizer
 
     def run(self, data: Data | None = None, attempt: Attempt | None = None) -> Summary:
-        """Train up to train.steps, from the start or from the last complete checkpoint in train.out.
+        """Train until train.steps, from scratch or from the last complete checkpoint in train.out.
 
-        data:      this rank's share of each global batch: (step) -> (inputs, targets), or an iterable of such
-                   pairs, such as a DataLoader. An iterable that ends is restarted after a call of its sampler's
-                   `set_epoch`. Dictionaries are accepted as for `step`. On resume, an iterable with
-                   `load_state_dict` (torchdata's StatefulDataLoader) loads the saved state; from any other
-                   iterable, the batches of the completed steps are skipped. The data must be equal along tensor,
-                   pipeline and context. If None, [data] is used.
-        attempt:   the launcher's attempt. A job that the launcher restarts resumes from its own last
-                   checkpoint.
+        data:      a function that returns this rank's share of the global batch of a step as (inputs, targets), or an
+                   iterable of such pairs, for example a DataLoader. When an iterable ends, its sampler's `set_epoch`
+                   is called, and the iterable is restarted. Dictionaries are accepted, as in `step`. On resume, an
+                   iterable with `load_state_dict`, such as torchdata's StatefulDataLoader, loads its saved state. Any
+                   other iterable is advanced past the completed steps. Ranks along tensor, pipeline and context must
+                   receive the same data. If None, [data] is used.
+        attempt:   the job and the number of its restarts. A job that the launcher restarts resumes from its own
+                   last checkpoint.
         Called by: every rank of the mesh.
-        Returns:   a summary with the same losses on every rank. The first rank has written the files of
-                   `run_files` into train.out.
-        Raises:    ConfigError if config and checkpoint do not fit; TrainingError if ranks have different data,
+        Returns:   a summary, with the same losses on every rank. The first rank writes the files that `run_files`
+                   describes into train.out.
+        Raises:    ConfigError if the configuration does not match the checkpoint; TrainingError if ranks have different data,
                    a parameter gets no gradient, the loss or the gradient norm is not finite (see
-                   train.on_nonfinite), or a checkpoint cannot be written or read; CallMismatchError if the
-                   calls of a step differ.
+                   train.on_nonfinite), or a checkpoint cannot be written or read; CallMismatchError if ranks
+                   make different calls in a step.
         """
         self._runs, self._read = self._runs + 1, None
         self._copies.clear()
         if self._recorder is not None:
             batches = self._batches(self._corpus() if data is None else data)
-            # The recorder ends it.
+            # The recorder ends the loop.
             for step in count(1):
                 self.step(*batches(step))
         return self._recovering(partial(self._run, data, attempt or Attempt()))
@@ -338,7 +339,7 @@ class Trainer:
         return self._steps.run()
 
     def _start(self, checkpoints: Checkpoints, start: Lock, attempt: Attempt) -> Progress:
-        """Start from the first step or a checkpoint."""
+        """Start from the first step or from a checkpoint."""
         if self._survivor is not None:
             # No rank holds the lost parts: continue as after a restart.
             attempt, self._survivor, self._made = replace(attempt, restarts=attempt.restarts + 1), None, None
@@ -352,15 +353,15 @@ class Trainer:
         return Progress(start.continuing(lock), losses, resumed)
 
     def _go_on(self, checkpoints: Checkpoints, start: Lock) -> Progress | None:
-        """Continue after ranks were lost and replaced, from the state of the survivors; None if there is none."""
+        """Continue from the survivors' state after ranks were lost and replaced. Return None if no rank holds the state."""
         found = self._restored()
         if not found:
             return None
         if found["runs"] != self._runs:
             raise TrainingError(
-                "a new rank is in a different Trainer.run from the ranks that it has to meet",
+                "a new rank is in a different Trainer.run call than the other ranks",
                 given=f"run {self._runs} of this program on {self.mesh.label}, run {found['runs']} on the others",
-                expected="one Trainer.run in the program of a job that replaces lost ranks",
+                expected="a single Trainer.run call in a program whose lost ranks are replaced",
                 hint="start a job for each run",
             )
         checkpoints.tidy()
@@ -369,7 +370,7 @@ class Trainer:
     def _batches(
         self, data: Data | Corpus, step: int = 0, samples: int = 0, state: Tensor | None = None
     ) -> Batches | ReadAhead | GivenBatches:
-        """Return the data of each step after `step`. samples: the number read up to `step`. state: a loader's state."""
+        """Return the data for each step after `step`. samples: the samples read so far. state: the loader's saved state."""
         if not isinstance(data, Corpus):
             return GivenBatches(data, self.engine, step, state)
         batches = batches_of(self.engine, data, (step, samples))
@@ -387,15 +388,14 @@ class Trainer:
     ) -> None:
         """Run one step of a custom training loop. `results` returns the losses.
 
-        inputs:    a tensor; or, as the only argument, a dictionary with inputs and targets. The format
-                   of the collators of transformers also works: input_ids and labels of the same tokens.
-                   An attention_mask that masks tokens at the end, and position_ids that are 0 where a
-                   document starts, are optional.
-        Shape:     (global_batch_size / ranks along data and shard, ...): this rank's share of the global batch.
-                   On any device. Floating-point tensors are converted to train.dtype.
-        documents: with data.document_mask: int64 (samples, tokens), the document number of each token,
-                   ascending.
-        Called by: every rank. inputs and targets are equal along tensor, pipeline and context.
+        inputs:    a tensor, or a dictionary with inputs and targets as the only argument. The collators of transformers
+                   return such dictionaries, with input_ids and labels for the same tokens. An attention_mask that masks tokens
+                   at the end, and position_ids that are 0 where a document starts, are optional.
+        Shape:     (global_batch_size / ranks along data and shard, ...): this rank's share of the global batch,
+                   on any device. Floating-point tensors are converted to train.dtype.
+        documents: an int64 tensor (samples, tokens) with the document number of each token, in ascending order. Used
+                   with data.document_mask.
+        Called by: every rank. Ranks along tensor, pipeline and context must pass equal inputs and targets.
         Raises:    ShapeError for a wrong number of samples; TrainingError if a parameter got no gradient, or if
                    inputs and targets are not two tensors; UnsupportedOp under torch.no_grad and
                    torch.inference_mode.
@@ -429,14 +429,14 @@ class Trainer:
 
         Called by: every rank.
         Raises:    TrainingError on every rank if train.on_nonfinite is "stop" and the loss or the gradient norm
-                   of a step is not finite. That step and all later ones were not applied.
+                   of a step is not finite. Neither that step nor any later step was applied.
         """
         return self.engine.results()
 
     def evaluate(self, batches: Iterable[GivenBatch]) -> float:
-        """Return the mean loss over some global batches, in eval mode and without backward passes.
+        """Return the mean loss over the given global batches, computed in eval mode without backward passes.
 
-        batches:   this rank's shares, shaped as for `step`; the same number on every rank.
+        batches:   this rank's share of each global batch, shaped as in `step`; the same number on every rank.
         Called by: every rank.
         Returns:   the same value on every rank. Waits for the device.
         """
@@ -447,14 +447,14 @@ class Trainer:
             yield placed(self.engine, batch, "an evaluation")
 
     def state(self) -> dict[str, Tensor]:
-        """Return all training state, by global names: see Engine.state. Does not modify it.
+        """Return the full training state by global name; see Engine.state. The state is not modified.
 
         Called by: every rank.
         """
         return self.engine.state()
 
     def save(self, folder: str | Path) -> None:
-        """Write `state` into a new folder, which `load` reads on any mesh.
+        """Write the training state into a new folder, which `load` can read on any mesh.
 
         Called by: every rank.
         Raises:    TrainingError on every rank if one rank cannot write, or holds state that cannot be saved.
@@ -462,17 +462,16 @@ class Trainer:
         checkpoint.write(self.mesh, checkpoint.state_of(self.mesh, self.engine), Path(folder), self._lock())
 
     def _lock(self) -> Lock:
-        """Return the facts about the training for a checkpoint after the last step."""
+        """Return the lock for a checkpoint of the last completed step."""
         return replace(lock_of(self.mesh, self._config, b""), step=self.engine.done)
 
     def load(self, folder: str | Path) -> None:
-        """Load the state from a folder that `save` or a run's checkpoint wrote on any mesh. `step` continues after it.
+        """Load the state from a folder that `save` or a run wrote on any mesh. The next `step` continues from that state.
 
-        Call this before anything else: parameters in the folder are then neither read from elsewhere nor
-            initialized.
+        Call this first, so that the parameters in the folder are neither initialized nor read from elsewhere.
 
         Called by: every rank.
-        Raises:    TrainingError on every rank if one rank cannot read, or if the state does not fit.
+        Raises:    TrainingError on every rank if one rank cannot read the folder, or if the state does not match.
         """
         checkpoint.resume(self.mesh, self._make(False), Path(folder))
         self._holds = True
@@ -504,5 +503,5 @@ class Trainer:
 
 
 def run(mesh: Mesh, config: Config, callback: Callback, attempt: Attempt | None = None) -> Summary:
-    """Train by a configuration: `Trainer(mesh, config, callbacks=[callback]).run()`."""
+    """Train according to a configuration: `Trainer(mesh, config, callbacks=[callback]).run()`."""
     return Trainer(mesh, config, callbacks=[callback]).run(attempt=attempt)

@@ -1,4 +1,4 @@
-"""Carries bytes along one group: by a torch process group, or not at all for a group of one."""
+"""Carries bytes within one group, through a torch process group. A group of one rank needs no process group."""
 
 from meshcomm.transport.base import P2P, Prepared, SoloTransport, Transport, Work
 from meshcomm.transport.process_group import ProcessGroupTransport

@@ -1,4 +1,4 @@
-"""The interface between collectives and the transport of their bytes; a group of one needs no transport."""
+"""The interface between collectives and the transports that move their bytes, and the transport for a single rank."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Direction: TypeAlias = Literal["send", "recv"]
 
 
 class Work(Protocol):
-    """An operation in flight. torch's own Work objects have this shape."""
+    """An operation in flight. torch's own Work objects have this interface."""
 
     def wait(self, timeout: timedelta = ...) -> bool: ...
 
@@ -25,7 +25,7 @@ class Work(Protocol):
 
 
 class P2P(NamedTuple):
-    """One end of a message. peer: a coord; None to receive from the rank that sends first."""
+    """One end of a message. `peer` is a coord, or None to receive from whichever rank sends first."""
 
     direction: Direction
     x: Tensor
@@ -34,7 +34,7 @@ class P2P(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """The call for collectives of one kind: `start(*row.arguments(...), options)` returns its Work."""
+    """A prepared call for collectives of one kind: `start(*row.arguments(...), options)` returns its Work."""
 
     start: Callable[..., Work | None]
     options: Any
@@ -43,8 +43,8 @@ class Prepared(NamedTuple):
 class Transport(ABC):
     """Moves contiguous tensors between the ranks of one group. Ranks are coords, 0 to size - 1.
 
-    A transport neither checks nor reshapes: the communicator above it has done so, once for all transports.
-    It carries only the dtypes of `shapes.CARRIED`; other dtypes are sent as bytes.
+    A transport neither checks nor reshapes tensors, because the communicator has already done so for all transports. A
+    transport carries only the dtypes of `shapes.CARRIED`. Other dtypes are sent as bytes.
     """
 
     name: str
@@ -53,9 +53,9 @@ class Transport(ABC):
     device: torch.device
     group_name: str
     any_source: bool
-    # Whether calls return when they are queued, and run in the order of queueing, as on NCCL.
+    # Whether calls return once they are queued and run in queue order, as in NCCL.
     ordered: bool = False
-    # Whether the end of a run reports calls without a wait, so that their handles need not report them.
+    # Whether calls without a wait are reported at the end of a run, so that their handles need not report them.
     tells_unwaited: bool = False
 
     @property
@@ -65,33 +65,33 @@ class Transport(ABC):
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The device types of tensors that the group carries."""
+        """The device types of tensors that the group can carry."""
         return (self.device.type,)
 
     @property
     def message_kinds(self) -> tuple[str, ...]:
-        """The device types of tensors that messages carry."""
+        """The device types of tensors that messages can carry."""
         return self.kinds
 
     def announce_call(self, name: str, call: str, facts: dict[str, Any]) -> bool:
-        """Announce this rank's next call on the dim `name`. Return whether the transport itself compares calls."""
+        """Announce this rank's next call along the dim `name`. Return whether the transport itself compares calls."""
         return False
 
     @abstractmethod
     def start(self, call: Call) -> Work | None:
-        """Start a collective. Returns None if it is already over."""
+        """Start a collective. Return None if it has already completed."""
 
     @abstractmethod
     def start_p2p(self, batch: Sequence[P2P], single: bool = False) -> Sequence[Work]:
-        """Start all messages as one operation, receives first; a Work for each, or one for all.
+        """Start all messages as one operation, receives first. Return one Work per message, or one for all.
 
-        single: the batch is one send or receive, in which only two ranks take part. NCCL has a communicator for each pair of
-        ranks for these, and one for the whole group for all other messages, so both ends must be of the same kind.
+        single: whether the batch is one send or receive, which involves only two ranks. For these, NCCL has a communicator for
+        each pair of ranks. For all other messages it has one for the whole group, so both ends must use the same kind.
         """
 
     @abstractmethod
     def source_of(self, work: Work) -> int:
-        """Return the coord from which a completed receive from any source got its message."""
+        """Return the source coord of a completed receive from any source."""
 
     @abstractmethod
     def close(self) -> None:
@@ -102,19 +102,19 @@ class Transport(ABC):
         return
 
     def wait_within(self, work: Work, timeout_s: float) -> None:
-        """Wait for `work` up to a time limit. Raises RuntimeError; the group stays usable if its backend allows it."""
+        """Wait for `work` up to a time limit. Raises RuntimeError. The group stays usable if the backend allows that."""
         work.wait(timedelta(seconds=timeout_s))
 
     def prepare(self, row: Collective, op: str | None, root: int, blocking: bool) -> Prepared | None:
-        """Return `start` for many calls of one kind, with options created once; None if there is no shortcut."""
+        """Return a `start` for many calls of one kind, with options created once, or None if there is no shortcut."""
         return None
 
 
 @final
 class SoloTransport(Transport):
-    """A group of one rank. Messages to itself stay in the communicator.
+    """A group of one rank. The communicator handles messages from the rank to itself.
 
-    backend: the plan's backend for groups of this dim, so that a group of one refuses the same operations.
+    backend: the plan's backend for groups of this dim, so that a group of one rank refuses the same operations.
     """
 
     size = 1

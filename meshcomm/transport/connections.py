@@ -1,7 +1,7 @@
-"""The connections of a mesh's groups. Cutting them immediately ends calls that wait for a lost rank.
+"""The connections of a mesh's groups. Cutting a connection immediately ends calls that wait for a lost rank.
 
-On torch 2.15, Gloo's `abort` and `shutdown` do not end a call that is under way. A broken connection of its group does.
-NCCL's calls wait on the device and, within a host, use no connection: only `abort` ends them.
+On torch 2.15, Gloo's `abort` and `shutdown` do not end a running call, but a broken connection of its group does.
+NCCL's calls wait on the device and use no connection within a host, so only `abort` ends them.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ class _Connection(NamedTuple):
 
 @final
 class Connections:
-    """The connections that this process makes within `making`, and later connections to ports opened there.
+    """The connections that this process makes inside `making`, and later connections to ports opened there.
 
-    Two ranks of a large Gloo group connect at their first message. Connections to earlier addresses, such as the store's,
-    are only cut within `making`, because other threads use them later. The connections of `own` are always cut.
+    Two ranks of a large Gloo group connect when they exchange their first message. Connections to earlier addresses, such
+    as the store's, are cut only inside `making`, because other threads use them later. Connections from `own` are always cut.
 
-    aborts: drop the calls that are queued on the groups.
+    aborts: functions that drop the groups' queued calls.
     """
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class Connections:
 
     @contextlib.contextmanager
     def making(self) -> Iterator[None]:
-        """Inside the block, groups are created, and no other connections are made."""
+        """Inside the block, the caller creates groups and makes no other connections."""
         before, ports = _connected(), _ports()
         self._before = before
         try:
@@ -57,15 +57,15 @@ class Connections:
             self._before = None
 
     def own(self, connect: Callable[[], T]) -> T:
-        """Return the result of `connect`, whose connections are used by nothing else."""
+        """Return the result of `connect`, whose connections no other code uses."""
         before = _connected()
         found = connect()
         self._made |= _connected() - before
         return found
 
     def cut(self) -> None:
-        """Shut connections down and abort queued calls, from any thread. Descriptors stay open: their owners close them."""
-        # In a thread, as the abort of a communicator waits for CUDA graphs of its calls.
+        """Shut down connections and abort queued calls, from any thread. Their owners close the descriptors."""
+        # Use a thread, because aborting a communicator waits for CUDA graphs that contain its calls.
         if self.aborts and not self._aborting.is_alive():
             self._aborting = threading.Thread(
                 target=abort_all, args=([*self.aborts],), name="meshcomm-abort", daemon=True
@@ -77,16 +77,16 @@ class Connections:
             found |= now - before
         for each in found:
             with contextlib.suppress(OSError), socket.socket(fileno=os.dup(each.descriptor)) as copy:
-                # Shutting down a listening socket would end the process, through Gloo.
+                # Shutting down a listening socket would make Gloo end the process.
                 copy.getpeername()
                 copy.shutdown(socket.SHUT_RDWR)
 
 
 def abort_all(aborts: Iterable[Callable[[], object]]) -> None:
-    """Abort groups, and return when that is done.
+    """Abort groups, and return when all aborts have completed.
 
-    All at the same time: the abort of one communicator may wait for the kernels of all others on the device, see
-    https://github.com/pytorch/pytorch/issues/119797.
+    All groups are aborted at the same time, because the abort of one communicator may wait for the kernels of all others on
+    the device, see https://github.com/pytorch/pytorch/issues/119797.
     """
 
     def run(abort: Callable[[], object]) -> None:

@@ -18,7 +18,7 @@ from meshcomm.transport.base import P2P, Prepared, Transport, Work
 from meshcomm.transport.support import STREAM_ORDERED, backend_on
 from meshcomm.transport.torch_private import abort, give_back, options_type, source_rank, timeout_of
 
-# Seconds beyond a group's timeout after which the watchdog of NCCL aborts.
+# How many seconds after a group's timeout the NCCL watchdog aborts.
 MARGIN_S: Final = 60.0
 
 
@@ -26,8 +26,8 @@ MARGIN_S: Final = 60.0
 class ProcessGroupTransport(Transport):
     """Calls the process group's own methods, with option objects created once.
 
-    This skips the argument checks, group lookups and global-rank translation of `torch.distributed.all_reduce` and its
-    siblings: the communicator has done this already.
+    This skips the argument checks, group lookups and global-rank translation of `torch.distributed.all_reduce` and similar
+    functions, because the communicator has already done this work.
     """
 
     def __init__(
@@ -45,24 +45,24 @@ class ProcessGroupTransport(Transport):
         self.size = group.size()
         self.coord = group.rank()
         self.device = device
-        # The timeout of the plan, and the one that torch reports now: the creator of a group may add to it.
+        # The plan's timeout, and the timeout that torch reports now, to which the group's creator may have added time.
         self._planned = timeout_s, timeout_of(group, device)
         self.any_source = self.name in ("gloo", "mpi")
         self.owned = owned
         self.ordered = self.name in STREAM_ORDERED
         self._methods: dict[str, Callable[..., Work]] = {}
-        # Blocks until these coords, or all if none are given, are about to make their first call among each other.
+        # Blocks until these coords, or all coords if none are given, are about to make their first call to each other.
         self.meet: Callable[[tuple[int, ...]], None] | None = None
         self._met: set[tuple[int, ...]] = set()
 
     @property
     def timeout_s(self) -> float:
-        """Seconds after which a call of the group ends: the plan's, unless `torch.distributed.set_timeout` has changed it."""
+        """Seconds until the group's calls time out: the plan's timeout unless `torch.distributed.set_timeout` changed it."""
         planned, made = self._planned
         now = timeout_of(self.group, self.device) if hasattr(self, "group") else made
         if now == made:
             return made if planned is None else planned
-        # A backend that ends the process does so after the diagnosis.
+        # A backend that ends the process does this after the diagnosis.
         return now - min(MARGIN_S, now / 10) if self.ordered else now
 
     @property
@@ -73,7 +73,7 @@ class ProcessGroupTransport(Transport):
 
     @property
     def message_kinds(self) -> tuple[str, ...]:
-        """Gloo's messages use host memory only; its collectives copy tensors from other devices."""
+        """Gloo's messages use host memory only. Gloo's collectives copy tensors from other devices."""
         return ("cpu",) if self.name == "gloo" else self.kinds
 
     def serving(self, device: torch.device) -> str:
@@ -102,13 +102,13 @@ class ProcessGroupTransport(Transport):
             assert peer is not None
             self._connects(*sorted((self.coord, peer)))
             return (self._message(batch[0]),)
-        # NCCL runs the calls of one group as one kernel; separate calls could wait for each other.
+        # NCCL runs coalesced calls as one kernel. Separate calls could wait for each other.
         self.group._start_coalescing(self.device)
         try:
             for message in batch:
                 self._message(message)
         except BaseException:
-            # NCCL would hold back every later call of this thread.
+            # Otherwise, NCCL would hold back every later call of this thread.
             with suppress(RuntimeError):
                 self.group._end_coalescing(self.device)
             raise
@@ -126,8 +126,8 @@ class ProcessGroupTransport(Transport):
             return self.group.send([x], peer, tag)
         if peer is not None:
             return self.group.recv([x], peer, tag)
-        # Gloo refuses this receive, and no other, if no data is to arrive (torch 2.13). An empty message, which is announced
-        # and answered like any other, also fits into a larger buffer.
+        # Gloo refuses only this kind of receive if no data will arrive (torch 2.13). An empty message, which is announced and
+        # answered like any other, also fits into a larger buffer.
         room = x if x.numel() else torch.empty(1, dtype=torch.uint8, device=x.device)
         return self.group.recv_anysource([room], tag)
 
@@ -138,11 +138,11 @@ class ProcessGroupTransport(Transport):
         if not self.ordered:
             work.wait(timedelta(seconds=timeout_s))
             return
-        # With a timeout, NCCL's own wait ends by aborting the communicator.
+        # NCCL's own wait aborts the communicator at its timeout.
         ends = time.monotonic() + timeout_s
         while not work.is_completed():
             if time.monotonic() > ends:
-                raise RuntimeError(f"timed out: not over after {timeout_s:g} s; it stays queued")
+                raise RuntimeError(f"timed out: not complete after {timeout_s:g} s; it stays queued")
             time.sleep(0.001)
         work.wait()
 
@@ -153,9 +153,9 @@ class ProcessGroupTransport(Transport):
             abort(group)
 
     def close(self) -> None:
-        """Release the group: its sockets and threads end with the last reference.
+        """Release the group. Its sockets and threads end when the last reference is gone.
 
-        The parts of a failed call that are kept, such as a traceback, hold this object for longer than the mesh exists.
+        Objects kept from a failed call, such as a traceback, keep this transport alive longer than the mesh.
         """
         if self.owned:
             give_back(self.group)

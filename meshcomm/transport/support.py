@@ -1,4 +1,4 @@
-"""The reductions of each backend. Both the check before a call and the documentation use this table."""
+"""The reductions of each backend. The check before each call and the documentation use the same table."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ _WHOLE: Final = frozenset((torch.int8, torch.uint8, torch.int32, torch.int64))
 _FLOATS: Final = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
 _COMPLEX: Final = frozenset((torch.complex64, torch.complex128))
 
-# Reduced in a wider dtype and converted back, which is exact because the wider dtype holds all low bits of the result.
+# These dtypes are reduced in a wider dtype and converted back. The result is exact, because the wider dtype holds all of
+# its low bits.
 WIDENED: Final = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64}
 
-# Backends whose calls return when they are queued, and run in this order on a stream of the device. The last one is
-# the backend of meshcomm.testing that replaces NCCL on hosts without a GPU.
+# Backends whose calls return once they are queued and run in queue order on a device stream. The last one is the
+# meshcomm.testing backend that replaces NCCL on hosts without a GPU.
 STREAM_ORDERED: Final = frozenset(("nccl", "nccl-legacy", "nccl2", "xccl", "emulated_nccl"))
 
 
 def by_device(backend: str) -> dict[str, str]:
-    """Return the parts of a backend string by device type; a backend for all devices has the key "".
+    """Return the backend for each device type in a backend string. The key "" means all devices.
 
     >>> by_device("cpu:gloo,cuda:nccl"), by_device("gloo")
     ({'cpu': 'gloo', 'cuda': 'nccl'}, {'': 'gloo'})
@@ -38,7 +39,7 @@ def backend_on(backend: str, device: torch.device) -> str:
     return parts.get(device.type) or parts.get("", backend)
 
 
-# dtypes that a backend reduces, directly or widened; a backend that is not listed decides itself.
+# The dtypes that a backend reduces, directly or widened. A backend that is not listed does its own checks.
 REDUCED: Final[dict[str, frozenset[torch.dtype]]] = {
     "gloo": _WHOLE | _FLOATS | _COMPLEX | frozenset(WIDENED) | {torch.bool},
     "nccl": _WHOLE | _FLOATS | _COMPLEX | frozenset(WIDENED) | {torch.bool},
@@ -48,8 +49,8 @@ REDUCED: Final[dict[str, frozenset[torch.dtype]]] = {
 def check_reduce(backend: str, op: str, dtype: torch.dtype, where: Callable[[], str]) -> None:
     """Raise UnsupportedOp unless a reduction `op` of `dtype` exists and is exact on `backend`.
 
-    Called on every rank with the same arguments, so that it fails on all of them or on none.
-    `where()` is the beginning of the error, as in `all_reduce along "dp"`.
+    All ranks call this with the same arguments, so the check fails on all ranks or on none.
+    `where()` returns the beginning of the error message, as in `all_reduce along "dp"`.
     """
     if not isinstance(op, str) or op not in REDUCTIONS:
         raise UnsupportedOp(
@@ -69,7 +70,7 @@ def check_reduce(backend: str, op: str, dtype: torch.dtype, where: Callable[[], 
 
 
 def reduce_refusal(backend: str, op: str, dtype: torch.dtype) -> tuple[str, str] | None:
-    """Return why `backend` cannot reduce `dtype` with `op`, and an alternative; None if it can."""
+    """Return why `backend` cannot reduce `dtype` with `op`, and an alternative, or None if it can."""
     row = REDUCTIONS[op]
     broken = dtype.is_floating_point or dtype.is_complex
     backend = "nccl" if backend in STREAM_ORDERED and backend != "xccl" else backend

@@ -1,8 +1,8 @@
-"""Private names of torch for process groups, their hooks, DeviceMesh, and graphs. Tested with torch 2.11, 2.13, 2.14 and 2.15.
+"""torch's private names for process groups, their hooks, DeviceMesh, and graphs. Tested with torch 2.11, 2.13, 2.14 and 2.15.
 
-Private names are needed because `dist.new_group` names a group by counters. These differ between ranks as soon as two
-ranks create different groups, for example two meshes on different ranks. Members of a group with different names
-never meet. Here, the caller passes a name that is equal on all members.
+Private names are needed because `dist.new_group` names groups with counters. The counters differ between ranks as soon as
+two ranks create different groups, for example two meshes on different ranks. Group members with different names for the
+group never meet. In this module, the caller passes a name that is the same on all members.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ from torch.futures import Future
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-# For a backend in Python: its Work, its option classes, the mode that sees every operator, the tensors in nested arguments.
+# For a backend written in Python: its Work, its options, the mode that sees every operator, the tensors in nested arguments.
 Work: Any = dist._Work
 bindings: Any = c10d_bindings
 DispatchMode: Any = TorchDispatchMode
 leaves_of: Callable[[Any], list[Any]] = tree_leaves
-# A block in which no mode is active.
+# A context manager that disables all modes.
 without_modes: Callable[[], Any] = torch.utils._python_dispatch._disable_current_modes
 # The type of a group's name, if torch has a separate one.
 _NAME: Any = getattr(c10d, "GroupName", str)
-# Backends write to memory without autograd's knowledge. After this call, the backward of an operation that has saved one
+# Backends write to memory without autograd's knowledge. After this call, the backward pass of an operation that saved one
 # of these tensors raises, as after any in-place operation. It is torch.autograd.graph.increment_version without checks.
 written: Callable[[list[torch.Tensor]], None] = torch._C._increment_version
-# The names of a backend's options differ between versions of torch.
+# The name of this parameter for backend options differs between torch versions.
 OPTIONS_KEY = next(
     name
     for name in inspect.signature(c10d._new_process_group_helper).parameters
@@ -58,7 +58,7 @@ OPTIONS_KEY = next(
 
 
 def storage_id(x: Any) -> int:
-    """Return a number that identifies a tensor's storage, or a storage, while it is alive."""
+    """Return a number that identifies a storage, or a tensor's storage, as long as the storage exists."""
     found: int = (x.untyped_storage() if isinstance(x, torch.Tensor) else x)._cdata
     return found
 
@@ -68,13 +68,13 @@ def options_type(name: str) -> Any:
     return getattr(bindings, name)
 
 
-# A name that no other hook of a group has.
+# A name that no other hook of a group uses.
 _HOOK: Any = 0x6D657368
-# The names of the calls that hooks report, by number: reading an enumeration member's name takes 2 us.
+# The names of the calls that hooks report, by number. Reading the name of an enum member takes 2 us.
 _HOOKED_CALLS: Any = getattr(bindings, "HookOpName", None)
 _MEMBERS: dict[str, Any] = getattr(_HOOKED_CALLS, "__members__", {})
 HOOK_NAMES: dict[int, str] = {int(member): name for name, member in _MEMBERS.items()}
-if not HOOK_NAMES:  # torch 2.13 and older has no hooks; a dry run calls ours itself
+if not HOOK_NAMES:  # torch 2.13 and older has no hooks; a dry run calls meshcomm's hooks itself
     _OLD = "SEND RECV BROADCAST ALLREDUCE REDUCE ALLGATHER REDUCE_SCATTER ALLTOALL BARRIER SCATTER GATHER ALLREDUCE_COALESCED"
     _OLD += " ALLGATHER_BASE ALLGATHER_COALESCED ALLGATHER_INTO_TENSOR_COALESCED REDUCE_SCATTER_BASE"
     HOOK_NAMES = dict(enumerate(f"{_OLD} REDUCE_SCATTER_TENSOR_COALESCED ALLTOALL_BASE".split()))
@@ -84,10 +84,11 @@ _HOOKED_GROUPS: WeakValueDictionary[str, Any] = WeakValueDictionary()
 
 @final
 class GroupHooks:
-    """Calls `before` and `after` around every call on `group`, made by any code (torch 2.14 and newer).
+    """Calls `before` and `after` around every call on `group` by any code (torch 2.14 and newer).
 
-    before: receives name, input_tensors, output_tensors, root, async_op; if it raises, nothing is sent. after: receives
-    name, work. Older torch has no such hooks; only dry runs call these then. group: None if it has no hooks.
+    before: receives name, input_tensors, output_tensors, root, async_op. If it raises, nothing is sent.
+    after: receives name, work. Older torch has no such hooks, so only dry runs call them.
+    group: None if it has no hooks.
     """
 
     def __init__(
@@ -100,11 +101,11 @@ class GroupHooks:
         if self.group is not None:
             self.group.register_pre_hook(_HOOK, before)
             self.group.register_post_hook(_HOOK, after)
-            # A group outlives Python in torch's registry, and would release the hooks when Python has already ended.
+            # A group outlives Python in torch's registry, and would release the hooks after Python has shut down.
             atexit.register(self.remove)
 
     def remove(self) -> None:
-        """Remove the hooks. Calling it again has no effect."""
+        """Remove the hooks. Further calls have no effect."""
         atexit.unregister(self.remove)
         if self.group is not None:
             self.group.unregister_pre_hook(_HOOK)
@@ -113,17 +114,17 @@ class GroupHooks:
 
 
 def hooks_of(group: Any) -> GroupHooks | None:
-    """Return the last hooks that were set on a group of this name."""
+    """Return the last hooks set on a group with this name."""
     return _HOOKED_GROUPS.get(str(group.group_name))
 
 
 def has_hooks(group: Any) -> bool:
-    """Return whether GroupHooks already observe the calls on a group."""
+    """Return whether a group's calls are already observed by GroupHooks."""
     hooks = hooks_of(group)
     return hooks is not None and hooks.group is group
 
 
-# The callbacks for each group that torch creates. While there are any, they wrap torch's own function.
+# Callbacks to run for each group that torch creates. If there are any, a wrapper replaces torch's function.
 _NEW_GROUPS: list[Callable[[Any], None]] = []
 _C10D: Any = c10d
 _PLAIN: Any = getattr(c10d, "_register_pg_in_world", None)
@@ -136,9 +137,9 @@ def _registered(group: Any, *args: Any, **given: Any) -> None:
 
 
 def on_new_groups(told: Callable[[Any], None]) -> Callable[[], None]:
-    """Call `told` with every process group that torch creates from now on. Return a function that ends this.
+    """Call `told` with every process group that torch creates from now on. Return a function that stops these calls.
 
-    The group's ranks are known only a moment later. Tested with torch 2.15; older torch reports none.
+    The group's ranks become known only afterwards. Tested with torch 2.15. Older torch reports no groups.
     """
     _NEW_GROUPS.append(told)
     if _PLAIN is not None:
@@ -153,13 +154,14 @@ def on_new_groups(told: Callable[[Any], None]) -> Callable[[], None]:
     return end
 
 
-# torch calls this last when it creates the default group, and at every end of one, whichever function a program calls.
+# torch calls the first function last when it creates the default group, and the second whenever a default group ends,
+# whichever function a program calls.
 _MADE: Any = getattr(c10d, "_is_barrier_after_init", None)
 _SET: Any = getattr(c10d, "_update_default_pg", None)
 
 
 def on_default_group(begins: Callable[[], None], ends: Callable[[], None]) -> Callable[[], None]:
-    """Call `begins` when the default group is complete, and `ends` when it is gone. Return a function that undoes this.
+    """Call `begins` when the default group is complete, and `ends` when it is gone. Return a function that stops these calls.
 
     `begins` is called again after each later group. Tested with torch 2.15.
     """
@@ -187,7 +189,7 @@ _NEW_GROUP: Any = c10d._new_group_with_tag
 
 
 def instead_of_new_group(function: Callable[..., Any]) -> Callable[[], None]:
-    """Replace `dist.new_group` by `function`, which receives torch's own first. Return a function that undoes this."""
+    """Replace `dist.new_group` with `function`, whose first argument is torch's version. Return an undo function."""
     _C10D._new_group_with_tag = given = partial(function, _NEW_GROUP)
 
     def end() -> None:
@@ -197,17 +199,17 @@ def instead_of_new_group(function: Callable[..., Any]) -> Callable[[], None]:
     return end
 
 
-# Whether torch's groups can be watched: torch 2.14 added their hooks.
+# Whether torch's groups can be watched. Torch 2.14 added the required hooks.
 CAN_WATCH: bool = None not in (_MADE, _SET, _PLAIN) and hasattr(dist.ProcessGroup, "register_pre_hook")
 
 
 def groups_by_name() -> dict[str, Any]:
-    """Return the process groups of this process, including the default one."""
+    """Return the process groups of this process by name, including the default group."""
     return {str(name): group for group, name in c10d._world.pg_names.items()}
 
 
 def group_named(name: str) -> Any:
-    """Return the process group of this name."""
+    """Return the process group with this name."""
     return c10d._resolve_process_group(_NAME(name))
 
 
@@ -216,16 +218,16 @@ profiling = torch.autograd._profiler_enabled
 
 
 def capturing() -> bool:
-    """Return whether this thread captures a CUDA graph: asking a Work whether it is over would end the capture."""
+    """Return whether this thread is capturing a CUDA graph. Checking whether a Work has completed would end the capture."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def unfinished_collectives() -> dict[str, list[tuple[int, str]]]:
-    """Return the collectives that NCCL has queued and not completed, in order, by the group's name. They come from
-    torch's flight recorder. Each has the recorder's number for it, which is unique in the process, and the
-    recorder's name for it.
+    """Return the collectives that NCCL has queued but not completed, in order, by the group's name. They come from
+    torch's flight recorder. Each entry has the flight recorder's number, which is unique in the process, and its name
+    for the collective.
 
-    Since torch 2.8 a blocking call on NCCL returns no Work that could be checked (`asyncOp ? work : nullptr` in
+    Since torch 2.8, a blocking call in NCCL returns no Work that could be checked (`asyncOp ? work : nullptr` in
     ProcessGroupNCCL.cpp). Empty if TORCH_FR_BUFFER_SIZE=0 disables the recorder.
     """
     dump = getattr(bindings, "_dump_nccl_trace_json", None)
@@ -233,7 +235,7 @@ def unfinished_collectives() -> dict[str, list[tuple[int, str]]]:
         return {}
     found: dict[str, list[tuple[int, str]]] = {}
     for each in json.loads(dump(includeCollectives=True, onlyActive=True)).get("entries", ()):
-        # The messages of an exchange stay "scheduled" forever; together they are one more entry.
+        # The messages of an exchange stay "scheduled" forever. All messages together have one additional entry.
         if not each["is_p2p"] and each["state"] != "completed" and "coalesced" not in each["profiling_name"]:
             calls = found.setdefault(each["process_group"][0], [])
             calls.append((each["record_id"], each["profiling_name"]))
@@ -244,14 +246,14 @@ def copy_all(tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) ->
     """Copy each value into its tensor, in one call."""
     if tensors:
         torch._foreach_copy_(list(tensors), list(values))
-        # Report the write to autograd only if torch copies one by one, which it does not on CUDA.
+        # Torch itself reports the write to autograd only if it copies one by one, which it does not on CUDA.
         some = any(map(torch.Tensor.is_inference, tensors))
         written([x for x in tensors if not x.is_inference()] if some else list(tensors))
 
 
 def explicit_kernel(operator: Any, *args: Any, **kwargs: Any) -> Any:
-    """Return the implementation of an operator for all devices, below modes: a mode that calls it sees the
-    operators inside.
+    """Return an operator's implementation for all devices, below modes. A mode that calls it sees the operators
+    inside.
     """
     return operator._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
 
@@ -260,13 +262,13 @@ C = TypeVar("C", bound=Callable[..., Any])
 
 
 def outside_graphs(target: C) -> C:
-    """Exclude a function, or all methods of a class, from torch.compile: the graph breaks around a call.
+    """Exclude a function, or all methods of a class, from torch.compile. The graph breaks around each call.
 
-    Like torch.compiler.disable, which imports the compiler immediately, and whose wrapper slows down every call.
+    This replaces torch.compiler.disable, which imports the compiler immediately and adds a slow wrapper to every call.
     """
     for function in vars(target).values() if isinstance(target, type) else (target,):
         if isinstance(function, FunctionType):
-            # Read when a call is traced; the flag of the code, when its frame would run between two graphs.
+            # The attribute is read when a call is traced, the code flag when a frame would run between two graphs.
             function.__dict__["_torchdynamo_disable"] = True
             function.__dict__["_torchdynamo_disable_msg"] = "it communicates; mesh.functional compiles"
             set_code_exec_strategy(
@@ -276,21 +278,21 @@ def outside_graphs(target: C) -> C:
 
 
 def compiled_files() -> tuple[str, str]:
-    """Return the prefixes of the names of files that torch.compile creates for graphs and for inductor's code."""
+    """Return the filename prefixes of the files that torch.compile creates, for graphs and for inductor's code."""
     kept = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or os.path.join(tempfile.gettempdir(), "torchinductor_")
     return "<eval_with_key>", kept
 
 
 def once_in_graphs(function: C) -> C:
-    """Declares that `function` returns the same result for the same plain values: tracing calls it without entering it."""
+    """Declare that `function` returns the same result for the same plain values. Tracing does not enter it."""
     function.__dict__["_dynamo_marked_constant"] = True
     return function
 
 
 def work_error(work: Any) -> RuntimeError | None:
-    """Return the error of a completed Work. Does not wait: Gloo's messages cannot be waited for twice.
+    """Return the error of a completed Work. Does not wait, because Gloo's messages cannot be waited for twice.
 
-    torch warns that the query is deprecated: on stderr from C++, or inside `apply_` as a Python warning.
+    torch warns that the query is deprecated, on stderr from C++ or, inside `apply_`, as a Python warning.
     """
     found: list[RuntimeError | None] = []
 
@@ -312,7 +314,7 @@ ranks_of: Callable[[Any], list[int]] = dist.get_process_group_ranks
 
 
 def source_rank(work: Any) -> int:
-    """Return the group rank whose message a receive from any source received."""
+    """Return the group rank that sent the message of a receive from any source."""
     rank: int = work._source_rank()
     return rank
 
@@ -329,7 +331,7 @@ def backend_of(group: dist.ProcessGroup) -> str:
 
 
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> float:
-    """Return the seconds after which a group's backend for `device` ends a call; 0.0 if it does not report them."""
+    """Return the seconds after which a group's backend for `device` ends a call, or 0.0 if the backend does not report it."""
     try:
         timeout: timedelta = group._get_backend(device).options._timeout
         return timeout.total_seconds()
@@ -338,14 +340,14 @@ def timeout_of(group: dist.ProcessGroup, device: torch.device) -> float:
 
 
 def has_backend(name: str) -> bool:
-    """Return whether a backend of this name was registered by `Backend.register_backend`."""
+    """Return whether a backend with this name was registered through `Backend.register_backend`."""
     return name.upper() in dist.Backend._plugins
 
 
-# The function that by default waits torch's own 30 minutes, and the function that it calls then.
+# The function that by default waits for torch's 30 minutes, and the function that it then calls.
 _MONITORED_BARRIER: Any = inspect.unwrap(dist.monitored_barrier).__code__
 _DEFAULT_TIMEOUT = c10d._get_default_timeout
-# The last such call by thread: its group's name, and its start on the monotonic clock.
+# The last such call of each thread: the group's name, and the start time on the monotonic clock.
 _barriers: dict[int, tuple[str, float]] = {}
 
 
@@ -361,10 +363,10 @@ c10d._get_default_timeout = _default_timeout
 
 
 def overdue_barrier(limits: Mapping[str, float], now: float) -> str | None:
-    """Return a group for which a thread has waited longer than the group's limit in a `dist.monitored_barrier`
-    without a timeout.
+    """Return a group whose `dist.monitored_barrier`, called without a timeout, has blocked a thread for longer than the
+    group's limit.
 
-    limits: seconds by the group's name. Returns None if there is none.
+    limits: the limit in seconds by group name. Returns None if there is no such group.
     """
     for thread, (name, began) in list(_barriers.items()):
         if now - began > limits.get(name, math.inf):
@@ -376,7 +378,7 @@ def overdue_barrier(limits: Mapping[str, float], now: float) -> str | None:
 
 
 def flattened(of: DeviceMesh, name: str, group: dist.ProcessGroup) -> DeviceMesh:
-    """Return a slice of a DeviceMesh as one dim over an existing group: DeviceMesh._flatten would create another
+    """Return a slice of a DeviceMesh as one dim over an existing group. DeviceMesh._flatten would create another
     group.
     """
     named: Any = staticmethod(lambda *_, **__: [group.group_name])
@@ -388,7 +390,7 @@ def flattened(of: DeviceMesh, name: str, group: dist.ProcessGroup) -> DeviceMesh
     return found
 
 
-# The DeviceMesh that a slice comes from; for any other mesh, the mesh itself.
+# The DeviceMesh that a slice was taken from. For any other mesh, the mesh itself.
 root_of: Callable[[DeviceMesh], DeviceMesh] = DeviceMesh._get_root_mesh
 
 
@@ -399,7 +401,7 @@ def flattened_of(mesh: DeviceMesh) -> dict[str, dist.ProcessGroup]:
 
 
 def side_by_side(slices: Sequence[DeviceMesh]) -> DeviceMesh:
-    """Return slices of one root as one DeviceMesh, in any order, as FSDP combines its own dims with those of a parameter."""
+    """Return slices of one root as one DeviceMesh, in any order, as FSDP combines its dims with a parameter's dims."""
     found: DeviceMesh = DeviceMesh._concatenate(list(slices)) if len(slices) > 1 else slices[0]
     return found
 
@@ -407,8 +409,8 @@ def side_by_side(slices: Sequence[DeviceMesh]) -> DeviceMesh:
 def forget_device_meshes(meshes: Iterable[DeviceMesh]) -> None:
     """Remove the groups of `meshes`. Empty DTensor's caches, which keep every DeviceMesh that they have seen.
 
-    The caches identify a DeviceMesh by its ranks and names: a later mesh over other groups with the same ranks would be
-    confused with an earlier one. A group that is still referenced would keep its sockets and threads.
+    The caches identify a DeviceMesh by its ranks and names, and would confuse a later mesh over other groups of the same
+    ranks with an earlier one. A group that is still referenced would keep its sockets and threads.
     """
     for mesh in meshes:
         for each in (mesh, mesh._get_root_mesh()):
@@ -441,10 +443,10 @@ def create_group(
     label: str,
     split: bool,
 ) -> dist.ProcessGroup:
-    """Create the group `ranks`, in which this process is number `coord`: a group rank is a position in `ranks`.
+    """Create the group `ranks`, in which this process is number `coord`. A group rank is a position in `ranks`.
 
     Called by: exactly the ranks in `ranks`. If the default group has a bound device and `split` is true, NCCL splits the
-    default group's communicator. Then every rank of the default group must be creating some group at this point.
+    default group's communicator. In that case, every rank of the default group must be creating a group at this point.
     """
     default = c10d._get_default_group()
     bound = default.bound_device_id
@@ -477,16 +479,16 @@ _ABORTED: WeakSet[Any] = WeakSet()
 
 
 def abort(group: Any) -> None:
-    """Drop the calls of a group of NCCL. Callable from any thread."""
+    """Drop the calls of an NCCL group. May be called from any thread."""
     _ABORTED.add(group)
     group.abort()
 
 
 def give_back(group: Any) -> None:
-    """Destroy a group, or all groups for the default group, unless the program has done so.
+    """Destroy a group, or all groups if it is the default group, unless the program has already done so.
 
-    A separate thread shuts down an aborted group, because the shutdown waits for torch's watchdog. After the loss of a rank on
-    another host, the watchdog first reads the stack of the failed call, which takes seconds (torch 2.11).
+    An aborted group is shut down in a separate thread, because the shutdown waits for torch's watchdog. After a rank on
+    another host is lost, the watchdog first reads the stack of the failed call, which takes seconds (torch 2.11).
     """
     if group not in c10d._world.pg_map:
         return
@@ -496,12 +498,12 @@ def give_back(group: Any) -> None:
     every = [group]
     if group is default_group():
         every = [*c10d._world.pg_names]
-        # The groups that destroy_process_group would shut down.
+        # Remove the groups that destroy_process_group would shut down.
         c10d._world.pg_names.clear()
         dist.destroy_process_group(group)
     else:
         with warnings.catch_warnings():
-            # Calls that were collected for one launch and dropped.
+            # This warning is about coalesced calls that were dropped before their launch.
             warnings.filterwarnings("ignore", "Some coalesced collectives")
             c10d._abort_process_group(group)
     for each in every:
@@ -510,12 +512,12 @@ def give_back(group: Any) -> None:
         await_at_exit(thread)
 
 
-# Threads that are inside C++.
+# Threads that are executing C++ code.
 _RETURNING: list[threading.Thread] = []
 
 
 def await_at_exit(thread: threading.Thread) -> None:
-    """Have Python wait for a daemon thread before it ends, for a limited time.
+    """Make Python wait for a daemon thread before exiting, up to a time limit.
 
     A thread that returns from C++ while Python shuts down ends the process with SIGABRT.
     """
@@ -531,13 +533,13 @@ def _await_returning() -> None:
 
 _WAIT: Any = bindings.Work.wait
 _SLICE: timedelta = timedelta(seconds=0.25)
-# The numbers in c10d::OpType of calls whose Work can be waited for in slices. A timed-out wait for a message closes all
-# connections of its group, and a wait for Gloo's reduce_scatter does not support a timeout.
+# The numbers in c10d::OpType of calls whose Work can be waited for in slices. A message whose wait times out closes all of
+# its group's connections, and a wait for Gloo's reduce_scatter does not support a timeout.
 _IN_SLICES: frozenset[int] = frozenset({*range(9), 10, 11, 15})
 
 
 class _OwnWaits(threading.local):
-    """given_up: whether this thread's waits for Works are to end with a RuntimeError, see `interruptible_waits`."""
+    """given_up: whether this thread's waits for Works should end with a RuntimeError; see `interruptible_waits`."""
 
     given_up: Callable[[], bool] = staticmethod(lambda: False)
 
@@ -546,18 +548,18 @@ own_waits = _OwnWaits()
 
 
 def interruptible_waits(abandoned: Callable[[], bool]) -> None:
-    """Let a RuntimeError end the host's waits for a backend's Work once `abandoned` returns True.
+    """End the host's waits for a backend's Work with a RuntimeError once `abandoned` returns True.
 
-    If a connection breaks, Gloo loses a call whose first bytes it is about to write (torch 2.15: in
-    Pair::handleRemotePendingRecv the operation is on no list at that moment). That call ends only at its group's timeout.
-    Waits inside C++, such as those of functional collectives, are unchanged.
+    If a connection breaks, Gloo loses a call whose first bytes it is about to write. In torch 2.15, the operation is on no
+    list at that moment in Pair::handleRemotePendingRecv. Such a call ends only at its group's timeout. Waits inside C++,
+    such as those of functional collectives, are unchanged.
     """
 
     def given_up() -> bool:
         return abandoned() or own_waits.given_up()
 
     def wait(work: Any, timeout: timedelta = timedelta(0)) -> bool:
-        # NCCL's wait is for a stream, and does not block the host.
+        # NCCL's wait blocks a stream, not the host.
         if torch.cuda.is_initialized():
             return bool(_WAIT(work, timeout))
         if work._get_op_type() not in _IN_SLICES:
@@ -588,7 +590,7 @@ def _given_up(work: Any) -> RuntimeError:
 
 
 def _waited_beside(work: Any, timeout: timedelta, given_up: Callable[[], bool]) -> bool:
-    """Wait in another thread."""
+    """Wait for `work` in another thread."""
     asks, answers = _BESIDE.pop() if _BESIDE else _beside()
     asks.put((work, timeout))
     while True:
@@ -609,7 +611,7 @@ _BESIDE: list[_Queues] = []
 
 
 def _beside() -> _Queues:
-    """Return a thread that waits for the Works it receives, and puts each result into the other queue."""
+    """Start a thread that waits for the Works in one queue and puts each result into the other. Return both queues."""
     asks: SimpleQueue[Any] = SimpleQueue()
     answers: SimpleQueue[Any] = SimpleQueue()
 
@@ -627,24 +629,24 @@ def _beside() -> _Queues:
 
 
 def keep_for_good(groups: Sequence[Any]) -> None:
-    """Never destroy groups, not even when Python ends: their destructor waits for calls that the backend still holds."""
+    """Never destroy `groups`, even at Python's exit, because their destructors wait for calls that the backend still holds."""
     for group in groups:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
 def split_color(ranks: Sequence[int]) -> int:
-    """Return the color that torch gives to a group in ncclCommSplit; two groups must not share one."""
+    """Return the color that torch assigns to a group in ncclCommSplit. Two groups must not share a color."""
     return int(c10d._process_group_color(list(ranks)))
 
 
-# torch types ProcessGroup's methods with overloads that a Python subclass cannot repeat.
+# torch types ProcessGroup's methods with overloads that a Python subclass cannot reproduce.
 _ProcessGroup: Any = dist.ProcessGroup
 
 
 class SoloGroup(_ProcessGroup):  # type: ignore[misc]
-    """A process group of one rank that copies instead of communicating, for torch code that needs a group for a dim of size 1.
+    """A one-rank process group that copies instead of communicating, for torch code that needs a group for a dim of size 1.
 
-    Results are exact; the "fake" backend leaves outputs unwritten.
+    Results are exact. The "fake" backend, in contrast, leaves outputs unwritten.
     """
 
     def __init__(self, name: str, rank: int) -> None:
@@ -652,7 +654,7 @@ class SoloGroup(_ProcessGroup):  # type: ignore[misc]
         self._name = name
         self._set_group_name(_NAME(name))
         self._set_group_desc(name)
-        # torch's registries of groups: by handle, by name, by rank, by tag.
+        # torch's group registries, by handle, by name, by rank and by tag.
         world, tag = c10d._world, f"ptd:{name}"
         world.pg_map[self] = ("solo", dist.HashStore())
         world.pg_names[self] = _NAME(name)
@@ -684,7 +686,7 @@ class SoloGroup(_ProcessGroup):  # type: ignore[misc]
         return _done([])
 
     def scatter(self, outputs: Any, inputs: Any, *options: Any) -> Any:
-        """Copy inputs to outputs, as every call that moves data does on one rank. torch's nesting of both differs by call."""
+        """Copy inputs to outputs, as every call that moves data does on one rank. The nesting differs between calls."""
         for out, x in zip(_flat(outputs), _flat(inputs), strict=True):
             out.view(x.shape).copy_(x)
         return _done(outputs)
@@ -706,6 +708,6 @@ def _flat(tensors: Any) -> list[torch.Tensor]:
 def _done(result: Any) -> Any:
     future: Future[Any] = Future()
     future.set_result(result)
-    # Missing from torch's stubs.
+    # This name is missing from torch's stubs.
     create: Any = getattr(bindings, "_create_work_from_future")  # noqa: B009
     return create(future)

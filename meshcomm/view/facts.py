@@ -1,4 +1,4 @@
-"""The page's data on a configuration, JSON-serializable: sizes and strides, never groups."""
+"""The page's data about a configuration, as JSON-serializable sizes and strides. It never lists the groups."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ Facts = dict[str, Any]
 
 
 def page_facts(settings: Config, world: int | None, topology: TopologyConfig) -> Facts:
-    """Return the facts of the page. The browser computes every rank's groups from them.
+    """Return the facts for the page. The browser computes every rank's groups from them.
 
-    world: number of processes, or None if every size is given. topology: as `discovered` returns it.
+    world: the number of processes, or None if every size is given. topology: the result of `discovered`.
 
-    The facts of `plan_facts`, with home (the dim's view, "" for the base) and digits (see Layout.digits) for each dim.
-    base and views: (dim, size) pairs in order. rank_order: the rank at each position, None if both are equal. trains: None
-    without training. The length does not grow with the number of ranks, except for rank_order.
-    Raises ConfigError or LayoutError if the world or the training does not fit.
+    The result extends `plan_facts`. Each dim also has home (its view, or "" for the base) and digits (see Layout.digits).
+    base and views: (dim, size) pairs in order. trains: None without training.
+    rank_order: the rank at each position, or None if each rank equals its position. The other facts do not grow with the
+    number of ranks.
+    Raises ConfigError or LayoutError if the world size or the training does not match the mesh.
     """
     filled = settings.resolved(world)
     plan = filled.plan(world)
@@ -63,20 +64,21 @@ def _trains(settings: Config, layout: Layout) -> Facts | None:
 
 
 def predicted_traffic(settings: Config, layout: Layout, topology: TopologyConfig) -> Facts | None:
-    """Return the calls of one step on the rank with the most layers, as `tune` estimates them, by their dims.
+    """Return the calls that the rank with the most layers makes in one step, as estimated by `tune`, with their dims.
 
-    settings: with every size filled in. Returns None if they have no training or no sizes of the model. size_bytes: bytes
-    of one call, as in nccl-tests. sent_bytes: bytes that the rank sends in a step. received_bytes: for calls that only
-    receive, otherwise None. seconds: time of all calls, one after the other. link: the slowest link that a group crosses.
-    seconds and link are None if unknown.
+    settings: settings with every size filled in. Returns None if they have no training or no model sizes. size_bytes:
+    bytes per call, counted as in nccl-tests. sent_bytes: the bytes that the rank sends per step. received_bytes: the bytes
+    that it receives, if some of the calls only receive; otherwise None.
+    seconds: the time of all calls when they run one after another. link: the slowest link that a group crosses. seconds
+    and link are None if they are unknown.
     """
     model = settings.model
     if settings.parallel is None or settings.train is None or settings.data is None or model is None:
         return None
-    # A model that is built by code, without sizes. The mesh can still be shown.
+    # A model that is built by code has no sizes here. The mesh can still be shown.
     if any(getattr(model, name) is None for name in FACTS):
         return None
-    # Without settings that change the placement of ranks but not the traffic, because `place` rejects them.
+    # Leave out settings that change the placement of ranks but not the traffic, because `workload` rejects them.
     played = {
         dim: size for dim, size in settings.mesh.dims.items() if dim in settings.parallel.parts.values()
     }

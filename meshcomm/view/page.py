@@ -1,4 +1,4 @@
-"""Builds one self-contained document from the files of the page. Saved to a file, it needs no server."""
+"""Builds one self-contained HTML document from the page's files. An exported document needs no server."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from meshcomm.config.write import write_whole
 from meshcomm.errors import ViewError
 from meshcomm.view.run import run_news
 
-# In the order of concatenation; all share one scope.
+# The scripts in the order in which they are concatenated. All of them share one scope.
 _SCRIPTS: Final = ("dom", "mesh", "turn", "lens", "picture", "panel", "traffic", "chart", "run", "main")
 
 
 class Document(NamedTuple):
-    """html: the whole page. policy: its Content-Security-Policy, which allows only the page's own style and script."""
+    """html: the complete page. policy: its Content-Security-Policy, which allows only the page's own style and script."""
 
     html: str
     policy: str
@@ -27,15 +27,15 @@ class Document(NamedTuple):
 def document(facts: dict[str, Any] | None = None, run: dict[str, Any] | None = None) -> Document:
     """Return the page.
 
-    facts: as from `page_facts`; written into the page, which then needs no server. If None, the page requests
-        facts.json and run.json from its server. run: the current news of a run; only with facts.
+    facts: the result of `page_facts`, which is embedded in the page, so that it needs no server. If None, the page requests
+        facts.json and run.json from its server. run: the result of `run_news`; used only with facts.
     """
     folder = files("meshcomm.view")
     style = (folder / "page.css").read_text(encoding="utf-8")
     parts = [(folder / f"{name}.js").read_text(encoding="utf-8") for name in _SCRIPTS]
     script = '"use strict";\n(() => {\n' + "\n".join(parts) + "})();\n"
     connect = "'self'" if facts is None else "'none'"
-    # frame-ancestors has no effect in a meta element: the server's header adds it.
+    # frame-ancestors has no effect in a meta element, so only the server's header contains it.
     policy = (
         f"default-src 'none'; style-src {_hash(style)}; script-src {_hash(script)}; img-src data:; "
         f"connect-src {connect}; base-uri 'none'; form-action 'none'"
@@ -53,14 +53,14 @@ def _hash(text: str) -> str:
 
 
 def _embedded(data: dict[str, Any]) -> str:
-    """Return JSON that cannot end the HTML element that contains it."""
+    """Return JSON that cannot close the HTML element in which it is embedded."""
     return json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
 
 
 def export_page(path: Path, facts: dict[str, Any], folder: Path | None) -> str:
     """Write the page to `path`, with the facts and everything that the run in `folder` has written so far.
 
-    Return a line with its path and size. Raises ViewError if the page cannot be written.
+    Return a line with the page's path and size. Raises ViewError if the page cannot be written.
     """
     html = document(facts, run_news(folder, most_bytes=-1)).html
     write_whole(path, html, given=f"--export {path}", kind=ViewError)

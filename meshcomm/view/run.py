@@ -1,4 +1,4 @@
-"""Finds the run to show, and reads from its folder what the run has written since the last request."""
+"""Finds the run to show, and reads what it has written to its folder since the last request."""
 
 from __future__ import annotations
 
@@ -17,21 +17,22 @@ Facts = dict[str, Any]
 
 METRICS: Final = "metrics.jsonl"
 RUN: Final = "run.json"
-# The fields of a line of metrics that the page draws.
+# The fields of a metrics line that the page plots.
 COLUMNS: Final = ("step", "loss", "tokens_per_s", "gradient_norm", "lr", "seconds")
-# The most bytes read at once. A page that is opened late repeats the request until it has all of the file.
+# The most bytes read per request. A page that is opened late repeats its request until it has the whole file.
 _MOST_BYTES: Final = 1 << 20
 
 
 class Target(NamedTuple):
-    """settings: the configuration to show. folder: the run's folder, which may not exist yet; None without training."""
+    """settings: the configuration to show. folder: the run's folder, which may not exist yet, or None without training."""
 
     settings: Config
     folder: Path | None
 
 
 def find_target(target: Path, overrides: Sequence[str] = ()) -> Target:
-    """A file is a configuration whose run writes to train.out. A folder is a run with its config.json.
+    """Return the target for a file or a folder. A file must be a configuration, whose run writes to its train.out. A folder
+    must be a run's folder with config.json.
 
     Raises ViewError if `target` is neither, and ConfigError if the configuration is invalid.
     """
@@ -50,7 +51,7 @@ def find_target(target: Path, overrides: Sequence[str] = ()) -> Target:
             f"there is no {target}",
             given=str(target),
             expected="a configuration's file, or the folder of a run",
-            hint="before a run has begun, meshcomm view CONFIG: it waits for train.out",
+            hint="before a run has started, meshcomm view CONFIG, which waits for train.out",
         )
     settings = load_config(target, overrides)
     return Target(settings, None if settings.train is None else Path(settings.train.out))
@@ -62,15 +63,17 @@ def _content(folder: Path) -> str:
 
 
 def run_news(folder: Path | None, known: str = "", offset: int = 0, most_bytes: int = _MOST_BYTES) -> Facts:
-    """Return the lines of metrics since `offset`, and the state of the run.
+    """Return the metrics lines since `offset`, and the state of the run.
 
-    known, offset: the id and offset that the previous call returned; "" and 0 for the first. most_bytes: the most bytes
-    to read at once; -1: all.
+    known, offset: the id and offset that the previous call returned; "" and 0 for the first call. most_bytes: how many
+    bytes to read at most; -1 reads everything.
 
     state: "none" (the configuration does not train), "waiting" (nothing was written yet), "running", "finished",
-    "stopped", or "unknown" (metrics without a readable run.json). about: the content of run.json. reset: the lines
-    belong to another run than `known`, starting with its first line. more: there is more to read. age_s: seconds since
-    metrics were written. columns: values for each of COLUMNS, None if not a finite number. A missing folder is not an error.
+    "stopped", or "unknown" (metrics without a readable run.json). about: the content of run.json.
+    reset: whether the lines start again from the first line, because they belong to a different run than `known`.
+    more: whether there is more to read. age_s: the number of seconds since metrics were last written.
+    columns: the values of each of COLUMNS, with None for a value that is not a finite number. A missing folder is not an
+    error.
     """
     about = None if folder is None else _about(folder)
     run = "" if about is None else about["run"]
@@ -90,7 +93,7 @@ def run_news(folder: Path | None, known: str = "", offset: int = 0, most_bytes: 
             return news
         with (folder / METRICS).open("rb") as file:
             status = os.fstat(file.fileno())
-            # A run that continues from a checkpoint truncates the file and has another `run`.
+            # A run that resumes from a checkpoint truncates the file and has a new `run` id.
             name = f"{run}-{status.st_ino:x}"
             whole = name == known and 0 < offset <= status.st_size
             if whole:
@@ -101,7 +104,7 @@ def run_news(folder: Path | None, known: str = "", offset: int = 0, most_bytes: 
             text = file.read(most_bytes)
     except OSError:
         return news
-    # The last line may be incomplete.
+    # Drop the last line if it is incomplete.
     text = text[: text.rfind(b"\n") + 1]
     end = start + len(text)
     lines = [line for raw in text.splitlines() if (line := _line(raw)) is not None]
@@ -131,7 +134,7 @@ def _line(raw: bytes) -> Facts | None:
         found = json.loads(raw)
     except ValueError:
         return None
-    # Evaluations have separate lines.
+    # Lines of evaluations are skipped.
     known = isinstance(found, dict) and "loss" in found and _number(found.get("step")) is not None
     return found if known else None
 

@@ -1,4 +1,4 @@
-"""A server for one page, reachable only from this machine."""
+"""An HTTP server for one page, reachable only from this machine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from meshcomm.view.page import document
 from meshcomm.view.run import run_news
 
 ADDRESS: Final = "127.0.0.1"
-# A request by another site whose name resolves to 127.0.0.1 (DNS rebinding) has that site's name as Host.
+# In a DNS rebinding attack, another site's name resolves to 127.0.0.1, and the request has that name as its Host.
 _NAMES: Final = frozenset({"127.0.0.1", "localhost", "[::1]"})
 _HEADERS: Final = {
     "Cache-Control": "no-store",
@@ -30,10 +30,11 @@ _HEADERS: Final = {
 
 @final
 class Server(ThreadingHTTPServer):
-    """Serves `/`, `/facts.json` and `/run.json` on 127.0.0.1, and nothing else.
+    """Serves only `/`, `/facts.json` and `/run.json`, on 127.0.0.1.
 
-    facts: from `page_facts`. folder: the run's folder, which may not exist; None without training. port: 0 selects a free one.
-    Answers GET and HEAD requests whose Host is a name of this machine. Raises ViewError if the port is in use.
+    facts: the result of `page_facts`. folder: the run's folder, which may not exist yet, or None without training.
+    port: 0 selects a free port. Only GET and HEAD requests whose Host is a name of this machine are served.
+    Raises ViewError if the port cannot be used.
     """
 
     daemon_threads = True
@@ -53,17 +54,17 @@ class Server(ThreadingHTTPServer):
             ) from None
 
     def server_bind(self) -> None:
-        """Bind as HTTPServer does, but without asking a name server for the name of 127.0.0.1."""
+        """Bind like HTTPServer, but without looking up the name of 127.0.0.1."""
         socketserver.TCPServer.server_bind(self)
         self.server_name, self.server_port = ADDRESS, int(self.server_address[1])
 
     @property
     def url(self) -> str:
-        """The address of the page."""
+        """The URL of the page."""
         return f"http://{ADDRESS}:{self.server_port}/"
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignore a browser that disconnects during an answer."""
+        """Ignore errors of a browser that disconnects during a response."""
         if not isinstance(sys.exc_info()[1], (ConnectionError, TimeoutError)):
             super().handle_error(request, client_address)
 
@@ -73,7 +74,7 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server_version = f"meshcomm/{__version__}"
     sys_version = ""
-    # Closes connections that send no request.
+    # Connections that send no request for this many seconds are closed.
     timeout = 30
 
     def do_GET(self) -> None:
@@ -120,7 +121,7 @@ class _Handler(BaseHTTPRequestHandler):
         if len(hosts) != 1:
             return False
         name, colon, port = hosts[0].strip().lower().rpartition(":")
-        # A port that ssh forwards has another number here.
+        # The port is not checked, because ssh may forward a different one.
         return (name if colon and port.isdecimal() else hosts[0].strip().lower()) in _NAMES
 
     def _answer(self, status: HTTPStatus, kind: str, body: bytes, more: dict[str, str] | None = None) -> None:
@@ -129,11 +130,11 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(body)))
         for name, value in {**_HEADERS, **(more or {})}.items():
             self.send_header(name, value)
-        # The body of a refused request is not read, and no thread waits for the browser's next request.
+        # Closing the connection discards the unread body of a refused request, and no thread waits for another request.
         self.send_header("Connection", "close")
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Log nothing: the command only prints the page's address."""
+        """Log nothing, because the command prints only the page's URL."""

@@ -144,7 +144,7 @@ def test_new_overwrites_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     (tmp_path / name).write_text("mine")
     done = meshcomm("new")
     assert done.exit_code == 2 and done.stderr == (
-        f"meshcomm new overwrites nothing, and {name} exists\n"
+        f"meshcomm new does not overwrite files, and {name} exists\n"
         "  given:    .\n"
         "  expected: a folder without config.toml and hello.py\n"
         "  try:      meshcomm new demo\n"

@@ -295,7 +295,7 @@ def wrongly_known(mesh: Mesh) -> None:
             ) as refused:
                 mesh.all_to_all("dp", x, input_split_sizes=splits, output_split_sizes=received)
             assert (
-                "output_split_sizes=[1, 3], which is in the input_split_sizes of coords 0 to 1"
+                "output_split_sizes=[1, 3], as in the input_split_sizes of coords 0 to 1"
                 in refused.value.expected
             )
         else:

@@ -264,7 +264,7 @@ def test_nothing_of_a_config_changes() -> None:
     ]
     for change in changes:
         with pytest.raises(
-            ConfigError, match=r"^a configuration cannot be changed\n  given:    a change of "
+            ConfigError, match=r"^a configuration cannot be changed\n  given:    a change to "
         ):
             change()
     assert config == load_config({"mesh": {"dims": {"pp": 2, "dp": 2}, "merge": {"all": ["pp", "dp"]}}})

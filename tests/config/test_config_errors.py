@@ -457,7 +457,7 @@ def test_a_file_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert report_of("configs/quikstart.yaml").endswith("did you mean configs/quickstart.yaml?")
     Path("folder.toml").mkdir()
     assert report_of("folder.toml").startswith("folder.toml: cannot be read: is a directory\n")
-    assert report_of("").startswith(": not a file type of a configuration\n")
+    assert report_of("").startswith(": not a configuration file type\n")
 
 
 def test_what_is_no_configuration() -> None:
@@ -476,7 +476,7 @@ def test_yaml_without_pyyaml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert report_of("mesh.yaml") == (
         "mesh.yaml: YAML files need PyYAML, which is not installed\n"
         "  given:    mesh.yaml\n"
-        "  expected: PyYAML in addition to meshcomm; TOML and JSON need no package\n"
+        "  expected: PyYAML; TOML and JSON files need no additional package\n"
         "  try:      pip install 'meshcomm[yaml]'"
     )
 

@@ -183,7 +183,7 @@ def test_the_cost_of_a_group_is_what_gloo_takes(monkeypatch: pytest.MonkeyPatch)
 def test_too_small_a_limit_is_an_error() -> None:
     small = Limit(1024, 20, 4000)
     assert lines(host.limit_findings(small)) == [
-        "error | the plan needs more file descriptors than a process may have"
+        "error | the plan needs more file descriptors than a process may open"
         " | 20 in use, 4000 more for the plan, the limit is 1024"
         " | ulimit -n 4020, or fewer dims with separate groups",
     ]
@@ -315,7 +315,7 @@ def test_ranks_that_cannot_talk_with_each_other() -> None:
     assert judged(a, b, a, b, config=load_config(mesh, ["mesh.rank_order = [0, 2, 1, 3]"])) == []
     assert judged(a, b) == judged(a, a, b, b) == judged(lost, lost) == []
     assert judged(a, a, lost, lost) == [
-        "error | ranks 2 3 would be reached at the loopback address by other hosts"
+        "error | other hosts would connect to ranks 2 3 at the loopback address"
         " | a: ranks 0 1 at 10.0.0.1\nb: ranks 2 3 at 127.0.0.1"
         ' | network.interfaces = ["eth0"], or GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME'
     ]
@@ -328,7 +328,7 @@ def test_two_hosts_with_loopback_names_are_refused_by_all(pool: Pool) -> None:
     facts = results[0][0]
     assert [code for _, code in results] == [1] * 4
     assert [row["host"] for row in facts["ranks"]] == ["here", "here", "there", "there"]
-    assert found(facts, "ranks 0 1 2 3 would be reached at the loopback").startswith("error: ")
+    assert found(facts, "other hosts would connect to ranks 0 1 2 3 at the loopback").startswith("error: ")
 
 
 def as_two_hosts() -> tuple[dict[str, Any] | None, int]:

@@ -41,7 +41,7 @@ TAIL = """
 PLANTED = {
     "a call under a branch": (
         'if last: mesh.all_reduce("pp", x)',
-        r"rank 15,360 \(pp=15 .*\) along pp: 2 calls more than others make, from all_reduce",
+        r"rank 15,360 \(pp=15 .*\) along pp: 2 calls more than others make, starting with all_reduce",
     ),
     "a loop of its own length": (
         'for _ in range(1 + (mesh.coord("tp") == 7)): mesh.all_gather("tp", x)',
@@ -61,7 +61,7 @@ PLANTED = {
     ),
     "crossed dims": (
         'for dim in ["dp", "cp"][:: 1 - 2 * ((mesh.coord("dp") + mesh.coord("cp")) % 2)]: mesh.all_gather(dim, x)',
-        r"ranks [\d, ]+ wait for each other in a circle, rank .* in all_gather",
+        r"ranks [\d, ]+ wait for each other in a cycle: rank .* in all_gather",
     ),
     "an uneven microbatch": (
         'mesh.all_reduce("cp", x[: 64 - (mesh.coord("cp") == 1)])',
@@ -73,7 +73,7 @@ PLANTED = {
     ),
     "all send first": (
         'mesh.send("cp", x, 1 - mesh.coord("cp")); mesh.recv("cp", x, src=1 - mesh.coord("cp"))',
-        r"ranks [\d, ]+ wait for each other in a circle, .* in send",
+        r"ranks [\d, ]+ wait for each other in a cycle: .* in send",
     ),
 }
 
@@ -123,7 +123,7 @@ def test_ranks_that_are_asked_for_are_run_and_others_of_their_groups_beside_them
     facts = told(script, ranks=(12287,))
     (finding,) = facts["findings"]
     assert finding["ranks"] == (12287,) and re.search(
-        r"rank 12,287 .* all_gather .* left out", finding["what"]
+        r"rank 12,287 .*: no all_gather .*, which others make", finding["what"]
     )
     assert any("rank 12,287" in text and "along tp" in text for text in facts["unlike"])
 

@@ -96,9 +96,9 @@ def test_what_is_no_model_or_no_dim_is_refused(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=said):
             training_of(path, dims)
     result = CliRunner().invoke(app, ["dryrun", str(path)])
-    assert result.exit_code == 2 and "a model's config.json has no sizes of dims" in result.stderr
+    assert result.exit_code == 2 and "a model's config.json contains no dim sizes" in result.stderr
     result = CliRunner().invoke(app, ["dryrun", str(PUBLISHED / "llama3_405b.toml"), "--dims", "dp=2"])
-    assert result.exit_code == 2 and "--dims is for the config.json of a model" in result.stderr
+    assert result.exit_code == 2 and "--dims requires a model's config.json" in result.stderr
 
 
 def test_its_training_is_a_configuration() -> None:

@@ -131,9 +131,9 @@ def crossed(rank: Rank) -> None:
         (
             Layout({"dp": 3}),
             circle,
-            "ranks 0, 1, 2 wait for each other in a circle, rank 0 (dp=0) in send (4) float32 at train.py:4",
+            "ranks 0, 1, 2 wait for each other in a cycle: rank 0 (dp=0) in send (4) float32 at train.py:4",
         ),
-        (Layout({"dp": 2, "tp": 2}), crossed, "wait for each other in a circle"),
+        (Layout({"dp": 2, "tp": 2}), crossed, "wait for each other in a cycle"),
     ],
     ids=["messages", "dims"],
 )

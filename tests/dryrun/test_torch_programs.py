@@ -178,5 +178,5 @@ def test_what_cannot_be_pretended_is_named(tmp_path: Path) -> None:
     with pytest.raises(RankFailed, match="dynamic shape inference"):
         dryrun(None, (), 4, Script(path, ("none", "0")))
     path.write_text("print('hello')\n")
-    with pytest.raises(LaunchError, match="no call on a group of torch"):
+    with pytest.raises(LaunchError, match="no call on a torch process group"):
         dryrun(None, (), 4, Script(path))

@@ -43,7 +43,7 @@ def test_a_rank_that_is_lost_as_others_end_is_named(way: str, tmp_path: Path) ->
     assert lines[0].startswith(f"meshcomm: rank 1 (dp=1) {what}"), ended.stderr
     assert lines[0].endswith("; replaced, replacements left: 0")
     assert lines[1].startswith(f"meshcomm: rank 1 (dp=1) {what}"), ended.stderr
-    assert "had already completed: new processes can no longer meet all ranks" in lines[-1]
+    assert "had already completed, so new processes can no longer meet all ranks" in lines[-1]
     assert "terminate called" not in ended.stderr
     assert ended.returncode == (1 if way == "raises" else 128 + signal.SIGKILL)
 

@@ -128,7 +128,7 @@ def test_a_program_that_does_not_reopen_ends_by_the_name_of_the_lost_rank(tmp_pa
     lines = ended.stderr.splitlines()
     assert "meshcomm: rank 1 (dp=1) was ended by SIGKILL" in lines
     assert (
-        "meshcomm: rank 0 ended by RankLost: a program continues with mesh.reopen(error), a Trainer by itself"
+        "meshcomm: rank 0 ended by RankLost: a program continues with mesh.reopen(error), and a Trainer continues automatically"
         in lines
     )
 
@@ -142,7 +142,7 @@ def test_a_script_of_torch_alone_ends_and_says_why(tmp_path: Path) -> None:
     lines = ended.stderr.splitlines()
     assert "meshcomm: rank 1 was ended by SIGKILL" in lines
     assert lines[-1] == (
-        "meshcomm: no rank had opened a mesh: only a program that reopens one, or a Trainer, can continue"
+        "meshcomm: no rank had opened a mesh: only a Trainer, or a program that reopens its mesh, can continue"
     )
 
 

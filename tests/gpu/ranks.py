@@ -505,7 +505,7 @@ def graphs() -> None:
 
 def graph_alive() -> None:
     """A mesh closes while a graph that has captured its calls is alive, for which NCCL waits without a limit."""
-    told = "closes before a CUDA graph that has captured"
+    told = "closes while a CUDA graph still contains"
     with case("refused"), pytest.raises(CommunicationError, match=told), opened() as mesh:
         call = warm_calls(mesh, torch.ones(8, 4), "all_reduce")["all_reduce"]
         graph = torch.cuda.CUDAGraph() if ON_GPU else None

@@ -235,7 +235,7 @@ def test_one_more_loss_than_can_be_replaced(capfd: pytest.CaptureFixture[str]) -
     assert lines[1:] == [
         "meshcomm: rank 1 was ended by SIGSEGV",
         "meshcomm: rank 0 followed: lost a peer, or were ended by the launcher",
-        "meshcomm: no rank had opened a mesh: only a program that reopens one, or a Trainer, can continue",
+        "meshcomm: no rank had opened a mesh: only a Trainer, or a program that reopens its mesh, can continue",
     ]
 
 

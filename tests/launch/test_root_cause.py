@@ -130,7 +130,7 @@ def test_an_abort_is_told_with_the_calls_that_the_others_were_in() -> None:
         "rank 3 (pp=0 tp=3) was ended by SIGABRT",
         "ranks 0 1: in all_reduce of 24 bytes, call 71 on tp, at train.py:6",
         "rank 2: in all_reduce of 16 bytes, call 71 on tp, at train.py:6",
-        "Gloo ends a process with SIGABRT if it receives more data than its own call expects: compare the sizes",
+        "Gloo ends a process with SIGABRT if the process receives more data than its call expects: compare the sizes",
     ]
 
 

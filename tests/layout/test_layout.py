@@ -89,9 +89,9 @@ def test_a_shared_view_dim_must_mean_the_same_groups() -> None:
     with pytest.raises(LayoutError) as caught:
         Layout({"pp": 2, "dp": 2, "tp": 2}, views={"expert": {"ep": 4, "pp": 2}})
     assert str(caught.value) == (
-        'view expert and the base share the dim "pp", but it has other groups there\n'
+        'view expert and the base share the dim "pp", but its groups differ between them\n'
         "  given:    size 2, stride 1 in expert; size 2, stride 4 in dims\n"
-        "  expected: a shared dim that means the same ranks in both\n"
+        "  expected: a shared dim with the same groups in both\n"
         "  try:      rename it in views.expert, or place and size it as in dims"
     )
 
@@ -206,7 +206,7 @@ def test_the_fingerprint_sees_all_that_must_agree() -> None:
         ({"dims": {"a": 2}, "rank_order": [0]}, "rank_order lists 1 ranks for a mesh of 2"),
         ({"dims": {"a": 2}, "rank_order": [0, 0]}, "rank_order is not a permutation"),
         ({"dims": {"a": 2}, "rank_order": [0, -1]}, "rank_order is not a permutation"),
-        ({"dims": {"a": 2, "b": 2}, "merge": {"a": ("a", "b")}}, "merge.a has the name of a dim"),
+        ({"dims": {"a": 2, "b": 2}, "merge": {"a": ("a", "b")}}, "merge.a has the same name as a dim"),
         ({"dims": {"a": 2, "b": 2}, "merge": {"m": ("a",)}}, "merge.m merges 1 dim(s)"),
         ({"dims": {"a": 2, "b": 2}, "merge": {"m": ("a", "a")}}, '("a", "a") name a dim twice'),
         ({"dims": {"a": 2, "b": 2}, "merge": {"m": ("a", "c")}}, "the mesh has no dim 'c'"),

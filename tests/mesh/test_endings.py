@@ -213,7 +213,8 @@ def test_a_monitored_barrier_without_a_timeout_ends_at_that_of_its_group(pool: P
         code == 1 and "CollectiveTimeout: monitored_barrier on dp on rank 0 (dp=0) did not end in time" in err
     )
     assert (
-        "timed out after the 4 s of the group, as it got no timeout" in err and "rank 1 (dp=1) is at " in err
+        "timed out after the group's 4 s, because it was given no timeout" in err
+        and "rank 1 (dp=1) is at " in err
     )
 
 

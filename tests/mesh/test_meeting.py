@@ -192,7 +192,9 @@ def test_nobody_to_meet(pool: Pool) -> None:
     assert 'process] init = "tcp", address = "HOST:PORT" of rank 0; or start with torchrun' in text
     # Processes of multiprocessing do not each take a world for themselves.
     for text in pool.run(refused, {"dp": -1}, {}, ranks=2):
-        assert text.startswith("how many processes? dims = { dp = -1 } uses all there are\n")
+        assert text.startswith(
+            "the number of processes is unknown, and dims = { dp = -1 } uses all of them\n"
+        )
         assert IN_EACH in text
 
 
@@ -309,7 +311,7 @@ def on_a_fake_group(backend: str | None) -> str:
 
 def test_the_backend_of_the_default_group_is_followed(pool: Pool) -> None:
     assert pool.run(on_a_fake_group, None, ranks=1, timeout_s=30) == ["fake"]
-    refused = ["torch's default group is of the fake backend: the other ranks do not exist"]
+    refused = ["torch's default group uses the fake backend: the other ranks do not exist"]
     assert pool.run(on_a_fake_group, "gloo", ranks=1, timeout_s=30) == refused
 
 
@@ -473,7 +475,7 @@ def test_a_program_that_says_nothing_keeps_nobody_waiting(monkeypatch: pytest.Mo
         ({"world_size": "2"}, "world_size is not an integer: '2'"),
         ({"rank": True}, "rank is not an integer: True"),
         ({"store": 5}, "not a torch store: 5"),
-        ({"config": {"mesh": {"dims": {"dp": 1}}}, "overrides": 5}, "overrides must be texts"),
+        ({"config": {"mesh": {"dims": {"dp": 1}}}, "overrides": 5}, "overrides must be strings"),
     ],
 )
 def test_what_cannot_be_met_by(given: dict[str, Any], said: str) -> None:

@@ -182,7 +182,7 @@ def test_mixed_ranks_of_jobs_without_a_name_all_end_in_the_error(pool: Pool, tmp
     ended = [job.finish() for job in (*mixed, *late)]
     assert all(code != 0 and out in ("", "open\n") for code, out, _ in ended), ended
     errors = [err for _, _, err in ended]
-    assert any("their ranks may be mixed" in err for err in errors[:2]), errors
+    assert any("the ranks of both jobs may be mixed" in err for err in errors[:2]), errors
     assert any(f"process {job.pid} of " in err for job in late for err in errors[:2]), errors
     assert all("Error: " in err for err in errors), errors
 

@@ -75,7 +75,7 @@ def test_a_model_that_is_no_language_model_alone_is_refused_by_name(tmp_path: Pa
     transformers.Gemma3Config(text_config=transformers.Gemma3TextConfig(**SMALL)).save_pretrained(tmp_path)
     found = _refused(tmp_path)
     assert "a gemma3 has parts that do not belong to a language model: vision_config" in found
-    assert 'the folder of only its text model, "gemma3_text"' in found
+    assert 'a folder with only its text model, "gemma3_text"' in found
     transformers.ViTConfig().save_pretrained(tmp_path)
     assert "a vit is not a causal language model of transformers" in _refused(tmp_path)
     found = _refused(_changed(folder_of("llama", tmp_path), {"model_type": "newest"}))
@@ -86,9 +86,7 @@ def test_a_family_without_a_plan_is_split_by_data_alone(tmp_path: Path) -> None:
     transformers.GPTJConfig(n_embd=32, n_layer=2, n_head=4, rotary_dim=4).save_pretrained(tmp_path)
     model = {"pretrained": str(tmp_path), "random_weights": True, "dropout": 0.0}
     assert config_of(model, "fsdp=4") is not None
-    with pytest.raises(
-        ConfigError, match="transformers publishes no plan of how the folder's model is split"
-    ):
+    with pytest.raises(ConfigError, match="transformers publishes no plan for splitting the folder's model"):
         config_of(model, "tp=2")
 
 
@@ -176,7 +174,7 @@ def test_weights_without_a_tokenizer_take_bytes_only_if_told_so(tmp_path: Path) 
     with pytest.raises(ConfigError) as caught:
         config_of({"pretrained": str(folder)}, "dp=1", tokenizer=None)
     found = str(caught.value)
-    assert "data.tokenizer: the weights were trained on tokens of a tokenizer" in found
+    assert "data.tokenizer: the weights were trained with a tokenizer that is not in their folder" in found
     assert f"no tokenizer.json in {folder}" in found and 'data.tokenizer = "bytes"' in found
     assert config_of({"pretrained": str(folder)}, "dp=1", tokenizer="bytes") is not None
     # What is drawn knows no tokens yet.
@@ -215,7 +213,7 @@ def test_a_token_outside_of_the_vocabulary_is_named_with_its_place(tmp_path: Pat
     found = _outside(DataConfig(files=(f"{tmp_path}/*.txt",), seq_len=2), 96)
     assert "the data has token 121, but the model's vocabulary is 0 to 95" in found
     assert f"121 at position 8 of {tmp_path}/b.txt" in found
-    assert "without one, each byte is a token" in found
+    assert "without a tokenizer, each byte is a token" in found
     words = tokenizer(tmp_path / "model")
     (tmp_path / "a.txt").write_text("one two")
     (tmp_path / "b.txt").write_text("one two three")

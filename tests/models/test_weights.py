@@ -128,8 +128,8 @@ def nothing(path: Path, given: dict[str, Tensor]) -> None:
 BROKEN: dict[str, tuple[Any, str, str, str]] = {
     "names": (
         without,
-        "are not those of the model",
-        "1 missing: a.weight\n1 that it does not have: a.weigth",
+        "do not match the model",
+        "1 missing: a.weight\n1 unexpected: a.weigth",
         "did you",
     ),
     "shape": (misshaped, "b.weight does not fit the model", "shape (6, 7)", "config.json and weights"),
@@ -314,4 +314,4 @@ def test_a_weight_that_only_the_last_stage_reads_is_missed_on_every_rank(
     save_file(held, tmp_path / SINGLE)
     (tmp_path / "config.json").write_bytes((llama / "config.json").read_bytes())
     for _, given, _ in pool.run(refused, {-1: config_of(tmp_path, {"pp": 2})}, ranks=2):
-        assert given == "1 missing: model.norm.weight\n1 that it does not have: model.norm.wieght"
+        assert given == "1 missing: model.norm.weight\n1 unexpected: model.norm.wieght"

@@ -379,7 +379,7 @@ SHOWN = """\
   reduce_scatter (sum) along dp, axis 0           b s (tp h) d       (2, 3, 8, 5)   240
   all_to_all along tp, split axis 2, join axis 1  b (tp s) h d       (2, 12, 2, 5)  3 x 60 = 180
   all_gather along pp, axis 0                     (pp b) (tp s) h d  (4, 12, 2, 5)  240
-  sent by each rank: 660 elements, times the bytes of one"""
+  sent by each rank: 660 elements, times the bytes per element"""
 
 
 def test_a_recipe_as_text() -> None:
@@ -390,7 +390,7 @@ def test_a_recipe_as_text() -> None:
     assert without_shape[:4] == SHOWN.splitlines()[:4]
     sent = ("1 x b*s*tp*h*d", "3 x b*s*h*d", "1 x b*tp*s*h*d")
     assert all(line.endswith(each) for line, each in zip(without_shape[6:], sent, strict=True))
-    assert str(explain_pattern("a b -> b a", dims)).splitlines()[0] == "a b -> b a    on each rank by itself"
+    assert str(explain_pattern("a b -> b a", dims)).splitlines()[0] == "a b -> b a    on each rank separately"
 
 
 def test_what_is_sent_is_least() -> None:

@@ -155,23 +155,23 @@ b (x tp y) -> b x y | 2 8 |
     try: rearrange(x, pattern, x=...)
     good: b (x tp y) -> b x y | 2 8 | x=2
 b h -> h b | 2 8 | h=4
-    axis 1 of x, h, has another length: h=4, the length is 8
+    axis 1 of x, h, has a different length: h=4, the length is 8
     try: h=8
     good: b h -> h b | 2 8 | h=8
 b (x y) -> b y x | 2 10 | x=4, y=2
-    axis 1 of x, (x y), has another length: x=4 * y=2 = 8, the length is 10
+    axis 1 of x, (x y), has a different length: x=4 * y=2 = 8, the length is 10
     try: x=5
     good: b (x y) -> b y x | 2 10 | x=5, y=2
 tp b h -> b h | 2 3 8 |
-    axis 0 of x, tp, has another length: tp=4, the length is 2
+    axis 0 of x, tp, has a different length: tp=4, the length is 2
     try: (tp n): each of the 4 ranks has n of them
     good: tp b h -> b h | 4 2 3 |
 (dp tp) h -> h | 4 3 |
-    axis 0 of x, (dp tp), has another length: dp=2 * tp=4 = 8, the length is 4
+    axis 0 of x, (dp tp), has a different length: dp=2 * tp=4 = 8, the length is 4
     try: (dp tp n): each of the 8 ranks has n of them
     good: (dp b) h -> b h | 4 3 |
 b 1 h -> b h | 2 2 3 |
-    axis 1 of x, 1, has another length: 1 in the pattern, the length is 2
+    axis 1 of x, 1, has a different length: 1 in the pattern, the length is 2
     try: a name for the axis
     good: b c h -> b c h | 2 2 3 |
 b (x y) -> b y x | 2 0 | x=0
@@ -191,7 +191,7 @@ tp b h -> tp h b | 4 2 3 |
     try: two patterns, one that moves the dim and one that reorders the axes
     good: tp b h -> b tp h | 4 2 3 |
 (dp tp h) -> (tp dp h) | 8 |
-    unclear whether to move data between ranks: "dp" and "tp" change places
+    unclear whether to move data between ranks: "dp" and "tp" swap places
     try: two patterns, one that moves the dim and one that reorders the axes
     good: (dp tp h) -> (dp tp h) | 8 |
 """

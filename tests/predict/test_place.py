@@ -300,8 +300,8 @@ def test_what_cannot_be_placed(tmp_path: Path) -> None:
     for call, text in (
         (lambda: rank_placements(work, 7, where), r"no sizes that multiply to 7 can train this\n.*7 ranks along"),
         (lambda: rank_placements(work, 8, topology_of(8, memory_gbytes=1e-5)), r"no mesh of 8 ranks holds this in 1e-05 GB"),
-        (lambda: workload(load_config({"mesh": {"dims": {"dp": 2}}})), "says nothing about training"),
-        (lambda: workload(ordered), r"mesh.rank_order belongs to one mesh(.*\n)*.*--set mesh.rank_order="),
+        (lambda: workload(load_config({"mesh": {"dims": {"dp": 2}}})), "does not describe training"),
+        (lambda: workload(ordered), r"mesh.rank_order applies only to the configured mesh(.*\n)*.*--set mesh.rank_order="),
         (lambda: place_config(config("3-D"), 8, where, ["dpp"]), r"no part .* a dim dpp\n(.*\n)*.*did you mean \"pp\"\?"),
         (lambda: place_config(config("3-D"), 8, config("3-D").topology), "not known which ranks share a node"),
         (lambda: write_placement(config("3-D"), ranking, tmp_path / "o.yaml"), r"not a file type that --write writes\n(.*\n)*.*--write .*o.toml"),

@@ -348,7 +348,7 @@ def test_without_a_pipeline_there_is_nothing_to_draw() -> None:
     with pytest.raises(ConfigError) as caught:
         schedule_facts(load_config({"mesh": {"dims": {"dp": 2}}}))
     assert str(caught.value).startswith(
-        "there is no pipeline to draw the schedule of\n  given:    config has no training\n"
+        "there is no pipeline whose schedule could be drawn\n  given:    config has no training\n"
     )
     with pytest.raises(ConfigError) as caught:
         facts("mesh.dims={ pp = 1, dp = 2, tp = 2 }")

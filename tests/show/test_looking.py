@@ -121,7 +121,7 @@ def test_json_is_the_facts_that_the_tables_show() -> None:
         ([MESH, "--diff", GPT, "--world-size", "64"], ["world"]),
         (
             ["nothing.toml", "--export", "topo.png"],
-            ["the ending .png", ".svg", "--export topo.svg"],
+            ["the extension .png", ".svg", "--export topo.svg"],
         ),
         ([MESH, "--export", "none/topo.svg"], ["none/topo.svg: cannot be written", "mkdir -p none"]),
         ([MESH, "--export", "topo.svg", "--json"], ["leave out --json"]),
@@ -269,7 +269,7 @@ def test_costs_have_sizes_as_they_were_asked_for_and_say_that_a_backend_chooses(
     )
     shown = run(*words).out
     assert shown.count("  64 KiB  ") == shown.count("  64 MB  ") == 3
-    assert "A backend chooses its own: NCCL" in shown
+    assert "NCCL and other backends may" in shown
 
 
 def test_a_table_as_text_displays_nothing_in_a_notebook(monkeypatch: pytest.MonkeyPatch) -> None:

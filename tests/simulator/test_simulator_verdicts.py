@@ -70,7 +70,7 @@ def verdict_of(fn: Callable[..., Any], *args: Any, **options: Any) -> MeshcommEr
 def test_a_planted_bug_gets_its_verdict_and_the_corrected_program_passes(program: Any) -> None:
     before = threading.active_count()
     error = verdict_of(program, True)
-    text = f"{type(error).__name__}: {error}".replace("schedule seed 0 repeats it", "SEED")
+    text = f"{type(error).__name__}: {error}".replace("schedule seed 0 reproduces it", "SEED")
     assert marked(text) == VERDICTS[program.__name__]
     assert threading.active_count() <= before, "threads of ranks are left"
     assert len(meshcomm.simulate(program, dims=DIMS, merge=MERGE, args=(False,))) == 4
@@ -86,7 +86,7 @@ def test_a_bug_that_any_schedule_has_is_found_by_every_schedule() -> None:
         error = verdict_of(program, True, schedule_seed=seed)
         kind = VERDICTS[program.__name__].partition(":")[0]
         assert type(error).__name__ == kind, program.__name__
-        assert f"schedule seed {seed} repeats it" in str(error)
+        assert f"schedule seed {seed} reproduces it" in str(error)
 
 
 def test_what_a_verdict_carries_for_programs() -> None:
@@ -147,7 +147,7 @@ def test_one_seed_is_one_schedule() -> None:
     failed = {seed: text for seed in range(20) if (text := verdict(seed))}
     assert failed
     for seed, text in failed.items():
-        assert f"schedule seed {seed} repeats it" in text and verdict(seed) == text
+        assert f"schedule seed {seed} reproduces it" in text and verdict(seed) == text
 
 
 def test_ranks_are_unwound_through_their_finally_blocks_and_broad_excepts() -> None:

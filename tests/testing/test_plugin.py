@@ -204,10 +204,10 @@ def test_a_suite(pytester: pytest.Pytester, via: str) -> None:
     assert "XFAIL test_suite.py::test_xfailed - known" in text
     assert "UserWarning: careful" in text
     # Mistakes are explained.
-    assert "MeshTestError: the marker mesh has an unknown keyword 'tiemout_s'" in text
+    assert "MeshTestError: the mesh marker has an unknown keyword 'tiemout_s'" in text
     assert "try:      timeout_s=..." in text
-    assert "MeshTestError: the test uses the fixture mesh, but has no marker mesh" in text
-    assert "MeshTestError: test_takes_none is marked mesh(tp=...) and takes no mesh" in text
+    assert "MeshTestError: the test uses the mesh fixture but has no mesh marker" in text
+    assert "MeshTestError: test_takes_none is marked mesh(tp=...) but takes no mesh" in text
     assert "MeshTestError: mesh.rank is used in the main process" in text
     if not gloo:
         dead = section("test_deadlock")
@@ -338,7 +338,7 @@ def test_a_suite_without_mesh_tests_is_left_alone(pytester: pytest.Pytester) -> 
         ((), {"dp": 2, "not_via": "gloo"}, "not_via='gloo'"),
         ((), {"dp": 2, "not_via": {"nccl": "why"}}, "not_via="),
         ((), {"dp": 2, "via": "gloo", "not_via": {"gloo": "why"}}, "not_via="),
-        ((), {}, "has no marker mesh"),
+        ((), {}, "has no mesh marker"),
     ],
 )
 def test_wrong_markers(args: tuple[object, ...], keywords: dict[str, object], what: str) -> None:
@@ -358,7 +358,7 @@ def test_via() -> None:
     assert vias(("simulator", "gloo"), None) == ("simulator", "gloo")
     assert vias(("simulator", "gloo"), "gloo") == ("gloo",)
     for wrong in ("nccl", (), ("gloo", "gloo"), 3):
-        with pytest.raises(MeshTestError, match="the marker mesh has via="):
+        with pytest.raises(MeshTestError, match="the mesh marker has via="):
             vias(wrong, None)
 
 

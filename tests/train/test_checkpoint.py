@@ -519,7 +519,7 @@ def test_another_training_is_refused_with_both_values(pool: Pool, at_step_4: Pat
             f"  given:    model.intermediate_size = 32, and 64 in {folder}\n"
             f"            train.seed = 8, and 7 in {folder}\n"
             "  expected: the checkpoint's own model, data, batch, seed and dtype\n"
-            "  try:      restore them; or set train.resume = false or another train.out for a separate run"
+            "  try:      restore them; or set train.resume = false, or choose another train.out, for a separate run"
         )
     # Nothing was lost by trying.
     assert content(folder) == before and (at_step_4 / "metrics.jsonl").read_bytes() == metrics

@@ -145,7 +145,7 @@ def test_a_worker_that_ends_or_hangs_is_named(pool: Pool, tmp_path: Path, build:
     data = {"seq_len": SEQUENCE, "build": f"{__name__}:{build}", "workers": 2}
     mesh = {**BASE["mesh"], "timeout_s": 3.0}
     (said,) = pool.run(losses_or_error, on("one=1", tmp_path, data=data, mesh=mesh), ranks=1)
-    assert said.startswith("a process that reads samples has ended or does not answer")
+    assert said.startswith("a worker process that reads samples has ended or is not responding")
     assert says in said and "data.workers = 2" in said
 
 
@@ -394,7 +394,7 @@ def test_a_state_that_does_not_fit_is_named(pool: Pool, tmp_path: Path) -> None:
         with_another_loader, on("dp=2", tmp_path, "train.steps=2", *saving), Counted, ranks=2
     ) == ["", ""]
     said = pool.run(with_another_loader, on("dp=2", tmp_path, "train.steps=4", *saving), Changed, ranks=2)
-    assert all("the Changed does not load the state" in each for each in said)
+    assert all("the Changed cannot load the state" in each for each in said)
     assert all("AssertionError: 4 workers" in each for each in said)
 
 

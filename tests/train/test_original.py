@@ -175,7 +175,7 @@ def test_a_specification_that_leaves_something_out_is_refused_with_the_figure(po
     assert "outputs differ by" in left_out and "multipliers" in left_out
     assert right.startswith("equal to Multiplied.forward on one process (outputs differ by 0.0e+00")
     assert not_compared.startswith(
-        "not compared with Window.forward, which fails on the inputs alone: TypeError"
+        "not compared with Window.forward, which fails when called with only the inputs: TypeError"
     )
     assert turned.startswith("equal to Turned.forward on one process")
 

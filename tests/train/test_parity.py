@@ -381,8 +381,8 @@ def test_the_command_names_the_dim_to_blame(job: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "env", "message"),
     [
-        (("--world-size", "2", "--steps", "21"), {}, "--steps 21 is more than the training has"),
-        (("--world-size", "1"), {}, "a mesh of one rank is one process already"),
+        (("--world-size", "2", "--steps", "21"), {}, "--steps 21 exceeds the number of training steps"),
+        (("--world-size", "1"), {}, "a mesh of one rank is already a single process"),
         (
             (),
             {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"},

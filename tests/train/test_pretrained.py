@@ -252,7 +252,7 @@ def own(config: Config, target: Path) -> str:
 def test_a_module_of_ones_own_is_refused(pool: Pool, folder: Path, tmp_path: Path) -> None:
     config = config_of(folder, tmp_path / "run", {})
     (said,) = pool.run(own, config, tmp_path / "to", ranks=1)
-    assert said == "the model of this trainer cannot be written in the format of transformers"
+    assert said == "the model of this trainer cannot be written in transformers' format"
     assert not (tmp_path / "to").exists()
 
 
@@ -273,7 +273,7 @@ def test_what_cannot_be_exported_so_is_said(pool: Pool, tmp_path: Path) -> None:
         config, [f"train.out={tmp_path / 'run'}", "data.max_bytes=100000", "data.seq_len=32"]
     )
     pool.run(trained, config, None, ranks=1)
-    with pytest.raises(ConfigError, match="cannot be written in the format of transformers"):
+    with pytest.raises(ConfigError, match="cannot be written in transformers' format"):
         export_pretrained(tmp_path / "run", tmp_path / "to")
     for options in (["--dtype", "bfloat16"], ["--shard-gb", "1"]):
         result = CliRunner().invoke(app, ["export", str(tmp_path / "run"), str(tmp_path / "to"), *options])

@@ -88,5 +88,5 @@ def test_samples_that_ranks_share_are_found_and_their_dim_is_named(pool: Pool, t
 def test_a_script_without_a_trainer_is_told(pool: Pool, tmp_path: Path) -> None:
     code, _, err = parity(pool, tmp_path, "nothing")
     assert code != 0
-    assert "the script runs no step of a Trainer, so there is nothing to compare" in err
+    assert "the script runs no Trainer steps, so there is nothing to compare" in err
     assert "Traceback" not in err

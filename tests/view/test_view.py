@@ -523,7 +523,7 @@ def test_the_command_says_what_is_wrong_and_writes_a_page(tmp_path: Path) -> Non
     page, pdf = tmp_path / "page.html", tmp_path / "x.pdf"
     for words, said in (
         ([str(tmp_path)], "is not the folder of a run"),
-        (["configs/mesh.toml", "--export", str(pdf)], "given: the ending .pdf"),
+        (["configs/mesh.toml", "--export", str(pdf)], "given: the extension .pdf"),
         (["configs/mesh.toml", "--export", str(pdf)], str(pdf.with_suffix(".html"))),
         (
             ["configs/mesh.toml", "--export", str(tmp_path / "no" / "page.html")],

@@ -1,4 +1,4 @@
-"""The samples that a rank trains on at a step: the same global batch on every mesh."""
+"""The samples that each rank trains on in a step. The global batch is the same on every mesh."""
 
 from meshcomm.train.data.batches import Batches, batches_of
 from meshcomm.train.data.corpus import Corpus, DataPart, Stream

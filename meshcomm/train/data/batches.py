@@ -1,4 +1,4 @@
-"""The samples of one data rank, step by step, in an order that depends only on the seed and the position."""
+"""The samples that one data rank reads in each step, in an order that depends only on the seed and the position."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _ROUNDS = 6
 
 
 def permuted(positions: Indices, size: int, key: Sequence[int]) -> Indices:
-    """Return the images of `positions` under a permutation of range(size), a different one for each key.
+    """Return the images of `positions` under a permutation of range(size) that depends on the key.
 
-    A balanced Feistel network over the next power of four, walked until the value is below size (Black and
-    Rogaway, Ciphers with Arbitrary Finite Domains, 2002). Its rounds mix like splitmix64.
+    This is a balanced Feistel network over the next power of four, applied repeatedly until the value is below size (Black
+    and Rogaway, Ciphers with Arbitrary Finite Domains, 2002). Its rounds mix bits like splitmix64.
 
     >>> sorted(permuted(np.arange(7), 7, [0, 1]).tolist())
     [0, 1, 2, 3, 4, 5, 6]
@@ -50,11 +50,13 @@ def _mixed(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 @final
 class Order:
-    """Epochs over the samples of several parts, each in a different order.
+    """Epochs over the samples of several parts. Each epoch has a different order.
 
-    sizes: samples of each part. weights: the relative share of an epoch that comes from each part. If empty, each sample
-    occurs once. A part with more samples than an epoch takes continues in the next epoch. A part with fewer starts again,
-    in another order.
+    sizes: the number of samples in each part.
+    weights: the relative share of each part in an epoch. If empty, each sample occurs once per epoch.
+
+    A part with more samples than an epoch uses continues in the next epoch. A part with fewer samples is repeated in a
+    different order.
     """
 
     def __init__(self, sizes: Sequence[int], weights: Sequence[float], seed: int) -> None:
@@ -69,7 +71,7 @@ class Order:
         self._ends = np.cumsum(self.counts)
 
     def at(self, positions: Indices) -> tuple[Indices, Indices]:
-        """Return the part and the sample at each of these positions, counted from the start of the training."""
+        """Return the part and the sample at each position. Positions are counted from the start of training."""
         parts, samples = np.empty_like(positions), np.empty_like(positions)
         for epoch in np.unique(positions // self.epoch):
             here = positions // self.epoch == epoch
@@ -85,7 +87,7 @@ class Order:
         return parts, samples
 
     def _again(self, running: Indices, size: int, part: int) -> Indices:
-        """Return the samples at these numbers of a part that has its own epochs."""
+        """Return the samples at these running positions of a part that has its own epochs."""
         samples = np.empty_like(running)
         for round_ in np.unique(running // size):
             here = running // size == round_
@@ -95,20 +97,20 @@ class Order:
 
 @final
 class Batches:
-    """The samples of one data rank, step by step.
+    """The samples that one data rank reads in each step.
 
-    Position p of the training is the p-th sample that is read, over all ranks: step s reads the next B positions, where B
-    is the global batch size. The sample at a position depends only on the seed and p, so the global batch does not depend on
-    the mesh. Coord c of n along data reads positions [c * B / n, (c + 1) * B / n) of the B. Ranks along tensor and pipeline
-    have the same coord and samples.
+    Position p is the p-th sample that all ranks together read during training. Each step reads the next B positions, where
+    B is the global batch size. The sample at a position depends only on the seed and p, so the global batch does not depend
+    on the mesh. Coord c of n along data reads positions [c * B / n, (c + 1) * B / n) of these B. Ranks along tensor and
+    pipeline have the same coord and read the same samples.
 
     Args:
         corpus: the data to read.
         global_batch_size: samples per step, over all ranks.
-        seed: the seed of the run.
+        seed: the run's seed.
         coord, size: the coord of this rank along data, and the number of coords.
-        device: where batches are placed.
-        dtype: for floating-point data. If None, the data keep their dtype.
+        device: the device for the batches.
+        dtype: the dtype for floating-point data. If None, the data keep their dtype.
         after: a completed step, and the number of samples read up to and including that step.
     """
 
@@ -134,17 +136,17 @@ class Batches:
         self.order = Order([len(part) for part in corpus.parts], corpus.weights, seed)
 
     def read(self, step: int) -> int:
-        """Return the number of samples read when `step` is done."""
+        """Return the number of samples read by the end of `step`."""
         return self._after[1] + (step - self._after[0]) * self._global_batch
 
     def places(self, step: int) -> tuple[Indices, Indices]:
-        """Return the part of each of this rank's samples of `step`, and the sample's number in that part."""
+        """Return the part that contains each of this rank's samples in `step`, and the sample's index in that part."""
         first = self.read(step - 1)
         return self.order.at(np.arange(first, first + self._global_batch)[self._mine])
 
     def __call__(self, step: int) -> tuple[Tensor, ...]:
-        """Return inputs, targets and, if any, documents, each (global_batch_size / size, ...); for tokens, int64
-        (..., sequence).
+        """Return inputs, targets and, if any, documents, each of shape (global_batch_size / size, ...). Tokens are int64 of
+        shape (..., sequence).
         """
         return self.on_device(self.held(step))
 
@@ -153,7 +155,7 @@ class Batches:
         return _tensors(self._samples(*self.places(step)), self._dtype)
 
     def in_order(self, most: int | None) -> Iterator[tuple[Tensor, ...]]:
-        """Yield this rank's share of at most `most` full global batches, with the samples in stored order."""
+        """Yield this rank's share of at most `most` full global batches, in the order in which samples are stored."""
         ends = np.cumsum([len(part) for part in self._parts])
         whole = int(ends[-1]) // self._global_batch
         for batch in range(whole if most is None else min(most, whole)):
@@ -187,11 +189,11 @@ def _tensors(samples: Samples, dtype: torch.dtype | None) -> tuple[Tensor, ...]:
 
 
 def batches_of(engine: Engine, corpus: Corpus, after: tuple[int, int] = (0, 0)) -> Batches:
-    """Return the samples of this rank, step by step. after: as in `Batches`."""
+    """Return the samples that this rank reads in each step. after: see `Batches`."""
     _, _, data, train = engine.sections
     assert data is not None
     if data.build is None:
-        # `Batches` picks samples by role, so they need no comparison. The results of a user's function do.
+        # `Batches` selects samples by role, so ranks need not compare them, unless a user's function returned them.
         engine.checked_steps = 0
     return Batches(
         corpus,

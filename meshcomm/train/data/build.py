@@ -1,4 +1,4 @@
-"""The data that a function of `[data]` build returns: a dataset of samples by index."""
+"""The data that the function in `[data]` build returns, a dataset whose samples are accessed by index."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _EXPECTED = (
 
 
 def built(config: DataConfig, seed: int, vocab_size: int | None) -> Corpus:
-    """Call the function of `config.build`. It receives seed and seq_len if its parameters have these names.
+    """Call the function that `config.build` names. It receives seed and seq_len if it has parameters with these names.
 
-    Raises TrainingError if it cannot be called, or does not return a dataset with an index.
+    Raises TrainingError if the call fails, or if the result is not an indexable dataset.
     """
     name = config.build
     assert name is not None
@@ -41,8 +41,8 @@ def built(config: DataConfig, seed: int, vocab_size: int | None) -> Corpus:
         raise TrainingError(
             f"data.build could not be called: {type(error).__name__}: {error}",
             given=f"build = {name!r}, args = {dict(config.args)}",
-            expected="a function that can be imported where the ranks run, and that takes args by name",
-            hint="put its module into the folder in which meshcomm is started, or into PYTHONPATH",
+            expected="a function that every rank can import, and that accepts args by name",
+            hint="put its module into the folder where meshcomm is started, or into a folder in PYTHONPATH",
         ) from error
     by_index = hasattr(found, "__getitem__") and hasattr(found, "__len__")
     if not (by_index and len(found)):
@@ -63,8 +63,8 @@ def built(config: DataConfig, seed: int, vocab_size: int | None) -> Corpus:
 
 
 class SampleForm:
-    """The form of a sample, and conversion to arrays. name: the function's name, for errors. packed: samples may be packed
-    documents, which begin where position_ids are 0.
+    """Checks samples and converts them to arrays. name: the function's name, for errors. packed: whether samples may consist
+    of packed documents, which begin where position_ids are 0.
     """
 
     def __init__(self, name: str, seq_len: int, vocab_size: int | None, packed: bool = False) -> None:
@@ -73,7 +73,7 @@ class SampleForm:
     def joined(self, samples: Sequence[tuple[int, Any]]) -> Samples:
         """Return numbered samples as arrays.
 
-        Samples of tokens are padded to the sequence, with targets that do not count.
+        Token samples are padded to the sequence length, with targets that the loss ignores.
         """
         pairs = [self._pair(number, sample) for number, sample in samples]
         try:
@@ -143,13 +143,13 @@ class SampleForm:
             f"sample {number} of data.build is invalid",
             given=f"{self._name}: {what}",
             expected=_EXPECTED,
-            hint="set data.seq_len to the longest sample, or cut samples in the function",
+            hint="set data.seq_len to the length of the longest sample, or truncate samples in the function",
         )
 
 
 @final
 class Indexed:
-    """A part: a user's dataset by index. kept: which samples of the dataset are used, in a fixed random order; None: all."""
+    """A user's indexable dataset. kept: the range of samples to use, in a fixed random order; None to use all samples."""
 
     def __init__(self, data: Any, form: SampleForm, kept: tuple[int, int] | None = None) -> None:
         self._data, self._form, self._kept = data, form, kept
@@ -164,7 +164,7 @@ class Indexed:
         return self._form.joined([(number, self._data[number]) for number in samples.tolist()])
 
     def cut(self, share: float) -> tuple[Indexed, Indexed]:
-        """See DataPart. Samples may be sorted by kind, so those to cut off are chosen at random."""
+        """See DataPart. Samples may be sorted by kind, so the samples to cut off are chosen at random."""
         count = len(self._data)
         place = count - held_back(count, share)
         before, after = (Indexed(self._data, self._form, kept) for kept in ((0, place), (place, count)))

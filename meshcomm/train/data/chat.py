@@ -1,4 +1,4 @@
-"""Conversations in JSON lines, through a tokenizer's chat template, packed into samples."""
+"""Read conversations from JSON lines, apply a tokenizer's chat template, and pack the tokens into samples."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _EXPECTED: Final = (
 
 
 class Conversation(NamedTuple):
-    """Tokens, and a copy of them as targets with IGNORED at tokens that are not targets."""
+    """The tokens of a conversation, and a copy as labels, in which tokens that are not targets are IGNORED."""
 
     tokens: list[int]
     labels: list[int]
@@ -29,10 +29,10 @@ class Conversation(NamedTuple):
 def chats(
     config: DataConfig, model: ModelConfig | None, vocab_size: int | None, files: Sequence[Path], key: str
 ) -> Corpus:
-    """Return the conversations in some files, one per sample. With data.document_mask, a sample holds as many as fit.
+    """Return the conversations in the files, one per sample. With data.document_mask, several are packed into a sample.
 
-    Conversations longer than data.seq_len + 1 tokens are cut there.
-    Raises TrainingError if there is no template, or, with file and line, if a line is not a conversation.
+    Conversations longer than data.seq_len + 1 tokens are truncated.
+    Raises TrainingError if there is no template, or if a line is not a conversation. The error names the file and line.
     """
     tokenizer = _tokenizer(config, model)
     most = config.seq_len + 1
@@ -58,8 +58,8 @@ def chats(
 
 
 def _packed(found: Sequence[Conversation], config: DataConfig) -> list[list[int]]:
-    """Return which conversations form a sample: longest first, each in the fullest sample with enough room (best-
-    fit decreasing).
+    """Return the conversations that form each sample. The longest come first, and each goes into the fullest sample that has
+    enough room (best-fit decreasing).
     """
     if not config.document_mask:
         return [[place] for place in range(len(found))]
@@ -78,7 +78,7 @@ def _packed(found: Sequence[Conversation], config: DataConfig) -> list[list[int]
 
 
 def _joined(some: Sequence[Conversation]) -> dict[str, list[int]]:
-    """Return a sample in the format of transformers."""
+    """Return a sample in transformers' format."""
     return {
         "input_ids": [token for each in some for token in each.tokens],
         "labels": [label for each in some for label in each.labels],
@@ -88,7 +88,7 @@ def _joined(some: Sequence[Conversation]) -> dict[str, list[int]]:
 
 def _tokenizer(config: DataConfig, model: ModelConfig | None) -> Any:
     path = config.tokenizer_of(None if model is None else model.pretrained)
-    given = "no data.tokenizer, and no model.pretrained that has one" if path is None else f"{path}"
+    given = "no data.tokenizer, and no model.pretrained that has a tokenizer" if path is None else f"{path}"
     expected = "the folder of a transformers tokenizer with a chat template"
     hint = "set data.tokenizer to the folder of a model that was trained on conversations"
     if path is None:
@@ -150,7 +150,7 @@ def _tokens(tokenizer: Any, messages: Any, answers_only: bool, where: str) -> tu
             "the chat template does not accept this conversation",
             given=f"{where}: {type(error).__name__}: {error}",
             expected=_EXPECTED
-            + ", and a template that renders a prefix of a conversation as a prefix of its text",
+            + ", and a template that renders the start of a conversation as the start of the full text",
             hint="set data.answers_only = false, or use data.build with your own labels",
         ) from error
     return tokens, labels

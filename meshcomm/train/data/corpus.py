@@ -1,4 +1,4 @@
-"""The training data: parts with random access, and digests to tell them apart."""
+"""The training data, which consist of parts with random access and have a digest for comparison between ranks."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from numpy.typing import NDArray
 
 from meshcomm.errors import TrainingError
 
-# The digest of a large file covers this many stretches of this many tokens.
+# The digest of a large file covers _LOOKS ranges of _STRETCH tokens.
 _LOOKS = 64
 _STRETCH = 32_768
-# A target that does not count.
+# A target that the loss ignores.
 IGNORED = -100
 
 
-# Inputs and targets of some samples, along axis 0; if attention stays within documents, also the document number of
-# each token, ascending.
+# The inputs and targets of some samples, along axis 0. If attention stays within documents, also the document number of
+# each token, in ascending order.
 Samples: TypeAlias = tuple[NDArray[Any], ...]
 
 
@@ -37,17 +37,19 @@ class DataPart(Protocol):
         ...
 
     def cut(self, share: float) -> tuple[DataPart, DataPart]:
-        """Return two parts: all samples but the last `share` of them, and those last samples."""
+        """Split off the last `share` of the samples. Return the remaining samples and the split-off samples."""
         ...
 
 
 @final
 class Stream:
-    """Tokens of all documents in a row, in memory or mapped from a file. A sample may extend past the end of a document.
+    """The tokens of all documents, concatenated, in memory or mapped from a file. A sample may extend past a document's end.
 
-    tokens: (n,) of an unsigned or signed type. name: for errors. vocab_size: an upper bound of the ids; None if unknown
-    or already checked. first: the position of the first token in the file `name`. eos: the token after each document, by
-    which samples number their documents. If None, they do not.
+    tokens: an array (n,) of a signed or unsigned integer type.
+    name: the file's name, for errors.
+    vocab_size: an upper bound for the ids; None if it is unknown or already checked.
+    first: the position of the first token in the file `name`.
+    eos: the token after each document, which is used to number documents. If None, documents are not numbered.
     """
 
     def __init__(
@@ -68,7 +70,7 @@ class Stream:
         return max(0, (len(self.tokens) - 1) // self._seq_len)
 
     def read(self, samples: NDArray[np.int64]) -> Samples:
-        """See DataPart: int64 (samples, sequence) each, targets one token further."""
+        """See DataPart. All arrays are int64 of shape (samples, sequence). Targets are shifted by one token."""
         offsets = samples * self._seq_len
         found = self.tokens[offsets[:, None] + self._window].astype(np.int64)
         if self.vocab_size is not None and found.size:
@@ -81,12 +83,12 @@ class Stream:
         inputs, targets = found[:, :-1], found[:, 1:]
         if self._eos is None:
             return inputs, targets
-        # The token after the end of a document is not predicted from it.
+        # The first token of a document is not predicted from the end of the previous document.
         ends = inputs == self._eos
         return inputs, np.where(ends, IGNORED, targets), documents_in(ends)
 
     def cut(self, share: float) -> tuple[Stream, Stream]:
-        """See DataPart. The token after the last sample before the cut is the first one after the cut."""
+        """See DataPart. The target of the last token before the cut is the first token after the cut."""
         kept = len(self) - held_back(len(self), share)
         place = kept * self._seq_len
         before, after = (
@@ -103,7 +105,7 @@ class Stream:
         return before, after
 
     def digest(self) -> bytes:
-        """Return the SHA-256 of the tokens, or, if there are many, of their number and of equally spaced stretches."""
+        """Return the SHA-256 of the tokens. If there are many, it covers only their number and equally spaced ranges."""
         count = len(self.tokens)
         if count <= _LOOKS * _STRETCH:
             return hashlib.sha256(np.ascontiguousarray(self.tokens).tobytes()).digest()
@@ -115,19 +117,19 @@ class Stream:
 
 @dataclass(frozen=True)
 class Corpus:
-    """Parts, and a description of their source."""
+    """The parts of the data, and a description of their source."""
 
     parts: tuple[DataPart, ...]
     digest: bytes
-    """Must be equal on every rank; otherwise ranks train on different data."""
+    """A digest that must be equal on every rank; otherwise ranks train on different data."""
     size: int = 0
-    """Size of all parts, in `unit`."""
+    """The total size of all parts, in `unit`."""
     unit: str = "bytes of text"
     files: tuple[Path, ...] = ()
     weights: tuple[float, ...] = ()
-    """Shares of the parts in an epoch. If (), each sample occurs once."""
+    """The share of each part in an epoch. If (), each sample occurs once."""
     validation: Corpus | None = None
-    """The parts for evaluation."""
+    """The data for evaluation."""
 
     @property
     def samples(self) -> int:
@@ -135,7 +137,7 @@ class Corpus:
         return sum(len(part) for part in self.parts)
 
     def cut(self, share: float) -> Corpus:
-        """Return the corpus, with the last `share` of each part's samples for validation."""
+        """Return the corpus with the last `share` of each part's samples set aside for validation."""
         if not share:
             return self
         pairs = [part.cut(share) for part in self.parts]
@@ -154,7 +156,7 @@ class Corpus:
 
 
 def documents_in(ends: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """Return the document number of each token. ends: which tokens end a document, (samples, sequence).
+    """Return the document number of each token. ends: an array (samples, sequence) that is True where a document ends.
 
     >>> documents_in(np.array([[False, True, False, False], [False, False, False, False]])).tolist()
     [[0, 0, 1, 1], [0, 0, 0, 0]]
@@ -165,18 +167,18 @@ def documents_in(ends: NDArray[np.bool_]) -> NDArray[np.int64]:
 
 
 def outside(token: int, vocab_size: int, where: str, hint: str = "") -> TrainingError:
-    """Return the error for a token outside the vocabulary. where: its place in its file."""
+    """Return the error for a token outside the vocabulary. where: the token's position in its file."""
     return TrainingError(
         f"the data has token {token}, but the model's vocabulary is 0 to {vocab_size - 1}",
         given=f"{token} at {where}",
         expected=f"tokens of 0 or more and below model.vocab_size = {vocab_size}",
         hint=hint
-        or "set model.vocab_size to the size of the data's tokenizer, or data.token_type if the file has another type",
+        or "set model.vocab_size to the data tokenizer's size, or data.token_type to the file's actual type",
     )
 
 
 def checked(parts: Sequence[DataPart], given: str, seq_len: int) -> None:
-    """Raise TrainingError if there is less than one sample."""
+    """Raise TrainingError if the data contain less than one sample."""
     if not any(len(part) for part in parts):
         raise TrainingError(
             "the training data is less than one sample",
@@ -187,5 +189,5 @@ def checked(parts: Sequence[DataPart], given: str, seq_len: int) -> None:
 
 
 def held_back(count: int, share: float) -> int:
-    """Return the number of samples out of `count` that a validation share takes, at least one."""
+    """Return how many of `count` samples are set aside for validation, at least one."""
     return min(count, max(1, round(count * share)))

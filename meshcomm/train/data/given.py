@@ -1,4 +1,4 @@
-"""Batches from the user: an iterable such as a DataLoader, or a function of the step; tensors or dictionaries."""
+"""Batches from the user, as an iterable such as a DataLoader or a function of the step, with tensors or dictionaries."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ GivenBatch: TypeAlias = tuple[Tensor, ...] | Mapping[str, Tensor]
 # A function of the number of a step, from 1, that returns the step's batch; or an iterable of one batch per step.
 Data: TypeAlias = Callable[[int], GivenBatch] | Iterable[GivenBatch]
 
-# The name of a loader's state in a checkpoint: with its coord along data and shard, and their size.
+# The name of a loader's state in a checkpoint, with the rank's coord along data and shard, and the number of coords.
 STATE: Final = "run.data.{}.of.{}"
 _NOTHING: Final[Any] = object()
 _PLAIN: Final = ("inputs", "targets", "documents")
@@ -26,9 +26,10 @@ _OF_TRANSFORMERS: Final = ("input_ids", "labels", "attention_mask", "position_id
 
 
 def placed(engine: Engine, batch: Any, whose: str) -> tuple[Tensor, ...]:
-    """Return inputs, targets and, if given, documents on the device of the mesh, floating-point ones in train.dtype.
+    """Return inputs, targets and, if given, documents on the mesh's device. Floating-point tensors are cast to train.dtype.
 
-    whose: such as "step 3". Raises TrainingError if `batch` is neither two or three tensors nor a dictionary of tensors.
+    whose: a name such as "step 3", for errors. Raises TrainingError unless `batch` is two or three tensors, or a dictionary
+    of tensors.
     """
     if isinstance(batch, Mapping):
         batch = tensors_of(batch, whose)
@@ -44,12 +45,12 @@ def placed(engine: Engine, batch: Any, whose: str) -> tuple[Tensor, ...]:
         raise TrainingError(
             f"the data of {whose} are not inputs and targets",
             given=f"a {type(batch).__name__}" + (f" of {len(held)}: {kinds}" if held else ""),
-            expected="two tensors, each with this rank's samples of the step along axis 0, and a third that numbers "
+            expected="two tensors, each with this rank's samples along axis 0, and optionally a third that numbers "
             f"documents; or a dictionary with {', '.join(_PLAIN[:2])}, or with {', '.join(_OF_TRANSFORMERS[:2])}",
             hint="a generator that yields (inputs, targets)",
         )
     device, dtype = engine.mesh.device, engine.split.dtype
-    # The engine refuses documents if the model's attention crosses them.
+    # The engine rejects documents if the model's attention crosses document boundaries.
     return tuple(
         each.to(device, dtype if each.is_floating_point() else each.dtype, non_blocking=True)
         for each in batch
@@ -57,13 +58,13 @@ def placed(engine: Engine, batch: Any, whose: str) -> tuple[Tensor, ...]:
 
 
 def tensors_of(batch: Mapping[str, Any], whose: str) -> tuple[Tensor, ...]:
-    """Return inputs, targets and, if given, documents from a dictionary: under these names, or under those of
+    """Return inputs, targets and, if given, documents from a dictionary that uses these names or the names in
     transformers.
 
-    The labels of transformers belong to the tokens themselves. Without labels, input_ids are the labels. attention_mask may
-    mask tokens at the end, which are then not targets. A position_id of 0 starts a document.
+    In transformers, labels are not shifted relative to the tokens. Without labels, input_ids are the labels. attention_mask
+    may mask tokens at the end, which are then not targets. A position_id of 0 starts a document.
 
-    Raises TrainingError for other names; UnsupportedOp for padding at the start.
+    Raises TrainingError for unknown or missing names; UnsupportedOp for padding at the start.
     """
     known = _OF_TRANSFORMERS if "input_ids" in batch else _PLAIN
     missing = [] if "input_ids" in batch else [name for name in _PLAIN[:2] if name not in batch]
@@ -78,7 +79,7 @@ def tensors_of(batch: Mapping[str, Any], whose: str) -> tuple[Tensor, ...]:
             else f"tensors: {', '.join(_PLAIN[:2])}, or {', '.join(_OF_TRANSFORMERS[:2])}",
             hint=f"leave out {', '.join(unknown)}"
             if unknown
-            else "yield the tensors of the loader under these names",
+            else "yield the loader's tensors under these names",
         )
     if known is _PLAIN:
         return tuple(batch[name] for name in _PLAIN if name in batch)
@@ -110,9 +111,9 @@ def tensors_of(batch: Mapping[str, Any], whose: str) -> tuple[Tensor, ...]:
 
 
 def _begins(batch: Mapping[str, Tensor], mask: Tensor | None, whose: str) -> Tensor | None:
-    """Return where documents begin; None if each sample is one.
+    """Return where documents begin; None if each sample is a single document.
 
-    Raises TrainingError for positions that do not count from 0.
+    Raises TrainingError if the positions in a document do not count up from 0.
     """
     positions = batch.get("position_ids")
     if positions is None:
@@ -122,10 +123,10 @@ def _begins(batch: Mapping[str, Tensor], mask: Tensor | None, whose: str) -> Ten
     counts = torch.ones_like(begins) if mask is None else mask != 0
     if not bool(begins[:, 0].all()) or bool(((positions != counted) & counts).any()):
         raise TrainingError(
-            f"the position_ids of {whose} are not those of consecutive documents",
+            f"the position_ids of {whose} do not describe consecutive documents",
             given=f"position_ids {positions[0, :8].tolist()}, ...",
             expected="0, 1, 2, ... in each document, with 0 at its start",
-            hint="leave position_ids out if a sample is one document",
+            hint="omit position_ids if each sample is a single document",
         )
     begins = begins & counts
     return begins if bool(begins[:, 1:].any()) else None
@@ -133,14 +134,14 @@ def _begins(batch: Mapping[str, Tensor], mask: Tensor | None, whose: str) -> Ten
 
 @final
 class GivenBatches:
-    """Batches from the user, with the methods of `Batches`.
+    """Batches from the user, with the same methods as `Batches`.
 
-    An iterable that ends is restarted. Before that, its `set_epoch`, or that of its samplers, gets the epoch's number.
-    If it has `state_dict` and `load_state_dict`, as torchdata's StatefulDataLoader has, checkpoints keep its state.
-    Without these methods, or if ranks along data now read different shares, the batches of the earlier steps are first
-    read and skipped.
+    When an iterable ends, its own `set_epoch` and that of its samplers are called with the epoch's number, and the iterable
+    is restarted. If it has `state_dict` and `load_state_dict`, like torchdata's StatefulDataLoader, checkpoints store its
+    state. Without these methods, or if ranks along data now read different shares, the batches of earlier steps are read and
+    skipped.
 
-    after: the number of steps done before this attempt. saved: what `saved` returned after them, if anything.
+    after: the number of steps completed before this attempt. saved: the result of `saved` after these steps, if any.
     """
 
     def __init__(self, data: Data, engine: Engine, after: int, saved: Tensor | None = None) -> None:
@@ -163,7 +164,7 @@ class GivenBatches:
         self._of = lambda step: next(follow)
 
     def __call__(self, step: int) -> tuple[Tensor, ...]:
-        """Return this rank's share of the step. Raises TrainingError if there is no data, and as `placed`."""
+        """Return this rank's share of the step. Raises TrainingError if there are no data, and the errors of `placed`."""
         if self._held is _NOTHING or step != self._last:
             self._held, self._last = self._of(step), step
         return placed(self._engine, self._held, f"step {step}")
@@ -174,36 +175,36 @@ class GivenBatches:
         return self._resumes
 
     def goes_on(self, engine: Engine, step: int) -> None:
-        """Give the steps after `step` to another engine, as if later ones had not been requested.
+        """Continue after `step` with another engine, as if later steps had not been requested.
 
-        Raises TrainingError if the data would have to start again, because a sampler may then choose another order.
+        Raises TrainingError if the data would have to restart, because a sampler may then choose a different order.
         """
         before, self._engine = self._engine, engine
         if not isinstance(self._data, Iterable):
-            # If a step is repeated, this rank's share of it may be different.
+            # If a step is repeated, this rank's share of the batch may be different.
             self._held = _NOTHING
         share = (before.data_coord, before.data_size)
         if isinstance(self._data, Iterable) and share != (engine.data_coord, engine.data_size):
             raise TrainingError(
                 "after ranks were lost, this rank has a different share of each global batch, but its data still yield the old share",
                 given=f"a {type(self._data).__name__} for share {share[0]} of {share[1]}; now {engine.data_coord} of {engine.data_size}",
-                expected="data by step number, from the current mesh.data_rank and mesh.data_world_size",
+                expected="data requested by step number, for the current mesh.data_rank and mesh.data_world_size",
                 hint="use trainer.run(lambda step: ...), or remove elastic.min",
             )
         if isinstance(self._data, Iterable) and self._last not in (step, step + 1):
             raise TrainingError(
-                "the data of a rank cannot go back to an earlier step in the same process",
+                "a rank's data cannot go back to an earlier step in the same process",
                 given=f"a {type(self._data).__name__} that has yielded step {self._last}; step {step + 1} is next",
-                expected="data by step number, or a rank that holds the state of the lost rank",
+                expected="data requested by step number, or a rank that holds the lost rank's state",
                 hint="use trainer.run(lambda step: ...), or --max-restarts instead of --replace",
             )
 
     def read(self, step: int) -> None:
-        """Return no number of samples: only steps are counted."""
+        """Return None, because only steps are counted here."""
         return
 
     def saved(self) -> dict[str, Tensor]:
-        """Return the state of the loader, for a checkpoint, by the name of this rank's share. Raises TrainingError."""
+        """Return the loader's state for a checkpoint, under the name of this rank's share. Raises TrainingError."""
         if not self._resumes:
             return {}
         try:
@@ -226,14 +227,14 @@ class GivenBatches:
         except Exception as error:
             kind = type(self._data).__name__
             raise TrainingError(
-                f"the {kind} does not load the state that it returned for the checkpoint",
+                f"the {kind} cannot load the state that it returned for the checkpoint",
                 given=f"{type(error).__name__}: {error}",
                 expected=f"a {kind} as before: with the same dataset, batch size and number of workers",
-                hint="use the loader of the run that wrote the checkpoint",
+                hint="use the same loader as the run that wrote the checkpoint",
             ) from error
 
     def _repeated(self, data: Iterable[GivenBatch], goes_on: bool) -> Iterator[GivenBatch]:
-        """Yield the items of `data` over and over. Raises TrainingError if a restart yields no items, as with a generator."""
+        """Yield the items of `data` repeatedly. Raises TrainingError if a restart yields no items, as with a generator."""
         while True:
             if not goes_on:
                 self._set_epoch()
@@ -246,7 +247,7 @@ class GivenBatches:
                 raise TrainingError(
                     "the data ended before the training",
                     given="an exhausted iterable",
-                    expected="enough for train.steps, or an iterable that can restart, such as a DataLoader or a list",
+                    expected="enough data for train.steps, or an iterable that can restart, such as a DataLoader or a list",
                     hint="use a class with __iter__ instead of a generator",
                 )
             goes_on = False

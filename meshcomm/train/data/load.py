@@ -1,4 +1,4 @@
-"""Open the data that `[data]` names: text, token files, functions."""
+"""Open the data that `[data]` names, such as text, token files, conversations, or the result of a function."""
 
 from __future__ import annotations
 
@@ -21,9 +21,11 @@ from meshcomm.config import DataConfig, ModelConfig
 from meshcomm.errors import TrainingError
 from meshcomm.train.data.corpus import Corpus, Stream, checked, outside
 
-# The number of documents that are tokenized at once, on all cores.
+# The number of documents that are tokenized together, on all cores.
 _AT_ONCE = 256
-_NO_TOKENIZER: Final = "set data.tokenizer to the tokenizer of this model; without one, each byte is a token"
+_NO_TOKENIZER: Final = (
+    "set data.tokenizer to this model's tokenizer; without a tokenizer, each byte is a token"
+)
 
 
 def load(
@@ -36,11 +38,11 @@ def load(
 ) -> Corpus:
     """Open the data that `config` names, with random access.
 
-    model:      the folder of `pretrained`, whose tokenizer is the default.
-    vocab_size: the model's vocabulary size. If None, it is unknown and not checked.
-    cache:      a folder where the tokens of text are kept and looked up. If None, they stay in memory.
-    seed:       passed to the function of `build` if it takes one.
-    Raises TrainingError if no data are found, if they are less than one sample, or if tokens do not fit the model.
+    model:      the model configuration. The tokenizer in its `pretrained` folder is the default.
+    vocab_size: the model's vocabulary size. If None, token values are not checked.
+    cache:      a folder that caches the tokens of text. If None, tokens are kept in memory.
+    seed:       the seed to pass to the `build` function if it accepts one.
+    Raises TrainingError if no data are found, if there is less than one sample, or if tokens do not fit the vocabulary.
     """
     if config.build is not None:
         from meshcomm.train.data.build import built
@@ -64,7 +66,7 @@ def load(
 
 
 def matches(patterns: tuple[str, ...], key: str) -> list[Path]:
-    """Return the files of paths and globs, each once, sorted. Raises TrainingError if a pattern matches none."""
+    """Return the files that paths and globs match, sorted and without duplicates. Raises TrainingError for no match."""
     found: set[str] = set()
     for pattern in patterns:
         some = [path for path in glob.glob(pattern, recursive=True) if Path(path).is_file()]
@@ -93,7 +95,7 @@ def _texts(config: DataConfig, tokens: Tokens, patterns: tuple[str, ...], key: s
 def _bytes(
     config: DataConfig, vocab_size: int | None, documents: list[Document], files: list[Path]
 ) -> Corpus:
-    """Return text with one token per byte."""
+    """Return the text with one token per byte."""
     if vocab_size is not None:
         for each in documents:
             if (highest := max(each.text, default=0)) >= vocab_size:
@@ -114,9 +116,9 @@ def _bytes(
 
 
 def _eos_id(config: DataConfig, known: int | None) -> int | None:
-    """Return the token after each document, if attention stays within documents.
+    """Return the token after each document, or None if attention may cross documents.
 
-    Raises TrainingError if there is none.
+    Raises TrainingError if no such token is defined.
     """
     if not config.document_mask:
         return None
@@ -132,14 +134,14 @@ def _eos_id(config: DataConfig, known: int | None) -> int | None:
 
 
 def _files(patterns: tuple[str, ...], key: str) -> list[Path]:
-    """Return the files that match; without patterns, the sources of Python's standard library."""
+    """Return the matching files. Without patterns, return the sources of Python's standard library."""
     if patterns:
         return matches(patterns, key)
     folder = Path(sysconfig.get_path("stdlib"))
     files = sorted(folder.glob("*.py"))
     if not files:
         raise TrainingError(
-            "this installation of Python has no sources of its standard library to train on",
+            "this Python installation lacks the sources of its standard library, which are the default training data",
             given=f"data.files is empty, and {folder} has no *.py",
             hint='name your own text files: [data] files = ["books/*.txt"]',
         )
@@ -147,8 +149,8 @@ def _files(patterns: tuple[str, ...], key: str) -> list[Path]:
 
 
 def _token_files(config: DataConfig, vocab_size: int | None, patterns: tuple[str, ...], key: str) -> Corpus:
-    """Return the token files of data.tokens, where the files of each pattern share its weight; or those for
-    validation.
+    """Return the token files that match data.tokens or the validation patterns. In data.tokens, the files that match a
+    pattern share its weight.
     """
     weighted = key == "data.tokens"
     weights: list[float] = []
@@ -169,8 +171,10 @@ def _token_files(config: DataConfig, vocab_size: int | None, patterns: tuple[str
 
 
 def _token_file(path: Path, config: DataConfig, vocab_size: int | None) -> Stream:
-    """Return a file of tokens, mapped, so that reads are lazy."""
-    wanted = "a one-dimensional .npy of an unsigned or signed integer type, or raw little-endian tokens of data.token_type"
+    """Return a memory-mapped token file, which is read lazily."""
+    wanted = (
+        "a one-dimensional .npy file of an integer type, or raw little-endian tokens of type data.token_type"
+    )
     try:
         if path.suffix == ".npy":
             tokens: NDArray[Any] = np.load(path, mmap_mode="r")
@@ -195,7 +199,7 @@ def _token_file(path: Path, config: DataConfig, vocab_size: int | None) -> Strea
 
 
 class Document(NamedTuple):
-    """A text. cut: whether it was read in part."""
+    """A text. cut: whether the text was truncated."""
 
     name: str
     text: bytes
@@ -203,7 +207,7 @@ class Document(NamedTuple):
 
 
 def texts_of(files: Iterable[Path], most: int | None) -> Iterator[Document]:
-    """Yield each file as a document, `most` bytes in all; None: all. Raises TrainingError if a file cannot be read."""
+    """Yield each file as a document, up to `most` bytes in total. Raises TrainingError if a file cannot be read."""
     left = sys.maxsize if most is None else most
     for path in files:
         if left <= 0:
@@ -224,8 +228,9 @@ def texts_of(files: Iterable[Path], most: int | None) -> Iterator[Document]:
 class Tokens:
     """Tokenizes text. `tokenizer` is None if each byte is a token. Raises TrainingError.
 
-    model: the tokenizer in its folder is the default. vocab_size: an upper bound of the tokens; None if unknown.
-    cache: the folder for files of tokens to map, one per text and tokenizer. If None, tokens stay in memory.
+    model: the model configuration, whose folder has the default tokenizer.
+    vocab_size: an upper bound for the tokens; None if it is unknown.
+    cache: a folder for memory-mapped token files, one per text and tokenizer. If None, tokens stay in memory.
     """
 
     def __init__(
@@ -244,7 +249,7 @@ class Tokens:
             self._open(self._path)
 
     def of(self, documents: list[Document]) -> NDArray[Any]:
-        """Return the tokens of all documents in a row, with the `eos` token after each."""
+        """Return the concatenated tokens of all documents, with the `eos` token after each document."""
         tokens = self._made(documents) if self._cache is None else self._kept(documents, self._cache)
         if self.vocab_size is not None and len(tokens) and int(tokens.max()) >= self.vocab_size:
             raise self._outside(documents, self.vocab_size)
@@ -277,7 +282,7 @@ class Tokens:
         )
         place = int((ids >= vocab_size).argmax())
         size = self.tokenizer.get_vocab_size()
-        hint = f"use the tokenizer of this model; {self._path} has {size} tokens"
+        hint = f"use this model's tokenizer; {self._path} has {size} tokens"
         return outside(int(ids[place]), vocab_size, f"position {place} of {document.name}", hint)
 
     def _made(self, documents: list[Document]) -> NDArray[Any]:
@@ -290,7 +295,7 @@ class Tokens:
         for first in range(0, len(documents), _AT_ONCE):
             some = documents[first : first + _AT_ONCE]
             texts = [_text(each) for each in some]
-            # Special tokens of a template would be in every document, and would add a second end token.
+            # A template's special tokens would be added to every document, including a second end token.
             encoded = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
             for each, found in zip(some, encoded, strict=True):
                 yield each, np.array([*found.ids, *end], dtype=np.uint32)
@@ -316,10 +321,10 @@ class Tokens:
             raise TrainingError(
                 "the tokenizer cannot be read",
                 given=f"{given}: {error}",
-                expected="a tokenizer.json of the package tokenizers, or a folder with one",
+                expected="a tokenizer.json that the tokenizers package can read, or a folder with such a file",
                 hint="AutoTokenizer.from_pretrained(...).save_pretrained(folder) writes one",
             ) from error
-        # The length of a sample is data.seq_len.
+        # Samples always have data.seq_len tokens, so the tokenizer must not truncate or pad.
         self.tokenizer.no_truncation()
         self.tokenizer.no_padding()
         said = self._config.eos or _eos_beside(file)
@@ -339,7 +344,7 @@ def _text(document: Document) -> str:
     try:
         return document.text.decode()
     except UnicodeDecodeError as error:
-        # A truncated text may end within a character.
+        # A truncated text may end inside a character.
         if document.cut and error.start >= len(document.text) - 3:
             return document.text[: error.start].decode()
         raise TrainingError(
@@ -351,7 +356,7 @@ def _text(document: Document) -> str:
 
 
 def _eos_beside(file: Path) -> str | None:
-    """Return the eos_token that a transformers folder names."""
+    """Return the eos_token that the tokenizer_config.json next to `file` names."""
     try:
         said = json.loads((file.parent / "tokenizer_config.json").read_text()).get("eos_token")
     except (OSError, ValueError, AttributeError):

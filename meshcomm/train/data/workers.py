@@ -1,4 +1,4 @@
-"""The samples of upcoming steps, read by worker processes while this one computes."""
+"""Worker processes that read the samples of upcoming steps while this process computes."""
 
 from __future__ import annotations
 
@@ -24,9 +24,11 @@ _WORKER = "DataLoader"
 class ReadAhead:
     """Reads the steps of `batches` up to `last` through torch's DataLoader, in `workers` processes, each two steps ahead.
 
-    The samples do not depend on the workers. For CUDA, a thread of the loader pins memory. timeout_s: after this time, a
-    step that no worker has read is an error. As a context manager, it ends the processes on exit. An error about a
-    worker, which torch raises at any point in the program, becomes a TrainingError.
+    The samples do not depend on the workers. For CUDA, one of the loader's threads pins memory. As a context manager, it ends
+    the processes on exit. An error about a worker, which torch may raise at any point in the program, is converted to a
+    TrainingError.
+
+    timeout_s: how long to wait for a step before raising an error.
     """
 
     def __init__(self, batches: Batches, last: int, workers: int, timeout_s: float) -> None:
@@ -34,7 +36,7 @@ class ReadAhead:
         self._steps: Iterator[Any] | None = None
 
     def __call__(self, step: int) -> tuple[Tensor, ...]:
-        """See Batches. Called for the first step to read, and then for each following one."""
+        """See Batches. Called for the first step to read, and then for each subsequent step."""
         if self._steps is None:
             self._steps = self._begun(step)
         held = next(self._steps)
@@ -58,10 +60,10 @@ class ReadAhead:
             error = error.__cause__
         if isinstance(error, RuntimeError) and str(error).startswith(_WORKER):
             raise TrainingError(
-                "a process that reads samples has ended or does not answer",
+                "a worker process that reads samples has ended or is not responding",
                 given=f"data.workers = {self._workers}: {str(error).splitlines()[0]}",
                 expected="a step's samples within mesh.timeout_s",
-                hint="look for the cause: the host's memory, or /dev/shm; with data.workers = 0 the rank reads by itself",
+                hint="check the host's memory and /dev/shm; with data.workers = 0, the rank reads samples itself",
             ) from error
 
     def _begun(self, first: int) -> Iterator[Any]:
@@ -102,7 +104,7 @@ def _as_it_is(held: Any) -> Any:
 
 
 def _begin(_: int) -> None:
-    """In a worker: end when its rank ends, even if the rank is killed, but not on the signals that ask a job to save."""
+    """Make a worker end when its rank ends, even if the rank is killed, but not on signals that ask a job to save."""
     end_with_parent()
     for number in (signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
