@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 
-from meshcomm.mesh import watched
 from meshcomm.testing import Pool
 
 
@@ -24,9 +23,4 @@ def on_ranks(count: int, **env: str) -> Callable[[Callable[[], None]], Callable[
 
 
 def _run(module: str, name: str) -> None:
-    try:
-        getattr(importlib.import_module(module), name).body()
-    finally:
-        # A watch goes on with the next default group of this process, which is another test's.
-        for each in [*watched._LAST]:
-            each.close()
+    getattr(importlib.import_module(module), name).body()

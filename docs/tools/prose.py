@@ -89,7 +89,7 @@ def main() -> None:
     by_file = {file: sentences(file) for file in given.files}
     every = [sentence for found in by_file.values() for sentence in found]
     if given.sample is not None:
-        for sentence in random.Random(given.seed).sample(every, given.sample):
+        for sentence in random.Random(given.seed).sample(every, min(given.sample, len(every))):
             print(f"{sentence.file}:{sentence.line}: {sentence.text}")
         return
     for name, found in [*((str(file), found) for file, found in by_file.items()), ("all", every)]:

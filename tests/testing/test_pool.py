@@ -10,8 +10,11 @@ import time
 
 import pytest
 
+import meshcomm
+from meshcomm.mesh import watched
 from meshcomm.testing import Pool
 from meshcomm.testing.pool import Limits, RankFailure
+from tests.group_hooks import needs_group_hooks
 
 
 def crash_in_one_rank(of_rank: int) -> None:
@@ -37,3 +40,18 @@ def test_a_late_rank_shows_its_main_thread_alone(pool: Pool) -> None:
     (late,) = pool.call(stay_away, ranks=1, limits=Limits(timeout_s=1))
     assert late.state == "late" and "in stay_away" in late.text
     assert late.stack.count("most recent call first") == 1
+
+
+def watch_and_forget() -> None:
+    meshcomm.watch()
+
+
+def watches() -> int:
+    return len(watched._LAST)
+
+
+@needs_group_hooks
+def test_a_watch_ends_with_its_test(pool: Pool) -> None:
+    # It would watch the next test's groups on some of its ranks, and wait for the others.
+    pool.run(watch_and_forget, ranks=2)
+    assert pool.run(watches, ranks=4) == [0] * 4
