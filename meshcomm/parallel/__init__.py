@@ -1,4 +1,4 @@
-"""Data, tensor and pipeline parallelism along dims of a mesh, and their composition."""
+"""Data, tensor and pipeline parallelism along the dims of a mesh, and their composition."""
 
 from meshcomm.parallel.compose import Engine
 from meshcomm.parallel.data import GradientSync

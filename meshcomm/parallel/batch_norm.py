@@ -1,6 +1,6 @@
-"""Batch norm with the mean and variance of the samples of all ranks, not of each rank separately.
+"""Batch norm with the mean and variance of the samples on all ranks, instead of each rank's samples.
 
-torch.nn.SyncBatchNorm does the same but needs CUDA. This one runs on any device, and exactly in float64.
+torch.nn.SyncBatchNorm does the same but needs CUDA. This one runs on any device and computes in float64 if x is float64.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ def batch_norms(module: nn.Module) -> list[str]:
 
 
 def synchronise(module: nn.Module, mesh: Mesh, dims: Dims | None) -> None:
-    """Make every batch norm in `module` use the samples of all ranks along `dims`; if None, its own samples. Modules stay.
+    """Make every batch norm in `module` use the samples on all ranks along `dims`. If None, nothing changes. Module objects
+    are kept.
 
-    Called by: every rank along `dims`, with equal channels. Forward and backward in training are collective too.
+    Called by: every rank along `dims`, with equally many channels. In training, forward and backward are collective calls too.
     """
     if dims is None:
         return
@@ -35,20 +36,20 @@ def synchronise(module: nn.Module, mesh: Mesh, dims: Dims | None) -> None:
 
 
 def is_synchronised(part: nn.Module) -> bool:
-    """Return whether `part` uses the statistics of all ranks."""
+    """Return whether `part` uses statistics over all ranks."""
     return isinstance(part.forward, _SynchronisedForward)
 
 
 @final
 class _SynchronisedForward:
-    """The forward of a batch norm. A copy of the module has its own copy."""
+    """The forward of a batch norm. A copy of the module has a separate copy of this object."""
 
     def __init__(self, norm: Any, mesh: Mesh, dims: Dims) -> None:
         self._norm, self._mesh, self._dims = norm, mesh, dims
         self.plain: Any = norm.forward.plain if is_synchronised(norm) else norm.forward
 
     def __call__(self, x: Tensor) -> Tensor:
-        """(samples, channels, ...) -> the same shape. One all_gather forward and one reduce_scatter backward.
+        """(samples, channels, ...) -> the same shape. Runs one all_gather in forward and one reduce_scatter in backward.
 
         Means and sums of squared distances are combined as in Chan, Golub, LeVeque 1979.
         """

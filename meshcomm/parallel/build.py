@@ -1,4 +1,4 @@
-"""The model interface of a trainer, and how a model is built: a rank's stages are created, split, sharded and filled."""
+"""Defines a trainer's model interface, and builds a model: creates, splits, shards and fills a rank's stages."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ _ALONE = threading.RLock()
 class Splits:
     """The dims of the mesh along which weights, the sequence and the experts are split.
 
-    tensor:         weights, and with sequence_parallel activations between layers.
-    context:        the sequence.
-    expert:         the dim of a view along which experts are distributed. If None, every rank has all.
-    balance_weight: the factor by which the balance loss of a microbatch is multiplied.
+    tensor:         splits weights and, with sequence_parallel, activations between layers.
+    context:        splits the sequence.
+    expert:         the dim of a view along which experts are distributed. If None, every rank has all experts.
+    balance_weight: the factor by which a microbatch's balance loss is multiplied.
     data:           the dims whose ranks have different samples.
-    draws:          sets the default generators, if given.
+    draws:          if given, seeds the default generators.
     """
 
     tensor: TensorSplit
@@ -65,21 +65,21 @@ class Splits:
 
     @classmethod
     def of(cls, tensor: TensorSplit) -> Splits:
-        """Splits of weights only."""
+        """Return splits of weights only."""
         return cls(tensor, ContextSplit(tensor.mesh, None))
 
 
 class Model(ABC):
-    """A model that can be built stage by stage without memory, and filled once it has memory.
+    """A model that can be built stage by stage without memory, and filled after memory is allocated.
 
-    num_layers: blocks that a pipeline divides; 1 if it cannot be divided.
-    hidden_size: elements of a token's vector between stages.
-    vocab_size: an upper bound of token ids, and the number of logits of the last stage.
-    tied:       the name of the weight that embedding and head share, a stage's `tied_weight`; "" if none.
+    num_layers: the number of blocks that a pipeline divides; 1 if the model cannot be divided.
+    hidden_size: the number of elements in a token's vector between stages.
+    vocab_size: the exclusive upper bound of token ids, and the number of logits per token.
+    tied:       the name of the weight that the embedding and the head share, a stage's `tied_weight`; "" if there is none.
     draws:      whether its modules may draw from torch's default generators.
     packed:     whether samples are packed documents. Stages then receive document numbers, and attention stays within documents.
-    saves_all:  whether a checkpoint has all parameters. If not, it has only trainable ones; the rest is filled at each start.
-    drops:      whether its stages use dropout by sample number. They then receive these numbers and the attribute `step`.
+    saves_all:  whether a checkpoint has all parameters. If not, it has only trainable ones; others are filled at each start.
+    drops:      whether its stages use dropout by sample number. The stages then receive the numbers and an attribute `step`.
     """
 
     num_layers: int
@@ -93,17 +93,18 @@ class Model(ABC):
 
     @abstractmethod
     def stage(self, splits: Splits, stage: Stage) -> nn.Module:
-        """Return a stage's module, split, with its parameters on the meta device: see `on_meta`.
+        """Return a stage's split module, with its parameters on the meta device: see `on_meta`.
 
-        It maps int64 tokens or hidden states of one microbatch to hidden states, or on the last stage to this rank's
-        slice of the logits, both in train.compute_dtype, or train.dtype if that is not set. Its `layers`, a ModuleDict or
-        ModuleList, are the units that shard gathers one at a time. With dropout, it also receives `samples`, int64
-        (microbatch,), the samples' numbers in the global batch. A parameter has one name in all stages of all meshes.
+        The module maps a microbatch's int64 tokens or hidden states to hidden states, or on the last stage to this rank's
+        slice of the logits. Outputs are in train.compute_dtype, or in train.dtype if compute_dtype is not set. The module's
+        `layers`, a ModuleDict or ModuleList, are gathered one at a time if they are sharded. With dropout, the module also
+        receives `samples`, int64 (microbatch,), the samples' numbers in the global batch. A parameter has the same name in
+        every stage and on every mesh.
         """
 
     @abstractmethod
     def fill(self, module: nn.Module, stage: Stage) -> None:
-        """Write the values of this rank's parts of all parameters of a stage. Does not communicate."""
+        """Write the values of a stage's parameters, or of this rank's parts of them. Does not communicate."""
 
     def check(self, splits: Splits, stages: int) -> None:  # noqa: B027
         """Called before any stage is built. Raises UnsupportedOp, with the reason, for unsupported settings."""
@@ -117,16 +118,16 @@ class Model(ABC):
         return PartCosts(0, (1,) * self.num_layers, 0)
 
     def loss(self, splits: Splits, logits: Tensor, targets: Tensor) -> Tensor:
-        """Return the sum of the cross-entropy over the targets of a microbatch that are not -100."""
+        """Return the sum of the cross-entropy over a microbatch's targets. Targets of -100 do not count."""
         return cross_entropy(splits.tensor, logits, targets, reduction="sum")
 
     def count(self, targets: Tensor, microbatches: int) -> Tensor:
-        """Return this rank's share of the divisor of the sum of all losses: (), of any dtype."""
+        """Return this rank's share of the number by which the sum of all losses is divided: (), of any dtype."""
         return (targets != -100).sum()
 
 
 class Sections(NamedTuple):
-    """The sections of a configuration that training needs; model and data may come from code."""
+    """The configuration sections that training needs. The model and the data may be given in code instead."""
 
     parallel: ParallelConfig
     model: ModelConfig | None
@@ -137,13 +138,13 @@ class Sections(NamedTuple):
 def sections(mesh: Mesh, config: Config) -> Sections:
     """Return the training sections of `config`, checked against the sizes of the open mesh.
 
-    Raises ConfigError if [parallel] and [train] are missing or do not fit the mesh, LayoutError if the
-    mesh was opened with dims other than those of `config`.
+    Raises ConfigError if [parallel] or [train] is missing or does not fit the mesh, and LayoutError if the
+    open mesh and `config` have different dims.
     """
     given, live = config.mesh.dims, mesh.layout.dims
     if list(given) != list(live) or any(size not in (-1, live[name]) for name, size in given.items()):
         raise LayoutError(
-            "the dims of the open mesh differ from those of this configuration",
+            "the open mesh and this configuration have different dims",
             given=f"an open mesh of {toml_dims(live)}, mesh.dims = {toml_dims(given)}",
             expected="the configuration that the mesh was opened with",
             hint=f"meshcomm.config.load_config(config, ['mesh.dims={toml_dims(live)}'])",
@@ -153,14 +154,14 @@ def sections(mesh: Mesh, config: Config) -> Sections:
         raise ConfigError(
             "this configuration describes a mesh but no training",
             given=f"{config.source} without [parallel] and [train]",
-            expected="both, and [model] and [data] unless they come from code",
-            hint="meshcomm new writes a config that has all four",
+            expected="both sections, and [model] and [data] unless they are given in code",
+            hint="meshcomm new writes a configuration with all four sections",
         )
     return Sections(known.parallel, known.model, known.data, known.train)
 
 
 def merged(mesh: Mesh, dims: tuple[str, ...]) -> str:
-    """Return the name under which `dims` have one DeviceMesh. A group is created if the mesh was opened without it.
+    """Return the name of the merged dim that covers `dims`. Its group is created if the mesh was opened without it.
 
     Called by: every rank of the mesh, in the same program order.
     """
@@ -172,7 +173,7 @@ def merged(mesh: Mesh, dims: tuple[str, ...]) -> str:
 
 
 def along(mesh: Mesh, dims: Iterable[str]) -> str | tuple[str, ...] | None:
-    """Return the dims of size above 1, merged for one call along all of them. A group is created if none was declared.
+    """Return the dims of size above 1, in the form that a call along all of them takes. A group is created if none exists.
 
     Called by: every rank of the mesh, in the same program order. Returns None if no such dim remains.
     """
@@ -186,10 +187,10 @@ def along(mesh: Mesh, dims: Iterable[str]) -> str | tuple[str, ...] | None:
 
 @final
 class LocalModel:
-    """This rank's stages of a model, split, sharded and filled, and the summation of their gradients over ranks.
+    """This rank's stages of a model, split, sharded and filled. Also sums their gradients over ranks.
 
-    data_size: the number of ranks with different samples. data_coord: this rank's number among them. microbatches:
-    per step on this rank.
+    data_size: the number of ranks with different samples. data_coord: this rank's number among these ranks.
+    microbatches: the number of microbatches per step on this rank.
     """
 
     def __init__(self, mesh: Mesh, known: Sections, model: Model, filled: bool) -> None:
@@ -212,12 +213,13 @@ class LocalModel:
         on_all_ranks(mesh, "fill the model", partial(self._fill, filled))
         if parallel.shard is None:
             self.gradients = self._synced()
-        # Only now, because sharding replaces the parameters of the modules.
+        # Only after sharding, which replaces the modules' parameters.
         self._tied: TiedWeight | None = None
         if model.tied and self._ranks > 1:
             self._tied = TiedWeight(mesh, parallel.pipeline or "", self._tied_weight())
             self._tied.copy()
-        # Batch norms already have the statistics of all ranks. A buffer that is not saved is a table, for example of angles.
+        # Synchronized batch norms already have equal statistics on all ranks. A buffer that is not saved is a constant
+        # table, for example of angles.
         self._buffers = [
             (part, key)
             for part in self.modules.modules()
@@ -227,7 +229,7 @@ class LocalModel:
         ]
 
     def runner(self, loss: Callable[[Any, Tensor], Tensor]) -> Accumulate | Pipelined:
-        """Return the runner of a step's microbatches. Raises ConfigError for a pipeline of samples of unknown length."""
+        """Return the object that runs a step's microbatches. Raises ConfigError for a pipeline of unknown sample length."""
         mesh, parallel, train, draws = self.mesh, self._parallel, self._train, self.splits.draws
         if not parallel.pipeline or self._ranks == 1:
             before = next((each.microbatch for each in self.gradients if isinstance(each, Sharded)), None)
@@ -263,7 +265,7 @@ class LocalModel:
             module.step = number  # type: ignore[assignment]
 
     def finish_step(self) -> None:
-        """Called after the last backward pass. Sums gradients, and broadcasts the buffers of the first rank, as DDP does."""
+        """Called after the last backward pass. Sums gradients and, as DDP does, broadcasts the first rank's buffers."""
         for gradients in self.gradients:
             gradients.finish()
         for module in self.modules:
@@ -277,7 +279,7 @@ class LocalModel:
             self._tied.sum_gradients()
 
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """Return this rank's parameters by global name, each once, stage by stage."""
+        """Return this rank's parameters with their global names, each once, stage by stage."""
         tied = self._tied_weight()
         return [
             (self.model.tied if parameter is tied else name, parameter)
@@ -286,8 +288,8 @@ class LocalModel:
         ]
 
     def copies(self) -> list[nn.Parameter]:
-        """Return the parameters that another rank counts: if the first and the last stage share a weight, the one
-        on the last.
+        """Return the parameters that another rank owns: if the first and the last stage share a weight, the last stage's
+        copy.
         """
         weight = self._tied_weight()
         return [] if self._tied is None or self._tied.is_owner or weight is None else [weight]
@@ -342,7 +344,9 @@ class LocalModel:
                 self.model.fill(module, stage)
 
     def _synced(self) -> list[GradientSync | Sharded]:
-        """Return the sums of gradients of dense parameters, and of experts, along different dims."""
+        """Return a GradientSync for dense parameters and one for experts, because their gradients are summed along
+        different dims.
+        """
         parallel, mesh = self._parallel, self.mesh
         hooks = schedule_properties(parallel.options.schedule).hooks_fire or self._ranks == 1
         kinds = [separate(module) for module in self.modules]
@@ -358,7 +362,7 @@ class LocalModel:
         return found
 
     def _tied_weight(self) -> nn.Parameter | None:
-        """Return the weight that embedding and head share, if one of this rank's stages has it."""
+        """Return the weight that the embedding and the head share, if one of this rank's stages has it."""
         weights = (getattr(module, "tied_weight", None) for module in self.modules)
         return next((weight for weight in weights if weight is not None), None)
 
@@ -368,10 +372,12 @@ class LocalModel:
 
 @contextmanager
 def on_meta() -> Iterator[None]:
-    """Parameters of modules created here go to the meta device as they are registered; buffers keep their values.
+    """In this context, the parameters of new modules move to the meta device when they are registered. Buffers keep their
+    values.
 
     A constructor's initial values are discarded. At most one parameter of this thread has memory at a time, and that
-    memory is never touched. A parameter that the host refuses to allocate has none. One thread at a time.
+    memory is never touched. A parameter for which the host has no memory is created on the meta device. Only one thread
+    can be in this context at a time.
     """
     register = nn.Module.register_parameter
     thread = threading.get_ident()
@@ -386,7 +392,7 @@ def on_meta() -> Iterator[None]:
 
 
 class _MetaWhereRefused(TorchFunctionMode):
-    """Creates a tensor without values on the meta device if the host has no memory for it, as for a layer's experts."""
+    """Creates an uninitialized tensor on the meta device if the host has no memory for it, as for a layer's experts."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -401,7 +407,7 @@ class _MetaWhereRefused(TorchFunctionMode):
 
 
 def materialise(module: nn.Module, device: torch.device) -> None:
-    """Allocate memory on `device`, not yet written, for the parameters of `module` that are on the meta device.
+    """Allocate uninitialized memory on `device` for the parameters of `module` that are on the meta device.
 
     A parameter that fully_shard has sharded gets memory for this rank's shard. Shared parameters stay shared.
     """
@@ -413,7 +419,7 @@ def materialise(module: nn.Module, device: torch.device) -> None:
                 if parameter is not None and parameter.is_meta and id(parameter) not in made:
                     made[id(parameter)] = _like(parameter, torch.empty_like(parameter, device=device))
                 plain[part, name] = made.get(id(parameter), parameter)
-    # Removed meanwhile, because torch would swap these too and fail for a parameter with other references.
+    # Plain parameters are removed meanwhile: torch would swap them too, and fail for a parameter with other references.
     for part, name in plain:
         part._parameters[name] = None
     try:
@@ -427,7 +433,7 @@ def materialise(module: nn.Module, device: torch.device) -> None:
 def cast(module: nn.Module, dtype: torch.dtype, device: torch.device | None = None) -> None:
     """Cast all floating-point parameters and buffers to `dtype`, in place.
 
-    Complex ones, such as rotary tables, keep their dtype: `module.to(dtype)` would drop their imaginary parts.
+    Complex tensors, such as rotary tables, keep their dtype: `module.to(dtype)` would drop their imaginary parts.
     """
     module._apply(lambda x: x.to(device=device, dtype=dtype if x.is_floating_point() else x.dtype))
 

@@ -1,4 +1,4 @@
-"""Composes all kinds of parallelism around a model: mesh + config -> a training step."""
+"""Combines all kinds of parallelism around a model: a mesh and a config become a training step."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ LossOf: TypeAlias = Callable[[Any, Tensor], Tensor]
 
 
 class Batch(NamedTuple):
-    """This rank's samples of a step. documents: int64 (samples, tokens), the document number of each token, ascending along
-    the sequence. Attention stays within documents, and positions restart in each. If None, each sample is one document.
+    """This rank's samples for a step. documents: int64 (samples, tokens), each token's document number, ascending along the
+    sequence. Attention stays within documents, and positions restart in each document. If None, a sample is one document.
     """
 
     inputs: Tensor
@@ -41,9 +41,9 @@ class Batch(NamedTuple):
 
 @dataclass
 class Reached:
-    """The progress of a rank, as step numbers. All are equal between two steps.
+    """A rank's progress: for each phase, the number of the last step that reached it. Between steps, all fields are equal.
 
-    summed: the gradients are summed over all ranks. scaled: they are clipped. decided: every rank has summed its
+    summed: the gradients are summed over all ranks. scaled: the gradients are clipped. decided: every rank has summed its
     gradients, and the outcome is known. applied: the weights are updated.
     """
 
@@ -58,20 +58,21 @@ class Reached:
 class Engine:
     """One rank's share of a hybrid-parallel training step.
 
-    Along the pipeline dim, each rank builds a part of the layers. Along tensor, their weights are split; along context, the
-    sequence; along expert, the experts. Along data, gradients are summed; along shard, each rank also keeps only a part of
-    all tensors. The optimizer then updates this rank's parts.
+    Along the pipeline dim, each rank builds some of the layers. Weights are split along tensor, the sequence along context,
+    and the experts along expert. Gradients are summed along data and shard. Along shard, each rank also keeps only a shard
+    of every tensor. The optimizer then updates this rank's part of the model.
 
     Args:
-        mesh: an open mesh that this rank is a member of.
-        config: the configuration of the mesh, with at least [parallel] and [train].
-        model: how a stage is built and filled. No rank holds more than its own part.
-        optimizer: creates an optimizer from this rank's parameter groups. If None, the one of [train]. A group's lr is scaled
-            by the step's lr / train.lr.
-        filled: if False, parameters get memory but no values, for a state that is loaded before the first step.
+        mesh: an open mesh that contains this rank.
+        config: the mesh's configuration, with at least [parallel] and [train].
+        model: builds and fills each stage. No rank holds more than its own part of the model.
+        optimizer: creates an optimizer from this rank's parameter groups. If None, the optimizer of [train] is used. The lr of
+            each group is scaled by the step's lr / train.lr.
+        filled: whether to initialize the parameters. If False, they are allocated but not initialized, for a state that is
+            loaded before the first step.
 
-    Raises as `sections`; ConfigError if a pipeline lacks the length of a sample; TrainingError on every rank
-    if one rank cannot fill its part.
+    Raises the errors of `sections`, ConfigError if a pipeline does not know the length of a sample, and TrainingError
+    on every rank if one rank cannot fill its part.
     """
 
     def __init__(
@@ -100,7 +101,7 @@ class Engine:
         self.done = 0
         self.reached = Reached()
         self._lr: float | None = None
-        # A step is only undone where lost ranks are replaced.
+        # A step is undone only if lost ranks are replaced.
         self._recovers = mesh.recovers
         self._before: dict[str, Any] = {}
         self._local = local = LocalModel(mesh, self.sections, model, filled)
@@ -127,24 +128,22 @@ class Engine:
         self._results = Results(mesh, (parallel, train), self._norm, named, stage, model.vocab_size)
 
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """Return this rank's parameters by global name, each once, stage by stage.
+        """Return this rank's parameters with their global names, each once, stage by stage.
 
-        A weight that embedding and head share has one name, whether a stage has the embedding or the head.
+        A weight that the embedding and the head share has one name, on the embedding's stage and on the head's.
         """
         return self._local.named_parameters()
 
     def own_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """Return the parameters of this rank's stages only.
+        """Return the parameters that this rank owns, with their global names.
 
-        If the first and the last stage share a weight, the first counts it.
+        If the first and the last stage share a weight, the first stage owns it.
         """
         copies = {id(weight) for weight in self._local.copies()}
         return [pair for pair in self.named_parameters() if id(pair[1]) not in copies]
 
     def own_weights(self) -> dict[str, Tensor | Kept]:
-        """Return the weights of `own_parameters` in the layout of a checkpoint, and the buffers that are saved with
-        them.
-        """
+        """Return the weights of `own_parameters` in a checkpoint's layout, and the buffers that are saved with the weights."""
         fused = {name: each for module in self.modules for name, each in fused_parts(module).items()}
         found: dict[str, Tensor | Kept] = dict(self._state.buffers())
         saved = {id(each) for _, each in self._saved_parameters()}
@@ -165,20 +164,21 @@ class Engine:
         number: int | None = None,
         documents: Tensor | None = None,
     ) -> None:
-        """Make one optimizer step on this rank's share of the global batch. `results` returns the step's outcome.
+        """Run one optimizer step on this rank's share of the global batch. `results` returns the step's outcome.
 
-        Where calls are queued, as with NCCL, this queues them without waiting. The exception is one wait per step if the
-        optimizer cannot skip a step itself; only torch's fused optimizers can.
+        If calls are queued, as with NCCL, this method queues them without waiting. It waits once per step if the optimizer
+        cannot skip a step itself; only torch's fused optimizers can.
 
-        Shape:     (microbatches * microbatch, ...). For tokens: (.., sequence), both int64; targets of -100 do not count.
-        lr:        the value of train.lr for this step. If None, the optimizer's groups have it.
-        number:    the step's number, which determines its random numbers. If None, the one after `done`.
+        Shape:     (microbatches * microbatch, ...). Tokens and their targets are int64 (.., sequence). Targets of -100 do
+                   not count.
+        lr:        the value of train.lr for this step. If None, the current lr of each optimizer group is used.
+        number:    the step's number, which determines its random numbers. If None, `done` + 1.
         documents: see Batch.
-        Called by: every rank. inputs and targets are equal along tensor, pipeline and context; the first
-                   `checked_steps` steps compare them.
-        Raises:    ShapeError for a wrong number of samples; TrainingError if a parameter got no gradient, or if these
-                   ranks have different samples. A step whose loss or gradient norm is not finite is not applied.
-                   With train.on_nonfinite = "stop", no later one is either.
+        Called by: every rank. inputs and targets must be equal along tensor, pipeline and context; the first
+                   `checked_steps` steps check this.
+        Raises:    ShapeError for a wrong number of samples; TrainingError if a parameter got no gradient, or if samples differ
+                   on ranks that must have equal samples. A step whose loss or gradient norm is not finite is not applied.
+                   With train.on_nonfinite = "stop", later steps are not applied either.
         """
         number = self.done + 1 if number is None else number
         batch = Batch(inputs, targets, documents)
@@ -197,15 +197,15 @@ class Engine:
         reached.summed = number
         norm = self._norm.norm()
         lr = self._update.set_rate(lr)
-        # Only for tokens is the range of ids known; for other data, the layers check.
+        # The range of ids is known only for tokens; other data is checked by the layers.
         looks = self.model.vocab_size and self.mesh.is_async
         ids = (inputs, targets.where(targets != -100, 0)) if looks else ()
         spoilt = self._results.add(number, lr, loss, norm, self._tokens, *ids)
         if self._recovers and self.mesh.is_async:
-            # Queued calls may still be given up, so this is decided when they are done.
+            # Queued calls may still be abandoned, so the step is decided only after they have finished.
             self._value(spoilt)
         reached.decided = number
-        # Not earlier: a norm of abandoned calls would spoil gradients that may still complete the step.
+        # Not earlier: a norm from abandoned calls would corrupt gradients that may still complete the step.
         clip = self.sections.train.clip_norm
         if clip is not None:
             self._norm.scale_(clip, norm)
@@ -214,9 +214,9 @@ class Engine:
         reached.applied = self.done = number
 
     def _value(self, x: Tensor) -> float:
-        """Return the number, after waiting for it.
+        """Wait for a number on the device and return it.
 
-        Raises RankLost, because calls abandoned for a lost rank end normally and leave arbitrary values.
+        Raises RankLost if a rank was lost, because calls abandoned for a lost rank end normally and leave arbitrary values.
         """
         found = float(x.item())
         if self._recovers and self.mesh.is_async and (lost := self.mesh.lost()) is not None:
@@ -232,11 +232,11 @@ class Engine:
     # -- after a loss of ranks ------------------------------------------------------------------------
 
     def outcome(self) -> tuple[list[float], float]:
-        """Return the outcome of the step `reached.decided`, for `complete` on a rank that does not know it."""
+        """Return the outcome of step `reached.decided`, for `complete` on a rank that does not know this outcome."""
         return self._results.outcome()
 
     def complete(self, number: int, outcome: tuple[Sequence[float], float]) -> None:
-        """Apply the step whose gradients are summed, as other ranks have done. Does not communicate."""
+        """Apply the step whose gradients are already summed, as other ranks have done. Does not communicate."""
         reached, clip = self.reached, self.sections.train.clip_norm
         if clip is not None and reached.scaled < number:
             self._norm.scale_(clip, torch.tensor(outcome[0][2], dtype=torch.float64, device=self.mesh.device))
@@ -247,7 +247,7 @@ class Engine:
         reached.applied = self.done = number
 
     def undo(self) -> None:
-        """Return to the state after the last applied step: changes made by forward passes are undone."""
+        """Restore the state after the last applied step: undo the changes that forward passes made."""
         self._abandon()
         if self.reached.begun > self.reached.applied:
             self._state.put_back_forward(self._before)
@@ -262,15 +262,15 @@ class Engine:
         return self._results.pending()
 
     def _packed(self, batch: Batch) -> dict[str, Tensor]:
-        """Return the document arguments of stages.
+        """Return the stages' document arguments.
 
-        Raises ShapeError; UnsupportedOp if the model was not built for documents.
+        Raises ShapeError for invalid document numbers, and UnsupportedOp if the model was not built for documents.
         """
         if batch.documents is None:
             return {}
         if not self.model.packed:
             raise UnsupportedOp(
-                "document numbers are given to a model whose attention crosses documents",
+                "document numbers were given, but the attention of this model crosses documents",
                 given=f"documents {tuple(batch.documents.shape)}, data.document_mask = false",
                 expected="only inputs and targets; or data.document_mask = true",
                 hint="data.document_mask = true",
@@ -287,9 +287,9 @@ class Engine:
         if {len(inputs), len(targets)} != {share}:
             hint = f"train.global_batch_size = {len(inputs) * self.data_size}"
             if len(inputs) < share:
-                hint = f"drop_last=True in the DataLoader if this is the short batch at its end; else {hint}"
+                hint = f"drop_last=True in the DataLoader if this is the short last batch; else {hint}"
             raise ShapeError(
-                "the step has a wrong number of samples for this rank",
+                "the step has the wrong number of samples for this rank",
                 given=f"{len(inputs)} inputs and {len(targets)} targets on {self.mesh.label}",
                 expected=f"{share} of both: train.global_batch_size = {train.global_batch_size} / {self.data_size} ranks along "
                 "data and shard",
@@ -301,22 +301,21 @@ class Engine:
 
         Called by: every rank.
         Raises:    TrainingError on every rank, with train.on_nonfinite = "stop", if the loss or the gradient norm
-                   of a step is not finite. That step and the later ones were not applied.
+                   of a step is not finite. Neither that step nor any later step was applied.
         """
         return self._results.collect()
 
     def evaluate(self, batches: Iterable[tuple[Tensor, ...]]) -> float:
-        """Return the mean loss over the tokens of some global batches, by forward passes only, with the modules in
-        eval mode.
+        """Return the mean loss over the tokens of several global batches, from forward passes with the modules in eval mode.
 
-        batches:   this rank's shares, shaped as for `step`; the same number on every rank.
+        batches:   this rank's share of each global batch, shaped as for `step`. Every rank passes equally many batches.
         Called by: every rank.
-        Returns:   the same on every rank; nan if no target counts. Waits for the device.
+        Returns:   the mean, equal on every rank, or nan if no target counts. Waits for the device.
         """
         parallel, context = self.sections.parallel, self.splits.context
-        # Per part, because a user may have put some of them into eval mode permanently.
+        # The mode of each part, because a user may have put some of them into eval mode permanently.
         were = {part: part.training for part in self.modules.modules()}
-        # loss divides by it
+        # `_loss` divides by `_tokens`.
         before, self._tokens = self._tokens, torch.ones_like(self._tokens)
         sums = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
         self.modules.eval()
@@ -335,7 +334,7 @@ class Engine:
             for gradients in self.gradients:
                 if isinstance(gradients, Sharded):
                     gradients.reshard()
-        # Ranks along context have different tokens, and each counts the tokens of all of them.
+        # Ranks along context have different tokens, but each rank has counted the tokens on all of them.
         for dim in parallel.gradient_dims:
             self.mesh.all_reduce(dim, sums)
         if parallel.pipeline is not None:
@@ -343,15 +342,15 @@ class Engine:
         return self._value(sums[0] / (sums[1] / context.size))
 
     def state(self) -> dict[str, Tensor]:
-        """Return all state that a step changes: this rank's weights, and the state of optimizer, modules and
-        scheduler, by global names.
+        """Return all state that a step changes, by global name: this rank's weights, and the state of the optimizer,
+        the modules and the scheduler.
 
-        Full tensors, as DTensors if they are split: `model.layers.3.attn.wq.weight`,
-        `optimizer.layers.3.attn.wq.weight.exp_avg`. Names and full tensors do not depend on the mesh. A weight that
-        embedding and head share is `embed.weight`. The tensors share memory with the model. Plain data is encoded in uint8
-        tensors under `plain.`: see `meshcomm.parallel.state`. Reading changes nothing: state that the first step creates does
-        not exist before it. The learning rate is not included if every step is given its own. Random numbers are not
-        included, because the seed and the step determine them.
+        Tensors have their full shape, and a split tensor is a DTensor. Names are, for example, `model.layers.3.attn.wq.weight`
+        and `optimizer.layers.3.attn.wq.weight.exp_avg`. Names and full tensors do not depend on the mesh. A weight that the
+        embedding and the head share is named `embed.weight`. The tensors share memory with the model. Plain data is encoded in
+        uint8 tensors under `plain.`: see `meshcomm.parallel.state`. This method does not create the state that the first step
+        creates. The learning rate is not included if each step is given one. Random numbers are not included, because the
+        seed and the step determine them.
 
         Raises: TrainingError that names the state that cannot be saved.
         """
@@ -360,17 +359,17 @@ class Engine:
         }
 
     def saved_state(self) -> dict[str, Tensor | Kept]:
-        """Return `state`, with weights of several parts in the layout of a checkpoint."""
+        """Return the same as `state`, but with multi-part weights in a checkpoint's layout."""
         return self._state.tensors()
 
     def put_back(
         self, kinds: Kinds, fill: Callable[[dict[str, Tensor | Kept]], None], steps: int = 0
     ) -> None:
-        """Load the state of a checkpoint, saved on any mesh after this number of steps.
+        """Load the state of a checkpoint that was saved on any mesh after `steps` steps.
 
-        kinds:  dtype and shape of each tensor in the checkpoint.
-        fill:   writes its values into tensors, by their names.
-        Raises: TrainingError that names the mismatch; the exceptions of `fill`.
+        kinds:  the dtype and shape of each tensor in the checkpoint.
+        fill:   writes the checkpoint's values into tensors, by name.
+        Raises: TrainingError that names the mismatch; any exception that `fill` raises.
         """
         self._state.put_back(kinds, fill, steps)
         self.done = steps
@@ -394,7 +393,7 @@ class Engine:
         self._state.follow(scheduler)
 
     def parameters_of_all_stages(self) -> int:
-        """Return the number of elements of the full model's parameters. Every rank calls this."""
+        """Return the number of elements in the full model's parameters. Every rank calls this."""
         count = sum(p.numel() for _, p in self.own_parameters())
         if self.sections.parallel.pipeline is None:
             return count
@@ -415,7 +414,7 @@ class Engine:
         return draws.step(step, self.data_coord * self.microbatches)
 
     def _sum_over_data(self, count: Tensor) -> Tensor:
-        """Return the sum of `count` over the ranks with different samples, () in the dtype of losses."""
+        """Return the sum of `count` over the ranks with different samples, a scalar in the losses' dtype."""
         total = count.to(torch.float64)
         for dim in self.sections.parallel.data_dims:
             self.mesh.all_reduce(dim, total)

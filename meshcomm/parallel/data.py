@@ -1,4 +1,4 @@
-"""Data parallelism: gradients averaged or summed along dims of the mesh, for full parameters or FSDP2 shards."""
+"""Data parallelism: averages or sums gradients along dims of the mesh, for full parameters or FSDP2 shards."""
 
 from __future__ import annotations
 
@@ -30,9 +30,8 @@ from meshcomm.transport.torch_private import storage_id
 class GradientSync:
     """Averages the gradients of each step over `dims` in buckets, overlapping with the backward pass.
 
-    It computes the same gradients as DistributedDataParallel. With a loss that is the mean over a rank's
-    samples, gradients are those of the mean over the samples of all ranks, if every rank has equally many
-    samples.
+    It computes the same gradients as DistributedDataParallel. If every rank has the same number of samples and
+    its loss is the mean over them, the result is the gradient of the mean over the samples on all ranks.
 
         sync = GradientSync(mesh, "dp", model)
         for x, y in batches:
@@ -44,24 +43,24 @@ class GradientSync:
     the order in which backward reaches them. A larger parameter gets a separate bucket. Each `.grad` is a view
     of the flat buffer of its bucket, so nothing is packed or unpacked. A bucket starts one asynchronous
     all_reduce of its buffer when each of its gradients has received `microbatches` contributions and all
-    earlier buckets have been sent. The order is the same on all ranks.
+    earlier buckets have been sent. Buckets are sent in the same order on all ranks.
 
-    As in DDP, buffers of coord 0 are broadcast to all ranks after each step.
+    As in DDP, the module's buffers on coord 0 are broadcast to all ranks after each step.
 
     Called by: every rank along `dims`.
     Raises:    TrainingError if a parameter gets no gradient in a step, if backward runs outside of a step, or
-               if a `.grad` is replaced. Also if `with` begins before the gradients of the previous step were used,
-               or if the module was cast, moved, frozen, unfrozen or extended since GradientSync was created.
+               if a `.grad` is replaced. Also raised if a `with` block begins before the previous step's gradients were
+               used, or if the module was cast, moved, frozen, unfrozen or extended after GradientSync was created.
 
     Args:
-        dims: the dims to average or sum over. None or a size of 1 sends nothing.
-        model: a module, or (name, parameter) in order of registration; plain tensors or DTensors.
-        op: "avg", or "sum" for losses that are already divided by the number of samples or tokens of all ranks.
-        microbatches: backward passes per step. Their gradients are added for either op.
-        bucket_mb: size of a bucket in 10^6 bytes.
-        broadcast: broadcast the values of coord 0 to all ranks, as DDP does: parameters in the constructor, the
-            buffers of a module in the constructor and after each step.
-        hooks: whether backward calls the hooks of accumulated gradients. If it does not, as in a pipeline that
+        dims: the dims to average or sum over. If None or of size 1, nothing is sent.
+        model: a module, or (name, parameter) pairs in registration order. Parameters are plain tensors or DTensors.
+        op: "avg", or "sum" if losses are already divided by the number of samples or tokens on all ranks.
+        microbatches: the number of backward passes per step. Their gradients are added with either op.
+        bucket_mb: the maximum bucket size, in units of 10^6 bytes.
+        broadcast: whether to broadcast the values on coord 0 to all ranks, as DDP does: parameters in the
+            constructor, and a module's buffers in the constructor and after each step.
+        hooks: whether backward calls post-accumulate-grad hooks. If it does not, as in a pipeline schedule that
             splits backward, `finish` sends all buckets.
     """
 
@@ -79,7 +78,7 @@ class GradientSync:
     ) -> None:
         if op not in ("avg", "sum"):
             raise TrainingError(
-                "GradientSync cannot reduce gradients by this operation",
+                "GradientSync cannot reduce gradients with this operation",
                 given=f"op={op!r}",
                 expected="avg or sum",
                 hint='"avg" if each rank\'s loss is a mean over its own samples, "sum" if it is a share of the global sum',
@@ -105,7 +104,7 @@ class GradientSync:
         ]
         self._sent = 0
         self._active = False
-        # The gradients of a step that are still unused; see `__enter__`.
+        # Whether the gradients of a finished step are still unused; see `__enter__`.
         self._unused = False
         used = ref(self)
         hook = register_optimizer_step_post_hook(lambda optimizer, *_: _stepped(used(), optimizer))
@@ -141,14 +140,14 @@ class GradientSync:
 
     @property
     def buckets(self) -> list[list[str]]:
-        """The names in each bucket, in sending order."""
+        """The parameter names in each bucket, in the order in which buckets are sent."""
         return [[slot.name for slot in bucket.slots] for bucket in self._buckets]
 
     def __enter__(self) -> GradientSync:
         if self._unused and self._still_there():
             raise TrainingError(
-                "a step begins before the gradients of the last one were used",
-                given="`with sync:` twice, without a step of the optimizer in between",
+                "a step began before the previous step's gradients were used",
+                given="`with sync:` twice, without an optimizer step in between",
                 expected="a single `with sync:` around all backward passes of a step",
                 hint="microbatches=2 for two backward passes per step; optimizer.zero_grad() to drop gradients",
             )
@@ -156,9 +155,9 @@ class GradientSync:
         return self
 
     def _still_there(self) -> bool:
-        """Return whether gradients still exist and are unused.
+        """Return whether the step's gradients still exist and are unused.
 
-        False after zero_grad, and if a loss scaler skips the step.
+        Returns False after zero_grad, or if a loss scaler skips the step.
         """
         flats = [bucket.flat for bucket in self._buckets]
         return (
@@ -185,7 +184,7 @@ class GradientSync:
     def start(self) -> None:
         """Begin a step and zero every gradient.
 
-        Raises TrainingError if the module was moved or cast, or has other parameters.
+        Raises TrainingError if the module was moved or cast, or if its parameters have changed.
         """
         self._check_unchanged()
         self._unused = False
@@ -199,15 +198,15 @@ class GradientSync:
                 slot.parameter.grad = slot.grad
 
     def finish(self) -> None:
-        """Wait until every `.grad` holds the mean or sum over `dims`. Call it after the last backward.
+        """Wait until every `.grad` holds the mean or sum over `dims`. Call this after the last backward pass.
 
-        Raises TrainingError, naming the parameters, if some got no gradient in this step.
+        Raises TrainingError that names the parameters that got no gradient in this step.
         """
         self._active = False
         slots = self._slots
         missing = [slot.name for slot in slots if self._hooks and not slot.count]
         if not missing:
-            # Parameters that only some of the microbatches used leave their bucket waiting.
+            # A parameter that only some of the microbatches used leaves its bucket waiting.
             self._send(len(self._buckets))
         for bucket in self._buckets:
             if bucket.work is not None:
@@ -219,7 +218,7 @@ class GradientSync:
             raise TrainingError(
                 f"the .grad of {replaced[0]} was replaced during the step",
                 given=listed(replaced),
-                expected="gradients accumulated in place, into the views that start() attached",
+                expected="gradients accumulated in place in the views that start() attached",
                 hint="do not call zero_grad, set .grad or move the module between start() and finish()",
             )
         for slot in slots:
@@ -227,7 +226,7 @@ class GradientSync:
         self._send_buffers()
 
     def _accumulated(self, slot: _Slot) -> None:
-        """Record that backward has added to the gradient of a parameter."""
+        """Record that backward has accumulated into a parameter's gradient."""
         if not self._active:
             raise TrainingError(
                 f"backward reached {slot.name} outside of a step",
@@ -260,8 +259,8 @@ class GradientSync:
 
 
 def _hook(sync: ref[GradientSync], place: int) -> Callable[[Tensor], None]:
-    """The hook of a parameter. The garbage collector does not see the references of such a hook: if a hook referred to its
-    own parameter, the parameter, its model and its gradients would never be freed.
+    """Return the hook for a parameter. The garbage collector cannot see the references that such a hook holds: if the hook
+    referred to its own parameter, the parameter, its model and its gradients would never be freed.
     """
 
     def accumulated(_: Tensor) -> None:
@@ -273,7 +272,7 @@ def _hook(sync: ref[GradientSync], place: int) -> Callable[[Tensor], None]:
 
 
 def _stepped(sync: GradientSync | None, optimizer: torch.optim.Optimizer) -> None:
-    """Called after a step of any optimizer, including one that changes parameters without autograd noticing."""
+    """Called after each step of any optimizer, even one that changes parameters without autograd noticing."""
     if sync is not None and sync._unused:
         mine = {id(slot.parameter) for slot in sync._slots}
         stepped = (id(each) for group in optimizer.param_groups for each in group["params"])
@@ -283,7 +282,7 @@ def _stepped(sync: GradientSync | None, optimizer: torch.optim.Optimizer) -> Non
 def broadcast_values(
     mesh: Mesh, dims: Iterable[Dims], tensors: Iterable[Tensor], most_mb: float = 25
 ) -> None:
-    """Broadcast the values of coord 0 along each of `dims` to all ranks. Called by: every rank along them."""
+    """Broadcast the values on coord 0 to all ranks along each of `dims`. Called by: every rank along `dims`."""
     values = [local(tensor.detach()) for tensor in tensors]
     for run in _cut([value for value in values if value.numel()], most_mb):
         for dim in dims:
@@ -291,7 +290,7 @@ def broadcast_values(
 
 
 class _Slot:
-    """One parameter in bucket number `bucket`: `grad` is a view of its buffer `flat`."""
+    """A parameter in bucket number `bucket`. Its `grad` is a view of the bucket's buffer `flat`."""
 
     def __init__(self, name: str, parameter: nn.Parameter, bucket: int, flat: Tensor, grad: Tensor) -> None:
         self.name, self.parameter, self.bucket, self.flat = name, parameter, bucket, flat
@@ -313,7 +312,7 @@ class _Slot:
 
 
 class _Bucket:
-    """A flat buffer, the parameters whose gradients are its parts, and its pending all_reduce."""
+    """A flat buffer, the parameters whose gradients are stored in it, and its pending all_reduce."""
 
     def __init__(self, place: int, parameters: list[tuple[str, nn.Parameter]]) -> None:
         values = [local(parameter.detach()) for _, parameter in parameters]
@@ -328,7 +327,7 @@ class _Bucket:
 
 
 def _cut(tensors: Iterable[Tensor], most_mb: float) -> list[list[Any]]:
-    """Return runs of tensors of one dtype and device. Each run has at most this many megabytes on a rank, or one tensor."""
+    """Return runs of tensors with the same dtype and device. Each run has at most `most_mb` MB per rank, or one tensor."""
     runs: list[list[Any]] = []
     kind, used = None, 0
     for tensor in tensors:
@@ -342,36 +341,38 @@ def _cut(tensors: Iterable[Tensor], most_mb: float) -> list[list[Any]]:
 
 
 def check_complete(missing: Sequence[str], total: int) -> None:
-    """Raise TrainingError if some of `total` parameters got no gradient in a step."""
+    """Raise TrainingError if any of the `total` parameters got no gradient in a step."""
     if missing:
         raise TrainingError(
             f"{len(missing)} of {total} parameters got no gradient",
             given=listed(missing),
-            expected="every parameter of the model to take part in the loss",
+            expected="every parameter of the model to contribute to the loss",
             hint="remove them, use them in forward, or freeze them: requires_grad = False, or train.frozen",
         )
 
 
 @final
 class Sharded:
-    """Parameters, gradients and optimizer state of modules, sharded along one dim, or a merged one, by FSDP2.
+    """Shards the parameters, gradients and optimizer state of modules along one dim, which may be merged, with FSDP2.
 
     Each of a module's `layers`, a ModuleDict or ModuleList, is gathered before it is used and resharded afterwards. Its
-    gradients are reduced and scattered as soon as backward has passed it. With copies of the shards along a second dim
-    (hybrid sharding), gradients are also summed over them. The dim of ranks with different tokens of the same samples
-    is part of a merged one. Distributed experts are gathered separately, inside their layer (as in
+    gradients are reduce-scattered as soon as its backward pass has finished. If the shards are replicated along a second
+    dim (hybrid sharding), gradients are also summed over the replicas. A dim whose ranks have different tokens of the
+    same samples is merged into the sharding dim. Distributed experts are gathered separately, inside their layer (as in
     torchtitan's apply_fsdp, models/llama4/infra/parallelize.py).
 
     Args:
         modules: the root modules of this rank's stages; changed in place.
-        dims: the dim that shards, or the dim of copies and the one that shards. The last may be a merged one.
-        precision: dtypes of gathered weights, used in forward and backward, and of gradients while they are
-            accumulated, also over microbatches, and sent. Routers compute in the weights' own dtype. Shards, their
-            gradients and the optimizer's state keep it. Inputs are not cast, because a table of angles must not be rounded.
-        experts: the dims along which gradients of experts' weights are summed. If None, experts are treated as all weights.
-            The last one of size above 1 shards, an earlier one replicates; if no size is above 1, experts stay unsharded.
+        dims: the sharding dim, or the replication dim followed by the sharding dim. The sharding dim may be merged.
+        precision: the dtype of gathered weights, used in forward and backward, and the dtype in which gradients are
+            accumulated over microbatches and sent. Routers compute in the weights' original dtype. Shards, their gradients
+            and the optimizer state keep that dtype. Inputs are not cast, because a table of angles must not be rounded.
+        experts: the dims along which expert weights' gradients are summed. If None, experts are treated like other weights.
+            The last dim of size above 1 shards them, and an earlier one replicates them. Without such a dim, experts
+            stay unsharded.
         reshard: whether layers are resharded after each pass. If False, they stay gathered from a step's first forward pass
-            to its last backward pass. zero_bubble needs this: its second half uses the parameters of the forward pass.
+            to its last backward pass. zero_bubble needs False, because the second half of its backward pass uses the
+            forward pass's parameters.
     """
 
     def __init__(
@@ -411,12 +412,12 @@ class Sharded:
         }
 
     def start(self) -> None:
-        """Begin a step without gradients."""
+        """Begin a step and clear every gradient."""
         for parameter in self._parameters.values():
             parameter.grad = None
 
     def microbatch(self, last: bool) -> None:
-        """Called before a forward pass without a pipeline. Gradients are summed over ranks in the last microbatch."""
+        """Called before each forward pass if there is no pipeline. Gradients are summed over ranks in the last microbatch."""
         for root in self._roots:
             root.set_requires_gradient_sync(last)
             if not self._reshard:
@@ -431,7 +432,7 @@ class Sharded:
                     part.reshard()
 
     def abandon(self) -> None:
-        """Put the shards back into the modules, wherever an error has ended a pass. The modules are not used afterwards."""
+        """Put the shards back into the modules after an error interrupted a pass. The modules are not used afterwards."""
         for root in self._roots:
             assert isinstance(root, nn.Module)
             for part in root.modules():
@@ -439,9 +440,9 @@ class Sharded:
                     put_shards_back(part)
 
     def finish(self) -> None:
-        """Make every `.grad` this rank's shard of the sum. Call it after the last backward.
+        """Check that every `.grad`, this rank's shard of the sum, exists. Call this after the last backward pass.
 
-        Raises TrainingError, naming the parameters, if some got no gradient in this step.
+        Raises TrainingError that names the parameters that got no gradient in this step.
         """
         needed = {name: each for name, each in self._parameters.items() if each.requires_grad}
         check_complete([name for name, each in needed.items() if each.grad is None], len(needed))
@@ -456,11 +457,11 @@ def _blocks(module: nn.Module) -> tuple[nn.Module, ...]:
 
 
 def _expert_axis(part: nn.Module, ranks: int) -> Callable[[nn.Parameter], Shard]:
-    """Return the choice of the axis along which a weight of experts is sharded: the experts' axis if its size is
-    divisible by `ranks`, otherwise another axis whose size is. Shards of unequal length are padded: splitting a rank's
+    """Return a function that chooses the axis along which an expert weight is sharded: the experts' axis if its size is
+    divisible by `ranks`, otherwise another axis whose size is. FSDP2 pads shards of unequal length, so splitting a rank's
     only expert into two shards along the experts' axis would save no memory.
     """
-    # In a weight with parts, the rows of a unit stay together.
+    # If a weight has several parts, the rows of a unit stay together.
     together = {id(part.get_parameter(name)): parts.axis + 1 for name, parts in fused_parts(part).items()}
 
     def place(parameter: nn.Parameter) -> Shard:
@@ -472,13 +473,13 @@ def _expert_axis(part: nn.Module, ranks: int) -> Callable[[nn.Parameter], Shard]
 
 
 def _shard(module: nn.Module, **settings: Any) -> FSDPModule:
-    """Return `module`, sharded.
+    """Shard `module` with FSDP2 and return it.
 
-    Its gradients are summed, as those of unsharded tensors are; torch would average them.
+    Its gradients are summed, like the gradients of unsharded tensors; by default, torch averages them.
     """
     found = fully_shard(module, **settings)
     assert isinstance(found, FSDPModule)
     found.set_gradient_divide_factor(1.0)
-    # Gloo has no reduction with a premultiplied factor, which torch would choose for float32.
+    # Gloo does not support the premultiplied sum that torch would choose for float32.
     found.set_force_sum_reduction_for_comms(True)
     return found

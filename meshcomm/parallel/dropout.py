@@ -1,4 +1,4 @@
-"""Random numbers of a forward pass: dropout by an element's place in the run, and draws in a user's modules."""
+"""Random numbers in a forward pass: dropout by element position, and random numbers that a user's modules draw."""
 
 from __future__ import annotations
 
@@ -33,44 +33,45 @@ _SECOND: Final = _signed(0x94D049BB133111EB)
 
 
 class Drops(NamedTuple):
-    """The samples and tokens of one microbatch, which determine its masks; an argument of forward, never changed.
+    """The samples and tokens of one microbatch, which determine its dropout masks. Passed to forward and never changed.
 
     Activation checkpointing keeps it with the other arguments, even if a pipeline has started other
-    microbatches in between. There is no other state: to resume, the run's seed and the step are enough.
+    microbatches in between. There is no other state, so a run can resume from its seed and step number.
     """
 
     keys: Tensor
-    """int64 (batch,): the key of each sample, computed from (seed, step, sample)."""
+    """int64 (batch,): each sample's key, computed from (seed, step, sample)."""
     positions: Tensor
     """int64 (sequence,): the positions of this rank's tokens in their full sample."""
 
     @staticmethod
     def at(seed: int, step: int, samples: Tensor, positions: Tensor) -> Drops:
-        """Return the drops of these samples at a step.
+        """Return the Drops of these samples at a step.
 
-        samples:   int64 (batch,): indices in the global batch, the same on ranks with the same samples.
+        samples:   int64 (batch,): indices in the global batch, equal on ranks with the same samples.
         positions: as in Drops.
         """
         for name, values in (("samples", samples), ("positions", positions)):
             if values.dtype != torch.int64 or values.ndim != 1:
                 raise ShapeError(
-                    f"dropout cannot number elements by these {name}",
+                    f"dropout cannot number elements with these {name}",
                     given=f"{name} of shape {tuple(values.shape)}, {values.dtype}",
                     expected="one axis of int64",
-                    hint="torch.arange(first, first + count), counted over all ranks",
+                    hint="torch.arange(first, first + count), numbered over all ranks",
                 )
         return Drops(_number(torch.full_like(samples, _hash(f"{seed} {step}")), samples), positions)
 
 
 @final
 class Dropout(nn.Module):
-    """Sets elements to zero with probability `p` and divides the others by 1 - p. In eval(), or with p = 0, x is returned.
+    """Sets elements to zero with probability `p` and divides the others by 1 - p. With eval() or p = 0, returns x.
 
     Only (seed, step, site, sample, position, feature) determine whether an element is dropped,
     so any mesh drops exactly the elements that one process drops, with no generator, state or communication.
 
-    p:    0 <= p < 1, rounded to 2^-32. Raises TrainingError for other values.
-    site: the place in the model, such as "3.attn", numbered over all stages. Two places with one name drop the same elements.
+    p:    0 <= p < 1, rounded to a multiple of 2^-32. Raises TrainingError for other values.
+    site: the name of the place in the model, such as "3.attn", numbered over all stages. Sites with equal names drop the
+          same elements.
     """
 
     def __init__(self, p: float, site: str) -> None:
@@ -85,15 +86,15 @@ class Dropout(nn.Module):
         self.p = p
         self.site = site
         self._site = _hash(site)
-        # Of 32 random bits, read as a signed number.
+        # The threshold for 32 random bits that are read as a signed number.
         self._threshold = min(round(p * 2**32), 2**32 - 1) - 2**31
 
     def forward(self, x: Tensor, drops: Drops | None = None, first_feature: int = 0) -> Tensor:
-        """(batch, sequence, features) -> the same shape; the gradient of dropped elements is zero.
+        """(batch, sequence, features) -> the same shape. The gradient of dropped elements is zero.
 
         drops:         the Drops of these samples and tokens. May be None only if nothing is dropped.
-        first_feature: the number of x[..., 0], if features are split over ranks.
-        Raises:        TrainingError without drops; ShapeError if they do not fit the shape of x.
+        first_feature: the index of x[..., 0] among all features, if features are split over ranks.
+        Raises:        TrainingError if drops is needed but None; ShapeError if drops does not fit the shape of x.
         """
         if not self.training or self.p == 0:
             return x
@@ -107,20 +108,20 @@ class Dropout(nn.Module):
         return torch.where(self.keep(drops, x.shape, first_feature), x * (1 / (1 - self.p)), 0.0)
 
     def keep(self, drops: Drops, shape: torch.Size, first_feature: int = 0) -> Tensor:
-        """Return a bool of `shape`, (batch, sequence, features): True for elements that are not dropped.
+        """Return a bool tensor of `shape`, (batch, sequence, features): True for elements that are not dropped.
 
-        Arguments as in forward.
+        The other arguments are as in forward.
         """
         known = (drops.keys.shape[0], drops.positions.shape[0])
         if len(shape) != 3 or shape[:2] != known:
             raise ShapeError(
-                f"dropout {self.site}: x and drops are of different samples or tokens",
+                f"dropout {self.site}: x and drops have different samples or tokens",
                 given=f"x of shape {tuple(shape)}; {known[0]} samples, {known[1]} positions",
                 expected=f"x of shape ({known[0]}, {known[1]}, features)",
                 hint="the samples of this microbatch, and the positions of this rank's tokens",
             )
         tokens = _number(_mixed(drops.keys ^ self._site)[:, None], drops.positions)
-        # 64 bits are enough for two neighboring elements.
+        # Each 64-bit number covers two neighboring elements.
         first, end = first_feature // 2, (first_feature + shape[2] + 1) // 2
         words = torch.arange(first, end, device=tokens.device)
         bits = _number(tokens[..., None], words).view(torch.int32)
@@ -132,14 +133,14 @@ def _hash(text: str) -> int:
 
 
 def _number(state: Tensor, index: Tensor) -> Tensor:
-    """Return the number `index` of the SplitMix64 sequence that starts at `state`: counter-based, as in Salmon et
+    """Return number `index` of the SplitMix64 sequence that starts at `state`. This is counter-based, as in Salmon et
     al. 2011.
     """
     return _mixed(state + (index + 1) * _STEP)
 
 
 def _mixed(z: Tensor) -> Tensor:
-    """SplitMix64's output for a state. int64 products wrap around; the shifts do not preserve the sign."""
+    """Return SplitMix64's output for a state. int64 products wrap around, and the shifts do not preserve the sign."""
     z = (z ^ ((z >> 30) & (2**34 - 1))) * _FIRST
     z = (z ^ ((z >> 27) & (2**37 - 1))) * _SECOND
     return z ^ ((z >> 31) & (2**33 - 1))
@@ -150,11 +151,11 @@ def _mixed(z: Tensor) -> Tensor:
 
 @final
 class Draws:
-    """Seeds the default generators, the CPU's and the device's, before each part of a forward pass.
+    """Seeds torch's default generators on the CPU and the device before each part of a forward pass.
 
     (seed, step, microbatch, block) determine the random numbers. Microbatches are numbered over all ranks along data and
-    shard, and blocks over all stages: the same as in one process with the same train.micro_batch_size. Ranks along context
-    have different tokens of the same microbatch, so their coord is part of the key. Along tensor all draw equal numbers: see
+    shard, and blocks over all stages, as in one process with the same train.micro_batch_size. Ranks along context have
+    different tokens of the same microbatch, so their coord is part of the key. Ranks along tensor draw equal numbers: see
     `check_dropouts`. No state is kept: a resumed run and a recomputed block draw the same numbers again.
 
     seed:  the run's seed.
@@ -168,21 +169,21 @@ class Draws:
         self._blocks: Counter[int] = Counter()
 
     def step(self, name: str, first: int) -> AbstractContextManager[None]:
-        """Forward passes of one step run in this context; the generators are restored after it. first: this rank's first microbatch."""
+        """Run a step's forward passes in this context, which restores the generators. first: this rank's first microbatch."""
         self._step, self._first = name, first
         device = self._mesh.device
         return torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type)
 
     def microbatch(self, number: int, place: str) -> None:
-        """Called before a forward pass of a stage. number: the microbatch's index on this rank. place: the stage, in words."""
+        """Called before each forward pass of a stage. number: the microbatch's index on this rank. place: the stage's name."""
         self._blocks.clear()
         self._microbatch = self._first + number
         self.seed(self._seed, self._step, self._microbatch, place)
 
     def seeded(self, number: int, block: Callable[..., Any]) -> Callable[..., Any]:
-        """Return block `number` of the model, for one forward pass.
+        """Return block `number` of the model, wrapped for one forward pass.
 
-        When it is called again, it draws the same numbers.
+        Each call of the returned block draws the same random numbers.
         """
         self._blocks[number] += 1
         key = (self._seed, self._step, self._microbatch, f"block {number}", self._blocks[number])
@@ -195,7 +196,7 @@ class Draws:
         return block(*args, **named)
 
     def seed(self, *key: int | str) -> None:
-        """Seed the generators by `key` and this rank's coords."""
+        """Seed the generators with `key` and this rank's coords."""
         seed = self._mesh.seed(*key, along=self._apart)
         torch.default_generator.manual_seed(seed)
         if self._mesh.device.type != "cpu":
@@ -207,14 +208,14 @@ class Draws:
 
 
 def check_dropouts(parts: Iterable[tuple[str, nn.Module]], split: TensorSplit) -> None:
-    """Raise UnsupportedOp for dropouts along the tensor dim, where all ranks draw the same even for different parts of an activation.
+    """Raise UnsupportedOp for dropouts with tensor parallelism: ranks would draw equal numbers for different activations.
 
     `torch.nn.functional.dropout` is not detected.
     """
     names = [name for name, part in parts if isinstance(part, DROPOUTS) and part.p > 0]
     if split.size > 1 and names:
         raise UnsupportedOp(
-            f"the dropouts of a module that is split along {split.dim} would depend on the mesh",
+            f"the dropout in a module that is split along {split.dim} would depend on the mesh",
             given=listed(names),
             expected="p = 0 in each, or dropout by element position, which is the same on every mesh",
             hint='ModelSpec(dropped={"blocks.*.mlp": 0.1}), and p = 0 in the module; or remove parallel.tensor',

@@ -12,14 +12,14 @@ from typing import Any, ClassVar, Final
 import torch
 from torch import Tensor
 
-# Elements of weights whose moments are in the weights' dtype at one time.
+# The number of weight elements whose moments are in the weights' dtype at a time.
 _AT_ONCE: Final = 1 << 24
 
 
 class NarrowState(torch.optim.Optimizer):
-    """The base of an optimizer whose moments are in `state_dtype` between steps, and in the weights' dtype for arithmetic.
+    """Base class of optimizers that store moments in `state_dtype` and compute with them in the weights' dtype.
 
-    A step processes the weights in parts, so that few moments are wide at one time.
+    A step processes the weights in parts, so that only a few moments are wide at a time.
     """
 
     state_dtype: ClassVar[torch.dtype]
@@ -27,7 +27,7 @@ class NarrowState(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
-        """Like torch.optim's, without a closure."""
+        """Like the step of the torch.optim class, but without a closure."""
         step, groups = inspect.unwrap(self.kind.step), self.param_groups
         try:
             for group in groups:
@@ -48,12 +48,12 @@ class NarrowState(torch.optim.Optimizer):
 
 
 def narrowed(kind: type[torch.optim.Optimizer], dtype: torch.dtype) -> type[torch.optim.Optimizer]:
-    """Return a subclass of `kind`, from torch.optim, with the same name."""
+    """Return a subclass of `kind`, a class of torch.optim, with the same name and moments in `dtype`."""
     return type(kind.__name__, (NarrowState, kind), {"state_dtype": dtype, "kind": kind})
 
 
 def is_moment(value: Any, parameter: Tensor) -> bool:
-    """Return whether an optimizer has this value for each element of `parameter`."""
+    """Return whether `value`, from an optimizer's state, is a floating-point tensor in the shape of `parameter`."""
     return isinstance(value, Tensor) and value.is_floating_point() and value.shape == parameter.shape
 
 

@@ -15,7 +15,7 @@ from meshcomm.mesh import Mesh
 from meshcomm.parallel.tensor.parameters import local, split_dims
 from meshcomm.parallel.torch_private import norms, scale_all
 
-# Elements that are squared at once: float64 copies of full gradients would double their memory.
+# The number of elements that are squared at a time: float64 copies of full gradients would take twice their memory.
 _BLOCK = 1 << 20
 
 
@@ -24,7 +24,7 @@ class _Named(NamedTuple):
     parameter: nn.Parameter
 
     def gradient(self) -> Tensor:
-        """Return this rank's part of a gradient that exists."""
+        """Return this rank's part of the gradient, which must exist."""
         assert self.parameter.grad is not None
         return local(self.parameter.grad)
 
@@ -37,11 +37,11 @@ class GradientNorm:
     every other dim its gradient is the same on all ranks and counts once.
 
     Args:
-        model: a module, or (name, parameter). A DTensor, or a parameter of a TensorSplit in the simulator, records how
-            it is split. Any other tensor is the same on all ranks. Parameters without a gradient are
-            left out, and one with two names counts once. After fully_shard: the parameters that it put into the module.
+        model: a module, or (name, parameter) pairs. A DTensor, or a parameter of a TensorSplit in the simulator, records
+            how it is split. Any other tensor is assumed to be equal on all ranks. Frozen parameters are left out, and a
+            parameter with two names counts once. After fully_shard, pass the module's new parameters.
         pipeline: the dim along which ranks hold different parameters.
-        skip: parameters of the model that another coord along the pipeline counts (tied embeddings). They are clipped.
+        skip: parameters that another coord along the pipeline counts (tied embeddings). They are clipped too.
 
     Called by: every rank, with parameters that are split in the same way.
     Raises:    UnknownDim; LayoutError if a DTensor is on no DeviceMesh of this mesh, if it is split along the pipeline
@@ -77,7 +77,7 @@ class GradientNorm:
                 uncounted.append(counted)
             else:
                 classes.setdefault(_dims_of(mesh, counted, pipeline), []).append(counted)
-        # Classes and dims are sorted, because ranks may have met their parameters in different orders.
+        # Classes and dims are sorted, because parameters may be in different orders on different ranks.
         self._dims = sorted({dim for dims in classes for dim in dims})
         self._classes = {dims: len(classes[dims]) for dims in sorted(classes)}
         self._held = [each for dims in self._classes for each in classes[dims]] + uncounted
@@ -90,16 +90,16 @@ class GradientNorm:
 
     @torch.no_grad()
     def norm(self) -> Tensor:
-        """Return the norm, float64 (), equal on all ranks; inf or nan if a gradient contains one.
+        """Return the norm, float64 (), equal on all ranks. It is inf or nan if a gradient contains inf or nan.
 
         If only one rank has a gradient that is not finite, for example after a memory fault, all ranks along split
         dims and along the pipeline see it, even if the parameter itself is not split.
 
         Called by: every rank, after all gradients are summed (after `GradientSync.finish`).
-        Sends:     one message along each dim on which something is split, then one along the pipeline,
-                   each of 8 bytes per class of parameters and 8 more. Does not wait for the device.
-        Raises:    TrainingError, naming the parameters, if gradients are missing, or are DTensors
-                   with placements that differ from their parameters'; nothing has been sent then.
+        Sends:     one message along each dim along which a parameter is split, then one along the pipeline.
+                   Each has at most 8 bytes per class of parameters, plus 8. Does not wait for the device.
+        Raises:    TrainingError that names the parameters, before anything is sent, if gradients are missing,
+                   or are DTensors whose placements differ from their parameters'.
         Afterwards `each` holds the norms of this rank's parts, float64 (n,), in the order of `names`.
         """
         self._complete()
@@ -108,7 +108,7 @@ class GradientNorm:
         parts = self.each.square().split([*counts, len(self._held) - sum(counts)])
         squares = {dims: part.sum() for dims, part in zip(self._classes, parts, strict=False)}
         total = sum([part.sum() for part in parts], torch.zeros_like(self.each[:0].sum()))
-        # 0, inf or nan: sent along all dims, even where the gradient itself is not added.
+        # The value 0, inf or nan is sent along all dims, even if the gradient itself is not added.
         total = torch.where(total.isfinite(), 0.0, total)
         for dim in self._dims:
             along = [dims for dims in squares if dim in dims]
@@ -122,10 +122,10 @@ class GradientNorm:
 
     @torch.no_grad()
     def clip_(self, max_norm: float) -> Tensor:
-        """Scale all gradients in place by min(1, max_norm / norm); return the norm before.
+        """Scale all gradients in place by min(1, max_norm / norm), and return the norm before scaling.
 
-        A norm that is not finite changes nothing. Called by and raises as `norm`; TrainingError if
-        max_norm is not positive.
+        If the norm is not finite, nothing changes. Callers and errors are as for `norm`. Also raises
+        TrainingError if max_norm is not positive.
         """
         if not max_norm > 0:
             raise TrainingError(
@@ -140,7 +140,7 @@ class GradientNorm:
 
     @torch.no_grad()
     def scale_(self, max_norm: float, norm: Tensor) -> None:
-        """Scale all gradients in place as `clip_` does, by a known norm. Does not communicate."""
+        """Scale all gradients in place as `clip_` does, for a known norm. Does not communicate."""
         scale = torch.where(norm.isfinite(), (max_norm / norm).clamp(max=1.0), 1.0)
         # If calls are queued, reading the scale would wait for them; multiplying by 1 does not.
         if not self._mesh.is_async and scale.item() == 1.0:
@@ -179,7 +179,7 @@ class GradientNorm:
 
 
 def _dims_of(mesh: Mesh, held: _Named, pipeline: str | None) -> tuple[str, ...]:
-    """Return the dims of more than one rank along which a parameter is split, sorted."""
+    """Return the dims of size above 1 along which a parameter is split, sorted."""
     dims = tuple(sorted(dim for dim in split_dims(held.parameter) if mesh.size(dim) > 1))
     if pipeline in mesh.layout.expand(dims):
         raise LayoutError(
@@ -194,8 +194,8 @@ def _dims_of(mesh: Mesh, held: _Named, pipeline: str | None) -> tuple[str, ...]:
 def _norms(gradients: Sequence[Tensor]) -> Tensor:
     """Return the norm of each tensor, float64 (n,).
 
-    On CPU sums are in float64, because a long float32 sum loses digits. An accelerator adds in a tree, so its float32
-    sums are accurate, and float64 may be slow.
+    On a CPU, sums are in float64, because a long float32 sum loses digits. An accelerator adds in a tree, so its float32
+    sums are accurate, and its float64 arithmetic may be slow.
     """
     if not gradients:
         return torch.zeros(0, dtype=torch.float64)
@@ -215,7 +215,7 @@ def _norms(gradients: Sequence[Tensor]) -> Tensor:
 
 
 def _by_kind(gradients: Sequence[Tensor]) -> dict[tuple[torch.device, torch.dtype], list[int]]:
-    """Return the positions of the tensors of each device and dtype."""
+    """Return the positions of the tensors by device and dtype."""
     found: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for place, gradient in enumerate(gradients):
         found.setdefault((gradient.device, gradient.dtype), []).append(place)

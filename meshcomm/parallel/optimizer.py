@@ -1,4 +1,4 @@
-"""The optimizer that `[train]` names or a user creates, its parameter groups, and its step."""
+"""The optimizer that `[train]` names or that a user creates, its parameter groups, and its step."""
 
 from __future__ import annotations
 
@@ -30,29 +30,31 @@ KINDS: Final[Mapping[str, type[torch.optim.Optimizer]]] = {
     )
 }
 _EXAMPLE: Final = "lambda groups: torch.optim.AdamW(groups, lr=1e-3)"
-# Settings of [train] under other names, and those that meshcomm decides.
+# Arguments that have separate settings in [train], or that meshcomm chooses.
 _OWN: Final = ("params", "lr", "weight_decay", "betas", "eps", "differentiable", "capturable")
 
 
 def decay_groups(
     module: nn.Module, patterns: Mapping[str, Mapping[str, float]] | None = None
 ) -> list[dict[str, Any]]:
-    """Return the parameter groups of `module` for an optimizer, each parameter in one of them.
+    """Return the parameter groups of `module` for an optimizer, with each parameter in one group.
 
-    Matrices decay, including embeddings and experts' stacks of matrices. Vectors (norms, biases)
-    do not: their groups have `weight_decay` 0. Within a group, all parameters are DTensors on one
-    DeviceMesh, or all are plain: a fused step passes a full group on as one call, and DTensor
-    does not allow a mixture. Experts' parameters, on other dims of the mesh, therefore have separate groups.
+    Weight decay applies to matrices, including embeddings and experts' stacks of matrices. The groups
+    of vectors (norms, biases) have `weight_decay` 0. Within a group, either all parameters are DTensors
+    on one DeviceMesh, or all are plain tensors, because a fused step handles a group in one call, in
+    which DTensor does not allow a mixture. Experts' parameters, which are on other mesh dims, therefore
+    have separate groups.
 
     patterns: maps names with "*" for any characters to factors of `lr` and `weight_decay`. The first
-              match counts. Such groups have `lr_factor` and `decay_factor`, which `Update` applies.
+              match counts. Groups of matched parameters have `lr_factor` and `decay_factor`, which
+              `Update` applies.
 
-    Order: as first met in `module.parameters()`, matrices before vectors. Call it after fully_shard,
-    which puts other parameters into the module.
-    Parameters that need no gradient are in no group. If none needs a gradient, there is one empty group.
+    Order: the order of `module.parameters()`, with matrices before vectors. Call this after fully_shard,
+    which replaces the module's parameters.
+    Parameters that need no gradient are in no group. If no parameter needs one, there is one empty group.
     """
     groups: dict[tuple[bool, Any, str], dict[str, Any]] = {}
-    # A parameter with several parts, such as a bias of q, k and v, has one more axis than in the original module.
+    # A multi-part parameter, such as a bias of q, k and v, has one more axis than in the original module.
     fused = fused_parts(module)
     vectors = {name: each.ndim - (name in fused) < 2 for name, each in module.named_parameters()}
     learning = [pair for pair in module.named_parameters() if pair[1].requires_grad]
@@ -94,8 +96,8 @@ def check_some_learn(frozen: Sequence[str], names: Sequence[str]) -> None:
 
 
 def optimizer_of(train: TrainConfig, device: torch.device) -> MakeOptimizer:
-    """Return a function that creates the optimizer of `[train]`. On GPUs its step is fused, or otherwise foreach, if
-    torch has it.
+    """Return a function that creates the optimizer of `[train]`. If torch supports it, the step of Adam and AdamW is fused,
+    and on a GPU the step of any other optimizer is foreach.
 
     Raises ConfigError for unknown train.optimizer_args.
     """
@@ -110,7 +112,7 @@ def optimizer_of(train: TrainConfig, device: torch.device) -> MakeOptimizer:
                 expected="among " + ", ".join(known),
                 hint=f"train.{name} = ..." if name in _OWN else did_you_mean(name, known),
             )
-    # Other optimizers use torch's defaults.
+    # Unless a setting is given, optimizers other than AdamW use torch's defaults.
     names = [
         name for name in ("betas", "eps", "weight_decay") if train.optimizer == "adamw" or train.given(name)
     ]
@@ -125,10 +127,10 @@ def optimizer_of(train: TrainConfig, device: torch.device) -> MakeOptimizer:
 
 
 def made_of(make: MakeOptimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    """Return the optimizer of `groups`.
+    """Return the optimizer that `make` creates for `groups`.
 
-    Raises ConfigError if it cannot be created from these groups, or has other parameters. Raises UnsupportedOp for an
-    optimizer such as LBFGS, whose step needs a closure that recomputes the loss.
+    Raises ConfigError if the optimizer cannot be created from these groups, or has other parameters. Raises UnsupportedOp
+    for an optimizer such as LBFGS, whose step needs a closure that recomputes the loss.
     """
     failed: Exception | None = None
     optimizer: Any = None
@@ -139,9 +141,9 @@ def made_of(make: MakeOptimizer, groups: list[dict[str, Any]]) -> torch.optim.Op
     if not isinstance(optimizer, torch.optim.Optimizer):
         returned = f"optimizer(groups) returned a {type(optimizer).__name__}"
         raise ConfigError(
-            "the optimizer cannot be made",
+            "the optimizer cannot be created",
             given=returned if failed is None else f"{type(failed).__name__}: {failed}",
-            expected=f"a function of {len(groups)} parameter groups that returns a torch.optim.Optimizer",
+            expected=f"a function that takes {len(groups)} parameter groups and returns a torch.optim.Optimizer",
             hint=_EXAMPLE,
         ) from failed
     kind = type(optimizer).__name__
@@ -151,8 +153,8 @@ def made_of(make: MakeOptimizer, groups: list[dict[str, Any]]) -> torch.optim.Op
         shapes = ", ".join(str(tuple(each.shape)) for each in others[:3])
         raise ConfigError(
             f"the {kind} would not train this model",
-            given=f"{len(others)} parameters of shapes {shapes} that are not among the given ones",
-            expected="the parameters of the groups that the function is called with: sharding replaces those of the module",
+            given=f"{len(others)} parameters of shapes {shapes} that are not in the given groups",
+            expected="the parameters in the groups that the function receives: sharding replaces the module's parameters",
             hint=_EXAMPLE,
         )
     arguments = inspect.signature(optimizer.step).parameters.values()
@@ -160,7 +162,7 @@ def made_of(make: MakeOptimizer, groups: list[dict[str, Any]]) -> torch.optim.Op
     needed = [each for each in arguments if each.default is each.empty and each.kind not in any_number]
     if needed:
         raise UnsupportedOp(
-            f"{kind} cannot make a step from gradients alone",
+            f"{kind} cannot take a step from gradients only",
             given=f"step({', '.join(each.name for each in needed)})",
             expected="an optimizer whose step() takes no arguments",
             hint="use another optimizer of torch.optim",
@@ -170,9 +172,9 @@ def made_of(make: MakeOptimizer, groups: list[dict[str, Any]]) -> torch.optim.Op
 
 @final
 class Update:
-    """The optimizer of this rank's parameters, and its steps.
+    """Creates the optimizer for this rank's parameters, and runs its steps.
 
-    make:  creates the optimizer. If None, the one of `[train]`.
+    make:  creates the optimizer. If None, the optimizer of `[train]` is created.
     apart: dims along which a user's optimizer draws different random numbers.
     """
 
@@ -195,12 +197,12 @@ class Update:
         self._seed = train.seed
         self._draws = None if make is None else Draws(mesh, train.seed, apart)
         self._rates = [float(group["lr"]) / train.lr for group in self.optimizer.param_groups]
-        # torch's fused Adam and AdamW can skip a step themselves, including its state, also for DTensors.
+        # torch's fused Adam and AdamW can skip a step and its state update themselves, also for DTensors.
         fused = bool(self.optimizer.defaults.get("fused"))
         self._takes_found_inf = fused and isinstance(self.optimizer, torch.optim.Adam)
 
     def set_rate(self, lr: float | None) -> float:
-        """Give each group its rate when train.lr is `lr`. If None, rates stay. Return the rate of the step."""
+        """Set each group's rate for a train.lr of `lr`. If None, rates do not change. Return the step's rate."""
         groups = self.optimizer.param_groups
         if lr is None:
             return float(groups[0]["lr"])
@@ -213,7 +215,7 @@ class Update:
         return lr
 
     def step(self, number: int, spoilt: Tensor) -> None:
-        """Make step `number`, unless `spoilt`, (), is not 0."""
+        """Run step `number`, unless the scalar `spoilt` is nonzero."""
         if self._draws is None:
             self._step(spoilt)
             return

@@ -29,7 +29,7 @@ from meshcomm.predict.stages import Stage, split_layers, stages_of_rank
 
 __all__ = ["Accumulate", "Pipelined", "Stage", "split_layers"]
 
-# The place where the default generators are set first, in one process and on the first stage.
+# The name under which the default generators are seeded first, in one process and on the first stage.
 START: Final = "start"
 Loss: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 Shape: TypeAlias = tuple[int, ...]
@@ -37,7 +37,7 @@ Shape: TypeAlias = tuple[int, ...]
 
 @final
 class Accumulate:
-    """Forward and backward of all microbatches of one step, one after the other."""
+    """Runs the forward and backward passes of a step, one microbatch after another."""
 
     def __init__(
         self,
@@ -49,11 +49,11 @@ class Accumulate:
         draws: Draws | None = None,
     ) -> None:
         self._module, self._loss, self._microbatches = module, loss, microbatches
-        # Called before each microbatch with whether it is the last. The mesh records spans.
+        # `before` is called before each microbatch, with whether it is the last. `mesh` records spans.
         self._before, self._mesh, self._draws = before, mesh, draws
 
     def __call__(self, inputs: Tensor, targets: Tensor, **more: Tensor) -> Tensor:
-        """Accumulate gradients over this rank's batch, split along axis 0 into microbatches. Return the sum of their losses.
+        """Accumulate gradients over this rank's batch, split along axis 0 into microbatches. Return the sum of the losses.
 
         more: further arguments of the module, by name, split in the same way.
         """
@@ -61,7 +61,7 @@ class Accumulate:
 
     @torch.no_grad()
     def forward(self, inputs: Tensor, targets: Tensor, **more: Tensor) -> Tensor:
-        """Forward passes only, without saving anything for backward."""
+        """Run forward passes only, without saving anything for backward."""
         return self._run(inputs, targets, more, backward=False)
 
     def _run(
@@ -88,23 +88,23 @@ class Accumulate:
 
 @final
 class Pipelined:
-    """`Accumulate` over the stages of a pipeline on `mesh.group(dim)`, with the schedules of torch.
+    """`Accumulate` for the stages of a pipeline on `mesh.group(dim)`, with torch's pipeline schedules.
 
     Args:
-        mesh, dim: the ranks of the pipeline are along `dim`, 2 or more.
-        modules: this rank's stages, each with one tensor in and one tensor out, or a module that is the only one.
-            The same number on every rank: the i-th is stage i * ranks + coord (see `stages_of_rank`).
-        loss: (output of the last stage, targets of a microbatch) -> (), already scaled: gradients of the
-            microbatches are summed. Its result is detached after the backward pass.
-        microbatches: the number per step; see `meshcomm.config.parallel.runs` for the numbers that a schedule supports.
+        mesh, dim: the pipeline consists of the ranks along `dim`, at least 2.
+        modules: this rank's stages, or its only stage. Each stage takes one tensor and returns one tensor. All ranks have
+            equally many stages. The i-th stage on a rank is stage i * ranks + coord (see `stages_of_rank`).
+        loss: (last stage's output, microbatch's targets) -> (), already scaled, because the microbatches' gradients
+            are summed. The result is detached after the backward pass.
+        microbatches: microbatches per step; see `meshcomm.config.parallel.runs` for the numbers that a schedule supports.
         schedule: the order of passes. `schedule_properties` lists its rules for gradients and their hooks.
-        shapes: the shapes of one microbatch at each boundary: into stage 0, between stages, out of the last.
-        dtype: the dtype of tensors sent between stages, including gradients, and of the last output. Each module must
-            return this dtype: torch refuses any other, or misreads it.
-        draws: sets the default generators before each forward pass of a stage, if given.
+        shapes: a microbatch's shape at each boundary: into stage 0, between stages, and out of the last stage.
+        dtype: the dtype of the last stage's output and of all tensors sent between stages, including gradients. Each module
+            must return this dtype, because torch rejects or misreads any other.
+        draws: if given, seeds the default generators before each forward pass of a stage.
 
-    Raises LayoutError if the sizes do not fit the schedule; UnsupportedOp for modules of torch.compile with
-    zero_bubble.
+    Raises LayoutError if the sizes do not fit the schedule, and UnsupportedOp if zero_bubble is used with modules that
+    torch.compile has compiled.
     """
 
     def __init__(
@@ -157,7 +157,7 @@ class Pipelined:
         losses: list[Tensor] = []
         try:
             self._schedule.step(
-                # torch 2.11 expects the strides of the first microbatch that it has seen.
+                # torch 2.11 expects each microbatch to have the same strides as the first.
                 *((inputs.contiguous(),) if self._first else ()),
                 target=targets if self._last else None,
                 losses=losses if self._last else None,
@@ -165,7 +165,7 @@ class Pipelined:
                 **more,
             )
         except RuntimeError as error:
-            # torch wraps an exception of a stage in a RuntimeError that repeats every argument.
+            # torch wraps an exception that a stage raises in a RuntimeError that repeats every argument.
             if isinstance(error.__cause__, MeshcommError):
                 raise error.__cause__ from error.__cause__.__cause__
             raise
@@ -173,9 +173,9 @@ class Pipelined:
 
     @torch.no_grad()
     def forward(self, inputs: Tensor, targets: Tensor, **more: Tensor) -> Tensor | None:
-        """Forward passes only. Every rank along the dim calls this; sends one message per microbatch and boundary.
+        """Run forward passes only. Every rank along the dim calls this. It sends one message per microbatch and boundary.
 
-        Each microbatch passes through all stages of a rank before the next one. With one stage per rank, all
+        A rank runs all its stages on a microbatch before it starts the next microbatch. With one stage per rank, all
         ranks work at the same time.
         """
         mesh, dim, count = self._mesh, self._dim, self._microbatches
@@ -220,7 +220,7 @@ class _PipelineStage(PipelineStage):
             try:
                 return super().forward_one_chunk(fwd_chunk_id, *args, **more)
             except RuntimeError as error:
-                # torch puts the arguments around an error of the model, which hides it.
+                # torch wraps the model's error in a message with all arguments, which hides the error.
                 if "failed to run forward" in str(error) and error.__cause__ is not None:
                     raise error.__cause__ from None
                 raise
@@ -256,7 +256,7 @@ def _schedule(schedule: PipelineSchedule, stages: list[_PipelineStage], microbat
         return ScheduleInterleavedZeroBubble(many, microbatches, loss_fn=no_view, scale_grads=False)
     except RuntimeError as error:
         raise UnsupportedOp(
-            "zero_bubble cannot run a stage that was made by torch.compile",
+            "zero_bubble cannot run a stage that torch.compile has compiled",
             given=str(error),
             expected="modules whose backward pass can be run in two halves",
             hint='remove torch.compile, or set schedule = "interleaved_1f1b"',
@@ -264,7 +264,7 @@ def _schedule(schedule: PipelineSchedule, stages: list[_PipelineStage], microbat
 
 
 def _no_view(_module: object, _inputs: object, output: Tensor) -> Tensor:
-    """Return the output in new memory: torch detaches it in place, which is not allowed for a view."""
+    """Return the output, cloned if it is a view: torch detaches the output in place, which is not allowed for a view."""
     return output.clone() if is_view(output) else output
 
 
@@ -294,18 +294,18 @@ def _check(schedule: PipelineSchedule, microbatches: int, ranks: int, each: int,
 
 @final
 class TiedWeight:
-    """The embedding on coord 0 along a pipeline and the head on its last coord are one weight.
+    """Ties the embedding on a pipeline's first coord and the head on its last coord, so that they stay equal.
 
-    The two holders exchange their gradients and add them; ranks between them do nothing. Both compute own + other, so
+    The two holders exchange their gradients and add them; the ranks between them do nothing. Both compute own + other, so
     the sums are bitwise equal, and equal optimizers keep the copies equal. If the weight is split along other
-    dims (vocabulary, data), both holders must split it in the same way. It is the same parameter twice, not a transposed one.
+    dims (vocabulary, data), both holders must split it in the same way. Neither copy is transposed.
     Args:
-        mesh, dim: the pipeline's.
-        weight: the holder's parameter, None on coords between the first and the last. On a
-            pipeline of one rank nothing is exchanged; both modules must then use the same object.
+        mesh, dim: the pipeline's mesh and dim.
+        weight: the parameter on the first and the last coord, None on all others. In a
+            pipeline of one rank, nothing is exchanged, and both modules must use the same object.
 
-        Called by, constructor and methods: every rank along `dim`.
-        Raises LayoutError if coord and weight do not fit together.
+        Called by: every rank along `dim`, for the constructor and all methods.
+        Raises LayoutError if a holder passes no weight, or another coord passes one.
     """
 
     def __init__(self, mesh: Mesh, dim: str, weight: nn.Parameter | None) -> None:
@@ -316,7 +316,7 @@ class TiedWeight:
             raise LayoutError(
                 f"coord {coord} of {size} along {dim} {'holds' if holds else 'does not hold'} the tied weight",
                 given="no weight" if weight is None else f"a weight of shape {tuple(weight.shape)}",
-                expected="the embedding's on coord 0, the head's on the last, None on all others",
+                expected="the embedding's weight on coord 0, the head's weight on the last coord, None on all others",
                 hint="TiedWeight(mesh, dim, parameter if this rank has it else None)",
             )
         self.is_owner = coord == 0
@@ -325,7 +325,7 @@ class TiedWeight:
 
     @torch.no_grad()
     def copy(self) -> None:
-        """Copy the values of coord 0 to the last coord. Call once, after both are initialized."""
+        """Copy the weight from coord 0 to the last coord. Call this once, after both copies are initialized."""
         if self._weight is None or self._other is None:
             return
         part = local(self._weight)
@@ -336,9 +336,9 @@ class TiedWeight:
 
     @torch.no_grad()
     def sum_gradients(self) -> None:
-        """Replace both gradients by their sum, in place. Call it after the step's last backward pass.
+        """Replace both gradients with their sum, in place. Call this after the step's last backward pass.
 
-        Call it before or after the sum along the data dims, but not while that sum is in progress. Raises
+        Call this before or after the sum along the data dims, but not while that sum is in progress. Raises
         TrainingError if this rank's weight has no gradient; this rank's message is sent anyway.
         """
         if self._weight is None or self._other is None:

@@ -1,4 +1,4 @@
-"""Activation checkpointing: which tensors of a block are kept for its backward pass. The rest is recomputed."""
+"""Activation checkpointing: keeps some of a block's tensors for its backward pass, and recomputes the others."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 ActivationCheckpointing: TypeAlias = bool | Literal["selective"] | int
-"""False: everything is kept. True: the inputs of every block. N: of every N-th. "selective": also the results of `_KEPT`."""
+"""False: keep all tensors. True: keep only each block's inputs. N: do so for every N-th block. "selective": keep each block's
+inputs and the results of the operators in `_KEPT`."""
 
-# A call on a group is kept because its peers would have to repeat the call at the same point, and wait.
+# The result of a collective is kept, because all its ranks would have to repeat the call at the same point to recompute it.
 _KEPT: Final = frozenset(
     {
         *("mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "_scaled_mm", "convolution"),
@@ -29,16 +30,16 @@ _KEPT: Final = frozenset(
         *("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "shift", "once"),
     }
 )
-"""Operators whose results "selective" keeps, as torchtitan does. The others are cheap for the memory that they need.
+"""Operators whose results "selective" keeps, as torchtitan does. All others are cheap to recompute for their size.
 
-Not kept: scores of attention that is computed by the formula (Korthikanti et al. 2022), and products that are summed
-over ranks, because the sum is kept."""
+Two kinds of products are not kept: attention scores that are computed by the formula (Korthikanti et al. 2022), and
+products that are summed over ranks, because the sum is kept."""
 
 
 def run(
     setting: ActivationCheckpointing, number: int, block: Callable[..., Any], /, *args: Any, **named: Any
 ) -> Any:
-    """Return the result of `block`, block `number` of the model. Its tensors for backward are kept or recomputed.
+    """Run block `number` of the model and return its result. The block's tensors for backward are kept or recomputed.
 
     Random state is not kept: a block must draw the same numbers when it is called again with the same arguments.
     """
@@ -53,9 +54,9 @@ def run(
 
 
 def compile_blocks(blocks: Iterable[nn.Module], setting: ActivationCheckpointing) -> ActivationCheckpointing:
-    """Have torch.compile compile each block. Return the setting that `run` needs for them.
+    """Compile each block with torch.compile. Return the setting that `run` needs for the compiled blocks.
 
-    With "selective", the checkpoint is part of the compiled code: the results to keep are marked by their operators.
+    With "selective", the checkpoint is part of the compiled code, which keeps results according to their operators.
     """
     inside = setting == "selective"
     for block in blocks:
@@ -79,7 +80,7 @@ def _compiled_contexts() -> Any:
 
 @contextmanager
 def added_up() -> Iterator[None]:
-    """Matrix products in this context are summed over ranks; the sum is kept instead of them."""
+    """Matrix products in this context are summed over ranks. The sum is kept instead of the products."""
     token = _ADDED_UP.set(True)
     try:
         yield
@@ -88,10 +89,11 @@ def added_up() -> Iterator[None]:
 
 
 def once(call: Callable[[], Sequence[Tensor]], x: Tensor) -> Sequence[Tensor]:
-    """Return the result of `call`, new tensors without autograd. When a block is recomputed selectively, it gets
+    """Return the result of `call`: new tensors without autograd. When a block is recomputed selectively, it receives
     the same tensors again.
 
-    For code that communicates without `mesh.functional`, whose results are kept anyway. x: any tensor that `call` uses.
+    For code that does not communicate through `mesh.functional`, whose results are always kept. x: any tensor that
+    `call` uses.
     """
     if not _SELECTIVE.get():
         return call()
@@ -108,7 +110,7 @@ def once(call: Callable[[], Sequence[Tensor]], x: Tensor) -> Sequence[Tensor]:
 _SELECTIVE: Final[ContextVar[bool]] = ContextVar("meshcomm_selective", default=False)
 _ADDED_UP: Final[ContextVar[bool]] = ContextVar("meshcomm_added_up", default=False)
 _NUMBERS: Final = count()
-# Calls in progress: an operator takes plain values only.
+# Calls in progress, by key, because an operator accepts only plain values.
 _CALLS: Final[dict[str, Callable[[], Sequence[Tensor]]]] = {}
 
 
@@ -117,7 +119,7 @@ def _policy(_: object, op: Any, *args: Any, **__: Any) -> CheckpointPolicy:
     kept = op.namespace in ("aten", "meshcomm", "meshcomm_recompute") and name in _KEPT
     if kept and name in ("bmm", "baddbmm"):
         a, b = args[-2:]
-        # Scores are queries by keys, larger than both inputs.
+        # Attention scores, (queries, keys), are larger than both inputs.
         kept = a.shape[1] * b.shape[2] <= a.shape[1] * a.shape[2] + b.shape[1] * b.shape[2]
     if kept and _ADDED_UP.get():
         kept = op.namespace != "aten"
@@ -131,7 +133,7 @@ def _contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any
 
 @final
 class _Region(AbstractContextManager[None]):
-    """Around a run of a block: torch's mode, which keeps results or returns them."""
+    """Runs a block in torch's mode, which keeps results or returns kept results."""
 
     def __init__(self, mode: Any, again: bool) -> None:
         self._mode, self._again, self._kept = mode, again, mode.storage
@@ -139,7 +141,7 @@ class _Region(AbstractContextManager[None]):
 
     def __enter__(self) -> None:
         if self._again:
-            # The mode drops results once they were used, but zero_bubble recomputes a block in each half of backward.
+            # The mode drops results after their first use, but zero_bubble recomputes a block in each half of backward.
             self._mode.storage = {op: copy(found) for op, found in self._kept.items()}
         with ExitStack() as stack:
             token = _SELECTIVE.set(True)

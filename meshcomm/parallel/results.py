@@ -1,4 +1,4 @@
-"""Results of steps, kept on the device until they are read, and the rank to blame if a result is not finite or samples differ."""
+"""Keeps step results on the device until they are read. Names the rank whose result is not finite or whose samples differ."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from meshcomm.mesh.all_ranks import of_every_rank, ranks_of
 from meshcomm.parallel.norm import GradientNorm
 from meshcomm.parallel.tensor import local
 
-# The most steps whose results wait on the device.
+# The largest number of steps whose results stay on the device.
 _MOST = 100
 
 
@@ -26,7 +26,7 @@ def check_inputs(mesh: Mesh, parallel: ParallelConfig, *batch: Tensor) -> None:
     """Compare this rank's batch with the batches of the ranks along tensor, pipeline and context.
 
     Called by: every rank of the mesh. Gathers objects along each dim, and waits for the device.
-    Raises:    TrainingError, the same on every rank, with the ranks whose samples differ, and the dim along which they do.
+    Raises:    TrainingError, the same on every rank, that names the ranks whose samples differ, and the dim.
     """
     sums = hashlib.sha256()
     for tensor in batch:
@@ -47,17 +47,18 @@ def check_inputs(mesh: Mesh, parallel: ParallelConfig, *batch: Tensor) -> None:
                     f"ranks along {dim} ({role}) have different samples",
                     given=f"rank {fold(odd)} against rank {rank}, which differ only in their coord along {dim}",
                     expected=f"the same inputs and targets along {dim}: only data and shard divide the samples",
-                    hint="DistributedSampler(dataset, num_replicas=mesh.data_world_size, rank=mesh.data_rank); without the two arguments "
-                    "it divides by all ranks of the job. Also use the same seed and epoch on all ranks",
+                    hint="DistributedSampler(dataset, num_replicas=mesh.data_world_size, rank=mesh.data_rank); without these "
+                    "two arguments, it divides samples among all ranks of the job. "
+                    "Also use the same seed and epoch on all ranks",
                 )
 
 
 class Done(NamedTuple):
     """One optimizer step; all fields are equal on every rank.
 
-    loss: mean over the tokens of the global batch, before the step. gradient_norm: the norm of all gradients together, before
-    clipping. lr: the step's learning rate. fault: "" if the step was applied. If the step was skipped because its loss or
-    norm is not finite: the rank, and the parameter whose gradient is not finite.
+    loss: the mean over the global batch's tokens, before the step. gradient_norm: the norm of all gradients together,
+    before clipping. lr: the step's learning rate. fault: "" if the step was applied. If the step was skipped because its
+    loss or norm is not finite, a text that names the rank and the parameter whose gradient is not finite.
     """
 
     number: int
@@ -68,8 +69,8 @@ class Done(NamedTuple):
 
 
 class _Pending(NamedTuple):
-    """A step whose results are still unread. values: the loss, the second value that `add` sends, the norm.
-    counted: the number of targets over all ranks. ids: the lowest and the highest id.
+    """A step whose results have not been read. values: the loss, the second value that `add` sends, and the norm.
+    counted: the number of targets on all ranks. ids: the lowest and the highest id.
     """
 
     number: int
@@ -83,13 +84,13 @@ class _Pending(NamedTuple):
 
 @final
 class Results:
-    """Collects the results of steps and decides, without reading the results on the host, which steps must not be applied.
+    """Collects step results and decides which steps must not be applied, without reading the results on the host.
 
     Args:
         settings: [parallel] and [train]. `on_nonfinite` decides whether the steps after a skipped one are applied.
-        norm: the norm of the gradients of `parameters`, which are in the order of the forward pass.
-        stage: the stage of the last of these parameters.
-        vocab_size: an upper bound of the ids.
+        norm: computes the gradient norm of `parameters`, which are in the order of the forward pass.
+        stage: the stage that contains the last parameter.
+        vocab_size: the exclusive upper bound of the ids.
     """
 
     def __init__(
@@ -110,14 +111,14 @@ class Results:
         self._last = torch.zeros(3, dtype=torch.float64)
 
     def outcome(self) -> tuple[list[float], float]:
-        """Return the values of the most recent `add` (the loss, the second value that it sends, the norm), and
-        its return value.
+        """Return the values from the most recent `add` (the loss, the second value that it sends, and the norm), and
+        the value that it returned.
         """
         return self._last.tolist(), float(self._spoilt)
 
     @torch.no_grad()
     def take(self, number: int, lr: float, count: Tensor, outcome: tuple[Sequence[float], float]) -> Tensor:
-        """Add a step whose outcome another rank knows. Return the same as `add`."""
+        """Add a step with an outcome that another rank has computed. Return the same value as `add`."""
         values, spoilt = outcome
         self._last = held = torch.tensor(values, dtype=torch.float64, device=self._spoilt.device)
         self._steps.append(_Pending(number, lr, held, self._norm.each, count, None, None))
@@ -125,7 +126,7 @@ class Results:
         return self._spoilt
 
     def pending(self) -> list[Done]:
-        """Return the steps that `collect` has not returned, without asking another rank why one is not finite."""
+        """Return the steps that `collect` has not returned, without asking other ranks why a step is not finite."""
         found = [*self._seen]
         for step in self._steps:
             mean, elsewhere, norm = step.values.tolist()
@@ -140,12 +141,12 @@ class Results:
     ) -> Tensor:
         """Add a step: this rank's share of the loss, if it has one, and the norm of all gradients.
 
-        A value that is not finite on one rank is not finite on any rank: the norm covers the dims of tensor and pipeline.
-        A second value, sent with the loss, covers the dims along which gradients are summed.
+        If a value is not finite on one rank, all ranks receive a value that is not finite: from the norm along the tensor and
+        pipeline dims, and from a second value, sent with the loss, along the dims along which gradients are summed.
 
-        count:     the number by which the losses of all ranks were divided, in their dtype.
-        ids:       tokens and targets, checked here if calls are queued, because the layers then cannot.
-        Called by: every rank of the mesh. Does not wait for the device, except for one check in a hundred steps.
+        count:     the number by which the losses on all ranks were divided, in the losses' dtype.
+        ids:       tokens and targets. They are checked here if calls are queued, because layers then cannot check them.
+        Called by: every rank of the mesh. Does not wait for the device, except once in a hundred steps.
         Returns:   float32 (): 0, or 1 if the step must not be applied; the same on every rank.
         """
         if len(self._steps) >= _MOST:
@@ -168,11 +169,11 @@ class Results:
         return self._spoilt
 
     def collect(self) -> list[Done]:
-        """Return the steps since the previous call, in order. The only wait for the device.
+        """Return the steps since the previous call, in order. Waits for the device.
 
         Called by: every rank of the mesh.
-        Raises:    TrainingError on every rank, with stop, if a step is not finite. That step was not applied,
-                   nor were later ones.
+        Raises:    TrainingError on every rank, with train.on_nonfinite = "stop", if a step is not finite. Neither that
+                   step nor any later step was applied.
         """
         steps, self._steps = self._steps, []
         found, self._seen = self._seen, []
@@ -191,30 +192,28 @@ class Results:
 
     def _fault(self, step: _Pending) -> str:
         if not step.counted.item():
-            return "no target of the global batch counts: all of them are -100, so the mean is undefined"
+            return "no target in the global batch counts: all are -100, so the mean is undefined"
         norms = dict(zip(self._norm.names, step.norms.tolist(), strict=True))
         outside = ""
         if step.ids is not None:
             ends = step.ids.tolist()
             for what, lowest, highest in zip(("tokens", "targets"), ends[::2], ends[1::2], strict=True):
                 if lowest < 0 or highest >= self._vocab_size:
-                    outside = (
-                        f"{what} are {lowest} to {highest}, the vocabulary has 0 to {self._vocab_size - 1}"
-                    )
+                    outside = f"{what} range from {lowest} to {highest}, the vocabulary has 0 to {self._vocab_size - 1}"
         lost = step.loss is not None and not _finite(step.loss)
         return self._blamed(norms, lost, outside)
 
     @torch.no_grad()
     def _blamed(self, norms: Mapping[str, float], lost: bool, outside: str) -> str:
-        """Return one line or more, the same on every rank: the first gradient, in the order of backward, that is
-        not finite.
+        """Return one or more lines, the same on every rank, that name the first gradient in backward order that is not
+        finite.
 
-        The first is the one nearest to the loss, because backward propagates it to earlier ones. Gradients that are
-        summed along a dim are the same on all its ranks; the losses of the ranks' own samples are then more specific.
+        The first gradient is nearest to the loss, and backward propagates its values to the gradients of earlier layers.
+        Gradients that are summed along a dim are equal on all its ranks, so the loss of each rank's samples is more specific.
 
-        norms:     the norms of this rank's parts of the gradients, summed over ranks.
+        norms:     the norms of this rank's parts of the gradients, which have been summed over ranks.
         lost:      whether the loss of this rank's samples is not finite.
-        outside:   why this rank's tokens are invalid.
+        outside:   the reason why this rank's tokens are invalid, or "".
         Called by: every rank of the mesh. Gathers objects once along each dim.
         """
         mesh, parameters = self._mesh, self._parameters
@@ -248,7 +247,7 @@ class Results:
         if own := [row["rank"] for row in table if row["loss"]]:
             lines.append(f"the loss of its samples is not finite on rank {fold(own)}")
         if weights := [row for row in table if row["weight"]]:
-            lines.append(f"{weights[0]['label']}: the weight {weights[0]['weight']} is not finite itself")
+            lines.append(f"{weights[0]['label']}: the weight {weights[0]['weight']} itself is not finite")
         return "\n".join(lines)
 
 
@@ -267,7 +266,9 @@ def _stopped(done: Done, lr: float, most: float, nothing: bool) -> TrainingError
 
 
 def _dims(mesh: Mesh, parallel: ParallelConfig, ranks: list[int]) -> list[str]:
-    """Return the coords that the ranks have in common, and the dims along which a sum has spread the values."""
+    """Return the coords that the ranks have in common, and the dims along which a sum has spread the values that are not
+    finite.
+    """
     roles: dict[str, str] = {dim: role for role, dim in parallel.parts.items()}
     only, summed = [], []
     for dim, size in mesh.layout.dims.items():

@@ -1,8 +1,8 @@
-"""Reads and restores the state that steps change: weights, buffers, and the state of optimizer, modules and scheduler.
+"""Saves and restores what steps change: weights, buffers, and the state of the optimizer, the modules and the scheduler.
 
-Tensors keep their names: `model.NAME`, `optimizer.NAME.KEY`. Everything else is plain data, which `encode` turns into
-uint8 tensors: `plain.parameter.NAME` for data of a parameter, `plain.module.NAME` for a module's extra state,
-`plain.training` for the rest. A state that does not exist yet is not saved, and does not exist after a load.
+Tensors are named `model.NAME` and `optimizer.NAME.KEY`. All other state is plain data, which `encode` turns into tensors
+of uint8. These are `plain.parameter.NAME` for a parameter's data, `plain.module.NAME` for a module's extra state, and
+`plain.training` for the rest. State that does not exist yet is not saved, and does not exist after a load.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from meshcomm.errors import ObjectError, TrainingError
 from meshcomm.parallel.narrow_state import is_moment
 from meshcomm.parallel.tensor.parameters import Kept, Parts, fused_parts, local, split_dims
 
-# The dtype and the shape of each tensor of a checkpoint, by its name.
+# The dtype and the shape of each tensor in a checkpoint, by name.
 Kinds: TypeAlias = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 
 OF_PARAMETER: Final = "plain.parameter."
@@ -36,7 +36,7 @@ OF_MODULE: Final = "plain.module."
 OF_TRAINING: Final = "plain.training"
 EXTRA: Final = "_extra_state"
 
-# Constants of a program, which a resumed run has from its code.
+# Types of program constants, which a resumed run gets from its code.
 _CODE: Final = (
     *(type, FunctionType, BuiltinFunctionType, MethodType, ModuleType, partial),
     *(Enum, torch.dtype, torch.device, torch.layout, torch.memory_format),
@@ -56,10 +56,10 @@ _HOST: Final = torch.device("cpu")
 class State:
     """All state that a step changes on one rank.
 
-    modules, optimizer: as they are before the first step. An entry of a parameter group, or an attribute of the
-        optimizer, is state if it differs from its value then.
-    named: returns this rank's parameters by their global names.
-    tied: the parameter that embedding and head share.
+    modules, optimizer: passed before the first step. A parameter group's entry, or an attribute of the optimizer, is
+        state if its value has changed since.
+    named: returns this rank's parameters with their global names.
+    tied: the name of the parameter that the embedding and the head share.
     """
 
     def __init__(
@@ -71,14 +71,14 @@ class State:
     ) -> None:
         self._modules, self._optimizer, self._named, self._tied = modules, optimizer, named, tied
         self.scheduler: LRScheduler | None = None
-        # Whether each step is given its learning rate. The rates of the groups are then not state.
+        # Whether each step is given its learning rate. If so, the groups' rates are not state.
         self.given_lr = False
-        # Names of buffers, because reading state dicts in each step would take long.
+        # The names of the saved buffers, because reading state dicts in each step would be slow.
         self._saved: set[str] | None = None
         self._note()
 
     def follow(self, scheduler: LRScheduler) -> None:
-        """Save the state of this scheduler from now on. Call it before the scheduler's first step."""
+        """Save the state of this scheduler from now on. Call this before the scheduler's first step."""
         self.scheduler = scheduler
         self._note()
 
@@ -91,8 +91,8 @@ class State:
 
     @torch.no_grad()
     def tensors(self) -> dict[str, Tensor | Kept]:
-        """Return all state, by name. Parameters, buffers and tensors of the optimizer share memory with it. Nothing
-        is changed.
+        """Return all state, by name. Its tensors share memory with the parameters, the buffers and the optimizer's state.
+        Nothing is changed.
 
         Raises TrainingError that names the state that cannot be saved.
         """
@@ -105,7 +105,7 @@ class State:
                 names.setdefault(id(parameter), []).append(name)
         for name, parameter in self._named():
             found[f"model.{name}"] = as_before(parameter.detach(), fused.get(name))
-            # For a weight that embedding and head share, a stage may have only one name.
+            # In a stage, a weight that the embedding and the head share may have only one of its names.
             also = names[id(parameter)][1:] if name != self._tied else []
             own, rest = self._of_parameter(name, parameter)
             for full, each in own.items():
@@ -125,7 +125,7 @@ class State:
         return found
 
     def _of_parameter(self, name: str, parameter: nn.Parameter) -> tuple[dict[str, Tensor], dict[Any, Any]]:
-        """Return the optimizer's state of a parameter: tensors under their names, and the rest."""
+        """Return the optimizer's state for a parameter: tensors by name, and all other values."""
         state = self._optimizer.state.get(parameter, {})
         if not isinstance(state, Mapping):
             raise _refused(f"the optimizer's state of {name}", _type(state))
@@ -187,7 +187,9 @@ class State:
                     yield name, part
 
     def _changed_groups(self) -> dict[int, dict[str, Any]]:
-        """By id of each parameter, the entries of its group that have changed since the start: current and old values."""
+        """Return, for each parameter's id, the entries of its group that have changed since the start, with their current and
+        old values.
+        """
         found: dict[int, dict[str, Any]] = {}
         for number, group in enumerate(self._optimizer.param_groups):
             made = self._groups[number] if number < len(self._groups) else {}
@@ -202,7 +204,9 @@ class State:
     def _of_training(self) -> dict[str, Any]:
         optimizer, kind = self._optimizer, type(self._optimizer).__name__
         if more := sorted(map(str, optimizer.state_dict().keys() - {"state", "param_groups"})):
-            raise _refused(f'state_dict()["{more[0]}"] of {kind}', "more than state and param_groups")
+            raise _refused(
+                f'state_dict()["{more[0]}"] of {kind}', "an entry other than state and param_groups"
+            )
         changed: dict[str, Any] = {}
         for name, value in self._own_attributes():
             inner = isinstance(value, torch.optim.Optimizer | torch.Generator)
@@ -224,7 +228,7 @@ class State:
         return {"optimizer": kind, **{key: value for key, value in found.items() if value}}
 
     def _own_attributes(self) -> Iterator[tuple[str, Any]]:
-        """The attributes of the optimizer that torch did not create."""
+        """Yield the attributes of the optimizer that torch did not create."""
         for name, value in vars(self._optimizer).items():
             if name not in _TORCHS_OWN and value is not self._optimizer:
                 yield name, value
@@ -240,9 +244,9 @@ class State:
     def put_back(self, kinds: Kinds, fill: Callable[[dict[str, Tensor | Kept]], None], steps: int) -> None:
         """Load the state of a checkpoint.
 
-        kinds: those of all entries in the checkpoint. Optimizer state that the checkpoint lacks does not exist afterwards.
-        fill:  writes the checkpoint's values into tensors, by their names.
-        steps: the number of steps before it was saved.
+        kinds: the dtype and shape of each tensor in the checkpoint. Optimizer state that is not in it is removed.
+        fill:  writes the checkpoint's values into tensors, by name.
+        steps: the number of steps after which the checkpoint was saved.
         Raises TrainingError that names the mismatch.
         """
         named, extra, fused = self._named(), list(self._with_extra_state()), self._fused()
@@ -316,10 +320,10 @@ class State:
         schedule: Mapping[str, Any] | None,
         steps: int,
     ) -> None:
-        """Restore the entries of the groups, and the scheduler's state.
+        """Restore the groups' entries and the scheduler's state.
 
-        A scheduler is stepped once per completed step. The result is then replaced by the saved state, unless
-        its settings, or those of a group, have changed: then the new ones count from the first step.
+        The scheduler is stepped once per completed step. The saved state then replaces the result, unless the settings
+        of the scheduler or of a group have changed. In that case, the new settings apply from the first step.
         """
         scheduler, groups = self.scheduler, self._optimizer.param_groups
         for group, made in zip(groups, self._groups, strict=True):
@@ -330,7 +334,7 @@ class State:
             settings = _values(self._schedule)
             scheduler.load_state_dict(_overlaid(scheduler.state_dict(), settings))
             with warnings.catch_warnings():
-                # torch expects a step of the optimizer before each of these.
+                # torch expects an optimizer step before each scheduler step.
                 warnings.simplefilter("ignore", UserWarning)
                 for _ in range(steps):
                     scheduler.step()
@@ -353,7 +357,7 @@ class State:
     def _saved_entries(
         self, group: Mapping[str, Any], names: Mapping[int, str], facts: Mapping[str, Mapping[str, Any]]
     ) -> dict[str, Any]:
-        """Return the saved entries of a group's parameters, which were in one group, or in equal ones."""
+        """Return the saved entries of a group. Its parameters must have been saved in one group, or in equal groups."""
         called = [names[id(parameter)] for parameter in group["params"]]
         first = called[0] if called else ""
         found: dict[str, Any] = facts[first].get("group", {}) if called else {}
@@ -363,7 +367,7 @@ class State:
                 raise _unfit(
                     f"the parameter group of {first} and {name}",
                     f"{found.get('now', {})} for {first}, {entries.get('now', {})} for {name}",
-                    "one value of each entry, because the two are in one group on this mesh",
+                    "equal entries, because both parameters are in one group on this mesh",
                 )
         return found
 
@@ -378,7 +382,7 @@ def _text(value: Any) -> bytes:
 
 
 def _texts(values: Mapping[Any, Any], where: str = "") -> dict[Any, bytes | None]:
-    """Return each value encoded. Code is left out. A value that cannot be encoded is None, or refused with `where`."""
+    """Return each value encoded. Code is left out. A value that cannot be encoded is None, or raises if `where` is given."""
     found: dict[Any, bytes | None] = {}
     for key, value in values.items():
         if isinstance(value, _CODE):
@@ -394,7 +398,7 @@ def _texts(values: Mapping[Any, Any], where: str = "") -> dict[Any, bytes | None
 
 
 def _values(texts: Mapping[Any, bytes | str | None]) -> dict[Any, Any]:
-    """Return the values that were encoded."""
+    """Return the decoded values."""
     return {
         key: decode(torch.frombuffer(bytearray(text), dtype=torch.uint8), _HOST)
         for key, text in texts.items()
@@ -405,13 +409,13 @@ def _values(texts: Mapping[Any, bytes | str | None]) -> dict[Any, Any]:
 def _changed(
     values: Mapping[Any, Any], before: Mapping[Any, bytes | None], where: str = ""
 ) -> dict[Any, Any]:
-    """Return the values that differ from the old ones, or cannot be encoded."""
+    """Return the values that differ from the old values, or that cannot be encoded."""
     now = _texts(values, where)
     return {key: values[key] for key, text in now.items() if text is None or text != before.get(key)}
 
 
 def _is_plain(value: Any) -> bool:
-    """Numbers and text, and containers of them; no tensors, which an optimizer keeps in its state."""
+    """Return whether a value is a number or text, or a container of such values. Tensors are not plain."""
     if type(value) is dict:
         return all(map(_is_plain, (*value, *value.values())))
     if type(value) in (list, tuple, set, frozenset):
@@ -421,10 +425,10 @@ def _is_plain(value: Any) -> bool:
 
 @final
 class _Outline(pickle.Pickler):
-    """Pickles an object: tensors by their values, without code and without objects that are saved elsewhere."""
+    """Pickles an object with its tensors' values, but without code or objects that are saved elsewhere."""
 
     def persistent_id(self, value: Any) -> str | None:
-        """Return the text that replaces a tensor, for example."""
+        """Return the text that replaces an object such as a tensor, or None to pickle the object."""
         if type(value) is Tensor:
             return hashlib.sha256(_text(value.detach())).hexdigest()
         elsewhere = (Tensor, nn.Module, torch.optim.Optimizer, LRScheduler, *_CODE)
@@ -432,7 +436,7 @@ class _Outline(pickle.Pickler):
 
 
 def _fingerprint(value: Any) -> bytes | str:
-    """Return encoded plain data, or a digest of an object's values; "" for an object that cannot be pickled, such
+    """Return plain data encoded, or a digest of an object's values. Return "" for an object that cannot be pickled, such
     as a mesh.
     """
     if _is_plain(value):
@@ -446,10 +450,10 @@ def _fingerprint(value: Any) -> bytes | str:
 
 
 def _is_tensor(what: str, value: Any, parameter: Tensor) -> bool:
-    """Return whether the value is written as a tensor with this name, in parts if it is split. Otherwise it is
-    plain data.
+    """Return whether the value is saved as a tensor under this name, in parts if it is split. Any other value is plain
+    data.
 
-    Raises TrainingError for a tensor that is not the same, or not a known part, on every rank.
+    Raises TrainingError for a tensor that is neither equal on all ranks nor a known part on each.
     """
     if not isinstance(value, Tensor):
         return False
@@ -464,7 +468,9 @@ def _is_tensor(what: str, value: Any, parameter: Tensor) -> bool:
     if value.ndim == 0 or not split_dims(parameter) or not isinstance(parameter, DTensor):
         return True
     if value.shape == local(parameter.detach()).shape:
-        raise _refused(what, "a plain tensor of the shape of this rank's part", "torch.zeros_like(parameter)")
+        raise _refused(
+            what, "a plain tensor with the shape of this rank's part", "torch.zeros_like(parameter)"
+        )
     return False
 
 
@@ -480,7 +486,7 @@ def _room(
     hosted: bool,
     parts: Parts | None,
 ) -> Tensor:
-    """Return memory for one tensor of the optimizer's state. torch's optimizers decide where a step count is kept."""
+    """Return memory for a tensor of the optimizer's state. If `hosted`, a step count is on the CPU, where torch keeps it."""
     dtype, shape = kind
     count = key == "step" and not shape
     if tuple(shape) == (Kept(parameter, parts).shape if parts else tuple(parameter.shape)) and not count:
@@ -493,7 +499,7 @@ def _room(
 
 
 def _fitting(optimizer: torch.optim.Optimizer, parameter: Tensor, state: dict[Any, Any]) -> dict[Any, Any]:
-    """Return the state in the current train.state_dtype, if another was set when it was saved.
+    """Return the state in the dtype that the optimizer uses, even if train.state_dtype was different when it was saved.
 
     Moments of torch's optimizers have the weights' dtype.
     """
@@ -525,9 +531,7 @@ def _type(value: Any) -> str:
     return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
-def _refused(
-    what: str, given: str, hint: str = "use the numbers that it consists of instead"
-) -> TrainingError:
+def _refused(what: str, given: str, hint: str = "save the numbers that it contains instead") -> TrainingError:
     return TrainingError(
         f"{what} cannot be saved",
         given=given,
@@ -549,8 +553,8 @@ def _unfit(what: str, given: str, expected: str) -> TrainingError:
 
 
 def _leaves(state: Any, *path: Any) -> dict[tuple[Any, ...], Any]:
-    """Return the entries of nested dicts and of lists of dicts, such as nested schedulers have, by path, without the
-    rates of the groups. Ranks may have different numbers of groups.
+    """Return the entries of nested dicts and of lists of dicts by path, because schedulers may be nested. The groups' rates
+    are left out, because ranks may have different numbers of groups.
     """
     found: dict[tuple[Any, ...], Any] = {}
     for key, value in dict(enumerate(state)).items() if isinstance(state, list) else state.items():
@@ -579,9 +583,7 @@ def _is_nested(value: Any) -> bool:
 
 
 def _summary(settings: Mapping[tuple[Any, ...], Any]) -> dict[str, Any]:
-    """Return settings in which a list counts as the set of its values, because parameter groups differ from rank to
-    rank.
-    """
+    """Return the settings with each list replaced by its distinct values, because parameter groups differ between ranks."""
     return {
         ".".join(map(str, path)): sorted(set(map(repr, value))) if isinstance(value, list | tuple) else value
         for path, value in settings.items()

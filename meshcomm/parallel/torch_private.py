@@ -1,4 +1,4 @@
-"""Private names of torch for FSDP, DTensor, lists of tensors, and storages without memory. Tested on torch 2.11 to 2.15."""
+"""torch's private names for FSDP, DTensor, lists of tensors, and storages without memory. Tested on torch 2.11 to 2.15."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ _CPU = torch.device("cpu")
 
 @final
 class _Addresses:
-    """Addresses that are unique in this process and have no memory behind them. Reading them gives zeros.
+    """Provides addresses that are unique in this process and have no memory. Reading from them returns zeros.
 
-    When all have been used, which a step of 32 TiB would take, they are reused.
+    After 32 TiB of addresses have been used, they are reused.
     """
 
     SPAN = 1 << 45
 
     def __init__(self) -> None:
-        # Python 3.11 does not name this flag of Linux.
+        # Python 3.11 has no name for this Linux flag.
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)
         self._room = mmap.mmap(-1, self.SPAN, flags=flags)
         self.first = ctypes.addressof(ctypes.c_char.from_buffer(self._room))
@@ -49,7 +49,7 @@ def storage_without_memory(nbytes: int) -> Any:
 
 
 def has_memory(x: torch.Tensor) -> bool:
-    """Return whether a tensor has memory, and so values: neither a FakeTensor, nor on a `storage_without_memory`."""
+    """Return whether a tensor has memory and values: it is not a FakeTensor and does not use a `storage_without_memory`."""
     if isinstance(x, FakeTensor):
         return False
     known = _addresses() if _addresses.cache_info().currsize else None
@@ -57,21 +57,21 @@ def has_memory(x: torch.Tensor) -> bool:
 
 
 def parts_of_dtensor(x: Any) -> tuple[torch.Tensor, Any]:
-    """Return this rank's part of a DTensor, in the DTensor's own memory, and its layout. Autograd does not record it."""
+    """Return this rank's part of a DTensor, which shares its memory, and the DTensor's layout, without autograd."""
     return x._local_tensor, x._spec
 
 
 def dtensor_of(kind: Any, held: torch.Tensor, where: Any) -> Any:
-    """Return a DTensor with the layout `where`, of which this rank holds `held`. Like DTensor.from_local, without its
+    """Return a DTensor with the layout `where` whose part on this rank is `held`. Like DTensor.from_local, but without
     checks.
 
-    kind: DTensor. Importing its module takes half a second for each rank, even in a job that does not need it.
+    kind: the DTensor class. Importing it here would take half a second, even in a job that does not need it.
     """
     return kind(held, where, requires_grad=False)
 
 
 def is_view(x: torch.Tensor) -> bool:
-    """Return whether autograd knows a tensor as a view of another one."""
+    """Return whether autograd treats a tensor as a view of another tensor."""
     return x._is_view()
 
 
@@ -82,7 +82,7 @@ def unsaved_buffers(module: Any) -> set[str]:
 
 
 def offsets(tensor: Any) -> tuple[int, ...]:
-    """Return the start of this rank's part of a DTensor in the full one; zeros if it has none of it."""
+    """Return where this rank's part of a DTensor starts in the full tensor, or zeros if the rank has no part."""
     chunks = tensor.__create_chunk_list__()
     return tuple(chunks[0].offsets) if chunks else (0,) * tensor.ndim
 
@@ -93,13 +93,13 @@ def scale_all(tensors: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
 
 
 def norms(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> Sequence[torch.Tensor]:
-    """Return the 2-norm () of each of some tensors of one device and dtype, summed in `dtype`, in one call."""
+    """Return the 2-norm () of each tensor, summed in `dtype`, in one call. All tensors have the same device and dtype."""
     found: Sequence[torch.Tensor] = torch._foreach_norm(list(tensors), 2.0, dtype=dtype)
     return found
 
 
 def put_shards_back(module: Any) -> None:
-    """Put the shards of an FSDPModule back, wherever its pass has ended. The module is not used afterwards."""
+    """Put the shards of an FSDPModule back after its pass was interrupted. The module is not used afterwards."""
     for group in _fsdp_groups(module):
         for each in group.fsdp_params:
             each._setattr_on_modules(each.sharded_param)
@@ -112,7 +112,7 @@ def _fsdp_groups(module: Any) -> list[Any]:
 
 
 def fsdp_tensors(module: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Return the weights that an FSDPModule has gathered, and gradients that are not summed over ranks yet."""
+    """Return the weights that an FSDPModule has gathered, and the gradients that are not yet summed over ranks."""
     gathered, gradients = [], []
     for each in [each for group in _fsdp_groups(module) for each in group.fsdp_params]:
         whole = getattr(each, "_unsharded_param", None)
@@ -124,9 +124,9 @@ def fsdp_tensors(module: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
 
 @contextmanager
 def shared_casts() -> Iterator[None]:
-    """In this context, autocast casts a weight once, not once in each forward pass, and backward keeps it.
+    """In this context, autocast casts each weight once, instead of once per forward pass, and keeps it during backward.
 
-    torch.autocast does the same when two are nested. Here none needs to be active.
+    torch.autocast does the same when two of its contexts are nested. This context does not need an active one.
     """
     torch.autocast_increment_nesting()
     try:

@@ -367,7 +367,7 @@ def switched(mesh: Mesh) -> None:
         if alone:
             assert q is whole[0] and torch.equal(out, wanted)
         assert farthest([split.gather(out, 2)], [wanted]) < 1e-12
-    with pytest.raises(UnsupportedOp, match="'flash' is not an attention over a split sequence"):
+    with pytest.raises(UnsupportedOp, match="'flash' is not a kind of attention over a split sequence"):
         ContextSplit(mesh, None, "flash")  # type: ignore[arg-type]
     with pytest.raises(ShapeError, match="10 % 4 = 2"):
         ContextSplit(mesh, "cp").positions(10)
@@ -421,7 +421,7 @@ def refusals(mesh: Mesh) -> None:
         f'ring_attention along "cp" on {mesh.label}: an odd number of tokens cannot be divided into the two chunks of a zig-zag',
         "  given:    q (1, 6, 3, 2), k (1, 6, 3, 2), v (1, 6, 3, 2)",
         "  expected: an even number of tokens on each rank",
-        '  try:      a sequence of a multiple of 8, or order="contiguous", as in ContextSplit(mesh, dim, "ulysses")',
+        '  try:      a sequence length that is a multiple of 8, or order="contiguous", as in ContextSplit(mesh, dim, "ulysses")',
     ]
     with pytest.raises(ShapeError, match=r"split_sequence along .* has no axis 2"):
         split_sequence(x(4, 4), 2, mesh, "cp", "contiguous")

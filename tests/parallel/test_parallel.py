@@ -126,7 +126,7 @@ def test_what_goes_wrong_within_a_step_is_named() -> None:
     assert str(caught.value) == (
         "1 of 2 parameters got no gradient\n"
         "  given:    layers.3.unused\n"
-        "  expected: every parameter of the model to take part in the loss\n"
+        "  expected: every parameter of the model to contribute to the loss\n"
         "  try:      remove them, use them in forward, or freeze them: requires_grad = False, or train.frozen"
     )
     sync.start()
@@ -392,7 +392,7 @@ def other_dims() -> None:
         with pytest.raises(LayoutError) as caught:
             sections(mesh, load_config(config, ["mesh.dims={ dp = 4, tp = 1 }"]))
         assert str(caught.value) == (
-            "the dims of the open mesh differ from those of this configuration\n"
+            "the open mesh and this configuration have different dims\n"
             "  given:    an open mesh of { dp = 2, tp = 2 }, mesh.dims = { dp = 4, tp = 1 }\n"
             "  expected: the configuration that the mesh was opened with\n"
             "  try:      meshcomm.config.load_config(config, ['mesh.dims={ dp = 2, tp = 2 }'])"

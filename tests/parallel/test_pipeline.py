@@ -242,7 +242,7 @@ def test_holders_of_a_tied_weight_have_equal_values_and_gradients_to_the_last_bi
             LayoutError,
             "coord 1 of 4 along pp does not hold the tied weight\n"
             "  given:    a weight of shape (1,)\n"
-            "  expected: the embedding's on coord 0, the head's on the last, None on all others\n"
+            "  expected: the embedding's weight on coord 0, the head's weight on the last coord, None on all others\n"
             "  try:      TiedWeight(mesh, dim, parameter if this rank has it else None)",
         ),
         (

@@ -171,7 +171,7 @@ def _with_dropouts(mesh: Mesh, config: Config) -> str:
 def test_dropouts_along_tensor_are_refused() -> None:
     config = config_of(SPEC, "tp=2", train={"global_batch_size": 1})
     for told in meshcomm.simulate(_with_dropouts, config, args=(config,)):
-        assert "the dropouts of a module that is split along tp would depend on the mesh" in told
+        assert "the dropout in a module that is split along tp would depend on the mesh" in told
         assert "blocks.0.drop, blocks.0.noise, blocks.1.drop" in told and "ModelSpec(dropped=" in told
 
 

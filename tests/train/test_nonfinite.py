@@ -196,9 +196,9 @@ def stepped(config: Config, samples: int, target: int) -> str:
 def test_a_step_without_a_target_and_a_short_batch_say_so(pool: Pool, tmp_path: Path) -> None:
     config = tiny(tmp_path, "{ pp = 1, dp = 2, tp = 1 }", "data.seq_len=8")
     for found in pool.run(stepped, config, 4, -100, ranks=2):
-        assert "no target of the global batch counts: all of them are -100" in found
+        assert "no target in the global batch counts: all are -100" in found
         assert "too large" not in found and "train.lr" not in found
     for found in pool.run(stepped, config, 2, 1, ranks=2):
-        assert "drop_last=True in the DataLoader if this is the short batch at its end" in found
+        assert "drop_last=True in the DataLoader if this is the short last batch" in found
     for found in pool.run(stepped, config, 8, 1, ranks=2):
         assert "train.global_batch_size = 16" in found and "drop_last" not in found

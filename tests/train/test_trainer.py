@@ -290,7 +290,7 @@ MAKES: dict[str, Any] = {
 }
 REFUSED = [
     ("others", "fsdp=2", "the SGD would not train this model"),
-    ("none", "dp=2", "the optimizer cannot be made"),
+    ("none", "dp=2", "the optimizer cannot be created"),
     ("another", "dp=2", "the LambdaLR belongs to another optimizer"),
     ("made", "dp=2", "the scheduler cannot be made"),
     ("lists", "dp=2", "the data of step 1 are not inputs and targets"),
@@ -298,7 +298,7 @@ REFUSED = [
     ("end", "one=1", "the data ended before the training"),
     ("no model", "dp=2", "no model is given, and the configuration has none"),
     ("no data", "dp=2", "no data are given, and the configuration has none"),
-    ("share", "dp=2", "the step has a wrong number of samples for this rank"),
+    ("share", "dp=2", "the step has the wrong number of samples for this rank"),
     ("not split", "dp=2 tp=2", "no parameter of the module is split along tp, the dim of parallel.tensor"),
     ("plateau", "dp=2", "the scheduler is a ReduceLROnPlateau"),
 ]

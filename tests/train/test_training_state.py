@@ -585,5 +585,5 @@ def with_lbfgs(config: Config) -> list[str]:
 
 def test_an_optimizer_that_asks_for_the_loss_is_refused(pool: Pool) -> None:
     assert pool.run(with_lbfgs, config_on(BASE, "one=1"), ranks=1) == [
-        ["the optimizer cannot be made", "LBFGS cannot make a step from gradients alone"]
+        ["the optimizer cannot be created", "LBFGS cannot take a step from gradients only"]
     ]

@@ -1,4 +1,4 @@
-"""Attention of one rank: its settings, the checks of q, k and v, and a block of queries with a block of keys."""
+"""Attention on one rank: its settings, the checks of q, k and v, and attention of a block of queries to a block of keys."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from meshcomm.parallel.context.torch_private import (
 )
 from meshcomm.parallel.tensor.split import as_autocast
 
-# Elements of the scores that the formula computes at once.
+# The number of score elements that the formula computes at a time.
 _SCORES = 1 << 24
-# The least number of queries that attend together within a window: fewer would mean many small products.
+# The smallest number of queries that are computed together within a window. Fewer would mean many small products.
 _ROWS = 128
 
 
 class Queries(NamedTuple):
-    """Some queries, and their data for backward: result and log-sum-exp over all keys, and the result's gradient."""
+    """Queries and their data for backward: the result and the log-sum-exp over all keys, and the result's gradient."""
 
     q: Tensor
     out: Tensor
@@ -40,7 +40,7 @@ class Queries(NamedTuple):
 
 @dataclass(frozen=True)
 class Attention:
-    """A call of attention over a sequence that is split along `dim`; see `ring_attention` for its settings."""
+    """One call of attention over a sequence that is split along `dim`. See `ring_attention` for the settings."""
 
     name: str
     mesh: Mesh
@@ -58,20 +58,20 @@ class Attention:
 
     @property
     def where(self) -> str:
-        """How errors name the call."""
+        """The name of the call in error messages."""
         return f'{self.name} along "{self.dim}" on {self.mesh.label}'
 
     def whole(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Compute attention with the full sequence on this rank."""
+        """Compute attention over a full sequence on this rank."""
         apart = self.documents is not None and not self.mesh.is_fake
         return whole_attention(
             q, k, v, self.causal, self.scale, self.window, self.documents, each_alone=apart
         )
 
     def checked(self, q: Tensor, k: Tensor, v: Tensor, same_length: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """Return q, k and v; under autocast, in its dtype.
+        """Return q, k and v, cast to autocast's dtype if autocast is on.
 
-        Raises ShapeError or UnsupportedOp for inputs that do not fit.
+        Raises ShapeError or UnsupportedOp for invalid inputs.
         """
         check_order(self.order)
         for x in (q, k, v):
@@ -87,7 +87,7 @@ class Attention:
         elif not (heads := k.shape[1]) or q.shape[1] % heads:
             wrong = "the heads of q cannot be divided among the heads of k and v"
             expected = f"a multiple of {heads} heads in q, got {q.shape[1]}" if heads else "a head in k and v"
-            hint = "use the same number of heads in each, or in k and v a divisor of the number in q"
+            hint = "use equally many heads in q, k and v, or a number of heads in k and v that divides the number in q"
         elif not q.dtype == k.dtype == v.dtype or not q.dtype.is_floating_point:
             wrong, given = (
                 "q, k and v need one floating-point dtype",
@@ -96,12 +96,15 @@ class Attention:
             expected, hint = "the same floating-point dtype for each", "k.to(q.dtype), v.to(q.dtype)"
         elif same_length and q.shape[2] != k.shape[2]:
             wrong = "q and k have different lengths"
-            expected = "the same part of the sequence on a rank for q, k and v"
+            expected = "q, k and v for the same part of the sequence on each rank"
             hint = "ring_attention(..., causal=False), for keys of another sequence"
         elif self.order == "zigzag" and self.n > 1 and (q.shape[2] % 2 or k.shape[2] % 2):
             wrong = "an odd number of tokens cannot be divided into the two chunks of a zig-zag"
             expected = "an even number of tokens on each rank"
-            hint = f'a sequence of a multiple of {2 * self.n}, or order="contiguous", as in ContextSplit(mesh, dim, "ulysses")'
+            hint = (
+                f"a sequence length that is a multiple of {2 * self.n}, or "
+                'order="contiguous", as in ContextSplit(mesh, dim, "ulysses")'
+            )
         if wrong:
             raise ShapeError(f"{self.where}: {wrong}", given=given, expected=expected, hint=hint)
         check_window(self.where, self.causal, self.window)
@@ -114,7 +117,7 @@ def check_window(call: str, causal: bool, window: int | None) -> None:
         raise UnsupportedOp(
             f"{call}: the window is invalid",
             given=f"window={window}, causal={causal}",
-            expected="the number of keys that a query attends to, its own and earlier ones: 1 or more, with causal=True",
+            expected="1 or more keys for each query, including its own, with causal=True",
             hint="window=None for all keys",
         )
 
@@ -130,13 +133,14 @@ def whole_attention(
     *,
     each_alone: bool = True,
 ) -> Tensor:
-    """Compute torch's scaled_dot_product_attention of a sequence that is not split.
+    """Compute torch's scaled_dot_product_attention over a sequence that is not split.
 
     Shape:  q (batch, heads, s, head), k and v (batch, kv heads, t, head) -> like q.
-    window: the largest number of keys that a query attends to, up to its own. Computed for some queries at a time, with
-            their keys only, so the work grows as s * window.
-    documents: int64 (batch, s): a query attends to keys of its own document. On a CPU, documents are computed one by one,
-            so that the work grows as the sum of their squares, unless each_alone is False. Elsewhere a mask is used.
+    window: the largest number of keys that a query attends to, ending with its own. Attention is computed for a few
+            queries at a time, with only their keys, so the work grows as s * window.
+    documents: int64 (batch, s): a query attends only to keys of its own document. On a CPU, documents are computed one by
+            one, so the work grows as the sum of their squared lengths. A mask is used on other devices, and if each_alone
+            is False.
     """
     count = q.shape[2]
     alone = each_alone and q.device.type == "cpu" and not torch.compiler.is_compiling()
@@ -158,7 +162,7 @@ def whole_attention(
     for first in range(0, count, step):
         end, begin = min(first + step, count), max(0, first - window + 1)
         here = slice(begin, end if causal else k.shape[2])
-        # No fused kernel of CUDA supports both a mask and fewer heads of keys than of queries.
+        # No fused CUDA kernel supports both a mask and fewer key heads than query heads.
         keys, values = (_repeated(x[:, :, here], q) for x in (k, v))
         seen = _seen(slice(first, end), here, window if causal else None, documents, q.device)
         outs.append(
@@ -189,20 +193,20 @@ def _seen(
 
 
 def same_document(queries: Tensor, keys: Tensor) -> Tensor:
-    """(batch, s), (batch, t) numbers of documents -> bool (batch, s, t)."""
+    """(batch, s), (batch, t) document numbers -> bool (batch, s, t): whether the two numbers are equal."""
     return queries[:, :, None] == keys[:, None, :]
 
 
 def attend_block(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, seen: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Compute the softmax over the keys of this block only, and the logarithm of its denominator.
+    """Compute attention over the keys of this block only, and the logarithm of the softmax's denominator.
 
-    seen: bool (batch, s, t): the keys that a query attends to. If there are none, the results are 0 and -inf.
+    seen: bool (batch, s, t): the keys that each query attends to. For a query without keys, the results are 0 and -inf.
 
     Shape:  q (batch, heads, s, head), k and v (batch, kv heads, t, head), t = s if causal ->
-            (batch, heads, s, head), (batch, heads, s), in q's dtype and `wide` of it, or both wide.
-    Memory: torch's kernel if there is one; otherwise the scores of some queries at a time.
+            (batch, heads, s, head), (batch, heads, s), in q's dtype and `wide(q.dtype)`, or both in `wide(q.dtype)`.
+    Memory: that of torch's kernel if there is one, otherwise the scores of a few queries at a time.
     """
     inputs = _fitted(q), _fitted(k), _fitted(v)
     kernel = attention_kernel(*inputs, causal) if seen is None else None
@@ -215,9 +219,9 @@ def attend_block(
 def block_gradients(
     queries: Queries, k: Tensor, v: Tensor, causal: bool, scale: float, seen: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return this block's terms of the gradients of q, k, v.
+    """Return this block's contributions to the gradients of q, k and v.
 
-    The weights of this block within the softmax over all keys are exp(scores - lse) (Dao et al. 2022).
+    This block's weights in the softmax over all keys are exp(scores - lse) (Dao et al. 2022).
     """
     inputs = _fitted(queries.q), _fitted(k), _fitted(v)
     kernel = attention_kernel(*inputs, causal) if seen is None else None
@@ -230,7 +234,7 @@ def block_gradients(
 
 
 def _fitted(x: Tensor) -> Tensor:
-    """x as torch's kernels require it: with the elements of a head contiguous and aligned.
+    """Return x as torch's kernels require it: with the elements of each head contiguous and aligned.
 
     Heads of other sizes are padded with zeros, which change neither the scores nor the other columns.
     """
@@ -243,7 +247,7 @@ def _fitted(x: Tensor) -> Tensor:
 
 
 def _repeated(x: Tensor, q: Tensor) -> Tensor:
-    """Return k or v with a head for each of q's."""
+    """Return k or v with one head for each head of q."""
     return x if x.shape[1] == q.shape[1] else x.repeat_interleave(q.shape[1] // x.shape[1], 1)
 
 
@@ -265,7 +269,7 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 def plain_attention(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, seen: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return `attend_block` by the formula, some queries at a time."""
+    """Compute `attend_block` by the formula, a few queries at a time."""
     keys, values = _each(k), _each(v)
     outs, lses = [], []
     for rows, met in _runs(q, k, causal):
@@ -282,7 +286,7 @@ def plain_attention(
 def plain_gradients(
     queries: Queries, k: Tensor, v: Tensor, causal: bool, scale: float, seen: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return `block_gradients` by the formula, some queries at a time."""
+    """Compute `block_gradients` by the formula, a few queries at a time."""
     keys, values = _each(k), _each(v)
     dkeys, dvalues = torch.zeros_like(keys), torch.zeros_like(values)
     dqueries = []
@@ -300,7 +304,7 @@ def plain_gradients(
 
 
 def _runs(q: Tensor, k: Tensor, causal: bool) -> Iterator[tuple[slice, slice]]:
-    """Return queries whose scores fit into `_SCORES` elements, and the keys that any of them attends to."""
+    """Yield runs of queries whose scores fit into `_SCORES` elements, each with the keys that the run attends to."""
     batch, heads, count = q.shape[:3]
     most = max(1, _SCORES // max(1, batch * heads * k.shape[2]))
     for first in range(0, max(1, count), most):
@@ -321,11 +325,11 @@ def _scores(
 
 
 def _grouped(x: Tensor, k: Tensor) -> Tensor:
-    """(batch, kv heads, heads / kv heads, s, head), wide."""
+    """Return x as (batch, kv heads, heads / kv heads, s, head) in the wide dtype."""
     grouped: Tensor = x.to(wide(x.dtype)).unflatten(1, (k.shape[1], -1))
     return grouped
 
 
 def _each(x: Tensor) -> Tensor:
-    """(batch, kv heads, 1, t, head), wide."""
+    """Return x as (batch, kv heads, 1, t, head) in the wide dtype."""
     return x.to(wide(x.dtype)).unsqueeze(2)

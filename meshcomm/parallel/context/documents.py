@@ -1,4 +1,4 @@
-"""Documents packed into one sample: which tokens attend to each other, and the position of each in its document."""
+"""Documents packed into one sample: which tokens attend to each other, and each token's position in its document."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _DOCUMENTS: Final[ContextVar[Tensor | None]] = ContextVar("documents", default=N
 
 
 def current_documents() -> Tensor | None:
-    """For the current samples: int64 (batch, full sequence), the document number of each token. None if not packed."""
+    """Return each token's document number, int64 (batch, full sequence), or None if the current samples are not packed."""
     return _DOCUMENTS.get()
 
 
@@ -36,7 +36,7 @@ def attending(documents: Tensor | None) -> Iterator[None]:
 
 
 def within(documents: Tensor | None, call: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `call`, with attention within documents, also when it is called again in backward."""
+    """Wrap `call` so that attention stays within documents, also when `call` runs again in backward."""
     return call if documents is None else partial(_attending, documents, call)
 
 
@@ -46,7 +46,7 @@ def _attending(documents: Tensor, call: Callable[..., Any], /, *args: Any, **nam
 
 
 def places(documents: Tensor) -> Tensor:
-    """Return the position of each token in its document, from 0. int64 (..., sequence) -> the same.
+    """Return each token's position in its document, starting at 0. int64 (..., sequence) -> the same.
 
     >>> places(torch.tensor([0, 0, 0, 1, 1, 2])).tolist()
     [0, 1, 2, 0, 1, 0]
@@ -57,19 +57,19 @@ def places(documents: Tensor) -> Tensor:
 
 
 def check_documents(documents: Tensor, tokens: Tensor) -> None:
-    """Raise ShapeError unless shape and dtype match the tokens (samples, sequence)."""
+    """Raise ShapeError unless `documents` is int64 and has the shape of `tokens`, (samples, sequence)."""
     if documents.shape != tokens.shape or documents.dtype != torch.int64:
         raise ShapeError(
-            "documents are not numbered token by token",
+            "the documents do not contain one number per token",
             given=f"documents {tuple(documents.shape)}, {documents.dtype}; tokens {tuple(tokens.shape)}",
-            expected="int64, of the shape of the tokens: the number of each token's document, ascending",
+            expected="int64 document numbers in the shape of the tokens, ascending in each sample",
             hint="0 for each token of a sample's first document, 1 for the next: "
             "torch.nn.functional.pad((tokens == eos).long().cumsum(1)[:, :-1], (1, 0))",
         )
 
 
 def runs_of(documents: Tensor) -> list[list[slice]]:
-    """Return the slices of the documents in each sample. The host reads the numbers.
+    """Return the slice of each document in each sample. The host waits for the document numbers.
 
     >>> runs_of(torch.tensor([[0, 0, 1], [0, 0, 0]]))
     [[slice(0, 2, None), slice(2, 3, None)], [slice(0, 3, None)]]

@@ -1,10 +1,10 @@
-"""Ring attention: keys and values travel around a dim while each rank computes attention with the block it has.
+"""Ring attention: keys and values are passed around a dim while each rank computes attention over its current block.
 
 Liu, Zaharia, Abbeel 2023, "Ring Attention with Blockwise Transformers for Near-Infinite Context":
 blocks of keys and values are passed around, results are merged by their log-sum-exp, and in backward the
-gradients of a block travel with it back to its rank. Brandon et al. 2023, "Striped Attention", show
-that balanced causal attention needs an order of tokens other than the natural one. Here it is
-the zig-zag, whose blocks are rectangles without a mask.
+gradients of each block travel with the block back to its rank. Brandon et al. 2023, "Striped Attention",
+show that causal attention is balanced only if tokens are reordered. This module uses zig-zag order, in
+which blocks are rectangles without a mask.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from meshcomm.parallel.context.order import Order, sequence_positions
 from meshcomm.parallel.recompute import once
 from meshcomm.transport.torch_private import outside_graphs
 
-# Rows of a rank's queries, the received keys that they attend to, and whether each attends only to those up to its place.
+# The rows of a rank's queries, the received keys that they attend to, and whether attention between the two is causal.
 Block = tuple[slice, slice, bool]
 
 
@@ -57,17 +57,20 @@ def ring_attention(
                             -> like q. heads is a multiple of kv heads. Without causal, k and v may belong to a different
                             sequence than q.
                 order:      the order of the sequence over the ranks, see `split_sequence`; irrelevant without causal.
-                scale:      if None, 1 / sqrt(head).
-                window:     with causal, the largest number of keys that a query attends to, up to its own; None: all earlier keys. With
-                            several ranks, it must cover the sequence; `ulysses_attention` supports shorter ones.
-                documents:  int64 (batch, sequence), equal on all ranks: a query attends to keys of its own document. Blocks that are
-                            partly visible are computed by the formula, full ones by torch's kernel, and others are skipped.
-    Called by:  every rank along `dim` with equal shapes, in the same program order; backward too.
-    Gradient:   exact, for this rank's q, k, v. Once differentiable. q, k, v, the result and one number
-                for each query are kept for it; scores are recomputed.
-    Sent:       n - 1 times this rank's k and v to the next coord, each while a block is computed. The same
-                in backward, and n times their gradients, in float32 or wider.
-    Numbers:    sums over blocks in float32, for float64 in float64. Under autocast, in autocast's dtype.
+                scale:      the factor for scores. If None, 1 / sqrt(head).
+                window:     with causal, the largest number of keys that a query attends to, ending with its own. If None, a
+                            query attends to all earlier keys. With several ranks, the window must cover the sequence;
+                            `ulysses_attention` supports shorter windows.
+                documents:  int64 (batch, sequence), equal on all ranks: a query attends only to keys of its own document.
+                            Partly visible blocks are computed by the formula, fully visible blocks by torch's kernel, and
+                            invisible blocks are skipped.
+    Called by:  every rank along `dim` with equal shapes, in the same program order. Every rank must also run backward.
+    Gradient:   exact, for this rank's q, k and v, and differentiable only once. q, k, v, the result and one
+                number per query are kept for backward; scores are recomputed.
+    Sent:       one rank's k and v to the next coord, n - 1 times, each time while a block is computed. Backward
+                sends the same, and n times the gradients of k and v, in float32 or wider.
+    Numbers:    sums over blocks are in float32, or for float64 in float64. Under autocast, q, k and v are cast to
+                autocast's dtype.
     Raises:     ShapeError, UnknownDim, UnsupportedOp; CommunicationError.
     """
     ring = _Ring("ring_attention", mesh, dim, causal, order, scale, window, documents)
@@ -89,17 +92,17 @@ def ring_attention(
 
 @dataclass(frozen=True)
 class _Ring(Attention):
-    """Keys and values are passed to the next coord. At turn t, a rank has those of the coord t below its own."""
+    """Passes keys and values to the next coord. At turn t, coord c has the keys and values of coord c - t, modulo n."""
 
     def pass_on(self, x: Tensor) -> Handle[list[Tensor]]:
-        """Start to send `x` to the next coord. Waiting returns the tensor from the previous coord."""
+        """Start sending `x` to the next coord. Waiting on the handle returns the tensor from the previous coord."""
         n, coord = self.n, self.mesh.coord(self.dim)
         coming = [(torch.empty_like(x), (coord - 1) % n)]
         return self.mesh.exchange(self.dim, [(x, (coord + 1) % n)], coming, async_op=True)
 
     def seen(self, turn: int, block: Block) -> tuple[bool, Tensor | None]:
-        """Return whether any of the block's queries attends to any of its keys; and the keys of each query, None
-        for all that causal allows.
+        """Return whether any of the block's queries attends to any of its keys, and a mask of each query's keys. The mask
+        is None if every query attends to all keys that causal allows.
         """
         if self.documents is None:
             return True, None
@@ -116,10 +119,10 @@ class _Ring(Attention):
         return bool(same.any()), None if same.all() else same
 
     def block(self, turn: int, queries: int, keys: int) -> Block | None:
-        """Return the computation of this rank at `turn`, for this number of queries and keys on each rank.
+        """Return this rank's computation at `turn`, given the number of queries and keys per rank, or None if it has none.
 
-        At turn 0 each query attends to some keys, including its own. In zig-zag order a turn is, on each rank, as much
-        work as half of a rank's queries with all of a rank's keys.
+        At turn 0, each query attends at least to its own key. In zig-zag order, each later turn costs every rank as much
+        as attention of half of its queries to all keys of a rank.
         """
         coord = self.mesh.coord(self.dim)
         source = (coord - turn) % self.n
@@ -128,7 +131,7 @@ class _Ring(Attention):
             return every_query, every_key, self.causal
         if self.order == "contiguous":
             return (every_query, every_key, False) if source < coord else None
-        # The source has chunks source and 2n - 1 - source, this rank coord and 2n - 1 - coord.
+        # The source has chunks source and 2n - 1 - source. This rank has chunks coord and 2n - 1 - coord.
         if source < coord:
             return every_query, slice(0, keys // 2), False
         return slice(queries // 2, queries), every_key, False
@@ -191,7 +194,7 @@ def _backward(ring: _Ring, queries: Queries, k: Tensor, v: Tensor) -> tuple[Tens
             (sum_dkv,) = coming_dkv.wait()
         for total, gradient in zip(sum_dkv, gradients, strict=False):
             total[:, :, theirs] += gradient
-        # They are sent while the next block is computed; after the last turn they are sent back to their rank.
+        # These gradients are sent while the next block is computed. After the last turn, they return to their rank.
         coming_dkv = ring.pass_on(sum_dkv)
         if coming is not None:
             (kv,) = coming.wait()

@@ -1,4 +1,4 @@
-"""How a model's sequence is split, and attention over the full sequence: in a ring, or by splitting the heads (Ulysses)."""
+"""Splits a model's sequence, and computes attention over the full sequence in a ring or by splitting the heads (Ulysses)."""
 
 from __future__ import annotations
 
@@ -25,18 +25,20 @@ class ByHeads(Protocol):
     """Attention over full sequences for some of the heads."""
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, heads: slice) -> Tensor:
-        """q (batch, heads here, sequence, head), k and v (batch, kv heads here, sequence, head) -> like q. heads: their numbers among all."""
+        """q (batch, some heads, sequence, head), k and v (batch, some kv heads, sequence, head) -> like q. heads: the indices
+        of q's heads among all heads.
+        """
 
 
 def split_sequence(x: Tensor, axis: int, mesh: Mesh, dim: str, order: Order) -> Tensor:
-    """Return this rank's tokens of an `x` that every rank along `dim` holds in full. Does not communicate.
+    """Return this rank's tokens of `x`, which every rank along `dim` holds in full. Does not communicate.
 
-    For inputs, targets, masks, tables of positions.
+    Use this for inputs, targets, masks and position tables.
 
-    Shape:    (.., sequence, ..) -> (.., sequence / n, ..), new memory; n = 1: x itself.
-    Gradient: this rank's tokens only, zeros for the others. This is right for a parameter whose gradients
-              are summed along `dim` afterwards.
-    Raises:   as `sequence_positions`; ShapeError if x does not have the axis.
+    Shape:    (.., sequence, ..) -> (.., sequence / n, ..), in new memory, or x itself if n = 1.
+    Gradient: covers only this rank's tokens and is zero for all others. This is correct for a parameter whose
+              gradients are summed along `dim` afterwards.
+    Raises:   the errors of `sequence_positions`; ShapeError if x does not have this axis.
     """
     axis = normal_axis(x, axis, lambda: f'split_sequence along "{dim}" on {mesh.label}')
     n = mesh.size(dim)
@@ -49,10 +51,10 @@ def gather_sequence(
 ) -> Tensor:
     """Return the full sequence in its natural order, on every rank: the inverse of `split_sequence`.
 
-    Shape:     (.., sequence / n, ..) -> (.., sequence, ..); n = 1: x itself.
+    Shape:     (.., sequence / n, ..) -> (.., sequence, ..), or x itself if n = 1.
     Called by: every rank along `dim`, in the same program order.
-    Gradient:  needs `grad`, "slice" or "reduce_scatter", as in `mesh.functional.all_gather`.
-    Raises:    ShapeError if the order does not fit x; AutogradError for a missing or unknown `grad`.
+    Gradient:  requires `grad`, which is "slice" or "reduce_scatter", as in `mesh.functional.all_gather`.
+    Raises:    ShapeError if x cannot have this order; AutogradError for a missing or unknown `grad`.
     """
     axis = normal_axis(x, axis, lambda: f'gather_sequence along "{dim}" on {mesh.label}')
     n = mesh.size(dim)
@@ -69,7 +71,7 @@ def gather_sequence(
 
 
 def natural(x: Tensor, axis: int, n: int) -> Tensor:
-    """Parts in zig-zag order, rank by rank -> the sequence in its natural order."""
+    """Return the sequence in its natural order, given its parts in zig-zag order, rank by rank."""
     first, second = x.unflatten(axis, (n, 2, -1)).unbind(axis + 1)
     return torch.cat([first, second.flip(axis)], axis).flatten(axis, axis + 1)
 
@@ -90,14 +92,15 @@ def ulysses_attention(
 ) -> Tensor:
     """Compute softmax(q k^T * scale) v over the full sequence, of which each rank along `dim` holds a part.
 
-    The split changes from the sequence to the heads and back (Jacobs et al. 2023, "DeepSpeed Ulysses"). Each rank
-    computes attention over the full sequence for its n-th part of q's heads; n must divide their number. If n does not
-    divide the number of kv heads, each is repeated up to the least common multiple, and its copies' gradients are summed.
+    The split changes from the sequence to the heads and back (Jacobs et al. 2023, "DeepSpeed Ulysses"). Each rank computes
+    attention over the full sequence for 1/n of q's heads; n must divide the number of q's heads. If n does not divide the
+    number of kv heads, kv heads are repeated up to the least common multiple, and the copies' gradients are summed.
 
     Arguments, callers and errors: as for `ring_attention`. k and v belong to q's sequence, in contiguous order.
-    by:         computes attention over full sequences for this rank's heads instead of torch's function: for soft caps, sinks and so on.
-    Gradient:   exact, for this rank's q, k, v.
-    Sent:       two all_to_all, one of q, k and v together, one of the result; two in backward.
+    by:         computes attention over full sequences for this rank's heads instead of torch's function, for example with
+                soft caps or sinks.
+    Gradient:   exact, for this rank's q, k and v.
+    Sent:       two all_to_all calls, one for q, k and v together and one for the result. Backward runs two as well.
     """
     call = Attention("ulysses_attention", mesh, dim, causal, "contiguous", scale, window, documents)
     q, k, v = call.checked(q, k, v, same_length=True)
@@ -122,21 +125,21 @@ def ulysses_attention(
 
 @final
 class ContextSplit:
-    """The dim of the mesh along which the sequence is split. None, or a dim of size 1, splits nothing.
+    """The mesh dim along which the sequence is split. With None, or a dim of size 1, nothing is split.
 
     Args:
-        dim: one dim of the mesh, or a merged one.
+        dim: a dim of the mesh, or a merged dim.
         attention: how ranks attend to each other's tokens.
 
     size, coord: the dim's size and this rank's coord.
-    order: how tokens are placed on ranks: "zigzag" for the ring, where it balances causal attention;
-    "contiguous" for Ulysses, which is balanced in any order.
+    order: how tokens are placed on ranks. The ring uses "zigzag", which balances causal attention.
+    Ulysses uses "contiguous", because it is balanced in any order.
     """
 
     def __init__(self, mesh: Mesh, dim: str | None, attention: AttentionKind = "ring") -> None:
         if attention not in get_args(AttentionKind):
             raise UnsupportedOp(
-                f"{attention!r} is not an attention over a split sequence",
+                f"{attention!r} is not a kind of attention over a split sequence",
                 given=f"attention={attention!r}",
                 expected='attention="ring" or attention="ulysses"',
                 hint='attention="ring", which supports any number of heads',
@@ -153,7 +156,7 @@ class ContextSplit:
         return sequence_positions(seq_len, self.size, self.coord, self.order, self.mesh.device)
 
     def split(self, x: Tensor, axis: int) -> Tensor:
-        """Return this rank's tokens of an x that all ranks hold in full. See `split_sequence`."""
+        """Return this rank's tokens of x, which all ranks hold in full. See `split_sequence`."""
         return x if self.size == 1 else split_sequence(x, axis, self.mesh, self.dim, self.order)
 
     def gather(self, x: Tensor, axis: int, *, grad: GatherGrad | None = None) -> Tensor:
@@ -174,10 +177,11 @@ class ContextSplit:
         """Compute attention of this rank's queries over the full sequence. See `ring_attention`, `ulysses_attention`.
 
         Shape:  q (batch, heads, sequence / size, head), k and v (batch, kv heads, sequence / size, head)
-                        -> like q. If nothing is split, it is torch's scaled_dot_product_attention.
-                window: with causal, the largest number of keys that a query attends to, up to its own; None: all earlier keys.
-                by:     as for `ulysses_attention`. A ring raises UnsupportedOp, because no rank has the full sequence.
-                Within `documents.attending`, a query attends to keys of its own document.
+                        -> like q. If nothing is split, this is torch's scaled_dot_product_attention.
+                window: with causal, the largest number of keys that a query attends to, ending with its own. If None, a query
+                        attends to all earlier keys.
+                by:     as for `ulysses_attention`. Ring attention raises UnsupportedOp, because no rank has the full sequence.
+                Within `documents.attending`, a query attends only to keys of its own document.
         """
         documents = current_documents()
         if by is not None and self.size == 1:
@@ -197,8 +201,8 @@ class ContextSplit:
         if by is not None:
             raise UnsupportedOp(
                 f'ring attention along "{self.dim}" on {self.mesh.label} does not support a model\'s own attention',
-                given="an attention with its own code, such as a soft cap or with sinks",
+                given="attention with custom code, for example with a soft cap or sinks",
                 expected="causal attention with a scale and a sliding window",
-                hint='parallel.options.attention = "ulysses", where each rank has whole sequences for some heads',
+                hint='parallel.options.attention = "ulysses", with which each rank has full sequences for some heads',
             )
         return ring_attention(self.mesh, self.dim, q, k, v, **settings)

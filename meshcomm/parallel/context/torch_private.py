@@ -1,4 +1,4 @@
-"""torch's attention kernels that return the log-sum-exp, which its public function does not. Tested on torch 2.11 to 2.15."""
+"""torch's attention kernels that also return the log-sum-exp, unlike torch's public function. Tested on torch 2.11 to 2.15."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ AttentionKernel: TypeAlias = Literal["cpu", "flash"]
 def attention_kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> AttentionKernel | None:
     """Return the torch kernel that returns the log-sum-exp and supports training with these inputs, or None.
 
-    "cpu": floating point of any width. "flash": depends on torch's answer for the CUDA device, the dtype and the head, and on
-    torch.nn.attention.sdpa_kernel. The other kernels of CUDA are not used: cuDNN's changes its layouts between
-    versions, and the memory-efficient one needs as many heads of k and v as of q.
+    "cpu": supports all floating-point dtypes. "flash": used if torch supports the CUDA device, the dtype and the head size,
+    and if torch.nn.attention.sdpa_kernel allows it. The other CUDA kernels are not used: the layouts of cuDNN's kernel
+    change between versions, and the memory-efficient kernel needs as many heads in k and v as in q.
     """
     if not q.numel() or not k.numel():
         return None
@@ -26,21 +26,21 @@ def attention_kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Attention
         return "cpu" if there and q.dtype in floats else None
     if q.device.type != "cuda":
         return None
-    # Some devices support a kernel in forward but not in backward, which torch only checks if a gradient is needed.
+    # Some devices support a kernel in forward but not in backward, which torch checks only if a gradient is needed.
     with torch.enable_grad():
         leaf = q.detach().requires_grad_()
         return "flash" if can_use_flash_attention(SDPAParams(leaf, k, v, None, 0.0, causal, True)) else None
 
 
 def kernel_alignment(device: torch.device) -> int:
-    """Return the number of elements of which head size and start must be multiples, for the kernels of a device."""
+    """Return the alignment, in elements, that a device's kernels require for the size and start of a head."""
     return 8 if device.type == "cuda" else 1
 
 
 def kernel_attention(
     kernel: AttentionKernel, inputs: tuple[Tensor, Tensor, Tensor], causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Compute attention of `inputs`, q, k and v, and the log-sum-exp of each query's scores."""
+    """Return the attention of `inputs` (q, k and v), and the log-sum-exp of each query's scores."""
     aten = torch.ops.aten
     if kernel == "cpu":
         out, lse = aten._scaled_dot_product_flash_attention_for_cpu(*inputs, 0.0, causal, scale=scale)
@@ -56,10 +56,10 @@ def kernel_attention_backward(
     causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients for `inputs`, q, k and v. queries: out, lse and dout, which may cover more keys than k has.
+    """Return the gradients of `inputs` (q, k and v). queries: out, lse and dout, which may cover more keys than k contains.
 
-    CUDA's kernel assumes the layout of out, dout and lse: tokens outside heads, and dense (flash_api.cpp).
-    There is no dropout, so no random state is read.
+    The CUDA kernel assumes that out, dout and lse are dense, with tokens outside heads (flash_api.cpp). There is no
+    dropout, so no random state is read.
     """
     aten, (q, k, v), (out, lse, dout) = torch.ops.aten, inputs, queries
     if kernel == "cpu":

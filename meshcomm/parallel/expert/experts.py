@@ -28,19 +28,19 @@ from meshcomm.parallel.tensor.parameters import parameter_of
 from meshcomm.transport.torch_private import outside_graphs
 
 EXPERT_NAMES = ("router.weight", "experts.w1", "experts.w3", "experts.w2")
-"""The parameters of an `Experts`."""
+"""The names of the parameters of an `Experts` module."""
 
 
 @final
 class ExpertWeights(nn.Module):
-    """w2_e(silu(w1_e x) * w3_e x) for the experts e of this rank.
+    """Computes w2_e(silu(w1_e x) * w3_e x) for each expert e on this rank.
 
-    A separate module, because its parameters are sharded, and their gradients summed, along other dims.
+    This is a separate module because its parameters are sharded, and their gradients summed, along different dims.
 
     tensor: splits the inner axis of each expert. dim: the dim along which experts are distributed, or None.
     hidden_size, intermediate_size, experts: sizes of the full layer.
-    Parameters: w1, w3 (experts, intermediate_size, hidden_size), w2 (experts, hidden_size, intermediate_size), with
-        uninitialized memory.
+    Parameters: w1, w3 (experts, intermediate_size, hidden_size) and w2 (experts, hidden_size, intermediate_size). They
+        are not initialized.
     """
 
     meshcomm_experts = True
@@ -67,13 +67,13 @@ class ExpertWeights(nn.Module):
             self.register_parameter(name, parameter_of(mesh, data, axes))
 
     def forward(self, rows: Tensor, often: Tensor | None = None, known: list[int] | None = None) -> Tensor:
-        """Return each row through its expert; along the tensor dim, a part of the sum.
+        """Return each row's result from its expert. If experts are split along the tensor dim, results must still be summed.
 
-        Shape:   (experts here, n, width), or (n, width), the first often[0] rows for this rank's first expert, the
-                 next often[1] for its second, ... -> the same. known: `often` if the host knows it.
+        Shape:   (experts on this rank, n, width), or (n, width) with the first often[0] rows for this rank's first
+                 expert, the next often[1] for its second, ... -> the same. known: `often` on the host, if known.
 
-        An expert without rows gets a gradient of zeros. The host waits for `often` only if torch has no grouped
-        matmul for these matrices and `known` is None.
+        An expert without rows gets a zero gradient. The host waits for `often` only if torch has no grouped matmul for
+        these matrices and `known` is None.
         """
         w1, w3, w2 = (local(w) for w in (self.w1, self.w3, self.w2))
         if rows.ndim == 3:
@@ -90,16 +90,16 @@ class ExpertWeights(nn.Module):
 
 
 def _has_grouped_product(rows: Tensor, *weights: Tensor) -> bool:
-    """Return whether torch has a grouped matmul for these tensors that does not ask the device for group sizes.
+    """Return whether torch has a grouped matmul for these tensors that does not read group sizes back from the device.
 
-    For `grouped_mm` of torch 2.11 to 2.15, rows must start at multiples of 16 bytes. On CUDA its kernels are for
-    bfloat16 and compute capability 8.0 and newer. Otherwise it loops, and asks the device once for each product.
+    In torch 2.11 to 2.15, `grouped_mm` needs rows that start at multiples of 16 bytes. Its CUDA kernels support bfloat16
+    on compute capability 8.0 or newer. In other cases, it loops and waits for the device once per product.
     """
     kind = rows.dtype
     if rows.device.type == "cuda":
         able = kind == torch.bfloat16 and torch.cuda.get_device_capability(rows.device) >= (8, 0)
     else:
-        # FakeTensors of torch 2.11 do not support it, so a dry run would fail.
+        # FakeTensors of torch 2.11 do not support grouped_mm, so a dry run would fail.
         able = rows.device.type == "cpu" and kind in (torch.float32, torch.bfloat16, torch.float16)
         able = able and torch.__version__ >= "2.12"
     aligned = all(w.is_contiguous() and w.shape[-1] * kind.itemsize % 16 == 0 for w in weights)
@@ -108,35 +108,35 @@ def _has_grouped_product(rows: Tensor, *weights: Tensor) -> bool:
 
 @final
 class Experts(nn.Module):
-    """y = sum over a token's chosen experts e of weight_e * w2_e(silu(w1_e x) * w3_e x).
+    """Computes y, the sum over a token's chosen experts e of weight_e * w2_e(silu(w1_e x) * w3_e x).
 
-    Each coord along `dim` holds `experts / size` of the experts, in order, and every rank along it has different tokens.
-    An all_to_all sends tokens to their experts, another one back. Along the tensor dim, the ranks have the same
-    tokens, and each expert's inner axis is split. The result, its gradients and the dropped choices do not depend on
-    the mesh.
+    Each coord along `dim` holds `experts / size` of the experts, in order, and all ranks along `dim` have different tokens.
+    One all_to_all sends tokens to their experts, and another one sends the results back. Along the tensor dim, ranks have
+    the same tokens, and each expert's inner axis is split. The result, its gradients and the dropped choices do not
+    depend on the mesh.
 
-    After the first two calls, the host never waits for the device if there is a capacity. Without one, it waits once per
+    With a capacity, the host never waits for the device after the first two calls. Without a capacity, it waits once per
     call for the sizes of the uneven all_to_all if experts are distributed, or if torch has no grouped matmul.
 
     Args:
         dim: distributes the experts. It is a dim of a view that also has the tensor dim, or of the base. If None or
             of size 1, every rank has all experts, and nothing is exchanged.
         tensor: the split of each expert.
-        hidden_size, intermediate_size: elements of a token, and inside an expert.
+        hidden_size, intermediate_size: the number of elements in a token, and of features inside an expert.
         experts: the number of experts, a multiple of the size of `dim`.
         experts_per_token: the number of experts that each token chooses, at most `experts`.
         normalised: whether the weights of a token's experts are divided by their sum.
-        capacity_factor: if None, dropless. Otherwise an expert takes at most
-            ceil(capacity_factor * tokens * experts_per_token / experts) choices of one full sample; the others add
-            nothing to y, see `within_capacity`.
+        capacity_factor: if None, no choice is dropped. Otherwise an expert keeps at most
+            ceil(capacity_factor * tokens * experts_per_token / experts) choices from one full sample. All other choices add
+            nothing to y (see `within_capacity`).
         context: the dim along which samples are split, if any.
-        balance_weight: multiplies a microbatch's balance loss (`routing.balance`). A backward through y adds the product's
-            gradient. The loss must not be scaled afterwards. An attribute; may be set later.
+        balance_weight: multiplies a microbatch's balance loss (`routing.balance`). A backward pass through y adds the
+            gradient of this product. The loss must not be scaled afterwards. This attribute may be set later.
 
-    Parameters: `router.weight` (experts, hidden_size) is dense: equal on all ranks, its gradient summed along the same dims
-        as other dense weights, and complete on every rank along tensor. The others belong to `ExpertWeights`. Their
-        gradients are summed along the other dims of the view of `dim`, except tensor and pipeline, because tokens of
-        all ranks along `dim` have reached the expert already. Their memory is uninitialized.
+    Parameters: `router.weight` (experts, hidden_size) is dense: it is equal on all ranks, and its gradient is summed along the
+        same dims as other dense weights and complete on every rank along tensor. The other parameters belong to
+        `ExpertWeights`. Their gradients are summed along the other dims of the view that contains `dim`, except tensor and
+        pipeline, because tokens from all ranks along `dim` have already reached the expert. They are not initialized.
 
     Raises ShapeError if sizes do not fit; UnknownDim if dims belong to different views.
     """
@@ -174,16 +174,16 @@ class Experts(nn.Module):
         """Send every token through its experts.
 
         Shape:      (samples, tokens, width), or (tokens, width) for one sample -> the same. Ranks along `dim` may have
-                    different numbers of samples; along `context`, all have the same number of tokens of the same samples.
-        positions:  (tokens) int64: those of this rank's tokens in their samples; None: in order. Used only with a capacity,
-                    and required if samples are split along `context`. With sequence_parallel, the positions of all tokens
-                    along the tensor dim.
-        Called by:  every rank along `dim`, the tensor dim and `context`, in the same program order; along the
-                    tensor dim with equal x, or with sequence_parallel this rank's slice of it. x must not have been through
-                    `enter`, because the router's work on x is the same on all ranks.
+                    different numbers of samples. Ranks along `context` have equally many tokens of the same samples.
+        positions:  (tokens) int64, the positions of this rank's tokens in their samples, or None if tokens are in order. Used
+                    only with a capacity, and required if samples are split along `context`. With sequence_parallel,
+                    pass the positions of all tokens along the tensor dim.
+        Called by:  every rank along `dim`, the tensor dim and `context`, in the same program order. Ranks along the tensor
+                    dim pass equal x, or with sequence_parallel their slices of x. x must not have been through `enter`,
+                    because the router's work on x is the same on all ranks.
         Gradient:   exact for x and all parameters. Backward communicates.
-        Raises:     ShapeError; TrainingError if ranks along tensor route their tokens differently, compared in the
-                    first two calls.
+        Raises:     ShapeError; TrainingError if ranks along tensor route their tokens differently, which the first two
+                    calls check.
         """
         if (
             x.ndim not in (2, 3)
@@ -215,14 +215,14 @@ class Experts(nn.Module):
         return y.view(x.shape)
 
     def _through(self, x: Tensor, weights: Tensor, chosen: Tensor, keep: Tensor | None) -> Tensor:
-        """(samples, tokens, width) -> (samples * tokens, width), along the tensor dim a part of the sum.
+        """(samples, tokens, width) -> (samples * tokens, width), still to be summed along the tensor dim.
 
-        weights, chosen, keep: (samples, tokens, slots). If keep is None, all are kept.
+        weights, chosen, keep: (samples, tokens, slots). If keep is None, all choices are kept.
         """
         tensor, kind, rows = self.tensor, x.device.type, x
         if tensor.size > 1:
             # Each rank has a part of every expert's sum. Summing over ranks after the weighted sum, not before, sends one
-            # row per token instead of one per choice. Each rank then also has only a part of the weights' gradient.
+            # row per token instead of one per choice. Each rank then has only a part of the weights' gradient, too.
             rows = self.mesh.functional.identity(tensor.dim, rows)
             weights = self.mesh.functional.identity(tensor.dim, weights)
         if torch.is_autocast_enabled(kind):
@@ -235,9 +235,9 @@ class Experts(nn.Module):
         return y
 
     def _dropless(self, x: Tensor, chosen: Tensor) -> Tensor:
-        """(n, width) tokens, (n * slots) choices -> the result of each choice.
+        """(n, width) tokens, (n * slots) choices -> each choice's result.
 
-        If experts are distributed, the host waits once for the number of rows that it sends and receives; backward does not wait.
+        If experts are distributed, the host waits once for the numbers of rows to send and receive. Backward does not wait.
         """
         often = counts(chosen.unsqueeze(0), self.count)[0]
         order = chosen.argsort(stable=True)
@@ -250,19 +250,19 @@ class Experts(nn.Module):
         return move(done, back, order)
 
     def _arrived(self, rows: Tensor, number: Tensor, often: Tensor, known: list[int]) -> Tensor:
-        """Return the result of this rank's experts for the rows that have arrived.
+        """Return the results of this rank's experts for the rows that it has received.
 
-        An expert's rows must be contiguous.
+        `ExpertWeights` needs each expert's rows to be contiguous, so they are sorted first.
         """
         sorts = number.argsort(stable=True)
         unsorts = inverse(sorts)
         return move(self.experts(move(rows, sorts, unsorts), often, known), unsorts, sorts)
 
     def _limited(self, x: Tensor, chosen: Tensor, keep: Tensor) -> Tensor:
-        """Return the result of each choice, zeros for choices that were not kept: (n, width) -> (n * slots, width).
+        """Return each choice's result, or zeros if the choice was not kept: (n, width) -> (n * slots, width).
 
-        Each expert has as many slots per sample as choices that it may keep of it, filled or not. So all sizes
-        are known, and the host does not wait.
+        For each sample, an expert has one slot for each choice that it may keep, filled or empty. All sizes are therefore
+        known, and the host does not wait.
         """
         assert self.capacity_factor is not None
         samples, tokens = chosen.shape[:2]
@@ -274,7 +274,7 @@ class Experts(nn.Module):
         line = torch.where(keep, chosen, self.count).flatten(1)
         sample = torch.arange(samples, device=x.device).unsqueeze(1)
         slot = line * room + sample * limit + places(line, self.count + 1)
-        # A dropped choice has the number after the last slot, and an empty slot has the number after the last choice.
+        # A dropped choice gets the number after the last slot, and an empty slot gets the number after the last choice.
         back = slot.flatten().clamp_(max=self.count * room)
         there = back.new_full((self.count * room + 1,), back.numel())
         there = there.scatter_(0, back, torch.arange(back.numel(), device=x.device))[:-1]
@@ -312,7 +312,7 @@ def _check_sizes(
         expected, hint = f"experts_per_token from 1 to {experts}", f"experts_per_token={min(2, experts)}"
     elif factor is not None and not factor > 0:
         what, given = "experts without capacity would drop every token", f"capacity_factor={factor}"
-        expected, hint = "a number above 0, or None for experts that drop nothing", "capacity_factor=1.25"
+        expected, hint = "a number above 0, or None to drop nothing", "capacity_factor=1.25"
     else:
         return
     raise ShapeError(what, given=given, expected=expected, hint=hint)
@@ -321,10 +321,10 @@ def _check_sizes(
 def _check_routing(mesh: Mesh, dim: str, chosen: Tensor, experts: int) -> None:
     """Raise TrainingError, on every rank along `dim`, if ranks route their tokens differently."""
     if mesh.is_fake:
-        # No ranks to compare with, and no choices.
+        # There are no other ranks, and choices have no values.
         return
     mine = torch.bincount(chosen.reshape(-1), minlength=experts)
-    # A rank's counts next to their negatives: a single maximum yields both the most and the fewest.
+    # Each rank sends its counts and their negatives, so that one maximum returns both the largest and the smallest counts.
     most, fewest = mesh.all_reduce(dim, torch.stack([mine, -mine]), op="max").unbind()
     if not torch.equal(most, -fewest):
         odd = int((most != -fewest).nonzero()[0])

@@ -1,4 +1,4 @@
-"""Experts of a module without knowledge of meshes, packed into a few parameters, distributed along a dim and split along another."""
+"""Distributes the packed experts of a mesh-unaware module along one dim, and splits each expert along another dim."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from meshcomm.parallel.tensor.parameters import FUSED, Parts, joined, kept, para
 from meshcomm.transport.torch_private import outside_graphs
 
 Axes: TypeAlias = Mapping[str, tuple[int, int]]
-"""For packed experts: the parameters that are split along the tensor dim -> their axis, and the number of parts in each."""
+"""For packed experts: parameters that are split along the tensor dim -> (the split axis, the number of parts)."""
 
 EXPERTS: Final = "meshcomm_experts"
-"""An attribute of modules that have only experts' parameters."""
+"""The attribute that marks modules with only experts' parameters."""
 
 
 @final
@@ -34,14 +34,15 @@ class _Spread:
 def spread_experts(
     part: Any, tensor: TensorSplit, dim: str | None, axes: Axes, name: str = "experts"
 ) -> None:
-    """Make `part`, whose parameters all have the experts along axis 0, hold this rank's experts and parts of them, in place.
+    """Reduce `part`, whose parameters all have the experts along axis 0, to this rank's experts or parts of them, in place.
 
-    Its forward takes (tokens, chosen, weights, ...), of shapes (n, width), (n, slots) and (n, slots), or with more leading
-    axes, and returns a weighted sum over each token's chosen experts. It is called with the rows that arrive here, with the
-    numbers of this rank's experts, one slot each and weights of one.
+    Its forward takes (tokens, chosen, weights, ...) of shapes (n, width), (n, slots) and (n, slots), or with more leading
+    axes, and returns a weighted sum over each token's chosen experts. It is called with the rows that this rank receives,
+    the numbers of this rank's experts, one slot per row, and weights of one.
 
-    tensor: splits the axes that `axes` names. dim: the dim along which experts are distributed. If None, every rank has all.
-    Called by: every rank along both. Raises ShapeError if sizes do not divide, or if a parameter does not cover all experts.
+    tensor: splits the axes in `axes`. dim: the dim along which experts are distributed. If None, every rank has all experts.
+    Called by: every rank along both dims. Raises ShapeError if sizes are not divisible, or if a parameter does not cover all
+               experts.
     """
     mesh = tensor.mesh
     ranks = mesh.size(dim) if dim else 1
@@ -74,7 +75,7 @@ def spread_experts(
                 value = value.chunk(mesh.size(along), at)[mesh.coord(along)]
         new = parameter_of(mesh, value.clone(memory_format=torch.contiguous_format), where)
         part._parameters[key] = new.requires_grad_(old.requires_grad)
-    # The attribute from which its code reads the number of experts.
+    # The module's code reads the number of experts from this attribute.
     if ranks > 1 and getattr(part, "num_experts", None) == count:
         part.num_experts = count // ranks
     part.meshcomm_spread = _Spread(tensor, dim if ranks > 1 else None, count)
@@ -83,14 +84,14 @@ def spread_experts(
 
 
 class SpreadExperts:
-    """A module of packed experts of which this rank has some, or a part of each."""
+    """A module of packed experts. This rank has some of the experts, or a part of each."""
 
     meshcomm_spread: _Spread
     meshcomm_computes = False
 
     @outside_graphs  # the number of sent rows depends on the data, which a graph does not allow
     def forward(self, x: Tensor, chosen: Tensor, weights: Tensor, *more: Any, **named: Any) -> Tensor:
-        """The forward of the module. Backward communicates, as forward does."""
+        """Run the module's forward. Forward and backward communicate."""
         spread, shape = self.meshcomm_spread, x.shape
         tensor, mesh = spread.tensor, spread.tensor.mesh
         x, chosen, weights = (each.flatten(0, -2) for each in (x, chosen, weights))
@@ -105,7 +106,7 @@ class SpreadExperts:
             back = inverse(order)
 
             def computed(rows: Tensor, number: Tensor, often: Tensor, known: list[int]) -> Tensor:
-                # An expert without rows gets a gradient of zeros, and all ranks take part in the exchange of gradients.
+                # Without rows, compute on a row of zeros: experts then get zero gradients, and all ranks exchange gradients.
                 none = not len(rows)
                 if none:
                     rows = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
@@ -137,10 +138,10 @@ class SpreadExperts:
 
 
 def separate(module: nn.Module) -> tuple[dict[str, nn.Parameter], dict[str, nn.Parameter]]:
-    """Return the parameters of `module` by name, in order of registration: dense ones, and those of experts.
+    """Return the dense parameters of `module` and the experts' parameters, each by name, in registration order.
 
-    Gradients of dense parameters are summed along the data and context dims, those of experts as `Experts` describes. Routers
-    are dense.
+    Gradients of dense parameters are summed along the data and context dims. Gradients of experts' parameters are summed as
+    `Experts` describes. Routers are dense.
     """
     parts = [part for part in module.modules() if hasattr(part, EXPERTS)]
     of_experts = {id(parameter) for part in parts for parameter in part.parameters()}

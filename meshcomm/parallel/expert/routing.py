@@ -1,4 +1,4 @@
-"""Routing of tokens to experts: the router, the balance loss, the choices that a capacity drops, and the exchange of rows."""
+"""Routing of tokens to experts: the router, the balance loss, capacity limits, and the exchange of rows between ranks."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from meshcomm.parallel.torch_private import has_memory
 
 
 class Choice(NamedTuple):
-    """The experts of each token; `slots` is the number of experts that each token chooses.
+    """The experts that each token chooses; `slots` is the number of experts per token.
 
     weights:       (samples, tokens, slots), the factor by which each expert's output is multiplied.
     chosen:        (samples, tokens, slots) int64, expert numbers, the most probable first.
-    probabilities: (samples, tokens, experts), of the softmax over all experts.
+    probabilities: (samples, tokens, experts), the softmax over all experts.
     """
 
     weights: Tensor
@@ -34,10 +34,10 @@ class Choice(NamedTuple):
 
 @final
 class Router(nn.Module):
-    """A linear map to one score for each expert, softmax, and the `slots` most probable experts.
+    """Computes a score for each expert with a linear layer and a softmax, and chooses the `slots` most probable experts.
 
-    Replicated along the tensor dim. It computes in float32, or in the tokens' dtype if that is wider,
-    with or without autocast: in bfloat16, two experts tie or swap places far too often.
+    The router is replicated along the tensor dim. It computes in float32, or in the tokens' dtype if that is wider,
+    with or without autocast, because in bfloat16 two experts tie or swap places far too often.
     """
 
     def __init__(
@@ -50,9 +50,9 @@ class Router(nn.Module):
     def forward(self, x: Tensor) -> Choice:
         """(samples, tokens, width) -> the experts of each token.
 
-        Weights are the probabilities of the chosen experts; with `normalised`, divided by their sum (Mixtral,
-        Jiang et al. 2024). With one slot they are not divided (Switch Transformer, Fedus et al. 2021): the result would
-        be the constant 1, without a gradient for the router. Among equal probabilities, the lower expert number is first.
+        Weights are the probabilities of the chosen experts. With `normalised`, they are divided by their sum (Mixtral,
+        Jiang et al. 2024). With one slot, they are not divided (Switch Transformer, Fedus et al. 2021): the result would
+        be the constant 1, without a gradient for the router. Of equal probabilities, the lower expert number comes first.
         """
         wide = torch.promote_types(x.dtype, torch.float32)
         with torch.autocast(x.device.type, enabled=False):
@@ -67,22 +67,22 @@ class Router(nn.Module):
 
 
 def counts(chosen: Tensor, experts: int) -> Tensor:
-    """(samples, ...) expert numbers -> (samples, experts) int64: how often each one occurs."""
+    """(samples, ...) expert numbers -> (samples, experts) int64: how often each expert occurs in each sample."""
     flat = chosen.flatten(1)
     found = flat.new_zeros(flat.shape[0], experts)
     return found.scatter_add_(1, flat, torch.ones_like(flat))
 
 
 def balance(mesh: Mesh, context: str | None, choice: Choice) -> Tensor:
-    """Return how unevenly tokens are distributed over the experts: 1 if evenly, `experts` in the worst case.
+    """Return how unevenly tokens are distributed over the experts, from 1 (evenly) to `experts` in the worst case.
 
-    The mean over samples of experts * sum over e of f_e * P_e, with f_e the fraction of the sample's choices that
-    are expert e, and P_e the mean probability of e over the sample's tokens: Switch Transformer's formula (Fedus et
-    al. 2021), by sample as in DeepSeek-V3 (2024). Choices that a capacity drops count.
+    The result is the mean over samples of experts * sum over e of f_e * P_e. f_e is the fraction of the sample's choices
+    that are expert e, and P_e is the mean probability of e over the sample's tokens. This is Switch Transformer's formula
+    (Fedus et al. 2021), computed per sample as in DeepSeek-V3 (2024). Choices that a capacity drops count too.
 
     Called by:  every rank along `context`, the dim along which samples are split, if any.
     Returns:    a scalar, equal along `context`.
-    Gradient:   through P, for this rank's tokens, of a loss that counts once along `context`.
+    Gradient:   through P, for this rank's tokens. The loss counts once along `context`.
     """
     samples, tokens, experts = choice.probabilities.shape
     often = counts(choice.chosen, experts)
@@ -92,15 +92,15 @@ def balance(mesh: Mesh, context: str | None, choice: Choice) -> Tensor:
         here = often
         (often,) = once(lambda: [mesh.all_reduce(context, here.clone())], here)
         mass = mesh.functional.all_reduce(context, mass, grad="identity")
-    # Dividing integers gives torch's default dtype, whatever the dtype of the tokens is.
+    # Dividing integers would give torch's default dtype, regardless of the tokens' dtype.
     fraction = often.to(mass.dtype) / (tokens * choice.chosen.shape[-1])
     return (fraction * mass).sum() * (experts / (tokens * samples))
 
 
 def attach(y: Tensor, loss: Tensor, weight: float) -> Tensor:
-    """Return `y`, unchanged. A backward through it gives `loss` the gradient `weight`.
+    """Return `y` unchanged. A backward pass through the result gives `loss` the gradient `weight`.
 
-    So `weight * loss` is part of the loss, and the rest may be computed on another stage of a pipeline.
+    This adds `weight * loss` to the loss, even if the rest of the loss is computed on another pipeline stage.
     """
     attached: Tensor = _Attach.apply(y, loss, weight)
     return attached
@@ -130,15 +130,15 @@ def capacity(factor: float, tokens: int, slots: int, experts: int) -> int:
 def within_capacity(
     mesh: Mesh, context: str | None, chosen: Tensor, positions: Tensor | None, experts: int, factor: float
 ) -> Tensor:
-    """Return which choices stay within their expert's capacity, sample by sample.
+    """Return which choices are within their expert's capacity, sample by sample.
 
-    An expert keeps the first `capacity` of a sample: first choices before second ones (GShard, Lepikhin et
-    al. 2020), and among these in order of position.
+    An expert keeps the first `capacity` choices of a sample: first choices before second choices (GShard, Lepikhin et
+    al. 2020), and choices in the same slot in order of position.
 
-    Shape:      chosen (samples, tokens, slots) int64; positions (tokens) int64, of this rank's tokens
-                in their samples; None: 0, 1, ... -> (samples, tokens, slots) bool.
+    Shape:      chosen (samples, tokens, slots) int64; positions (tokens) int64, the positions of this rank's
+                tokens in their samples, or None for 0, 1, ... -> (samples, tokens, slots) bool.
     Called by:  every rank along `context`, the dim along which samples are split, if any.
-    Raises:     ShapeError if positions are missing or of another shape.
+    Raises:     ShapeError if positions are missing or have the wrong shape.
     """
     tokens, slots = chosen.shape[1:]
     if context is not None and positions is None:
@@ -150,7 +150,7 @@ def within_capacity(
         )
     if positions is not None and positions.shape != (tokens,):
         raise ShapeError(
-            "the positions do not fit the tokens",
+            "the positions do not match the tokens",
             given=f"positions of shape {tuple(positions.shape)}, {tokens} tokens in each sample",
             expected=f"shape ({tokens},), equal for all samples",
             hint="pass the positions of this rank's tokens only",
@@ -170,7 +170,7 @@ def within_capacity(
 
 
 def _first(chosen: Tensor, experts: int, limit: int) -> Tensor:
-    """Return whether a choice is among the first `limit` of its sample and expert, slot by slot."""
+    """Return whether each choice is among its sample's first `limit` choices of the same expert, slot by slot."""
     line = chosen.transpose(1, 2).flatten(1)
     within = places(line, experts) < limit
     found: Tensor = within.unflatten(1, (chosen.shape[2], chosen.shape[1]))
@@ -178,7 +178,7 @@ def _first(chosen: Tensor, experts: int, limit: int) -> Tensor:
 
 
 def places(line: Tensor, experts: int) -> Tensor:
-    """(samples, n) expert numbers -> (samples, n) int64: how many equal ones are before it in its sample."""
+    """(samples, n) expert numbers -> (samples, n) int64: how many equal numbers precede each number in its sample."""
     order = line.argsort(stable=True, dim=1)
     often = counts(line, experts)
     starts = (often.cumsum(1) - often).gather(1, line.gather(1, order))
@@ -190,11 +190,11 @@ def places(line: Tensor, experts: int) -> Tensor:
 
 
 def exchange(mesh: Mesh, dim: str, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
-    """Send the first sent[0] rows to coord 0, the next sent[1] to coord 1, and so on. Return the received rows, in order.
+    """Send the first sent[0] rows to coord 0, the next sent[1] to coord 1, and so on. Return the rows received, in order.
 
     Shape:      (sum of sent, width) -> (sum of received, width).
-    Called by:  every rank along `dim`, with received[c] the entry of coord c's `sent` for this rank.
-    Gradient:   the same exchange back. Every rank's backward takes part, and sizes are not exchanged again.
+    Called by:  every rank along `dim`. received[c] must be the entry for this rank in coord c's `sent`.
+    Gradient:   the same exchange in reverse. Every rank must run backward. Sizes are not exchanged again.
     """
     arrived: Tensor = _Exchange.apply(rows, mesh, dim, sent, received)
     return arrived
@@ -207,12 +207,12 @@ def dispatched(
     often: Tensor,
     compute: Callable[[Tensor, Tensor, Tensor, list[int]], Tensor],
 ) -> Tensor:
-    """Return the results of the experts along `dim`, in the order of `rows`, which are sorted by expert.
+    """Return the experts' results along `dim`, in the order of `rows`, which are sorted by expert.
 
-    often:   int64 (experts of all ranks,): the number of rows for each expert.
-    compute: (rows that have arrived here, sorted by sender and then by expert; the expert's number among this rank's for
-             each row; the number of rows of each expert; the same numbers on the host) -> the result of each row.
-    Called by: every rank along `dim`. The host waits once for the number of rows that it sends and receives; backward does not.
+    often:   int64 (experts on all ranks,): the number of rows for each expert.
+    compute: (rows received by this rank, sorted by sender and then by expert; each row's expert number on this rank;
+             the number of rows for each expert; the same numbers on the host) -> the result for each row.
+    Called by: every rank along `dim`. The host waits once for the numbers of rows to send and receive; backward does not wait.
     """
     ranks, own = mesh.size(dim), len(often) // mesh.size(dim)
     (theirs,) = once(lambda: [mesh.all_to_all(dim, often)], often)
@@ -233,7 +233,7 @@ def inverse(order: Tensor) -> Tensor:
 
 
 def sizes_of(often: Tensor, total: int) -> Any:
-    """Return the sizes as lists, for the host. For tensors without values, as in a dry run: `total` divided evenly."""
+    """Return the sizes as lists on the host. For tensors without values, as in a dry run, divide `total` evenly."""
     if has_memory(often):
         return often.tolist()
     each, more = divmod(total, often.shape[-1])
@@ -242,13 +242,13 @@ def sizes_of(often: Tensor, total: int) -> Any:
 
 
 def move(x: Tensor, there: Tensor, back: Tensor, slots: int = 1, blanks: bool = False) -> Tensor:
-    """Return x's row there[i] // slots at place i, or zeros if that number is the number of rows of x.
+    """Return a tensor whose row i is row there[i] // slots of x, or zeros if there[i] // slots is the number of rows in x.
 
     Shape:    x (n, width), there (m) int64 in 0 .. n * slots, each number below n * slots at most once -> (m, width).
-              back (n * slots) int64: the place of number j in `there`, m if it is absent.
-    blanks:   whether there is a number n * slots in `there`, or an m in `back`.
-    Gradient: exact, and bitwise the same in every run: a row's slots are added in order. The backward of indexing
-              adds them in any order on a GPU.
+              back (n * slots) int64: the index of number j in `there`, or m if j is absent.
+    blanks:   whether `there` contains n * slots, or `back` contains m.
+    Gradient: exact, and bitwise the same in every run, because a row's slots are added in order. On a GPU, the backward
+              of indexing adds them in any order.
     """
     moved: Tensor = _Move.apply(x, there, back, slots, blanks)
     return moved
@@ -287,5 +287,5 @@ class _Move(torch.autograd.Function):
 
 
 def _rows(x: Tensor, which: Tensor, blanks: bool) -> Tensor:
-    """x[which], where the number after the last row means zeros."""
+    """Return x[which]. An index equal to the number of rows returns zeros."""
     return (torch.cat([x, x.new_zeros(1, x.shape[1])]) if blanks else x).index_select(0, which)

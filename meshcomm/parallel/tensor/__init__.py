@@ -1,10 +1,10 @@
 """Tensor parallelism: layers whose weights are split along one dim of the mesh.
 
-A column-parallel weight keeps a slice of its outputs on each rank, a row-parallel one a slice of
-its inputs. In sequence, they need a single sum in forward (after the row-parallel layer, `leave`)
-and a single one in backward (before the column-parallel layers, `enter`). This is the scheme of
-Megatron-LM (Shoeybi et al. 2019), where `enter` is called f and `leave` g. With sequence_parallel
-it is the scheme of Korthikanti et al. 2022, where they are g and its conjugate.
+Each rank keeps a slice of a column-parallel weight's outputs, and of a row-parallel weight's
+inputs. Column-parallel layers followed by a row-parallel layer need one sum in forward (`leave`,
+after the row-parallel layer) and one in backward (`enter`, before the column-parallel layers). This
+is the scheme of Megatron-LM (Shoeybi et al. 2019), where `enter` is called f and `leave` is called g.
+With sequence_parallel, it is the scheme of Korthikanti et al. 2022, where they are g and its conjugate.
 """
 
 from meshcomm.parallel.tensor.apply import tensor_parallel

@@ -1,7 +1,7 @@
-"""Make a plain module tensor-parallel by a plan that names its parts.
+"""Makes a plain module tensor-parallel, following a plan that names the module's parts.
 
-Module objects are kept, so names, hooks, shared modules and attributes stay. Only the class of a part changes,
-to a subclass of its class, as in fully_shard.
+Module objects are kept, so names, hooks, shared modules and attributes do not change. Only the class of a part
+changes, to a subclass of the original class, as in fully_shard.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from meshcomm.parallel.tensor.parameters import FUSED, kept, local
 from meshcomm.parallel.tensor.plan import Entry, Rule, checked_rules
 from meshcomm.parallel.tensor.split import TensorSplit
 
-# Elements of a tensor that are read at once for its digest.
+# The number of elements that a digest reads at a time.
 _CHUNK = 1 << 20
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -43,50 +43,51 @@ def tensor_parallel(
     axis: int = 1,
     example: Sequence[Any] | Mapping[str, Any] | None = None,
 ) -> TensorSplit:
-    """Split parts of `module` along `dim`, in place; names, hooks and objects stay.
+    """Split parts of `module` along `dim`, in place. Names, hooks and module objects do not change.
 
     plan: maps patterns of dotted names ("*" within a component, "**" for any components) to a style:
 
         "column"     nn.Linear (or transformers' Conv1D) with split outputs. Columns of one parent that read
-                     the same tensor share one all_reduce in backward. "column:3", or {"style": "column",
-                     "parts": 3} or "parts": [q, k, v] (sizes): the weight holds several matrices, each of
-                     which is split. "column:whole": the outputs are gathered.
-        "row"        nn.Linear with split inputs, after columns. Its result is complete. {"style": "row",
-                     "input": "whole"}: after columns whose outputs were gathered.
-        "vocab"      nn.Embedding with split rows. For "column", "row" and "vocab", with sequence_parallel:
-                     {"sequence": "whole"} if the module takes and returns full sequences.
+                     the same tensor share one all_reduce in backward. With "column:3", {"style": "column",
+                     "parts": 3} or "parts": [q, k, v] (sizes), the weight holds several matrices, and each
+                     matrix is split. With "column:whole", the outputs are gathered.
+        "row"        nn.Linear with split inputs, after columns. Its result is complete. Use {"style": "row",
+                     "input": "whole"} after columns whose outputs were gathered.
+        "vocab"      nn.Embedding with split rows. With sequence_parallel, add {"sequence": "whole"} to a
+                     "column", "row" or "vocab" module that takes and returns full sequences.
         "latent"     nn.Linear that is not split. Its last {"size": n} outputs go to all heads, like the
                      rotary part of a key in multi-head latent attention.
-        "enter"      a module around columns. Its first argument ("args": [0], or names) enters here instead
-                     of at each column. With sequence_parallel, use it for a module that reads the length of
-                     the sequence from its input. Everything in the module must go through columns.
-                     {"shared": True}: siblings called with the same tensor enter once.
+        "enter"      a module that contains columns. `enter` is called once on its first argument ("args":
+                     [0], or names), instead of at each column. With sequence_parallel, use this style for a
+                     module that reads the sequence length from its input. In the module, the argument must be
+                     used only through columns. With {"shared": True}, siblings that are called with the same
+                     tensor share one `enter`.
         "sequence"   not split; operates on each token separately, like a norm.
-        "heads"      not split; operates after columns, on each of this rank's heads, like a norm of queries.
-        "replicate"  not split; needs the full sequence, or takes no activations. {"style": "replicate",
+        "heads"      not split; operates on each of this rank's heads, after columns, like a query norm.
+        "replicate"  not split; needs the full sequence, or takes no activations. Use {"style": "replicate",
                      "input": "whole", "axis": 0} for a position embedding that returns (sequence, width). Parts
-                     of it that have styles are split, on full sequences.
-        "split"      a parameter, by its name, split along axis 0, or {"style": "split", "axis": 1}. For a
-                     parameter that operates only on this rank's heads or features, such as a sink for each
-                     head.
-        {"set": {"heads": "split"}}  in addition to a style, or on its own: divides the module's attribute `heads`
-                     by the number of ranks. Any other value is assigned as given.
+                     inside it that have styles are split and operate on full sequences.
+        "split"      a parameter that the plan names, split along axis 0. For axis 1, use {"style": "split",
+                     "axis": 1}. Use this style for a parameter that operates only on this rank's heads or
+                     features, such as a sink for each head.
+        {"set": {"heads": "split"}}  with or without a style: divides the module's attribute `heads`
+                     by the number of ranks. Any other value is assigned unchanged.
 
     Called by:  every rank along `dim`, with equal weights (compared by digest).
     Returns:    the TensorSplit, for `cross_entropy` and `finish_gradients`.
-    Parameters: become DTensors on `mesh[dim]` under their old names (those of RNNs, ParameterList and
-                ParameterDict stay plain). `module.forward` reads this rank's part of them. Weights with parts
-                have one more axis; see `unsplit_state`. In the simulator, all are plain parts. Create
-                optimizers and call fully_shard afterwards.
+    Parameters: become DTensors on `mesh[dim]` under their old names (parameters of RNNs, ParameterList and
+                ParameterDict stay plain). `module.forward` reads this rank's part of each. Multi-part weights
+                have one more axis; see `unsplit_state`. In the simulator, all parameters are plain tensors
+                that hold this rank's part. Create optimizers and call fully_shard afterwards.
     sequence_parallel, axis: as for TensorSplit. With sequence_parallel, every part with parameters needs a
                 style, and you must call `split.finish_gradients`.
-    example:    arguments of `module`, positional or by name, equal along dim. The outputs and all gradients for
-                them, in eval mode, are compared before and after the split. This detects mistakes that names do
-                not reveal, such as a part missing in the plan or a number of heads that was not divided. The
-                error names the part, its sizes before and after, and fixes.
-    Raises:     ConfigError with every problem of the plan, before anything changes; MeshMismatchError if ranks
-                hold different weights; TrainingError if the example fails after the split, or gives different
-                results.
+    example:    arguments for `module`, positional or by name, equal along dim. The outputs and all gradients in
+                eval mode are compared before and after the split. This detects mistakes that names do not
+                reveal, such as a part missing from the plan or a number of heads that was not divided. The
+                error names the part, its sizes before and after the split, and fixes.
+    Raises:     ConfigError that lists every problem in the plan, before anything changes; MeshMismatchError if
+                ranks hold different weights; TrainingError if the example fails after the split, or gives
+                different results.
     """
     split = TensorSplit(mesh, dim, sequence_parallel=sequence_parallel, axis=axis)
     rules = checked_rules(split, module, plan)
@@ -108,9 +109,9 @@ def tensor_parallel(
 
 
 def lay_out(module: nn.Module, mesh: Mesh, plan: Mapping[str, Entry]) -> None:
-    """Give weights with parts the shapes that `tensor_parallel` gives them, where nothing is split, in place.
+    """Give the multi-part weights of an unsplit module the shapes that `tensor_parallel` gives them, in place.
 
-    So a checkpoint has the same shapes on every mesh. Raises ConfigError if the plan does not fit.
+    A checkpoint then has the same shapes on every mesh. Raises ConfigError if the plan does not fit the module.
     """
     split = TensorSplit(mesh, None)
     _Splitting(split, module, checked_rules(split, module, plan)).lay_out()
@@ -131,7 +132,7 @@ class _Splitting:
         self.running = Running()
 
     def run(self) -> None:
-        """Split every part that has a rule, then keep all others as they are, as DTensors."""
+        """Split every part that has a rule, then turn the remaining parameters into DTensors."""
         for name, rule in self.rules.items():
             part = self.names[name]
             if id(part) not in self.done:
@@ -139,11 +140,11 @@ class _Splitting:
                 self._apply(name, part, rule)
         for name, part in self.module.named_modules():
             self._keep(part, self.rules.get(name, Rule()))
-        # Its forward notifies all parts, because some code reads the weight of a part without calling it.
+        # The module's forward counts for all its parts, because some code reads a part's weight without calling the part.
         self._become(self.module, Around, self.split)
 
     def lay_out(self) -> None:
-        """Only set the shapes of weights with parts."""
+        """Set only the shapes of multi-part weights."""
         for name, rule in self.rules.items():
             part = self.names[name]
             if rule.style == "column" and rule.parts_of(part, "weight"):
@@ -184,7 +185,7 @@ class _Splitting:
         return [n for n, rule in self.rules.items() if rule.style and n != name and n.startswith(within)]
 
     def _split_in(self, name: str) -> TensorSplit:
-        """Return the split of a part. Inside a module that needs full sequences, sequences are gathered."""
+        """Return the TensorSplit for a part. Inside a module that needs full sequences, it does not split sequences."""
         while name:
             name = name.rpartition(".")[0]
             if self.rules.get(name, Rule()).style == "replicate":
@@ -199,7 +200,9 @@ class _Splitting:
         self._become(part, ColumnParallel, split)
 
     def _entry(self, name: str, split: TensorSplit) -> Callable[[Tensor], Tensor]:
-        """Return the entry of the nearest module around `name` that is not a list or dict; none inside an "enter"."""
+        """Return the entry of the nearest module around `name` that is not a list or dict. Inside an "enter" module,
+        return an entry that does nothing.
+        """
         for outer, rule in self.rules.items():
             if rule.style == "enter" and (not outer or name.startswith(outer + ".")):
                 return entered
@@ -216,7 +219,10 @@ class _Splitting:
         return self.entries[id(around)]
 
     def _become(self, part: Any, kind: type, split: TensorSplit) -> Any:
-        """Return `part`, changed to a subclass of `kind` and its class. All parts of a class share one subclass."""
+        """Return `part` after changing its class to a subclass of `kind` and its original class.
+
+        All parts of one class share one subclass.
+        """
         own = type(part)
         if not isinstance(part, kind):
             part.meshcomm_split = split
@@ -236,7 +242,7 @@ class _Splitting:
         if id(old) not in self.replaced:
             new = self.split.parameter_from(old if parts is None else kept(old.detach(), parts), axis)
             new.requires_grad_(old.requires_grad)
-            # The old one too: while it exists, no other parameter can get its id.
+            # The old parameter is stored too: while it exists, no other parameter can get its id.
             self.replaced[id(old)] = (old, new)
         part._parameters[key] = self.replaced[id(old)][1]
         if parts is not None:
@@ -245,7 +251,7 @@ class _Splitting:
     def _keep(self, part: nn.Module, rule: Rule) -> None:
         placed = {id(new) for _, new in self.replaced.values()}
         own = [key for key, p in part._parameters.items() if p is not None and id(p) not in placed]
-        # An RNN keeps a list of its weights for the kernel; lists have no forward.
+        # An RNN keeps a list of its weights for the kernel; parameter lists and dicts have no forward.
         if not own or isinstance(part, (nn.RNNBase, nn.ParameterList, nn.ParameterDict)):
             return
         for key in own:
@@ -258,10 +264,10 @@ class _Splitting:
 
 
 class SharedEntry:
-    """`split.enter`, once for all column-parallel layers that read the same tensor.
+    """Calls `split.enter` once for all column-parallel layers that read the same tensor.
 
-    Siblings share one entry. The entry keeps its last input until the enclosing module returns. The same object then
-    is the same input, unless it was written to in between.
+    Sibling layers share one entry. The entry keeps its last input until the enclosing module returns. Until then, the
+    same object is taken to be the same input, unless it was modified in between.
     """
 
     def __init__(self, split: TensorSplit) -> None:
@@ -271,7 +277,7 @@ class SharedEntry:
         self._state: tuple[int, bool] = (0, False)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Return `x` after `enter`."""
+        """Return `split.enter(x)`, computed once for each input."""
         if torch.compiler.is_compiling():
             return self._split.enter(x)
         state = (0 if x.is_inference() else x._version, torch.is_grad_enabled())
@@ -281,12 +287,12 @@ class SharedEntry:
         return self._entered
 
     def clear(self) -> None:
-        """Drop the tensor: the module around the layers has returned."""
+        """Drop the stored tensors. Called when the module around the layers has returned."""
         self._given = self._entered = None
 
 
 class Running:
-    """The number of forwards in progress in the parts of one module."""
+    """Counts the forward calls in progress in one module and its parts."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -297,10 +303,10 @@ class Running:
 
 
 class Around:
-    """A module whose own forward reads this rank's part of each parameter, also of parts inside it; all other code
-    reads a DTensor. Its arguments or result change at its start and end, by `split.enter` and the like.
+    """A module whose forward reads this rank's part of each parameter, including parameters of parts inside it. All other
+    code reads a DTensor. `split.enter`, `gather` and `scatter` change its arguments and its result.
 
-    This does not use hooks: torch.compile would compile each layer anew, because every hook has another number.
+    This class does not use hooks: every hook has a different number, so torch.compile would recompile each layer.
     """
 
     meshcomm_split: TensorSplit
@@ -313,7 +319,7 @@ class Around:
     meshcomm_shared: SharedEntry | None = None
 
     def forward(self, *args: Any, **named: Any) -> Any:
-        """Run the forward of the module's own class, after changing its arguments and before changing its result."""
+        """Change the arguments, run the forward of the module's original class, and change the result."""
         split, running = self.meshcomm_split, self.meshcomm_running
         shape: Sequence[int] = ()
         if self.meshcomm_enter or self.meshcomm_gather:
@@ -329,7 +335,7 @@ class Around:
             return y
         whole = y[0] if isinstance(y, tuple) else y
         if len(shape) == 3 and whole.ndim == 2 and len(whole) == shape[0] * shape[1]:
-            # (batch * sequence, width), as mixtures of experts return it.
+            # (batch * sequence, width), as mixture-of-experts layers return it.
             whole = whole.unflatten(0, shape[:2])
         part = split.scatter(whole, self.meshcomm_axis)
         return (part, *y[1:]) if isinstance(y, tuple) else part
@@ -337,7 +343,7 @@ class Around:
     def meshcomm_begun(
         self, args: tuple[Any, ...], named: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any], Sequence[int]]:
-        """Return the arguments at the start of the module, and the shape of the first one that was gathered."""
+        """Return the arguments after `enter` and `gather`, and the shape of the first argument that was gathered."""
         split = self.meshcomm_split
         given: dict[int | str, Any] = dict(enumerate(args))
         given.update(named)
@@ -350,7 +356,7 @@ class Around:
                     f"a {type(self).__name__} was called without the argument that its plan names",
                     given=f"{len(args)} positional arguments" + "".join(f", {name}" for name in named),
                     expected=f"a tensor as argument {key!r}",
-                    hint='"args": [0] for the first, "args": ["hidden_states"] for one by name',
+                    hint='"args": [0] for the first argument, "args": ["hidden_states"] for an argument by name',
                 )
         for key in entering:
             given[key] = self.meshcomm_entry(given[key])
@@ -367,13 +373,13 @@ class Around:
 
 
 class Latent:
-    """A linear layer that is not split, whose last outputs go to this rank's heads: their gradient is a part of a sum."""
+    """A linear layer that is not split. Its last outputs go to this rank's heads, so their gradient is summed over ranks."""
 
     meshcomm_split: TensorSplit
     meshcomm_size = 0
 
     def forward(self, x: Tensor) -> Tensor:
-        """The forward of the module."""
+        """Run the module's forward. The gradient of the last outputs is summed over ranks."""
         y: Tensor = super().forward(x)  # type: ignore[misc]
         size, split = self.meshcomm_size, self.meshcomm_split
         others, own = y.split([y.shape[-1] - size, size], -1)
@@ -384,7 +390,7 @@ class Latent:
 
 
 def _check_same(mesh: Mesh, dim: str, module: nn.Module, plan: str) -> None:
-    """Raise MeshMismatchError on every rank along `dim` if plan, names, weights or buffers differ."""
+    """Raise MeshMismatchError on every rank along `dim` if the plan, names, weights or buffers differ."""
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     shapes = [(name, tuple(x.shape), str(x.dtype)) for name, x in tensors.items()]
     # The plan is first, because weights can only be compared if names and shapes are equal.
@@ -400,7 +406,7 @@ def _check_same(mesh: Mesh, dim: str, module: nn.Module, plan: str) -> None:
         ranks = "rank " + str(odd[0]) if len(odd) == 1 else "ranks " + ", ".join(map(str, odd))
         raise MeshMismatchError(
             f'{name} differs along "{dim}" before it is split',
-            given=f"{ranks} of {mesh.ranks(dim)}, as seen from {mesh.label}: their value differs from most",
+            given=f"{ranks} of {mesh.ranks(dim)}, as seen from {mesh.label}: the value differs from the one on most ranks",
             expected=f"the same module, weights and plan on every rank along {dim}",
             hint=f"use the same torch.manual_seed(seed) along {dim} before the module is created, load the same "
             f'file on all ranks, or for each parameter p, call mesh.broadcast("{dim}", p.data, src=0)',
@@ -410,7 +416,7 @@ def _check_same(mesh: Mesh, dim: str, module: nn.Module, plan: str) -> None:
 
 @torch.no_grad()
 def _digest(x: Tensor) -> str:
-    """Return two sums over the bits of `x`, one weighted by position, modulo 2^64. So -0.0 differs from 0.0."""
+    """Return two sums over the bits of `x` modulo 2^64, one weighted by position. They distinguish -0.0 from 0.0."""
     flat = x.detach().contiguous().view(-1)
     if flat.is_complex():
         flat = torch.view_as_real(flat).view(-1)

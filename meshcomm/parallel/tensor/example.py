@@ -1,4 +1,4 @@
-"""Compares a module after the split with itself before, on an example. Errors name the failing part, and fixes."""
+"""Compares a module's results on an example before and after the split. Errors name the failing part and suggest fixes."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from meshcomm.parallel.tensor.split import TensorSplit
 
 Example: TypeAlias = Sequence[Any] | Mapping[str, Any]
 Shapes: TypeAlias = dict[str, tuple[int, ...]]
-"""By argument of a forward, by position or name: the shape of its tensor."""
+"""The shape of each tensor argument of a forward call, by position or name."""
 
-# The error from a different order of additions, with a margin, relative to the largest value of a tensor.
+# The largest error that a different order of additions causes, with a margin, relative to a tensor's largest value.
 _ROOM = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
 
 
 @final
 class Calls:
-    """The calls of a module's parts.
+    """Records the calls to a module's parts.
 
-    given: the shapes of every part, call by call. open: the parts that have not returned. values: the module's arguments.
+    given: each part's argument shapes, call by call. open: the parts that have not returned. values: the module's arguments.
     """
 
     def __init__(self) -> None:
@@ -66,10 +66,12 @@ class Calls:
 
 @final
 class Seen:
-    """Outputs of a module on an example, and every gradient of a fixed random sum over them; all unsharded.
+    """A module's outputs on an example, and all gradients of a sum of the outputs with fixed random weights; unsharded.
 
-    like: the `Seen` of the module before it was split. Outputs that are slices of the earlier ones are
-        gathered. rules: those by which it was split. Raises TrainingError if the module fails now.
+    like: the `Seen` of the module before it was split. Outputs that are slices of the earlier outputs are gathered.
+    rules: the rules by which the module was split.
+
+    Raises TrainingError if the split module fails.
     """
 
     def __init__(
@@ -98,7 +100,7 @@ class Seen:
             if axis is not None:
                 shape[axis] *= split.size
                 value = split.mesh.all_gather(split.dim, value, axis)
-            # Drawn on the CPU, so that the numbers are the same on every rank and kind of device.
+            # Drawn on the CPU, so that the numbers are the same on every rank and device type.
             weights = torch.randn(shape, generator=torch.Generator().manual_seed(number))
             if axis is not None:
                 weights = weights.chunk(split.size, axis)[split.coord]
@@ -121,7 +123,7 @@ class Seen:
             self.values[f"gradient of {name}"] = joined(value, sizes[name]) if name in sizes else value
 
     def _run(self, module: nn.Module, example: Example) -> Any:
-        """Forward in eval mode; the calls of every part are recorded."""
+        """Run forward in eval mode and record the calls to every part."""
         training = {part: part.training for part in module.modules()}
         module.eval()
         try:
@@ -135,27 +137,27 @@ class Seen:
 
 
 def compare_outputs(split: TensorSplit, before: Seen, after: Seen) -> None:
-    """Raise TrainingError, on every rank, if the two differ by more than rounding."""
+    """Raise TrainingError, on every rank, if the two differ by more than rounding errors."""
     odd = []
     for name, expected in before.values.items():
         value = after.values.get(name)
         if value is None or value.shape != expected.shape:
             given = "missing" if value is None else f"of shape {tuple(value.shape)}"
-            odd.append(f"{name}: {given}, before of shape {tuple(expected.shape)}")
+            odd.append(f"{name}: {given}; the shape before the split is {tuple(expected.shape)}")
             continue
         most = float(expected.abs().max()) if expected.numel() else 0.0
         off = float((value - expected).abs().max()) if expected.numel() else 0.0
         # Not "off > room", because nan must not pass.
         if not off <= _ROOM.get(expected.dtype, 1e-3) * max(most, 1e-6):
-            odd.append(f"{name}: off by {off:.2g}, where the largest value is {most:.2g}")
+            odd.append(f"{name}: off by {off:.2g}; the largest value is {most:.2g}")
     count = torch.tensor([len(odd)], device=split.device)
     split.mesh.all_reduce(split.dim, count, op="max")
     if int(count):
         shown = odd[:8] + ([f"and {len(odd) - 8} more"] if len(odd) > 8 else [])
         raise TrainingError(
-            f'the module split along "{split.dim}" does not compute the same as before',
+            f'the module split along "{split.dim}" does not compute the same results as before',
             given="\n".join(shown) or "other ranks see differences",
-            expected="outputs and gradients on the example equal up to rounding",
+            expected="outputs and gradients on the example that are equal up to rounding",
             hint='"set": {"heads": "split"} for numbers of heads; "column:3" for q, k and v in one weight; '
             'a "row" after every "column"',
         )
@@ -172,7 +174,7 @@ def _tensors(value: object) -> list[Tensor]:
 
 
 def _axis(split: TensorSplit, y: Tensor, ref: Tensor) -> int | None:
-    """Return the axis along which `y` is a slice of a tensor like `ref`."""
+    """Return the axis along which `y` is a slice of a tensor shaped like `ref`, or None."""
     if y.ndim != ref.ndim:
         return None
     other = [axis for axis in range(y.ndim) if y.shape[axis] != ref.shape[axis]]
@@ -192,10 +194,10 @@ def explained(
     after: Calls,
     where: str = "",
 ) -> TrainingError:
-    """Return the error that replaces torch's `error`: the part and line that raised it, its sizes before and after,
-    fixes.
+    """Return the error that replaces torch's `error`. It names the part and the line that raised `error`, the part's
+    sizes before and after the split, and fixes.
 
-    where: follows "fails".
+    where: the text after "fails".
     """
     module, name = after.module, after.open[-1] if after.open else ""
     part = module.get_submodule(name)
@@ -203,7 +205,7 @@ def explained(
     now = calls[-1] if calls else {}
     was = past[len(calls) - 1] if 0 < len(calls) <= len(past) else {}
     sizes = [
-        f"its argument {key} has shape {now[key]}, before the split {was[key]}"
+        f"its argument {key} has shape {now[key]}, but had {was[key]} before the split"
         for key in now
         if key in was and now[key] != was[key]
     ]
@@ -235,7 +237,7 @@ def explained(
 def _of_columns(
     split: TensorSplit, name: str, part: nn.Module, rules: Mapping[str, Rule], calls: Calls
 ) -> Iterator[str]:
-    """Numbers of heads, or a loss, of a part with split columns; for a Linear, of the part around it."""
+    """Suggest fixes for the numbers of heads, or the loss, in a part with split columns, or in the parent of a Linear."""
     around = name.rpartition(".")[0] if isinstance(part, nn.Linear) else name
     columns = [
         other
@@ -247,7 +249,7 @@ def _of_columns(
     yield from _of_heads(split, around, calls.module.get_submodule(around), rules.get(around, Rule()))
     if sum(isinstance(x, Tensor) and x.dtype == torch.int64 for x in calls.values) > 1:
         yield (
-            f'with labels the module computes its loss from a slice of the logits: "{columns[-1]}": "column:whole", '
+            f'with labels, the module computes its loss from a slice of the logits: "{columns[-1]}": "column:whole", '
             "or no labels, and cross_entropy(split, logits, labels)"
         )
 
@@ -255,7 +257,7 @@ def _of_columns(
 def _of_linear(
     split: TensorSplit, name: str, part: nn.Module, rule: Rule, now: Shapes, was: Shapes
 ) -> Iterator[str]:
-    """A row that the plan is missing, or one with nothing split before it."""
+    """Suggest a "row" that is missing from the plan, or a fix for a "row" with nothing split before it."""
     if not isinstance(part, nn.Linear) or not now.get("0") or not was.get("0"):
         return
     given, all_inputs = now["0"][-1], was["0"][-1]
@@ -266,7 +268,7 @@ def _of_linear(
 
 
 def _of_sequence(split: TensorSplit, name: str, now: Shapes, was: Shapes) -> Iterator[str]:
-    """A part that needs the full sequence, or reads its length from a slice."""
+    """Suggest styles for a part that needs the full sequence, or reads the sequence length from a slice."""
     axis = split.axis
     for key, shape in now.items() if split.sequence_parallel else ():
         before = was.get(key, ())
@@ -278,7 +280,7 @@ def _of_sequence(split: TensorSplit, name: str, now: Shapes, was: Shapes) -> Ite
 
 
 def _of_shape(split: TensorSplit, said: str) -> Iterator[str]:
-    """A view or reshape to a size of the unsplit module."""
+    """Suggest a fix for a view or reshape to a size of the unsplit module."""
     found = re.search(r"shape '\[([\d, ]+)\]' is invalid for input of size (\d+)", said)
     if found is None:
         return
@@ -286,13 +288,13 @@ def _of_shape(split: TensorSplit, said: str) -> Iterator[str]:
     if prod(shape) == size * split.size:
         one = [*shape[:-1], -1] if len(shape) < 4 else [*shape[:-2], -1, shape[-1]]
         yield (
-            f"reshape to {one} instead of {shape}: after a split column a rank has one of {split.size} parts of the "
+            f"reshape to {one} instead of {shape}: after a split column, each rank has 1/{split.size} of the "
             "last axis, or of the heads"
         )
 
 
 def _of_heads(split: TensorSplit, name: str, part: nn.Module, rule: Rule) -> Iterator[str]:
-    """Numbers of heads, of the part itself or of its config, that were not divided, or cannot be."""
+    """Suggest fixes for numbers of heads, in the part or its config, that were not or cannot be divided."""
     config = getattr(part, "config", None)
     holders: list[Any] = [part] if config is None else [part, config]
     for holder in holders:
@@ -308,5 +310,5 @@ def _of_heads(split: TensorSplit, name: str, part: nn.Module, rule: Rule) -> Ite
             elif not hasattr(part, key):
                 yield (
                     f'"{name}": {{"set": {{"config": ...}}}}, a copy of its config with {key} = {value // split.size}, '
-                    f"{value} now, if its forward reads that"
+                    f"{value} now, if its forward reads this number"
                 )

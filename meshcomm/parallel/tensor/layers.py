@@ -1,4 +1,4 @@
-"""Linear layers, embeddings and the loss over split weights, for models written with them and for models that a plan splits."""
+"""Linear layers, embeddings and the loss with split weights, for models that use them directly or are split by a plan."""
 
 from __future__ import annotations
 
@@ -20,17 +20,19 @@ Reduction: TypeAlias = Literal["mean", "sum"]
 
 
 def entered(x: Tensor) -> Tensor:
-    """Return `x`, which has been through `enter` already."""
+    """Return `x`, which has already been through `enter`."""
     return x
 
 
 def is_conv1d(part: nn.Module) -> bool:
-    """Return whether `part` is the Conv1D of transformers: a linear layer whose weight is (inputs, outputs)."""
+    """Return whether `part` is transformers' Conv1D, a linear layer whose weight is (inputs, outputs)."""
     return type(part).__name__ == "Conv1D" and hasattr(part, "nx")
 
 
 def held(module: Any, name: str) -> Any:
-    """Return this rank's part of a parameter of `module`, None if there is none. Parts of a parameter are in order."""
+    """Return this rank's part of a parameter of `module`, or None if the parameter does not exist. The rows of a
+    multi-part weight are in the parts' order.
+    """
     parameter = getattr(module, name)
     if parameter is None:
         return None
@@ -44,7 +46,7 @@ def _matrix(module: Any) -> Tensor:
     return weight.T if module.meshcomm_transposed else weight
 
 
-# The attributes that begin with meshcomm_ are also set on a user's module that becomes one of these: see `apply`.
+# Attributes whose names begin with meshcomm_ are also set on a user's module that becomes one of these classes: see `apply`.
 
 
 class ColumnParallel(nn.Module):
@@ -91,7 +93,9 @@ class RowParallel(nn.Module):
         split.partial(self, "bias")
 
     def forward(self, x: Tensor) -> Tensor:
-        """One all_reduce (reduce_scatter) in forward, none (all_gather) in backward; the bias is added once."""
+        """Runs one all_reduce in forward and no collective in backward; with sequence_parallel, a reduce_scatter in
+        forward and an all_gather in backward. The bias is added once.
+        """
         split = self.meshcomm_split
         if self.meshcomm_input == "whole" and split.size > 1:
             x = split.mesh.functional.slice(split.dim, x, -1)
@@ -107,8 +111,8 @@ class VocabParallelEmbedding(nn.Module):
     """Rows of a (vocab, width) table split over vocab: ids (...) int64 -> (..., width), full.
 
     With sequence_parallel: ids (batch, sequence), full -> this rank's slice of the sequence.
-    dtype: the dtype of the rows that are sent and returned. If None, the weight's. Rows are not rounded by the sum.
-    Raises ShapeError for ids outside 0 .. vocab - 1. If checking would wait for the device, their rows are nan instead.
+    dtype: the dtype in which rows are sent and returned. If None, the weight's dtype is used. The sum does not round rows.
+    Raises ShapeError for ids outside 0 .. vocab - 1. If checking would wait for the device, such ids get rows of nan instead.
     """
 
     meshcomm_split: TensorSplit
@@ -132,9 +136,9 @@ class VocabParallelEmbedding(nn.Module):
         row, mine = owned(ids, table.shape[0], split.coord)
         found = F.embedding(row, table).to(dtype)
         if padding is not None:
-            # Not padding_idx of F.embedding, because row 0 is also used for ids of other ranks.
+            # F.embedding's padding_idx cannot be used, because ids of other ranks are also looked up in row 0.
             found = found.detach().where((ids == padding).unsqueeze(-1), found)
-        # Rows of other ranks are zeros, which `leave` sums.
+        # Rows that another rank owns become zeros; `leave` sums over the ranks.
         found = found * mine.unsqueeze(-1)
         if outside is not None:
             found = found.masked_fill(outside.unsqueeze(-1), torch.nan)
@@ -142,16 +146,16 @@ class VocabParallelEmbedding(nn.Module):
 
 
 def owned(ids: Tensor, rows: int, coord: int) -> tuple[Tensor, Tensor]:
-    """Return the local row of each id, 0 where another rank owns it, and which ids are this rank's."""
+    """Return each id's local row (0 if another rank owns the id), and a mask of the ids that this rank owns."""
     row = ids - coord * rows
     mine = (row >= 0) & (row < rows)
     return row.where(mine, 0), mine
 
 
 def outside_of(split: TensorSplit, ids: Tensor, vocab: int, what: str) -> Tensor | None:
-    """Return which ids no rank holds, bool like ids, if checking would wait for the device; None if all are held.
+    """Return a mask of the ids that no rank holds if checking them would wait for the device, otherwise None.
 
-    Raises ShapeError, if checking costs nothing, for ids outside 0 .. vocab - 1.
+    If checking does not wait, raises ShapeError for ids outside 0 .. vocab - 1.
     """
     if torch.compiler.is_compiling() or split.mesh.is_async:
         return (ids < 0) | (ids >= vocab)
@@ -177,19 +181,19 @@ def cross_entropy(
     ignore_index: int = -100,
     reduction: Reduction = "mean",
 ) -> Tensor:
-    """Compute -log softmax(logits)[target] with logits split over the vocabulary, mean or sum over targets.
+    """Compute the mean or sum over targets of -log softmax(logits)[target], for logits split over the vocabulary.
 
     Shape:      logits (..., vocab / ranks) of the full sequence, from `enter` and a ColumnParallel;
                 targets (...) int64 in 0 .. vocab - 1, or ignore_index -> ().
-    ignore_index: targets that do not count. They add nothing to the sum, to the divisor of the
-                mean, or to any gradient. As in torch, a mean over none is nan.
-    reduction:  "sum" for callers that divide by another number of tokens, such as the number over
+    ignore_index: the value of targets that do not count. They add nothing to the sum, to the divisor of
+                the mean, or to any gradient. As in torch, the mean over no targets is nan.
+    reduction:  "sum" for callers that divide by a different number of tokens, such as the number over
                 all ranks and microbatches.
-    Called by:  every rank along the dim, with equal targets; each gets the same value.
-    Gradient:   exact, for this rank's logits. Two small all_reduces in forward (the maximum; the
-                            sum and the target's logit together), none in backward; logits are never gathered.
-                            Half-precision logits are computed in float32.
-                Raises:     ShapeError for other targets. If checking would wait for the device, their loss is nan.
+    Called by:  every rank along the dim, with equal targets. All ranks return the same value.
+    Gradient:   exact, for this rank's logits. Forward runs two small all_reduces: one of the maximum, and
+                            one of the sum together with the target's logit. Backward runs none. Logits are never
+                            gathered. For half-precision logits, the loss is computed in float32.
+                Raises:     ShapeError for any other target. If checking would wait for the device, the loss is nan instead.
     """
     if reduction not in ("mean", "sum"):
         raise UnsupportedOp(
@@ -208,12 +212,12 @@ def cross_entropy(
     return total / counted.sum() if reduction == "mean" else total
 
 
-# The least number of elements in one computation: in float32 64 MB.
+# The smallest number of elements in one computation: 64 MB in float32.
 _FEW = 2**24
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Computes some rows at a time: apart from the logits and their gradient, both in the logits' dtype, no vocabulary-sized table is held."""
+    """Computes some rows at a time, so only the logits and their gradient, both in the logits' dtype, are held in full."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, counted: Tensor, split: TensorSplit) -> Tensor:
@@ -256,7 +260,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _parts(x: Tensor, of: Tensor | None = None) -> tuple[Tensor, ...]:
-    """Return runs of rows, as long as those of `of`, or of `x` itself: an eighth of large ones."""
+    """Split `x` into at most eight runs of rows, of at least `_FEW` elements. If given, `of` determines the run length."""
     rows, width = (x if of is None else of).shape
     found: tuple[Tensor, ...] = x.split(max(1, _FEW // width, -(-rows // 8)))
     return found

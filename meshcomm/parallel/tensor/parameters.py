@@ -1,11 +1,11 @@
-"""Split parameters: DTensors that layers compute on locally, and how full tensors are assembled from them.
+"""Split parameters: DTensors whose local parts layers compute with, and the assembly of full tensors from them.
 
-In the simulator, which has no torch process groups, they are plain tensors that record their slice.
+In the simulator, which has no torch process groups, split parameters are plain tensors that record their slice.
 
 A weight with several parts, such as q, k and v, has the shape (units, rows of all parts in a unit, ...). Each rank
-needs its share of every part, which is not a contiguous slice of the rows. A unit has an equal share of each part; a
-rank has a contiguous run of units. `units` is computed from the parts only, and the extra axis shows that the order
-differs. Checkpoints have such a weight in its original layout, in pieces: see `Kept`.
+needs its share of every part, which is not a contiguous slice of the rows. A unit contains an equal share of each part,
+and a rank holds a contiguous run of units. `units` depends only on the parts, and the extra axis shows that the row order
+differs. A checkpoint stores such a weight in its original layout, in pieces: see `Kept`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from meshcomm.errors import LayoutError, UnsupportedOp
 from meshcomm.mesh import Mesh
 from meshcomm.parallel.torch_private import dtensor_of, offsets, parts_of_dtensor
 
-# On a module: the parts of each of its weights that has several.
+# The module attribute that maps each multi-part weight to its parts.
 FUSED = "meshcomm_fused"
 
 
@@ -34,11 +34,11 @@ class Parts(NamedTuple):
 
     @property
     def units(self) -> int:
-        """The number of equal shares into which all parts can be cut. Any number of ranks that divides it is allowed."""
+        """The number of equal shares into which every part can be cut. The number of ranks must divide it."""
         return math.gcd(*self.sizes)
 
     def shape(self, kept: Sequence[int]) -> tuple[int, ...]:
-        """Return the shape of the full weight in this layout."""
+        """Return the full weight's original shape, given its shape `kept` with a units axis."""
         at = self.axis
         return (*kept[:at], sum(self.sizes), *kept[at + 2 :])
 
@@ -58,8 +58,8 @@ def parts_of(parameter: Tensor) -> tuple[Slice, ...]:
 
 
 def parameter_of(mesh: Mesh, data: Tensor, axes: Mapping[str, int | None]) -> nn.Parameter:
-    """Return a parameter of which this rank holds `data`. axes: dims of one view -> the axis split along it; None:
-    equal.
+    """Return a parameter whose part on this rank is `data`. axes: maps dims of one view to the axis that is split along
+    each dim, or to None if the ranks along the dim hold equal data.
     """
     if axes:
         try:
@@ -75,10 +75,11 @@ def parameter_of(mesh: Mesh, data: Tensor, axes: Mapping[str, int | None]) -> nn
 
 
 def split_dims(parameter: Tensor) -> tuple[str, ...]:
-    """Return the dims that a parameter is split along, which GradientNorm asks for.
+    """Return the dims along which a parameter is split, as GradientNorm needs them.
 
-    For a DTensor, the dims that shard it. In the simulator, where parameters are plain, the recorded dims. () for other
-    plain tensors. Raises LayoutError for a DTensor on a DeviceMesh without names, which no mesh of meshcomm has.
+    For a DTensor, these are the dims that shard it. In the simulator, where parameters are plain, they are the recorded
+    dims. Returns () for other plain tensors. Raises LayoutError for a DTensor on a DeviceMesh without dim names, which
+    meshcomm never creates.
     """
     if not isinstance(parameter, DTensor):
         return tuple(part.dim for part in parts_of(parameter) if part.mesh.size(part.dim) > 1)
@@ -89,7 +90,7 @@ def split_dims(parameter: Tensor) -> tuple[str, ...]:
             given=f"a DTensor of shape {tuple(parameter.shape)} on {where}",
             expected='a DeviceMesh such as mesh["tp"]',
         )
-    # Placements that are neither replicated nor partial are shards; FSDP's on top of another has its own type.
+    # A placement that is neither replicated nor partial is a shard. FSDP uses a separate type for a shard of a shard.
     return tuple(
         name
         for axis, (name, placement) in enumerate(zip(where.mesh_dim_names, parameter.placements, strict=True))
@@ -98,7 +99,7 @@ def split_dims(parameter: Tensor) -> tuple[str, ...]:
 
 
 def local(parameter: Tensor) -> Tensor:
-    """Return this rank's part of a parameter, sharing its memory; gradients flow back into it."""
+    """Return this rank's part of a parameter, in the parameter's memory. Gradients flow back into the parameter."""
     if not isinstance(parameter, DTensor):
         return parameter
     if torch.compiler.is_compiling() or not (torch.is_grad_enabled() and parameter.requires_grad):
@@ -108,7 +109,7 @@ def local(parameter: Tensor) -> Tensor:
 
 
 class _Local(torch.autograd.Function):
-    """`to_local` for a parameter whose gradient has its layout. torch's general function costs ten times as much."""
+    """`to_local` for a parameter whose gradient has the same layout. torch's general function costs ten times as much."""
 
     @staticmethod
     def forward(ctx: Any, parameter: DTensor) -> Tensor:
@@ -118,9 +119,9 @@ class _Local(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         if torch.is_grad_enabled():
-            # A gradient that is itself differentiated.
+            # The gradient is itself differentiated.
             return DTensor.from_local(gradient, ctx.where.mesh, ctx.where.placements, run_check=False)
-        # With the strides of the parameter, because a fused optimizer reads both in memory order.
+        # The gradient needs the parameter's strides, because a fused optimizer reads both in memory order.
         return dtensor_of(DTensor, gradient.contiguous(), ctx.where)
 
 
@@ -128,7 +129,7 @@ def whole(tensor: Tensor, of: Tensor | None = None) -> Tensor:
     """Return the full tensor, gathered if it is split. Every rank that holds a part calls this.
 
     of: the parameter to which `tensor`, a gradient or optimizer state, belongs. Needed only in the simulator, where
-        parameters are plain tensors and only they record that they are parts.
+        all tensors are plain and only parameters record how they are split.
     """
     values = tensor.detach()
     if isinstance(values, DTensor):
@@ -150,7 +151,7 @@ def whole_shape(parameter: Tensor) -> tuple[int, ...]:
 def assign(parameter: Tensor, value: Any) -> None:
     """Write this rank's part of the full `value` into `parameter`. Does not communicate.
 
-    value: a tensor, or an object that returns slices, such as safetensors' get_slice; then only the part is read.
+    value: a tensor, or an object that returns slices, such as safetensors' get_slice, from which only the part is read.
     """
     held = local(parameter)
     first = offsets(parameter) if isinstance(parameter, DTensor) else (0,) * held.ndim
@@ -161,7 +162,7 @@ def assign(parameter: Tensor, value: Any) -> None:
 
 
 class Piece(NamedTuple):
-    """A box of a weight in its original layout: its start, and this rank's memory of it.
+    """A box of a weight in its original layout: the start of the box, and this rank's memory for it.
 
     held: (..., units, rows of a unit, ...), a view.
     """
@@ -172,21 +173,21 @@ class Piece(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Its shape as a box of the weight."""
+        """The shape of the box in the original layout."""
         shape, axis = self.held.shape, self.axis
         return (*shape[:axis], shape[axis] * shape[axis + 1], *shape[axis + 2 :])
 
     def read(self) -> Tensor:
-        """Return its values as a box of the weight; a copy."""
+        """Return a copy of the values in the shape of the box."""
         return self.held.flatten(self.axis, self.axis + 1)
 
     def write(self, values: Tensor) -> None:
-        """Write values of a box of the weight into it."""
+        """Write values in the shape of the box into this rank's memory."""
         self.held.copy_(values.unflatten(self.axis, self.held.shape[self.axis : self.axis + 2]))
 
 
 class Kept(NamedTuple):
-    """A tensor in the layout of a weight with parts: the weight, its gradient, or optimizer state."""
+    """A tensor in the layout of a multi-part weight: the weight, its gradient, or optimizer state."""
 
     tensor: Tensor
     parts: Parts
@@ -197,7 +198,7 @@ class Kept(NamedTuple):
         return self.parts.shape(whole_shape(self.tensor))
 
     def pieces(self) -> list[Piece]:
-        """Return this rank's pieces: in each part, the rows of its units are adjacent in the weight."""
+        """Return this rank's pieces, one for each part. Within a part, the rows of the rank's units are adjacent."""
         held, axis = local(self.tensor.detach()), self.parts.axis
         at = offsets(self.tensor) if isinstance(self.tensor, DTensor) else (0,) * held.ndim
         found, first, column = [], 0, 0
@@ -210,7 +211,7 @@ class Kept(NamedTuple):
 
 
 def kept(whole: Tensor, parts: Parts) -> Tensor:
-    """Return the rows in the parts' order (..., sum of sizes, ...) -> (..., units, rows in a unit, ...).
+    """Group rows by unit: (..., sum of sizes, ...) in the parts' order -> (..., units, rows in a unit, ...).
 
     >>> kept(torch.tensor([0, 1, 2, 3, 10, 11]), Parts((4, 2))).tolist()
     [[0, 1, 10], [2, 3, 11]]
@@ -222,14 +223,14 @@ def kept(whole: Tensor, parts: Parts) -> Tensor:
 
 
 def joined(units_held: Tensor, parts: Parts) -> Tensor:
-    """Map some or all of the units -> their rows in the parts' order: the inverse of `kept`."""
+    """Return the rows of some or all units in the parts' order: the inverse of `kept`."""
     n, axis = parts.units, parts.axis
     rows = units_held.split([size // n for size in parts.sizes], axis + 1)
     return torch.cat([part.flatten(axis, axis + 1) for part in rows], axis)
 
 
 def fused_parts(module: nn.Module) -> dict[str, Parts]:
-    """Return the parts of each weight that has several, by its name in the state dict."""
+    """Return the parts of each multi-part weight, by its name in the state dict."""
     return {
         f"{prefix}.{key}".lstrip("."): parts
         for prefix, part in module.named_modules(remove_duplicate=False)
@@ -238,9 +239,9 @@ def fused_parts(module: nn.Module) -> dict[str, Parts]:
 
 
 def unsplit_state(module: nn.Module) -> dict[str, Tensor]:
-    """Return the `state_dict()` of the module as before it was split: full plain tensors, copied.
+    """Return copies of the tensors in the module's `state_dict()`, full and plain, in the layout before the split.
 
-    Called by: every rank along the dim; each gets the full dict.
+    Called by: every rank along the dim. Each receives the full dict.
     """
     fused = fused_parts(module)
     found: dict[str, Tensor] = {}

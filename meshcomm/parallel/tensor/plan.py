@@ -1,4 +1,4 @@
-"""A user's plan for splitting a module: parsed, matched with its parts, and checked."""
+"""Parses a user's plan for splitting a module, matches it with the module's parts, and checks it."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ _OPTIONS: Mapping[str, tuple[str, ...]] = {
     "enter": ("args", "shared"),
     **dict.fromkeys(("sequence", "heads"), ()),
     "replicate": ("input", "output", "axis", "args"),
-    # For a parameter, by its name.
+    # For a parameter that the plan names.
     "split": ("axis",),
 }
-# The class that a style splits, and the axis of its weight.
+# The class that each style splits, and the axis along which its weight is split.
 _KINDS: Mapping[str, tuple[type[nn.Module], int]] = {
     "column": (nn.Linear, 0),
     "row": (nn.Linear, 1),
     "vocab": (nn.Embedding, 0),
 }
-# Parts inside these may have another style; the outer one is for the rest.
+# Inside a module with one of these styles, parts may have another style; the outer style covers the rest.
 _AROUND = ("", "enter", "replicate", "sequence")
 
 
 @dataclass(frozen=True)
 class Rule:
-    """The treatment of one part of a module. style "": only attributes are set, or some of its own parameters are split.
+    """How one part of a module is split. With style "", only attributes are set, or some of its own parameters are split.
 
-    own: the axis along which a parameter that is named in the plan is split.
+    own: the axis along which each parameter that the plan names is split.
     """
 
     style: str = ""
@@ -60,11 +60,11 @@ class Rule:
     own: Mapping[str, int] = field(default_factory=dict)
 
     def sizes(self, rows: int) -> tuple[int, ...]:
-        """Return the sizes of a column's parts."""
+        """Return the sizes of the parts of a column-parallel weight with `rows` rows."""
         return self.parts if isinstance(self.parts, tuple) else (rows // self.parts,) * self.parts
 
     def axis_of(self, part: nn.Module, key: str) -> int | None:
-        """Return the axis along which a parameter of `part` is split, None if it is not split."""
+        """Return the axis along which a parameter of `part` is split, or None if it is not split."""
         if key in self.own:
             return self.own[key]
         if self.style not in _KINDS or (self.style == "row" and key == "bias"):
@@ -73,7 +73,7 @@ class Rule:
         return 1 - axis if is_conv1d(part) and key == "weight" else axis
 
     def parts_of(self, part: nn.Module, key: str) -> Parts | None:
-        """Return the parts of a parameter of `part`, if it has several."""
+        """Return the parts of a parameter of `part`, or None if the parameter has only one."""
         axis = self.axis_of(part, key)
         if axis is None or self.style != "column":
             return None
@@ -82,7 +82,7 @@ class Rule:
 
 
 def checked_rules(split: TensorSplit, module: nn.Module, plan: Mapping[str, Entry]) -> dict[str, Rule]:
-    """Return the rule of each part by its name. Raises ConfigError with all problems of the plan."""
+    """Return each part's rule by the part's name. Raises ConfigError that lists every problem in the plan."""
     rules, problems = rules_of(split, module, plan)
     if not problems:
         return rules
@@ -104,7 +104,7 @@ def checked_rules(split: TensorSplit, module: nn.Module, plan: Mapping[str, Entr
 def rules_of(
     split: TensorSplit, module: nn.Module, plan: Mapping[str, Entry]
 ) -> tuple[dict[str, Rule], list[str]]:
-    """Return the rule of each part by its name, and the problems of the plan, for this module and split."""
+    """Return each part's rule by the part's name, and the problems in the plan for this module and split."""
     read = {pattern: _rule(entry) for pattern, entry in plan.items()}
     problems = [f'"{pattern}": {found}' for pattern, found in read.items() if isinstance(found, str)]
     names = dict(module.named_modules(remove_duplicate=False))
@@ -115,7 +115,7 @@ def rules_of(
         if parameter is not None
     }
     known = {pattern: found for pattern, found in read.items() if isinstance(found, Rule)}
-    # A wildcard with a style for modules does not apply to parameters next to them.
+    # A wildcard whose style is for modules does not apply to parameters at the same level.
     of_modules = {pattern: rule for pattern, rule in known.items() if rule.style != "split"}
     of_parameters = {pattern: rule for pattern, rule in known.items() if rule.style == "split"}
     rules, unmatched = _match(of_modules, list(names), owners, 'is a parameter, whose style is "split"')
@@ -129,7 +129,7 @@ def rules_of(
 
 
 def _rule(entry: object) -> Rule | str:
-    """Return an entry as a rule, or its problem."""
+    """Return the rule that an entry describes, or the problem with the entry."""
     if isinstance(entry, str):
         style, _, more = entry.partition(":")
         given: dict[str, Any] = {"style": style}
@@ -157,18 +157,18 @@ def _rule(entry: object) -> Rule | str:
             return f'{name} is {given[name]!r}; it must be "split" or "whole"'
     axis = given.get("axis")
     if axis is not None and (isinstance(axis, bool) or not isinstance(axis, int) or axis < 0):
-        return f"axis is {axis!r}; it must be a number from 0"
+        return f"axis is {axis!r}; it must be an integer of 0 or more"
     parts = given.get("parts", 1)
     if isinstance(parts, Sequence) and not isinstance(parts, str):
         parts = given["parts"] = tuple(parts)
     numbers = parts if isinstance(parts, tuple) else (parts,)
     if not numbers or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in numbers):
-        return f"parts is {parts!r}; it must be a number of equal parts such as 3, or their sizes"
+        return f"parts is {parts!r}; it must be a number of equal parts, such as 3, or a list of sizes"
     args = given.get("args", (0,))
     if not isinstance(args, (list, tuple)) or not all(isinstance(arg, (int, str)) for arg in args):
         return f"args is {args!r}; it must list arguments of forward, as in [0] or ['hidden_states']"
     if given.get("output") == "whole" and style == "column" and parts != 1:
-        return 'output "whole" of a column with parts would mix them up; remove one of the two'
+        return 'output "whole" would mix up the parts of a column; remove one of the two'
     if not isinstance(given.get("shared", False), bool):
         return f"shared is {given['shared']!r}; it must be true or false"
     if not isinstance(given.get("set", {}), Mapping):
@@ -179,9 +179,9 @@ def _rule(entry: object) -> Rule | str:
 def _match(
     rules: Mapping[str, Rule], names: list[str], others: Iterable[str], else_said: str
 ) -> tuple[dict[str, Rule], list[str]]:
-    """Return the rule of each name that some pattern matches, and the problems.
+    """Return the rule for each name that a pattern matches, and the problems.
 
-    A name may have one style, and attributes set by any number of patterns.
+    A name may have only one style, but any number of patterns may set its attributes.
     others, else_said: names that these rules do not apply to, and the message for a pattern that matches only such names.
     """
     found: dict[str, Rule] = {}
@@ -198,7 +198,9 @@ def _match(
         for name in hits:
             before = found.get(name, Rule())
             if before.style and rule.style:
-                problems.append(f'"{name}" is matched by "{said[name]}" and by "{pattern}"; one style each')
+                problems.append(
+                    f'"{name}" is matched by "{said[name]}" and by "{pattern}"; a part has only one style'
+                )
             else:
                 found[name] = replace(rule if rule.style else before, set={**before.set, **rule.set})
                 said[name] = pattern if rule.style else said.get(name, pattern)
@@ -206,9 +208,9 @@ def _match(
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Return whether a pattern of a plan matches the dotted name of a part; "" is the module itself.
+    """Return whether a plan's pattern matches a part's dotted name; "" is the module itself.
 
-    "*" matches any text within one component, "**" any components.
+    "*" matches any text within one component, and "**" matches any number of components.
     """
     return _matches(pattern.split("."), name.split("."))
 
@@ -229,10 +231,10 @@ def _with_guess(text: str, word: object, known: Iterable[str]) -> str:
 def _problems(
     split: TensorSplit, module: nn.Module, names: Mapping[str, nn.Module], rules: Mapping[str, Rule]
 ) -> Iterator[str]:
-    """The problems of `rules` for this module and this split."""
+    """Yield the problems with `rules` for this module and this split."""
     for name, parameter in module.named_parameters():
         if isinstance(parameter, DTensor):
-            yield f'"{name}": it is a DTensor already; split a module once'
+            yield f'"{name}" is already a DTensor; split a module only once'
             break
     for name, rule in rules.items():
         part = names[name]
@@ -261,15 +263,15 @@ def _problems(
 
 
 def _unfit(split: TensorSplit, part: nn.Module, rule: Rule) -> str:
-    """Return why a part cannot be split in its rule's style; "" if it can."""
+    """Return the reason why a part cannot be split in its rule's style, or "" if it can."""
     n, style = split.size, rule.style
     for key, axis in rule.own.items():
         shape = tuple(part.get_parameter(key).shape)
         if axis >= len(shape) or shape[axis] % n:
-            return f"axis {axis} of its {key}, {shape}, is not divisible by {split.dim}: {n} ranks"
-    # A layer with an adapter is another class.
+            return f"axis {axis} of its {key}, {shape}, is not divisible by the {n} ranks along {split.dim}"
+    # A layer with an adapter has a different class.
     if style == "latent" and not 0 < rule.size < getattr(part, "out_features", 0):
-        return f"its last {rule.size} outputs are not some of those of an nn.Linear"
+        return f'style "latent" needs an nn.Linear with more outputs than its size, {rule.size}, which must be above 0'
     if style not in _KINDS:
         return ""
     kind, _ = _KINDS[style]
@@ -277,7 +279,7 @@ def _unfit(split: TensorSplit, part: nn.Module, rule: Rule) -> str:
         own = " with its own forward" if isinstance(part, kind) else ""
         return f'style "{style}" splits an nn.{kind.__name__}, but this is not one{own}'
     if part._parameters.get("weight") is None:
-        return "its weight is computed from others (a parametrization), and cannot be split"
+        return "its weight is computed from other parameters (a parametrization) and cannot be split"
     size = part.get_parameter("weight").shape[rule.axis_of(part, "weight") or 0]
     if style != "vocab":
         what = "outputs" if style == "column" else "inputs"
@@ -314,7 +316,7 @@ def _attributes(split: TensorSplit, part: nn.Module, values: Mapping[str, Any]) 
 
 
 def _tied(names: Mapping[str, nn.Module], rules: Mapping[str, Rule]) -> Iterator[str]:
-    """A parameter that several parts share must be split in the same way in all of them."""
+    """Yield a problem for each parameter that several parts share but would split differently."""
     first: dict[int, tuple[str, tuple[Any, ...]]] = {}
     for name, part in names.items():
         rule = rules.get(name, Rule())

@@ -15,9 +15,10 @@ _PARTIAL = "meshcomm_partial_gradients"
 
 
 def as_autocast(x: Tensor) -> Tensor:
-    """Return `x` in the dtype in which autocast multiplies matrices, if it is on. Its gradient has x's dtype.
+    """If autocast is on, return `x` in the dtype in which autocast multiplies matrices. Its gradient has x's dtype.
 
-    A tensor that is cast before it is sent is sent in that dtype. float64 and integers are not cast, as with autocast.
+    Callers cast a tensor before they send it, so that it is sent in that dtype. Like autocast, this function does not cast
+    float64 or integers.
     """
     kind = x.device.type
     if x.dtype == torch.float64 or not x.is_floating_point() or not torch.is_autocast_enabled(kind):
@@ -27,15 +28,15 @@ def as_autocast(x: Tensor) -> Tensor:
 
 @final
 class TensorSplit:
-    """The dim along which weights are split. None, or a dim of size 1, splits nothing.
+    """The dim along which weights are split. With None, or a dim of size 1, nothing is split.
 
     Args:
         dim: a dim of the mesh.
         dtype: the dtype of the parameters created here.
         sequence_parallel: between `leave` and the next `enter`, each rank holds a slice of the sequence. This divides
-            memory and work there by the number of ranks (Korthikanti et al. 2022). The number of bytes sent is the
-            same: reduce_scatter and all_gather are the two halves of the all_reduce. Parameters that operate on slices
-            have partial gradients: see `partial`.
+            memory and work in this region by the number of ranks (Korthikanti et al. 2022). The number of bytes sent does
+            not change, because reduce_scatter and all_gather are the two halves of an all_reduce. Parameters that operate
+            on slices have partial gradients (see `partial`).
         axis: the sequence axis of activations (batch, sequence, width), counted from the front.
 
     size, coord: the dim's size and this rank's coord. sequence_parallel: False if nothing is split.
@@ -56,13 +57,13 @@ class TensorSplit:
         self.axis = axis
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TensorSplit:
-        """Return itself: a copy of a module is on the same mesh."""
+        """Return self, because a copy of a module is on the same mesh."""
         return self
 
     # -- parameters -----------------------------------------------------------------------------
 
     def parameter(self, *shape: int, axis: int | None) -> nn.Parameter:
-        """Return a parameter with the full `shape` and uninitialized memory.
+        """Return an uninitialized parameter with the full `shape`.
 
         It is a DTensor on `mesh[dim]`: Shard(axis), or Replicate if axis is None. Optimizers and checkpoints
         therefore see the full tensor, and layers compute with `local(parameter)`. If nothing is split, and in
@@ -74,7 +75,7 @@ class TensorSplit:
         return self._placed(torch.empty(part, dtype=self.dtype, device=self.device), axis)
 
     def parameter_from(self, value: Tensor, axis: int | None) -> nn.Parameter:
-        """Return `parameter` with a copy of this rank's part of `value`, in its dtype and on its device."""
+        """Like `parameter`, but copy this rank's part of `value`, in the dtype and on the device of `value`."""
         if axis is not None:
             self.share(value.shape[axis], f"axis {axis} of a weight of shape {tuple(value.shape)}")
             value = value.chunk(self.size, axis)[self.coord]
@@ -99,10 +100,10 @@ class TensorSplit:
     # -- activations ----------------------------------------------------------------------------
 
     def enter(self, x: Tensor) -> Tensor:
-        """Return `x`, equal on all ranks, before it meets split outputs. Its gradient is summed over the ranks.
+        """Return `x`, equal on all ranks, for layers with split outputs. Its gradient is summed over the ranks.
 
         With sequence_parallel, `x` is this rank's slice of the sequence. The full sequence is returned, and the
-        gradient is this rank's slice of the sum. Under autocast, both are sent in the dtype of the matmuls.
+        gradient is this rank's slice of the sum. Under autocast, both are sent in the matmul dtype.
         """
         if self.size == 1:
             return x
@@ -112,10 +113,10 @@ class TensorSplit:
         return self.mesh.functional.identity(self.dim, x, grad="sum")
 
     def leave(self, x: Tensor) -> Tensor:
-        """Return the sum of `x` over the ranks, after split inputs. The gradient passes unchanged.
+        """Return the sum of `x` over the ranks, after a layer with split inputs. The gradient passes through unchanged.
 
-        With sequence_parallel: this rank's slice of the sum, and the gradient is gathered. Raises ShapeError if the
-        sequence is not divisible.
+        With sequence_parallel, return this rank's slice of the sum; the gradient is gathered. Raises ShapeError if the
+        sequence length is not divisible.
         """
         if self.size == 1:
             return x
@@ -125,9 +126,9 @@ class TensorSplit:
 
     def gather(self, x: Tensor, axis: int | None = None) -> Tensor:
         """Return the full sequence, for a part of the model that every rank computes in full. Without
-        sequence_parallel, `x`.
+        sequence_parallel, return `x`.
 
-        The gradient is this rank's slice. Parameters of such a part have complete gradients.
+        The gradient is this rank's slice. Parameters in such a part have complete gradients.
         """
         if not self.sequence_parallel:
             return x
@@ -135,9 +136,9 @@ class TensorSplit:
         return self.mesh.functional.all_gather(self.dim, x, axis, grad="slice")
 
     def scatter(self, x: Tensor, axis: int | None = None) -> Tensor:
-        """Return this rank's slice of a sequence that is equal on all ranks. Without sequence_parallel, `x`.
+        """Return this rank's slice of a sequence that is equal on all ranks. Without sequence_parallel, return `x`.
 
-        This is the inverse of `gather`. The gradient is gathered. Raises ShapeError if the sequence is not
+        This is the inverse of `gather`. The gradient is gathered. Raises ShapeError if the sequence length is not
         divisible.
         """
         if not self.sequence_parallel:
@@ -147,8 +148,8 @@ class TensorSplit:
     def positions(self, sequence_local: int) -> Tensor:
         """Return the positions of this rank's tokens between split layers: int64 (sequence_local,).
 
-        sequence_local: the number of tokens of x there. Under context parallelism, the positions refer to the part of
-            one rank along that dim: `context.positions(...)[split.positions(...)]`.
+        sequence_local: the number of tokens in x between split layers. With context parallelism, the positions index
+            the rank's part along the context dim: `context.positions(...)[split.positions(...)]`.
         """
         first = self.coord * sequence_local if self.sequence_parallel else 0
         return torch.arange(first, first + sequence_local, device=self.device)
@@ -156,13 +157,13 @@ class TensorSplit:
     # -- gradients ------------------------------------------------------------------------------
 
     def partial(self, module: nn.Module, *names: str, always: bool = False) -> None:
-        """Mark parameters of `module` that operate on slices of the sequence, such as the weight of a norm.
+        """Mark parameters of `module` that operate on slices of the sequence, such as a norm's weight.
 
         Each rank's gradient of these parameters covers only its own tokens; `finish_gradients` sums them.
         Modules are marked by parameter name, so marks stay valid when fully_shard replaces parameters.
 
-        always: for parameters that operate on slices of the outputs of columns, such as some of the heads. Such
-                parameters are partial without sequence_parallel too.
+        always: also mark the parameters without sequence_parallel, because they operate on slices of the outputs of
+                column-parallel layers, such as this rank's heads.
         """
         if self.sequence_parallel or (always and self.size > 1):
             marked = set(getattr(module, _PARTIAL, ())) | set(names)
@@ -181,8 +182,8 @@ class TensorSplit:
     def finish_gradients(self, module: nn.Module) -> None:
         """Sum the gradients of marked parameters over the ranks, in place, in one message per dtype.
 
-        Called by: every rank along the dim, once per step: after the last backward and the sums of gradients over other
-                   dims, before norms, clipping and the optimizer.
+        Called by: every rank along the dim, once per step, after the last backward pass and after gradients are summed
+                   over other dims, but before norms, clipping and the optimizer step.
         """
         grads = [
             local(parameter.grad)
