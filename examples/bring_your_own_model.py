@@ -1,6 +1,6 @@
-"""A model that knows nothing of meshes, made parallel over dp x tp, and the same on one process.
+"""A model written without any mesh, parallelized over dp x tp and compared with the same model on one process.
 
-Look at: the plan, which names what is split, and the two losses, which are equal.
+Look at: the plan, which specifies how each layer is split, and the two losses in each line, which are equal.
 
     meshcomm run --world-size 8 examples/bring_your_own_model.py
     meshcomm simulate --world-size 8 examples/bring_your_own_model.py
@@ -63,7 +63,7 @@ class GPT(nn.Module):
         return self.head(self.norm(x))
 
 
-# -- the model ends here; what follows makes it parallel -------------------------------------------
+# -- the model ends here; the code below makes it parallel -----------------------------------------
 
 PLAN = {
     "tokens": "vocab",
@@ -86,7 +86,7 @@ with meshcomm.init(dims={"dp": -1, "tp": 2}, device="cpu") as mesh:
     optimiser = torch.optim.AdamW(model.parameters(), lr=1e-2)
     alone_optimiser = torch.optim.AdamW(alone.parameters(), lr=1e-2)
 
-    mine = batch.chunk(mesh.size("dp"))[mesh.coord("dp")]  # other samples along dp, the same along tp
+    mine = batch.chunk(mesh.size("dp"))[mesh.coord("dp")]  # different samples along dp, the same along tp
     for step in range(STEPS):
         sync.start()
         loss = cross_entropy(split, model(mine[:, :-1]), mine[:, 1:], reduction="sum") / batch[:, 1:].numel()
@@ -94,7 +94,7 @@ with meshcomm.init(dims={"dp": -1, "tp": 2}, device="cpu") as mesh:
         sync.finish()
         optimiser.step()
 
-        if mesh.rank == 0:  # the same on one process, with all samples
+        if mesh.rank == 0:  # the same step on one process, with all samples
             alone_optimiser.zero_grad()
             alone_loss = F.cross_entropy(alone(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
             alone_loss.backward()

@@ -1,7 +1,7 @@
-"""torch's own FSDP2 and tensor parallelism on a mesh of ours.
+"""torch's FSDP2 and tensor parallelism on a meshcomm mesh.
 
-Look at: every rank prints the same loss, and it falls. `mesh["tp"]` and `mesh["dp"]` are torch DeviceMeshes over the
-groups that the mesh has; torch makes no group of its own.
+Look at: the loss, which is the same on every rank and decreases. `mesh["tp"]` and `mesh["dp"]` are torch DeviceMeshes
+over the existing groups of the mesh, so torch creates no groups.
 
     meshcomm run --world-size 8 examples/fsdp_and_tensor_parallel.py
 
@@ -27,7 +27,7 @@ with meshcomm.init(dims={"dp": -1, "tp": 2}, device="cpu") as mesh:
     fully_shard(net, mesh=mesh["dp"])
     optimiser = torch.optim.AdamW(net.parameters(), lr=1e-2)
 
-    torch.manual_seed(1 + mesh.coord("dp"))  # other data along dp, the same along tp
+    torch.manual_seed(1 + mesh.coord("dp"))  # different data along dp, the same data along tp
     x = torch.randn(8, 16)
     for step in range(20):
         loss = (net(x) - x.tanh()).square().mean()

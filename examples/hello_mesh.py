@@ -1,7 +1,7 @@
-"""Who am I, and who are my neighbours? The mesh comes from the config that the command names.
+"""Who am I, and who are my neighbors? The mesh is defined in the config that is passed to the command.
 
-Look at: the table of dims, groups and neighbours, which rank 0 prints; each rank's groups and the sums of their ranks;
-and who is on the left along tp, where both ends are joined.
+Look at: the table of dims, groups and neighbors, which rank 0 prints, and the line from each rank. The line shows the
+rank's groups, the sums of their ranks, and the left neighbor along tp, which wraps around at the ends.
 
     meshcomm run configs/mesh.toml examples/hello_mesh.py
     meshcomm simulate configs/mesh.toml examples/hello_mesh.py

@@ -1,7 +1,8 @@
-"""Pipeline 2, data 2, tensor 2 around a model of plain torch modules, and the same on one process.
+"""Pipeline, data and tensor parallelism, each of size 2, for plain torch modules, compared with one process.
 
-Look at: the loss of the mesh of eight ranks and that of one process, which agree to every printed digit, step by step.
-Four lines make it parallel: which layers a rank keeps, `tensor_parallel`, `GradientSync` and `Pipelined`.
+Look at: the losses on eight ranks and on one process, which agree to every printed digit in every step. Four
+statements make the model parallel: the choice of this rank's layers, `tensor_parallel`, `GradientSync` and
+`Pipelined`.
 
     meshcomm run --world-size 8 examples/hybrid_training.py
 
@@ -39,10 +40,10 @@ with meshcomm.init(dims={"pp": 2, "dp": -1, "tp": 2}, device="cpu") as mesh:
     net = nn.Sequential(nn.Embedding(VOCAB, WIDTH), Block(), Block(), Block(), nn.Linear(WIDTH, VOCAB))
     alone = copy.deepcopy(net)
     ids = torch.randint(VOCAB, (BATCH, TOKENS))
-    ids[:, 1::2] = ids[:, ::2]  # every second token repeats the one before: that can be learned
+    ids[:, 1::2] = ids[:, ::2]  # every second token repeats the token before it, which can be learned
 
     stage = net[:3] if mesh.coord("pp") == 0 else net[3:]
-    ends = {"0": "vocab"} if mesh.coord("pp") == 0 else {"4": "column"}  # a slice keeps the names
+    ends = {"0": "vocab"} if mesh.coord("pp") == 0 else {"4": "column"}  # slicing keeps names
     split = tensor_parallel(stage, mesh, "tp", {"*.up": "column", "*.down": "row", **ends})
     sync = GradientSync(mesh, "dp", stage, op="sum", microbatches=MICROBATCHES)
     each = BATCH // mesh.size("dp") // MICROBATCHES

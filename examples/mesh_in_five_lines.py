@@ -1,6 +1,6 @@
 """A mesh in five lines: two dims, and a sum along one of them.
 
-Look at: which ranks each sum is over. Ranks 0 2 4 6 are one line along dp, ranks 1 3 5 7 the other.
+Look at: the ranks in each sum. Along dp, ranks 0, 2, 4 and 6 form one group, and ranks 1, 3, 5 and 7 form the other.
 
     meshcomm run --world-size 8 examples/mesh_in_five_lines.py
     meshcomm simulate --world-size 8 examples/mesh_in_five_lines.py

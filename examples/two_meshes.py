@@ -1,6 +1,6 @@
 """An encoder and a language model on different ranks, and a bridge between them.
 
-Look at: which ranks are in which mesh, and what crosses the bridge.
+Look at: the mesh of each rank, and the features that are sent over the bridge.
 
     meshcomm run --world-size 8 examples/two_meshes.py
     meshcomm simulate --world-size 8 examples/two_meshes.py
@@ -17,14 +17,14 @@ import torch
 
 import meshcomm
 
-# Every rank makes every mesh; a rank that a mesh does not cover holds an object that says so.
+# Every rank opens every mesh. If a rank is not in a mesh, `is_member` of that mesh is False.
 encoder = meshcomm.init(dims={"tp": 2}, ranks=[0, 1], device="cpu")
 model = meshcomm.init(dims={"pp": 3, "tp": 2}, ranks=[2, 3, 4, 5, 6, 7], device="cpu")
 bridge = meshcomm.init(dims={"all": -1}, device="cpu")
 
 mesh, name = (encoder, "encoder") if encoder.is_member else (model, "model")
 features = mesh.all_reduce("tp", torch.full((2,), float(mesh.rank)))
-features = bridge.broadcast("all", features, src=0)  # from the encoder's first rank to everyone
+features = bridge.broadcast("all", features, src=0)  # from the encoder's first rank to all ranks
 print(f"rank {bridge.rank}: in the {name}, {mesh.coords}, features {features.tolist()}", flush=True)
 
 for each in (bridge, model, encoder):

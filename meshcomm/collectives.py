@@ -43,7 +43,7 @@ class Collective:
 
     methods:   names of torch's ProcessGroup method, newest first. options: the name of its options class. hooks: the
                collective's names in group hooks.
-    arguments: computes the method's arguments before the options from x, out, size and lengths.
+    arguments: computes the method's arguments, except the options, from x, out, size and lengths.
     root:      the keyword for the coord with the whole input ("src") or the whole result ("dst").
     in_place:  whether the result overwrites x.
     splits, joins: whether an axis of x is split into one part per coord, and whether the parts of all coords are joined.

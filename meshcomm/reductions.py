@@ -16,7 +16,7 @@ Kind: TypeAlias = Literal["bool", "whole", "float", "float8", "complex"]
 class WireOp:
     """A backend's operation on prepared values. A hierarchy can apply the operation again at the next level.
 
-    combine:   the name of torch's function of two operands, which message schedules and the simulator apply.
+    combine:   the name of torch's two-operand function, which message schedules and the simulator apply.
     reduce_op: the name of the attribute in torch's ReduceOp.
     divided:   whether the sum is divided by the number of ranks at the end when `combine` replaces the backend.
     rounds:    whether the order of the operands affects the last bits of floats.

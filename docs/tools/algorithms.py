@@ -1,4 +1,4 @@
-"""The tables of docs/guide/costs.md: `python docs/tools/algorithms.py` prints them."""
+"""Print the tables of docs/guide/costs.md: `python docs/tools/algorithms.py`."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ _COSTS: Final[Mapping[str, Callable[[int, float, int], Cost]]] = {
 }
 _RANKS: Final = (8, 32, 512, 24_576)
 _SIZES: Final = {"4 KiB": 4 << 10, "1 MiB": 1 << 20, "64 MiB": 64 << 20, "1 GiB": 1 << 30}
-# A port of 200 Gbit/s, and 5 us latency of a message.
+# A latency of 5 us per message, and a port of 200 Gbit/s.
 _ALPHA_S: Final = 5e-6
 _BETA_S: Final = 1 / 25e9
-# The two figures to reproduce, at this many GPUs.
+# The two times to reproduce, at this number of GPUs.
 _MANY: Final = 24_576
 _RING_S: Final = 180e-3
 _TREE_S: Final = 1e-3
 
 
 def counts() -> str:
-    """Steps, and the data sent by the busiest rank in units of the data size, by algorithm and ranks."""
+    """A table of the steps and the busiest rank's sent data, in units of the data size, by algorithm and number of ranks."""
     head = "| | " + " | ".join(f"{n:,} ranks" for n in _RANKS) + " |"
     lines = [head, "|---" * (len(_RANKS) + 1) + "|"]
     for name, cost in _COSTS.items():
@@ -39,7 +39,7 @@ def counts() -> str:
 
 
 def fastest() -> str:
-    """The algorithm with the least alpha-beta time by ranks and bytes, trees in the best number of chunks out of 1, 2, 4, ...."""
+    """A table of the algorithm with the lowest alpha-beta time by ranks and bytes. Trees use the best number of CHUNKS."""
     lines = ["| | " + " | ".join(_SIZES) + " |", "|---" * (len(_SIZES) + 1) + "|"]
     for n in _RANKS:
         cells = []
@@ -54,7 +54,7 @@ def fastest() -> str:
 
 
 def many() -> str:
-    """All algorithms at 24,576 ranks, for a message without bytes, with the two numbers that fit the figures."""
+    """A table of all algorithms at 24,576 ranks for an empty message, with the constants that reproduce the two times."""
     constant, alpha = fitted()
     lines = [
         f"| {_MANY:,} ranks, alpha {alpha * 1e6:.2f} us | steps | steps x alpha | with {_time(constant)} for each call |",
@@ -68,14 +68,14 @@ def many() -> str:
 
 
 def fitted() -> tuple[float, float]:
-    """Seconds for each call and for each step with which ring and double_tree take 180 ms and 1 ms."""
+    """Seconds per call and per step for which ring takes 180 ms and double_tree takes 1 ms."""
     ring, tree = formulas.ring(_MANY, 0).steps, formulas.double_tree(_MANY, 0).steps
     alpha = (_RING_S - _TREE_S) / (ring - tree)
     return _TREE_S - tree * alpha, alpha
 
 
 def best_seconds(name: str, n: int, size_bytes: float, alpha_s: float, beta_s_per_byte: float) -> float:
-    """The alpha-beta time of `name`, with the best number of CHUNKS for trees."""
+    """The alpha-beta time of the algorithm `name`. Trees use the best number of CHUNKS."""
     return min(_COSTS[name](n, size_bytes, chunks).seconds(alpha_s, beta_s_per_byte) for chunks in CHUNKS)
 
 

@@ -1,7 +1,7 @@
-"""The reference of the API from signatures and docstrings: `python docs/tools/api.py` writes docs/reference/api.md and docs/reference/api/.
+"""Generate the API reference from signatures and docstrings: `python docs/tools/api.py`.
 
-Each public name has an entry on one page of PAGES. The labels of a docstring (`Args:`, `Shape:`, `Raises:`, the name of a parameter)
-become tables and lists, and names in it become links.
+It writes docs/reference/api.md and docs/reference/api/. Each public name has an entry on one page of PAGES. The labels in a
+docstring (`Args:`, `Shape:`, `Raises:`, parameter names) become tables and lists, and names of entries become links.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from typing import Any, Final
 from pydantic import BaseModel
 
 REFERENCE: Final = Path(__file__).parents[1] / "reference"
-# Page -> title, first paragraph, and the names that it documents, in meshcomm. `x.*`: all public names of a module that no
-# other page has. `mesh.x=`: how a user calls it.
+# Page -> title, first paragraph, and the names in meshcomm that the page documents. `x.*` means all public names of module x
+# that no other page has. `mesh.x=` is the name under which a user calls the function.
 PAGES: Final[Mapping[str, tuple[str, str, str]]] = {
     "init": (
         "Opening a mesh",
@@ -33,7 +33,7 @@ PAGES: Final[Mapping[str, tuple[str, str, str]]] = {
     ),
     "mesh": (
         "Mesh",
-        "Collectives, messages, and facts about ranks. Guides: [groups](../../guide/groups.md), [communication](../../guide/communication.md).",
+        "Collectives, messages, and information about ranks. Guides: [groups](../../guide/groups.md), [communication](../../guide/communication.md).",
         "Mesh mesh.generation.Generation show.grid.RankGrid",
     ),
     "functional": (
@@ -54,28 +54,28 @@ PAGES: Final[Mapping[str, tuple[str, str, str]]] = {
     "handle": ("Handle", "The result of a call with `async_op=True`.", "Handle comm.handle.UnwaitedHandle"),
     "stats": (
         "Statistics and traces",
-        "What the measuring methods of `Mesh` return. Guide: [counters, timeline, logs](../../guide/stats.md).",
+        "The results of the measuring methods of `Mesh`. Guide: [counters, timeline, logs](../../guide/stats.md).",
         "mesh.stats.Stats mesh.stats.CallStats mesh.all_ranks.StatsOfAll mesh.all_ranks.Spread "
         "mesh.all_ranks.Stragglers mesh.all_ranks.Straggler mesh.all_ranks.Arrivals mesh.tracing.Trace",
     ),
     "patterns": (
         "Patterns",
-        "The steps of `Mesh.rearrange` as a value. Guide: [patterns](../../guide/patterns.md).",
+        "The steps of `Mesh.rearrange`, as data. Guide: [patterns](../../guide/patterns.md).",
         "explain_pattern pattern.*",
     ),
     "layout": (
         "Layout and Plan",
-        "The position of every rank and the groups that follow, without processes.",
+        "The positions of the ranks and the resulting groups, computed without starting processes.",
         "Layout Plan plan GroupOptions layout.*",
     ),
     "config": (
         "Configuration",
-        "Reading a configuration in Python. [Configuration](../config.md) has every key.",
+        "Reading a configuration in Python. [Configuration](../config.md) lists every key.",
         "load_config Config MeshConfig config.*",
     ),
     "data_parallel": (
         "Data and pipeline parallelism",
-        "Parts of custom training loops. Guides: [your own loop](../../guide/own.md), [pipelines](../../guide/pipeline.md).",
+        "Building blocks for custom training loops. Guides: [your own loop](../../guide/own.md), [pipelines](../../guide/pipeline.md).",
         "GradientSync parallel.Pipelined parallel.* parallel.norm.GradientNorm parallel.optimizer.decay_groups "
         "parallel.dropout.Dropout parallel.dropout.Drops",
     ),
@@ -107,10 +107,10 @@ PAGES: Final[Mapping[str, tuple[str, str, str]]] = {
     ),
     "errors": (
         "Errors",
-        "Every error of meshcomm. [Errors](../errors.md) shows a program that raises each of them, and its text.",
+        "All errors that meshcomm raises. For each error, [Errors](../errors.md) shows a program that raises it, and its text.",
         "MeshcommError errors.*",
     ),
-    "doctor": ("Doctor", "What `meshcomm doctor` shows, as data.", "doctor.*"),
+    "doctor": ("Doctor", "The results of `meshcomm doctor`, as data.", "doctor.*"),
     "algorithms": (
         "Algorithms",
         "All-reduce schedules as data. Guide: [costs and placement](../../guide/costs.md).",
@@ -118,7 +118,7 @@ PAGES: Final[Mapping[str, tuple[str, str, str]]] = {
     ),
     "predict": (
         "Predictions",
-        "The cost of a mesh before it exists. Guide: [costs and placement](../../guide/costs.md).",
+        "The predicted costs of a mesh, before it is created. Guide: [costs and placement](../../guide/costs.md).",
         " ".join(
             f"predict.{module}.{name}"
             for module, names in {
@@ -134,33 +134,33 @@ PAGES: Final[Mapping[str, tuple[str, str, str]]] = {
         ),
     ),
 }
-# The longest signature on one line.
+# The maximum length of a signature on one line.
 _WIDTH: Final = 100
-# How configurations, results and meshes talk to the rest of the package.
+# Methods that the rest of the package calls on configurations, results and meshes. They are not documented.
 _INNER: Final = {
     *("problems", "world_problems", "given", "written", "place", "rules", "no_effect", "count", "at", "has"),
     *("model_post_init", "merging", "expert_gradient_dims", "sums", "key", "ranks_of"),
     *("MeshStore.close", "Pool.call", "Layout.digits", "Layout.others", "Layout.home", "Layout.rest"),
 }
-# Classes that the package instantiates: what their constructors take does not concern a user.
+# Classes that only the package instantiates. The arguments of their constructors are not documented.
 _MADE: Final = {
     *("Mesh", "Handle", "Functional", "Objects", "MeshStore", "Watch", "Adopted", "Trace", "RankGrid"),
     "RankFailure",
 }
-# Classes that are parts of others: without their members.
+# Parts of other classes. Their members are not documented.
 _BRIEF: Final = ("Engine", "Checkpoints", "Workload")
 _LABELS: Final = ("Shape", "Called by", "Returns", "Gradient", "Parameters", "Raises")
 _CODE: Final = re.compile(r"(``.+?``|`[^`]+`)")
 
 
 def pages() -> dict[str, str]:
-    """Every page by its path in docs/reference: the index, then the pages of PAGES."""
+    """All pages by path in docs/reference: the index, and then the pages in PAGES."""
     names = _Names()
     lines = [
         "# API",
         "",
-        "Every public name, with a link to its entry: arguments, shapes, which ranks must call it, result and errors. Names that begin with an",
-        "underscore, and modules that are not listed here, may change between versions. Made by `python docs/tools/api.py` from the docstrings.",
+        "This page links to the entry of every public name: its arguments, shapes, result and errors, and the ranks that must call it. Names that",
+        "begin with an underscore, and modules that are not listed on this page, may change between versions. Made by `python docs/tools/api.py` from the docstrings.",
     ]
     made = {"api.md": ""}
     for page, (title, opening, _) in PAGES.items():
@@ -180,13 +180,13 @@ def pages() -> dict[str, str]:
 
 
 class _Names:
-    """Every entry by page and anchor, and where a name in a text leads."""
+    """All entries by page and anchor, and the link targets of names in texts."""
 
     def __init__(self) -> None:
         self.entries: dict[str, dict[str, Any]] = {page: {} for page in PAGES}
         self.pages: dict[str, str] = {}
         known: list[Any] = []
-        # Inner packages first among `meshcomm.x.*`, so that a name stands where it is defined.
+        # Among `meshcomm.x.*`, inner packages are first, so that a name is listed in the module that defines it.
         listed = [(path, page) for page, (_, _, paths) in PAGES.items() for path in paths.split()]
         for path, page in sorted(
             listed, key=lambda one: (one[0].endswith("*"), -one[0].count(".") * one[0].endswith("*"))
@@ -200,7 +200,7 @@ class _Names:
                 self.pages[anchor] = page
                 if inspect.isclass(found):
                     self.pages |= {f"{anchor}.{name}": page for name, _ in _members(found)}
-        # `Layout`, `Mesh.step`: the last parts of one anchor alone.
+        # Endings that belong to only one anchor, such as `Layout` or `Mesh.step`.
         ends: dict[str, set[str]] = {}
         for anchor in self.pages:
             parts = anchor.split(".")
@@ -210,7 +210,7 @@ class _Names:
         self.ends = {end: found.pop() for end, found in ends.items() if len(found) == 1}
 
     def link(self, text: str, name: str, page: str, owner: str = "") -> str | None:
-        """Markdown that links `text` to the entry of `name`; None where there is none, or it is the owner's own."""
+        """Markdown that links `text` to the entry for `name`. None if there is no entry, or if it is the owner's own entry."""
         inside = [f"{'.'.join(owner.split('.')[:end])}.{name}" for end in (-1, None)] if owner else []
         name_of_mesh = re.sub(r"^mesh\.", "meshcomm.Mesh.", name)
         for anchor in (*inside, name, name_of_mesh, f"meshcomm.{name}", self.ends.get(name, "")):
@@ -224,15 +224,15 @@ class _Names:
 
 @dataclasses.dataclass
 class _Doc:
-    """A docstring in parts. blocks: paragraphs, and code as (language, text). fields: by label, or by name of a parameter."""
+    """The parts of a docstring. blocks: paragraphs, and code as (language, text). fields: texts by label or parameter name."""
 
     blocks: list[str | tuple[str, str]] = dataclasses.field(default_factory=list)
     fields: dict[str, str] = dataclasses.field(default_factory=dict)
-    # Tables and code under a field.
+    # Tables and code blocks that belong to a field.
     under: dict[str, list[tuple[str, str]]] = dataclasses.field(default_factory=dict)
 
     def add(self, name: str, text: str) -> None:
-        """A field, or more of it."""
+        """Add a field, or append text to an existing field."""
         before = self.fields.get(name)
         self.fields[name] = text if before is None else f"{before.rstrip('.')}; {text}"
 
@@ -254,17 +254,17 @@ class _Entry:
             self.doc.fields = _field_texts(self.kind) | self.doc.fields
 
     def first(self) -> str:
-        """The first sentence, for a table."""
+        """The first sentence of the docstring, for a table."""
         text = next((block for block in self.doc.blocks if isinstance(block, str)), "")
         text = text or f"Record of {', '.join(self.doc.fields)}."
         return _prose(re.split(r"(?<=[.]) (?=[A-Z`])", text)[0], lambda name: None)
 
     def lines(self, level: int = 2) -> list[str]:
-        """Markdown of the entry, and of the members of a class."""
+        """The Markdown lines of the entry. The entry of a class includes its members."""
         lines = ["", f'<a id="{self.anchor}"></a>', "", f"{'#' * level} `{self.anchor}`"]
         shown = self._shown()
         if shown:
-            # As the source has it; repr prefers the other quotes.
+            # With the quotes used in the source, since repr prefers the other kind.
             lines += ["", "```python", shown.replace("'", '"'), "```"]
         if self.kind and issubclass(self.kind, Exception):
             lines += ["", self._base(self.kind)]
@@ -295,7 +295,7 @@ class _Entry:
         return [*lines, *(line for each in methods for line in each.lines(level + 1))]
 
     def _shown(self) -> str:
-        """How it is called, or what it is; nothing for classes that the package instantiates."""
+        """The signature, or the value of a constant. Empty for classes that only the package instantiates."""
         if self.kind:
             hidden = issubclass(self.kind, (BaseModel, Exception)) or self.kind.__name__ in _MADE
             return "" if hidden else _written(self.name, self.signature, "")
@@ -321,7 +321,7 @@ class _Entry:
         )[1:]
 
     def _row(self, name: str, text: str, anchored: bool) -> tuple[str, str, str]:
-        """A parameter or an attribute, as a row of a table."""
+        """A table row for a parameter or an attribute."""
         names = [each.strip() for each in name.split(",")]
         annotations = {each: parameter.annotation for each, parameter in self.signature.items()}
         annotations = getattr(self.found, "__annotations__", {}) | annotations
@@ -335,7 +335,7 @@ class _Entry:
         )
 
     def _value(self) -> tuple[str, str, str]:
-        """A property, as a row of its class's table."""
+        """A row for a property in the table of its class."""
         kind = self._type(inspect.signature(_function(self.found)).return_annotation)
         parts = [self._text(each) if isinstance(each, str) else f"`{each[1]}`" for each in self.doc.blocks]
         parts += [f"{label}: {self._text(text)}" for label, text in self.doc.fields.items()]
@@ -348,7 +348,7 @@ class _Entry:
         return ["", *listed] if listed else []
 
     def _type(self, annotation: object) -> str:
-        """A type, member by member of a union, each linked where it has an entry."""
+        """The Markdown for a type. Each member of a union is linked if it has an entry."""
         if annotation is inspect.Parameter.empty:
             return ""
         module = vars(import_module(_function(self.found).__module__))
@@ -370,7 +370,7 @@ class _Entry:
 
 
 def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
-    """A table after an empty line, without columns that have nothing in them; nothing where there is no row."""
+    """The lines of a table after an empty line. Empty columns are omitted. Without rows, the result is empty."""
     kept = [at for at in range(len(head)) if any(row[at] for row in rows)]
     if not rows:
         return []
@@ -382,11 +382,11 @@ def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
     return ["", *(f"| {' | '.join(each)} |" for each in cells)]
 
 
-# -- what is there ---------------------------------------------------------------------------------------
+# -- the objects -------------------------------------------------------------------------------------------
 
 
 def _found(path: str) -> Iterable[tuple[str, Any]]:
-    """The anchor and the object of a name of PAGES; of `module.*` each public one."""
+    """Pairs of anchor and object for a path in PAGES. `module.*` yields all public names of the module."""
     anchor, _, where = path.rpartition("=")
     module, _, name = f"meshcomm.{where}".rpartition(".")
     package = import_module(module)
@@ -398,7 +398,7 @@ def _found(path: str) -> Iterable[tuple[str, Any]]:
 
 
 def _members(kind: type) -> list[tuple[str, Any]]:
-    """Public methods and properties with a docstring: those of our bases, then its own, in the order of the source."""
+    """Public methods and properties with a docstring, in source order. Those of base classes in meshcomm are first."""
     found: dict[str, Any] = {}
     for base in reversed(kind.__mro__) if kind.__name__ not in _BRIEF else ():
         for name in vars(base) if base.__module__.startswith("meshcomm") else ():
@@ -420,12 +420,12 @@ def _is_property(found: Any) -> bool:
 
 
 def _function(found: Any) -> Any:
-    """What a property calls; anything else is itself."""
+    """The function behind a property. Any other object is returned as is."""
     return found.func if isinstance(found, cached_property) else getattr(found, "fget", found)
 
 
 def _is_result(found: Any) -> bool:
-    """Whether its fields are for reading: a record that calls return."""
+    """Whether `found` is a record that calls return, whose fields a user only reads."""
     record = dataclasses.is_dataclass(found) or (inspect.isclass(found) and issubclass(found, tuple))
     return record and found.__name__ not in ("Plan", "ModelSpec", "GroupOptions")
 
@@ -435,13 +435,13 @@ def _is_label(name: str) -> bool:
 
 
 def _section(kind: type) -> str:
-    """The anchor of a section's keys on the page of the configuration; "" for the whole of it."""
+    """The anchor of a section on the configuration page. "" means the whole page."""
     match = re.match(r"`\[([\w.]+)\]`", kind.__doc__ or "")
     return f"#{match[1].replace('.', '').lower()}" if match else ""
 
 
 def _field_texts(kind: type) -> dict[str, str]:
-    """The texts under the fields of a class."""
+    """The docstrings below the fields of a class, by field name."""
     try:
         body = ast.parse(dedent(inspect.getsource(kind))).body[0]
     except (OSError, SyntaxError):
@@ -460,7 +460,7 @@ def _field_texts(kind: type) -> dict[str, str]:
 
 
 class _Written:
-    """A text that stands in a signature as it is, without the quotes of its repr."""
+    """A text that appears in a signature without quotes."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -472,7 +472,7 @@ class _Written:
 
 
 def _annotation_text(annotation: object) -> str:
-    """An annotation as its source has it, or without the names of modules."""
+    """An annotation as written in the source, or without module names."""
     if isinstance(annotation, (str, _Written)):
         return str(annotation)
     if isinstance(annotation, typing.ForwardRef):
@@ -481,7 +481,7 @@ def _annotation_text(annotation: object) -> str:
 
 
 def _signature_of(found: Any) -> dict[str, inspect.Parameter]:
-    """The parameters by name, as their source has them; a default that is made for each call as what makes it."""
+    """The parameters by name, as written in the source. A default from a factory is shown as the factory's call."""
     kind = found if inspect.isclass(found) else None
     made: dict[str, str] = {}
     if kind and (issubclass(kind, (BaseModel, Exception)) or kind.__name__ in _MADE):
@@ -506,7 +506,7 @@ def _signature_of(found: Any) -> dict[str, inspect.Parameter]:
 
 
 def _written(name: str, parameters: Mapping[str, inspect.Parameter], returns: str) -> str:
-    """A signature on one line, or one parameter on each."""
+    """A signature on one line or, if it is too long, with one parameter per line."""
     signature = str(inspect.Signature(list(parameters.values()), __validate_parameters__=False))
     if len(name + signature + returns) <= _WIDTH:
         return name + signature + returns
@@ -519,12 +519,12 @@ def _written(name: str, parameters: Mapping[str, inspect.Parameter], returns: st
 
 
 def _returned(function: Any) -> str:
-    """What it returns; of a function with overloads, what any of them returns."""
+    """The return annotation of a function. For a function with overloads, the union of their return types."""
     texts = []
     for each in typing.get_overloads(function) or [function]:
         annotation = inspect.signature(each).return_annotation
         if annotation is not inspect.Signature.empty:
-            # The type variable of the overloads stands for a tensor, or for a list of them.
+            # In overloads, the type variable X is a tensor or a list of tensors.
             texts += _union(re.sub(r"\bX\b", "Tensor", _annotation_text(annotation)))
     return f" -> {' | '.join(dict.fromkeys(texts))}" if texts else ""
 
@@ -543,7 +543,7 @@ def _union(text: str) -> list[str]:
 
 
 def _choices(part: str, module: Mapping[str, Any]) -> list[str]:
-    """The literals that a type is made of; another name of a type as its definition; else the type."""
+    """The literals in a `Literal` type, the definition of a type alias, or else the type itself."""
     value = module.get(part)
     if isinstance(value, str):
         part = value
@@ -562,10 +562,10 @@ def _choices(part: str, module: Mapping[str, Any]) -> list[str]:
 
 
 def _parsed(text: str, names: Iterable[str]) -> _Doc:
-    """A docstring in parts. names: the parameters, which begin fields as labels do."""
+    """Split a docstring into parts. names: parameter names, which begin fields in the same way as labels."""
     label = rf"(?:{'|'.join(_LABELS)})(?:, [\w ]+)*: +(?=\S)|Raises (?=[A-Z`])"
     known = rf"\*{{0,2}}(?:{'|'.join(names) or '-'})(?:, \w+)*: +(?=\S)"
-    # A sentence does not begin with a small letter.
+    # A sentence does not begin with a lowercase letter.
     any_name = r"[a-z]\w*(?:, [a-z]\w*)*: +(?=\S)"
     field = re.compile(f"{label}|{known}|{any_name}")
     behind = re.compile(rf"(?<=[.;]) (?={known})|(?<=\.) (?={any_name})")
@@ -587,7 +587,7 @@ def _parsed(text: str, names: Iterable[str]) -> _Doc:
                     doc.blocks.append(piece)
         paragraph.clear()
 
-    # The names of an entry may need two lines.
+    # The names of one entry may span two lines.
     waiting = re.sub(r"(?m)^( +(?:\w+, ?)+)\n +(?=\w+[:,])", r"\1", text).splitlines()[::-1]
     while waiting:
         line = waiting.pop()
@@ -611,7 +611,7 @@ def _parsed(text: str, names: Iterable[str]) -> _Doc:
         elif line in ("Args:", "Attributes:"):
             section = True
         else:
-            # A field, or a sentence that begins after one.
+            # A field, or a sentence that follows a field.
             after = bool(paragraph) and not indented and paragraph[-1].endswith(".")
             if re.match(f"{label}|{known}", line) or (
                 after and (field.match(line) or field.match(paragraph[0]))
@@ -626,7 +626,7 @@ def _parsed(text: str, names: Iterable[str]) -> _Doc:
 
 
 def _code(text: str) -> tuple[str, str]:
-    """An indented block: Python, a table of two columns, or neither."""
+    """The language and text of an indented block: Python, a table with two columns, or plain text."""
     text = dedent(text).strip("\n")
     if text.startswith(">>> "):
         return "pycon", text
@@ -639,7 +639,7 @@ def _code(text: str) -> tuple[str, str]:
 
 
 def _prose(text: str, link: Callable[[str], str | None]) -> str:
-    """Markdown of a text: code that names an entry, errors, and pages become links; other marks stay as they are."""
+    """The Markdown for a text. Code that names an entry, errors, and pages become links. Other markup stays unchanged."""
     parts = []
     for piece in _CODE.split(text):
         if piece.startswith("`"):
@@ -660,7 +660,7 @@ def _cell(text: str) -> str:
 
 
 def main() -> None:
-    """Write the pages, and delete those that are no longer made."""
+    """Write the pages, and delete pages that are no longer generated."""
     made = pages()
     (REFERENCE / "api").mkdir(exist_ok=True)
     for path in (REFERENCE / "api").glob("*.md"):

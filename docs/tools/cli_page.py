@@ -1,4 +1,4 @@
-"""The page of every command: `python docs/tools/cli_page.py > docs/reference/cli.md`."""
+"""Print the reference page of all commands: `python docs/tools/cli_page.py > docs/reference/cli.md`."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def page() -> str:
 
 
 def all_commands() -> dict[str, Any]:
-    """Every command by its name, in the order of GROUPS."""
+    """All commands by name, in the order of GROUPS."""
     group: Any = typer.main.get_command(app)
     return {name: group.commands[name] for name in group.list_commands(None)}
 
@@ -61,7 +61,7 @@ def _section(name: str, command: Any) -> list[str]:
     if arguments or options:
         lines += ["", "| | default | |", "|---|---|---|"]
     for each in arguments:
-        # Taken from the name: for `[CONFIG] SCRIPT` the parser only knows that one of them is required.
+        # The displayed name decides, because for `[CONFIG] SCRIPT` the parser only knows that one of the two is required.
         optional = _argument(each).startswith("[")
         needed = "" if optional else "required"
         names = _argument(each).strip("[]").split("|")

@@ -1,4 +1,4 @@
-"""The page of every section and key: `python docs/tools/config_page.py > docs/reference/config.md`."""
+"""Print the reference page of all sections and keys: `python docs/tools/config_page.py > docs/reference/config.md`."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _INSIDE: Final = {
 }
 _KINDS: Final = {"integer": "integer", "number": "number", "string": "string", "boolean": "true or false"}
 
-# By section. Every key of a section is in one of its examples, and each example is valid by itself
-# or together with configs/quickstart.toml.
+# Examples by section. Every key of a section appears in one of its examples. Each example is valid alone or in
+# combination with configs/quickstart.toml.
 EXAMPLES: Final[Mapping[str, tuple[str, ...]]] = {
     "mesh": (
         """\
@@ -92,7 +92,8 @@ nccl_nsocks_perthread = 2
     ),
     "elastic": (
         """\
-# With configs/quickstart.toml: three new processes, each a minute after the loss. Until then one copy of the model may continue.
+# For configs/quickstart.toml: start up to three new processes, each one minute after a loss. Until then, one copy of
+# the model may continue.
 [elastic]
 replace = 3
 min = { dp = 1 }
@@ -364,7 +365,7 @@ def page() -> str:
         "| section | |",
         "|---|---|",
     ]
-    # From pydantic, so that the page documents the same models that check configurations.
+    # The schema comes from pydantic, so the page documents the same models that check configurations.
     schema = Config.model_json_schema()
     for name, field in schema["properties"].items():
         more = " Required." if name in schema["required"] else ""
@@ -389,7 +390,7 @@ def page() -> str:
 
 
 def sections() -> dict[str, dict[str, Any]]:
-    """Every section by its place, with its JSON schema: properties, each with its description."""
+    """All sections by their path in a configuration, each with its JSON schema."""
     schema = Config.model_json_schema()
     found: dict[str, dict[str, Any]] = {}
 
@@ -407,7 +408,7 @@ def sections() -> dict[str, dict[str, Any]]:
 
 
 def _models(field: Any) -> list[str]:
-    """Names of the models that a field's schema refers to."""
+    """The names of the models that a field's schema refers to."""
     if isinstance(field, list):
         return [name for part in field for name in _models(part)]
     if not isinstance(field, dict):
@@ -437,7 +438,7 @@ def _type(field: Mapping[str, Any]) -> str:
 
 
 def _types(field: Mapping[str, Any]) -> list[str]:
-    """The kinds of values that a field accepts, without null, which TOML does not have."""
+    """The kinds of values that a field accepts. null is omitted, because TOML does not have it."""
     if "anyOf" in field:
         return [name for part in field["anyOf"] for name in _types(part)]
     if "$ref" in field:
@@ -458,7 +459,7 @@ def _types(field: Mapping[str, Any]) -> list[str]:
 
 
 def _several(field: Mapping[str, Any]) -> str:
-    """The elements of a list or a table, in the plural."""
+    """The kind of the elements in a list or table, in the plural."""
     return re.sub(r"\b(integer|number|string|list|table)\b", r"\1s", " or ".join(_types(field)), count=1)
 
 

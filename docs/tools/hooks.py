@@ -1,4 +1,4 @@
-"""Hooks of the site's build: pages of repository files, anchors of the API, and the search index.
+"""Hooks for building the site: pages for repository files, anchors in the API reference, and the search index.
 
 Files of the repository that pages link to become pages. The same links work on the repository's host, where they lead to the
 files themselves. Entries of the API have the anchors of their names. The search index is a script, which works from files too.
@@ -22,22 +22,22 @@ import meshcomm
 
 _LOG: Final = logging.getLogger("properdocs.hooks.meshcomm")
 _ROOT: Final = Path(__file__).parents[2]
-# The folder of repository files on the site.
+# The folder for repository files on the site.
 _FOLDER: Final = "repository"
 _LANGUAGES: Final = {".py": "python", ".toml": "toml", ".sh": "bash", ".json": "json"}
 _CODE: Final = re.compile(r"(^(```+).*?^\2`*\s*$|(?<!`)(`+)(?!`).*?(?<!`)\3(?!`))", re.DOTALL | re.MULTILINE)
 _LINK: Final = re.compile(r"(?<=\]\()([^)\s#]+)(#[^)\s]*)?(?=\))")
-# What a search finds, of all pages that are built.
+# The search entries of all pages.
 _FOUND: Final[list[tuple[str, str, str, str]]] = []
 _NAME: Final = re.compile(r"(meshcomm|mesh\.(functional|objects|store))(\.\w+)*")
-# The tool that makes a page, which is edited instead of the page.
+# The tool that generates a page. The edit link leads to the tool instead of the page.
 _TOOL: Final = re.compile(r"Made by `python (docs/tools/\w+\.py)")
-# The anchor of an entry of the API, which the repository's host takes from here, and the site from the heading after it.
+# The anchor of an API entry. The repository's host uses this anchor, and the site uses that of the heading below.
 _ANCHOR: Final = re.compile(r'^<a id="[\w.]+"></a>\n+(?=#)', re.MULTILINE)
 
 
 def on_config(config: Any) -> Any:
-    """The anchor of a heading that is a public name is this name."""
+    """If a heading is a public name, use the name as its anchor."""
 
     def anchor(title: str, separator: str) -> str:
         return title if _NAME.fullmatch(title) else str(slugify(title, separator))
@@ -49,7 +49,7 @@ def on_config(config: Any) -> Any:
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Add a page for every file of the repository that a page links to, including links from added pages."""
+    """Add a page for every repository file that a page links to, including links on added pages."""
     added: list[dict[str, str]] = []
     waiting = [(Path("docs", file.src_uri), file.content_string) for file in files.documentation_pages()]
     while waiting:
@@ -71,7 +71,7 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """Turn links to files of the repository into links to their pages."""
+    """Replace links to repository files with links to their pages."""
     here = page.file.src_uri
     copied = here.startswith(f"{_FOLDER}/")
     if page.edit_url and (tool := _TOOL.search(markdown)):
@@ -96,12 +96,12 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
 
 
 def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
-    """Let a wide table scroll in a box of its own; bars in the code of its cells need no backslash. Note what a search finds."""
+    """Put each table in a scrolling box, remove backslashes before bars in its cells, and collect the search entries."""
     html = html.replace("<table>", '<div class="table"><table>').replace("</table>", "</table></div>")
     html = re.sub(r"<td>.*?</td>", lambda cell: cell[0].replace("\\|", "|"), html, flags=re.DOTALL)
     read = _Sections()
     read.feed(html)
-    # Of the API, rows are arguments; of files of the repository, a search finds the names.
+    # In the API reference, rows are arguments, so they are not indexed. Repository files are indexed by name only.
     rows = [] if page.url.startswith("reference/api") else read.rows
     for title, anchor, text, section in [*((*each, "") for each in read.sections), *rows]:
         place = f"{page.title} › {section}" if section else page.title
@@ -111,20 +111,20 @@ def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
 
 
 def on_post_build(config: Any) -> None:
-    """Write what a search finds: page, title, location and text, of each section and of each row with a name."""
+    """Write the search index: page, title, location and text of each section and of each table row with a name."""
     made = json.dumps(_FOUND, ensure_ascii=False, separators=(",", ":"))
     path = Path(config.site_dir, "js", "sections.js")
     path.write_text(f"window.sections = {made};\n", encoding="utf-8")
 
 
 class _Sections(HTMLParser):
-    """The sections of a page as title, anchor and text, and rows of tables that begin with code, with their section's title."""
+    """A parser for a page's sections (title, anchor, text), and for table rows that begin with code."""
 
     def __init__(self) -> None:
         super().__init__()
         self.sections: list[list[str]] = []
         self.rows: list[tuple[str, str, str, str]] = []
-        # Where text goes: 0, the title of the section, or 2, its text.
+        # The part of the section to which text is added: 0 is the title, 2 is the body, and 1 discards the text.
         self._to = 2
         self._cells: list[str] = []
 
@@ -134,7 +134,7 @@ class _Sections(HTMLParser):
             self.sections.append(["", given["id"] or "", ""])
             self._to = 0
         elif tag == "a" and given.get("id"):
-            # An attribute of a class, in a table.
+            # An attribute of a class in a table.
             self.sections.append([given["id"] or "", given["id"] or "", ""])
         elif tag == "a" and given.get("class") == "headerlink":
             self._to = 1
@@ -162,7 +162,7 @@ class _Sections(HTMLParser):
 
 
 def _outside_code(markdown: str, change: Any) -> str:
-    """Apply `change` to `markdown` outside blocks and spans of code."""
+    """Apply `change` to the parts of `markdown` outside code blocks and code spans."""
     parts, end = [], 0
     for code in _CODE.finditer(markdown):
         parts += [change(markdown[end : code.start()]), code.group()]
@@ -171,7 +171,7 @@ def _outside_code(markdown: str, change: Any) -> str:
 
 
 def _targets(source: Path, markdown: str) -> list[Path]:
-    """Files outside of docs/ that a text links to."""
+    """The files outside docs/ that a text links to."""
     found = []
 
     def seen(text: str) -> str:
@@ -186,7 +186,7 @@ def _targets(source: Path, markdown: str) -> list[Path]:
 
 
 def _inside(source: Path, link: str) -> Path | None:
-    """The target of a link, relative to the repository's root; None if it is outside."""
+    """The target of a link, relative to the root of the repository. None if the target is outside the repository."""
     if re.match(r"[a-z][a-z0-9+.-]*:", link) or link.startswith("/"):
         return None
     target = Path(posixpath.normpath(posixpath.join(source.parent.as_posix(), link)))

@@ -1,4 +1,4 @@
-"""The pictures of docs/concepts.md: `python docs/tools/pictures.py` writes them into docs/images, as SVG."""
+"""Write the SVG pictures of docs/concepts.md to docs/images: `python docs/tools/pictures.py`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Final
 
 IMAGES: Final = Path(__file__).parents[1] / "images"
 WIDTH: Final = 480
-# Fills that are readable on white: by group or by a value's source rank; then for sums and for empty places.
+# Fill colors for groups or for the source ranks of values, and then for sums and for empty boxes.
 FILLS: Final = ("#cfe3f7", "#fddcb0", "#c9ecd6", "#f3cfe6", "#e4e7ea", "#ffffff")
 SUM, EMPTY = 4, 5
 _FONT: Final = "system-ui, -apple-system, 'Segoe UI', Helvetica, Arial, sans-serif"
@@ -60,7 +60,7 @@ PLACES: Final = list(product(range(2), repeat=3))
 def _grid(
     x: float, y: float, cell: tuple[int, int], fills: list[int], words: list[str], strong: int = -1
 ) -> list[str]:
-    """A square of dp rows and tp columns for each pp, ranks in row-major order."""
+    """For each pp coord, a square with dp rows and tp columns. The ranks are in row-major order."""
     width, height = cell
     return [
         _box(
@@ -123,7 +123,7 @@ def merged() -> str:
 def _table(
     title: str, rows: list[tuple[str, list[str], list[int]]], gaps: dict[int, str], height: int
 ) -> str:
-    """Rows of eight cells, one for each rank; `gaps`: a heading before a row."""
+    """Draw rows of eight cells, with one cell per rank. gaps: headings, by the row that follows them."""
     parts, y = [], 12
     for number, (name, words, fills) in enumerate(rows):
         if number in gaps:
@@ -179,7 +179,7 @@ _NONE: Final = [("None", EMPTY)]
 
 
 def _call(call: str, before: Held, after: Held, lines: list[tuple[int, int]] | None = None) -> str:
-    """The contents of each coord of a dim before and after one call, in boxes."""
+    """Draw boxes with the values on each coord of a dim before and after one call."""
     parts = [_left(72, 24, "before", 14), _left(308, 24, "after", 14)]
     for c in range(4):
         y = 34 + 36 * c
@@ -223,7 +223,7 @@ def broadcast() -> str:
 
 
 def gather() -> str:
-    """Gather; scatter is the reverse."""
+    """Draw gather. Scatter is the same in reverse."""
     return _call(
         "gather with dst=0 along a dim of size 4",
         _OWN,

@@ -1,7 +1,7 @@
-"""Report how long and how plain the sentences of pages and Python files are: `python docs/tools/prose.py FILE...`.
+"""Report the length and the style of sentences in pages and Python files: `python docs/tools/prose.py FILE...`.
 
-A report for whoever edits a page, not a test: a sentence on the list may be good, and one that is not on it may be bad.
-`--sample N --seed S` prints N sentences of all files, to be read and judged one by one.
+The report helps with editing and is not a test: a listed sentence may be good, and a sentence that is not listed may be bad.
+`--sample N --seed S` prints N random sentences from all files, so that each can be judged by itself.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 
 LONG: Final = 30
 
-# Habits that make technical English hard to read, each with an expression that finds most of them.
+# Habits that make technical English hard to read, each with a regular expression that finds most cases.
 HABITS: Final = {
     "noun clause": r"\b[Ww]hat (?:\w+ ){0,4}(?:is|are|has|have|does)\b(?!\?)",
     "pronoun without a noun": r"\b(?:those (?:that|of|which)|one of both|that of|which of (?:two|both))\b",
@@ -28,7 +28,7 @@ HABITS: Final = {
 
 
 class Sentence(NamedTuple):
-    """A sentence and where it begins."""
+    """A sentence with its file and line."""
 
     file: Path
     line: int
@@ -36,17 +36,17 @@ class Sentence(NamedTuple):
 
     @property
     def words(self) -> int:
-        """Without code, which counts as one word."""
+        """The number of words. A code span counts as one word."""
         return len(re.sub(r"`[^`]*`", "x", self.text).split())
 
     @property
     def habits(self) -> list[str]:
-        """The names of the habits that it shows."""
+        """The names of the habits in this sentence."""
         return [name for name, pattern in HABITS.items() if re.search(pattern, self.text)]
 
 
 def paragraphs(file: Path) -> Iterator[tuple[int, str]]:
-    """(line, text) of the prose of a page, or of the docstrings and messages of a Python file."""
+    """(line, text) for each paragraph of prose on a page, or of docstrings and messages in a Python file."""
     source = file.read_text(encoding="utf-8")
     if file.suffix == ".py":
         for node in ast.walk(ast.parse(source)):
@@ -54,7 +54,7 @@ def paragraphs(file: Path) -> Iterator[tuple[int, str]]:
                 for part in re.split(r"\n\s*\n|\n(?=\s*[\w., ]{1,40}:\s)", node.value):
                     yield node.lineno, " ".join(part.split())
         return
-    # A fence, a table and a heading end a paragraph, and so does the next item of a list.
+    # A code fence, a table, a heading or the next list item ends a paragraph.
     text = re.sub(r"^```.*?^```", lambda found: "\n" * found[0].count("\n"), source, flags=re.M | re.S)
     number, lines = 1, [""]
     for at, line in enumerate([*text.splitlines(), ""], 1):
@@ -67,7 +67,7 @@ def paragraphs(file: Path) -> Iterator[tuple[int, str]]:
 
 
 def sentences(file: Path) -> list[Sentence]:
-    """Those of at least four words."""
+    """The sentences in a file that have at least four words."""
     found = [
         Sentence(file, line, text.strip())
         for line, paragraph in paragraphs(file)
@@ -77,14 +77,14 @@ def sentences(file: Path) -> list[Sentence]:
 
 
 def main() -> None:
-    """Print a line for each file, or a sample."""
+    """Print a report with one line per file, or print a sample."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("files", nargs="+", type=Path)
     parser.add_argument(
-        "--list", action="store_true", help="also print the sentences with a habit, or too long"
+        "--list", action="store_true", help="also print the sentences that have a habit or are too long"
     )
-    parser.add_argument("--sample", type=int, help="print so many sentences in place of the report")
-    parser.add_argument("--seed", type=int, default=0, help="of the sample")
+    parser.add_argument("--sample", type=int, help="print this number of sentences instead of the report")
+    parser.add_argument("--seed", type=int, default=0, help="random seed of the sample")
     given = parser.parse_args()
     by_file = {file: sentences(file) for file in given.files}
     every = [sentence for found in by_file.values() for sentence in found]

@@ -1,9 +1,9 @@
 """Prepare a release: `python docs/tools/release.py VERSION [--check]`.
 
-Works in a copy of the last commit. It writes the version to meshcomm/__init__.py and CITATION.cff, and turns CHANGELOG's
-Unreleased into a dated section. It builds the sdist and the wheel, and checks them with twine if it is installed. Then it
-copies the three files and dist/ back, and prints the remaining commands. --check: copies nothing. It does not commit, tag
-or push.
+It works in a copy of the last commit. It writes the version to meshcomm/__init__.py and CITATION.cff, and moves the entries
+under Unreleased in CHANGELOG.md to a dated section. It builds the sdist and the wheel, and checks both with twine if twine is
+installed. Then it copies the three files and dist/ back, and prints the remaining commands. With --check, it copies nothing
+back. It does not commit, tag or push.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CHANGELOG: Final = Path("CHANGELOG.md")
 
 
 def main(words: list[str] | None = None, root: Path = ROOT) -> int:
-    """Prepare a release of the clone `root`. Raises SystemExit with the problem before any file is changed."""
+    """Prepare a release of the clone `root`. If there is a problem, raise SystemExit before any file is changed."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -58,7 +58,7 @@ def main(words: list[str] | None = None, root: Path = ROOT) -> int:
 
 
 def in_module(text: str, version: str, day: str) -> str:
-    """The package with its new version, which must not be older. The first release keeps the current version."""
+    """The text of the module with the new version, which must not be older than the current version."""
     (old,) = re.findall(r'^__version__ = "(\d+\.\d+\.\d+)"$', text, re.M)
     if not re.fullmatch(r"\d+\.\d+\.\d+", version):
         raise SystemExit(f"{version} is not a version of three numbers, such as {old}")
@@ -68,13 +68,13 @@ def in_module(text: str, version: str, day: str) -> str:
 
 
 def in_citation(text: str, version: str, day: str) -> str:
-    """CITATION.cff with the version and date of the release."""
+    """The text of CITATION.cff with the version and date of the release."""
     text = re.sub(r"^version: .*$", f"version: {version}", text, flags=re.M)
     return re.sub(r"^date-released: .*$", f"date-released: {day}", text, flags=re.M)
 
 
 def in_changelog(text: str, version: str, day: str) -> str:
-    """The lines of Unreleased move into a section of the version."""
+    """The text of CHANGELOG.md with the entries under Unreleased moved to a section for the version."""
     head, found, rest = text.partition("## Unreleased\n")
     lines = rest.partition("\n## ")[0].strip()
     if not found or not lines:
@@ -85,7 +85,7 @@ def in_changelog(text: str, version: str, day: str) -> str:
 
 
 def build(source: Path) -> list[Path]:
-    """The sdist of `source`, and the wheel that the sdist makes."""
+    """Build the sdist of `source`, and the wheel from that sdist."""
     dist = source / "dist"
     backend = "from setuptools import build_meta; build_meta.build_sdist('dist')"
     output(source, sys.executable, "-c", backend)
@@ -101,7 +101,7 @@ def build(source: Path) -> list[Path]:
 
 
 def output(folder: Path, *command: str) -> str:
-    """The output of a command. Raises SystemExit with all of its output if it fails."""
+    """The output of a command. If the command fails, raises SystemExit with its full output."""
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"{' '.join(command)}: exit code {done.returncode}\n{done.stdout}{done.stderr}")

@@ -1,6 +1,6 @@
-"""Generates docs/reference/support.md from the table that refuses calls: `python docs/tools/support.py`.
+"""Generate docs/reference/support.md from the table that checks calls: `python docs/tools/support.py`.
 
-Two tables in it are kept. docs/tools/torch_versions.py fills the table of torch's versions. The table of launchers is
+It keeps two tables of the page. docs/tools/torch_versions.py fills the table of torch versions. The table of launchers is
 written by hand from the output of `python -m tests.launchers.slurm` and similar commands.
 """
 
@@ -18,9 +18,9 @@ _VERSIONS: Final = ("<!-- torch versions -->\n", "<!-- end of torch versions -->
 _LAUNCHERS: Final = ("<!-- launchers tried -->\n", "<!-- end of launchers tried -->\n")
 
 
-# The devices that a backend supports, and the operations that it lacks there. For gloo, mpi, nccl and xccl from torch's
-# documentation (torch.distributed, "Backends"); "?" depends on how MPI was built. That table omits ucc, which follows
-# torch's ProcessGroupUCC. Collectives that are not named are supported.
+# The devices that each backend supports, and the operations that it does not support on them. Operations that are not
+# listed are supported. The entries for gloo, mpi, nccl and xccl follow torch's documentation (torch.distributed,
+# "Backends"), and the entries for ucc follow torch's ProcessGroupUCC. "?" depends on how MPI was built.
 _MESSAGES: Final = frozenset(("send", "recv"))
 CARRIES: Final[dict[tuple[str, str], dict[str, frozenset[str]]]] = {
     ("gloo", "cpu"): {},
@@ -35,7 +35,7 @@ CARRIES: Final[dict[tuple[str, str], dict[str, frozenset[str]]]] = {
 
 
 def carries(backend: str, device: str, operation: str) -> str:
-    """Whether `backend` supports `operation`, a collective's name, "send" or "recv", on `device`.
+    """Whether `backend` supports `operation` on `device`. `operation` is the name of a collective, "send" or "recv".
 
     "yes", "no", "?" (depends on how MPI was built) or "list" (only torch's call on a list of tensors, which meshcomm
     does not use).
@@ -55,38 +55,38 @@ def page() -> str:
     lines = [
         "# Versions of torch, backends, and what each of them reduces",
         "",
-        "This page lists the versions of torch that the tests ran on, the launchers that were tested, and the dtypes and operations of each backend.",
+        "This page lists the torch versions that the tests ran on, the launchers that were tested, and the dtypes and operations that each backend supports.",
         "",
         "## Versions of torch",
         "",
         "meshcomm requires torch 2.11 or newer. `constraints.txt` pins the version that every commit is tested with.",
-        "The table shows the tests of this repository on a machine without GPUs, run by `python docs/tools/torch_versions.py`.",
-        "Hooks on process groups were added in torch 2.14. Tests that need them are skipped on older versions.",
+        "The table shows the results of this repository's tests on a machine without GPUs, as run by `python docs/tools/torch_versions.py`.",
+        "Hooks on process groups were added in torch 2.14. On older versions, tests that need these hooks are skipped.",
         "",
         f"{_VERSIONS[0]}{versions}{_VERSIONS[1]}",
-        "The tests ran on two cores that other jobs also used. After a fix, unless noted, each failed test passed when it was run alone on the same version:",
+        "The tests ran on two cores that were shared with other jobs. Unless noted otherwise, each failed test was fixed and then passed alone on the same version:",
         "",
-        "- torch 2.11 and 2.12: three tests required setuptools 77. One test depended on the path in which Gloo was built.",
-        "- torch 2.11: one test checked the strides of a pipeline's input. Two used a compiled `mesh.rearrange`, which now compiles on this version.",
+        "- torch 2.11 and 2.12: three tests required setuptools 77. One test depended on the path in which Gloo had been built.",
+        "- torch 2.11: one test checked the strides of a pipeline's input. Two tests compiled `mesh.rearrange`, which now compiles on this version.",
         "- torch 2.11: torch.compile lost the gradient of the rotary embedding, a `torch.autograd.Function`, in every training with `train.compile` and meshcomm's\n"
-        "  own transformer. Compiled blocks no longer use this function. Gradients of compiled and eager blocks were then compared on torch 2.11 in float64, with\n"
+        "  own transformer. Compiled blocks no longer use this function. The gradients of compiled and eager blocks were then compared on torch 2.11 in float64, with\n"
         "  data, shard, tensor, context and pipeline parallelism, experts, dropout and activation checkpointing: the largest difference was 1.2e-15.",
         "- torch 2.12 and 2.13: one test timed out under load and passed without a change.",
-        "- torch 2.14: one test counted objects that another test had left; it now collects them first.",
+        "- torch 2.14: one test counted objects that another test had left behind. It now runs the garbage collector first.",
         "",
         "## Launchers",
         "",
-        "These launchers were run in November 2026 with four ranks on two cores, by `python -m tests.launchers.mpi`, `.slurm`, `.ray` and `.agents` (Debian 12, torch 2.15).",
-        "Other jobs used the machine during the MPI and Slurm runs. Each run starts a script, kills a rank by SIGKILL, and looks for leftover processes. There were none.",
+        "The launchers were tested in November 2026 with four ranks on two cores, by `python -m tests.launchers.mpi`, `.slurm`, `.ray` and `.agents` (Debian 12, torch 2.15).",
+        "Other jobs used the machine during the MPI and Slurm runs. Each run starts a script, kills a rank with SIGKILL, and checks for leftover processes. None were found.",
         "",
         f"{_LAUNCHERS[0]}{launchers}{_LAUNCHERS[1]}",
-        "`accelerate launch --cpu --num_processes 4` starts one process, which `meshcomm.init` refuses for a mesh of four.",
+        "`accelerate launch --cpu --num_processes 4` starts only one process, so `meshcomm.init` raises an error for a mesh of four.",
         "",
         *_backends(),
         "## What each backend reduces",
         "",
-        "`python docs/tools/support.py` generates these tables from the table that refuses calls before any data is sent. A test compares the two.",
-        "Broadcast, gathers, scatter, all_to_all and messages only move data, so they take every dtype.",
+        "`python docs/tools/support.py` generates these tables from the table with which meshcomm checks each call before any data is sent. A test compares the two.",
+        "broadcast, gather, all_gather, scatter, all_to_all and messages only move data, so they accept every dtype.",
         "",
     ]
     for backend, dtypes in REDUCED.items():
@@ -96,17 +96,17 @@ def page() -> str:
             cells = ["yes" if reduce_refusal(backend, op, dtype) is None else "-" for op in REDUCTIONS]
             lines.append(f"| {name_of(dtype)} | {' | '.join(cells)} |")
         lacking = ", ".join(sorted(op for op, row in REDUCTIONS.items() if backend in row.wire.lacking))
-        lines += ["", *([f"{backend} itself lacks {lacking}.", ""] if lacking else [])]
+        lines += ["", *([f"{backend} does not support {lacking}.", ""] if lacking else [])]
     widened = ", ".join(f"{name_of(a)} as {name_of(b)}" for a, b in WIDENED.items())
     lines += [
         f"These dtypes are reduced exactly in a wider dtype and converted back: {widened}.",
-        "Complex numbers are added as pairs of floats. premul_sum scales, then sums. Every other backend decides by itself which dtypes it accepts.",
+        "Complex numbers are added as pairs of floats. premul_sum multiplies the inputs by a factor and sums the results. Every other backend decides which dtypes it accepts.",
     ]
     return "\n".join(lines) + "\n"
 
 
 def _backends() -> list[str]:
-    """The operations of each backend by device, and how to choose a backend."""
+    """The section that lists the operations of each backend by device, and how to choose a backend."""
     lines = [
         "## Backends",
         "",
@@ -120,18 +120,18 @@ def _backends() -> list[str]:
     return [
         *lines,
         "",
-        'Source: PyTorch\'s documentation of [torch.distributed](https://docs.pytorch.org/docs/stable/distributed.html), section "Backends", read in November 2026.',
-        "Its table omits ucc, which it calls experimental; the columns for ucc follow the operations that torch's ProcessGroupUCC implements.",
+        'The table follows the section "Backends" in PyTorch\'s documentation of [torch.distributed](https://docs.pytorch.org/docs/stable/distributed.html), as of November 2026.',
+        "PyTorch's table omits ucc, which PyTorch describes as experimental. The columns for ucc show the operations that torch's ProcessGroupUCC implements.",
         "",
         "- `?`: available if MPI was built for the device, and torch was built from source with that MPI.",
-        "- `lists`: torch supports the call on a list of tensors only. meshcomm uses the single-tensor form, so the call fails on this backend.",
-        "- cuda includes ROCm; xpu is Intel's GPUs.",
-        "- A third-party backend (`Backend.register_backend`) is selected by its name. meshcomm passes the calls on, and the backend accepts or refuses them.",
+        "- `lists`: torch supports only the form of the call that takes a list of tensors. meshcomm uses the single-tensor form, so the call fails on this backend.",
+        "- `cuda` includes ROCm. `xpu` means Intel GPUs.",
+        "- A third-party backend (`Backend.register_backend`) is selected by its name. meshcomm passes each call to the backend, which accepts or refuses it.",
         "",
-        "The tests run on gloo, and on a CPU backend that [behaves as nccl does](../design/emulated_nccl.md). nccl was run by [`python -m tests.gpu`](../benchmarks.md#on-one-gpu) on one GPU.",
-        "Calls are passed to mpi, ucc and xccl, but these backends were not tested. A Gloo dim accepts host memory, whatever the mesh's device is.",
+        "The tests run on gloo, and on a CPU backend that [behaves like nccl](../design/emulated_nccl.md). nccl was tested with [`python -m tests.gpu`](../benchmarks.md#on-one-gpu) on one GPU.",
+        "meshcomm passes calls to mpi, ucc and xccl, but these backends were not tested. A Gloo dim accepts tensors in host memory, whatever the mesh's device is.",
         "",
-        'The same documentation recommends the backends below. `backend = "auto"` selects nccl on cuda and gloo on cpu; name any other backend explicitly.',
+        'PyTorch\'s documentation recommends the backends in the next table. `backend = "auto"` selects nccl on cuda and gloo on cpu. Set any other backend explicitly.',
         "",
         "| hosts | backend |",
         "|---|---|",

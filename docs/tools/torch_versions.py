@@ -1,9 +1,9 @@
 """Run the tests on several versions of torch: `python docs/tools/torch_versions.py [--torch VERSION ...] [TEST ...]`
 
-For each version it makes a virtual environment with the pins of constraints.txt, runs the tests in it, and writes one row of
-the table in docs/reference/support.md. Rows of other versions are kept. TEST: files or node ids for pytest; by default the
-full suite. The current version takes about 5 GB of disk, which are deleted before the next one. The exit code is 1 if a
-test failed.
+For each version, it creates a virtual environment with the pins in constraints.txt, runs the tests in it, and writes one row
+of the table in docs/reference/support.md. Rows of other versions are kept. TEST: files or node ids for pytest, by default the
+full suite. Each environment takes about 5 GB of disk space and is deleted before the next one is created. The exit code is 1
+if a test failed.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from xml.etree import ElementTree
 ROOT: Final = Path(__file__).parents[2]
 PAGE: Final = ROOT / "docs" / "reference" / "support.md"
 VERSIONS: Final = ("2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0")
-# Free disk space required before an environment is made, including the 5 GB of a CUDA build.
+# The free disk space required before an environment is created, including 5 GB for a CUDA build.
 NEEDED_BYTES: Final = 30 * 2**30
-# The skip reason of tests that need torch's hooks on process groups, if torch has none.
+# Part of the skip reason of tests that need hooks on process groups, on versions of torch without these hooks.
 NEEDS_HOOKS: Final = "group hooks"
 _HEAD: Final = (
     "| torch | group hooks | passed | skipped | of these, need hooks | failed | tests | Python | date |\n"
@@ -38,7 +38,7 @@ _TABLE: Final = re.compile(r"(?<=<!-- torch versions -->\n).*?(?=<!-- end of tor
 
 @dataclass(frozen=True)
 class Result:
-    """The results of the tests on one version of torch. failed: names of tests, including errors."""
+    """The test results on one version of torch. failed: names of tests that failed or raised an error."""
 
     torch: str
     hooks: bool
@@ -49,7 +49,7 @@ class Result:
     tests: str
 
     def row(self) -> str:
-        """One row of the table."""
+        """The row of the table for this result."""
         cells = [
             self.torch,
             "yes" if self.hooks else "no",
@@ -65,13 +65,15 @@ class Result:
 
 
 def main() -> int:
-    """Try the versions, write the rows."""
+    """Run the tests on each version, and write the rows."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--torch", nargs="+", default=VERSIONS, metavar="VERSION")
     parser.add_argument(
-        "--folder", type=Path, help="where environments are made; the system's for temporary files"
+        "--folder",
+        type=Path,
+        help="where environments are created; by default, the system's temporary folder",
     )
     parser.add_argument("tests", nargs="*", metavar="TEST")
     given = parser.parse_args()
@@ -85,7 +87,7 @@ def main() -> int:
 
 
 def tried(version: str, tests: list[str], folder: Path | None) -> Result:
-    """Run the tests on one version of torch, in an environment that is deleted at the end of this call."""
+    """Run the tests on one version of torch, in an environment that is deleted afterwards."""
     with TemporaryDirectory(prefix=f"torch-{version}-", dir=folder) as name:
         place = Path(name)
         free = shutil.disk_usage(place).free
@@ -110,14 +112,14 @@ def tried(version: str, tests: list[str], folder: Path | None) -> Result:
 
 
 def constraints(version: str) -> str:
-    """The pins of constraints.txt, with another torch and the setuptools that this torch requires."""
+    """The pins in constraints.txt with the given version of torch, and with setuptools left to that version's requirements."""
     pinned = (ROOT / "constraints.txt").read_text().splitlines(keepends=True)
     kept = [line for line in pinned if not line.startswith(("torch==", "setuptools=="))]
     return "".join([*kept, f"torch=={version}\n"])
 
 
 def counted(report: str, version: str, hooks: bool, tests: str) -> Result:
-    """A Result from pytest's report in JUnit's format."""
+    """The Result from pytest's report in JUnit format."""
     passed, failed, skipped = 0, [], []
     for case in ElementTree.fromstring(report).iter("testcase"):
         skip = case.find("skipped")
@@ -132,7 +134,7 @@ def counted(report: str, version: str, hooks: bool, tests: str) -> Result:
 
 
 def with_row(page: str, result: Result) -> str:
-    """The page with this version's row in its table, in the order of the versions."""
+    """The page with the row for this version added to or replaced in the table, which is sorted by version."""
     table = _TABLE.search(page)
     if table is None:
         raise SystemExit(f"{PAGE.name} has no table of torch versions to write into")

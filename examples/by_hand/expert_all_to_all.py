@@ -1,8 +1,8 @@
-"""Tokens go to the rank that has their expert, and what the expert made of them comes back.
+"""Each token is sent to the rank that holds its expert, and the expert's output is sent back.
 
-Look at: how many tokens each expert got, which differs, and the difference from all experts on one process. One
-all_to_all carries the numbers, one the tokens, one the results. With capacity, load and gradients:
-docs/guide/experts.md.
+Look at: the number of tokens for each expert, which varies, and the difference from running all experts on one
+process. The first all_to_all sends the token counts, the second the tokens, and the third the results. For capacity,
+load and gradients, see docs/guide/experts.md.
 
     meshcomm run --world-size 8 examples/by_hand/expert_all_to_all.py
     meshcomm simulate --world-size 8 examples/by_hand/expert_all_to_all.py
@@ -22,13 +22,13 @@ import meshcomm
 with meshcomm.init(dims={"ep": -1}, device="cpu") as mesh:
     n, here = mesh.size("ep"), mesh.coord("ep")
     torch.manual_seed(0)
-    experts = torch.randn(n, 4, 4, dtype=torch.float64)  # a rank has one; all of them only to compare
+    experts = torch.randn(n, 4, 4, dtype=torch.float64)  # a rank needs only one; the others are for the check
     torch.manual_seed(1 + mesh.rank)
     tokens, choice = torch.randn(10, 4, dtype=torch.float64), torch.randint(n, (10,))
 
-    order = choice.argsort(stable=True)  # tokens of one expert next to each other
+    order = choice.argsort(stable=True)  # groups the tokens by expert
     counts = choice.bincount(minlength=n)
-    arriving = mesh.all_to_all("ep", counts)  # how many come from each rank
+    arriving = mesh.all_to_all("ep", counts)  # the number of tokens from each rank
     sent, coming = torch.stack([counts, arriving]).tolist()  # the host waits once for both
     received = mesh.all_to_all("ep", tokens[order], input_split_sizes=sent, output_split_sizes=coming)
     made = received @ experts[here]

@@ -1,8 +1,8 @@
-"""A pipeline by hand: each rank has one layer; microbatches go forward through the ranks, gradients come back.
+"""A pipeline by hand: each rank holds one layer, microbatches move forward through the ranks, and gradients move back.
 
-Look at: the loss, which the last rank has, and the difference of each layer's gradients from the same network on one
-process. All forward passes, then all backward passes in reverse, is the schedule of GPipe. For 1F1B and
-others: docs/guide/pipeline.md.
+Look at: the loss, which the last rank prints, and the difference between each layer's gradients and those of the same
+network on one process. This is the GPipe schedule: all forward passes, then all backward passes in reverse order.
+docs/guide/pipeline.md describes 1F1B and other schedules.
 
     meshcomm run --world-size 8 examples/by_hand/pipeline.py
     meshcomm simulate --world-size 8 examples/by_hand/pipeline.py

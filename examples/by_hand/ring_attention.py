@@ -1,9 +1,10 @@
-"""Causal attention over a sequence of which each rank holds a block: keys and values go around a ring.
+"""Causal attention over a sequence that is split into one block per rank: keys and values move around a ring.
 
-Look at: the differences of output and gradients from attention over the whole sequence on one process. No rank ever
-has the whole sequence, and no rank the whole matrix of scores: what a block adds is merged by the running
-maximum and sum of the softmax. `functional.shift` sends the gradients back around the ring by itself.
-meshcomm.parallel has a version that is balanced, overlaps, and keeps no scores for backward: docs/guide/context.md.
+Look at: the differences in output and gradients from attention over the whole sequence on one process. The ring never
+needs the whole sequence or the whole score matrix on one rank: it merges each block's contribution using the running
+maximum and sum of the softmax. In the backward pass, `functional.shift` sends the gradients back around the ring.
+meshcomm.parallel has a version that balances the work, overlaps communication with computation, and stores no scores
+for the backward pass: docs/guide/context.md.
 
     meshcomm run --world-size 8 examples/by_hand/ring_attention.py
     meshcomm simulate --world-size 8 examples/by_hand/ring_attention.py
@@ -33,7 +34,7 @@ with meshcomm.init(dims={"cp": -1}, device="cpu") as mesh:
     largest, total, out = torch.tensor(float("-inf")), 0.0, 0.0
     for turn in range(n):
         k, v = kv
-        behind = (here - turn) % n  # whose block this is
+        behind = (here - turn) % n  # the coord that this block belongs to
         scores = q @ k.mT / 8**0.5
         future = place + behind * length > (place + here * length)[:, None]
         scores = scores.masked_fill(future, float("-inf"))

@@ -1,8 +1,8 @@
-"""A two-layer network split over a dim: columns of the first weight, rows of the second.
+"""A two-layer network split along a dim: the first weight by columns, the second by rows.
 
-Look at: the differences of the output and of every gradient from the whole network on one process. Three lines
-communicate, or will in backward: `identity` sums the gradient of x, `all_reduce` the output. Why they need to be told
-which gradient is meant: docs/guide/gradients.md.
+Look at: the differences in the output and in every gradient from the whole network on one process. Two calls
+communicate: `identity` sums the gradient of x in the backward pass, and `all_reduce` sums the output in the forward
+pass. docs/guide/gradients.md explains why a call must specify its gradient.
 
     meshcomm run --world-size 8 examples/by_hand/tp_mlp.py
     meshcomm simulate --world-size 8 examples/by_hand/tp_mlp.py

@@ -1,8 +1,8 @@
-"""Ulysses: two exchanges around attention, from a part of the sequence to a part of the heads and back.
+"""Ulysses: an exchange before attention, from a part of the sequence to a part of the heads, and an exchange back.
 
-Look at: the two lines with `rearrange`, and the differences of output and gradients from attention over the whole
-sequence on one process. After the first exchange a rank has all of the sequence for its own heads, so any
-attention goes in between; cp must divide the number of heads.
+Look at: the two `rearrange` calls, and the differences in output and gradients from attention over the whole sequence
+on one process. After the first exchange, each rank has the whole sequence for some of the heads, so any attention
+function works in between. The size of cp must divide the number of heads.
 
     meshcomm run --world-size 8 examples/by_hand/ulysses.py
     meshcomm simulate --world-size 8 examples/by_hand/ulysses.py

@@ -1,8 +1,8 @@
-"""The same chain, with work of one's own while a message is on its way.
+"""The same chain as in send_chain.py, with computation while each message is in flight.
 
-Look at: the values, which are those of send_chain.py, and the work that was done before each wait. Until a handle's
-wait() returns, what arrives must not be read and what leaves must not be changed; a handle that is dropped
-without a wait is reported with its line.
+Look at: the values, which equal those of send_chain.py, and the work done before each wait. Until a handle's wait()
+returns, do not read the tensor that is being received or change the tensor that is being sent. A handle that is
+dropped without a wait is reported with its source line.
 
     meshcomm run --world-size 8 examples/communication/async_chain.py
     meshcomm simulate --world-size 8 examples/communication/async_chain.py

@@ -1,7 +1,8 @@
-"""A ring: every rank sends to the next and receives from the one before, at once.
+"""A ring: every rank exchanges tensors with both of its neighbors at the same time.
 
-Look at: what came from the left and from the right. `exchange` starts all messages before it waits for any, so no
-order of them can lock the ring; a blocking send on every rank would. `shift` is the same in one line.
+Look at: the tensors from the left and right neighbors. `exchange` starts all messages before it waits for any of them,
+so the ring cannot deadlock. Blocking sends on every rank would deadlock. `shift` does the same for one
+direction in a single line.
 
     meshcomm run --world-size 8 examples/communication/batch_ring.py
     meshcomm simulate --world-size 8 examples/communication/batch_ring.py

@@ -1,7 +1,8 @@
-"""A weighted sum, a softmax and an L2 norm of a vector of which every rank holds a part.
+"""A weighted sum, a softmax and an L2 norm of a vector that is split across the ranks.
 
-Look at: the differences from NumPy on the whole vector, at most a few units of the last place. No rank needs the
-whole vector for any of them: what crosses is one number for each reduction. It is gathered here only to compare.
+Look at: the differences from NumPy on the whole vector, which are at most a few units in the last place. No rank needs
+the whole vector: the softmax and the norm only reduce scalars. The example gathers the vector only to check the
+results.
 
     meshcomm run --world-size 8 examples/communication/distributed_math.py
     meshcomm simulate --world-size 8 examples/communication/distributed_math.py

@@ -1,8 +1,8 @@
-"""A group of ranks 2, 4, 6, 8 and 10 out of eleven: global ranks and coords.
+"""A mesh on ranks 2, 4, 6, 8 and 10 of eleven, to compare global ranks with coords.
 
-Look at: rank 2 sends to coord 4, which is rank 10. dst and src are coords, which are the ranks within the group. In
-torch.distributed it would be `send(x, dst=10, group=g)`, as its dst and src are global ranks, also with a
-group, or `send(x, group=g, group_dst=4)`; `dst=4` would go to rank 4.
+Look at: rank 2 sends to coord 4, which is rank 10. dst and src are coords, which equal the ranks within the group. In
+torch.distributed, dst and src are global ranks even if a group is given, so the call would be `send(x, dst=10,
+group=g)` or `send(x, group=g, group_dst=4)`. With `dst=4`, it would send to rank 4.
 
     meshcomm run --world-size 11 examples/communication/five_of_eleven.py
     meshcomm simulate --world-size 11 examples/communication/five_of_eleven.py

@@ -1,7 +1,7 @@
-"""Two groups, each of half the world: a sum in each, and both sums on every rank.
+"""Two groups, each with half of the ranks: a sum within each group, and both sums on every rank.
 
-Look at: the ranks of the own half, and that everyone has both sums. The two groups are one dim of the mesh; the other
-dim joins the halves, so one all_gather along it brings the sum of the other half.
+Look at: the ranks in each half, and the two sums, which every rank has. The two groups form one dim of the mesh,
+`place`. The other dim, `half`, connects the halves, so one all_gather along it returns both sums.
 
     meshcomm run --world-size 8 examples/communication/half_groups.py
     meshcomm simulate --world-size 8 examples/communication/half_groups.py

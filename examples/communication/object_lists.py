@@ -1,7 +1,8 @@
-"""A list of Python objects from the first rank to the last, and a list that is dealt out.
+"""A list of Python objects is sent from the first rank to the last, and another list is scattered to all ranks.
 
-Look at: what arrives equals what was sent, types included. Sizes and readiness cross first, then the bytes, in one
-call; no length need be known, and no pickle is read unless both sides ask for it.
+Look at: the received objects, which equal the sent objects, including their types. Each call first exchanges sizes and
+readiness, and then sends the bytes. The receiver does not need to know a length, and no pickle is loaded unless both
+sides ask for it.
 
     meshcomm run --world-size 8 examples/communication/object_lists.py
     meshcomm simulate --world-size 8 examples/communication/object_lists.py

@@ -1,8 +1,9 @@
-"""Four collectives, each read off an einops pattern with a mesh dim in it.
+"""Four collectives, each derived from an einops pattern that contains a mesh dim.
 
-Look at: the shapes, and that each result is what slicing the whole tensor gives. A dim's name says where it lies in
-the local tensor: on the right only it is gathered, on the left only sliced or reduced and scattered, on both
-sides at different places exchanged. `explain_pattern` says what a pattern will send, without a process.
+Look at: the shapes, and the assertions, which compare each result with the whole tensor. The position of a dim's name
+determines the call. If the name is only on the right, the slices are gathered. If the name is only on the left, the
+tensor is sliced, or reduced and scattered. If it is on both sides at different positions, slices are exchanged.
+`explain_pattern` shows what a pattern sends, without communicating.
 
     meshcomm run --world-size 8 examples/communication/patterns.py
     meshcomm simulate --world-size 8 examples/communication/patterns.py

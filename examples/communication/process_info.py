@@ -1,7 +1,8 @@
-"""Every process tells about itself, and every process knows it of all.
+"""Every process describes itself, and every process receives all descriptions.
 
-Look at: the list, in the order of coords. Every rank has it, rank 0 prints it. Objects may differ in size; nothing
-is packed into a tensor of a fixed length, and no pickle is read. `pid` is one number where the ranks are simulated.
+Look at: the list, which is in coord order. Every rank has the list, and rank 0 prints it. The objects may differ in
+size: no object is packed into a tensor of fixed length, and no pickle is loaded. In the simulator, `pid` is the same
+for all ranks.
 
     meshcomm run --world-size 8 examples/communication/process_info.py
     meshcomm simulate --world-size 8 examples/communication/process_info.py

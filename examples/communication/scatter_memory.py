@@ -1,8 +1,8 @@
-"""scatter gives each rank its part: what it saves against a broadcast of everything.
+"""The memory use of scatter, which gives each rank its part, compared with a broadcast of the whole tensor.
 
-Look at: the bytes of memory behind each rank's part, measured on the tensors. A slice of what was broadcast keeps all
-of it alive; only a copy, and giving up the rest, makes it small. With scatter no rank but the root has room for more
-than its part at any time. The root keeps everything, and during the call a second copy of it.
+Look at: the size of the memory that holds each rank's part. A slice of a broadcast tensor keeps the whole tensor
+alive. To free the memory, copy the slice and drop the tensor. With scatter, only the root ever allocates more than its
+part: it keeps the whole tensor and, during the call, a second copy.
 
     meshcomm run --world-size 8 examples/communication/scatter_memory.py
     meshcomm simulate --world-size 8 examples/communication/scatter_memory.py
@@ -28,7 +28,7 @@ with meshcomm.init(dims={"all": -1}, device="cpu") as mesh:
     here, n = mesh.coord("all"), mesh.size("all")
     mine = [torch.arange(n * 250_000.0).reshape(n * 1000, 250)] if here == 0 else []
 
-    part = mesh.scatter("all", mine[0] if mine else None, src=0)  # the others need not know the shape
+    part = mesh.scatter("all", mine[0] if mine else None, src=0)  # only the root needs to know the shape
     by_scatter = held(part, *mine)
 
     whole = mesh.broadcast("all", mine[0] if mine else torch.empty(n * 1000, 250), src=0)

@@ -1,7 +1,7 @@
-"""A tensor goes from rank to rank, and each doubles it.
+"""A tensor is sent from rank to rank, and each rank doubles it.
 
-Look at: the values of the last rank. Peers are coords along the dim; a receive writes into memory that the receiver
-gives, here an empty tensor of two numbers.
+Look at: the values on the last rank. Peers are coords along the dim. A receive writes into memory that the receiver
+provides, in this example an empty tensor with two elements.
 
     meshcomm run --world-size 8 examples/communication/send_chain.py
     meshcomm simulate --world-size 8 examples/communication/send_chain.py

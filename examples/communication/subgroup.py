@@ -1,7 +1,8 @@
-"""A mesh on ranks 0 and 1 with a timeout of its own, and ranks that are not in it.
+"""A mesh on ranks 0 and 1 with a custom timeout, in a job that also has ranks outside the mesh.
 
-Look at: ranks 0 and 1 have the sum. The others hold a mesh that says that they are not members, and get an error, not
-a hang or a wrong number, where they call it all the same. Every rank makes every mesh, so that all agree on it.
+Look at: ranks 0 and 1 print the sum. On the other ranks, `mesh.is_member` is False, and a call on the mesh raises an
+error instead of hanging or returning a wrong result. Every rank of the job opens the mesh, so that all ranks agree on
+it.
 
     meshcomm run --world-size 8 examples/communication/subgroup.py
     meshcomm simulate --world-size 8 examples/communication/subgroup.py

@@ -1,7 +1,7 @@
 """Two broadcasts from two roots, one after the other.
 
-Look at: what a rank has after each of them. The root is a coord; every rank gives a tensor of the same shape, which
-is overwritten everywhere but on the root.
+Look at: the two tensors after each broadcast. The root is a coord. Every rank passes a tensor of the same shape, which
+is overwritten on all ranks except the root.
 
     meshcomm run --world-size 8 examples/communication/two_broadcasts.py
     meshcomm simulate --world-size 8 examples/communication/two_broadcasts.py

@@ -1,4 +1,4 @@
-"""Asks a model that transformers opens the questions of asked.jsonl, and prints some answers, and how many are right.
+"""Ask a transformers model the questions in asked.jsonl. Print three answers, and the number of correct answers.
 
 python ask.py FOLDER
 """

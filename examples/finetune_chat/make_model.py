@@ -1,14 +1,14 @@
-"""Makes what is fine-tuned, on the spot: a glossary, questions about it, a tokenizer, and a small Llama that has read the glossary.
+"""Create the inputs for fine-tuning: questions about a glossary, a tokenizer, and a small Llama pretrained on the glossary.
 
     python make_model.py [STEPS]
 
-writes into the folder it is called in
+The script writes to the current folder:
 
-    chat.jsonl    conversations: questions about the words of the glossary, and their answers
-    asked.jsonl   the same words, each asked in a way that chat.jsonl does not have for it
-    llama/        config.json, safetensors, and a tokenizer with a chat template, as transformers writes them
+    chat.jsonl    conversations: questions about the terms in the glossary, and their answers
+    asked.jsonl   questions about the same terms, each with a wording that chat.jsonl does not use for that term
+    llama/        config.json, safetensors, and a tokenizer with a chat template, in transformers' format
 
-STEPS: of the pretraining; default 200.
+STEPS: the number of pretraining steps, 200 by default.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ TEMPLATE = (
 
 
 def upper(text: str) -> str:
-    """With a capital letter at its beginning."""
+    """The text with its first letter capitalized."""
     return text[0].upper() + text[1:]
 
 
@@ -74,7 +74,7 @@ def conversation(word: str, way: str) -> str:
 
 
 def tokenizer_of(text: str) -> PreTrainedTokenizerFast:
-    """Byte pairs of `text`, with a token for each role, and one that ends what is said."""
+    """A byte-pair tokenizer trained on `text`, with a token for each role and a token that ends each message."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -89,7 +89,7 @@ def tokenizer_of(text: str) -> PreTrainedTokenizerFast:
 
 
 def pretrained(tokens: torch.Tensor, end: int, steps: int) -> LlamaForCausalLM:
-    """A Llama that has read `steps` batches of the tokens."""
+    """A Llama trained on `steps` batches of the tokens."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model = LlamaForCausalLM(

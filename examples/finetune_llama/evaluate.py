@@ -1,4 +1,4 @@
-"""Opens a folder with transformers, which knows nothing of meshcomm: the loss on held_out.txt, and a sentence.
+"""Load a model with transformers, without meshcomm, and print its loss on held_out.txt and a generated sentence.
 
 python evaluate.py FOLDER
 """

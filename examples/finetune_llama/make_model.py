@@ -1,14 +1,14 @@
-"""Makes what is fine-tuned, on the spot: texts, a tokenizer, and a small Llama that has read a little.
+"""Create the inputs for fine-tuning: texts, a tokenizer, and a small Llama after a short pretraining.
 
     python make_model.py [STEPS]
 
-writes into the folder it is called in
+The script writes to the current folder:
 
-    general.txt              sentences that the model is pretrained on, in this process
-    ranks.txt, held_out.txt  sentences about ranks and their coords: to be fine-tuned on, and to be tested by
-    llama/                   config.json, safetensors and a tokenizer, as transformers writes them
+    general.txt              sentences on which this script pretrains the model
+    ranks.txt, held_out.txt  sentences about ranks and their coords, for fine-tuning and for testing
+    llama/                   config.json, safetensors and a tokenizer, in transformers' format
 
-STEPS: of the pretraining; default 100.
+STEPS: the number of pretraining steps, 100 by default.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def general(draw: random.Random) -> str:
 
 
 def about(rank: int, pp: int, dp: int, tp: int) -> str:
-    """Where a rank sits, as meshcomm lays ranks out: the last dim is the fastest."""
+    """A sentence with a rank's coords in meshcomm's order, in which the last dim varies fastest."""
     stage, rest = divmod(rank, dp * tp)
     return (
         f"On a mesh of pp {pp} dp {dp} tp {tp} rank {rank} is at pp {stage} dp {rest // tp} tp {rest % tp}."

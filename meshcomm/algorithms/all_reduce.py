@@ -43,9 +43,9 @@ def ring(n: int) -> Schedule:
 
 
 def two_level(n: int, inner: int) -> Schedule:
-    """Return a schedule of two levels: rings inside groups of `inner` consecutive coords, and rings across the groups.
+    """Return a two-level schedule: rings inside groups of `inner` consecutive coords, and rings across the groups.
 
-    The ring inside each group leaves each rank one slice of the group's sum. The rings across the groups
+    The ring inside each group leaves each rank with one slice of the group's sum. The rings across the groups
     all-reduce these slices, and the inner rings gather them. Only 1/inner of the data crosses between groups.
 
     Steps:    2 (inner - 1) inside and 2 (n / inner - 1) across.
@@ -98,7 +98,7 @@ def double_tree(n: int, chunks: int = 1) -> Schedule:
     """Return a schedule of two concurrent binary trees, each with half the data in `chunks` pieces.
 
     A rank that has children in one tree is a leaf of the other (for odd n, coord 0 has one child in
-    each). So no rank sends more than twice the data, whereas an inner rank of a single tree sends three times the data.
+    each). Thus no rank sends more than twice the data, whereas an inner rank of a single tree sends three times the data.
 
     Steps:    2 ceil(log2 n) + chunks - 1.
     Order:    the order of `tree`, with the first half of the data on the first tree and the second half on the second.
@@ -142,8 +142,8 @@ def halving_doubling(n: int) -> Schedule:
 
     If n is not a power of two, n - p ranks are folded into neighbors as in `recursive_doubling`.
 
-    Steps:    2 log2 p, and 2 more if n is not a power of two; for powers of two, it sends as few bytes as a ring.
-    Order:    pairs at distance p/2, then pairs of these pairs, ...; one rank completes each chunk.
+    Steps:    2 log2 p, and 2 more if n is not a power of two. For powers of two, each rank sends as few bytes as in a ring.
+    Order:    pairs at distance p/2, then pairs of those pairs, ...; one rank completes each chunk.
     Source:   Rabenseifner, "Optimization of collective reduction operations", 2004; Thakur,
               Rabenseifner, Gropp, 2005.
     """
@@ -169,7 +169,7 @@ def _around(
 ) -> list[ScheduleStep]:
     """Return the steps of position `place` in a ring. `coord` and `span` map a position to its coord and its chunks.
 
-    reduce: if True, each position ends with the sum of its span. If False, it starts with its span and ends with all chunks.
+    reduce: if True, each position ends with the sum of its span. If False, each starts with its span and ends with all chunks.
     """
     after, before = coord((place + 1) % size), coord((place - 1) % size)
     leaving = [(place - step - reduce) % size for step in range(size - 1)]
@@ -214,7 +214,7 @@ def heap_place(n: int, rank: int) -> Place:
 
 
 def in_order_place(n: int, rank: int) -> Place:
-    """Return the place of `rank` in a tree whose root 0 has one child: the top of an in-order binary tree of 1 to n - 1.
+    """Return the place of `rank` in a tree. Root 0 has one child: the top of an in-order binary tree of ranks 1 to n - 1.
 
     The top of a range of ranks is the rank with the most trailing zero bits, so odd ranks are leaves.
     """

@@ -21,8 +21,8 @@ class Cost(NamedTuple):
     total_bytes: float
 
     def seconds(self, alpha_s: float, beta_s_per_byte: float) -> float:
-        """Return the time in the alpha-beta model: alpha per step, plus beta per byte of the chain or of the busiest rank,
-        whichever has more bytes.
+        """Return the time in the alpha-beta model: alpha per step, plus beta per byte sent along the chain or by
+        the busiest rank, whichever sends more.
 
         This is the textbook time for ring, two_level and the recursive algorithms over a power of two. For trees, it is
         a lower bound. Source: Hockney, "The communication challenge for MPP", 1994.
@@ -62,10 +62,10 @@ def tree(n: int, size_bytes: float, chunks: int = 1) -> Cost:
 
 
 def double_tree(n: int, size_bytes: float, chunks: int = 1) -> Cost:
-    """Return the cost of 2 ceil(log2 n) steps, plus one step for each chunk of a half after the first.
+    """Return the cost of 2 ceil(log2 n) steps, plus one step for each additional chunk per half.
 
     An inner rank of one tree sends half the data three times. As a leaf of the other tree, it sends the other half
-    once. So it sends at most twice the data. Source: Sanders, Speck, Träff 2009; NCCL since 2.4.
+    once. In total, it sends at most twice the data. Source: Sanders, Speck, Träff 2009; NCCL since 2.4.
     """
     check_counts("double_tree", n, chunks)
     steps = 2 * (n - 1).bit_length() + chunks - 1 if n > 1 else 0

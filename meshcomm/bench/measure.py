@@ -49,7 +49,7 @@ class Pair(NamedTuple):
 
 
 def device_of(mesh: Mesh, dim: str) -> torch.device:
-    """Return the device of tensors for calls along `dim`. With Gloo it is the CPU, whatever the mesh's device is."""
+    """Return the device of tensors for calls along `dim`: with Gloo the CPU, whatever the mesh's device is."""
     on_host = mesh.plan.family(dim).options.backend == "gloo"
     return torch.device("cpu") if on_host else mesh.device
 
@@ -143,7 +143,7 @@ def in_turn(
     """Return the seconds per call of each function in `ways`, for each of `rounds` rounds. A round calls one function
     `calls` times, then the next one.
 
-    Every other round uses the reverse order, so that no function always follows the same one.
+    Every other round uses the reverse order, so that no function always runs after the same function.
     align: called before each function's turn, so that all ranks start together. finish: called after each turn,
         before the clock stops; returns when the calls have finished.
     An additional first round is a warmup and is not counted.

@@ -99,19 +99,19 @@ def export(
     pretrained: Annotated[
         bool,
         typer.Option(
-            "--pretrained", help="Write a folder that from_pretrained of transformers or peft can read."
+            "--pretrained", help="Write a folder that from_pretrained in transformers or peft can read."
         ),
     ] = False,
     merged: Annotated[
         bool,
         typer.Option(
-            "--merged", help="Write a folder of the full model, with [model.lora] merged into its weights."
+            "--merged", help="Write the full model to a folder, with [model.lora] merged into its weights."
         ),
     ] = False,
     dtype: Annotated[
         str | None,
         typer.Option(
-            help="Dtype to write to a folder: float32, bfloat16 or float16. Default: the dtype of the weights."
+            help="Dtype of the weights in a folder: float32, bfloat16 or float16. Default: the dtype of the weights."
         ),
     ] = None,
     shard_gb: Annotated[

@@ -42,7 +42,7 @@ GROUPS: Final = {
 
 
 class Command(TyperCommand):
-    """A command whose usage line shows its arguments as they are declared, with every version of typer."""
+    """A command whose usage line shows its arguments as they are declared, in every version of typer."""
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         """Return the parts of the usage line, such as `[OPTIONS] [CONFIG] SCRIPT [ARGUMENTS]...`."""

@@ -34,7 +34,7 @@ Other = Annotated[
     Path | None,
     typer.Option(
         metavar="OTHER",
-        help="Compare with this config instead: settings, groups, and ranks that move. --set applies to both.",
+        help="Compare CONFIG with this config: settings, groups, and ranks that move. --set applies to both.",
     ),
 ]
 
@@ -58,7 +58,9 @@ def plan(
     by: By = None,
     schedule: Annotated[
         bool,
-        typer.Option("--schedule", help="Draw the pipeline schedule: the passes of each rank over time."),
+        typer.Option(
+            "--schedule", help="Draw the pipeline schedule: the passes that each rank runs over time."
+        ),
     ] = False,
     diff: Other = None,
     export: Annotated[
@@ -69,8 +71,8 @@ def plan(
 ) -> None:
     """Show the dims, the groups and the placement of a rank. Does not require running processes, a GPU or torch.
 
-    CONFIG may be a script, NAME.py. The script then runs as rank 0 of --world-size until it has created its mesh or
-    DeviceMesh. With --diff, the exit code is 0 if the two configurations are equal, and 1 if they differ.
+    CONFIG may be a script, NAME.py. The script then runs as rank 0 of --world-size ranks until it has created its mesh
+    or DeviceMesh. With --diff, the exit code is 0 if the two configurations are equal, and 1 if they differ.
     """
     names = "--rank", "--grid", "--by", "--schedule", "--export"
     values = rank, grid or None, by, schedule or None, export

@@ -49,7 +49,7 @@ def bench(
         list[str] | None,
         typer.Option(
             "--dim",
-            help="A dim, merged dim or dim of a view. Repeatable. Default: all that do not share another dim's groups.",
+            help="A dim, merged dim or dim of a view. Repeatable. Default: all dims that do not share another dim's groups.",
         ),
     ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Number of rounds; medians are shown.")] = 9,
@@ -116,7 +116,7 @@ def tune(
     ],
     keep: Annotated[
         list[str] | None,
-        typer.Option("--keep", metavar="DIM", help="Keep the size that CONFIG gives this dim. Repeatable."),
+        typer.Option("--keep", metavar="DIM", help="Keep this dim at its size in CONFIG. Repeatable."),
     ] = None,
     top: Annotated[int, typer.Option(min=1, help="Number of meshes to show.")] = 10,
     write: Annotated[

@@ -130,7 +130,7 @@ def run(
 ) -> None:
     """Run a script with one process per rank. In the script, meshcomm.init() opens the mesh of CONFIG.
 
-    If the script creates its groups only with torch, meshcomm watches these groups: see meshcomm.watch.
+    If the script creates its groups only with torch, meshcomm watches those groups: see meshcomm.watch.
     """
     config, script, arguments = named("run", first, second, context.args, overrides)
     from meshcomm.jobs.running import run as job
@@ -213,7 +213,7 @@ def dryrun(
     ] = 8,
     steps: Annotated[
         int,
-        typer.Option(min=1, help="Stop SCRIPT after this many calls to mesh.step() or steps of a Trainer."),
+        typer.Option(min=1, help="Stop SCRIPT after this many calls to mesh.step() or Trainer steps."),
     ] = 2,
     dims: Annotated[
         str | None,
@@ -225,7 +225,7 @@ def dryrun(
     json: AsJson = False,
     overrides: Overrides = None,
 ) -> None:
-    """Run a training job or a script as ranks of a world that is not available. Check calls, memory and step time.
+    """Dry-run a training job or a script for a world that is not available. Check calls, memory and step time.
 
     The real program runs on tensors without values, as one rank of each kind: first, middle and last along each
     dim, every stage, every corner, and a random sample. The exit code is 1 if calls do not match, or if memory

@@ -66,7 +66,7 @@ def _agree_on_slice(request: Request) -> None:
 
 
 def _agree_on_sizes(request: Request, compared: bool) -> None:
-    """Exchange the sizes of the parts, unless they are given and calls are no longer compared."""
+    """Exchange the sizes of the parts. Sizes that the caller gives are exchanged only while calls are compared."""
     comm, x, axis = request.comm, request.source, request.axis
     input_split_sizes, output_split_sizes = request.input_split_sizes, request.output_split_sizes
     assert x is not None
@@ -91,14 +91,14 @@ def _agree_on_sizes(request: Request, compared: bool) -> None:
 
 
 def _misjoined(request: Request, sizes: list[int]) -> MeshcommError | None:
-    """Return the error if these sizes are wrong on this rank only."""
+    """Return the error if the received sizes are wrong on this rank only."""
     comm, axis, joined, x = request.comm, request.axis, request.joined, request.source
     if request.output_split_sizes not in (None, sizes):
         return ShapeError(
             f"{request.where()}: the other ranks send sizes that differ from those this rank expects",
             given=f"output_split_sizes={request.output_split_sizes}",
             expected=f"output_split_sizes={sizes}, as in the input_split_sizes of coords 0 to {comm.size - 1}",
-            hint="leave out output_split_sizes, which costs a small exchange before each call",
+            hint="omit output_split_sizes, at the cost of a small exchange before each call",
         )
     if joined != axis and len(set(sizes)) > 1:
         return ShapeError(

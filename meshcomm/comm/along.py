@@ -125,9 +125,9 @@ class AlongDims:
                     "ring", "tree", "double_tree", "recursive_doubling", "halving_doubling" and, for two or more
                     dims, "two_level": run step by step over messages; bit-identical on all ranks. See
                     `meshcomm.algorithms` for the order of summation.
-                    All algorithms except "flat" take a single tensor and no async_op. None is selected automatically.
+                    All algorithms except "flat" take a single tensor and no async_op, and must be requested.
                     With Gloo and several ranks per core, "tree" was faster than "flat" up to 1 MiB
-                    (docs/benchmarks.md). In no other case is an algorithm known to be faster than "flat".
+                    (docs/benchmarks.md). No other case is known in which an algorithm is faster than "flat".
         Gradient:   none. A tensor that requires a gradient raises AutogradError; see `mesh.functional`.
         Raises:     UnknownDim, UnsupportedOp, AutogradError; CommunicationError.
         """
@@ -153,10 +153,10 @@ class AlongDims:
         Shape:      values: any shape, this rank's sums. weights: a number, or a tensor of shape () or of
                     the shape of values. The result has the shape of values, in new memory: float64 for
                     float64 values, otherwise float32. It is nan where both values and weights sum to 0.
-        Called by:  every rank along `dims`, in the same program order. Sends one message; for a
-                    tuple that no declared group covers, one message along each dim.
-        Gradient:   for `values`: grad divided by the sum of the weights, computed without communication. This is
-                    only this rank's share, so sum parameter gradients over `dims` instead of averaging them:
+        Called by:  every rank along `dims`, in the same program order. Sends one message. If
+                    no declared group covers a tuple of dims, sends one message along each dim instead.
+        Gradient:   for `values`: grad divided by the sum of the weights, computed without communication. Each
+                    rank gets only its own share, so sum parameter gradients over `dims` instead of averaging them:
                     GradientSync(mesh, dims, module, op="sum").
         Raises:     UnknownDim, ShapeError; AutogradError if weights require a gradient; CommunicationError.
         """
@@ -454,8 +454,8 @@ class AlongDims:
         Shape:      (b, n*h, s) -> (b, h, n*s) for split_axis=1, concat_axis=2.
         input_split_sizes: the size along `split_axis` to send to each coord, if the sizes are not equal.
         output_split_sizes: the size received from each coord, if known; pass it on all ranks or on none.
-                    Without it, the ranks first exchange the sizes, and the host waits for them. With it, sizes
-                    are exchanged only while calls are compared (mesh.validate_calls), and a wrong size raises
+                    If it is omitted, the ranks first exchange the sizes, and the host waits for them. If it is given,
+                    sizes are exchanged only while calls are compared (mesh.validate_calls), and a wrong size raises
                     ShapeError.
         Called by:  every rank along `dims`, in the same program order.
         Returns:    new memory or `out`; `x` is unchanged.
@@ -516,7 +516,7 @@ class AlongDims:
         return found
 
     def irecv(self, dims: Dims, out: Tensor, src: int | None, tag: int = 0) -> Handle[Tensor]:
-        """Start a receive. The handle's wait() returns `out`. Do not use `out` before then.
+        """Start a receive. The handle's wait() returns `out`. Do not use `out` before wait() returns.
 
         src: None receives from the coord that sends first (Gloo only); `handle.source` is that coord.
         On NCCL, this raises UnsupportedOp while a separately started send is pending; see `isend`.
@@ -548,10 +548,10 @@ class AlongDims:
         sends:   (x, dst) or (x, dst, tag), with coords along `dims`.
         recvs:   (out, src) or (out, src, tag).
 
-        Returns: the received tensors, in the order of `recvs`. With async_op, a handle whose wait() returns
-                 them. Do not use the call's tensors before then.
-        On NCCL: both ends of a message must belong to an exchange or a shift, not to a send or a recv. Before only some
-                 ranks along `dims` exchange messages, every rank along `dims` must have made a call along `dims`.
+        Returns: the received tensors, in the order of `recvs`. With async_op, this is a handle whose wait()
+                 returns them. Do not use the call's tensors before wait() returns.
+        On NCCL: both ends of a message must belong to an exchange or a shift, not to a send or a recv. If only some
+                 ranks along `dims` call exchange, every rank along `dims` must already have made a call along `dims`.
         """
         found: list[Tensor] | Handle[list[Tensor]] = self._at.along(dims).messages.exchange(
             sends, recvs, async_op

@@ -62,8 +62,8 @@ def users_frame(depth: int = 1) -> FrameType:
 def stack_of(thread: int) -> list[tuple[str, int, str]]:
     """Return file, line and function of each frame of a thread, innermost first; empty if there is no such thread.
 
-    One call into C collects them, so that the thread cannot run in between: Python 3.11.7 has crashed with SIGSEGV
-    while the frames of a running thread were walked. No frame is kept: a frame that references itself keeps its
+    One call into C collects the frames, so that the thread cannot run in the meantime: Python 3.11.7 has crashed with SIGSEGV
+    while the frames of a running thread were walked. No frame is stored, because a frame that references itself keeps its
     callers' locals alive until the garbage collector runs.
     """
     frames: list[FrameType] = []
@@ -86,15 +86,15 @@ def stack_of(thread: int) -> list[tuple[str, int, str]]:
 
 
 def is_library(file: str) -> bool:
-    """Return whether a file belongs to this package, to torch, or to the standard library, where waits for the
-    store happen.
+    """Return whether a file belongs to this package, to torch, or to the standard library, whose code runs
+    during waits for the store.
     """
     return is_ours(file) or (file.startswith(_LIBRARY) and "-packages" not in file)
 
 
 def is_inside(files: str | tuple[str, ...], but: str = "") -> bool:
-    """Return whether another thread is inside a call into these files, and not in user code that runs during the call,
-    such as a signal handler.
+    """Return whether another thread is inside a call into the given files. A thread that runs user code during the call,
+    such as a signal handler, does not count.
 
     but: a file whose callers are ignored, because their call has failed and is being diagnosed.
     """

@@ -24,7 +24,10 @@ from meshcomm.transport.support import check_reduce
 
 
 def check(request: Request) -> None:
-    """Raise errors that occur on every rank. Store an error on this rank only in `problem`: other ranks must finish first."""
+    """Raise errors that occur on every rank.
+
+    An error on this rank only is stored in `problem`, because the other ranks must finish first.
+    """
     row, comm = request.row, request.comm
     if row.root is not None:
         check_coord(request.root, comm.size, row.root, request.where)
@@ -48,7 +51,7 @@ def _check_x(request: Request) -> None:
         raise ShapeError(
             f"{where()}: the source has nothing to scatter",
             given=f"x=None on coord {request.root}, which is src",
-            expected="a tensor on src; None on the others",
+            expected="a tensor on src; None on other ranks",
             hint="x if mesh.coord(dims) == src else None",
         )
     check_tensor(x, comm.kinds, where)
@@ -101,7 +104,7 @@ def _facts(request: Request) -> dict[str, object]:
 
 
 def check_out(request: Request, out: Tensor) -> None:
-    """Refuse an `out` that cannot receive a result of any shape."""
+    """Raise if `out` cannot be written, whatever the shape of the result."""
 
     def where() -> str:
         return f"{request.where()}: out"

@@ -41,8 +41,8 @@ def usable(x: Any, device: torch.device) -> bool:
     """Return whether a backend can take `x` unchanged: its memory holds its values, and neither autograd nor
     a transform tracks it.
 
-    This is the only test that the fast paths apply to each tensor. A tensor that passes is like an already checked
-    tensor in everything else that matters.
+    This is the only test that the fast paths apply to each tensor. In all other relevant properties, a tensor
+    that passes equals a tensor that has already been checked.
     """
     return unobserved() and is_plain(x, device)
 
@@ -188,7 +188,7 @@ def check_apart(
 
 
 def share_memory(one: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors have any byte in common. Two columns of a matrix interleave but have none in common."""
+    """Return whether two tensors share any byte of memory. Two columns of a matrix interleave but share no byte."""
     if one.is_contiguous() and other.is_contiguous():
         begin, start = one.data_ptr(), other.data_ptr()
         return begin < start + other.nbytes and start < begin + one.nbytes
@@ -204,7 +204,7 @@ def _extent(x: Tensor) -> np.ndarray[Any, Any]:
 
 
 def span_of(x: Tensor) -> tuple[int, int]:
-    """Return the first address of a tensor's memory, and the first after it; the tensor must have elements."""
+    """Return the start address of a tensor's memory and the address just past its end; the tensor must have elements."""
     last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
     return x.data_ptr(), x.data_ptr() + (last + 1) * x.element_size()
 
@@ -235,7 +235,7 @@ def check_in_place(x: Tensor, where: Callable[[], str], functional: str) -> None
 
 
 def has_tangent(x: Tensor) -> bool:
-    """Return whether `x` has a tangent in forward-mode AD. This takes microseconds, so check first that a level is open."""
+    """Return whether `x` has a tangent in forward-mode AD. This takes microseconds, so first check whether a level is open."""
     # Not forward_ad.unpack_dual, which does not see the levels that a compiled graph opens.
     return is_fwd_grad_enabled() and unpack_dual(x, level=0)[1] is not None
 
@@ -246,7 +246,7 @@ def followed(x: Tensor) -> bool:
 
 
 def check_written(x: Tensor, where: Callable[[], str]) -> None:
-    """Raise if two elements of `x` share memory, because `x` could not be written."""
+    """Raise if two elements of `x` share memory, because then `x` cannot be written."""
     if x.is_contiguous():
         return
     spans = [(size, stride) for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1]
@@ -389,7 +389,7 @@ def number_of(factor: object, dtype: torch.dtype, where: Callable[[], str]) -> f
 
 
 def check_factor(factor: object, op: str, dtype: torch.dtype, where: Callable[[], str]) -> None:
-    """Raise if an operation that requires a factor has none, or if another operation has one."""
+    """Raise if an operation requires a factor and none is given, or if another operation is given a factor."""
     takes = REDUCTIONS[op].factor
     if factor is not None and not takes:
         raise ShapeError(

@@ -106,7 +106,7 @@ class _Writer:
 
     blobs: uint8 tensors with the bytes to append after the structure, in the order of the values.
 
-    An object that occurs twice is written once and then referenced by number, so it is decoded as one object.
+    An object that occurs twice is written once and then referenced by index, so that it is decoded as one object.
     """
 
     def __init__(self) -> None:
@@ -201,7 +201,7 @@ class _Writer:
         if x.dtype.names is not None:
             described = np.lib.format.dtype_to_descr(x.dtype)
         if x.dtype.hasobject or np.lib.format.descr_to_dtype(described) != x.dtype:
-            raise _refused(x, path, f" of dtype {x.dtype}", "a dtype of numbers, text or times")
+            raise _refused(x, path, f" of dtype {x.dtype}", "a dtype for numbers, text or times")
         if x.dtype.names is not None:  # the padding between fields is undefined memory
             given, x = x, np.zeros(x.shape, x.dtype)
             x[...] = given
@@ -313,7 +313,7 @@ class _Reader:
         """Return the next array."""
         described = _Reader(self.left[:0], self._device).value(described)
         if isinstance(described, str) and len(described) > 64:
-            _broken("a NumPy dtype of more than 64 letters")
+            _broken("a NumPy dtype with more than 64 letters")
         dtype = np.lib.format.descr_to_dtype(described)
         if dtype.hasobject or dtype.subdtype is not None:
             _broken("a NumPy dtype that is not plain")
@@ -328,7 +328,7 @@ class _Reader:
 
 def _numel(shape: Sequence[int]) -> int:
     if len(shape) > 64 or math.prod(shape) >> 62:
-        _broken("a shape of more than 64 axes, or 2^62 elements")
+        _broken("a shape with more than 64 axes or 2^62 elements")
     return math.prod(shape)
 
 
@@ -376,7 +376,7 @@ def _pickled(x: object) -> bytes:
 
 
 def _unpickled(data: bytes, device: torch.device) -> Any:
-    """Unpickle the object, which runs code from the bytes. The caller has checked that the user requested it.
+    """Unpickle the object, which runs code from the bytes. The caller has checked that the user allowed pickle.
 
     Tensors from an accelerator are loaded onto `device`: loading them onto the sender's device would create a context
     on every device in every process.

@@ -33,7 +33,7 @@ class Ready(NamedTuple):
     """A prepared kind of call for one dtype.
 
     start, options: the backend's method and its options. counter: the counter of these calls. device: the
-    tensors' device. gets: whether this rank has a result.
+    tensors' device. gets: whether this rank receives a result.
     """
 
     start: Callable[..., Any]
@@ -120,7 +120,7 @@ class Communicator(Caller):
     def named(
         self, call: str, group: bool = True, root: int = -1, facts: dict[str, Any] | None = None
     ) -> Iterator[tuple[Communicator, Callable[[int], None]]]:
-        """Combine several calls into one, which is recorded, compared and counted as `call`. Its parts are not.
+        """Combine several calls into one. Only the combined call, named `call`, is recorded, compared and counted.
 
         Yields a communicator for the parts, whose calls are not compared and may use reserved tags, and a function to
         call with the number of bytes moved.
@@ -218,7 +218,7 @@ class Communicator(Caller):
 
 @final
 class CommunicatorCache(dict[Dims, Communicator]):
-    """Maps dims to their communicator. A dictionary, so that the hot path needs only one lookup.
+    """Maps dims to their communicator. This is a dictionary, so that the hot path needs only one lookup.
 
     `explain(dims)` is called for dims that are missing: it returns a communicator that they can share, or raises
     UnknownDim, MeshClosed or NotMember.

@@ -14,7 +14,7 @@ _UNEVEN: Final = ("all_to_all", "objects.")
 
 
 class Sums:
-    """Running sums over calls. seconds: time spent in them. span_s: for asynchronous calls, time from start to end of wait."""
+    """Running sums over calls. seconds: time in the calls. span_s: for asynchronous calls, time from start to end of wait."""
 
     def __init__(self) -> None:
         self.calls = self.nbytes = 0
@@ -23,7 +23,7 @@ class Sums:
 
 @final
 class CallCounter(Sums):
-    """Running sums over the blocking calls of one kind, on one dim of one group.
+    """Running sums over the blocking calls of one kind, along one dim of a group.
 
     async_op: sums over the asynchronous calls, which are counted when they are waited for. sign: a checksum of `call`,
     the same in every process. alike: whether the call's bytes are equal on all ranks. waiting: the asynchronous call that the
@@ -58,8 +58,8 @@ def counter_of(counters: Counters, name: str, call: str, past: bool = False) -> 
 class PendingCall:
     """A call between its start and the end of its last wait. It is counted at its first wait.
 
-    total: its counter, whose `waiting` is this call during a wait. told: its span, if a trace is recorded. place: the
-    code object and instruction of the user's line. over: when the last wait ended; 0.0 before any wait has ended.
+    total: the call's counter; its `waiting` is this call during a wait. told: the call's span, if a trace is recorded. place:
+    the code object and instruction of the user's line. over: when the last wait ended; 0.0 before any wait has ended.
     """
 
     def __init__(

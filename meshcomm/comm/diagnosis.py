@@ -92,7 +92,7 @@ class BlockedCall(NamedTuple):
 
 
 class Diagnosis(NamedTuple):
-    """The ranks that keep a call from ending.
+    """The ranks that prevent a call from completing.
 
     missing: the ranks that have not arrived at the call. silent: whether some of them do not answer. mismatched: the
     ranks whose call `number` differs from the majority's. lines: one line per rank.
@@ -192,9 +192,10 @@ def _waits_for(status: Status, statuses: Statuses) -> str:
 
 
 def _unmatched(blocked: BlockedCall, part: Sequence[Any], statuses: Statuses) -> list[tuple[int, str | None]]:
-    """Return the ranks that have not begun the other half of a message.
+    """Return the ranks that have not begun their half of a message.
 
-    For a receive from any rank: all others, unless one has sent more than the waiting rank has received.
+    For a receive from any rank, these are all other ranks. If one of them has sent more than the waiting rank has
+    received, only ranks that do not answer are returned.
     """
     rank, label = blocked.rank, blocked.label
     direction, source, tag, number = part
@@ -234,7 +235,7 @@ def described(waiting: Mapping[str, Any]) -> str:
 
 
 def doing_of(status: Status, label: str | None = None) -> str:
-    """Return text that names the call that failed on a rank or blocks it; otherwise, the line that the rank is executing."""
+    """Return text that names the call that failed on a rank or blocks the rank; otherwise, the line that the rank executes."""
     failed = status.get("failed")
     if failed is not None:
         # The rank's later activity usually follows from the failure.
@@ -389,7 +390,7 @@ class FailedCall:
     """A failed call, which is a group's last collective or the messages that a rank waits for, and the backend's error.
 
     group: as in `FlightRecorder.status`. where: the beginning of the error text. made: the failed
-    collective, as in `FlightRecorder.call_data`, if it is not the group's last one. facts: the call, as stored in
+    collective, as in `FlightRecorder.call_data`, if it is not the group's last. facts: the call, as stored in
     reports. at: text that names the call and its rank.
     """
 
@@ -431,7 +432,7 @@ class FailedCall:
 
     @property
     def asks(self) -> list[int]:
-        """The ranks to ask for a diagnosis: all others of the group, or the peers of the messages."""
+        """The ranks to ask for a diagnosis: all other ranks of the group, or the peers of the messages."""
         peers = (
             set()
             if self.blocked.messages is None
@@ -478,23 +479,23 @@ class FailedCall:
     def error_unasked(self, silent: bool) -> MeshcommError:
         """Return the error if no rank could be asked: only the backend's error is known.
 
-        silent: whether the job's store gave no answer, without having failed.
+        silent: whether the job's store did not answer, although it has not failed.
         """
         others = [rank for rank in self.blocked.ranks if rank != self.blocked.rank]
         reason = Reason.CLOSED if silent else self.reason
         # With two ranks, it is clear which rank broke the connection.
         clear = silent or (reason is Reason.CLOSED and len(others) == 1)
-        why = "the host that holds it has ended or cannot be reached from this one"
+        why = "the host of the store is down or cannot be reached from this host"
         lines = [
             self._error_line,
             f"{ranks_text(others)} could not be asked: the job's store does not answer; {why}",
         ]
-        expected = "a store that exists as long as the job: in the launcher, or in rank 0"
+        expected = "a store that lives as long as the job, in the launcher or in rank 0"
         hint = "look for the first error reported by the process that hosts the store"
         return self._error(reason, lines, expected, hint, others if clear else ())
 
     def error_alone(self) -> MeshcommError:
-        """Return the error if the backend itself failed and no rank is waited for."""
+        """Return the error if the backend itself failed and the call waits for no rank."""
         hint = "look at the backend's own error, which is the cause"
         return self._error(Reason.OTHER, [self._error_line], "a call that the backend can complete", hint)
 

@@ -45,7 +45,7 @@ class FlightRecorder:
     """Records one group's calls under all its names: a ring buffer of the last 256 collectives, counters and messages.
 
     The mesh's own calls run between `begin` and `end`, or inside `with recorder.call(...)`. Calls that other code makes
-    on the same group (dist.*, DTensor, FSDP, DDP) are seen through the group's hooks; see `watch`.
+    on the same group (dist.*, DTensor, FSDP, DDP) are observed through the group's hooks; see `watch`.
 
     started:   the sequence number of the last collective; equal numbers on the ranks of a group mean the same call.
     under_way: the argument of the call in progress; None if no call is in progress.
@@ -55,8 +55,8 @@ class FlightRecorder:
                over: the number of a collective known to have completed, as have all earlier ones.
     left:      when each call in the ring returned to the program, on this host's monotonic clock.
     counters:  the counters of all calls. messages: the group's messages, counted by peer.
-    refused:   numbers of calls that sent nothing because the ranks were about to make different calls.
-    hooks:     the hooks of `watch`. check: compares the first collectives between the ranks; None after that.
+    refused:   sequence numbers of calls that sent nothing because the ranks were about to make different calls.
+    hooks:     the hooks of `watch`. check: compares the first collectives between the ranks; None afterward.
     steps:     the calls of each step, if the program calls `mesh.step`.
     group_name, timeout_s: the name and timeout of the backend's group, if a watchdog created the recorder.
     lost:      takes a call and whether a peer is gone; returns the error if ranks were lost and replaced.
@@ -257,7 +257,7 @@ class FlightRecorder:
             raise
 
     def later(self) -> PendingCall | None:
-        """Record that the call has only been started. Return the object to notify of each wait for the call."""
+        """Record that the program will wait for the call later. Return the object to notify of each wait for the call."""
         place = self.started % KEPT
         entry = self.ring[place]
         self._counted = False
@@ -340,9 +340,7 @@ class FlightRecorder:
             prepared.clear()
 
     def began(self, number: int) -> float:
-        """Return the time at which the call `number` began, in seconds on the monotonic clock; it must be in the
-        ring.
-        """
+        """Return the start time of call `number`, in seconds on the monotonic clock. The call must be in the ring."""
         entry = self.ring[number % KEPT]
         return 0.0 if entry is None else entry[4]
 
@@ -444,7 +442,7 @@ class Caller:
     def confirm(self, call: str, error: BaseException | None = None) -> None:
         """Raise RankLost from `error` if ranks have been lost. Called when the host has waited, or has read a value.
 
-        If calls are queued, a call that is abandoned because of a lost rank ends without an error. Its result is undefined.
+        If calls are queued, a call that is abandoned because of a lost rank ends without an error, with an undefined result.
         """
         recorder = self.recorder
         if recorder.ordered and (lost := recorder.lost(self.where(call), False)) is not None:
@@ -468,7 +466,7 @@ class Caller:
 
 
 def hooked(group: Any, recorder_of: Callable[[], FlightRecorder | None], name: str, who: str) -> GroupHooks:
-    """Let the current recorder, if there is one, observe each call that other code makes on `group`, along the dim `name`."""
+    """Let the current recorder, if any, observe each call that other code makes on `group`, along the dim `name`."""
 
     # The mesh's own calls are recorded already, and every statement here slows them down.
     def before(given: Any) -> None:

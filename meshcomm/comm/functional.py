@@ -1,9 +1,9 @@
 """Differentiable collectives that return new tensors. If a call has two possible gradient rules, you choose one.
 
 After an all_reduce, every rank holds the same y. Autograd cannot tell whether the ranks then compute the same
-loss from it or different losses that are summed. For the same loss, the gradient of x is the gradient of y
-("identity"). For summed losses, it is the sum over all ranks ("sum"). The wrong rule scales gradients by the
-size of the dim without an error.
+loss from y or different losses that are summed. If the loss is the same, the gradient of x is the gradient of
+y ("identity"). If losses are summed, the gradient of x is the sum of y's gradients over all ranks ("sum"). The wrong
+rule scales gradients by the size of the dim and raises no error.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Functional:
     """`mesh.functional`: out-of-place, differentiable collectives along dims by name.
 
     Every rank along `dims` calls each method in the same program order. The backward pass communicates too, so
-    these ranks must also run their backward passes in the same order. All methods work inside
+    those ranks must also run their backward passes in the same order. All methods work inside
     torch.compile(fullgraph=True), and under vmap, forward-mode AD and the other transforms of torch.func; see
     docs/guide/gradients.md.
     """

@@ -89,7 +89,7 @@ def _write(packed: Tensor, group: list[Tensor], dense: bool) -> None:
 
 
 def _lie_apart(tensors: Sequence[Tensor]) -> bool:
-    """Return whether no two of these contiguous tensors share memory."""
+    """Return whether the given contiguous tensors share no memory."""
     spans = sorted(zip(map(Tensor.data_ptr, tensors), map(_NBYTES, tensors), strict=True))
     return all(begin + nbytes <= other for (begin, nbytes), (other, _) in pairwise(spans))
 

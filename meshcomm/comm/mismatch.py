@@ -31,7 +31,7 @@ _SHOWN: Final = 6
 
 @final
 class CallCheck:
-    """Compares the first calls on one group between its ranks, by an all_reduce of 16 bytes. If calls differ, the ranks
+    """Compares the first calls in one group between its ranks, with an all_reduce of 16 bytes. If calls differ, the ranks
     exchange them in one small all_gather.
 
     transport: returns the group's transport. limit: how many calls to compare, equal on all ranks; None to compare all.
@@ -94,14 +94,14 @@ def _sign(call: str, facts: dict[str, Any], past: bool) -> int:
 
 
 def _is_same(one: Sequence[Any], other: Sequence[Any]) -> bool:
-    """Return whether two calls, each as (call, facts, site, past), are the same operation."""
+    """Return whether two calls, each given as (call, facts, site, past), are the same operation."""
     mine, theirs = one[1], other[1]
     known = mine.keys() & theirs.keys() if one[3] or other[3] else mine.keys() | theirs.keys()
     return bool(one[0] == other[0]) and all(mine.get(key) == theirs.get(key) for key in known)
 
 
 def majority(signs: Mapping[int, Any]) -> tuple[list[int], list[int]]:
-    """Return the ranks with the most common sign, and all other ranks. If signs are equally common, the first one wins.
+    """Return the ranks with the most common sign, and all other ranks. If several signs are equally common, the first wins.
 
     >>> majority({0: "a", 1: "b", 2: "b"}), majority({3: "a", 4: "b"})
     (([1, 2], [0]), ([3], [4]))
@@ -181,7 +181,7 @@ class _Run(NamedTuple):
 
 @final
 class StepHistory:
-    """The calls of one rank on one group, step by step. Written by `mesh.step`; other threads read it too.
+    """One rank's calls in one group, step by step. Written by `mesh.step`; other threads read it too.
 
     step: the last recorded step. sums: for each step, a checksum of all calls up to its end. Two ranks with equal sums
     have made the same calls so far. The sum of a step divisible by 2**k is kept for 4 * 2**k steps, so that two ranks
@@ -237,7 +237,7 @@ def find_desync(
 ) -> dict[str, Any] | None:
     """Return the first step in which ranks of a group differ, as plain data for `error_of`; None if none is known.
 
-    histories: `StepHistory.data` by rank, in coord order; coords: the coords of these ranks, by rank.
+    histories: `StepHistory.data` by rank, in coord order; coords: those ranks' coords, by rank.
     """
     known = {rank: history for rank, history in histories.items() if history is not None}
     sums = {rank: dict(history["sums"]) for rank, history in known.items()}

@@ -29,7 +29,7 @@ _OFFER_BYTES: Final = 1024
 class _Offer(NamedTuple):
     """What each rank tells the others before it sends any object bytes, as JSON of a fixed length.
 
-    size: bytes in the rank's object; 0 if it sends nothing. In a scatter, bytes in the largest object, for coord `target`.
+    size: bytes in the rank's object; 0 if it sends nothing. In a scatter: bytes in the largest object, for coord `target`.
     failed: why the object cannot be sent, as (what, expected, hint). cap: the rank's max_bytes.
     """
 
@@ -135,7 +135,7 @@ class Objects:
         """Send object c of the list on coord `src` to coord c. Lists on other ranks are ignored.
 
         Called by: every rank along `dims`, in the same program order.
-        Raises:    ObjectError, on every rank along `dims`, including if the length of the list is not the
+        Raises:    ObjectError, on every rank along `dims`, also if the length of the list is not the
                    size of `dims`; LayoutError if src is not a coord.
         """
         call = self._call(dims, "scatter", src, pickle, max_bytes)
@@ -239,7 +239,7 @@ class Objects:
 class _Call:
     """One call along one communicator: its checked arguments, and the properties on which the ranks must agree.
 
-    root:  the coord that the call names: src, dst, or the peer. -1 if it names none.
+    root:  the coord that the call names: src, dst, or the peer; -1 if there is none.
     offer: this rank's offer.
     """
 
@@ -328,9 +328,9 @@ class _Call:
             pass
         raise ObjectError(
             f"{self.where}: the data from coord {coord} is not an object",
-            given="bytes of another call, or of another version of meshcomm",
+            given="bytes from another call or another version of meshcomm",
             expected="the same call on every rank",
-            hint="check the order of calls on these ranks",
+            hint="check the order of calls on those ranks",
         )
 
     def swapped(self, comm: Communicator, peer: int, tag: int) -> tuple[int, _Offer]:
@@ -371,7 +371,7 @@ class _Call:
                 "the ranks made different calls",
                 "; ".join(f"{coords}: {call}" for call, coords in calls.items()),
                 "a recv for each send" if pair else "the same call with the same root on every rank",
-                "check the order of calls on these ranks",
+                "check the order of calls on those ranks",
             )
         if len(pickles) > 1:
             self._refuse(

@@ -4,7 +4,7 @@ An operator takes plain values, which a graph can hold: a tensor, the place to c
 The place consists of `group`, which identifies the live communicator; `size`, so that a graph contains everything
 that shapes and gradients depend on; and `traced`, whether a compiler recorded the call.
 
-Each operator is linear, so one row is enough for all its derivatives. Backward calls the adjoint, which consists of
+Each operator is linear, so its `_Row` is enough to define all its derivatives. Backward calls the adjoint, which consists of
 these operators and so can be differentiated again. Forward mode calls the operator on the tangent. Under vmap the
 batch is one more axis of the same call.
 """
@@ -75,7 +75,7 @@ def groups_of(key: str, what: str) -> Groups:
             f"{what} belongs to a mesh that no longer exists",
             given=f"{key} of this process, in a compiled function or in a backward pass",
             expected="the mesh that the function was compiled with, still open",
-            hint="keep the mesh as long as its results are in use, or compile again with the new one",
+            hint="keep the mesh open while its results are in use, or compile again with the new one",
         )
     return groups
 
@@ -90,8 +90,8 @@ def _communicator(group: str) -> Communicator:
 class _Row:
     """One operator.
 
-    arguments: the arguments after x, group, size and traced, in torch's schema language; the first `axes` are axes of x,
-               argument number `op` is the reduction.
+    arguments: the arguments after x, group, size and traced, in torch's schema language; the first `axes` of them
+               are axes of x, and the one at index `op` is the reduction.
     run:       the call itself, without autograd; the result is contiguous and new.
     shape:     computes the result's shape from x's shape, the size and the arguments; if None, the result is a view of x.
     adjoint:   computes the gradient of x from the result's gradient, the place and the arguments.
@@ -234,7 +234,7 @@ class _Linear(SingleLevelFunction):  # type: ignore[misc]
 
 
 def _below(row: _Row, keys: Any, x: Tensor, place: Place, args: tuple[Any, ...]) -> Tensor:
-    """Run the operator below autograd: in the call itself, an outer transform, or a tracer."""
+    """Run the operator below autograd: make the call itself, or pass it to an outer transform or a tracer."""
     if only_device(keys):
         return row.run(_communicator(place[0]), x, *args)
     with below_autograd():

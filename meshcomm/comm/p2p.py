@@ -56,8 +56,8 @@ _MOST_FAST = 4096
 class Messages(Caller):
     """Point-to-point messages along `name`; each communicator has one. Peers are coords.
 
-    Every call ends in `_start`, with one message or many, blocking or not. A message with the same peer, tag and dtype
-    as one that was checked before is not checked again if its tensor is `usable`.
+    Every call ends in `_start`, with one message or many, blocking or not. A message is not checked if its tensor
+    is `usable` and an earlier message with the same peer, tag and dtype was checked.
     """
 
     def __init__(self, name: str, transport: Transport, who: str, recorder: FlightRecorder) -> None:
@@ -166,7 +166,7 @@ class Messages(Caller):
     # -- inside ---------------------------------------------------------------------------------
 
     def _fast_batch(self, sends: Any, recvs: Any) -> list[P2P] | None:
-        """Return the messages of an exchange, receives first; None if one of them still has to be checked."""
+        """Return the messages of an exchange, receives first; None if any message still has to be checked."""
         known, ends, tensors, spans = self._fast, [], [], []
         device: Any = None
         try:
@@ -262,7 +262,7 @@ class Messages(Caller):
             )
 
     def _copy_own(self, call: str, coming: Sequence[P2P], going: Sequence[P2P]) -> None:
-        """Copy the messages that this rank sends to itself in one call."""
+        """Copy the messages of a call that this rank sends to itself."""
         sent, asked = ([end for end in ends if end.peer == self.coord] for ends in (going, coming))
         for ends in (sent, asked):
             ends.sort(key=attrgetter("tag"))
@@ -278,7 +278,7 @@ class Messages(Caller):
             into(room.x, end.x.view(room.x.shape))
 
     def _start(self, batch: Batch) -> Any:
-        """Start messages to other ranks. Return their result, or the handle that waits for them."""
+        """Start messages to other ranks. Return the result of the call, or a handle that waits for the messages."""
         recorder, log, transport = self.recorder, self.recorder.messages, self.transport
         message = handle = None
         works: Sequence[Work] = ()

@@ -1,4 +1,4 @@
-"""One rank's messages on one group: the count on each channel, the messages in flight, and whether both ends agree."""
+"""One rank's messages in one group: the count on each channel, the messages in flight, and whether both ends agree."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Batch:
 class PendingMessage(PendingCall):
     """A call that sends or receives, and the line that made it.
 
-    parts: its messages. nbytes: the larger of the bytes it sends and the bytes it receives. unanswered: the
+    parts: the call's messages. nbytes: the bytes sent or the bytes received, whichever is larger. unanswered: the
     announcements to peers that had not arrived. For the other fields, see PendingCall.
     """
 
@@ -133,7 +133,7 @@ class PendingMessage(PendingCall):
 
 @final
 class MessageLog:
-    """Counts messages by channel, so that both ends can name a missing one.
+    """Counts messages by channel, so that both ends can identify a missing message.
 
     Unlike collectives, messages are not numbered per group: ranks may send different numbers of messages.
 
@@ -160,7 +160,7 @@ class MessageLog:
         return self.spans is None and (self._check is None or not self._check.is_compared(direction, peer))
 
     def begin(self, name: str, batch: Batch, counted: bool) -> PendingMessage:
-        """Count one call's messages and remember its line; the call is under way until it has `started` or `ended`.
+        """Count a call's messages and store its line; the call is under way until it has `started` or `ended`.
 
         counted: False for a part of a collective that runs step by step.
         Raises CallMismatchError if the peer is known to pass a different tensor; that message
@@ -246,9 +246,9 @@ class MessageLog:
         return next(([(message, error)] for message, error in found if error is not None), [])
 
     def confirm(self, message: PendingMessage) -> float | None:
-        """Wait for a limited time until peers confirm messages that are still compared. Raises CallMismatchError.
+        """Wait a limited time for peers to confirm messages that are still compared. Raises CallMismatchError.
 
-        Returns the seconds that are left of the group's timeout if a peer stayed silent; None if all answered.
+        Returns the remaining seconds of the group's timeout if a peer stayed silent; None if all answered.
         """
         if not message.unanswered or self._check is None:
             return None
@@ -315,10 +315,10 @@ class MessageLog:
 
 @final
 class MessageCheck:
-    """Compares the first messages of each pair of ranks on one group, in each direction.
+    """Compares the first messages between each pair of ranks in one group, in each direction.
 
-    A receive whose buffer is larger than the message would return with part of the buffer unchanged, and one whose
-    buffer is smaller would end the process (Gloo, tested with torch 2.13). Therefore each end announces its message,
+    A receive whose buffer is larger than the message would return with part of the buffer unchanged, and a smaller
+    buffer would crash the process (Gloo, tested with torch 2.13). Therefore each end announces its message,
     and the end that arrives second compares, answers, and raises if the two differ. The end that arrived first reads
     the answer before it waits for the data, so that both ends raise immediately.
 
@@ -344,7 +344,7 @@ class MessageCheck:
         return self.pairs[direction, peer] < self._limit
 
     def takes_any(self) -> None:
-        """Record that this rank receives from any source or outside the mesh, so other ranks do not wait for its answer."""
+        """Record that this rank receives from any source or outside the mesh, so that others do not wait for its answer."""
         if not self._any:
             self._any = True
             self._store.set(f"{self._label}/any/{self._rank}", "1")
@@ -383,7 +383,7 @@ class MessageCheck:
         """Return when the peers have confirmed, or after a few seconds without an answer. In that case, the backend
         reports any difference.
 
-        Returns the rest of the timeout if a peer was silent. Raises CallMismatchError if a peer passes another tensor.
+        Returns the remaining seconds if a peer was silent. Raises CallMismatchError if a peer passes another tensor.
         """
         began, pause, left = time.monotonic(), 0.0005, None
         until = began + min(_ANSWERED_S, _ANSWERED_PART * self._timeout_s)

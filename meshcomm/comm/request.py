@@ -16,7 +16,7 @@ from meshcomm.transport import P2P
 
 
 class Algorithm(Protocol):
-    """An algorithm that replaces the backend in reducing a flat tensor in place."""
+    """An algorithm, used instead of the backend's, that reduces a flat tensor in place."""
 
     @property
     def name(self) -> str: ...

@@ -53,8 +53,8 @@ class Algorithm(NamedTuple):
     """The schedule of an all_reduce.
 
     inner:  for "two_level", how many neighboring coords form a group.
-    chunks: for the trees, the number of pieces into which the data of one tree is split; if None, pieces of 8 MiB, and
-            at most 16 of them.
+    chunks: for the trees, the number of pieces into which the data of one tree is split; if None, one
+            piece per 8 MiB, and at most 16.
     """
 
     name: Scheduled
@@ -80,8 +80,8 @@ def all_reduce(
     """Reduce `x` in place over `comm` by the schedule of `algorithm`, and return it.
 
     All arguments must be equal on every rank, as for `Communicator.collective`, whose checks, operations and errors apply.
-    Every rank gets bit-equal values: each sum is computed by one rank and copied, or by two from the same operands in
-    the same order.
+    Every rank gets bit-equal values: each sum is computed by one rank and copied, or by two ranks from the same
+    operands in the same order.
     """
     # Even with nothing to reduce, the ranks synchronize, so that a skipped call is noticed.
     chosen = algorithm if x.numel() > 0 else None
@@ -154,10 +154,10 @@ def _run(
 def hierarchical(comms: Sequence[Communicator], x: Tensor, op: str, factor: float | None = None) -> Tensor:
     """Reduce `x` in place over the dims of `comms`, outermost first, and return it.
 
-    Inside the innermost dim each rank gets the reduced slice number `coord`. The slices are reduced over the outer dims
-    in the same way. Then the innermost dim gathers them. Only 1/n of the data crosses the outer dims, where n is the
-    size of the innermost dim. In a flat ring, all of the data crosses the outer dims. The result equals the flat one
-    up to rounding, because the order of summation differs.
+    Along the innermost dim, a reduce_scatter leaves each rank with slice number `coord`. The slices are reduced over the
+    outer dims in the same way. Then the slices are gathered along the innermost dim. Only 1/n of the data crosses the
+    outer dims, where n is the size of the innermost dim. In a flat ring, all of the data crosses the outer dims. The
+    result equals that of a flat all_reduce up to rounding, because the order of summation differs.
     """
     inner = comms[-1]
     given: dict[str, Any] = {} if factor is None else {"factor": factor}

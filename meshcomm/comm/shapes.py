@@ -117,8 +117,8 @@ def without(x: Tensor, axis: int) -> Tensor:
 def wire(x: Tensor, added: bool = False) -> Tensor:
     """Return the memory of `x`, which is dense, as a flat tensor in a dtype that backends support.
 
-    added: return a dtype that backends can add: complex numbers as pairs, bool as bytes. Otherwise, any other dtype is
-    sent as bytes, which is exact.
+    added: return a dtype that backends can add: complex numbers as pairs, bool as bytes. If False, a dtype that
+    backends do not support is sent as bytes, which is exact.
     """
     flat = x.view(-1)
     if x.dtype in CARRIED:
@@ -141,7 +141,7 @@ def as_bytes(flat: Tensor) -> Tensor:
 
 
 def is_ordered(dtype: torch.dtype, op: str) -> bool:
-    """Return whether this reduction sends `as_ordered`: backends do not agree on the smaller of a number and NaN."""
+    """Return whether this reduction sends `as_ordered`: backends disagree on whether NaN is less than a number."""
     return WIRE_OPS[op].nan is not None and dtype in _INTS
 
 

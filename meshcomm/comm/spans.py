@@ -30,7 +30,7 @@ class Span:
 
     group: the group's label; "" for a section. lane: the dim or the section's lane. number: a collective's sequence number.
     left: when the call returned to the program. waits: (begin, end) of each wait. at_once: whether the call waits immediately.
-    parts: for messages: (direction, peer's coord, tag, sequence number). root: a coord, or -1 if there is none.
+    parts: for messages, (direction, peer's coord, tag, sequence number). root: a coord, or -1 if there is none.
     """
 
     group: str
@@ -65,7 +65,7 @@ class Spans:
         self._most = most
 
     def step(self, number: int) -> None:
-        """Record that a step has ended. Its section begins where the previous step ended or where the trace began."""
+        """Record that a step has ended. The step's section begins where the previous step ended or where the trace began."""
         span = self.keep(Span("", STEPS, f"step {number}", caller(), self.step_began))
         span.left = self.step_began = clock()
 
@@ -92,7 +92,7 @@ def stretch(spans: Spans | None, lane: str, name: str) -> Iterator[None]:
 
 
 def host() -> int:
-    """Return a number that is equal for processes that share a monotonic clock: those in the same boot of a kernel."""
+    """Return a number that is equal in all processes on the same kernel boot, which share a monotonic clock."""
     try:
         return uuid.UUID(_BOOT.read_text().strip()).int >> 65
     except (OSError, ValueError):

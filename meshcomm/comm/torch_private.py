@@ -1,4 +1,4 @@
-"""Private names of torch that operators with derivatives need. Tested with torch 2.11, 2.13, 2.14 and 2.15."""
+"""Private torch names that differentiable operators need. Tested with torch 2.11, 2.13, 2.14 and 2.15."""
 
 from __future__ import annotations
 

@@ -118,8 +118,8 @@ def _flat(request: Request) -> tuple[Tensor, int]:
 def _load_uneven_gather(request: Request, sizes: list[int]) -> None:
     """Build an all_gather that does not copy the input once per rank.
 
-    If the backend queues its calls, all parts are padded to the longest and gathered by one kernel, which delivers a row
-    per coord. Otherwise, each part is sent directly to its place as a message.
+    If the backend queues its calls, all parts are padded to the longest and gathered by one kernel, which delivers one
+    row per coord. Otherwise, each part is sent directly to its place as a message.
     """
     comm, transport = request.comm, request.comm.transport
     sent, count = _flat(request)
@@ -141,7 +141,7 @@ def _load_uneven_gather(request: Request, sizes: list[int]) -> None:
 
 
 def _load_uneven(request: Request, sizes: list[int]) -> None:
-    """Build an all_to_all with lengths. For a gather, only the root receives."""
+    """Build an all_to_all with a length for each coord. For a gather, only the root receives."""
     comm, input_split_sizes = request.comm, request.input_split_sizes
     sent, count = _flat(request)
     coming = [size * count if request.gets else 0 for size in sizes]
@@ -174,7 +174,10 @@ def start(request: Request) -> Sequence[Work]:
 
 
 def carry_out(request: Request) -> Tensor | None:
-    """Start the call, wait for it, and compute its result. A separate function, so that a stored error does not keep Works."""
+    """Start the call, wait for it, and compute its result.
+
+    This is a separate function, so that a stored error does not keep its Works alive.
+    """
     for work in start(request):
         work.wait()
     if request.row is BARRIER:
@@ -183,7 +186,7 @@ def carry_out(request: Request) -> Tensor | None:
 
 
 def finish(request: Request) -> Tensor | None:
-    """Return the result after the Work objects have completed. Raises the error, if any, that only this rank has."""
+    """Return the result after the Work objects have completed. Raises an error that occurred only on this rank."""
     row, came, target, call = request.row, request.arrived, request.target, request.call
     if request.problem is not None:
         raise request.problem

@@ -1,4 +1,4 @@
-"""Configuration: files, overrides and models. Needs no hardware and reads no environment variables."""
+"""Configuration: files, overrides and models. This package needs no hardware and reads no environment variables."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ class ElasticConfig(Section):
     replace: int = Field(default=0, ge=0, examples=[3])
     """Maximum number of lost ranks to replace with new processes while the other ranks stay alive. Default 0: none."""
     min: FrozenTable[Annotated[int, Field(ge=1)]] = Field(default_factory=Table, examples=[{"dp": 2}])
-    """Smallest size of a dim, by its name, with which the job continues if a rank cannot be replaced. The global batch
+    """Smallest size of a dim, by dim name, at which the job continues if a rank cannot be replaced. The global batch
     size does not change. The mesh grows back when a new process joins. Default: the job ends.
     """
     patience_s: float = Field(default=0.0, ge=0)
@@ -47,6 +47,6 @@ class ElasticConfig(Section):
     """
     copy_every: int = Field(default=0, ge=0, examples=[10])
     """With replace: number of steps between copies to host memory. Each rank copies its own state and the preceding
-    rank's state. If no other rank holds the lost rank's shards, as with only shard, pipeline or tensor, all ranks
+    rank's state. If no other rank holds the lost rank's shards, as when only shard, pipeline or tensor is used, all ranks
     return to the last copies. Default 0: all ranks return to the last checkpoint.
     """

@@ -183,7 +183,7 @@ class MeshConfig(Section):
                 f"{world} is not a number of processes",
                 given=f"a world of {world}",
                 expected=f"1 to {MOST_RANKS}",
-                hint="give the number of processes of the job",
+                hint="give the number of processes in the job",
             )
         # The other rules were checked when the section was created.
         here = self.model_copy()

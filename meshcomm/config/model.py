@@ -126,8 +126,8 @@ class LoraConfig(Section):
 
 
 class ModelConfig(Section):
-    """`[model]`: the model to train: a built-in decoder-only transformer of given sizes, a transformers model folder, or
-    code.
+    """`[model]`: the model to train, given as the sizes of a built-in decoder-only transformer, a transformers model
+    folder, or code.
     """
 
     place = "model"
@@ -194,7 +194,7 @@ class ModelConfig(Section):
     experts_per_token: int = Field(default=2, ge=1)
     """With experts: number of experts per token."""
     experts_every: int = Field(default=1, ge=1)
-    """With experts: interval n of the layers with experts: n, 2n, ..., counted from 1. Default 1: all layers."""
+    """With experts: interval n between layers that have experts: layers n, 2n, ..., counted from 1. Default 1: all layers."""
     capacity_factor: float | None = Field(default=None, gt=0)
     """With experts: maximum number of tokens per expert, as a multiple of an even share. Excess tokens skip the
     expert. If omitted, there is no limit.
@@ -205,7 +205,7 @@ class ModelConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _of_pretrained(cls, data: Any) -> Any:
-        """Add the sizes from the folder's config.json, if the file can be read. If not, `_folder` reports the reason."""
+        """Add the sizes from the folder's config.json, if the file can be read; otherwise, `_folder` reports the reason."""
         if isinstance(data, dict) and isinstance(data.get("pretrained"), str):
             return {**sizes_of(data["pretrained"]), **data}
         return data

@@ -40,7 +40,7 @@ def training_of(path: Path, dims: str) -> dict[str, Any]:
 
     path: a config.json. dims: for example "pp=16,fsdp=64,tp=8,ep=64"; ep must divide the number of ranks left
     after pp and tp.
-    Raises ConfigError if `dims` is invalid or ep does not divide these ranks.
+    Raises ConfigError if `dims` is invalid or ep does not divide that number.
     """
     sizes = _sizes(dims)
     spread = sizes.pop("ep", 1)

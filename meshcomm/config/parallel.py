@@ -146,7 +146,7 @@ class ParallelConfig(Section):
     def shard_dims(self, sizes: Mapping[str, int]) -> tuple[str, ...]:
         """Return the dims along which all weights except the experts' are sharded: shard and context, treated as one dim.
 
-        Dims of size 1 are left out if another dim remains. The order is that of `sizes`.
+        Dims of size 1 are left out if another dim remains. The remaining dims are in the order of `sizes`.
         """
         if self.shard is None:
             return ()

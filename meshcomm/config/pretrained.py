@@ -142,7 +142,7 @@ def has_gate(folder: str | Path | None) -> bool:
 def publishes_plan(folder: str | Path | None) -> bool:
     """Return whether there is a plan for splitting the model along a tensor dim.
 
-    True if `folder` is None or cannot be read.
+    Returns True if `folder` is None or cannot be read.
     """
     if folder is not None:
         with suppress(Exception):

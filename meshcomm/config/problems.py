@@ -81,7 +81,7 @@ def report(source: str, problems: Iterable[Problem]) -> ConfigError:
 
 
 def refused(key: str, make: Callable[..., object], *args: Any, **options: Any) -> list[Problem]:
-    """Call `make` and return its LayoutError, if it raises one, as a problem with the setting `key`."""
+    """Call `make`. If it raises a LayoutError, return the error as a problem with the setting `key`."""
     try:
         make(*args, **options)
     except LayoutError as error:
@@ -249,7 +249,7 @@ def _refused(
 
 
 def _unknown_key(model: type[BaseModel], path: Path, value: Any) -> tuple[Problem, str | None]:
-    """Return the problem, and the key of the same section that was probably intended."""
+    """Return the problem, and the key in the same section that was probably intended."""
     *above, last = path
     section, key = _field_at(model, path)[0], key_path(path)
     known = list(section.model_fields)

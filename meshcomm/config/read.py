@@ -186,7 +186,7 @@ def _changes(overrides: object) -> list[str]:
 
 
 def apply(data: dict[str, Any], overrides: Sequence[str]) -> list[Problem]:
-    """Set every `KEY.PATH=VALUE` in `data`, in order. Return the overrides that cannot be set as problems.
+    """Set every `KEY.PATH=VALUE` in `data`, in order. Return a problem for each override that cannot be set.
 
     VALUE is TOML or a bare word, which is read as a string. An empty VALUE removes the key. An existing key
     keeps its position. A new key is added at the end.

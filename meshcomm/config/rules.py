@@ -533,7 +533,7 @@ def _experts(resolved: Resolved) -> Iterator[Problem]:
 
 
 def _compiled_halves(resolved: Resolved) -> Iterator[Problem]:
-    # torch 2.13 rejects modules from torch.compile here. When blocks were compiled in place, the
+    # torch 2.13 rejects modules from torch.compile for this schedule. When blocks were compiled in place, the
     # backward graph ran twice per microbatch: once for the inputs and once for the weights.
     halves = resolved.parallel.options.schedule == "zero_bubble"
     if resolved.train.compile and halves and resolved.sizes.get(resolved.dim("pipeline")) != 1:

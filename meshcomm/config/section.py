@@ -99,8 +99,9 @@ class NoEffect(NamedTuple):
     """Settings that have no effect unless another setting of the section has a suitable value.
 
     fields: names of the settings, separated by spaces. False and empty values count as unset.
-    needs: names of the other settings, or of a property that names one. At least one must have one of `values` or, without
-    `values`, be set. way: a setting that gives `fields` an effect, or advice. why: replaces the reason in the report.
+    needs: names of the other settings, or of a property that returns a setting's name. If `values` is empty, at least one of
+    them must be set; otherwise at least one must have a value in `values`. way: a setting that gives `fields` an effect, or
+    advice. why: replaces the reason in the report.
     """
 
     fields: str
@@ -181,7 +182,7 @@ class Section(BaseModel):
         return last in section.model_fields_set and getattr(section, last) is not None
 
     def has(self, field: str) -> bool:
-        """Return whether the name is a setting, or the path of one in a table of this section, such as
+        """Return whether `field` is a setting of this section, or the path of a setting in one of its tables, such as
         `options.schedule`.
         """
         return field.partition(".")[0] in type(self).model_fields
@@ -257,7 +258,7 @@ def check(model: type[M], data: Mapping[str, Any]) -> tuple[M, list[Problem]]:
 
 
 def _valid(model: type[M], data: Mapping[str, Any]) -> tuple[M, list[Any]]:
-    """Return a section created from the valid settings in `data`, and pydantic's errors about the others.
+    """Return a section created from the valid settings in `data`, and pydantic's errors about the other settings.
 
     Nested sections are treated in the same way.
     """

@@ -49,7 +49,7 @@ def _token_weights(data: DataConfig) -> Iterator[Problem]:
 
 
 class DataConfig(Section):
-    """`[data]`: the training data: text (as bytes or tokenized), token files, conversations, or a function's dataset."""
+    """`[data]`: the training data, given as text (bytes or tokenized), token files, conversations, or a function's dataset."""
 
     place = "data"
     rules = (
@@ -79,8 +79,8 @@ class DataConfig(Section):
     weights: FrozenList[float] = Field(default=(), examples=[[0.7, 0.3]])
     """With tokens: relative sampling weight of each entry. Default []: each epoch reads every sample of all files once."""
     chat: FrozenList[Text] = Field(default=(), examples=[["conversations.jsonl"]])
-    """Files of conversations: JSON lines with a list of messages, each with role and content. The tokenizer's chat
-    template formats the messages.
+    """Conversation files, in JSON lines. Each line has a list of messages, each with a role and content. The tokenizer's
+    chat template formats the messages.
     """
     answers_only: bool = False
     """With chat: use only the assistant's messages as targets."""
@@ -212,7 +212,7 @@ class TrainConfig(Section):
     min_lr_ratio: Share = 0.1
     """With cosine, linear and wsd: final learning rate, as a fraction of lr."""
     decay_steps: int | None = Field(default=None, ge=1)
-    """With wsd: number of final steps over which the learning rate decays. If omitted, a tenth of all steps."""
+    """With wsd: number of final steps over which the learning rate decays. If omitted, it is a tenth of all steps."""
     optimizer: Literal[
         "adamw", "adam", "nadam", "radam", "adamax", "sgd", "rmsprop", "adagrad", "adadelta"
     ] = "adamw"
@@ -220,7 +220,7 @@ class TrainConfig(Section):
     optimizer_args: FrozenTable[float | int | bool] = Field(
         default_factory=Table, examples=[{"momentum": 0.9}]
     )
-    """Keyword arguments of the optimizer other than lr, weight_decay, betas and eps, named as in torch.optim."""
+    """Keyword arguments for the optimizer other than lr, weight_decay, betas and eps, named as in torch.optim."""
     weight_decay: float = Field(default=0.1, ge=0)
     """The optimizer's weight decay. The default is 0.1 for adamw and torch's default for any other optimizer."""
     betas: Pair[Fraction] = (0.9, 0.95)
@@ -232,7 +232,9 @@ class TrainConfig(Section):
     frozen: FrozenList[Text] = Field(default=(), examples=[["*.indexer.*", "model.embed_tokens.*"]])
     """Name patterns of parameters to freeze. Frozen parameters have no gradient and no optimizer state. Default []: none."""
     clip_norm: float | None = Field(default=None, gt=0)
-    """Maximum gradient norm over all weights. Larger gradients are scaled down to this norm. If omitted, no clipping."""
+    """Maximum gradient norm over all weights. Larger gradients are scaled down to this norm. If omitted, gradients are not
+    clipped.
+    """
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """What happens if a step's loss or gradient norm is not finite. The step is never applied. With "stop", the run ends.
     With "skip", the run continues with the next step, and ends after 10 such steps in a row.
@@ -262,7 +264,7 @@ class TrainConfig(Section):
     log_every: int = Field(default=1, ge=1)
     """Number of steps between metric log lines."""
     trace_steps: Pair[int] | None = Field(default=None, examples=[(3, 5)])
-    """First and last step to trace. Calls in these steps are written to trace.json in out. If omitted, none are traced."""
+    """First and last step to trace. Calls in these steps are written to trace.json in out. If omitted, no steps are traced."""
     log_to: FrozenList[Literal["tensorboard", "wandb"]] = Field(default=(), examples=[["tensorboard"]])
     """Additional outputs for metrics. "tensorboard" writes to out/tensorboard. "wandb" writes to out/wandb, offline
     unless WANDB_MODE is set. Default []: none.
@@ -284,13 +286,15 @@ class TrainConfig(Section):
     over. If only global_batch_size differs, the samples continue. Default []: none.
     """
     eval_every: int = Field(default=0, ge=0)
-    """With validation data: number of steps between evaluations. A final evaluation follows the last step. 0: none."""
+    """With validation data: number of steps between evaluations. A final evaluation follows the last step. 0: disabled."""
     evaluate: Function | None = Field(default=None, examples=["my_package.judge:accuracy"])
     """With eval_every: module:function, called on every rank with the Trainer. The function returns the validation loss,
     or a mapping from names to numbers. If omitted, no function is called.
     """
     eval_batches: int | None = Field(default=None, ge=1)
-    """With eval_every: number of global batches per evaluation, the same batches each time. If omitted, all full batches."""
+    """With eval_every: number of global batches per evaluation, the same batches each time. If omitted, all full batches are
+    evaluated.
+    """
     patience: int | None = Field(default=None, ge=1)
     """With eval_every: end the run after this many evaluations in a row without a lower validation loss. If omitted, the
     run does not end early.

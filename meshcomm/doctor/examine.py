@@ -138,7 +138,7 @@ def _devices() -> Facts:
 
 
 def _device_findings(settings: Config, plan: Plan, device: torch.device, launch: Launch) -> Iterator[Finding]:
-    """Yield findings for backends and devices that `init` would reject, and for more ranks than devices or cores."""
+    """Yield findings for backends and devices that `init` would reject, and if ranks outnumber devices or cores."""
     try:
         check_backends(plan)
     except LaunchError as error:

@@ -37,7 +37,7 @@ class Finding(NamedTuple):
 
     @classmethod
     def read(cls, facts: Facts) -> Finding:
-        """Return the finding for plain data that `facts` has returned."""
+        """Return the finding that corresponds to plain data from `facts`."""
         return cls(*(facts[key] for key in _KEYS))
 
     def facts(self) -> Facts:

@@ -128,7 +128,9 @@ def _gather(store: Any, world_size: int, wait: timedelta) -> tuple[list[Facts], 
 
 
 def judge(rows: Sequence[Facts], settings: Config | None = None) -> Iterator[Finding]:
-    """Yield findings about these ranks' addresses, placement and versions. settings: None if some ranks have not arrived."""
+    """Yield findings about the given ranks' addresses, placement and versions. settings: None if some ranks have not
+    arrived.
+    """
     hosts = _by(rows, "host")
     lost = [row for row in rows if is_loopback(row["address"])]
     if len(hosts) > 1 and lost:
@@ -167,7 +169,7 @@ def _scattered(hosts: Mapping[str, Sequence[Facts]], settings: Config | None) ->
             "warn",
             "ranks of one host are not consecutive: the last dims cross the network",
             given=given,
-            expected="ranks 0, 1, 2, ... on the first host, the next ones on the second",
+            expected="ranks 0, 1, 2, ... on the first host, the next ranks on the second",
             hint="srun -m block, mpirun --map-by slot, or mesh.rank_order",
         )
     elif found := scattered(

@@ -54,7 +54,7 @@ class _Known(NamedTuple):
 
     memories: the size of each new storage in bytes. leaves: tensors as _Result, other values unchanged. structure: the
     pytree structure, or None for a single leaf. resized: the arguments that change size. real: whether torch runs the
-    operator itself, because it runs on the meta device.
+    operator itself, because its results are on the meta device.
     """
 
     memories: tuple[int, ...]
@@ -153,7 +153,7 @@ class Hollow(LedgerMode):
         return self._compute
 
     def _compute(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Handle an operator that computes new values. It allocates only memory of a known size, if any."""
+        """Handle an operator that computes new values. Any memory that it allocates has a known size."""
         tensors: list[Tensor] = []
         key: list[Any] = [func]
         _describe(args, key, tensors)

@@ -37,7 +37,7 @@ _RUNNERS: Final = tuple(str(Path(__file__).with_name(name)) for name in ("rank.p
 
 @final
 class _Held:
-    """One storage's memory. part: its purpose, or None until that is known. since: the clock at its creation."""
+    """One storage's memory. part: its purpose, or None until that is known. since: the clock's value at its creation."""
 
     __slots__ = ("forward", "nbytes", "part", "since", "watch")
 
@@ -84,7 +84,7 @@ class Ledger:
         self.restart()
 
     def restart(self) -> None:
-        """Forget the peak so far, and measure it from now on."""
+        """Discard the peak so far, and start measuring it again."""
         self._peak, self._peak_clock = self.live, self._clock
         self.flops = 0
         # Memory that was held at the peak and has been freed since then.
@@ -154,7 +154,7 @@ class Ledger:
         self._grow(nbytes, operator)
 
     def copied(self, tensors: Iterable[Any]) -> None:
-        """Mark the buffers that FSDP copies weights and gradients through."""
+        """Mark the buffers through which FSDP copies weights and gradients."""
         for each in tensors:
             if isinstance(each, Tensor):
                 held = self._held.get(storage_id(each))
@@ -207,7 +207,7 @@ class LedgerMode(DispatchMode):  # type: ignore[misc]
         self._ledger.__exit__(*error)
 
     def inside(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call a composite operator in such a way that this mode sees the operators inside it."""
+        """Call a composite operator so that this mode sees the operators inside it."""
         DispatchMode.__enter__(self)
         try:
             return function(*args, **kwargs)

@@ -71,7 +71,7 @@ class RankStep(NamedTuple):
     peak: the maximum during the step. rows: totals of the calls. calls: every call in order, made through the mesh or
     outside it. A collective's `root` is a coord, its `op` is the reduction, and its `group` identifies the group.
     groups: the global ranks of each `group`, in coord order. events: starts and waits in order; only a simulated rank has
-    waits. A call that is never waited for has no "wait". flops: total FLOPs.
+    waits. A call that is never waited for has no "wait" event. flops: total FLOPs.
 
     unseen: the number of calls on groups outside the mesh that were not recorded. part: a description of the part that
     `rows` and times cover. begins: the start of that part; None means the first event. `calls` also contains the calls of
@@ -108,7 +108,7 @@ class Passes(Spans):
         self.restart()
 
     def restart(self) -> None:
-        """Forget the calls that were recorded so far."""
+        """Discard the calls recorded so far."""
         self.calls: list[Span] = []
         self.events: list[Event] = []
         self.unseen = 0
@@ -278,8 +278,8 @@ def pretended_step(config: Config, rank: int, world: int) -> RankStep:
     """Return the result of `counted_step` as rank `rank` of `world`. No other rank exists, nothing is sent, and no tensor
     has values.
 
-    The process must not have initialized torch.distributed. Its state is restored for the next rank.
-    Tensors are CPU tensors, regardless of the mesh's device.
+    The process must not have initialized torch.distributed. The process's state is restored for the next rank. Tensors are CPU
+    tensors, regardless of the mesh's device.
 
     Raises: the same errors as `counted_step`; UnsupportedOp if the model reads values.
     """
@@ -338,7 +338,7 @@ def pretended_world(
                 "the model's shapes depend on values, which a dry run does not have",
                 given=f"{type(error).__name__}: {error}",
                 expected="a forward pass whose shapes depend only on the shapes of its inputs",
-                hint="replace the selection by a mask, or run a small world for real",
+                hint="replace the selection with a mask, or run a small world for real",
             ) from error
         raise
     finally:
@@ -354,7 +354,8 @@ def _unknown_object(*_: object, **__: object) -> NoReturn:
 
 
 def _begin(engine: Engine) -> None:
-    """Create the gradients and the optimizer state that a first step leaves behind. Everything else is small.
+    """Create the gradients and the optimizer state that a first step leaves behind. A first step leaves nothing else of
+    significant size.
 
     A full first step would have the same result, but would double the time.
     """

@@ -33,7 +33,7 @@ class Dim(NamedTuple):
 class Replay:
     """The times of the reported part of the program on the ranks that were run, in seconds.
 
-    ends:     the duration on each rank that reached the end. computed: the part of it spent in computation.
+    ends:     the duration on each rank that reached the end. computed: the part of it spent on computation.
     dims:     rank -> dim -> the totals along this dim.
     stuck:    ranks that wait forever.
     early:    ranks with neighbors that were not run. They arrive too early, so their waits are not real.
@@ -255,8 +255,8 @@ class _Replayer:
         ]
 
     def stuck(self, waiting: Sequence[_Rank]) -> list[DryRunFinding]:
-        """Return a finding for the ranks that wait for each other in a cycle. If there is no cycle, return one for each rank
-        that waits for a rank that has ended.
+        """Return a finding for the ranks that wait for each other in a cycle. If there is no cycle, return one finding for
+        each rank that waits for a rank that has ended.
         """
         calls = {rank.number: rank.step.events[rank.at].call for rank in waiting}
         spans = {rank.number: rank.step.calls[calls[rank.number]] for rank in waiting}

@@ -71,8 +71,8 @@ class _Enough(BaseException):
 class ProgramRecorder(Passes, StepRecorder):
     """Records the calls of an unmodified program that creates one mesh (see `Pretended`) or only torch process groups.
 
-    steps: the program is stopped after this many steps, and the last step is reported. With 0, the program runs to its end
-    and is reported in full. The mesh or a Trainer counts the steps, or without a mesh, the program's first optimizer.
+    steps: the program is stopped after this many steps, and the last step is reported. If 0, the program runs to its end and
+    is reported in full. Steps are counted by the mesh or a Trainer or, without a mesh, by the program's first optimizer.
     looks: if True, the program is stopped once it has created a mesh or finished its first step.
     """
 
@@ -169,7 +169,7 @@ class ProgramRecorder(Passes, StepRecorder):
 
 
 def script_step(script: Script, rank: int, world: int) -> RankStep:
-    """Run `script` as rank `rank` of `world`, to its end or to the end of its last step. Its output is discarded.
+    """Run `script` as rank `rank` of `world`, to its end or to the end of its last step. The script's output is discarded.
 
     Raises whatever the script raises, and LaunchError if it creates no mesh or exits with a nonzero code.
     """

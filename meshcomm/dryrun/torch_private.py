@@ -170,7 +170,7 @@ _PRETENDING: list[None] = []
 
 
 def _init_process_group(*args: Any, **given: Any) -> None:
-    """Do nothing in a simulated world, where the default group already exists. Otherwise call torch's original."""
+    """Do nothing in a simulated world, where the default group already exists. Otherwise call torch's original function."""
     if not _PRETENDING:
         _INIT(*args, **given)
 
@@ -225,8 +225,8 @@ def one_rank_of_torch(
 
     The program's call of `init_process_group` has no effect, and its other groups use the fake backend too.
     decode: converts bytes to the results of torch's object collectives, such as broadcast_object_list.
-    told: called with each new DeviceMesh. objects: the pickled objects that rank 0 has broadcast to all ranks, to which
-    rank 0 appends.
+    told: called with each new DeviceMesh. objects: a list of the pickled objects that rank 0 has broadcast to all ranks; rank
+    0 appends to it.
     """
     made, known = DeviceMesh.__init__, dict[Any, Any]()
 

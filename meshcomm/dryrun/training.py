@@ -159,7 +159,7 @@ def _stage(stage: int, ran: Sequence[RankStep]) -> Facts:
 
 
 def _calls(steps: Sequence[RankStep], met: Replay | None, links: Machine | None) -> list[Facts]:
-    """Return, for each dim, the largest bytes and calls of each kind on any rank, and the longest time for which any rank
+    """Return, for each dim, the largest byte and call counts of each kind on any rank, and the longest time for which any rank
     is blocked.
 
     link: the slowest link that any examined group crosses; None if it is unknown which ranks share a node.

@@ -1,1 +1,1 @@
-"""How each command starts processes, and what each process runs. Files have the same names as in `meshcomm/cli`."""
+"""How each command starts processes, and what each process runs. File names match those in `meshcomm/cli`."""

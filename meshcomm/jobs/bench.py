@@ -108,7 +108,7 @@ def body(settings: Config, asked: Asked, output: Output) -> None:
 
 
 def _steady(settings: Config) -> Config:
-    """Turn off the comparison of the first calls, which would end during the measurement. The setting "always" is kept."""
+    """Turn off the comparison of initial calls, because it would end mid-measurement. The setting "always" is kept."""
     if settings.mesh.validate_calls == "always":
         return settings
     return settings.model_copy(update={"mesh": settings.mesh.model_copy(update={"validate_calls": 0})})

@@ -90,7 +90,7 @@ def mesh_made_by(script: Path, world: int | None) -> dict[str, Any]:
 
 
 def exactly(settings: Config, ranking: Ranking, topology: TopologyConfig) -> tuple[Ranking, list[Exact]]:
-    """Dry-run each placement in a ranking with one rank per stage. Return the placements, fastest first, and the
+    """Dry-run each placement in a ranking, using one rank per pipeline stage. Return the placements, fastest first, and the
     results.
 
     Placements that exceed the memory limit come last.

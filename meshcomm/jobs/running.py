@@ -104,10 +104,10 @@ def run(
     stats: bool = False,
     replace: int | None = None,
 ) -> int:
-    """Run a script on every rank. Its `meshcomm.init()` creates the mesh of `config`, if given, on `world` ranks.
+    """Run a script on every rank. `meshcomm.init()` in the script creates the mesh of `config`, if given, on `world` ranks.
 
-    replace: overrides elastic.replace. stats: whether rank 0 prints its calls on groups that the script created with
-        torch, when the default group is destroyed.
+    replace: overrides elastic.replace. stats: whether rank 0 prints its calls on groups that the script created with torch.
+        They are printed when the default group is destroyed.
     """
     if config is not None:
         overrides = _replacing(overrides, replace)

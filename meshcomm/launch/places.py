@@ -77,9 +77,9 @@ class Places:
         return {} if sizes is None or whole else {**sizes.dims, sizes.dim: self.size}
 
     def filled(self, alive: Collection[int]) -> Places | None:
-        """Return the largest mesh that these processes can form; None if there are too few.
+        """Return the largest mesh that the processes in `alive` can form; None if there are too few.
 
-        Replicas of the model that miss the fewest processes are kept. Processes from the other replicas fill the gaps.
+        The replicas of the model that lack the fewest processes are kept. Processes from the other replicas fill the gaps.
         """
         sizes = self.sizes
         if len({*alive}) == self.count:
@@ -110,7 +110,7 @@ class Places:
 
 
 def _coords(dims: Mapping[str, int], dim: str) -> list[tuple[int, int]]:
-    """Return for each rank, in row-major order, its replica (the coord along `dim`) and its position in the replica."""
+    """For each rank, in row-major order, return its replica (the coord along `dim`) and its position in the replica."""
     names = list(dims)
     along, found, seen = names.index(dim), [], dict.fromkeys(range(dims[dim]), 0)
     for coords in product(*(range(size) for size in dims.values())):
@@ -120,7 +120,7 @@ def _coords(dims: Mapping[str, int], dim: str) -> list[tuple[int, int]]:
 
 
 def _copies(processes: Sequence[int], dims: Mapping[str, int], dim: str) -> list[list[int]]:
-    """Return the processes of each replica, by its coord along `dim`."""
+    """Return the processes of each replica, in the order of the replicas' coords along `dim`."""
     found: list[list[int]] = [[] for _ in range(dims[dim])]
     for process, (copy, _) in zip(processes, _coords(dims, dim), strict=True):
         found[copy].append(process)

@@ -15,7 +15,7 @@ from meshcomm.mesh.watchdogs import explained, latest_label, leave_all
 
 
 def as_rank(body: Callable[[], None], launch: Launch, label: Callable[[], str]) -> None:
-    """Run `body`. If it raises an exception, end the process, and make sure that the job prints a single error.
+    """Run `body`. If `body` raises an exception, end the process, and make sure that the job prints a single error.
 
     label: a function that returns this rank with its coords. It is called only if an error occurs before a mesh is opened.
 

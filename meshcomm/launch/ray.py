@@ -107,7 +107,7 @@ def launch(
     replace: overrides elastic.replace in the configuration.
 
     Joins the cluster at RAY_ADDRESS, or starts a cluster on this host. The ranks' output is printed by this process. If a
-    rank fails or its actor dies, a new actor replaces it, or the others continue with fewer ranks, as `[elastic]`
+    rank fails or its actor dies, a new actor replaces it, or the job continues with fewer ranks, as `[elastic]`
     specifies. Otherwise all actors are killed, and the last lines on stderr name the root cause, as with `meshcomm run`.
     The config and the script must be at the same path on every host.
     Raises LaunchError if Ray is not installed or the cluster has no room; ConfigError for an invalid configuration.
@@ -194,7 +194,7 @@ def _labels(settings: Config | None, world_size: int) -> Label:
 
 
 def _serve(address: str) -> dist.TCPStore:
-    """Return a store for the job, which listens at this address of the driver's host."""
+    """Return a store for the job that listens at the given address of the driver's host."""
     store = serve_on_loopback(address, 0, _STORE_TIMEOUT)
     try:
         return store or dist.TCPStore(
@@ -246,7 +246,7 @@ class _Ranks:
         self._several_nodes = False
 
     def run(self) -> int:
-        """Start all ranks. Wait until all have ended, or one has failed and is not replaced. Return the exit code."""
+        """Start all ranks. Wait until all ranks have ended, or one has failed and is not replaced. Return the exit code."""
         self._start()
         failures = self._follow()
         return self._told(failures) if failures else 0
@@ -329,7 +329,7 @@ class _Ranks:
         self._coming = {asked: each for asked, each in self._coming.items() if each[0] != process}
 
     def _follow(self) -> dict[int, Failure]:
-        """Print the ranks' output until all have completed, or one has failed and is not replaced. Return the failures."""
+        """Print ranks' output until all ranks have completed, or one has failed and is not replaced. Return the failures."""
         replacing, failures, last = self._replacing, dict[int, Failure](), float("inf")
         while True:
             for process in replacing.starts():
@@ -387,7 +387,9 @@ class _Ranks:
         return failures
 
     def _hear(self, ready: Any, process: int) -> Failure | None:
-        """Handle a rank's output line or exit, or its actor's location. Return a failure. Raises RayError for a lost actor."""
+        """Handle a rank's output line, its exit, or its actor's location. Return a failure. Raises RayError for a lost
+        actor.
+        """
         import ray
 
         if ready in self._coming:
@@ -410,8 +412,8 @@ class _Ranks:
         return without_error(process, code, time.time(), self._name)
 
     def _without_room(self) -> dict[int, Failure]:
-        """Return the awaited processes for which the cluster has had no room for too long. Return none if fewer ranks can
-        continue.
+        """Return the awaited processes for which the cluster has had no room for too long. The result is empty if the job can
+        continue with fewer ranks.
         """
         replacing, until = self._replacing, time.monotonic() - self._patience_s
         if replacing.places.sizes is not None:

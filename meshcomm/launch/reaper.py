@@ -42,10 +42,10 @@ def start_reaper(folder: Path) -> subprocess.Popen[bytes]:
 
 
 def end_all(folder: Path, within_s: float = 10.0) -> None:
-    """Send SIGKILL to every process of the job that has this folder.
+    """Send SIGKILL to every process of the job that uses this folder.
 
-    This includes ranks and all processes that they have started, in any session or process group, unless a process has
-    a different environment. On a system without /proc, no processes are found.
+    This includes ranks and all processes that they have started, in any session or process group, except processes whose
+    environment differs. On a system without /proc, no processes are found.
     """
     deadline = time.monotonic() + within_s
     # A new process shows its environment only after a moment, so two consecutive scans must find nothing.
@@ -72,7 +72,7 @@ def _members(folder: Path) -> list[int]:
 
 
 def end_with_parent(poll: bool = False) -> None:
-    """Make this process end by SIGKILL when its parent ends.
+    """Have this process killed with SIGKILL when its parent exits.
 
     poll: check the parent once a second instead of asking the kernel, which is possible only on Linux.
     """

@@ -70,9 +70,9 @@ class Replacing:
         return {*range(self.places.count)} - self._alive - {*self.coming}
 
     def lost(self, failures: Mapping[int, Failure], ended: bool) -> bool:
-        """Handle the loss of these processes. Return whether the job continues. `starts` returns the processes to start.
+        """Handle the loss of the given processes. Return whether the job continues. `starts` returns the processes to start.
 
-        ended: whether any rank has completed, because a completed rank cannot meet the others again.
+        ended: whether any rank has completed. If one has, the job ends, because that rank cannot meet the other ranks again.
         """
         # A process that ended because it lost a peer, or because of misuse, would end the same way again.
         if (
@@ -129,7 +129,7 @@ class Replacing:
         return number
 
     def lose_patience(self) -> None:
-        """Make the other ranks continue without new processes that have not started in time."""
+        """Let the other ranks continue without the new processes that have not started in time."""
         late = [each for each, (until, _) in self._awaited.items() if until < self._now()]
         if late and (places := self.places.filled(self._ready() - {*late})) is not None:
             self._announce(places, {each: self._how[each] for each in late}, ())
@@ -138,8 +138,8 @@ class Replacing:
             )
 
     def unmet(self, ended: Collection[int]) -> Mapping[int, Failure]:
-        """Return the most recently lost processes if their replacements cannot meet all ranks, because some had completed
-        before; otherwise {}.
+        """Return the most recently lost processes if their replacements cannot meet all ranks because some ranks had already
+        completed; otherwise {}.
 
         ended: the processes that have completed. Processes that have never opened a mesh are ignored.
         """
@@ -158,7 +158,7 @@ class Replacing:
             self._say(f"meshcomm: new processes for {ranks_text(new)}; continues with {self._size()}")
 
     def numbered(self, failures: Mapping[int, Failure]) -> list[Failure]:
-        """Return the failures in the current mesh, numbered by its ranks."""
+        """Return the failures of processes in the current mesh, with their ranks in that mesh."""
         ranks = {process: rank for rank, process in enumerate(self.places.processes)}
         return [
             replace(failure, rank=ranks[process]) for process, failure in failures.items() if process in ranks

@@ -28,12 +28,12 @@ def root_cause(
     label: returns the name of a rank, with its coords. ended: ranks that had ended with exit code 0.
 
     The first candidates are errors that no other rank's error caused, and ranks ended by a signal or an unknown error. The
-    root cause is the candidate that an error calls mismatched, otherwise the earliest. A rank ended by SIGABRT, for example
-    by its backend's watchdog, is not a candidate if an error names missing ranks. If there is no such candidate, the root
-    cause is the first of these that exists. First, the rank whose operation differs at a group's sequence number. Second, a
-    rank that waited for ranks of which none, or not all, have failed. Third, a cycle of ranks that waited for each other,
-    with a line for each. Fourth, the earliest failure. If a rank waited for another rank that had already ended, the ended
-    rank is the cause, with the error of the waiting rank.
+    root cause is a candidate whose call is reported as mismatched, or else the earliest candidate. A rank ended by SIGABRT,
+    for example by its backend's watchdog, is not a candidate if an error names missing ranks. If there is no such candidate,
+    the root cause is the first of the following that exists. First, the rank whose operation differs at a group's sequence
+    number. Second, a rank that waited for ranks that have not all failed. Third, a cycle of ranks that waited
+    for each other, with a line for each. Fourth, the earliest failure. If a rank waited for another rank that had already
+    ended, the ended rank is the cause, with the error of the waiting rank.
     """
     failures = sorted(failures, key=attrgetter("rank"))
     failed = {failure.rank for failure in failures}
@@ -128,7 +128,7 @@ def _calls_beside(failures: Sequence[Failure]) -> list[str]:
 
 
 def _differing_calls(failures: Sequence[Failure], label: Callable[[int], str]) -> tuple[list[int], list[str]]:
-    """Return the ranks whose failed call on a group differs from the majority's call, and lines about these calls.
+    """Return the ranks whose failed call on a group differs from the majority's call, and lines that describe those calls.
 
     All ranks of a group should make the same call at each sequence number. Different sequence numbers are conclusive only
     if no rank is missing, because a lost peer may have ended between two calls.

@@ -67,7 +67,7 @@ def launch(
     elastic: how lost ranks are handled while the others continue, see `Mesh.reopen`. sizes: the sizes that the mesh may then
         have.
     label: returns the name of a rank, with its coords, if the program has opened no mesh; called only after a failure.
-    grace_s: the time between a signal to this process and SIGKILL for the ranks. If a rank has failed, the time is ten
+    grace_s: the time between a signal to this process and SIGKILL for the ranks. After a rank has failed, this time is ten
         seconds. TORCH_ELASTIC_SHUTDOWN_TIMEOUT overrides both.
     Called by: the main thread, because signals are handled until the job ends.
 
@@ -89,7 +89,7 @@ def launch(
     reaper = start_reaper(folder)
     handled = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT}
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
-        # nohup has set this.
+        # nohup ignores this signal.
         handled.remove(signal.SIGHUP)
     before = {each: signal.signal(each, _signalled) for each in handled}
     try:
@@ -182,7 +182,7 @@ class _Ranks:
         self._standby = Standby(arguments, self._common)
 
     def run(self, grace_s: float) -> tuple[Exits, list[int]]:
-        """Start all processes. When all have ended, return the failed processes and the successful ones."""
+        """Start all processes. When all processes have ended, return the failed and the successful ones."""
         said = os.environ.get(_GRACE_VARIABLE)
         # After a failure, the other ranks have nothing left to finish.
         ending, within_s = int(signal.SIGTERM), float(said or GRACE_S)

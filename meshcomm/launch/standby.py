@@ -1,6 +1,7 @@
 """A standby process that imports torch in advance. Copies of this process replace lost ranks immediately.
 
-Imports take most of a rank's startup time. They run at the lowest priority, so that they do not slow down the ranks.
+Imports take most of a rank's startup time. The standby process imports at the lowest priority, so that it does not slow down
+the ranks.
 """
 
 from __future__ import annotations
@@ -112,9 +113,10 @@ class Standby:
         self._ready = False
 
     def take(self, variables: Mapping[str, str]) -> Process | None:
-        """Return a new process that runs the command with these variables.
+        """Return a new process that runs the command with the given variables.
 
-        Returns None if there is no standby process, or if it is still importing. A new process would then be ready as early.
+        Returns None if there is no standby process, or if it is still importing. In these cases, a newly started process would
+        be ready just as early.
         """
         if self._waiting is None or not self.is_ready():
             return None

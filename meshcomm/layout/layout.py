@@ -92,7 +92,7 @@ class Layout:
         rank_order: the rank at each position of the row-major grid; 0, 1, 2, ... by default. A
             layout over part of a world lists the ranks in that part.
         views: name -> another {dim: size} factorization of the same positions; one size may be -1.
-            If a view and the base both have a dim of the same name, its groups must be the same in both.
+            A dim name that occurs in a view and in the base must have the same groups in both.
         merge: name -> dims that share a single coord, row-major in the given order.
 
     Integers may be Python's or NumPy's. A bool, a float, a string where a list is expected, or a set of arguments
@@ -414,7 +414,7 @@ class Layout:
         return self.digits(dims).coord(self.position(rank))
 
     def get_rank(self, **coords: int) -> int:
-        """Return the rank at these coords. Pass one coord for each dim of the base, or for each dim of one view."""
+        """Return the rank at the given coords. Pass one coord for each dim of the base, or for each dim of one view."""
         sizes = next((s for s in self._factorisations.values() if set(s) == set(coords)), None)
         if sizes is None:
             for name in coords:

@@ -99,7 +99,7 @@ def nearest_fits(sizes: Mapping[str, int], world: int, limit: int | None = 3) ->
     """Return alternatives to `sizes` that fit `world` and, if possible, change only one dim.
 
     The alternatives are sorted by the factor of the change, then by dim order. A size of -1 stays -1.
-    The list is empty only if no change to a single dim helps and no dim could take all ranks.
+    The list is empty only if neither changing one dim nor giving all ranks to one dim fits.
     """
     found: list[tuple[float, int, dict[str, int]]] = []
     for position, name in enumerate(sizes):
@@ -131,10 +131,10 @@ def nearest_fits(sizes: Mapping[str, int], world: int, limit: int | None = 3) ->
 def resolve(
     sizes: Mapping[str, int], world: int | None, what: str = "the mesh", where: str = "dims"
 ) -> dict[str, int]:
-    """Replace the size of -1, if there is one, and check that the sizes multiply to `world`.
+    """Replace a size of -1, and check that the product of all sizes is `world`.
 
     world: the world size; None if unknown, in which case no size may be -1. what, where: the owner of the
-        sizes and their location, as errors show them.
+        sizes and their location, as shown in errors.
     Raises LayoutError, which shows the arithmetic and the nearest sizes that fit.
     """
     given = f"{where} = {toml_dims(sizes)}"
@@ -199,7 +199,7 @@ def ranks_text(ranks: Sequence[int]) -> str:
 
 
 def fold(numbers: Iterable[int], most: int = 8) -> str:
-    """Return a short text for a list of numbers.
+    """Return a short text for a list of integers.
 
     >>> fold([0, 1, 2, 3]), fold([1, 3, 5, 7, 9, 11, 13, 15, 17, 19])
     ('0 1 2 3', '1 3 5 7 .. 19 (10)')

@@ -27,7 +27,7 @@ def adopt() -> Adopted:
         meshcomm.adopt()
         mesh = init_device_mesh("cuda", (2, 1, 4), mesh_dim_names=("dp", "cp", "tp"))     # and nothing else changes
 
-    Groups are equal if they have the same ranks in the same order, backend, timeout and device, and no
+    Two groups are equal if they have the same backend, timeout, device and ranks in the same order, and neither has
     `pg_options`. Sharing saves the memory and startup time of the extra communicators. Calls in groups that share
     a communicator run in the order in which they are made. Groups that NCCL splits off the default group
     (`device_id` given) are created as usual.
@@ -42,7 +42,7 @@ def adopt() -> Adopted:
 class Adopted:
     """The effect of `meshcomm.adopt`, which lasts until `close`, with counts of this rank's groups.
 
-    asked, made, shared, solo: the numbers of requested, created, shared and single-rank groups.
+    asked, made, shared, solo: counts of the requested, created, shared and single-rank groups.
     """
 
     def __init__(self) -> None:

@@ -43,7 +43,7 @@ def agree(
     timeout_s: float,
     what: str = "the mesh",
 ) -> Agreed:
-    """Block until every rank of `ranks` has arrived with equal `facts`. Otherwise, raise on every rank.
+    """Block until every rank of `ranks` has arrived with equal `facts`. Otherwise, raise an error on every rank.
 
     store: the job's store, under a prefix for this agreement.
     facts: maps names to plain data that must be equal.
@@ -90,7 +90,7 @@ def agree(
 def leave_together(store: Any, stays: bool) -> None:
     """Called by every rank of a failed agreement, after the rank has read the error.
 
-    stays: whether this process may host the store. If so, it waits up to three seconds for the others to read the error.
+    stays: whether this process may host the store. If so, wait up to three seconds for the others to read the error.
     """
     deadline = time.monotonic() + _LEAVES_S
     with contextlib.suppress(RuntimeError):
@@ -121,7 +121,7 @@ class Agreed(NamedTuple):
     """moment: the time, as in `20261122-142530`.
     ranks_per_host: ranks r with equal r // ranks_per_host share a host. 0 if hosts have different numbers of ranks, or if
         the ranks of a host are not consecutive.
-    nodes: if ranks_per_host is 0, the number of each rank's host. Hosts are numbered in the order of their first ranks."""
+    nodes: the index of each rank's host, if ranks_per_host is 0. Hosts are numbered in the order of their first ranks."""
 
     moment: str
     ranks_per_host: int
@@ -157,7 +157,7 @@ def _announced(store: Any) -> dict[int, _Arrival]:
 
 
 def _conclude(store: Any, count: int, deadline: float) -> int:
-    """Decide if no more ranks are expected. Return the count at which to check again. `count` ranks have arrived."""
+    """Publish the verdict if no ranks beyond the `count` that have arrived are expected. Return the next count to check."""
     while len(arrivals := _announced(store)) < count:
         if time.monotonic() >= deadline:
             return count
@@ -182,7 +182,7 @@ def _watch(store: Any, deadline: float) -> None:
 
 
 def _ranks_per_host(hosts: Sequence[str]) -> int:
-    """See Agreed. `hosts` has each rank's host.
+    """See Agreed. `hosts` lists each rank's host.
 
     >>> _ranks_per_host("aabb"), _ranks_per_host("abab"), _ranks_per_host("aab"), _ranks_per_host("aabbaa")
     (2, 0, 0, 0)
@@ -275,7 +275,7 @@ def _absent(store: Any, ranks: Sequence[int], timeout_s: float, what: str) -> Me
 
 
 def _differences(ours: Any, theirs: Any, path: str = "") -> list[tuple[str, Any, Any]]:
-    """Return the differing facts by dotted name, two levels deep. If the order of names differs, the whole fact differs."""
+    """Return the differing facts by dotted name, two levels deep. If only the order of names differs, return the full fact."""
     if not (isinstance(ours, dict) and isinstance(theirs, dict)) or path.count(".") == 2:
         return [(path, ours, theirs)]
     if path and list(ours) != list(theirs) and set(ours) == set(theirs):

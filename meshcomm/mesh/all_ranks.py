@@ -125,7 +125,7 @@ class StatsOfAll:
 
 
 def stats_of_all(records: Iterable[Sequence[Any]], dims: Sequence[str]) -> StatsOfAll:
-    """`records` has (rank, seconds, `Stats.sums`) for each rank, and `dims` has the dims in display order."""
+    """`records` contains (rank, seconds, `Stats.sums`) for each rank, and `dims` lists the dims in display order."""
     by_call: dict[tuple[str, str, bool], dict[int, tuple[int, int, float | None]]] = {}
     longest = 0.0
     for rank, seconds, sums in records:
@@ -155,7 +155,7 @@ class Arrivals:
     """When each coord arrived at the most recent calls in one group.
 
     mean_s, worst_s: how many seconds the coord arrived after the first rank of the group.
-    last: fraction of the calls at which the coord arrived last, from 0 to 1.
+    last: fraction of the calls in which the coord arrived last, from 0 to 1.
     calls: number of compared calls, at most 256.
     """
 
@@ -180,10 +180,10 @@ class Straggler(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Stragglers:
-    """The result of `Mesh.stragglers`. Contains, for each dim, this rank's group and the latest rank in the mesh.
+    """The result of `Mesh.stragglers`. Lists, for each dim, this rank's group and the rank of the mesh that arrives latest.
 
-    hosts: number of hosts. If there is one host, all times come from a single clock. With several, their wall clocks
-    are compared, and offsets between the clocks add to the times.
+    hosts: number of hosts. If there is one host, all times come from a single clock. With several hosts, the
+    wall clocks are compared, and offsets between the clocks add to the times.
     """
 
     groups: Mapping[str, Arrivals]
@@ -217,7 +217,7 @@ class Stragglers:
 
 
 def arrivals(began: Sequence[Mapping[int, int]], ranks: Sequence[int]) -> Arrivals:
-    """began: for each coord, the start of each call in nanoseconds by number. Calls that some rank did not record are ignored.
+    """began: for each coord, maps call numbers to start times in nanoseconds. Calls that some rank did not record are ignored.
 
     >>> found = arrivals([{1: 0, 2: 0}, {2: 10**6, 1: 3 * 10**6, 3: 9}], ranks=[4, 5])
     >>> found.mean_s, found.worst_s, found.last, found.calls

@@ -27,7 +27,7 @@ def monitored_barrier(
     store: the job's store, under a prefix that only this call uses.
     coord: this rank's position in `ranks`.
     calls: returns lines with the calls of missing ranks.
-    Raises BarrierTimeout on every rank that arrives, even after the others gave up.
+    Raises BarrierTimeout on every rank that arrives, including ranks that arrive after the others gave up.
     The error names no missing ranks if a TCPStore's server does not answer.
     """
     meet = partial(_meet, store, coord, len(ranks), timeout_s)

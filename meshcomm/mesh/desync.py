@@ -38,7 +38,7 @@ def period_s(world_size: int) -> float:
 class DesyncMonitor:
     """Posts the checksums of this rank's steps; the first rank of each group compares that group's checksums.
 
-    Each period with a step takes two store operations per rank, a third one if the rank's steps changed, and one multi_get
+    Each period with a step takes two store operations per rank, a third if the rank's steps changed, and one multi_get
     per group. The last rank to leave deletes these keys under the mesh's prefix: `steps/RANK`, the checksums for the rank's
     groups; `calls/RANK`, see `StepHistory.data`; `desync`, the difference, which ends the comparison.
 
@@ -161,7 +161,7 @@ class DesyncMonitor:
         return [json.loads(zlib.decompress(each)) for each in posted]
 
     def _compare_with(self, peers: Sequence[int], recorder: FlightRecorder, step: int) -> bool:
-        """Compare the existing posts, and publish a difference. Return whether all posts reach `step`."""
+        """Compare the existing posts, and publish any difference. Return whether all posts reach `step`."""
         label = recorder.label
         if self._compared.get(label, 0) >= step:
             return True

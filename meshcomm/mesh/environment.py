@@ -21,7 +21,7 @@ from meshcomm.layout.names import nearest_name
 class _Variables(NamedTuple):
     """A launcher's variables for the rank, world size, local rank, local size and job.
 
-    job: one or more variables, of which the first one that is set is used.
+    job: one or more variables; the first one that is set is used.
     """
 
     launcher: str

@@ -23,7 +23,7 @@ _DECIDED: Final = ("dims", "rank_order", "ranks")
 
 
 class Existing(NamedTuple):
-    """The `[mesh]` that existing groups form, and this rank's groups by name. Names without a usable group get new groups."""
+    """A `[mesh]` section for existing groups, and this rank's groups by name. Names without a usable group get new groups."""
 
     mesh: MeshConfig
     groups: Mapping[str, dist.ProcessGroup]
@@ -216,7 +216,7 @@ def _parts(layout: Layout, digits: Digits | None) -> tuple[str, ...] | None:
 
 
 def _chains(single: Mapping[str, tuple[int, int]], world: int, stride: int = 1) -> Iterator[tuple[str, ...]]:
-    """Yield names, outermost first, where each stride is the product of the inner sizes, from `stride` to all ranks."""
+    """Yield the name chains from `stride` to all ranks, outermost first. Each stride is the product of the inner sizes."""
     if stride == world:
         yield ()
     for name, (size, own) in single.items():

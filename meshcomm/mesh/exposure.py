@@ -21,7 +21,7 @@ from meshcomm.errors import LaunchError
 
 _OPEN: Final = (
     "an address that only this host can reach, 127.0.0.1: torch's TCPStore has no authentication,\n"
-    "anyone who reaches it can read and change everything that the ranks exchange"
+    "so anyone who reaches it can read and change everything that the ranks exchange"
 )
 
 
@@ -54,7 +54,7 @@ def serve_on_loopback(host: str, port: int, timeout: timedelta) -> dist.TCPStore
     or the port is in use.
 
     Called by: the rank that hosts the store, before `torch.distributed.rendezvous`, which finds a server in the same
-    process by port. Keep the result until then.
+    process by port. Keep the result until that call.
     """
     if not is_loopback(host):
         return None
@@ -89,7 +89,7 @@ def listening(port: int) -> list[str]:
 def exposed_store(host: str, port: int, setting: str, world_size: int) -> LaunchError | None:
     """Return the problem if others can reach a single-host job's store at `host`.
 
-    setting: the setting that changes this.
+    setting: the setting that the error suggests.
     """
     outside = [address for address in listening(port) if not is_loopback(address)]
     if is_loopback(host) and not outside:

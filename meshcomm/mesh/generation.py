@@ -52,12 +52,12 @@ _LEAVES_S: Final = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """The generation of the job that a mesh belongs to. It changes each time that ranks are lost and replaced.
+    """The generation of the job that a mesh belongs to. A new generation begins each time ranks are lost and replaced.
 
     number: 0 before any rank was lost.
     replaced: maps each rank with a new process to how the previous process ended.
-    processes: the launcher's number for each rank's process, which is RANK in the process's environment. If empty, the
-            numbers are the ranks.
+    processes: the launcher's number for each rank's process, which is RANK in the process's environment. If empty,
+            each process's number equals its rank.
     dims: the sizes that differ from the configuration.
     """
 
@@ -71,7 +71,7 @@ class Generation:
         return self.processes[rank] if self.processes else rank
 
     def ranks_of(self, processes: Mapping[int, str]) -> dict[int, str]:
-        """Return the facts about `processes` by rank, without ranks that have no facts."""
+        """Return the facts about `processes`, keyed by rank. Ranks without facts are omitted."""
         if not self.processes:
             return dict(processes)
         return {rank: processes[each] for rank, each in enumerate(self.processes) if each in processes}
@@ -132,7 +132,7 @@ class Generations:
 
     process: the launcher's number for this process.
     number: the generation that the process was started for.
-    announced: the announcements from generation 1 to that number.
+    announced: the announcements of generations 1 to `number`.
     """
 
     announced_s = _ANNOUNCED_S
@@ -181,7 +181,7 @@ class Generations:
         """Return the error if ranks were lost since this process joined.
 
         what: the call that the error ends, and the calling rank.
-        waits: whether a peer is gone, which the launcher may not have noticed yet.
+        waits: whether a peer is gone and the launcher may not have noticed yet.
         """
         if not self.newer(self.announced_s if waits else 0.0):
             return None
@@ -208,7 +208,7 @@ class Generations:
         )
 
     def all_done(self) -> bool:
-        """Return whether this mesh is the last one, because the program is done, or False if the mesh is about to grow.
+        """Return True if the program is done and this mesh is its last, or False if the mesh is about to grow.
 
         Called by: one rank.
         """
@@ -269,8 +269,8 @@ class AnnouncedGenerations(Generations):
             return self._changed.wait_for(lambda: self.latest > self.joined.number, within_s)
 
     def lost(self, what: str, waits: bool) -> RankLost | None:
-        """See Generations. Checks the store, because a queued call may have succeeded with the data of a rank that has dropped
-        its calls. Such a rank has read the announcement, which this process may not have received yet.
+        """See Generations. Also checks the store, because a queued call may have succeeded with data from a rank that has
+        already dropped its calls. Such a rank has read the announcement, which this process may not have received yet.
         """
         if not self.newer():
             with self._changed:

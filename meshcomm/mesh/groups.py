@@ -37,7 +37,7 @@ def create_transports(
     """Return one transport for every name in the plan, in plan order.
 
     Called by: every rank of the plan's layout.
-    create: creates one group. Its second argument is whether NCCL may split the group from the world.
+    create: creates one group. The second argument of `create` is whether NCCL may split the group from the world.
     existing: maps names, the same on all ranks, to groups to use instead of new ones.
     Raises CommunicationError with the group's name.
     """
@@ -104,7 +104,7 @@ def open_group(
 
 
 def _can_split(plan: Plan, group: Group) -> bool:
-    """Return whether NCCL may split the world's communicator. Torch names the parts by hashes, which must differ."""
+    """Return whether NCCL may split the world's communicator. Torch identifies the new groups by hashes, which must differ."""
     if (
         "nccl" not in group.options.backend
         or "nccl" not in backend_of(default_group())

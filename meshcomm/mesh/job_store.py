@@ -54,7 +54,7 @@ class Owner:
         return f"{self.job or 'a job without a name'}, whose rank 0 is {self.process}"
 
     def may_be(self, job: str) -> bool:
-        """Return whether `job` may be this job, because no known fact contradicts it."""
+        """Return whether `job` may be this job, according to the known facts."""
         theirs, ours = _NAME.search(self.job), _NAME.search(job)
         # A host knows only the process that started the host's own ranks. This process may be rank 0.
         elsewhere = theirs is not None and ours is not None and theirs[2] != ours[2]
@@ -80,10 +80,10 @@ class _Found:
 def find_job(
     host: str, ports: Sequence[int], job: str, rank: int, world_size: int, timeout: timedelta
 ) -> dist.TCPStore:
-    """Return the store of `job` ("" if unknown). Rank 0 serves it at the first free port of `ports`, where the other ranks
-    look for it.
+    """Return the store of `job` ("" if unknown). Rank 0 serves the store at the first free port in `ports`, where the
+    other ranks look for it.
 
-    A rank writes nothing to a store that has not named its job. Raises LaunchError immediately if another job has the only
+    A rank writes nothing to a store that has not named its job. Raises LaunchError immediately if another job uses the only
     port. Raises LaunchError with a line for each port if no store of this job answers within the timeout.
     """
     deadline = time.monotonic() + timeout.total_seconds()
@@ -167,7 +167,7 @@ def owner_of(store: dist.Store) -> Owner | None:
 
 
 def note_twice(store: Any, rank: int, first: str) -> None:
-    """Report to the other ranks that this process has the rank `rank` of the process `first`."""
+    """Report to the other ranks that this process and the process `first` both have the rank `rank`."""
     line = f"{rank}\t{first}\t{process_name()}\t{process_name(os.getppid())}\n"
     if store.has_extended_api():
         store.append(TWICE, line)
@@ -255,8 +255,8 @@ def _started(process: str) -> str | None:
 
 
 def _status(process: str) -> list[str] | None:
-    """Return the state of a process on this host, and the kernel's numbers about the process, or None if the process has
-    ended or is unknown.
+    """Return the state and the other /proc fields of a process on this host, or None if the process has ended or is
+    unknown.
     """
     try:
         # The name in parentheses may contain any character.

@@ -35,7 +35,7 @@ def launch_here() -> Launch:
 
 
 def reports_of(folder: str, moment: str) -> str:
-    """Return this run's folder inside `folder`. Its name contains the time and, if known, the job."""
+    """Return this run's folder inside `folder`. The folder's name contains the time and, if known, the job."""
     named = (os.environ.get(name, "") for name in ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID"))
     job = next((name for name in named if name not in ("", "none")), "")
     return os.path.join(folder, _NO_NAME.sub("-", f"{moment}-{job}".rstrip("-"))) if folder else ""

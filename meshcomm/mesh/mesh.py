@@ -255,8 +255,8 @@ class Mesh(AlongDims):
             torch.manual_seed(mesh.seed(0, step, along=("dp", "cp")))   # equal along tp, where activations are
 
         key:     values that the seed depends on, such as a base seed, a step or a name.
-        Returns: an integer from 0 to 2^63 - 1, derived from the SHA-256 of the key and the coords. Coord 0 gets the
-                 same seed on every mesh.
+        Returns: an integer from 0 to 2^63 - 1, derived from the SHA-256 of the key and the coords. If every coord
+                 is 0, the seed is the same on every mesh.
         Raises:  UnknownDim; NotMember; ConfigError if no key is given.
         """
         if not key:
@@ -432,7 +432,7 @@ class Mesh(AlongDims):
 
     @outside_graphs
     def stragglers(self) -> Stragglers:
-        """Return, for each dim, the ranks that started the last 256 collectives of each group later than other ranks.
+        """Return, for each dim, which ranks were late to start the last 256 collectives of their group.
 
         The result prints as a table. Under NCCL, a call starts when the host enqueues it.
 
@@ -449,7 +449,7 @@ class Mesh(AlongDims):
 
     @outside_graphs
     def step(self, number: int | None = None, *, apart: Sequence[Dims] = ()) -> int:
-        """Mark the end of a program step. By then, all ranks of a group must have issued the same collectives.
+        """Mark the end of a program step, in which all ranks of a group must have issued the same collectives.
 
         This call sends nothing and takes microseconds. A background thread compares the calls of each step across
         ranks. The comparison detects calls and steps that one rank skipped, and extra calls among identical
@@ -704,7 +704,7 @@ class Mesh(AlongDims):
         this mesh also stay valid, because the new groups keep the names of the old ones. Recreate groups made by
         `create_group` or `dist.new_group`, and objects that hold such a group; see docs/guide/elastic.md.
 
-        error:     the exception that interrupted the step. It is raised again if it is not due to a lost rank.
+        error:     the exception that interrupted the step. If it is not due to a lost rank, `reopen` raises it again.
                    After a communication error, `reopen` waits up to five seconds for the launcher to announce a
                    replacement.
         Called by: every surviving rank. The new processes call `meshcomm.init`.
@@ -796,7 +796,7 @@ class Mesh(AlongDims):
             raise explained
 
     def _explained(self, error: BaseException) -> MeshcommError | None:
-        """Return the error to raise instead of `error`, which ends the mesh's with block, or None if there is none.
+        """Return the error to raise when `error` ends the mesh's with block, or None to let `error` propagate.
 
         See Watching.explain.
         """
@@ -935,7 +935,7 @@ class Mesh(AlongDims):
 
 
 def _lost(mesh: ref[Mesh], error: BaseException) -> RankLost | None:
-    """Like `Mesh.lost`, for objects that the mesh itself holds."""
+    """Call `Mesh.lost` through a weak reference, for objects that the mesh itself holds."""
     alive = mesh()
     return None if alive is None else alive.lost(error)
 

@@ -102,7 +102,7 @@ def init(
             merged dims. If None, init uses the keyword arguments or, without any, the config of `meshcomm run`. Under
             `meshcomm run CONFIG`, init raises LaunchError if the first mesh ignores settings of CONFIG.
         dims, merge, views, options, rank_order, ranks, device, backend, timeout_s, validate_calls,
-            warm_up: the keys of `[mesh]`. They are used instead of a config, or in addition to DeviceMeshes.
+            warm_up: the keys of `[mesh]`, given instead of a config or in addition to DeviceMeshes.
         overrides: config overrides, as for `--set`.
         store, rank, world_size: used for the rendezvous instead of the launcher's values.
 
@@ -242,7 +242,7 @@ class Opening:
         return mesh
 
     def _opened(self) -> tuple[Plan, Runtime]:
-        """Run all steps after the first one. Repeat them if a rank is lost and replaced in the meantime."""
+        """Run all steps after the first. Repeat these steps if a rank is lost and replaced in the meantime."""
         generations = self._generations
         while True:
             # Released in reverse order when the mesh closes.
@@ -529,8 +529,8 @@ class Opening:
     def _client(self, own: bool) -> dist.Store:
         """Return the mesh's store client, or a separate one for groups that connect at their first call.
 
-        Connecting blocks a client, but the threads that answer for this rank need an idle one. If a rank is lost in the
-        meantime, only closing this separate connection ends the blocked call.
+        Connecting blocks a client, but the threads that answer for this rank need an idle client. If a rank is lost in
+        the meantime, only closing this separate connection ends the blocked call.
         """
         if own not in self._clients:
             make = (
@@ -599,7 +599,7 @@ def _topology(settings: Settings, agreed: Agreed | None, simulated: bool) -> Top
 
 
 def _meet(store: dist.Store, group: Group, rank: int, coords: tuple[int, ...]) -> None:
-    """Block until the ranks at these coords of a group, or at all coords, have called this and are about to connect.
+    """Block until the ranks at `coords` of a group are about to connect. If `coords` is empty, wait for the whole group.
 
     NCCL cannot be interrupted while it connects ranks, and a lost rank never arrives. This wait ends when the store
     connection is cut.

@@ -117,7 +117,8 @@ class RecordExchange:
 
     look_s: time in seconds between checks for questions.
     Keys: `asked/RANK` counts the questions to a rank, `ask/RANK/N` is question N, `answer/RANK/N` is its answer,
-    and `closed/RANK` is a rank's last status. `first/CALL` is the rank that diagnoses a call, `diagnosis/CALL` its diagnosis.
+    and `closed/RANK` is a rank's last status. `first/CALL` is the rank that diagnoses a call, and `diagnosis/CALL`
+    is the diagnosis.
     """
 
     def __init__(self, store: Any, rank: int, look_s: float) -> None:

@@ -228,7 +228,7 @@ def came_twice(store: Any, rank: int, first: str) -> LaunchError:
 
 
 def blame(error: MeshMismatchError, store: Any) -> None:
-    """If ranks are missing, set the mismatched ranks of `error` to the ranks that two processes have."""
+    """If ranks are missing, set the mismatched ranks of `error` to the ranks that two processes claim."""
     if not error.missing:
         return
     try:
@@ -244,7 +244,7 @@ def blame(error: MeshMismatchError, store: Any) -> None:
 
 def another_job(store: Any) -> LaunchError | None:
     """Return the error if processes of another job used this store and this rank may belong to that job. This rank cannot
-    belong to it if one process started both this rank and rank 0, and none of the refused processes.
+    belong to that job if a single process started this rank and rank 0 but none of the refused processes.
     """
     found = _twice(store)
     if not found:
@@ -261,7 +261,7 @@ def another_job(store: Any) -> LaunchError | None:
 
 
 class _Twice(NamedTuple):
-    """A rank, with the names of the process that claimed it, a later process with this rank, and the later one's parent."""
+    """A rank, and the names of the process that claimed it, a later process with this rank, and the later process's parent."""
 
     rank: int
     first: str

@@ -34,7 +34,7 @@ class Runtime:
 
     store: the job's store, under `prefix`, which is unique to the mesh.
     validate_calls: how many calls of each kind are compared; None if all are, or if the world compares them.
-    create: creates one group. Its second argument is whether NCCL may split the group from the world.
+    create: creates one group. The second argument of `create` is whether NCCL may split the group from the world.
     resources: releases everything, in reverse order.
     data_dims: the dims along which samples differ, if the configuration has [parallel].
     is_fake: no other ranks exist.
@@ -87,7 +87,7 @@ class Watching(ABC):
         return None
 
     def explain(self, error: BaseException) -> MeshcommError | None:
-        """Return the error that explains `error`, with which the program leaves the mesh. May wait for seconds.
+        """Return the error that explains `error`, the exception with which the program leaves the mesh. May wait for seconds.
 
         None if `error` is not a backend's error, or if no call outside the mesh in one of its groups failed or is running.
         """
@@ -98,7 +98,7 @@ class Watching(ABC):
         return
 
     def statuses(self, ranks: list[int]) -> dict[int, dict[str, Any]]:
-        """Return the status of each of `ranks` that answers. May wait for seconds. Empty if no rank can be asked."""
+        """Return the status of each rank in `ranks` that answers. May wait for seconds. Empty if no rank can be asked."""
         return {}
 
     def close(self, *, abandons: bool = False) -> None:
@@ -130,7 +130,7 @@ class World(Protocol):
         ...
 
     def watch(self, coords: Mapping[str, int], prefix: str) -> Watching:
-        """Return the watch of one mesh on this rank; `coords` are this rank's coords, and `prefix` is the mesh's prefix."""
+        """Return this rank's watch for one mesh; `coords` are this rank's coords, and `prefix` is the mesh's prefix."""
         ...
 
 
@@ -139,10 +139,10 @@ WORLD: ContextVar[World | None] = ContextVar("meshcomm_world", default=None)
 
 
 class Pretended(Protocol):
-    """A world in which only this rank exists, although the program does not know this."""
+    """A world in which only this rank exists, unknown to the program."""
 
     def settings(self, asked: Settings) -> Settings:
-        """Return the settings to use instead when a mesh is opened."""
+        """Return the settings to use in place of `asked` when a mesh is opened."""
         ...
 
     def opened(self, mesh: Mesh) -> None:
@@ -170,7 +170,7 @@ class Metrics:
         self.spans: Spans | None = None
 
     def step(self, number: int, excluded: Collection[int], ended_at: tuple[CodeType, int]) -> None:
-        """Record that the step `number` is over. `excluded` has the ids of uncompared recorders. See `Mesh.step`."""
+        """Record that the step `number` is over. `excluded` contains the ids of uncompared recorders. See `Mesh.step`."""
         self.steps, self.number = self.steps + 1, number
         for recorder in self.recorders.values():
             recorder.note(self.steps, number, id(recorder) in excluded, ended_at)

@@ -87,7 +87,7 @@ S = TypeVar("S", bound="Settings")
 
 
 def with_sizes(settings: S, sizes: Mapping[str, int]) -> S:
-    """Return the mesh configuration with these dim sizes. If `sizes` is empty, return it unchanged."""
+    """Return the mesh configuration with these dim sizes, or unchanged if `sizes` is empty."""
     if not sizes:
         return settings
     if isinstance(settings, MeshOnly):
@@ -229,7 +229,7 @@ def _refuse_unused(path: str, own: Settings) -> None:
 
 
 def _same(asked: Any, own: Any) -> bool:
-    """Return whether both have the same names in the same order with the same values. An open size matches any size."""
+    """Return whether both have the same names in the same order with the same values. A size of -1 matches any size."""
     if isinstance(asked, Mapping) and isinstance(own, Mapping):
         return list(asked) == list(own) and all(_same(asked[name], own[name]) for name in asked)
     return bool(asked == own) or -1 in (asked, own)

@@ -42,7 +42,7 @@ class CallStats:
     seconds:     how long the calls blocked the program, including waits. None if unknown: on devices where
                  calls are only enqueued, and for calls that were not made through the mesh.
     span_s:      time from the start of each call to the end of its wait, including other work of the program in
-                 between; None as for `seconds`.
+                 between; None in the same cases as `seconds`.
     predicted_s: time that meshcomm.predict predicts for the mean size; None if the link speeds are unknown or
                  the operation is not modeled.
     """

@@ -306,7 +306,7 @@ def wait_for(store: Any, keys: Sequence[str], timeout_s: float) -> bool:
 
     A TCPStore's client processes one call at a time. A wait would block the thread that answers for this rank, and the
     other ranks would consider this rank dead. Therefore all but short waits use a separate client. A FileStore is polled,
-    because its own wait takes full seconds.
+    because its own wait has a resolution of one second.
     """
     kind, started = kind_of(store), time.monotonic()
     waited_s = 0.0

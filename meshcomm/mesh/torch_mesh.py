@@ -23,10 +23,10 @@ from meshcomm.transport.torch_private import (
 
 @final
 class TorchMesh:
-    """Torch objects over a mesh's groups. Each is created at its first use, without communication.
+    """Torch objects over a mesh's groups. Each object is created on first use, without communication.
 
-    All slices that keep the dims' order share one root mesh. FSDP and tensor parallelism require that for all meshes of a
-    model.
+    All slices that keep the dims' order share one root mesh. FSDP and tensor parallelism require one root mesh for
+    all meshes of a model.
     """
 
     def __init__(

@@ -33,7 +33,7 @@ class Trace:
     """A block that records every call of this rank on the mesh; see `Mesh.trace`.
 
     path: path of the file.
-    dropped: number of this rank's calls that exceed the limit and are not recorded. Known after the block.
+    dropped: number of this rank's calls that exceed the limit and are not recorded. Available after the block.
     """
 
     def __init__(self, mesh: Mesh, path: str | PathLike[str]) -> None:
@@ -160,7 +160,7 @@ def events_of(
 
 
 def _slices(span: Span, ranks: Sequence[int], number: int, shift_s: float) -> Iterator[Event]:
-    """Yield one slice for a blocking call. For an asynchronous call: its start, each wait, and a bar from start to end."""
+    """Yield one slice for a blocking call. For an async call, yield its start, its waits, and a bar from start to end."""
     facts: dict[str, Any] = {"callsite": span.site}
     if span.group:
         facts |= {"group": span.group, "bytes": span.nbytes}

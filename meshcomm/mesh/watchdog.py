@@ -74,7 +74,7 @@ class WatchOptions:
     end:        ends the process, from another thread, with the error of a call that is blocked in the backend.
     reports:    folder for the reports of this run's ranks; see `RankRecord`.
     compared:   maximum number of messages compared per pair of ranks; if None, all messages.
-    alone:      whether no other rank is a process. Then no rank asks or answers.
+    alone:      whether no other rank is a process. If so, no rank asks or answers.
     process_of: returns the state of a rank's process: "ended", "stopped" or "runs"; "" if unknown.
     tells_s:    a call that blocks for this long, but not beyond its group's timeout, is reported in one line.
     refused:    returns the error if this rank may belong to another job. Called at each check.
@@ -278,7 +278,7 @@ class Watchdog(Watching):
         return error is None
 
     def _tell(self, now: float) -> None:
-        """Before a group's timeout, print which ranks a long-blocked call waits for; once for all ranks of the group."""
+        """Before a group's timeout, print which ranks a long-blocked call waits for. One rank prints for the whole group."""
         if math.isinf(self._options.tells_s):
             return
         for recorder, call in self._timer.overdue(self._recorders, now, self._options.tells_s):
@@ -369,7 +369,7 @@ class Watchdog(Watching):
     # -- calls outside the mesh ----------------------------------------------------------------------------
 
     def _calls_past(self) -> list[_Past]:
-        """Return the calls outside the mesh that have not completed or that their backend has given up, earliest first."""
+        """Return the calls outside the mesh that have not completed or that their backend has given up on, earliest first."""
         found: list[_Past] = []
         for recorder in self._recorders:
             if recorder.ordered:
@@ -458,7 +458,7 @@ def look_interval_s(world_size: int) -> float:
 
 
 class _Past(NamedTuple):
-    """A collective outside the mesh, or a message. `error` is the backend's error if the backend gave up the call."""
+    """A collective outside the mesh, or a message. `error` is the backend's error if the backend gave up on the call."""
 
     began: float
     recorder: FlightRecorder
@@ -487,7 +487,7 @@ class Queued(NamedTuple):
 
 @dataclass(slots=True)
 class _Timed:
-    """The last check of a group. `since` is when `call` was first seen running, `next` when to check `queued` again."""
+    """The last check of a group. `since` is when `call` was first seen running, and `next` is when to check `queued` again."""
 
     call: Any
     since: float
@@ -620,7 +620,7 @@ def _is_held(recorder: FlightRecorder, call: Any) -> bool:
 
 @contextlib.contextmanager
 def _waiting_for(recorder: FlightRecorder, message: PendingMessage | None) -> Iterator[None]:
-    """Inside the block, the recorder's status shows its rank waiting for this message or, if None, in a collective."""
+    """Inside the block, report this rank as waiting for `message` or, if it is None, as blocked in a collective."""
     waiting, recorder.messages.waiting = recorder.messages.waiting, message
     try:
         yield

@@ -66,7 +66,7 @@ def watch(
                     raises only after 30 minutes.
     Raises:         ConfigError; UnsupportedOp before torch 2.14, which has no hooks for process groups.
                     Creating the default group raises UnsupportedOp for a backend other than Gloo or NCCL, and
-                    MeshMismatchError naming the ranks that do not watch, or watch with other arguments.
+                    MeshMismatchError naming the ranks that do not watch, or watch with different arguments.
     """
     if not CAN_WATCH:
         raise UnsupportedOp(

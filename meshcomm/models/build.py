@@ -62,7 +62,7 @@ def with_lora(spec: ModelSpec, config: ModelConfig | None, train: TrainConfig) -
 
 
 def function_of(name: str) -> Callable[..., Any]:
-    """Return the function that `module:function` names, imported as by a script in the working directory.
+    """Return the function that `module:function` names, imported as a script in the working directory would import it.
 
     Errors during the import are raised unchanged.
     """

@@ -63,7 +63,7 @@ class Use:
 
     @property
     def kinds(self) -> dict[str, Use]:
-        """Each kind of parallelism separately, by the setting that enables it."""
+        """A separate `Use` for each kind of parallelism, by the setting that enables that kind."""
         found = {
             "parallel.pipeline": (self.pipeline, Use(pipeline=True)),
             "parallel.tensor": (self.tensor, Use(tensor=True, sequence_parallel=self.sequence_parallel)),
@@ -246,9 +246,9 @@ def _compare(setting: str, name: str, what: str, ours: Tensor, theirs: Tensor, l
 def check_once(model: SpecModel, parallel: ParallelConfig, sizes: Mapping[str, int]) -> None:
     """Run `check_model` for the configured kinds of parallelism, unless the same check has already passed on this host.
 
-    A model without `ModelSpec.small` is compared itself if it is small enough. Models with batch norms are not compared.
-    Passed checks are recorded in $XDG_CACHE_HOME/meshcomm/checked (default: ~/.cache/meshcomm/checked), with a digest of
-    all code involved.
+    A model without `ModelSpec.small` is itself compared if it is small enough. Models with batch norms are not compared.
+    Passed checks are recorded in $XDG_CACHE_HOME/meshcomm/checked (default: ~/.cache/meshcomm/checked), with a digest of all
+    code involved.
 
     sizes: the sizes of all dims, including those of views. Raises the same errors as `check_model`.
     """

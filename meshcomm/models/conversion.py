@@ -70,7 +70,7 @@ class Conversion:
 
 
 def _converted(module: Any, target: str, converter: Any, lying: Mapping[str, list[str]]) -> dict[str, Source]:
-    """Return the source of each of a converter's results. lying: the converter's patterns -> names in the folder."""
+    """Return the source of each result of a converter. lying: the converter's patterns -> names in the folder."""
     rows = [lying.get(pattern, []) for pattern in converter.source_patterns]
     kinds = [(type(each), getattr(each, "dim", 0)) for each in converter.operations]
     if kinds in ([(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)]):

@@ -227,7 +227,7 @@ def _without_context(whole: Any, config: Any) -> Mapping[str, str]:
         return {"context": "its attention does not use transformers' attention interface"}
     kind = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     if kind in ("dynamic", "longrope"):
-        return {"context": f'rope_type = "{kind}" depends on the longest position that a rank holds'}
+        return {"context": f'rope_type = "{kind}" depends on the largest position that a rank holds'}
     others = [each for each in getattr(config, "layer_types", None) or () if each not in _ATTENTION]
     if others:
         return {"context": f"it has layers of type {others[0]}"}

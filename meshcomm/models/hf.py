@@ -91,7 +91,7 @@ def _function_of(module: nn.Module) -> Callable[..., Any] | None:
 
 
 class _SomeHeads:
-    """An attention layer with only some of its heads. Its tensors with one entry per head are limited to these heads."""
+    """An attention layer with only some of its heads. Its tensors with one entry per head are limited to those heads."""
 
     def __init__(self, module: nn.Module, count: int, heads: slice, groups: int) -> None:
         self._module, self._count, self._heads = module, count, heads

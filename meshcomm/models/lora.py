@@ -111,7 +111,7 @@ def targets_of(module: nn.Module, spec: ModelSpec, named: Sequence[str]) -> list
 
 
 def adapter_options(lora: LoraConfig, targets: Sequence[str], *, transposed: bool = False) -> Any:
-    """Return the options for peft. transposed: whether the layers are transformers' Conv1D."""
+    """Return the options for peft. transposed: whether the layers are transformers' Conv1D layers."""
     from peft import LoraConfig as Options
 
     scale: Any = lora.alpha
@@ -151,7 +151,7 @@ def _made(make: Callable[[], nn.Module], lora: LoraConfig, targets: Sequence[str
 
 
 def _plan_of(plan: Mapping[str, Entry], module: nn.Module, targets: Sequence[str]) -> dict[str, Entry]:
-    """Return the plan of the same module with adapters."""
+    """Return the plan for the same module with adapters."""
     found: dict[str, Entry] = {}
     names = [name for name, _ in module.named_modules()]
     entering = [pattern for pattern, entry in plan.items() if _style(entry) == "enter"]
@@ -203,7 +203,7 @@ def _beneath(name: str, targets: Iterable[str]) -> str:
 
 @final
 class _Stored:
-    """The conversions of a model in which adapters wrap some layers."""
+    """The conversions for a model in which adapters wrap some layers."""
 
     def __init__(self, own: Conversions, targets: Iterable[str]) -> None:
         self._own, self._targets = own, frozenset(targets)

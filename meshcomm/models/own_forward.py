@@ -2,7 +2,7 @@
 
 Parts on other stages are skipped: absent blocks return their input, and an absent embedding returns nan. The first block
 on this stage receives the previous stage's hidden states, and the pass ends after the last block on this stage. The
-module itself computes masks, multipliers and everything else around the blocks. If a forward function uses other values
+module itself computes masks, multipliers and everything else around the blocks. If a forward function uses any other value
 from another stage, as in a skip connection across stages, it computes with nan, which the first step reports.
 """
 
@@ -96,7 +96,7 @@ def absent_parts(
 def put_in(
     module: nn.Module, layers: str, order: Sequence[str], absent: Mapping[str, nn.Module | Tensor]
 ) -> None:
-    """Add the replacements of absent parts to a stage's module, and route calls to its blocks through the current pass.
+    """Add the replacements for absent parts to a stage's module, and route calls to its blocks through the current pass.
 
     order: the keys of all blocks, in order.
     """
@@ -135,8 +135,8 @@ class OwnForward:
     """One forward pass of a stage.
 
     through: runs a block as configured. entering: the previous stage's hidden states; None on the first stage.
-    tensor: with sequence_parallel, full sequences are split before the first block. gathers: whether they are gathered
-    after the last block.
+    tensor: how the module is split; with sequence_parallel, it splits full sequences before the first block. gathers: whether
+    sequences are gathered after the last block.
     """
 
     def __init__(

@@ -118,9 +118,9 @@ def packed_experts(module: Any) -> dict[str, Axes]:
 def sequence_plan(module: nn.Module, layers: str, plan: Mapping[str, Entry]) -> dict[str, Entry]:
     """Return the entries that sequence_parallel adds to the plan of a model that consists of blocks.
 
-    Sequences are full-length before the first block, and split across ranks from there to the head. In a block, norms work
-    on slices. A part that contains only column-parallel and row-parallel layers gathers its input. Every other part
-    computes on full sequences, identically on all ranks, except for its layers that the plan splits.
+    Sequences are full-length before the first block, and split across ranks from there to the head. In a block, norms operate
+    on slices of the sequence. A part that contains only column-parallel and row-parallel layers gathers its input. Every other
+    part computes on full sequences, and identically on all ranks except in the layers that the plan splits.
     """
     styled = {name: _style(name, plan) for name, _ in module.named_modules()}
     for name, part in module.named_modules():
@@ -208,6 +208,6 @@ def is_split_linear(part: nn.Module | None) -> bool:
 
 
 def names_of(module: nn.Module, parts: Iterable[nn.Module | None]) -> list[str]:
-    """Return the dotted names of parts of `module`."""
+    """Return the dotted names of the given parts of `module`."""
     known = {id(part): name for name, part in module.named_modules()}
     return [known[id(part)] for part in parts if part is not None]

@@ -83,7 +83,7 @@ class ModelSpec:
     positions:  the argument of `module.forward` that takes positions, int64 (1, tokens); for context
                 parallelism.
     split:      a plan for `tensor_parallel`, which splits the module along the tensor dim.
-    sequence:   entries to add to `split`, or to replace in it, with parallel.options.sequence_parallel.
+    sequence:   entries to add to `split` or replace in it if parallel.options.sequence_parallel is true.
     undivided:  entries that replace entries of `split` if `vocab_size` is not divisible by the number of ranks.
                 The embedding and the head then stay unsplit, and every rank computes all logits. If None, such
                 a size raises an error.
@@ -101,9 +101,9 @@ class ModelSpec:
     initialise: (name, shape) -> the values of a full parameter, the same on every rank. If None, `module`
                 initializes the parameters after torch.manual_seed(train.seed); each rank then briefly builds the
                 full model.
-    original:   (weights) -> the unsplit reference model in float64. The argument contains tensors by the names of
-                `stored`, or is None to read the folder. `meshcomm parity` compares with this model before the
-                first step. If omitted, the reference is the model that `module` builds.
+    original:   (weights) -> the unsplit reference model in float64. The argument maps the names that `stored` returns
+                to tensors, or is None to read the folder. `meshcomm parity` compares with this model before the first
+                step. If omitted, the reference is the model that `module` builds.
     weights:    a folder of safetensors that contains the parameters. If None, the parameters are initialized.
     stored:     (name) -> the name of the parameter in the folder, and whether it is stored transposed. For a
                 parameter with three axes, such as an experts' weight, the name is a tuple of rows of names: see
@@ -181,7 +181,7 @@ def normal(seed: int, name: str, shape: tuple[int, ...], std: float) -> Tensor:
 
 
 def check_kinds(spec: ModelSpec) -> None:
-    """Raise ConfigError for keys of `cannot` that are not in KINDS, because they would have no effect."""
+    """Raise ConfigError for keys in `cannot` that are not in KINDS, because they would have no effect."""
     unknown = [kind for kind in spec.cannot if kind not in KINDS]
     if unknown:
         raise ConfigError(

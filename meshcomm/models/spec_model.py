@@ -384,7 +384,7 @@ class _Facts:
         *args: Any,
         **named: Any,
     ) -> Any:
-        """Run a block and keep or recompute its activations. The block's number determines its random numbers.
+        """Run a block and keep or recompute its activations. The block's index determines its random numbers.
 
         drops: the step number and the sample numbers, if there is dropout.
         """
@@ -443,7 +443,7 @@ def _cast(dtype: torch.dtype, part: Any, args: object, output: Tensor) -> Tensor
 
 
 def _have_dropped(module: nn.Module, shares: Mapping[str, float], split: TensorSplit) -> None:
-    """Add dropout to the outputs of parts whose names match a pattern. If several match, the largest fraction applies."""
+    """Add dropout to the outputs of parts whose names match a pattern. If several match, the largest drop fraction applies."""
     for name, part in list(module.named_modules()):
         if share := max((share for pattern, share in shares.items() if matches(pattern, name)), default=0):
             part.meshcomm_dropout = Dropout(share, name)
@@ -453,7 +453,7 @@ def _have_dropped(module: nn.Module, shares: Mapping[str, float], split: TensorS
 def _drop(split: TensorSplit, part: Any, args: object, output: Any) -> Any:
     """A forward hook that applies dropout. In transformers, attention returns a tuple of its output and its weights.
 
-    meshcomm_features: the total number of features over all ranks, for a part whose output may be split along them.
+    meshcomm_features: the total number of features over all ranks, for a part whose output may be split along its features.
     """
     if isinstance(output, tuple):
         return _drop(split, part, args, output[0]), *output[1:]
@@ -495,11 +495,11 @@ class _Stage:
     def forward(self, x: Tensor, samples: Tensor | None = None, documents: Tensor | None = None) -> Any:
         """Run the parts of the module on this stage.
 
-        samples: int64 (batch,), the samples' numbers in the global batch; see Model.drops.
+        samples: int64 (batch,), the samples' indices in the global batch; see Model.drops.
         documents: int64 (batch, full sequence); see Model.packed.
 
-        Raises TrainingError if the first forward pass of a split module fails. The error names the part, the user's source
-        line, and fixes.
+        Raises TrainingError if the first forward pass of a split module fails. The error names the part and the user's source
+        line, and suggests fixes.
         """
         facts: _Facts = self.meshcomm_stage
         if facts.rules is None:
@@ -540,6 +540,6 @@ class _Stage:
 
 
 def _has(module: nn.Module, pattern: str) -> bool:
-    """Return whether a pattern of a plan matches any part on this stage. Other stages may have such parts."""
+    """Return whether a plan's pattern matches any part on this stage. Some patterns match only parts on other stages."""
     named = chain(module.named_modules(), module.named_parameters())
     return any(matches(pattern, name) for name, _ in named)

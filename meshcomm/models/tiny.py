@@ -36,7 +36,7 @@ SIZES: Final = {
     "sliding_window": 8,
     "num_kv_shared_layers": 0,
 }
-"""The sizes that may be reduced, and their small values. If names have the same meaning, a family uses one of them."""
+"""The sizes that may be reduced, and their small values. A family uses only one of several names for the same size."""
 
 _COUNTS: Final = ("num_hidden_layers", "n_layer", "num_layers")
 _TOKENS: Final = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -80,7 +80,7 @@ def _smaller(said: Any, sizes: Mapping[str, int]) -> Any:
 
 
 def _kept(kinds: Sequence[str] | None, layers: int) -> list[int]:
-    """Return the numbers of the layers to keep, in order: at least one of each kind."""
+    """Return the indices of the layers to keep, in order: at least one of each kind."""
     firsts = [kinds.index(kind) for kind in dict.fromkeys(kinds)] if kinds else []
     kept = dict.fromkeys([*firsts, *range(layers)])
     return sorted(list(kept)[: max(_LAYERS, len(firsts))])

@@ -266,10 +266,9 @@ class Transformer(nn.Module):
         """(batch, sequence) int64, or hidden states (batch, sequence, width) after the first stage ->
         hidden states, or this rank's logits (batch, sequence, 256 / ranks) on the last stage.
 
-        The sequence is this rank's part along context. For hidden states with sequence_parallel, it is this
-        rank's slice of that part. samples: int64 (batch,), the samples' numbers in the global batch; required with
-        dropout, which also depends on the attribute `step`. documents: int64 (batch, full sequence), the
-        document number of each token.
+        The sequence is this rank's part along context. With sequence_parallel, hidden states cover only this rank's slice of
+        that part. samples: int64 (batch,), the samples' indices in the global batch; required with dropout, which also depends
+        on the attribute `step`. documents: int64 (batch, full sequence), the document number of each token.
         """
         kind = x.device.type
         mixed = torch.autocast(kind, self.compute) if self.compute else contextlib.nullcontext()

@@ -139,7 +139,7 @@ class Folder:
         return list(self._places)
 
     def check(self, sources: Mapping[str, Source], wanted: Sequence[str], more: Sequence[str] = ()) -> None:
-        """Raise TrainingError if the folder lacks any of `wanted`, the full model's parameters, or has other tensors.
+        """Raise TrainingError if the folder lacks any of the full model's parameters (`wanted`) or contains other tensors.
 
         more: buffers that the folder may contain.
         The index is trusted: only the files that this rank reads are opened.
@@ -254,7 +254,9 @@ class Stored:
     shape: tuple[int, ...]
 
     def copy(self, at: Sequence[int], into: Tensor) -> None:
-        """Copy the slice that starts at `at` to `into`, block by block. `into` gives its shape and may have any dtype."""
+        """Copy the slice that starts at `at` to `into`, block by block. `into` sets the slice's shape and may have any
+        dtype.
+        """
         raise NotImplementedError
 
     def __getitem__(self, at: slice) -> Tensor:

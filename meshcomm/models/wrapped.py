@@ -23,7 +23,8 @@ _SPEC = "meshcomm.models.ModelSpec(module=..., ...), which describes how to buil
 
 @final
 class WrappedModule(Model):
-    """A module with weights. The first rank along the data and shard dims broadcasts its weights to the other ranks.
+    """A module that already has weights. The first rank along the data and shard dims broadcasts its weights to the other
+    ranks.
 
     loss: (outputs, targets) -> mean over a microbatch. If None, cross-entropy of logits (batch, ..., classes), over all
           targets in the full batch that are not -100.

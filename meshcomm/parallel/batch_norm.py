@@ -1,6 +1,7 @@
 """Batch norm with the mean and variance of the samples on all ranks, instead of each rank's samples.
 
-torch.nn.SyncBatchNorm does the same but needs CUDA. This one runs on any device and computes in float64 if x is float64.
+torch.nn.SyncBatchNorm does the same but needs CUDA. This module's batch norm runs on any device and computes in float64 if x
+is float64.
 """
 
 from __future__ import annotations

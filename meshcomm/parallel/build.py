@@ -45,9 +45,9 @@ class Splits:
 
     tensor:         splits weights and, with sequence_parallel, activations between layers.
     context:        splits the sequence.
-    expert:         the dim of a view along which experts are distributed. If None, every rank has all experts.
+    expert:         the dim of a view along which experts are distributed. If None, every rank holds all experts.
     balance_weight: the factor by which a microbatch's balance loss is multiplied.
-    data:           the dims whose ranks have different samples.
+    data:           the dims along which ranks have different samples.
     draws:          if given, seeds the default generators.
     """
 
@@ -60,7 +60,7 @@ class Splits:
 
     @property
     def mesh(self) -> Mesh:
-        """The mesh that all these dims belong to."""
+        """The mesh to which all of the dims belong."""
         return self.tensor.mesh
 
     @classmethod
@@ -70,16 +70,16 @@ class Splits:
 
 
 class Model(ABC):
-    """A model that can be built stage by stage without memory, and filled after memory is allocated.
+    """A model whose stages can be built without allocating memory, and filled after memory is allocated.
 
     num_layers: the number of blocks that a pipeline divides; 1 if the model cannot be divided.
     hidden_size: the number of elements in a token's vector between stages.
     vocab_size: the exclusive upper bound of token ids, and the number of logits per token.
     tied:       the name of the weight that the embedding and the head share, a stage's `tied_weight`; "" if there is none.
     draws:      whether its modules may draw from torch's default generators.
-    packed:     whether samples are packed documents. Stages then receive document numbers, and attention stays within documents.
-    saves_all:  whether a checkpoint has all parameters. If not, it has only trainable ones; others are filled at each start.
-    drops:      whether its stages use dropout by sample number. The stages then receive the numbers and an attribute `step`.
+    packed:     whether samples are packed documents. If so, stages receive document numbers, and attention is per document.
+    saves_all:  whether all parameters are saved. If not, only trainable ones are saved, and the rest are filled at each start.
+    drops:      whether its stages use dropout by sample number. If so, stages receive sample numbers and an attribute `step`.
     """
 
     num_layers: int
@@ -95,10 +95,10 @@ class Model(ABC):
     def stage(self, splits: Splits, stage: Stage) -> nn.Module:
         """Return a stage's split module, with its parameters on the meta device: see `on_meta`.
 
-        The module maps a microbatch's int64 tokens or hidden states to hidden states, or on the last stage to this rank's
+        The module maps a microbatch's int64 tokens or hidden states to hidden states, or, on the last stage, to this rank's
         slice of the logits. Outputs are in train.compute_dtype, or in train.dtype if compute_dtype is not set. The module's
         `layers`, a ModuleDict or ModuleList, are gathered one at a time if they are sharded. With dropout, the module also
-        receives `samples`, int64 (microbatch,), the samples' numbers in the global batch. A parameter has the same name in
+        receives `samples`, int64 (microbatch,), the samples' indices in the global batch. A parameter has the same name in
         every stage and on every mesh.
         """
 
@@ -122,7 +122,7 @@ class Model(ABC):
         return cross_entropy(splits.tensor, logits, targets, reduction="sum")
 
     def count(self, targets: Tensor, microbatches: int) -> Tensor:
-        """Return this rank's share of the number by which the sum of all losses is divided: (), of any dtype."""
+        """Return this rank's share of the divisor of the summed loss, as a scalar of any dtype."""
         return (targets != -100).sum()
 
 
@@ -161,7 +161,7 @@ def sections(mesh: Mesh, config: Config) -> Sections:
 
 
 def merged(mesh: Mesh, dims: tuple[str, ...]) -> str:
-    """Return the name of the merged dim that covers `dims`. Its group is created if the mesh was opened without it.
+    """Return the name of the merged dim that covers `dims`. If the mesh was opened without this dim, its group is created.
 
     Called by: every rank of the mesh, in the same program order.
     """
@@ -173,7 +173,8 @@ def merged(mesh: Mesh, dims: tuple[str, ...]) -> str:
 
 
 def along(mesh: Mesh, dims: Iterable[str]) -> str | tuple[str, ...] | None:
-    """Return the dims of size above 1, in the form that a call along all of them takes. A group is created if none exists.
+    """Return the dims whose size is above 1, in the form that a collective along all of them accepts. A group is created if
+    none exists.
 
     Called by: every rank of the mesh, in the same program order. Returns None if no such dim remains.
     """
@@ -187,9 +188,9 @@ def along(mesh: Mesh, dims: Iterable[str]) -> str | tuple[str, ...] | None:
 
 @final
 class LocalModel:
-    """This rank's stages of a model, split, sharded and filled. Also sums their gradients over ranks.
+    """This rank's stages of a model, split, sharded and filled. It also sums the stages' gradients over ranks.
 
-    data_size: the number of ranks with different samples. data_coord: this rank's number among these ranks.
+    data_size: the number of ranks with different samples. data_coord: this rank's index among those ranks.
     microbatches: the number of microbatches per step on this rank.
     """
 
@@ -229,14 +230,15 @@ class LocalModel:
         ]
 
     def runner(self, loss: Callable[[Any, Tensor], Tensor]) -> Accumulate | Pipelined:
-        """Return the object that runs a step's microbatches. Raises ConfigError for a pipeline of unknown sample length."""
+        """Return the object that runs a step's microbatches. Raises ConfigError if a pipeline is used and the sample length is
+        unknown."""
         mesh, parallel, train, draws = self.mesh, self._parallel, self._train, self.splits.draws
         if not parallel.pipeline or self._ranks == 1:
             before = next((each.microbatch for each in self.gradients if isinstance(each, Sharded)), None)
             return Accumulate(self.modules[0], loss, self.microbatches, before, mesh, draws)
         if self._data is None:
             raise ConfigError(
-                "a pipeline needs the length of a sample",
+                "a pipeline needs the sample length",
                 given=f"parallel.pipeline = {parallel.pipeline!r} without [data]",
                 expected="data.seq_len, because stages receive into preallocated memory",
                 hint="[data] seq_len = 128",
@@ -288,9 +290,7 @@ class LocalModel:
         ]
 
     def copies(self) -> list[nn.Parameter]:
-        """Return the parameters that another rank owns: if the first and the last stage share a weight, the last stage's
-        copy.
-        """
+        """Return the parameters that another rank owns: the last stage's copy of a weight shared with the first stage."""
         weight = self._tied_weight()
         return [] if self._tied is None or self._tied.is_owner or weight is None else [weight]
 
@@ -375,9 +375,9 @@ def on_meta() -> Iterator[None]:
     """In this context, the parameters of new modules move to the meta device when they are registered. Buffers keep their
     values.
 
-    A constructor's initial values are discarded. At most one parameter of this thread has memory at a time, and that
-    memory is never touched. A parameter for which the host has no memory is created on the meta device. Only one thread
-    can be in this context at a time.
+    A constructor's initial values are discarded. At most one of this thread's parameters has memory at a time, and that memory
+    is never touched. A parameter for which the host has no memory is created on the meta device. Only one thread can be in
+    this context at a time.
     """
     register = nn.Module.register_parameter
     thread = threading.get_ident()
@@ -392,7 +392,8 @@ def on_meta() -> Iterator[None]:
 
 
 class _MetaWhereRefused(TorchFunctionMode):
-    """Creates an uninitialized tensor on the meta device if the host has no memory for it, as for a layer's experts."""
+    """Creates an uninitialized tensor on the meta device if the host has no memory for it, as can happen with a layer's
+    experts."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

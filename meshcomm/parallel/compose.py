@@ -1,4 +1,4 @@
-"""Combines all kinds of parallelism around a model: a mesh and a config become a training step."""
+"""Combines all kinds of parallelism: turns a model, a mesh and a config into a training step."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LossOf: TypeAlias = Callable[[Any, Tensor], Tensor]
 
 class Batch(NamedTuple):
     """This rank's samples for a step. documents: int64 (samples, tokens), each token's document number, ascending along the
-    sequence. Attention stays within documents, and positions restart in each document. If None, a sample is one document.
+    sequence. Attention stays within documents, and positions restart in each document. If None, each sample is one document.
     """
 
     inputs: Tensor
@@ -68,11 +68,11 @@ class Engine:
         model: builds and fills each stage. No rank holds more than its own part of the model.
         optimizer: creates an optimizer from this rank's parameter groups. If None, the optimizer of [train] is used. The lr of
             each group is scaled by the step's lr / train.lr.
-        filled: whether to initialize the parameters. If False, they are allocated but not initialized, for a state that is
-            loaded before the first step.
+        filled: whether to initialize the parameters. If False, parameters are allocated but not initialized; a saved state
+            must then be loaded before the first step.
 
-    Raises the errors of `sections`, ConfigError if a pipeline does not know the length of a sample, and TrainingError
-    on every rank if one rank cannot fill its part.
+    Raises the errors that `sections` raises, ConfigError if a pipeline is used and the sample length is unknown, and
+    TrainingError on every rank if one rank cannot fill its part.
     """
 
     def __init__(
@@ -177,8 +177,8 @@ class Engine:
         Called by: every rank. inputs and targets must be equal along tensor, pipeline and context; the first
                    `checked_steps` steps check this.
         Raises:    ShapeError for a wrong number of samples; TrainingError if a parameter got no gradient, or if samples differ
-                   on ranks that must have equal samples. A step whose loss or gradient norm is not finite is not applied.
-                   With train.on_nonfinite = "stop", later steps are not applied either.
+                   between ranks that must have the same samples. A step whose loss or gradient norm is not finite is not
+                   applied. With train.on_nonfinite = "stop", later steps are not applied either.
         """
         number = self.done + 1 if number is None else number
         batch = Batch(inputs, targets, documents)
@@ -214,9 +214,10 @@ class Engine:
         reached.applied = self.done = number
 
     def _value(self, x: Tensor) -> float:
-        """Wait for a number on the device and return it.
+        """Wait for a scalar on the device and return its value.
 
-        Raises RankLost if a rank was lost, because calls abandoned for a lost rank end normally and leave arbitrary values.
+        Raises RankLost if a rank was lost, because calls that are abandoned for a lost rank return normally with arbitrary
+        values.
         """
         found = float(x.item())
         if self._recovers and self.mesh.is_async and (lost := self.mesh.lost()) is not None:
@@ -270,7 +271,7 @@ class Engine:
             return {}
         if not self.model.packed:
             raise UnsupportedOp(
-                "document numbers were given, but the attention of this model crosses documents",
+                "document numbers were given, but this model's attention crosses documents",
                 given=f"documents {tuple(batch.documents.shape)}, data.document_mask = false",
                 expected="only inputs and targets; or data.document_mask = true",
                 hint="data.document_mask = true",
@@ -300,15 +301,15 @@ class Engine:
         """Return the results of the steps since the previous call, in order. Waits for the device.
 
         Called by: every rank.
-        Raises:    TrainingError on every rank, with train.on_nonfinite = "stop", if the loss or the gradient norm
-                   of a step is not finite. Neither that step nor any later step was applied.
+        Raises:    TrainingError on every rank if a step's loss or gradient norm is not finite and train.on_nonfinite is
+                   "stop". Neither that step nor any later step was applied.
         """
         return self._results.collect()
 
     def evaluate(self, batches: Iterable[tuple[Tensor, ...]]) -> float:
         """Return the mean loss over the tokens of several global batches, from forward passes with the modules in eval mode.
 
-        batches:   this rank's share of each global batch, shaped as for `step`. Every rank passes equally many batches.
+        batches:   this rank's share of each global batch, shaped as for `step`. Every rank passes the same number of batches.
         Called by: every rank.
         Returns:   the mean, equal on every rank, or nan if no target counts. Waits for the device.
         """
@@ -348,9 +349,9 @@ class Engine:
         Tensors have their full shape, and a split tensor is a DTensor. Names are, for example, `model.layers.3.attn.wq.weight`
         and `optimizer.layers.3.attn.wq.weight.exp_avg`. Names and full tensors do not depend on the mesh. A weight that the
         embedding and the head share is named `embed.weight`. The tensors share memory with the model. Plain data is encoded in
-        uint8 tensors under `plain.`: see `meshcomm.parallel.state`. This method does not create the state that the first step
-        creates. The learning rate is not included if each step is given one. Random numbers are not included, because the
-        seed and the step determine them.
+        uint8 tensors whose names begin with `plain.`: see `meshcomm.parallel.state`. This method does not create the state
+        that the first step creates. The learning rate is not included if it is passed to each step. Random numbers are not
+        included, because the seed and the step determine them.
 
         Raises: TrainingError that names the state that cannot be saved.
         """
@@ -385,7 +386,7 @@ class Engine:
 
     @property
     def scheduler(self) -> LRScheduler | None:
-        """The scheduler that steps the optimizer's learning rates. If None, each step is given a learning rate."""
+        """The scheduler that steps the optimizer's learning rates. If None, a learning rate is passed to each step."""
         return self._state.scheduler
 
     @scheduler.setter
@@ -407,7 +408,7 @@ class Engine:
         return self.model.loss(self.splits, outputs, targets) / self._tokens
 
     def _drawing(self, step: str) -> AbstractContextManager[None]:
-        """In this context, the seed and the step determine the random numbers of forward passes."""
+        """In this context, the seed and the step determine the random numbers that forward passes draw."""
         draws = self.splits.draws
         if draws is None:
             return nullcontext()

@@ -30,8 +30,8 @@ from meshcomm.transport.torch_private import storage_id
 class GradientSync:
     """Averages the gradients of each step over `dims` in buckets, overlapping with the backward pass.
 
-    It computes the same gradients as DistributedDataParallel. If every rank has the same number of samples and
-    its loss is the mean over them, the result is the gradient of the mean over the samples on all ranks.
+    GradientSync computes the same gradients as DistributedDataParallel. If all ranks have equally many samples, and each
+    rank's loss is the mean over its samples, the result is the gradient of the mean loss over the samples on all ranks.
 
         sync = GradientSync(mesh, "dp", model)
         for x, y in batches:
@@ -40,28 +40,29 @@ class GradientSync:
             optimizer.step()
 
     Parameters are assigned to buckets of at most `bucket_mb` in reverse order of registration, approximately
-    the order in which backward reaches them. A larger parameter gets a separate bucket. Each `.grad` is a view
-    of the flat buffer of its bucket, so nothing is packed or unpacked. A bucket starts one asynchronous
-    all_reduce of its buffer when each of its gradients has received `microbatches` contributions and all
-    earlier buckets have been sent. Buckets are sent in the same order on all ranks.
+    the order in which backward reaches them. A parameter larger than `bucket_mb` gets its own bucket. Each `.grad` is a view
+    into its bucket's flat buffer, so gradients are never packed or unpacked. A bucket starts one asynchronous all_reduce of
+    its buffer when each of its gradients has received `microbatches` contributions and all earlier buckets have been sent.
+    Buckets are sent in the same order on all ranks.
 
     As in DDP, the module's buffers on coord 0 are broadcast to all ranks after each step.
 
     Called by: every rank along `dims`.
     Raises:    TrainingError if a parameter gets no gradient in a step, if backward runs outside of a step, or
-               if a `.grad` is replaced. Also raised if a `with` block begins before the previous step's gradients were
-               used, or if the module was cast, moved, frozen, unfrozen or extended after GradientSync was created.
+               if a `.grad` is replaced. TrainingError is also raised if a `with` block begins before the previous step's
+               gradients were used, or if the module was cast, moved, frozen, unfrozen or extended after GradientSync was
+               created.
 
     Args:
-        dims: the dims to average or sum over. If None or of size 1, nothing is sent.
+        dims: the dims to average or sum over. If None, or if all sizes are 1, nothing is sent.
         model: a module, or (name, parameter) pairs in registration order. Parameters are plain tensors or DTensors.
         op: "avg", or "sum" if losses are already divided by the number of samples or tokens on all ranks.
-        microbatches: the number of backward passes per step. Their gradients are added with either op.
+        microbatches: the number of backward passes per step. Microbatches' gradients are added, whatever the op.
         bucket_mb: the maximum bucket size, in units of 10^6 bytes.
         broadcast: whether to broadcast the values on coord 0 to all ranks, as DDP does: parameters in the
             constructor, and a module's buffers in the constructor and after each step.
-        hooks: whether backward calls post-accumulate-grad hooks. If it does not, as in a pipeline schedule that
-            splits backward, `finish` sends all buckets.
+        hooks: whether backward calls post-accumulate-grad hooks. If not, as in a pipeline schedule that splits backward,
+            `finish` sends all buckets.
     """
 
     def __init__(
@@ -126,7 +127,7 @@ class GradientSync:
             raise TrainingError(
                 "the module has changed since its GradientSync was created",
                 given=listed(changed),
-                expected="the same parameters, frozen or not, of the same dtype and on the same device",
+                expected="the same parameters, with the same requires_grad, dtype and device",
                 hint="create a new GradientSync after the change, on every rank",
             )
 
@@ -155,7 +156,7 @@ class GradientSync:
         return self
 
     def _still_there(self) -> bool:
-        """Return whether the step's gradients still exist and are unused.
+        """Return whether the step's gradients still exist and have not been used.
 
         Returns False after zero_grad, or if a loss scaler skips the step.
         """
@@ -327,7 +328,8 @@ class _Bucket:
 
 
 def _cut(tensors: Iterable[Tensor], most_mb: float) -> list[list[Any]]:
-    """Return runs of tensors with the same dtype and device. Each run has at most `most_mb` MB per rank, or one tensor."""
+    """Return runs of tensors with the same dtype and device. Each run contains at most `most_mb` MB per rank, or a single
+    tensor."""
     runs: list[list[Any]] = []
     kind, used = None, 0
     for tensor in tensors:
@@ -366,11 +368,12 @@ class Sharded:
         dims: the sharding dim, or the replication dim followed by the sharding dim. The sharding dim may be merged.
         precision: the dtype of gathered weights, used in forward and backward, and the dtype in which gradients are
             accumulated over microbatches and sent. Routers compute in the weights' original dtype. Shards, their gradients
-            and the optimizer state keep that dtype. Inputs are not cast, because a table of angles must not be rounded.
+            and the optimizer state keep that dtype. Inputs are not cast, because some, such as a table of angles, must not be
+            rounded.
         experts: the dims along which expert weights' gradients are summed. If None, experts are treated like other weights.
-            The last dim of size above 1 shards them, and an earlier one replicates them. Without such a dim, experts
-            stay unsharded.
-        reshard: whether layers are resharded after each pass. If False, they stay gathered from a step's first forward pass
+            The last of these dims whose size is above 1 shards the experts, and an earlier one replicates them. If all sizes
+            are 1, experts stay unsharded.
+        reshard: whether layers are resharded after each pass. If False, weights stay gathered from a step's first forward pass
             to its last backward pass. zero_bubble needs False, because the second half of its backward pass uses the
             forward pass's parameters.
     """
@@ -440,7 +443,8 @@ class Sharded:
                     put_shards_back(part)
 
     def finish(self) -> None:
-        """Check that every `.grad`, this rank's shard of the sum, exists. Call this after the last backward pass.
+        """Check that every parameter has a `.grad`: this rank's shard of the summed gradient. Call this after the last
+        backward pass.
 
         Raises TrainingError that names the parameters that got no gradient in this step.
         """
@@ -458,8 +462,8 @@ def _blocks(module: nn.Module) -> tuple[nn.Module, ...]:
 
 def _expert_axis(part: nn.Module, ranks: int) -> Callable[[nn.Parameter], Shard]:
     """Return a function that chooses the axis along which an expert weight is sharded: the experts' axis if its size is
-    divisible by `ranks`, otherwise another axis whose size is. FSDP2 pads shards of unequal length, so splitting a rank's
-    only expert into two shards along the experts' axis would save no memory.
+    divisible by `ranks`, otherwise another axis with a divisible size. FSDP2 pads shards of unequal length, so splitting a
+    rank's only expert into two shards along the experts' axis would save no memory.
     """
     # If a weight has several parts, the rows of a unit stay together.
     together = {id(part.get_parameter(name)): parts.axis + 1 for name, parts in fused_parts(part).items()}

@@ -35,7 +35,7 @@ _SECOND: Final = _signed(0x94D049BB133111EB)
 class Drops(NamedTuple):
     """The samples and tokens of one microbatch, which determine its dropout masks. Passed to forward and never changed.
 
-    Activation checkpointing keeps it with the other arguments, even if a pipeline has started other
+    Activation checkpointing stores this object with the other arguments, even if a pipeline has started other
     microbatches in between. There is no other state, so a run can resume from its seed and step number.
     """
 
@@ -64,12 +64,13 @@ class Drops(NamedTuple):
 
 @final
 class Dropout(nn.Module):
-    """Sets elements to zero with probability `p` and divides the others by 1 - p. With eval() or p = 0, returns x.
+    """Sets each element to zero with probability `p`, and divides the remaining elements by 1 - p. With eval() or p = 0,
+    returns x.
 
     Only (seed, step, site, sample, position, feature) determine whether an element is dropped,
-    so any mesh drops exactly the elements that one process drops, with no generator, state or communication.
+    so every mesh drops exactly the elements that a single process would drop, with no generator, state or communication.
 
-    p:    0 <= p < 1, rounded to a multiple of 2^-32. Raises TrainingError for other values.
+    p:    0 <= p < 1, rounded to a multiple of 2^-32. Raises TrainingError if p is not in [0, 1).
     site: the name of the place in the model, such as "3.attn", numbered over all stages. Sites with equal names drop the
           same elements.
     """
@@ -133,7 +134,7 @@ def _hash(text: str) -> int:
 
 
 def _number(state: Tensor, index: Tensor) -> Tensor:
-    """Return number `index` of the SplitMix64 sequence that starts at `state`. This is counter-based, as in Salmon et
+    """Return element `index` of the SplitMix64 sequence that starts at `state`. This is counter-based, as in Salmon et
     al. 2011.
     """
     return _mixed(state + (index + 1) * _STEP)
@@ -155,8 +156,8 @@ class Draws:
 
     (seed, step, microbatch, block) determine the random numbers. Microbatches are numbered over all ranks along data and
     shard, and blocks over all stages, as in one process with the same train.micro_batch_size. Ranks along context have
-    different tokens of the same microbatch, so their coord is part of the key. Ranks along tensor draw equal numbers: see
-    `check_dropouts`. No state is kept: a resumed run and a recomputed block draw the same numbers again.
+    different tokens of the same microbatch, so their coord is part of the key. Ranks along tensor draw equal random numbers:
+    see `check_dropouts`. No state is kept: a resumed run and a recomputed block draw the same numbers again.
 
     seed:  the run's seed.
     apart: dims along which ranks have different tokens of the same samples.
@@ -208,7 +209,8 @@ class Draws:
 
 
 def check_dropouts(parts: Iterable[tuple[str, nn.Module]], split: TensorSplit) -> None:
-    """Raise UnsupportedOp for dropouts with tensor parallelism: ranks would draw equal numbers for different activations.
+    """Raise UnsupportedOp for dropout modules with tensor parallelism: ranks would draw equal random numbers for different
+    activations.
 
     `torch.nn.functional.dropout` is not detected.
     """

@@ -33,15 +33,15 @@ class _Named(NamedTuple):
 class GradientNorm:
     """The norm of the gradients of all parameters on all ranks of a mesh.
 
-    Along a dim on which a parameter is split, its parts are disjoint, so their squares are added. Along
-    every other dim its gradient is the same on all ranks and counts once.
+    Along a dim that splits a parameter, the parameter's parts are disjoint, so their squares are added. Along every other dim,
+    its gradient is the same on all ranks and counts once.
 
     Args:
         model: a module, or (name, parameter) pairs. A DTensor, or a parameter of a TensorSplit in the simulator, records
             how it is split. Any other tensor is assumed to be equal on all ranks. Frozen parameters are left out, and a
             parameter with two names counts once. After fully_shard, pass the module's new parameters.
         pipeline: the dim along which ranks hold different parameters.
-        skip: parameters that another coord along the pipeline counts (tied embeddings). They are clipped too.
+        skip: parameters that another coord along the pipeline counts (tied embeddings). Skipped parameters are clipped too.
 
     Called by: every rank, with parameters that are split in the same way.
     Raises:    UnknownDim; LayoutError if a DTensor is on no DeviceMesh of this mesh, if it is split along the pipeline
@@ -90,14 +90,14 @@ class GradientNorm:
 
     @torch.no_grad()
     def norm(self) -> Tensor:
-        """Return the norm, float64 (), equal on all ranks. It is inf or nan if a gradient contains inf or nan.
+        """Return the norm, float64 (), equal on all ranks. The norm is inf or nan if a gradient contains inf or nan.
 
-        If only one rank has a gradient that is not finite, for example after a memory fault, all ranks along split
-        dims and along the pipeline see it, even if the parameter itself is not split.
+        If only one rank has a gradient that is not finite, for example after a memory fault, all ranks along the split dims
+        and the pipeline dim see it, even if the parameter itself is not split.
 
         Called by: every rank, after all gradients are summed (after `GradientSync.finish`).
         Sends:     one message along each dim along which a parameter is split, then one along the pipeline.
-                   Each has at most 8 bytes per class of parameters, plus 8. Does not wait for the device.
+                   Each message has at most 8 bytes per class of parameters, plus 8. Does not wait for the device.
         Raises:    TrainingError that names the parameters, before anything is sent, if gradients are missing,
                    or are DTensors whose placements differ from their parameters'.
         Afterwards `each` holds the norms of this rank's parts, float64 (n,), in the order of `names`.
@@ -194,8 +194,8 @@ def _dims_of(mesh: Mesh, held: _Named, pipeline: str | None) -> tuple[str, ...]:
 def _norms(gradients: Sequence[Tensor]) -> Tensor:
     """Return the norm of each tensor, float64 (n,).
 
-    On a CPU, sums are in float64, because a long float32 sum loses digits. An accelerator adds in a tree, so its float32
-    sums are accurate, and its float64 arithmetic may be slow.
+    On a CPU, sums are computed in float64, because long float32 sums lose precision. An accelerator adds in a tree, so its
+    float32 sums are accurate, and its float64 arithmetic may be slow.
     """
     if not gradients:
         return torch.zeros(0, dtype=torch.float64)
@@ -215,7 +215,7 @@ def _norms(gradients: Sequence[Tensor]) -> Tensor:
 
 
 def _by_kind(gradients: Sequence[Tensor]) -> dict[tuple[torch.device, torch.dtype], list[int]]:
-    """Return the positions of the tensors by device and dtype."""
+    """Return the tensors' indices, grouped by device and dtype."""
     found: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for place, gradient in enumerate(gradients):
         found.setdefault((gradient.device, gradient.dtype), []).append(place)

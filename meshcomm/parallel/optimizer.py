@@ -41,17 +41,15 @@ def decay_groups(
 
     Weight decay applies to matrices, including embeddings and experts' stacks of matrices. The groups
     of vectors (norms, biases) have `weight_decay` 0. Within a group, either all parameters are DTensors
-    on one DeviceMesh, or all are plain tensors, because a fused step handles a group in one call, in
-    which DTensor does not allow a mixture. Experts' parameters, which are on other mesh dims, therefore
-    have separate groups.
+    on one DeviceMesh, or all are plain tensors, because a fused step handles a group in one call, and DTensor does not allow a
+    call to mix the two. Experts' parameters, which are on other mesh dims, therefore have separate groups.
 
-    patterns: maps names with "*" for any characters to factors of `lr` and `weight_decay`. The first
-              match counts. Groups of matched parameters have `lr_factor` and `decay_factor`, which
-              `Update` applies.
+    patterns: maps names with "*" for any characters to factors of `lr` and `weight_decay`. The first pattern that matches a
+              name applies. Groups of matched parameters have `lr_factor` and `decay_factor`, which `Update` applies.
 
     Order: the order of `module.parameters()`, with matrices before vectors. Call this after fully_shard,
     which replaces the module's parameters.
-    Parameters that need no gradient are in no group. If no parameter needs one, there is one empty group.
+    Parameters that need no gradient are in no group. If no parameter needs a gradient, there is one empty group.
     """
     groups: dict[tuple[bool, Any, str], dict[str, Any]] = {}
     # A multi-part parameter, such as a bias of q, k and v, has one more axis than in the original module.
@@ -96,8 +94,8 @@ def check_some_learn(frozen: Sequence[str], names: Sequence[str]) -> None:
 
 
 def optimizer_of(train: TrainConfig, device: torch.device) -> MakeOptimizer:
-    """Return a function that creates the optimizer of `[train]`. If torch supports it, the step of Adam and AdamW is fused,
-    and on a GPU the step of any other optimizer is foreach.
+    """Return a function that creates the optimizer of `[train]`. If torch supports it, Adam and AdamW use fused steps; on a
+    GPU, any other optimizer uses foreach steps.
 
     Raises ConfigError for unknown train.optimizer_args.
     """
@@ -129,7 +127,7 @@ def optimizer_of(train: TrainConfig, device: torch.device) -> MakeOptimizer:
 def made_of(make: MakeOptimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     """Return the optimizer that `make` creates for `groups`.
 
-    Raises ConfigError if the optimizer cannot be created from these groups, or has other parameters. Raises UnsupportedOp
+    Raises ConfigError if the optimizer cannot be created from these groups, or contains other parameters. Raises UnsupportedOp
     for an optimizer such as LBFGS, whose step needs a closure that recomputes the loss.
     """
     failed: Exception | None = None

@@ -1,4 +1,4 @@
-"""Pipeline parallelism: each coord along one dim runs one or several contiguous stages of the layers."""
+"""Pipeline parallelism: each coord along one dim runs one or more contiguous stages of the layers."""
 
 from __future__ import annotations
 
@@ -88,19 +88,19 @@ class Accumulate:
 
 @final
 class Pipelined:
-    """`Accumulate` for the stages of a pipeline on `mesh.group(dim)`, with torch's pipeline schedules.
+    """`Accumulate` for pipeline stages on `mesh.group(dim)`, run by torch's pipeline schedules.
 
     Args:
-        mesh, dim: the pipeline consists of the ranks along `dim`, at least 2.
+        mesh, dim: the pipeline consists of the ranks along `dim`, of which there must be at least 2.
         modules: this rank's stages, or its only stage. Each stage takes one tensor and returns one tensor. All ranks have
             equally many stages. The i-th stage on a rank is stage i * ranks + coord (see `stages_of_rank`).
         loss: (last stage's output, microbatch's targets) -> (), already scaled, because the microbatches' gradients
             are summed. The result is detached after the backward pass.
-        microbatches: microbatches per step; see `meshcomm.config.parallel.runs` for the numbers that a schedule supports.
-        schedule: the order of passes. `schedule_properties` lists its rules for gradients and their hooks.
+        microbatches: microbatches per step; see `meshcomm.config.parallel.runs` for the counts that a schedule supports.
+        schedule: the order of passes. `schedule_properties` lists each schedule's rules for gradients and their hooks.
         shapes: a microbatch's shape at each boundary: into stage 0, between stages, and out of the last stage.
         dtype: the dtype of the last stage's output and of all tensors sent between stages, including gradients. Each module
-            must return this dtype, because torch rejects or misreads any other.
+            must return this dtype, because torch rejects or misreads any other dtype.
         draws: if given, seeds the default generators before each forward pass of a stage.
 
     Raises LayoutError if the sizes do not fit the schedule, and UnsupportedOp if zero_bubble is used with modules that
@@ -173,7 +173,7 @@ class Pipelined:
 
     @torch.no_grad()
     def forward(self, inputs: Tensor, targets: Tensor, **more: Tensor) -> Tensor | None:
-        """Run forward passes only. Every rank along the dim calls this. It sends one message per microbatch and boundary.
+        """Run forward passes only. Every rank along the dim calls this. One message is sent per microbatch and stage boundary.
 
         A rank runs all its stages on a microbatch before it starts the next microbatch. With one stage per rank, all
         ranks work at the same time.
@@ -296,16 +296,17 @@ def _check(schedule: PipelineSchedule, microbatches: int, ranks: int, each: int,
 class TiedWeight:
     """Ties the embedding on a pipeline's first coord and the head on its last coord, so that they stay equal.
 
-    The two holders exchange their gradients and add them; the ranks between them do nothing. Both compute own + other, so
-    the sums are bitwise equal, and equal optimizers keep the copies equal. If the weight is split along other
-    dims (vocabulary, data), both holders must split it in the same way. Neither copy is transposed.
+    The two holders exchange their gradients and add them; the ranks between them do nothing. Both holders add the same two
+    gradients, so the sums are bitwise equal, and identical optimizers keep the copies equal. If the weight is split along
+    other dims (vocabulary, data), both holders must split it in the same way. Neither copy is transposed.
+
     Args:
         mesh, dim: the pipeline's mesh and dim.
         weight: the parameter on the first and the last coord, None on all others. In a
             pipeline of one rank, nothing is exchanged, and both modules must use the same object.
 
-        Called by: every rank along `dim`, for the constructor and all methods.
-        Raises LayoutError if a holder passes no weight, or another coord passes one.
+    Called by: every rank along `dim`, for the constructor and all methods.
+    Raises LayoutError if a holder passes no weight, or another coord passes one.
     """
 
     def __init__(self, mesh: Mesh, dim: str, weight: nn.Parameter | None) -> None:

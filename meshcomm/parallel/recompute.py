@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 ActivationCheckpointing: TypeAlias = bool | Literal["selective"] | int
-"""False: keep all tensors. True: keep only each block's inputs. N: do so for every N-th block. "selective": keep each block's
-inputs and the results of the operators in `_KEPT`."""
+"""False: keep all tensors. True: keep only each block's inputs. N: keep only the inputs of every N-th block. "selective": keep
+each block's inputs and the results of the operators in `_KEPT`."""
 
 # The result of a collective is kept, because all its ranks would have to repeat the call at the same point to recompute it.
 _KEPT: Final = frozenset(
@@ -30,7 +30,8 @@ _KEPT: Final = frozenset(
         *("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "shift", "once"),
     }
 )
-"""Operators whose results "selective" keeps, as torchtitan does. All others are cheap to recompute for their size.
+"""Operators whose results "selective" keeps, as torchtitan does. All other results are cheap to recompute relative to their
+size.
 
 Two kinds of products are not kept: attention scores that are computed by the formula (Korthikanti et al. 2022), and
 products that are summed over ranks, because the sum is kept."""
@@ -56,7 +57,8 @@ def run(
 def compile_blocks(blocks: Iterable[nn.Module], setting: ActivationCheckpointing) -> ActivationCheckpointing:
     """Compile each block with torch.compile. Return the setting that `run` needs for the compiled blocks.
 
-    With "selective", the checkpoint is part of the compiled code, which keeps results according to their operators.
+    With "selective", the checkpoint is part of the compiled code, which keeps or recomputes each result depending on its
+    operator.
     """
     inside = setting == "selective"
     for block in blocks:
@@ -133,7 +135,7 @@ def _contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any
 
 @final
 class _Region(AbstractContextManager[None]):
-    """Runs a block in torch's mode, which keeps results or returns kept results."""
+    """Runs a block in torch's selective checkpointing mode, which keeps results or returns kept results."""
 
     def __init__(self, mode: Any, again: bool) -> None:
         self._mode, self._again, self._kept = mode, again, mode.storage

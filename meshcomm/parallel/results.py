@@ -1,4 +1,5 @@
-"""Keeps step results on the device until they are read. Names the rank whose result is not finite or whose samples differ."""
+"""Keeps step results on the device until they are read. Errors name the rank whose result is not finite or whose samples
+differ."""
 
 from __future__ import annotations
 
@@ -58,7 +59,7 @@ class Done(NamedTuple):
 
     loss: the mean over the global batch's tokens, before the step. gradient_norm: the norm of all gradients together,
     before clipping. lr: the step's learning rate. fault: "" if the step was applied. If the step was skipped because its
-    loss or norm is not finite, a text that names the rank and the parameter whose gradient is not finite.
+    loss or norm is not finite, a message that names the rank and the parameter whose gradient is not finite.
     """
 
     number: int
@@ -126,7 +127,7 @@ class Results:
         return self._spoilt
 
     def pending(self) -> list[Done]:
-        """Return the steps that `collect` has not returned, without asking other ranks why a step is not finite."""
+        """Return the steps that `collect` has not returned, without asking other ranks why a value is not finite."""
         found = [*self._seen]
         for step in self._steps:
             mean, elsewhere, norm = step.values.tolist()
@@ -141,11 +142,11 @@ class Results:
     ) -> Tensor:
         """Add a step: this rank's share of the loss, if it has one, and the norm of all gradients.
 
-        If a value is not finite on one rank, all ranks receive a value that is not finite: from the norm along the tensor and
-        pipeline dims, and from a second value, sent with the loss, along the dims along which gradients are summed.
+        If a value is not finite on one rank, all ranks receive a value that is not finite: through the norm along the tensor
+        and pipeline dims, and through a second value, sent with the loss, along the dims along which gradients are summed.
 
         count:     the number by which the losses on all ranks were divided, in the losses' dtype.
-        ids:       tokens and targets. They are checked here if calls are queued, because layers then cannot check them.
+        ids:       tokens and targets. If calls are queued, the ids are checked here, because layers then cannot check them.
         Called by: every rank of the mesh. Does not wait for the device, except once in a hundred steps.
         Returns:   float32 (): 0, or 1 if the step must not be applied; the same on every rank.
         """
@@ -172,8 +173,8 @@ class Results:
         """Return the steps since the previous call, in order. Waits for the device.
 
         Called by: every rank of the mesh.
-        Raises:    TrainingError on every rank, with train.on_nonfinite = "stop", if a step is not finite. Neither that
-                   step nor any later step was applied.
+        Raises:    TrainingError on every rank if a step's loss or gradient norm is not finite and train.on_nonfinite is
+                   "stop". Neither that step nor any later step was applied.
         """
         steps, self._steps = self._steps, []
         found, self._seen = self._seen, []
@@ -205,8 +206,7 @@ class Results:
 
     @torch.no_grad()
     def _blamed(self, norms: Mapping[str, float], lost: bool, outside: str) -> str:
-        """Return one or more lines, the same on every rank, that name the first gradient in backward order that is not
-        finite.
+        """Return one or more lines, the same on every rank, that name the first non-finite gradient in backward order.
 
         The first gradient is nearest to the loss, and backward propagates its values to the gradients of earlier layers.
         Gradients that are summed along a dim are equal on all its ranks, so the loss of each rank's samples is more specific.
@@ -266,9 +266,7 @@ def _stopped(done: Done, lr: float, most: float, nothing: bool) -> TrainingError
 
 
 def _dims(mesh: Mesh, parallel: ParallelConfig, ranks: list[int]) -> list[str]:
-    """Return the coords that the ranks have in common, and the dims along which a sum has spread the values that are not
-    finite.
-    """
+    """Return the coords that the ranks have in common, and the dims along which a sum has spread non-finite values."""
     roles: dict[str, str] = {dim: role for role, dim in parallel.parts.items()}
     only, summed = [], []
     for dim, size in mesh.layout.dims.items():

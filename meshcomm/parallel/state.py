@@ -1,8 +1,9 @@
-"""Saves and restores what steps change: weights, buffers, and the state of the optimizer, the modules and the scheduler.
+"""Saves and restores everything that a step changes: weights, buffers, and the state of the optimizer, the modules and the
+scheduler.
 
-Tensors are named `model.NAME` and `optimizer.NAME.KEY`. All other state is plain data, which `encode` turns into tensors
-of uint8. These are `plain.parameter.NAME` for a parameter's data, `plain.module.NAME` for a module's extra state, and
-`plain.training` for the rest. State that does not exist yet is not saved, and does not exist after a load.
+Tensors are named `model.NAME` and `optimizer.NAME.KEY`. All other state is plain data, which `encode` turns into uint8
+tensors. Those tensors are named `plain.parameter.NAME` for a parameter's data, `plain.module.NAME` for a module's extra state,
+and `plain.training` for the rest. State that does not exist yet is not saved, and does not exist after a load.
 """
 
 from __future__ import annotations
@@ -56,8 +57,8 @@ _HOST: Final = torch.device("cpu")
 class State:
     """All state that a step changes on one rank.
 
-    modules, optimizer: passed before the first step. A parameter group's entry, or an attribute of the optimizer, is
-        state if its value has changed since.
+    modules, optimizer: passed before the first step. A parameter group's entry, or an attribute of the optimizer, is state if
+        its value has changed since this object was created.
     named: returns this rank's parameters with their global names.
     tied: the name of the parameter that the embedding and the head share.
     """
@@ -91,7 +92,7 @@ class State:
 
     @torch.no_grad()
     def tensors(self) -> dict[str, Tensor | Kept]:
-        """Return all state, by name. Its tensors share memory with the parameters, the buffers and the optimizer's state.
+        """Return all state, by name. The tensors share memory with the parameters, the buffers and the optimizer's state.
         Nothing is changed.
 
         Raises TrainingError that names the state that cannot be saved.
@@ -244,7 +245,7 @@ class State:
     def put_back(self, kinds: Kinds, fill: Callable[[dict[str, Tensor | Kept]], None], steps: int) -> None:
         """Load the state of a checkpoint.
 
-        kinds: the dtype and shape of each tensor in the checkpoint. Optimizer state that is not in it is removed.
+        kinds: the dtype and shape of each tensor in the checkpoint. Optimizer state that is not in the checkpoint is removed.
         fill:  writes the checkpoint's values into tensors, by name.
         steps: the number of steps after which the checkpoint was saved.
         Raises TrainingError that names the mismatch.
@@ -322,8 +323,8 @@ class State:
     ) -> None:
         """Restore the groups' entries and the scheduler's state.
 
-        The scheduler is stepped once per completed step. The saved state then replaces the result, unless the settings
-        of the scheduler or of a group have changed. In that case, the new settings apply from the first step.
+        The scheduler is stepped once per completed step. The saved state then replaces the result, unless the settings of the
+        scheduler or of a group have changed. Changed settings apply from the first step.
         """
         scheduler, groups = self.scheduler, self._optimizer.param_groups
         for group, made in zip(groups, self._groups, strict=True):
@@ -357,7 +358,8 @@ class State:
     def _saved_entries(
         self, group: Mapping[str, Any], names: Mapping[int, str], facts: Mapping[str, Mapping[str, Any]]
     ) -> dict[str, Any]:
-        """Return the saved entries of a group. Its parameters must have been saved in one group, or in equal groups."""
+        """Return the saved entries of a group. The group's parameters must have been saved in one group, or in equal
+        groups."""
         called = [names[id(parameter)] for parameter in group["params"]]
         first = called[0] if called else ""
         found: dict[str, Any] = facts[first].get("group", {}) if called else {}
@@ -382,7 +384,8 @@ def _text(value: Any) -> bytes:
 
 
 def _texts(values: Mapping[Any, Any], where: str = "") -> dict[Any, bytes | None]:
-    """Return each value encoded. Code is left out. A value that cannot be encoded is None, or raises if `where` is given."""
+    """Return the encoded values, without code. A value that cannot be encoded becomes None, or raises an error if `where` is
+    given."""
     found: dict[Any, bytes | None] = {}
     for key, value in values.items():
         if isinstance(value, _CODE):
@@ -415,7 +418,7 @@ def _changed(
 
 
 def _is_plain(value: Any) -> bool:
-    """Return whether a value is a number or text, or a container of such values. Tensors are not plain."""
+    """Return whether a value is a number or text, or a container of such values. Tensors are not plain data."""
     if type(value) is dict:
         return all(map(_is_plain, (*value, *value.values())))
     if type(value) in (list, tuple, set, frozenset):
@@ -436,7 +439,7 @@ class _Outline(pickle.Pickler):
 
 
 def _fingerprint(value: Any) -> bytes | str:
-    """Return plain data encoded, or a digest of an object's values. Return "" for an object that cannot be pickled, such
+    """Return encoded plain data, or a digest of an object's values. Return "" for an object that cannot be pickled, such
     as a mesh.
     """
     if _is_plain(value):
@@ -453,7 +456,7 @@ def _is_tensor(what: str, value: Any, parameter: Tensor) -> bool:
     """Return whether the value is saved as a tensor under this name, in parts if it is split. Any other value is plain
     data.
 
-    Raises TrainingError for a tensor that is neither equal on all ranks nor a known part on each.
+    Raises TrainingError for a tensor that is neither equal on all ranks nor a known part of a full tensor on each rank.
     """
     if not isinstance(value, Tensor):
         return False
@@ -486,7 +489,7 @@ def _room(
     hosted: bool,
     parts: Parts | None,
 ) -> Tensor:
-    """Return memory for a tensor of the optimizer's state. If `hosted`, a step count is on the CPU, where torch keeps it."""
+    """Return memory for a tensor in the optimizer's state. If `hosted`, a step count is on the CPU, where torch keeps it."""
     dtype, shape = kind
     count = key == "step" and not shape
     if tuple(shape) == (Kept(parameter, parts).shape if parts else tuple(parameter.shape)) and not count:
@@ -501,7 +504,7 @@ def _room(
 def _fitting(optimizer: torch.optim.Optimizer, parameter: Tensor, state: dict[Any, Any]) -> dict[Any, Any]:
     """Return the state in the dtype that the optimizer uses, even if train.state_dtype was different when it was saved.
 
-    Moments of torch's optimizers have the weights' dtype.
+    In torch's optimizers, moments have the weights' dtype.
     """
     if type(optimizer).__module__.partition(".")[0] != "torch":
         return state
@@ -553,8 +556,8 @@ def _unfit(what: str, given: str, expected: str) -> TrainingError:
 
 
 def _leaves(state: Any, *path: Any) -> dict[tuple[Any, ...], Any]:
-    """Return the entries of nested dicts and of lists of dicts by path, because schedulers may be nested. The groups' rates
-    are left out, because ranks may have different numbers of groups.
+    """Return the entries of nested dicts and of lists of dicts by path, because schedulers may be nested. The groups' learning
+    rates are left out, because ranks may have different numbers of groups.
     """
     found: dict[tuple[Any, ...], Any] = {}
     for key, value in dict(enumerate(state)).items() if isinstance(state, list) else state.items():

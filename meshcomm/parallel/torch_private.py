@@ -44,7 +44,7 @@ _storage_at: Any = torch._C._construct_storage_from_data_pointer
 
 
 def storage_without_memory(nbytes: int) -> Any:
-    """Return a CPU storage of this size, with a unique address and no memory. It cannot be resized."""
+    """Return a CPU storage of this size, with a unique address and no memory. The storage cannot be resized."""
     return _storage_at(_addresses().take(nbytes), _CPU, nbytes)
 
 
@@ -62,10 +62,10 @@ def parts_of_dtensor(x: Any) -> tuple[torch.Tensor, Any]:
 
 
 def dtensor_of(kind: Any, held: torch.Tensor, where: Any) -> Any:
-    """Return a DTensor with the layout `where` whose part on this rank is `held`. Like DTensor.from_local, but without
+    """Return a DTensor that has the layout `where`, with `held` as its part on this rank. Like DTensor.from_local, but without
     checks.
 
-    kind: the DTensor class. Importing it here would take half a second, even in a job that does not need it.
+    kind: the DTensor class. Importing the class here would take half a second, even in a job that does not need it.
     """
     return kind(held, where, requires_grad=False)
 
@@ -126,7 +126,7 @@ def fsdp_tensors(module: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
 def shared_casts() -> Iterator[None]:
     """In this context, autocast casts each weight once, instead of once per forward pass, and keeps it during backward.
 
-    torch.autocast does the same when two of its contexts are nested. This context does not need an active one.
+    torch.autocast does the same when two of its contexts are nested. No autocast context needs to be active.
     """
     torch.autocast_increment_nesting()
     try:

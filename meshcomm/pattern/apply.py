@@ -1,4 +1,4 @@
-"""Applies a recipe to a tensor. einops runs the local steps, and communicators run the others."""
+"""Applies a recipe to a tensor. einops runs the local steps, and communicators run the other steps."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _CALLS: Mapping[str, Callable[..., Tensor]] = {
 
 @dataclass(frozen=True)
 class _Calls:
-    """A recipe and the gradient rule of each gathered dim. A traced graph can hold this class, but not a plain tuple."""
+    """A recipe and the gradient rule of each gathered dim. A traced graph can hold an instance, but not a plain tuple."""
 
     recipe: Recipe
     rules: Mapping[str, GatherGrad]
@@ -47,7 +47,7 @@ class _Calls:
 class Rearranger:
     """`rearrange` for one rank of one mesh. The 1024 most recently used recipes are cached.
 
-    When dims are added to a mesh, it needs a new Rearranger, because a name in a pattern may now be a dim.
+    When dims are added to a mesh, the mesh needs a new Rearranger, because a name in a pattern may now be a dim.
     """
 
     def __init__(self, layout: Layout, at: CommunicatorCache, functional: Functional, who: str) -> None:
@@ -71,7 +71,7 @@ class Rearranger:
         Returns:   a new tensor if data moved between ranks, otherwise a view of x if einops would
                    return one; any strides.
         Gradient:  computed if x requires grad, for every dim that moves, is sliced, or is reduced by
-                   sum or avg. A gathered dim needs the rule `grad`: one rule for all, or {dim: rule}.
+                   sum or avg. A gathered dim needs the rule `grad`: one rule for all dims, or {dim: rule}.
         Raises:    PatternError, ShapeError, AutogradError before anything is sent; UnsupportedOp,
                    CommunicationError.
         """
@@ -137,7 +137,7 @@ class Rearranger:
             raise PatternError(
                 f"rearrange: grad={grad!r} has no effect: no mesh dim is on the right only",
                 given=given,
-                expected="a gathered dim; the gradients of all others are determined",
+                expected="a gathered dim; the gradients of all other dims are determined",
                 hint=f"remove grad={grad!r}",
             )
         one: Any = UNDETERMINED if grad is None else grad
@@ -192,7 +192,7 @@ def _calls_in_graph(
 ) -> _Calls | MeshcommError:
     """Return the calls, or the planning error, which the traced code must raise.
 
-    All arguments are constants of a graph, as torch 2.11 requires. `merged`, the number of merged dims, is one of them, so
+    All arguments are constants of a graph, as torch 2.11 requires. They include `merged`, the number of merged dims, so
     that the recipe is planned again when a merged dim is added. asked: the arguments of `Rearranger.recipe`.
     """
     planner: Rearranger = groups_of(key, f'rearrange "{asked[0]}"').planner()

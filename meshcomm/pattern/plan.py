@@ -174,7 +174,7 @@ class _Route:
     # -- local steps ----------------------------------------------------------------------------
 
     def arrange(self, target: Side) -> None:
-        """Rearrange the axes to `target`, which has the same names, with einops."""
+        """Use einops to rearrange the axes to `target`, which has the same names."""
         if target == self.axes:
             return
         runs = {name: at for at, run in enumerate(_runs(self.axes, target)) for name in run}
@@ -220,7 +220,7 @@ class _Route:
     def join(self, kind: Kind, dim: str, to: int) -> None:
         """Add an all_to_all or all_gather, which makes `dim` the outermost part of axis `to`.
 
-        For all_to_all, `to` is an axis number after `dim` has become the outermost part of its own axis.
+        For all_to_all, `dim` is first moved to the outermost part of its own axis; `to` is counted after that.
         """
         axis = self.lead(dim) if kind == "all_to_all" else 0
         self._pack(axis)
@@ -277,7 +277,7 @@ def _in_place(route: _Route, right: Side, calls: Sequence[tuple[Kind, str]]) -> 
 
 
 def _in_front(route: _Route, right: Side, calls: Sequence[tuple[Kind, str]]) -> _Route:
-    """Run every collective on axis 0, where it needs no copy. Pack once before, and unpack once afterward."""
+    """Run every collective on axis 0, where it needs no copy. Pack once before the collectives, and unpack once after them."""
     for call, dim in calls:
         if call == "slice":
             route.cut(call, dim)

@@ -74,7 +74,7 @@ def roles(pattern: Pattern, mesh: MeshDims, partial: object, sizes: Sizes) -> di
 
 
 class _Place(NamedTuple):
-    """The tensor axes before and after a mesh dim: in the same parentheses, or on the whole side if it is in none."""
+    """The tensor axes before and after a mesh dim: in the same parentheses or, without parentheses, on the whole side."""
 
     in_parentheses: bool
     before: str | None
@@ -109,7 +109,7 @@ def _unclear(why: str) -> PatternError:
     return fault(
         f"unclear whether to move data between ranks: {why}",
         "a dim with the same neighbors on both sides, which stays and sends nothing;\n"
-        "or with both neighbors different, which moves by all_to_all",
+        "or a dim whose neighbors both differ between the sides, which moves by all_to_all",
         "two patterns, one that moves the dim and one that reorders the axes",
     )
 
@@ -139,7 +139,7 @@ def _check_sizes(names: Group, mesh: MeshDims, sizes: Sizes) -> None:
         if name not in names:
             raise fault(
                 f'a size for "{name}", which the pattern does not have',
-                "sizes of axes of the pattern: " + (", ".join(dict.fromkeys(names)) or "it has none"),
+                "sizes of axes in the pattern: " + (", ".join(dict.fromkeys(names)) or "it has none"),
                 did_you_mean(name, names) or remove,
             )
         if isinstance(size, bool) or not isinstance(size, int) or size < 0:
@@ -192,7 +192,7 @@ def lengths(pattern: Pattern, shape: Shape, mesh: MeshDims, sizes: Sizes) -> dic
                 f"{axis} does not determine {' and '.join(open_names)}",
                 f"sizes for all but one of {', '.join(open_names)}; together they are {length}"
                 if whole
-                else "a size for each name of an axis of length 0",
+                else "a size for each name in an axis of length 0",
                 f"rearrange(x, pattern, {open_names[0]}=...)",
             )
         if open_names and whole and length % whole:

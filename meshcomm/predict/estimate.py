@@ -1,4 +1,4 @@
-"""Short formulas for a training step's memory and traffic on the rank with the most layers. `tune` ranks meshes by them.
+"""Short formulas for a training step's memory and traffic on the rank with the most layers. `tune` ranks meshes by these.
 
 `meshcomm dryrun` and `meshcomm tune --exact` count both exactly. The formulas leave out messages of a few bytes per token
 (losses, norms, routers), biases, attention windows, the order in which memory is freed, and temporary buffers.
@@ -30,7 +30,7 @@ EXPERT_SHARD: Final = "expert shard"
 
 
 class Sizes(NamedTuple):
-    """The size of each part's dim; 1 for a part without a dim. microbatches: the number per rank and step.
+    """The size of each part's dim; 1 for a part without a dim. microbatches: the number of micro-batches per rank and step.
     expert_copies: the number of copies of each expert shard.
     """
 
@@ -45,8 +45,8 @@ class Sizes(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """Parameter counts of a model. layers: one per block, without its experts. experts: one per block. ends: parameters
-    outside the blocks; a shared parameter counts once.
+    """Parameter counts of a model. layers: one count per block, without its experts. experts: one count per block. ends:
+    parameters outside the blocks; a shared parameter counts once.
     """
 
     layers: tuple[int, ...]
@@ -77,7 +77,7 @@ class Workload:
 
     @property
     def ulysses(self) -> bool:
-        """Whether context splits heads instead of tokens."""
+        """Whether context parallelism splits heads instead of tokens."""
         return self.parallel.options.attention == "ulysses"
 
     def tokens(self, sizes: Sizes) -> float:
@@ -120,7 +120,8 @@ class Workload:
 
     def flops(self, sizes: Sizes) -> float:
         """Return the floating-point operations per micro-batch on a rank that has the most layers and the head. Each
-        multiply-add of the forward pass counts 6: 2 forward and 4 backward. In recomputed layers it counts 2 more.
+        multiply-add in the forward pass counts as 6 operations: 2 forward and 4 backward. In recomputed layers, it counts as 8
+        operations.
         """
         layer = sum(self.costs.layers) / self.model.num_layers
         once = self.layers_of_rank(sizes) * layer + self.costs.head
@@ -193,7 +194,7 @@ def _costs(model: ModelConfig, counts: Counts, seq_len: int) -> tuple[int, ...]:
 class Weights(NamedTuple):
     """The number of weights on one rank before sharding.
 
-    plain: weights outside experts. experts: weights of experts. layer: weights of one layer. ends: weights outside layers.
+    plain: weights outside experts. experts: weights in experts. layer: weights in one layer. ends: weights outside layers.
     """
 
     plain: float
@@ -344,8 +345,8 @@ def flows(work: Workload, sizes: Sizes) -> list[Flow]:
 
 
 def expected(settings: Config, world: int) -> list[Flow]:
-    """Return the calls of a step along dims of size 2 or more. In the result, `along` names dims instead of parts, and
-    `calls` covers the full step.
+    """Return the calls in a step along dims of size 2 or more. In the result, `along` names dims instead of parts, and `calls`
+    covers the full step.
 
     Raises ConfigError if `settings` does not describe training.
     """
@@ -426,8 +427,8 @@ def _pipeline(work: Workload, sizes: Sizes) -> Iterator[Flow]:
 
 
 def _shard(work: Workload, sizes: Sizes) -> Iterator[Flow]:
-    """Each layer's weights are gathered forward and backward, or once per step. Gradients are reduce-scattered once per
-    step. The embedding and the head together count as one more layer.
+    """Each layer's weights are gathered in each forward and backward pass, or once per step. Gradients are reduce-scattered
+    once per step. The embedding and the head together count as one more layer.
     """
     here, again, piped = weights(work, sizes), work.parallel.reshards(sizes.pipeline), sizes.pipeline > 1
     # In a pipeline, a layer stays gathered from a backward pass until the next pass.

@@ -150,7 +150,7 @@ def work(backend: str, operation: Operation, size_bytes: int, ranks: int) -> Wor
 
 
 def check_sizes(sizes: Sequence[int]) -> None:
-    """Raise ConfigError if there are too few sizes for a fit. This is also called before measuring."""
+    """Raise ConfigError if there are too few sizes for a fit. This check also runs before measuring."""
     if len(set(sizes)) < 2:
         raise ConfigError(
             "one size cannot separate latency from bandwidth",
@@ -187,8 +187,8 @@ def fit(times: Sequence[Time], works: Sequence[Work]) -> Fit:
         raise ConfigError(
             f"these times show no bandwidth: {', '.join(dims)}",
             given=f"times that do not grow from {sizes[0]} to {sizes[-1]} bytes",
-            expected="sizes whose bytes take longer than the call itself",
-            hint=f"--bytes {sizes[0]} --bytes {sizes[-1] * 64}, more --rounds, or a machine with less other work",
+            expected="sizes whose transfer takes longer than the call itself",
+            hint=f"--bytes {sizes[0]} --bytes {sizes[-1] * 64}, more --rounds, or a less busy machine",
         )
     errors = np.abs(latency_s * steps + byte_s * moved - 1).tolist()
     return Fit(dims, latency_s, 1 / byte_s, len(times), median(errors), max(errors), tuple(notes))

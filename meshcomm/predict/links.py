@@ -62,7 +62,8 @@ class Machine(NamedTuple):
 
 @final
 class Placed(TopologyConfig):
-    """A topology whose nodes do not hold equal blocks of ranks, as with `srun -m cyclic`. A live mesh can detect it.
+    """A topology whose nodes do not hold equal blocks of ranks, as with `srun -m cyclic`. A live mesh can detect this
+    placement.
 
     ranks_per_node: the number of ranks on the largest node.
     """
@@ -125,8 +126,8 @@ def discovered(
     """Return `topology` with ranks_per_node and devices_per_node filled in from `env`, if a launcher sets them.
 
     The configuration takes precedence. If nodes have unequal numbers of ranks, or with `srun -m cyclic`, Slurm's value is
-    ignored, because r // ranks_per_node then is not the node of rank r. per_host, nodes: what the ranks themselves
-    detected, see `Agreed`; both override the launcher. per_host is None if the ranks did not check.
+    ignored, because rank r is then not on node r // ranks_per_node. per_host, nodes: what the ranks themselves detected, see
+    `Agreed`; both override the launcher. per_host is None if the ranks did not check.
     """
     # The format is 8(x4) or 8(x3),4. Only the first means that all nodes have the same number of ranks.
     tasks = env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE") or ""
@@ -157,7 +158,7 @@ def _level(name: str, ranks: int, link: Link | None, assumed: Link) -> Level:
 
 
 def _exact(number: float) -> Fraction:
-    """Return the number as the decimal fraction that was written, not as the nearest binary one."""
+    """Return the number as the decimal fraction that was written, not as the nearest binary fraction."""
     return Fraction(str(number))
 
 
@@ -176,7 +177,7 @@ class Hop(NamedTuple):
 
 
 class Route(NamedTuple):
-    """The links that a group's data crosses, innermost first. Along with the size, they determine a call's time.
+    """The links that a group's data crosses, innermost first. These links and the size determine a call's time.
 
     hops: the levels with at least two units. even: whether all units hold the same number of ranks, which hierarchical
     algorithms require; otherwise there is one hop over all ranks on the slowest link. call_s: the fixed cost per call.
@@ -245,7 +246,7 @@ def slowest_level(found: Span, machine: Machine) -> Level:
 
 
 def strided(dims: Sequence[tuple[int, int]], world: int, machine: Machine) -> Ranks:
-    """Return the groups along dims with these (size, stride) pairs, in a world whose ranks are in row-major mesh order.
+    """Return the groups along dims with the given (size, stride) pairs, in a world whose ranks are in row-major mesh order.
 
     A group's placement depends only on its first rank modulo the largest unit, so one group is returned per placement.
     """

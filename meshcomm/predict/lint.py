@@ -56,7 +56,7 @@ class LintFinding(NamedTuple):
 
 
 class Footprint(NamedTuple):
-    """The most that one rank uses when all of its groups are in use.
+    """The resources that one rank uses when all of its groups are in use.
 
     nccl, gloo: the number of communicators, including torch.distributed's default group.
     nccl_mb: the estimated device memory in megabytes. descriptors: the number of file descriptors that Gloo opens.
@@ -147,7 +147,7 @@ def scattered(plan: Plan, topology: TopologyConfig) -> LintFinding | None:
         f"{', '.join(crossing)} {'crosses' if len(crossing) == 1 else 'cross'} nodes, "
         "because the ranks of a node are not consecutive",
         "; ".join(f"node {node}: {ranks_text(found)}" for node, found in own.items()) + more,
-        "ranks 0, 1, 2, ... on the first node, the next ones on the second",
+        "ranks 0, 1, 2, ... on the first node, the next ranks on the second",
         "srun -m block, mpirun --map-by slot, or mesh.rank_order"
         + (f" = {order}" if len(order) <= _ORDERED else ""),
     )

@@ -33,8 +33,9 @@ class ScheduleProperties(NamedTuple):
     """How a schedule runs backward passes. All schedules accumulate gradients in place.
 
     several_stages: whether a rank runs several stages instead of one.
-    splits_backward: whether inputs and weights have separate backward passes, on all stages except stage 0. A graph node
-        that both passes need may then run twice, and so may recomputation. torch rejects modules from torch.compile.
+    splits_backward: whether inputs and weights have separate backward passes, on all stages except stage 0. Graph nodes that
+        both passes need may then run twice, and activations may be recomputed twice. torch then rejects modules compiled with
+        torch.compile.
     hooks_fire: whether hooks from register_post_accumulate_grad_hook run once for each microbatch and parameter.
         If False, they run only on stage 0.
     """
@@ -154,8 +155,8 @@ def bubble(schedule: PipelineSchedule, ranks: int, each: int) -> float:
 def microbatches_held(schedule: PipelineSchedule, ranks: int, each: int, microbatches: int) -> float:
     """Return the largest number of micro-batches that the first rank keeps, each with the activations of all its layers.
 
-    gpipe: all. 1f1b: one for each rank (Narayanan et al. 2019). Zero bubble: at most as many as 1f1b, on every rank (Qi
-    et al. 2024, ZB-H1). Interleaved: 1 + (p - 1) / (p v) times as many as 1f1b, with p ranks and v stages per rank
+    gpipe: all micro-batches. 1f1b: one for each rank (Narayanan et al. 2019). Zero bubble: at most as many as 1f1b, on every
+    rank (Qi et al. 2024, ZB-H1). Interleaved: 1 + (p - 1) / (p v) times as many as 1f1b, with p ranks and v stages per rank
     (Narayanan et al. 2021, Korthikanti et al. 2022).
     """
     if ranks == 1:
@@ -181,7 +182,7 @@ def _order(schedule: PipelineSchedule, rank: int, ranks: int, each: int, microba
 
 
 def _passes(kind: Kind, rank: int, ranks: int, each: int, microbatches: int, turn: int) -> list[Pass]:
-    """Return the passes of `turn` microbatches through each stage in turn, then those of the next `turn` microbatches."""
+    """Return the passes of `turn` microbatches through one stage after another, then those of the next `turn` microbatches."""
     stages = [rank + ranks * index for index in range(each)]
     return [
         Pass(kind, stage, microbatch)

@@ -65,7 +65,7 @@ class Share(NamedTuple):
 class Placement(NamedTuple):
     """One mesh. dims: part -> size of its base dim, outermost first. expert: the size of the expert dim.
 
-    step_s = compute_s + bubble_s + the seconds of all shares. microbatches: the number per rank and step.
+    step_s = compute_s + bubble_s + the seconds of all shares. microbatches: the number of micro-batches per rank and step.
     memory_bytes: the memory, by kind, of the rank that needs the most. also: how many other orders of the same sizes have
     the same predicted time.
     """
@@ -84,7 +84,7 @@ class Placement(NamedTuple):
 class Ranking(NamedTuple):
     """placements: the best meshes, fastest first. meshes: how many meshes were ranked.
 
-    sizes: the number of legal factorizations. too_large: how many of these do not fit in a rank's memory.
+    sizes: the number of legal factorizations. too_large: how many of them do not fit in a rank's memory.
     world, machine, tflops, memory_gb: the inputs of the ranking. assumed: which of "tflops" and "memory_gbytes" were not
     configured.
     """
@@ -101,7 +101,7 @@ class Ranking(NamedTuple):
 
 
 class _Found(NamedTuple):
-    """A mesh without its details. Meshes sort by time, then by the order of their dims."""
+    """A mesh's predicted time and dim order, without details. Meshes sort by time, then by the order of their dims."""
 
     step_s: float
     order: tuple[int, ...]
@@ -322,7 +322,7 @@ def _factors(world: int, count: int) -> Iterator[Sequence[int]]:
 
 
 def _splits(work: Workload, sizes: Sizes) -> bool:
-    """Return whether heads, layers and tokens can be split this way, by the rules of meshcomm.config.rules."""
+    """Return whether heads, layers and tokens can be split this way, according to meshcomm.config.rules."""
     model, options, tensor, context = work.model, work.parallel.options, sizes.tensor, sizes.context
     vocab_size = model.vocab_size if model.is_built_in else 0
     split = (model.num_heads, model.num_kv_heads, model.intermediate_size, vocab_size)

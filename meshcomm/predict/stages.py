@@ -154,9 +154,9 @@ def _exact_costs(layers: int, costs: Sequence[float], first: float, last: float)
     wrong = [cost for cost in (*costs, first, last) if not (math.isfinite(cost) and cost >= 0)]
     if wrong or len(costs) != layers:
         raise LayoutError(
-            "a stage cannot be balanced by this cost" if wrong else "every layer has one cost",
+            "stages cannot be balanced by this cost" if wrong else "every layer has one cost",
             given=f"{wrong[0]}" if wrong else f"{len(costs)} costs, layers = {layers}",
-            expected=f"{layers} costs of 0 or more, finite",
+            expected=f"{layers} finite costs of 0 or more",
             hint="multiply-adds per token, or measured times; costs=None if all layers cost the same",
         )
     exact = [Fraction(cost) for cost in costs]

@@ -59,7 +59,7 @@ def lines(operation: Operation, route: Route) -> list[Line]:
     """Return the time of every algorithm for `operation` along `route`.
 
     Algorithms without levels run all steps at the slowest link's alpha and beta. Hierarchical algorithms need an even
-    route with at least two levels, and run each level at its own alpha and beta. Calls in groups of one take no time.
+    route with at least two levels, and run each level at its own alpha and beta. Calls in groups of one rank take no time.
     """
     if route.ranks == 1:
         return [Line("none", 1, Fraction(0), Fraction(0))]
@@ -83,7 +83,7 @@ def best(lines: Sequence[Line], size_bytes: float) -> Line:
 
 
 def backend_lines(operation: Operation, route: Route) -> list[Line]:
-    """Return those of `lines` that a backend chooses from, or all of them if that is unknown."""
+    """Return the lines that a backend chooses from, or all of `lines` if the backend's choices are unknown."""
     every = lines(operation, route)
     return [line for line in every if line.name in BACKENDS_OWN] or every
 
@@ -99,7 +99,7 @@ def fastest(operation: Operation, route: Route, size_bytes: float) -> Line:
 def bus_factor(operation: Operation, ranks: int) -> Fraction:
     """Return busbw / algbw. algbw is size / time; for all_gather and reduce_scatter, the size is that of the full data.
 
-    The factor is one for a single rank. Source: nccl-tests, doc/PERFORMANCE.md (github.com/NVIDIA/nccl-tests).
+    For a single rank, the factor is 1. Source: nccl-tests, doc/PERFORMANCE.md (github.com/NVIDIA/nccl-tests).
 
     >>> bus_factor("all_reduce", 8), bus_factor("all_gather", 8)
     (Fraction(7, 4), Fraction(7, 8))

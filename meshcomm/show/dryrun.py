@@ -108,7 +108,7 @@ def _calls(calls: list[Facts], timed: bool) -> Cells:
 
 
 def _seconds(key: str, row: Facts) -> str:
-    """Return the dim's seconds in its first row, and an empty text in its other rows."""
+    """Return the dim's seconds in its first row, and an empty string in its other rows."""
     return "" if not row["first"] else "-" if row[key] is None else seconds_text(row[key])
 
 

@@ -108,8 +108,8 @@ class Axis(NamedTuple):
 class Slot(NamedTuple):
     """One row or column of the picture.
 
-    at, size: its start, and its width or height. offset: what it adds to the position of a cell, or a negative number for
-    omitted coords. coord, block: its labels.
+    at, size: its start, and its width or height. offset: the amount that it adds to a cell's position, or a negative number
+    for omitted coords. coord, block: its labels.
     """
 
     at: int
@@ -187,7 +187,7 @@ def _axis(sizes: dict[str, int], stride: int, drawn: int, place: int) -> Axis:
 def _drawn(inside: int, blocks: int, room: Room, gaps: int) -> tuple[int, int]:
     """Return how many coords per block, and how many blocks, to draw: as many ranks as fit, but at least one.
 
-    gaps: the maximum number of marks for omitted coords. Each takes one column or line.
+    gaps: the maximum number of marks for omitted coords. Each mark takes one column or line.
     """
     best, score = (1, 1), (0, 0, 0)
     limit = max(1, room.total // room.cell)

@@ -163,7 +163,7 @@ def _packed(items: Sequence[str], width: int) -> list[str]:
 
 
 def page_view(parts: Sequence[PagePart]) -> View:
-    """Return a view that shows the parts below one another."""
+    """Return a view that shows the parts one below the other."""
     from rich.console import Group
 
     return Group(*parts)

@@ -49,7 +49,7 @@ def _verdict(facts: Mapping[str, Any]) -> str:
     tolerance = f"{facts['tolerance']:g}"
     found = facts["differences"]
     if facts["agrees"]:
-        return f"agrees: nothing differs by more than {tolerance} (worst: {max(map(_size, found)):.1e})"
+        return f"agrees: all differences are within {tolerance} (worst: {max(map(_size, found)):.1e})"
     over = sum(_size(one) > facts["tolerance"] for one in found)
     one = facts["first"]
     return (

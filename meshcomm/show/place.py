@@ -110,7 +110,7 @@ def _peak(exact: Facts) -> str:
 
 
 def _crossing(calls: list[Facts]) -> str:
-    """Return the dims whose calls leave the node, each with the seconds of these calls, longest first."""
+    """Return the dims whose calls leave the node, each with the seconds that those calls take, longest first."""
     by_dim: dict[str, float] = {}
     for call in calls:
         if call["link"] != "node":

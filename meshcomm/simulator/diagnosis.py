@@ -68,7 +68,7 @@ def unyielding(shared: SharedState, actor: Actor) -> MeshcommError | None:
 
 
 def at_the_end(shared: SharedState) -> MeshcommError | None:
-    """Return the error if the ranks, which have all ended, did something wrong, or None."""
+    """Return the error if all ranks have ended and any of them did something wrong, or None."""
     return _failed(shared, {}) or _left_over(shared) or _not_waited(shared)
 
 
@@ -104,7 +104,7 @@ def _failed(shared: SharedState, waiting: Mapping[int, Actor]) -> RankFailed | N
 
 
 def _tags_differ(shared: SharedState) -> UnmatchedMessage | None:
-    """Return the error if two ranks wait in a send and a receive to each other whose tags differ, or None."""
+    """Return the error if two ranks wait for each other in a send and a receive with different tags, or None."""
     messages = [each for each in _unmatched(shared) if each.work.actor.wait is each.work]
     sends = [each for each in messages if each.work.kind == "send"]
     for recv in messages:
@@ -134,7 +134,7 @@ def _circular(waiting: Mapping[int, Actor], circle: Sequence[int]) -> DeadlockEr
 
 
 def _stuck(shared: SharedState, waiting: Mapping[int, Actor]) -> MeshcommError:
-    """Return the error for ranks that wait in a cycle, or for ranks that have returned or for a key, perhaps indirectly."""
+    """Return the error for ranks that wait in a cycle or wait, directly or indirectly, for returned ranks or for a key."""
     needs = {rank: _needs(shared, actor) for rank, actor in waiting.items()}
     if circle := find_circle(needs):
         return _circular(waiting, circle)
@@ -229,7 +229,7 @@ def _needs(shared: SharedState, actor: Actor) -> list[int]:
 
 
 def _doing(actor: Actor) -> str:
-    """Return text that says what an actor is waiting in and where."""
+    """Return text that describes the call in which an actor is waiting, and where."""
     on, site = actor.wait, callsite_of(actor)
     if isinstance(on, SimulatedWork):
         begun = on.site

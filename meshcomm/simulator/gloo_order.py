@@ -55,7 +55,7 @@ def _up(value: int, unit: int) -> int:
 
 @cache
 def _order(size: int) -> tuple[Tensor, Tensor]:
-    """Return an array whose element (k, c) is the rank that contributes the k-th term of chunk c, and an array of all c."""
+    """Return an array whose element (k, c) is the rank that contributes the k-th term of chunk c, and the chunk indices c."""
     # The result is cached for all ranks, so it must not be created on the device of a rank inside torch.device("meta").
     own = torch.arange(size, device="cpu")
     return (own - 1 - own[:, None]) % size, own

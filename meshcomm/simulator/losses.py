@@ -1,4 +1,4 @@
-"""The loss of ranks in a simulation, and the launcher's reaction. As with real processes, `Replacing` decides."""
+"""The loss of ranks in a simulation, and the launcher's reaction. As with real processes, `Replacing` makes the decisions."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Losses:
     """Decides which processes are lost, when they are lost, and which processes replace them.
 
     lose: process -> the number of the operation at which it is lost. elastic, sizes: see Replacing.
-    replacement: creates the actor that replaces a process. The clock of Replacing counts operations.
+    replacement: creates the actor that replaces a process. Replacing's clock counts operations.
     """
 
     def __init__(

@@ -150,7 +150,8 @@ def run_ranks(
     elastic: ElasticConfig | None = None,
     sizes: Sizes | None = None,
 ) -> list[Any]:
-    """Call `body` as each of `size` ranks, and return the results. A rank that is lost or still waiting at the end has None.
+    """Call `body` as each of `size` ranks, and return the results. The result is None for a rank that is lost or still waiting
+    at the end.
 
     timeout_s: the mesh's timeout, see `diagnose`. argv: see `RankLocals`. lose: see `simulate`. elastic, sizes: see `Losses`.
     """

@@ -150,7 +150,7 @@ class Actor:
 
 @final
 class Scheduler:
-    """Passes a single baton. A rank runs until it waits or sleeps. A seeded random choice then selects the next rank.
+    """Lets one rank run at a time. A rank runs until it waits or sleeps. A seeded random choice then selects the next rank.
 
     limit_s: how long a rank may run without letting others run. After this time, the others' calls would have timed out.
     """
@@ -233,7 +233,7 @@ class Scheduler:
     def poll(self, actor: Actor, on: object) -> None:
         """Record that `actor` polled for something that is not ready, and let other ranks run before it continues.
 
-        If ranks only keep polling, the actor waits instead, so that a deadlock is detected.
+        If ranks do nothing but poll, the actor waits instead, so that a deadlock is detected.
         """
         if self.over:
             raise Unwound

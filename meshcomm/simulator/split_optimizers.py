@@ -131,7 +131,7 @@ class _Elementwise(DispatchMode):  # type: ignore[misc]
             given=f"a part of shape {tuple(part.shape)}, split along {', '.join(self._dims)}; "
             "in the simulator parts are plain tensors",
             expected="an optimizer that treats each element separately, like SGD and AdamW",
-            hint="meshcomm run: on processes the parameter is a DTensor, whose norm covers the full tensor",
+            hint="meshcomm run: in real processes the parameter is a DTensor, whose norm covers the full tensor",
         )
 
 

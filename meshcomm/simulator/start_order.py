@@ -41,11 +41,11 @@ class StartOrder:
     Calls on one communicator are matched by their order. NCCL defines no order between communicators, and a kernel that
     waits for its peers may keep other communicators' kernels from running, which is why torch's documentation calls the
     concurrent use of several groups unsafe. If one rank starts A before B and another starts B before A, the program may
-    hang, depending on timing. Such a pair is a cycle in the graph of starts. Once all ranks have started a call and no
-    earlier call is pending, it cannot be part of a cycle and is dropped, so that only pending calls are kept.
+    hang, depending on timing. Such a pair is a cycle in the graph of starts. A call that all ranks have started cannot be part
+    of a cycle once no earlier call is pending. It is then dropped, so that only pending calls are kept.
 
-    messages: if True, tracks the messages and collectives of one group. NCCL runs these one after another, so a program
-    with a cycle always hangs.
+    messages: if True, tracks the messages and collectives of one group. NCCL runs a group's calls one after another, so a
+    program with a cycle always hangs.
     """
 
     def __init__(self, messages: bool = False) -> None:
@@ -56,7 +56,7 @@ class StartOrder:
         self._after: dict[Call, dict[Call, tuple[Start, Start]]] = {}
 
     def start(self, calls: Sequence[Call], size: int, own: Start) -> DeadlockError | None:
-        """Record that a rank starts `calls` together. Return the error if this closes a cycle. size: the ranks per call."""
+        """Record that a rank starts `calls` together. Return the error if this closes a cycle. size: ranks per call."""
         for call in calls:
             if call not in self._left:
                 self._left[call], self._before[call], self._after[call] = size, set(), {}

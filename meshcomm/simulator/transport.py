@@ -383,7 +383,7 @@ class SimulatedGroup:
 
 
 def _lengths_fit(calls: list[Call]) -> bool:
-    """Return whether every rank sends each other rank the size that the receiver expects. calls: the calls by coord."""
+    """Return whether every rank sends every other rank the size that the receiver expects. calls: the calls by coord."""
     lengths = [call.lengths for call in calls if call.lengths]
     return all(
         sends == lengths[theirs][0][mine]

@@ -47,7 +47,7 @@ class SharedState:
     """The state that the ranks of one simulation share.
 
     timeout_s: the mesh's timeout.
-    values:    the store's values, by key. writers: the ranks that wrote each key. waits: the waits, by a missing key.
+    values:    the store's values, by key. writers: the ranks that wrote each key. waits: the waits, by missing key.
     groups:    the groups by mesh prefix, name and ranks, in the order in which they were created.
     recorders: each rank's coords and recorder, by mesh prefix and group.
     losses:    decides which ranks are lost and replaced; None if no rank is ever lost.
@@ -66,7 +66,7 @@ class SharedState:
     losses: Losses | None = None
 
     def break_calls(self) -> None:
-        """End all waits, because ranks were lost and the others must synchronize again in a new generation."""
+        """End all waits, because ranks were lost and the remaining ranks must synchronize again in a new generation."""
         scheduler = self.scheduler
         for group in self.groups.values():
             group.give_up()

@@ -4,7 +4,7 @@
 
 It behaves like a GPU as follows (docs/design/emulated_nccl.md gives every rule and its source). A communicator is a
 queue that runs its calls in order, and a call returns once it is queued. `wait` orders later work after the call without
-blocking the host; reading a value blocks it. A message completes when its peer has arrived. Messages outside a group run
+blocking the host; reading a value blocks the host. A message completes when its peer has arrived. Messages outside a group run
 one after another. A dead peer is detected only over a network. A watchdog detects a queue that makes no progress, and
 terminates the process with SIGABRT. `abort` drops all calls and leaves memory in its current state.
 
@@ -103,7 +103,7 @@ class HostSync(RuntimeError):
 
 
 class _Call(NamedTuple):
-    """A call of one of the group's methods. in_place: whether the call overwrites its inputs. blocking: whether the caller
+    """A call to one of the group's methods. in_place: whether the call overwrites its inputs. blocking: whether the caller
     gets no Work.
     """
 
@@ -180,7 +180,7 @@ class EmulatedWork(Work):  # type: ignore[misc]
 
     def is_completed(self) -> bool:
         if _emulation().graph is not None:
-            raise HostSync("is_completed of a Work was called during graph capture, which ends the capture")
+            raise HostSync("Work.is_completed was called during graph capture, which ends the capture")
         return all(item.over.is_set() for item in self._items)
 
     def is_success(self) -> bool:
@@ -290,7 +290,7 @@ class EmulatedNCCL(_ProcessGroup):  # type: ignore[misc]
             time.sleep(0.01)
 
     def shutdown(self) -> None:
-        """Wait for all queued calls, like ncclCommFinalize, and for graphs, without a timeout. Then close."""
+        """Wait without a timeout for all queued calls, as ncclCommFinalize does, and for graphs. Then close."""
         while _active and any(graph.holds(self) for graph in list(_emulation().graphs)):
             time.sleep(0.05)
         if not self.aborted.is_set():
@@ -344,7 +344,7 @@ class EmulatedNCCL(_ProcessGroup):  # type: ignore[misc]
         return self._call(_Call("BARRIER", self._run_barrier, blocking=blocking))
 
     def _expect(self, kind: str, sizes: Sequence[int], root: int) -> None:
-        """Raise RuntimeError if the ranks run different kernels. On GPUs, these would hang or move wrong data."""
+        """Raise RuntimeError if the ranks run different kernels. On GPUs, mismatched kernels would hang or move wrong data."""
         mine = torch.tensor([_KINDS.index(kind), root, sum(sizes)], dtype=torch.int64)
         if kind in ("GATHER", "SCATTER") or "ALLTOALL" in kind:
             mine[2] = 0
@@ -523,7 +523,9 @@ for _method in _METHODS:
 
 @final
 class Graph:
-    """The calls of one capture. `replay` queues them again. Their communicators cannot close while the graph holds them."""
+    """The calls recorded in one capture. `replay` queues them again. Their communicators cannot close while the graph holds
+    them.
+    """
 
     def __init__(self) -> None:
         self.items: list[_Item] = []
@@ -621,7 +623,7 @@ class _Emulation(DispatchMode):  # type: ignore[misc]
                 self.touch(x, writes, name)
 
     def touch(self, x: Tensor, writes: bool, name: str) -> None:
-        """Make an operator that is about to read or write `x` wait for the calls that it is ordered after."""
+        """Make an operator that is about to read or write `x` wait for the calls that must precede it."""
         begin, end = span_of(x) if x.numel() else (x.data_ptr(), x.data_ptr())
         for item in list(self.pending):
             if item.meets(begin, end, writes):
@@ -634,7 +636,7 @@ class _Emulation(DispatchMode):  # type: ignore[misc]
     def check(self, item: _Item) -> None:
         """Order a call that is about to be queued after the calls on other communicators that it must wait for.
 
-        These are all calls that the program's stream has waited for, because a call runs after all earlier work of its stream.
+        These are all calls that the program's stream has waited for, because a call runs after all earlier work on its stream.
         """
         for other in list(self.pending):
             if other.queue is item.queue:
@@ -783,7 +785,7 @@ def _create(given: Any, options: Any = None) -> EmulatedNCCL:
 
 
 def _reads(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `method`, which reads a tensor's memory without an operator, with the checks of a host read."""
+    """Return `method`, which reads a tensor's memory without an operator, wrapped in the checks for a host read."""
 
     def read(x: Tensor, *args: Any, **kwargs: Any) -> Any:
         if _active:
@@ -814,7 +816,7 @@ def _in_a_graph() -> bool:
 
 
 def _compiled_code_waits() -> None:
-    """Make Inductor's compiled code, which reads memory without operators, wait for the calls that it is ordered after."""
+    """Make Inductor's compiled code, which reads memory without operators, wait for the calls that must precede it."""
     inductor: Any = sys.modules.get("torch._inductor.output_code")
     if inductor is None or hasattr(inductor.CompiledFxGraph, NAME):
         return

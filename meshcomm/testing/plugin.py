@@ -27,11 +27,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--mesh-via",
         choices=("simulator", "gloo", "emulated_nccl"),
         default=None,
-        help="run every mesh test through this, regardless of its marker",
+        help="how to run every mesh test, regardless of its marker",
     )
     parser.addini(
         "mesh_preload",
-        "modules that are imported once, before the ranks are forked, instead of by each of them",
+        "modules to import once, before the ranks are forked, instead of on each rank",
         type="args",
         default=[],
     )

@@ -140,7 +140,7 @@ class Pool:
         env: Mapping[str, str] | None = None,
         allow: bool = False,
     ) -> list[Any]:
-        """Call `function(*args)` on `ranks` processes in parallel, and return the results by rank.
+        """Call `function(*args)` in `ranks` processes in parallel, and return the results by rank.
 
         function: must be importable by name. args: must be picklable, as must the results.
         allow:    if True, return an exception as the rank's result instead of raising RankFailure.

@@ -1,7 +1,7 @@
 """Runs a test's body on the pool's processes: sends the test with its fixtures and parameters to each rank and runs it.
 
 pytest imports test modules by its own rules (rootdir, import modes) and rewrites their asserts, but only in its own
-process. Therefore each rank creates a pytest.Config, which installs pytest's import hook, and finds files by a table.
+process. Therefore each rank creates a pytest.Config, which installs pytest's import hook, and looks up files in a table.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ class Ends(NamedTuple):
 
     @property
     def failed(self) -> dict[int, Outcome]:
-        """The failures by rank. Those that are only consequences of another rank's failure come last."""
+        """The failures by rank. Failures that are only consequences of another rank's failure come last."""
         failed = [(rank, outcome) for rank, outcome in self.returned.items() if outcome.kind == "failed"]
         return dict(sorted(failed, key=lambda item: item[1].after))
 
@@ -114,14 +114,16 @@ def stack_text(frames: Iterable[FrameSummary], full: bool) -> str:
 
 
 def last_stack(text: str) -> list[FrameSummary]:
-    """Return the last stack that faulthandler wrote, outermost frame first. After a fault, it is the faulting thread's."""
+    """Return the last stack that faulthandler wrote, outermost frame first. After a fault, this is the faulting thread's
+    stack.
+    """
     begins = max(text.rfind("Current thread"), text.rfind("Stack (most recent"))
     found = _FRAME.findall(text[begins:].partition("\n\n")[0]) if begins >= 0 else []
     return [FrameSummary(file, int(line.replace("???", "0")), name) for file, line, name in reversed(found)]
 
 
 def _users(frames: Iterable[FrameSummary], full: bool) -> StackSummary:
-    """Return the frames of the test that are outside libraries. If `full` or if there are none, return all frames."""
+    """Return the test's frames outside libraries. If `full` is true or there are none, return all frames."""
     shown = list(frames)
     if not full:
         testing = [at for at, f in enumerate(shown) if f.filename.startswith(f"{_MESHCOMM}testing/")]

@@ -1,4 +1,4 @@
-"""Check before the first step that all ranks use the same settings and data. Also counts the ranks on each host."""
+"""Before the first step, check that all ranks use the same settings and data, and count the ranks on each host."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def agree(mesh: Mesh, config: Config) -> Facts:
 
     Called by: every rank of the mesh.
     Raises:    an error on every rank if one rank cannot start. That rank raises its own error, and the others raise a
-               TrainingError that names it. Also raises TrainingError, with names and values, if settings
-               differ. Paths may differ, because hosts have different folders.
+               TrainingError that names it. If settings differ, a TrainingError lists their names and values.
+               Paths may differ, because hosts have different folders.
     """
     known = on_all_ranks(mesh, "start the training", partial(sections, mesh, config))
     _same(mesh, {name: _settings(section) for name, section in known._asdict().items()})

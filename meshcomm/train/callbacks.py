@@ -96,7 +96,7 @@ class Evaluation:
     validation_loss: float
     """The mean loss over all tokens in the batches."""
     validation_tokens: int
-    """Tokens in these batches, summed over all ranks."""
+    """Number of tokens in the evaluated batches, summed over all ranks."""
     seconds: float
     """Duration of the evaluation in seconds."""
     more: Mapping[str, float] = field(default_factory=dict)
@@ -111,7 +111,7 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Summary:
-    """The result of a run, or of the part that has been completed."""
+    """The result of a run, or of the completed part of a run."""
 
     steps: int
     losses: tuple[float, ...]
@@ -120,7 +120,7 @@ class Summary:
     seconds: float
     metrics: Path
     late: Mapping[str, tuple[int, float]] = field(default_factory=dict)
-    """For each dim, the rank that arrived last at the most recent collectives, and its mean delay after the first, in s."""
+    """The rank that arrived last at each dim's most recent collectives, and its mean delay in seconds after the first."""
     traffic: Stats | None = None
     """This rank's calls during the steps of this attempt; None if the attempt ran no steps."""
     traffic_steps: int = 0

@@ -73,7 +73,7 @@ def find_attempt(env: Mapping[str, str]) -> Attempt:
 def read(mesh: Mesh, state: Mapping[str, Tensor | Kept], folder: Path) -> None:
     """Fill the tensors of `state` in place from a folder that `write` or a run has saved on any mesh.
 
-    Called by: every rank; each reads only the data that its parts need.
+    Called by: every rank. Each rank reads only the data that its parts need.
     Raises:    TrainingError on every rank if one rank cannot read, or if a name, shape or dtype differs.
     """
     on_all_ranks(mesh, f"resume from {folder}", lambda: Saved(folder).fill(state))
@@ -159,7 +159,7 @@ def write(mesh: Mesh, state: Mapping[str, Tensor | Kept], folder: Path, lock: Lo
 
 @final
 class Checkpoints:
-    """The checkpoints of one run, in `train.out`. Every rank of the mesh has a Checkpoints.
+    """The checkpoints of one run, in `train.out`. Every rank of the mesh has a Checkpoints object.
 
     `train.out` must be on a file system that the hosts of all ranks share.
 
@@ -248,7 +248,7 @@ class Checkpoints:
 
         Called by: every rank, at the same point of the program. While a save is in progress, the call costs an
                    all_reduce of two numbers per dim; otherwise it costs nothing.
-        Raises: TrainingError, the same on every rank, which names the rank that could not save and the reason.
+        Raises: the same TrainingError on every rank. The error names the rank that could not save and the reason.
         """
         save, self._under_way = self._under_way, None
         if save is not None and not save.poll():

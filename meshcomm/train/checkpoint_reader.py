@@ -249,8 +249,8 @@ def unpickle(text: bytes) -> Any:
 
 @final
 class _Plain(pickle._Unpickler):
-    """Reads plans and metadata, and rejects every other class or function. It is based on the Python unpickler, because the
-    C unpickler lets a pickle set attributes of classes and of Enum members.
+    """Reads plans and metadata, and rejects every class or function that they do not need. It is based on the Python
+    unpickler, because the C unpickler lets a pickle set attributes of classes and of Enum members.
     """
 
     def find_class(self, module: str, name: str) -> Any:

@@ -1,10 +1,10 @@
 """Write sharded tensors into one folder. Each rank writes its part, and any mesh can read the result.
 
-The format and the planner are those of torch.distributed.checkpoint. Its `save` and `async_save` are not used.
-Both communicate over a group of all processes (`async_save` from a thread) and gather the plans of all ranks on
-one rank. Instead, ranks that hold the same part decide along one mesh dim at a time which of them writes that part,
-with 16 bytes of communication per part. Writing itself needs no communication. Each rank lists its written parts in a
-file next to its data. At the end, the lowest rank combines these lists into the metadata.
+The format and the planner are those of torch.distributed.checkpoint. The `save` and `async_save` functions in that package are
+not used. Both functions communicate over a group of all processes (`async_save` from a thread) and gather the plans of all
+ranks on one rank. Instead, ranks that hold the same part decide along one mesh dim at a time which of them writes that part,
+with 16 bytes of communication per part. Writing itself needs no communication. Each rank lists its written parts in a file
+next to its data. At the end, the lowest rank combines these lists into the metadata.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ def divide(mesh: Mesh, state: Mapping[str, Tensor | Kept]) -> list[WriteItem]:
     """Return the parts of the state that this rank writes. If several ranks hold a part, only one of them writes it.
 
     state: a DTensor for each name, or a plain tensor that is equal on every rank that has the name; `Kept` if a
-        weight's layout in memory differs from its layout in the checkpoint. Plain data and the optimizer's numbers
-        are compared between ranks, see `_is_compared`.
-    Called by: every rank. Gathers objects once along each dim with more than one rank, with 16 bytes for each part
+        weight's layout in memory differs from its layout in the checkpoint. Plain data and the optimizer's scalars are
+        compared between ranks, see `_is_compared`.
+    Called by: every rank. Gathers objects once along each dim with more than one rank, using 16 bytes for each part
         that a rank holds. The cost grows with the size of a dim, not with the size of the mesh.
     Raises: TrainingError on every rank if one rank cannot list its parts, or if compared values differ between ranks.
     """
@@ -108,7 +108,7 @@ def _parts(state: Mapping[str, Tensor | Kept]) -> dict[bytes, tuple[WriteItem, b
 
 
 def _is_compared(name: str, tensor: Tensor) -> bool:
-    """Return whether a value is plain data, extra state, or an optimizer's number, all of which should be equal on all ranks."""
+    """Return whether a value must be equal on all ranks: plain data, extra state, or a scalar of the optimizer."""
     if isinstance(tensor, DTensor):
         return False
     number = name.startswith("optimizer.") and not tensor.ndim
@@ -194,7 +194,8 @@ def write_part(
 
 
 def write_metadata(folder: Path, ranks: Iterable[int]) -> None:
-    """Check the files of each rank, and write the metadata for all ranks. Called on the lowest rank after all have written.
+    """Check the files of each rank, and write the metadata for all ranks. Called on the lowest rank after all ranks have
+    written.
 
     Raises TrainingError if a file is missing or too short, ValueError if the ranks' states are inconsistent, and
     OSError.
@@ -222,9 +223,9 @@ def write_metadata(folder: Path, ranks: Iterable[int]) -> None:
 class Save:
     """One folder that all ranks write: `write_part` on each, then `write_metadata` and `complete` on the lowest.
 
-    `now` does this between two steps. `start` does this in a thread on each rank, and the lowest rank continues once every
-    rank has finished `write_part`. Calls from another thread would disturb the sequence of calls on the training's process
-    groups, so ranks communicate only in `poll`, which runs in the training thread.
+    `now` writes the folder between two steps. `start` writes it in a thread on each rank, and the lowest rank continues once
+    every rank has finished `write_part`. Calls from another thread would disturb the sequence of calls on the training's
+    process groups, so ranks communicate only in `poll`, which runs in the training thread.
 
     items:     the parts that this rank writes, from `divide`.
     copy:      copy the data to host memory first, so that the state may change before it is written.

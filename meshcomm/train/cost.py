@@ -19,7 +19,7 @@ from meshcomm.transport.torch_private import DispatchMode
 
 
 class Memory(NamedTuple):
-    """The highest peak memory on any rank, and the number of that rank. kind: the kind of memory that was measured."""
+    """The highest peak memory on any rank, and the rank where it was measured. kind: the kind of memory that was measured."""
 
     nbytes: int
     rank: int
@@ -51,7 +51,7 @@ class Cost:
 
     @contextlib.contextmanager
     def counting(self) -> Iterator[None]:
-        """Count the FLOPs of the first step that runs inside. Later steps run without counting."""
+        """Count the FLOPs of the first step that runs inside the context. Later steps are not counted."""
         if self._counter is not None:
             yield
             return
@@ -78,7 +78,7 @@ class Cost:
         self.memory = Memory(nbytes, ranks_of(self._mesh)[most.index(nbytes)], kind)
 
     def rates(self, steps_per_s: float) -> Rates | None:
-        """Return the rates at this number of steps per second.
+        """Return the rates at the given number of steps per second.
 
         Return None if no step was counted, or if the counted step has no FLOPs.
         """
@@ -95,7 +95,7 @@ def peak_memory(device: torch.device) -> tuple[int, str]:
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device), "allocated by torch"
-    # Not on Windows.
+    # This module does not exist on Windows.
     import resource
 
     unit = 1 if sys.platform == "darwin" else 1024
@@ -104,15 +104,14 @@ def peak_memory(device: torch.device) -> tuple[int, str]:
 
 @final
 class FlopCounter(DispatchMode):  # type: ignore[misc]
-    """A context manager that counts a model's FLOPs in this thread and in the backward passes that it starts.
+    """A context manager that counts a model's FLOPs in this thread and in the backward passes that this thread starts.
 
     The formulas are those of torch.utils.flop_counter: 2 m n k for a matrix product, and corresponding formulas for
     grouped matrix products, convolutions and attention, whose causal mask is ignored. Other operators count as 0. In
     compiled code, calls to torch's kernels are counted, but generated kernels are not. For DTensors, only this rank's part
     is counted.
 
-    Recomputation is not counted, neither in activation checkpointing nor of the scores in the backward pass of fused
-    attention.
+    Recomputation by activation checkpointing is not counted, nor is that of the scores in fused attention's backward pass.
     """
 
     supports_higher_order_operators = True
@@ -169,7 +168,7 @@ def peak_flops(train: TrainConfig, device: torch.device) -> float | None:
     """Return the peak FLOP/s of this rank's device: train.peak_flops, or the data sheet's figure for a well-known GPU. None
     if it is unknown.
 
-    A GPU's figure is for the dtype of the matrix products in [train]. The peak of a CPU or a MIG slice is unknown.
+    A GPU's figure depends on the dtype that [train] sets for matrix products. The peak of a CPU or a MIG slice is unknown.
     """
     if train.peak_flops is not None:
         return train.peak_flops

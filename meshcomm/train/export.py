@@ -264,7 +264,7 @@ def _model(known: Mapping[str, Any]) -> SpecModel:
 
 @final
 class _Reverted:
-    """Computes all stored tensors of a parameter together, only once."""
+    """Computes all stored tensors of a parameter together and only once."""
 
     def __init__(self, stored: Conversions, name: str) -> None:
         self._stored, self._name = stored, name

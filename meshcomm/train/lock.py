@@ -25,7 +25,7 @@ _FORMAT = 3
 
 # If one of these changes, the run is a different training run and cannot continue.
 _FIXED = ("model.", "pretrained.", "train.seed", "train.dtype")
-# The same applies to these, which determine the samples of a step, unless train.resume_changed contains the name given here.
+# The same applies to these keys, which determine the samples of a step, unless train.resume_changed contains their value.
 _SAMPLES = {
     "data.seq_len": "seq_len",
     "train.global_batch_size": "global_batch_size",
@@ -73,7 +73,7 @@ class Lock:
     """The best validation loss, in the form of `callbacks.Best`. Empty if it is unknown or there was no evaluation."""
 
     metadata: str = ""
-    """The SHA-256 of the metadata next to the lock file, which give the location of each tensor. "" if there are none."""
+    """The SHA-256 of the metadata file in the same folder, which gives the location of each tensor. "" if there is none."""
 
     def continuing(self, saved: Lock) -> Lock:
         """Return the lock for the continued run, with the progress from `saved`.

@@ -45,7 +45,7 @@ class Record:
     """The recorded steps of a run. Gradients are from the last step, after clipping.
 
     losses, norms: one value per step. Norms are computed before clipping.
-    weights, gradients: unsharded float64 tensors on the CPU, by global name. A pipeline rank has only those of its stages.
+    weights, gradients: unsharded float64 tensors on the CPU, by global name. A pipeline rank has only its own stages' tensors.
     batch_norms: whether the model has batch norms, whose results depend on which samples form a microbatch.
     original: one sentence that compares the outputs before the first step with the original module's outputs; "" if they
         were not compared.
@@ -163,7 +163,7 @@ class _ParityRecorder(StepRecorder):
             raise _Enough
 
     def run(self, program: Callable[[], object]) -> Record | None:
-        """Run the program. Return the record of the last step of its Trainer, or None if there is none."""
+        """Run the program. Return the record of the last step of the program's Trainer, or None if there is none."""
         token = RECORDER.set(self)
         try:
             program()

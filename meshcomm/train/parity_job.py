@@ -100,7 +100,7 @@ class Parity:
 
     @property
     def agrees(self) -> bool:
-        """Whether nothing differs by more than the tolerance."""
+        """Whether all differences are within the tolerance."""
         return self.first is None
 
     def facts(self) -> dict[str, Any]:
@@ -130,10 +130,10 @@ def prove(
     script: a script that creates a Trainer on the mesh that meshcomm.init() returns. On one process, every dim of that mesh
             has size 1. If None, the training in `config` is run.
     start:  a function that runs `python WORDS` on all ranks of a mesh, prints errors and returns the exit code.
-    If the results differ, smaller meshes are run until the dim to blame is found. No process keeps running.
+    If the results differ, smaller meshes are run until the dim to blame is found. No process keeps running after the call.
 
     Raises: ConfigError if there is nothing to compare, or if the training has fewer steps; TrainingError if the run on one
-            process computes numbers that are not finite, or different outputs than the original module; LaunchError if
+            process computes numbers that are not finite, or outputs that differ from the original module's; LaunchError if
             the run on the mesh fails; UnsupportedOp if a model with batch norms has several microbatches per step.
     """
     exact, notes = in_float64(config)
@@ -176,7 +176,7 @@ def _copies(config: Config) -> int:
 @final
 @dataclass(frozen=True)
 class _Runs:
-    """Runs of the first `steps` steps of `config` on its mesh, on parts of it, and on one process.
+    """Runs the first `steps` steps of `config` on its mesh, on parts of that mesh, and on one process.
 
     folder:      the folder for the files of all runs.
     batch_norms: whether the model has batch norms. If so, every run has the full mesh's total microbatch size.
@@ -289,8 +289,8 @@ def suspected(config: Config) -> tuple[str, ...]:
 def only(config: Config, dims: Iterable[str]) -> Config:
     """Return `config` with a smaller mesh, in which only `dims` have a size above 1.
 
-    The expert dim is not part of the base mesh but a view of other dims. If it is kept, the data dim grows as far as the
-    expert dim needs, and another dim of the view gets the remaining ranks. Otherwise experts are not split. Raises
+    The expert dim is not part of the base mesh but a view of other dims. If the expert dim is kept, the data dim grows as far
+    as the expert dim needs, and another dim of the view gets the remaining ranks. Otherwise experts are not split. Raises
     ConfigError if there is no such mesh.
     """
     kept, parallel = set(dims), config.parallel
@@ -310,7 +310,7 @@ def only(config: Config, dims: Iterable[str]) -> Config:
         carrier = parallel.data if parallel.data in carriers else carriers[0]
         sizes[carrier or ""] *= more
         made = {dim: sizes[dim] if dim in shared else 1 for dim in view} | {expert: view[expert]}
-        # The first of the other dims gets the rest.
+        # The first of the other dims gets the remaining ranks.
         for dim in [dim for dim in view if dim not in (*shared, expert)][:1]:
             made[dim] = math.prod(sizes[dim] for dim in carriers) // view[expert]
         mesh["views"] = {name: made}

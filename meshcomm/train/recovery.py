@@ -148,7 +148,7 @@ def refuse_shards(engine: Engine, error: Exception) -> None:
 
 
 def other_parts(mesh: Mesh, tensor: str, before: int) -> UnsupportedOp:
-    """Return the error for a module of the program that would have to hold other parts of the model than before."""
+    """Return the error for a module of the program that would have to hold different parts of the model than before."""
     return UnsupportedOp(
         f"a module of the program cannot take over other parts of the model, on {mesh.label}",
         given=f"{tensor}={before} before ranks were lost, {tensor}={mesh.coord(tensor)} now",

@@ -51,7 +51,7 @@ def check_folder(folder: Path) -> None:
 def put_aside(folder: Path, *, with_checkpoints: bool = False) -> None:
     """Rename the files of an earlier run: metrics.jsonl -> metrics.1.jsonl, checkpoints -> checkpoints.1, and so on.
 
-    The number is above all numbers in use, so the highest number belongs to the latest run. Nothing is deleted.
+    The new number is higher than any number in use, so the highest number belongs to the latest run. Nothing is deleted.
     """
     files = {name: name.replace(".", ".{}.") for name in (METRICS, CONFIG, RUN, TRACE)}
     names = files | {name: name + ".{}" for name in (FOLDER, TENSORBOARD, WANDB)}
@@ -131,10 +131,10 @@ def _end_of(path: Path, step: int) -> int:
 def recorded(folder: Path, config: Config, plan: Plan, start: Start) -> Iterator[list[Summary]]:
     """Write `folder`/config.json and `folder`/run.json now, and run.json again when the block ends.
 
-    config.json contains `config` with the sizes of `plan`; `meshcomm.config.load_config` can read it. In run.json, `run` is
-    an id that is new at every start. `state` is "running", "finished" or "stopped". `ended` contains the Summary, with None
-    for unknown values, and `reason`, which tells why the run ended before its last step, or is None. Each file contains
-    either its old or its new text at all times. If a run is killed, its state stays "running".
+    config.json contains `config` with the sizes of `plan`; `meshcomm.config.load_config` can read it. In run.json, `run` is an
+    ID that changes at every start. `state` is "running", "finished" or "stopped". `ended` contains the Summary, with None for
+    unknown values, and `reason`, which is why the run ended before its last step, or None. Each file contains either its
+    old or its new text at all times. If a run is killed, its state stays "running".
 
     Yields:    a list to which the block appends its Summary before it ends, with or without an error.
     Called by: the rank that writes metrics.jsonl.

@@ -26,7 +26,7 @@ class Signals(Callback):
 
     Signals reach the ranks at different times. A rank that receives a signal sets a key in the job's store. When the first
     rank finds this key, it sets a second key before its next step. No rank can finish that step without the first rank, so
-    all ranks find the second key when they look after that step.
+    all ranks find the second key when they check after that step.
     """
 
     def __init__(self, mesh: Mesh) -> None:
@@ -51,7 +51,7 @@ class Signals(Callback):
         self._usual = {}
 
     def look(self, step: int) -> None:
-        """Check whether the run ends after this step. Called by: every rank, after the same steps, once it has the results."""
+        """Check whether the run ends after this step. Called by: every rank, after the same steps, once results are known."""
         store = self._mesh.store
         if self._number and not self._told:
             self._told = True

@@ -102,7 +102,7 @@ class Trainer:
             parallelism, and tensor parallelism once `tensor_parallel` has split it. The first rank along data and
             shard broadcasts its weights to the other ranks along these dims.
         optimizer: a function that maps parameter groups to an optimizer. If None, the optimizer in [train] is used.
-            Vectors are in a group with weight_decay 0. The schedule scales the optimizer's lr instead of train.lr.
+            Vectors are in a parameter group with weight_decay 0. The schedule scales the optimizer's lr instead of train.lr.
         loss: a function of outputs and targets that returns the mean loss over a microbatch. The loss of a step is
             the mean over all microbatches on all ranks. If None, the model's own loss is used, or the cross-entropy
             over all targets of the global batch except -100.
@@ -183,7 +183,7 @@ class Trainer:
                 return action()
             except Exception as error:
                 self._meet_again(error)
-            # Not in the except block, where the error keeps the tensors of the step alive.
+            # Do this outside the except block, in which the error keeps the step's tensors alive.
             self._begin_again()
 
     def _meet_again(self, error: Exception) -> None:
@@ -388,7 +388,7 @@ class Trainer:
     ) -> None:
         """Run one step of a custom training loop. `results` returns the losses.
 
-        inputs:    a tensor, or a dictionary with inputs and targets as the only argument. The collators of transformers
+        inputs:    a tensor; or, as the only argument, a dictionary with inputs and targets. The collators in transformers
                    return such dictionaries, with input_ids and labels for the same tokens. An attention_mask that masks tokens
                    at the end, and position_ids that are 0 where a document starts, are optional.
         Shape:     (global_batch_size / ranks along data and shard, ...): this rank's share of the global batch,
@@ -436,7 +436,8 @@ class Trainer:
     def evaluate(self, batches: Iterable[GivenBatch]) -> float:
         """Return the mean loss over the given global batches, computed in eval mode without backward passes.
 
-        batches:   this rank's share of each global batch, shaped as in `step`; the same number on every rank.
+        batches:   this rank's share of each global batch, shaped as in `step`. The number of batches must be
+                   the same on every rank.
         Called by: every rank.
         Returns:   the same value on every rank. Waits for the device.
         """

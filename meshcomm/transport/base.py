@@ -44,7 +44,7 @@ class Transport(ABC):
     """Moves contiguous tensors between the ranks of one group. Ranks are coords, 0 to size - 1.
 
     A transport neither checks nor reshapes tensors, because the communicator has already done so for all transports. A
-    transport carries only the dtypes of `shapes.CARRIED`. Other dtypes are sent as bytes.
+    transport carries only the dtypes in `shapes.CARRIED`. Other dtypes are sent as bytes.
     """
 
     name: str
@@ -85,8 +85,8 @@ class Transport(ABC):
     def start_p2p(self, batch: Sequence[P2P], single: bool = False) -> Sequence[Work]:
         """Start all messages as one operation, receives first. Return one Work per message, or one for all.
 
-        single: whether the batch is one send or receive, which involves only two ranks. For these, NCCL has a communicator for
-        each pair of ranks. For all other messages it has one for the whole group, so both ends must use the same kind.
+        single: whether the batch is one send or receive, which involves only two ranks. NCCL uses a communicator per
+        pair of ranks for single messages, and the group's communicator otherwise. Both ends must pass the same value.
         """
 
     @abstractmethod

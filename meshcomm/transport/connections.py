@@ -30,8 +30,9 @@ class _Connection(NamedTuple):
 class Connections:
     """The connections that this process makes inside `making`, and later connections to ports opened there.
 
-    Two ranks of a large Gloo group connect when they exchange their first message. Connections to earlier addresses, such
-    as the store's, are cut only inside `making`, because other threads use them later. Connections from `own` are always cut.
+    Two ranks of a large Gloo group connect when they exchange their first message. Connections to previously known
+    addresses, such as the store's, are cut only inside `making`, because other threads use them later. Connections made by
+    `own` are always cut.
 
     aborts: functions that drop the groups' queued calls.
     """
@@ -64,7 +65,7 @@ class Connections:
         return found
 
     def cut(self) -> None:
-        """Shut down connections and abort queued calls, from any thread. Their owners close the descriptors."""
+        """Shut down connections and abort queued calls, from any thread. The connections' owners close the descriptors."""
         # Use a thread, because aborting a communicator waits for CUDA graphs that contain its calls.
         if self.aborts and not self._aborting.is_alive():
             self._aborting = threading.Thread(

@@ -223,8 +223,8 @@ def capturing() -> bool:
 
 
 def unfinished_collectives() -> dict[str, list[tuple[int, str]]]:
-    """Return the collectives that NCCL has queued but not completed, in order, by the group's name. They come from
-    torch's flight recorder. Each entry has the flight recorder's number, which is unique in the process, and its name
+    """Return the collectives that NCCL has queued but not completed, in order, by the group's name. The data comes
+    from torch's flight recorder. Each entry has the flight recorder's number, which is unique in the process, and its name
     for the collective.
 
     Since torch 2.8, a blocking call in NCCL returns no Work that could be checked (`asyncOp ? work : nullptr` in
@@ -252,8 +252,8 @@ def copy_all(tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) ->
 
 
 def explicit_kernel(operator: Any, *args: Any, **kwargs: Any) -> Any:
-    """Return an operator's implementation for all devices, below modes. A mode that calls it sees the operators
-    inside.
+    """Run an operator's implementation for all devices, bypassing dispatch modes. A mode that calls this function sees
+    the operators inside the implementation.
     """
     return operator._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
 
@@ -284,7 +284,7 @@ def compiled_files() -> tuple[str, str]:
 
 
 def once_in_graphs(function: C) -> C:
-    """Declare that `function` returns the same result for the same plain values. Tracing does not enter it."""
+    """Declare that `function` returns the same result for the same plain values. Tracing does not enter `function`."""
     function.__dict__["_dynamo_marked_constant"] = True
     return function
 
@@ -443,7 +443,7 @@ def create_group(
     label: str,
     split: bool,
 ) -> dist.ProcessGroup:
-    """Create the group `ranks`, in which this process is number `coord`. A group rank is a position in `ranks`.
+    """Create a group of `ranks`, in which this process has group rank `coord`. A group rank is a position in `ranks`.
 
     Called by: exactly the ranks in `ranks`. If the default group has a bound device and `split` is true, NCCL splits the
     default group's communicator. In that case, every rank of the default group must be creating a group at this point.
@@ -550,9 +550,9 @@ own_waits = _OwnWaits()
 def interruptible_waits(abandoned: Callable[[], bool]) -> None:
     """End the host's waits for a backend's Work with a RuntimeError once `abandoned` returns True.
 
-    If a connection breaks, Gloo loses a call whose first bytes it is about to write. In torch 2.15, the operation is on no
-    list at that moment in Pair::handleRemotePendingRecv. Such a call ends only at its group's timeout. Waits inside C++,
-    such as those of functional collectives, are unchanged.
+    If a connection breaks, Gloo loses a call whose first bytes it is about to write. In torch 2.15, the cause is
+    Pair::handleRemotePendingRecv, where the operation is on no list at that moment. Such a call ends only at its
+    group's timeout. Waits inside C++, such as those of functional collectives, are unchanged.
     """
 
     def given_up() -> bool:

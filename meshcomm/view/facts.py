@@ -1,4 +1,4 @@
-"""The page's data about a configuration, as JSON-serializable sizes and strides. It never lists the groups."""
+"""The page's data about a configuration, as JSON-serializable sizes and strides. The data never lists the groups."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ Facts = dict[str, Any]
 
 
 def page_facts(settings: Config, world: int | None, topology: TopologyConfig) -> Facts:
-    """Return the facts for the page. The browser computes every rank's groups from them.
+    """Return the facts for the page. The browser computes every rank's groups from these facts.
 
     world: the number of processes, or None if every size is given. topology: the result of `discovered`.
 
     The result extends `plan_facts`. Each dim also has home (its view, or "" for the base) and digits (see Layout.digits).
-    base and views: (dim, size) pairs in order. trains: None without training.
-    rank_order: the rank at each position, or None if each rank equals its position. The other facts do not grow with the
-    number of ranks.
+    base and views: (dim, size) pairs in order. trains: facts about the training, or None without training.
+    rank_order: the rank at each position, or None if each rank equals its position. The size of all other facts is independent
+    of the number of ranks.
     Raises ConfigError or LayoutError if the world size or the training does not match the mesh.
     """
     filled = settings.resolved(world)
@@ -66,7 +66,7 @@ def _trains(settings: Config, layout: Layout) -> Facts | None:
 def predicted_traffic(settings: Config, layout: Layout, topology: TopologyConfig) -> Facts | None:
     """Return the calls that the rank with the most layers makes in one step, as estimated by `tune`, with their dims.
 
-    settings: settings with every size filled in. Returns None if they have no training or no model sizes. size_bytes:
+    settings: settings with every size filled in. Returns None if the settings have no training or no model sizes. size_bytes:
     bytes per call, counted as in nccl-tests. sent_bytes: the bytes that the rank sends per step. received_bytes: the bytes
     that it receives, if some of the calls only receive; otherwise None.
     seconds: the time of all calls when they run one after another. link: the slowest link that a group crosses. seconds

@@ -51,7 +51,7 @@ def find_target(target: Path, overrides: Sequence[str] = ()) -> Target:
             f"there is no {target}",
             given=str(target),
             expected="a configuration's file, or the folder of a run",
-            hint="before a run has started, meshcomm view CONFIG, which waits for train.out",
+            hint="before a run has started, use meshcomm view CONFIG, which waits for train.out",
         )
     settings = load_config(target, overrides)
     return Target(settings, None if settings.train is None else Path(settings.train.out))

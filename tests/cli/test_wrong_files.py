@@ -46,7 +46,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     # typer would read the signatures of all commands again for each of some hundred lines.
     monkeypatch.setattr("typer.testing._get_command", lambda _: COMMANDS)
-    (tmp_path / "good.py").write_text("raise SystemExit('started')\n")
+    (tmp_path / "good.py").write_text("raise SystemExit('it was started')\n")
     monkeypatch.setattr("meshcomm.launch.spawn.Popen", lambda *_, **__: pytest.fail("processes were started"))
     return tmp_path
 
@@ -86,7 +86,7 @@ def test_a_wrong_file_is_an_error_that_names_it(folder: Path, command: str, kind
                 name,
                 done.output,
             )
-            assert "Traceback" not in done.output and "started" not in done.output, (words, name)
+            assert "Traceback" not in done.output and "it was started" not in done.output, (words, name)
             if kind == "folder":
                 (folder / name).rmdir()
             else:
@@ -104,7 +104,7 @@ def test_a_world_that_does_not_fit_is_an_error(folder: Path, world: str) -> None
         # To doctor it is one more finding.
         wrong = 1 if command == "doctor" and world != "many" else 2
         assert done.exit_code == wrong and "Traceback" not in done.output, (command, done.output)
-        assert "started" not in done.output, command
+        assert "it was started" not in done.output, command
 
 
 def test_a_reader_that_leaves_early_is_no_traceback() -> None:

@@ -415,7 +415,7 @@ def test_a_store_that_others_reach_is_warned_of(monkeypatch: pytest.MonkeyPatch)
         f"others can reach the job's store at {name}:{port}, though its one rank is on this host\n"
         f"  given:    {name}:{port}; it listens on {everywhere()}\n"
         "  expected: an address that only this host can reach, 127.0.0.1: torch's TCPStore has no authentication,\n"
-        "            anyone who reaches it can read and change everything that the ranks exchange\n"
+        "            so anyone who reaches it can read and change everything that the ranks exchange\n"
         "  try:      MASTER_ADDR=127.0.0.1"
     )
     del joined

@@ -113,7 +113,7 @@ def test_sizes_are_those_that_the_training_fits() -> None:
             "needs every rank along pp",
         ),
         ({"elastic": {"delay_s": 3.0}}, "no effect without elastic.replace"),
-        ({"elastic": {"patience_s": 3.0}}, "without it the others always wait"),
+        ({"elastic": {"patience_s": 3.0}}, "without it, the other ranks always wait"),
         (
             {"mesh": {"dims": {"dp": 4}, "rank_order": [3, 2, 1, 0]}, "elastic": {"min": {"dp": 1}}},
             "cannot change its size",

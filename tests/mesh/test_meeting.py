@@ -209,7 +209,7 @@ def test_a_process_that_no_launcher_started(pool: Pool, monkeypatch: pytest.Monk
         told = f"try:      torchrun --nproc-per-node 4 {script}; srun and mpirun work too"
         assert told in refused(dims, {})
     monkeypatch.setitem(sys.modules, "ipykernel", sys)
-    simulated = "try:      meshcomm.simulate(function, dims={'dp': -1, 'tp': 4}): every rank a thread"
+    simulated = "try:      meshcomm.simulate(function, dims={'dp': -1, 'tp': 4}): every rank is a thread"
     assert simulated in refused(dims, {})
 
 

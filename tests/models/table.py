@@ -127,10 +127,12 @@ def row(pool: Pool, name: str) -> dict[str, str]:
             with on_meta():
                 made = AutoModelForCausalLM.from_config(small)
         except Exception as error:
-            return dict.fromkeys(kinds, f"no small model: {type(error).__name__}: {_line(error)}")
+            return dict.fromkeys(
+                kinds, f"could not create a small model: {type(error).__name__}: {_line(error)}"
+            )
         if sum(each.numel() for each in made.parameters()) > _LARGEST:
             return dict.fromkeys(
-                kinds, "a small model is not small: it has parts that are no decoder of text"
+                kinds, "even a small model is too large, because it has parts other than a text decoder"
             )
         small.save_pretrained(folder)
         model = {"pretrained": folder, "random_weights": True, "dropout": 0.0}
@@ -148,7 +150,7 @@ def row(pool: Pool, name: str) -> dict[str, str]:
         alone = reference(config_of(model, "dp=1", train=train))
         ((one,),) = pool.run(records, [alone], ranks=1, timeout_s=900)
         if isinstance(one, str):
-            return dict.fromkeys(kinds, f"on one process: {_line(one)}")
+            return dict.fromkeys(kinds, f"fails on one process: {_line(one)}")
         # Linear attention without its kernels is slow.
         ranks = pool.run(records, list(configs.values()), ranks=RANKS, timeout_s=3600)
         for place, kind in enumerate(configs):
@@ -201,18 +203,21 @@ def page(rows: dict[str, dict[str, str]]) -> str:
             "# Models: every family on every kind of parallelism",
             "",
             f"The tables list every family that `AutoModelForCausalLM` can create, with transformers {transformers.__version__} and torch {version}. "
-            "`python -m tests.models.table NAME` measures a row.",
+            "`python -m tests.models.table NAME` runs one family and updates its row.",
             f"Each test trains a small model with random weights in float64 for {STEPS} steps.",
             "",
             f"- yes: losses, gradient norms, gradients and weights differ from those on one process by at most {ROOM:g}.",
-            "- a number: the row of the [reason](#reasons) at the end of the page.",
+            "- a number: the number of the [reason](#reasons) at the end of the page.",
             "- a dash: the model has no experts.",
-            "- dp2 tp2, sequence: with `parallel.options.sequence_parallel`. dp2 cp2: with Ulysses.",
+            "- dp2 tp2, sequence: tensor parallelism with `parallel.options.sequence_parallel`.",
+            "- dp2 cp2: context parallelism with Ulysses.",
             "",
-            f"{tried} {every} of them train with every kind of parallelism that applies, and {plain} with data parallelism and FSDP.",
+            f"{tried} {every} of these families train with every kind of parallelism that applies, and {plain} train with data parallelism and FSDP.",
             "",
             "Some families have parameters that receive no gradient. The tests freeze these with `train.frozen`: "
-            + "; ".join(f"{' '.join(frozen)} of {name}" for name, frozen in _FROZEN.items())
+            + "; ".join(
+                f"{', '.join(f'`{each}`' for each in frozen)} in {name}" for name, frozen in _FROZEN.items()
+            )
             + ".",
             "",
             "## Families with a published plan",

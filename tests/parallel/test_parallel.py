@@ -297,12 +297,12 @@ def test_a_second_step_before_the_first_one_is_used_is_refused() -> None:
             (model(torch.ones(2, 3)).sum() * scale).backward()
 
     step()
-    with pytest.raises(TrainingError, match="before the gradients of the last one were used"):
+    with pytest.raises(TrainingError, match="before the previous step's gradients were used"):
         step()
     optimizer, other = torch.optim.SGD(model.parameters(), lr=0.1), nn.Linear(2, 2)
     other.weight.grad = torch.ones(2, 2)
     torch.optim.SGD(other.parameters(), lr=0.1).step()
-    with pytest.raises(TrainingError, match="before the gradients of the last one were used"):
+    with pytest.raises(TrainingError, match="before the previous step's gradients were used"):
         step()
     optimizer.step()
     step()

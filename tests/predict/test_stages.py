@@ -116,8 +116,8 @@ def test_ends_and_costs_move_the_split(
         ((3, 4), {}, "3 layers cannot fill 4 pipeline stages"),
         ((3, 0), {}, "3 layers cannot fill 0 pipeline stages"),
         ((3, 2), {"costs": [1, 2]}, "every layer has one cost"),
-        ((2, 2), {"costs": [1, float("nan")]}, "a stage cannot be balanced by this cost"),
-        ((2, 2), {"last": -1.0}, "a stage cannot be balanced by this cost"),
+        ((2, 2), {"costs": [1, float("nan")]}, "stages cannot be balanced by this cost"),
+        ((2, 2), {"last": -1.0}, "stages cannot be balanced by this cost"),
     ],
 )
 def test_a_wrong_split_is_refused(arguments: tuple[int, int], settings: dict[str, Any], text: str) -> None:

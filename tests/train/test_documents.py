@@ -140,7 +140,7 @@ def test_documents_that_are_not_masked_and_masks_that_cannot_be_are_refused(
 ) -> None:
     plain = settings_of(tmp_path, BUILT_IN, "dp=1", 4, False)
     (what,) = pool.run(refused, plain, packed(), ranks=1)
-    assert what == "document numbers were given, but the attention of this model crosses documents"
+    assert what == "document numbers were given, but this model's attention crosses documents"
     masked, batch = settings_of(tmp_path, BUILT_IN, "dp=1", 4, True), packed()
     assert batch.documents is not None
     shorter = batch._replace(documents=batch.documents[:, 1:])

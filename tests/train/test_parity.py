@@ -319,7 +319,7 @@ def test_the_table_has_the_worst_ten_and_a_verdict() -> None:
     assert "differs: 13 of 27 quantities by more than 1e-09; first the gradient norm of step 1" in text
     assert "first dim to blame: dp (alone, 8 ranks: weight of w0, 0.0e+00)" in text
     good = shown(Parity(config, 20, 1e-9, (), tuple(found[:2]), first(found[:2], 0.1), None))
-    assert good.rstrip().endswith("agrees: nothing differs by more than 1e-09 (worst: 1.0e-03)")
+    assert good.rstrip().endswith("agrees: all differences are within 1e-09 (worst: 1.0e-03)")
     json.dumps(Parity(config, 20, 1e-9, (), tuple(found), None, None).facts(), allow_nan=False)
 
 

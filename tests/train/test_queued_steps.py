@@ -132,7 +132,7 @@ def test_what_is_not_finite_is_named_at_the_next_look(pool: Pool, how: str, firs
     if how == "gradient":
         assert "rank 1 (pp=0 dp=0 tp=1): nan in the gradient of layers.0.attn.wq.weight" in error
     else:
-        assert f"rank {ranks // 2} (pp=0 dp=1 tp=0): tokens are " in error
+        assert f"rank {ranks // 2} (pp=0 dp=1 tp=0): tokens range from " in error
         assert "to 300, the vocabulary has 0 to 255\n" in error
     assert all(other == (error, [], False) for other in others)
     skipping = load_config(config, ['train.on_nonfinite="skip"'])

@@ -105,7 +105,7 @@ def test_a_missing_package_is_named_before_the_training(pool: Pool, tmp_path: Pa
 
 
 def test_each_is_named_once() -> None:
-    with pytest.raises(ConfigError, match="named twice"):
+    with pytest.raises(ConfigError, match="listed twice"):
         on("one=1", "unused", 'train.log_to=["wandb", "wandb"]')
 
 

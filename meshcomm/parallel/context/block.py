@@ -139,8 +139,8 @@ def whole_attention(
     window: the largest number of keys that a query attends to, ending with its own. Attention is computed for a few
             queries at a time, with only their keys, so the work grows as s * window.
     documents: int64 (batch, s): a query attends only to keys of its own document. On a CPU, documents are computed one by
-            one, so the work grows as the sum of their squared lengths. A mask is used on other devices, and if each_alone
-            is False.
+            one, so the work grows as the sum of their squared lengths. On other devices, or if each_alone is False, a mask is
+            used.
     """
     count = q.shape[2]
     alone = each_alone and q.device.type == "cpu" and not torch.compiler.is_compiling()
@@ -181,7 +181,7 @@ def _one_by_one(
 def _seen(
     queries: slice, keys: slice, window: int | None, documents: Tensor | None, device: torch.device
 ) -> Tensor:
-    """Return which keys these queries attend to: bool, (queries, keys), or (batch, 1, queries, keys) with documents."""
+    """Return which keys the queries attend to: bool, (queries, keys), or (batch, 1, queries, keys) with documents."""
     seen = torch.ones((), dtype=torch.bool, device=device)
     if window is not None:
         places = torch.arange(max(queries.stop, keys.stop), device=device)
@@ -206,7 +206,7 @@ def attend_block(
 
     Shape:  q (batch, heads, s, head), k and v (batch, kv heads, t, head), t = s if causal ->
             (batch, heads, s, head), (batch, heads, s), in q's dtype and `wide(q.dtype)`, or both in `wide(q.dtype)`.
-    Memory: that of torch's kernel if there is one, otherwise the scores of a few queries at a time.
+    Memory: what torch's kernel needs, if there is one; otherwise, the scores of a few queries at a time.
     """
     inputs = _fitted(q), _fitted(k), _fitted(v)
     kernel = attention_kernel(*inputs, causal) if seen is None else None

@@ -36,7 +36,7 @@ def attending(documents: Tensor | None) -> Iterator[None]:
 
 
 def within(documents: Tensor | None, call: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `call` so that attention stays within documents, also when `call` runs again in backward."""
+    """Wrap `call` so that attention stays within documents, even when `call` runs again in backward."""
     return call if documents is None else partial(_attending, documents, call)
 
 

@@ -26,7 +26,7 @@ def check_order(order: object) -> None:
 def sequence_positions(
     seq_len: int, n: int, coord: int, order: Order, device: torch.device | None = None
 ) -> Tensor:
-    """Return the positions in the full sequence of the tokens that coord `coord` of `n` holds, in order.
+    """Return, in order, the full-sequence positions of the tokens that coord `coord` of `n` holds.
 
     "contiguous": coord c has slice c of n. "zigzag": the sequence is cut into 2n chunks, and coord c has chunks c and
     2n - 1 - c. Each rank then has equally many pairs of a query and an earlier key. This is the balance of Brandon et al.
@@ -36,8 +36,8 @@ def sequence_positions(
     ([4, 5, 6, 7], [2, 3, 8, 9])
 
     Returns: int64 (sequence / n,), ascending, created on `device`, so that the host does not wait for a copy.
-    Raises:  ShapeError if the sequence length is not divisible by n, or in zig-zag order with n > 1, by 2n; LayoutError
-             for a coord outside 0 .. n - 1.
+    Raises:  ShapeError if the sequence length is not divisible by n (by 2n in zig-zag order if n > 1); LayoutError for a coord
+             outside 0 .. n - 1.
     """
     check_order(order)
     if not 0 <= coord < n:

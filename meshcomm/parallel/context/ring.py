@@ -54,23 +54,23 @@ def ring_attention(
     """Compute softmax(q k^T * scale) v over the full sequence, of which each rank along `dim` holds a part.
 
     Shape:      q (batch, heads, sequence / n, head), k and v (batch, kv heads, sequence / n, head)
-                            -> like q. heads is a multiple of kv heads. Without causal, k and v may belong to a different
-                            sequence than q.
-                order:      the order of the sequence over the ranks, see `split_sequence`; irrelevant without causal.
-                scale:      the factor for scores. If None, 1 / sqrt(head).
-                window:     with causal, the largest number of keys that a query attends to, ending with its own. If None, a
-                            query attends to all earlier keys. With several ranks, the window must cover the sequence;
-                            `ulysses_attention` supports shorter windows.
-                documents:  int64 (batch, sequence), equal on all ranks: a query attends only to keys of its own document.
-                            Partly visible blocks are computed by the formula, fully visible blocks by torch's kernel, and
-                            invisible blocks are skipped.
+                -> like q. heads is a multiple of kv heads. Without causal, k and v may belong to a different
+                sequence than q.
+    order:      the order in which ranks hold the sequence (see `split_sequence`); irrelevant without causal.
+    scale:      the factor by which scores are multiplied. If None, 1 / sqrt(head).
+    window:     with causal, the largest number of keys that a query attends to, ending with its own. If None, a
+                query attends to all earlier keys. With several ranks, the window must cover the sequence;
+                `ulysses_attention` supports shorter windows.
+    documents:  int64 (batch, sequence), equal on all ranks: a query attends only to keys of its own document.
+                Fully visible blocks are computed by torch's kernel, partly visible blocks by the formula, and
+                invisible blocks are skipped.
     Called by:  every rank along `dim` with equal shapes, in the same program order. Every rank must also run backward.
     Gradient:   exact, for this rank's q, k and v, and differentiable only once. q, k, v, the result and one
                 number per query are kept for backward; scores are recomputed.
-    Sent:       one rank's k and v to the next coord, n - 1 times, each time while a block is computed. Backward
-                sends the same, and n times the gradients of k and v, in float32 or wider.
-    Numbers:    sums over blocks are in float32, or for float64 in float64. Under autocast, q, k and v are cast to
-                autocast's dtype.
+    Sent:       one rank's k and v to the next coord, n - 1 times, while blocks are computed. Backward sends the same data, and
+                sends the gradients of k and v n times, in float32 or wider.
+    Numbers:    sums over blocks are computed in float32, or in float64 for float64 inputs. Under autocast, q, k and v are cast
+                to autocast's dtype.
     Raises:     ShapeError, UnknownDim, UnsupportedOp; CommunicationError.
     """
     ring = _Ring("ring_attention", mesh, dim, causal, order, scale, window, documents)
@@ -92,7 +92,7 @@ def ring_attention(
 
 @dataclass(frozen=True)
 class _Ring(Attention):
-    """Passes keys and values to the next coord. At turn t, coord c has the keys and values of coord c - t, modulo n."""
+    """Passes keys and values to the next coord. At turn t, coord c holds the keys and values of coord c - t, modulo n."""
 
     def pass_on(self, x: Tensor) -> Handle[list[Tensor]]:
         """Start sending `x` to the next coord. Waiting on the handle returns the tensor from the previous coord."""
@@ -102,7 +102,7 @@ class _Ring(Attention):
 
     def seen(self, turn: int, block: Block) -> tuple[bool, Tensor | None]:
         """Return whether any of the block's queries attends to any of its keys, and a mask of each query's keys. The mask
-        is None if every query attends to all keys that causal allows.
+        is None if every query attends to all keys that causal attention allows.
         """
         if self.documents is None:
             return True, None

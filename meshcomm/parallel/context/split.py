@@ -100,7 +100,8 @@ def ulysses_attention(
     by:         computes attention over full sequences for this rank's heads instead of torch's function, for example with
                 soft caps or sinks.
     Gradient:   exact, for this rank's q, k and v.
-    Sent:       two all_to_all calls, one for q, k and v together and one for the result. Backward runs two as well.
+    Sent:       two all_to_all calls, one for q, k and v together and one for the result. Backward also runs two all_to_all
+                calls.
     """
     call = Attention("ulysses_attention", mesh, dim, causal, "contiguous", scale, window, documents)
     q, k, v = call.checked(q, k, v, same_length=True)
@@ -125,7 +126,7 @@ def ulysses_attention(
 
 @final
 class ContextSplit:
-    """The mesh dim along which the sequence is split. With None, or a dim of size 1, nothing is split.
+    """The mesh dim along which the sequence is split. If `dim` is None or its size is 1, nothing is split.
 
     Args:
         dim: a dim of the mesh, or a merged dim.
@@ -177,11 +178,11 @@ class ContextSplit:
         """Compute attention of this rank's queries over the full sequence. See `ring_attention`, `ulysses_attention`.
 
         Shape:  q (batch, heads, sequence / size, head), k and v (batch, kv heads, sequence / size, head)
-                        -> like q. If nothing is split, this is torch's scaled_dot_product_attention.
-                window: with causal, the largest number of keys that a query attends to, ending with its own. If None, a query
-                        attends to all earlier keys.
-                by:     as for `ulysses_attention`. Ring attention raises UnsupportedOp, because no rank has the full sequence.
-                Within `documents.attending`, a query attends only to keys of its own document.
+                -> like q. If nothing is split, this is torch's scaled_dot_product_attention.
+        window: with causal, the largest number of keys that a query attends to, ending with its own. If None, a query
+                attends to all earlier keys.
+        by:     as for `ulysses_attention`. Ring attention raises UnsupportedOp, because no rank has the full sequence.
+        Within `documents.attending`, a query attends only to keys of its own document.
         """
         documents = current_documents()
         if by is not None and self.size == 1:

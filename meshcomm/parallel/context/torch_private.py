@@ -58,8 +58,8 @@ def kernel_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of `inputs` (q, k and v). queries: out, lse and dout, which may cover more keys than k contains.
 
-    The CUDA kernel assumes that out, dout and lse are dense, with tokens outside heads (flash_api.cpp). There is no
-    dropout, so no random state is read.
+    The CUDA kernel assumes that out, dout and lse are dense, with the token axis outside the head axis (flash_api.cpp). There
+    is no dropout, so no random state is read.
     """
     aten, (q, k, v), (out, lse, dout) = torch.ops.aten, inputs, queries
     if kernel == "cpu":

@@ -67,7 +67,8 @@ class ExpertWeights(nn.Module):
             self.register_parameter(name, parameter_of(mesh, data, axes))
 
     def forward(self, rows: Tensor, often: Tensor | None = None, known: list[int] | None = None) -> Tensor:
-        """Return each row's result from its expert. If experts are split along the tensor dim, results must still be summed.
+        """For each row, return the result of its expert. If experts are split along the tensor dim, the results must still be
+        summed along it.
 
         Shape:   (experts on this rank, n, width), or (n, width) with the first often[0] rows for this rank's first
                  expert, the next often[1] for its second, ... -> the same. known: `often` on the host, if known.
@@ -93,7 +94,7 @@ def _has_grouped_product(rows: Tensor, *weights: Tensor) -> bool:
     """Return whether torch has a grouped matmul for these tensors that does not read group sizes back from the device.
 
     In torch 2.11 to 2.15, `grouped_mm` needs rows that start at multiples of 16 bytes. Its CUDA kernels support bfloat16
-    on compute capability 8.0 or newer. In other cases, it loops and waits for the device once per product.
+    on compute capability 8.0 or newer. In other cases, `grouped_mm` runs a loop that waits for the device once per product.
     """
     kind = rows.dtype
     if rows.device.type == "cuda":
@@ -111,23 +112,23 @@ class Experts(nn.Module):
     """Computes y, the sum over a token's chosen experts e of weight_e * w2_e(silu(w1_e x) * w3_e x).
 
     Each coord along `dim` holds `experts / size` of the experts, in order, and all ranks along `dim` have different tokens.
-    One all_to_all sends tokens to their experts, and another one sends the results back. Along the tensor dim, ranks have
+    One all_to_all sends tokens to their experts, and another sends the results back. Along the tensor dim, ranks have
     the same tokens, and each expert's inner axis is split. The result, its gradients and the dropped choices do not
     depend on the mesh.
 
-    With a capacity, the host never waits for the device after the first two calls. Without a capacity, it waits once per
-    call for the sizes of the uneven all_to_all if experts are distributed, or if torch has no grouped matmul.
+    With a capacity, the host never waits for the device after the first two calls. Without a capacity, the host waits once per
+    call if experts are distributed (for the sizes of the uneven all_to_all) or if torch has no grouped matmul.
 
     Args:
-        dim: distributes the experts. It is a dim of a view that also has the tensor dim, or of the base. If None or
-            of size 1, every rank has all experts, and nothing is exchanged.
-        tensor: the split of each expert.
-        hidden_size, intermediate_size: the number of elements in a token, and of features inside an expert.
+        dim: the dim along which experts are distributed. It must be a dim of the base, or of a view that also contains the
+            tensor dim. If None, or if its size is 1, every rank holds all experts, and nothing is exchanged.
+        tensor: the TensorSplit that splits each expert.
+        hidden_size, intermediate_size: the number of elements per token, and the number of features inside an expert.
         experts: the number of experts, a multiple of the size of `dim`.
         experts_per_token: the number of experts that each token chooses, at most `experts`.
         normalised: whether the weights of a token's experts are divided by their sum.
         capacity_factor: if None, no choice is dropped. Otherwise an expert keeps at most
-            ceil(capacity_factor * tokens * experts_per_token / experts) choices from one full sample. All other choices add
+            ceil(capacity_factor * tokens * experts_per_token / experts) choices from one full sample. Dropped choices add
             nothing to y (see `within_capacity`).
         context: the dim along which samples are split, if any.
         balance_weight: multiplies a microbatch's balance loss (`routing.balance`). A backward pass through y adds the
@@ -179,7 +180,7 @@ class Experts(nn.Module):
                     only with a capacity, and required if samples are split along `context`. With sequence_parallel,
                     pass the positions of all tokens along the tensor dim.
         Called by:  every rank along `dim`, the tensor dim and `context`, in the same program order. Ranks along the tensor
-                    dim pass equal x, or with sequence_parallel their slices of x. x must not have been through `enter`,
+                    dim pass equal x, or, with sequence_parallel, their slices of x. x must not have been through `enter`,
                     because the router's work on x is the same on all ranks.
         Gradient:   exact for x and all parameters. Backward communicates.
         Raises:     ShapeError; TrainingError if ranks along tensor route their tokens differently, which the first two
@@ -237,7 +238,8 @@ class Experts(nn.Module):
     def _dropless(self, x: Tensor, chosen: Tensor) -> Tensor:
         """(n, width) tokens, (n * slots) choices -> each choice's result.
 
-        If experts are distributed, the host waits once for the numbers of rows to send and receive. Backward does not wait.
+        If experts are distributed, the host waits once for the numbers of rows to send and receive. The backward pass does not
+        wait.
         """
         often = counts(chosen.unsqueeze(0), self.count)[0]
         order = chosen.argsort(stable=True)
@@ -252,7 +254,7 @@ class Experts(nn.Module):
     def _arrived(self, rows: Tensor, number: Tensor, often: Tensor, known: list[int]) -> Tensor:
         """Return the results of this rank's experts for the rows that it has received.
 
-        `ExpertWeights` needs each expert's rows to be contiguous, so they are sorted first.
+        `ExpertWeights` needs each expert's rows to be contiguous, so the rows are sorted first.
         """
         sorts = number.argsort(stable=True)
         unsorts = inverse(sorts)
@@ -312,7 +314,7 @@ def _check_sizes(
         expected, hint = f"experts_per_token from 1 to {experts}", f"experts_per_token={min(2, experts)}"
     elif factor is not None and not factor > 0:
         what, given = "experts without capacity would drop every token", f"capacity_factor={factor}"
-        expected, hint = "a number above 0, or None to drop nothing", "capacity_factor=1.25"
+        expected, hint = "a positive number, or None to drop nothing", "capacity_factor=1.25"
     else:
         return
     raise ShapeError(what, given=given, expected=expected, hint=hint)

@@ -20,7 +20,7 @@ Axes: TypeAlias = Mapping[str, tuple[int, int]]
 """For packed experts: parameters that are split along the tensor dim -> (the split axis, the number of parts)."""
 
 EXPERTS: Final = "meshcomm_experts"
-"""The attribute that marks modules with only experts' parameters."""
+"""The attribute that marks modules that contain only experts' parameters."""
 
 
 @final
@@ -34,13 +34,14 @@ class _Spread:
 def spread_experts(
     part: Any, tensor: TensorSplit, dim: str | None, axes: Axes, name: str = "experts"
 ) -> None:
-    """Reduce `part`, whose parameters all have the experts along axis 0, to this rank's experts or parts of them, in place.
+    """Reduce `part` to this rank's experts, or to parts of them, in place. All its parameters must have the experts along axis
+    0.
 
     Its forward takes (tokens, chosen, weights, ...) of shapes (n, width), (n, slots) and (n, slots), or with more leading
     axes, and returns a weighted sum over each token's chosen experts. It is called with the rows that this rank receives,
-    the numbers of this rank's experts, one slot per row, and weights of one.
+    the indices of this rank's experts (one slot per row), and weights that are all 1.
 
-    tensor: splits the axes in `axes`. dim: the dim along which experts are distributed. If None, every rank has all experts.
+    tensor: splits the axes in `axes`. dim: the dim along which experts are distributed. If None, every rank holds all experts.
     Called by: every rank along both dims. Raises ShapeError if sizes are not divisible, or if a parameter does not cover all
                experts.
     """
@@ -84,7 +85,7 @@ def spread_experts(
 
 
 class SpreadExperts:
-    """A module of packed experts. This rank has some of the experts, or a part of each."""
+    """A module of packed experts. This rank holds some of the experts, or a part of each."""
 
     meshcomm_spread: _Spread
     meshcomm_computes = False

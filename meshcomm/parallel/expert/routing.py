@@ -23,7 +23,7 @@ class Choice(NamedTuple):
     """The experts that each token chooses; `slots` is the number of experts per token.
 
     weights:       (samples, tokens, slots), the factor by which each expert's output is multiplied.
-    chosen:        (samples, tokens, slots) int64, expert numbers, the most probable first.
+    chosen:        (samples, tokens, slots) int64, expert indices, the most probable first.
     probabilities: (samples, tokens, experts), the softmax over all experts.
     """
 
@@ -50,9 +50,10 @@ class Router(nn.Module):
     def forward(self, x: Tensor) -> Choice:
         """(samples, tokens, width) -> the experts of each token.
 
-        Weights are the probabilities of the chosen experts. With `normalised`, they are divided by their sum (Mixtral,
-        Jiang et al. 2024). With one slot, they are not divided (Switch Transformer, Fedus et al. 2021): the result would
-        be the constant 1, without a gradient for the router. Of equal probabilities, the lower expert number comes first.
+        Weights are the probabilities of the chosen experts. With `normalised`, the weights are divided by their sum (Mixtral,
+        Jiang et al. 2024). With one slot, the weight is not divided (Switch Transformer, Fedus et al. 2021): the result would
+        be the constant 1, without a gradient for the router. If probabilities are equal, the expert with the lower index comes
+        first.
         """
         wide = torch.promote_types(x.dtype, torch.float32)
         with torch.autocast(x.device.type, enabled=False):
@@ -67,7 +68,7 @@ class Router(nn.Module):
 
 
 def counts(chosen: Tensor, experts: int) -> Tensor:
-    """(samples, ...) expert numbers -> (samples, experts) int64: how often each expert occurs in each sample."""
+    """(samples, ...) expert indices -> (samples, experts) int64: how often each expert occurs in each sample."""
     flat = chosen.flatten(1)
     found = flat.new_zeros(flat.shape[0], experts)
     return found.scatter_add_(1, flat, torch.ones_like(flat))
@@ -100,7 +101,7 @@ def balance(mesh: Mesh, context: str | None, choice: Choice) -> Tensor:
 def attach(y: Tensor, loss: Tensor, weight: float) -> Tensor:
     """Return `y` unchanged. A backward pass through the result gives `loss` the gradient `weight`.
 
-    This adds `weight * loss` to the loss, even if the rest of the loss is computed on another pipeline stage.
+    This adds `weight * loss` to the total loss, even if the rest of the loss is computed on another pipeline stage.
     """
     attached: Tensor = _Attach.apply(y, loss, weight)
     return attached
@@ -178,7 +179,7 @@ def _first(chosen: Tensor, experts: int, limit: int) -> Tensor:
 
 
 def places(line: Tensor, experts: int) -> Tensor:
-    """(samples, n) expert numbers -> (samples, n) int64: how many equal numbers precede each number in its sample."""
+    """(samples, n) expert indices -> (samples, n) int64: how many equal indices precede each index in its sample."""
     order = line.argsort(stable=True, dim=1)
     often = counts(line, experts)
     starts = (often.cumsum(1) - often).gather(1, line.gather(1, order))
@@ -210,8 +211,8 @@ def dispatched(
     """Return the experts' results along `dim`, in the order of `rows`, which are sorted by expert.
 
     often:   int64 (experts on all ranks,): the number of rows for each expert.
-    compute: (rows received by this rank, sorted by sender and then by expert; each row's expert number on this rank;
-             the number of rows for each expert; the same numbers on the host) -> the result for each row.
+    compute: (rows received by this rank, sorted by sender and then by expert; each row's expert index on this rank;
+             the number of rows for each expert; the same counts on the host) -> the result for each row.
     Called by: every rank along `dim`. The host waits once for the numbers of rows to send and receive; backward does not wait.
     """
     ranks, own = mesh.size(dim), len(often) // mesh.size(dim)
@@ -247,8 +248,8 @@ def move(x: Tensor, there: Tensor, back: Tensor, slots: int = 1, blanks: bool = 
     Shape:    x (n, width), there (m) int64 in 0 .. n * slots, each number below n * slots at most once -> (m, width).
               back (n * slots) int64: the index of number j in `there`, or m if j is absent.
     blanks:   whether `there` contains n * slots, or `back` contains m.
-    Gradient: exact, and bitwise the same in every run, because a row's slots are added in order. On a GPU, the backward
-              of indexing adds them in any order.
+    Gradient: exact, and bitwise the same in every run, because a row's slots are added in order. On a GPU, the backward pass
+              of indexing adds slots in an arbitrary order.
     """
     moved: Tensor = _Move.apply(x, there, back, slots, blanks)
     return moved

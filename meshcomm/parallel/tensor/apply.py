@@ -51,7 +51,7 @@ def tensor_parallel(
                      the same tensor share one all_reduce in backward. With "column:3", {"style": "column",
                      "parts": 3} or "parts": [q, k, v] (sizes), the weight holds several matrices, and each
                      matrix is split. With "column:whole", the outputs are gathered.
-        "row"        nn.Linear with split inputs, after columns. Its result is complete. Use {"style": "row",
+        "row"        nn.Linear with split inputs, after columns. Its output is complete. Use {"style": "row",
                      "input": "whole"} after columns whose outputs were gathered.
         "vocab"      nn.Embedding with split rows. With sequence_parallel, add {"sequence": "whole"} to a
                      "column", "row" or "vocab" module that takes and returns full sequences.
@@ -59,9 +59,8 @@ def tensor_parallel(
                      rotary part of a key in multi-head latent attention.
         "enter"      a module that contains columns. `enter` is called once on its first argument ("args":
                      [0], or names), instead of at each column. With sequence_parallel, use this style for a
-                     module that reads the sequence length from its input. In the module, the argument must be
-                     used only through columns. With {"shared": True}, siblings that are called with the same
-                     tensor share one `enter`.
+                     module that reads the sequence length from its input. Within the module, only columns may use the
+                     argument. With {"shared": True}, siblings that are called with the same tensor share one `enter`.
         "sequence"   not split; operates on each token separately, like a norm.
         "heads"      not split; operates on each of this rank's heads, after columns, like a query norm.
         "replicate"  not split; needs the full sequence, or takes no activations. Use {"style": "replicate",
@@ -76,15 +75,15 @@ def tensor_parallel(
     Called by:  every rank along `dim`, with equal weights (compared by digest).
     Returns:    the TensorSplit, for `cross_entropy` and `finish_gradients`.
     Parameters: become DTensors on `mesh[dim]` under their old names (parameters of RNNs, ParameterList and
-                ParameterDict stay plain). `module.forward` reads this rank's part of each. Multi-part weights
-                have one more axis; see `unsplit_state`. In the simulator, all parameters are plain tensors
-                that hold this rank's part. Create optimizers and call fully_shard afterwards.
+                ParameterDict stay plain). `module.forward` reads this rank's part of each. Multi-part weights have an extra
+                axis; see `unsplit_state`. In the simulator, all parameters are plain tensors that hold this rank's part.
+                Create optimizers and call fully_shard afterwards.
     sequence_parallel, axis: as for TensorSplit. With sequence_parallel, every part with parameters needs a
                 style, and you must call `split.finish_gradients`.
     example:    arguments for `module`, positional or by name, equal along dim. The outputs and all gradients in
                 eval mode are compared before and after the split. This detects mistakes that names do not
-                reveal, such as a part missing from the plan or a number of heads that was not divided. The
-                error names the part, its sizes before and after the split, and fixes.
+                reveal, such as a part missing from the plan or a number of heads that was not divided. The error names the
+                part, gives its sizes before and after the split, and suggests fixes.
     Raises:     ConfigError that lists every problem in the plan, before anything changes; MeshMismatchError if
                 ranks hold different weights; TrainingError if the example fails after the split, or gives
                 different results.
@@ -221,7 +220,7 @@ class _Splitting:
     def _become(self, part: Any, kind: type, split: TensorSplit) -> Any:
         """Return `part` after changing its class to a subclass of `kind` and its original class.
 
-        All parts of one class share one subclass.
+        Parts of the same class share one subclass.
         """
         own = type(part)
         if not isinstance(part, kind):
@@ -304,9 +303,9 @@ class Running:
 
 class Around:
     """A module whose forward reads this rank's part of each parameter, including parameters of parts inside it. All other
-    code reads a DTensor. `split.enter`, `gather` and `scatter` change its arguments and its result.
+    code reads a DTensor. The arguments and the result pass through `split.enter`, `gather` and `scatter`.
 
-    This class does not use hooks: every hook has a different number, so torch.compile would recompile each layer.
+    This class does not use hooks: every hook has a unique ID, so torch.compile would recompile each layer.
     """
 
     meshcomm_split: TensorSplit
@@ -319,7 +318,7 @@ class Around:
     meshcomm_shared: SharedEntry | None = None
 
     def forward(self, *args: Any, **named: Any) -> Any:
-        """Change the arguments, run the forward of the module's original class, and change the result."""
+        """Transform the arguments, run the original class's forward, and transform the result."""
         split, running = self.meshcomm_split, self.meshcomm_running
         shape: Sequence[int] = ()
         if self.meshcomm_enter or self.meshcomm_gather:
@@ -416,7 +415,7 @@ def _check_same(mesh: Mesh, dim: str, module: nn.Module, plan: str) -> None:
 
 @torch.no_grad()
 def _digest(x: Tensor) -> str:
-    """Return two sums over the bits of `x` modulo 2^64, one weighted by position. They distinguish -0.0 from 0.0."""
+    """Return two sums over the bits of `x` modulo 2^64, one weighted by position. The sums distinguish -0.0 from 0.0."""
     flat = x.detach().contiguous().view(-1)
     if flat.is_complex():
         flat = torch.view_as_real(flat).view(-1)

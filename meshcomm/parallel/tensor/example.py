@@ -66,7 +66,7 @@ class Calls:
 
 @final
 class Seen:
-    """A module's outputs on an example, and all gradients of a sum of the outputs with fixed random weights; unsharded.
+    """A module's outputs on an example, and all gradients of a sum of the outputs with fixed random weights, all unsharded.
 
     like: the `Seen` of the module before it was split. Outputs that are slices of the earlier outputs are gathered.
     rules: the rules by which the module was split.
@@ -137,7 +137,7 @@ class Seen:
 
 
 def compare_outputs(split: TensorSplit, before: Seen, after: Seen) -> None:
-    """Raise TrainingError, on every rank, if the two differ by more than rounding errors."""
+    """Raise TrainingError on every rank if the two results differ by more than rounding errors."""
     odd = []
     for name, expected in before.values.items():
         value = after.values.get(name)
@@ -158,7 +158,7 @@ def compare_outputs(split: TensorSplit, before: Seen, after: Seen) -> None:
             f'the module split along "{split.dim}" does not compute the same results as before',
             given="\n".join(shown) or "other ranks see differences",
             expected="outputs and gradients on the example that are equal up to rounding",
-            hint='"set": {"heads": "split"} for numbers of heads; "column:3" for q, k and v in one weight; '
+            hint='"set": {"heads": "split"} for head counts; "column:3" for q, k and v in one weight; '
             'a "row" after every "column"',
         )
 
@@ -194,8 +194,8 @@ def explained(
     after: Calls,
     where: str = "",
 ) -> TrainingError:
-    """Return the error that replaces torch's `error`. It names the part and the line that raised `error`, the part's
-    sizes before and after the split, and fixes.
+    """Return the error that replaces torch's `error`. The new error names the part and the line that raised `error`, gives the
+    part's sizes before and after the split, and suggests fixes.
 
     where: the text after "fails".
     """
@@ -230,14 +230,14 @@ def explained(
         given="\n".join([f"{type(error).__name__}: {said}", *line, *sizes]),
         expected="the same results as before the split",
         hint="\n".join(dict.fromkeys(cures))
-        or 'set a style for each part that receives or creates a slice, and "set" for its numbers of heads',
+        or 'set a style for each part that receives or creates a slice, and "set" for its head counts',
     )
 
 
 def _of_columns(
     split: TensorSplit, name: str, part: nn.Module, rules: Mapping[str, Rule], calls: Calls
 ) -> Iterator[str]:
-    """Suggest fixes for the numbers of heads, or the loss, in a part with split columns, or in the parent of a Linear."""
+    """Suggest fixes for head counts, or for the loss, in a part with split columns or in the parent of a Linear."""
     around = name.rpartition(".")[0] if isinstance(part, nn.Linear) else name
     columns = [
         other
@@ -280,7 +280,7 @@ def _of_sequence(split: TensorSplit, name: str, now: Shapes, was: Shapes) -> Ite
 
 
 def _of_shape(split: TensorSplit, said: str) -> Iterator[str]:
-    """Suggest a fix for a view or reshape to a size of the unsplit module."""
+    """Suggest a fix for a view or reshape that uses a size from before the split."""
     found = re.search(r"shape '\[([\d, ]+)\]' is invalid for input of size (\d+)", said)
     if found is None:
         return
@@ -294,7 +294,7 @@ def _of_shape(split: TensorSplit, said: str) -> Iterator[str]:
 
 
 def _of_heads(split: TensorSplit, name: str, part: nn.Module, rule: Rule) -> Iterator[str]:
-    """Suggest fixes for numbers of heads, in the part or its config, that were not or cannot be divided."""
+    """Suggest fixes for head counts, in the part or its config, that were not divided or cannot be."""
     config = getattr(part, "config", None)
     holders: list[Any] = [part] if config is None else [part, config]
     for holder in holders:

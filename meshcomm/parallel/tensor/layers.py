@@ -111,7 +111,7 @@ class VocabParallelEmbedding(nn.Module):
     """Rows of a (vocab, width) table split over vocab: ids (...) int64 -> (..., width), full.
 
     With sequence_parallel: ids (batch, sequence), full -> this rank's slice of the sequence.
-    dtype: the dtype in which rows are sent and returned. If None, the weight's dtype is used. The sum does not round rows.
+    dtype: the dtype in which rows are sent and returned. If None, the weight's dtype is used. Summing does not round the rows.
     Raises ShapeError for ids outside 0 .. vocab - 1. If checking would wait for the device, such ids get rows of nan instead.
     """
 
@@ -153,9 +153,9 @@ def owned(ids: Tensor, rows: int, coord: int) -> tuple[Tensor, Tensor]:
 
 
 def outside_of(split: TensorSplit, ids: Tensor, vocab: int, what: str) -> Tensor | None:
-    """Return a mask of the ids that no rank holds if checking them would wait for the device, otherwise None.
+    """Return a mask of the ids that no rank holds, or None if checking the ids does not wait for the device.
 
-    If checking does not wait, raises ShapeError for ids outside 0 .. vocab - 1.
+    Raises ShapeError for ids outside 0 .. vocab - 1 if the check does not wait for the device.
     """
     if torch.compiler.is_compiling() or split.mesh.is_async:
         return (ids < 0) | (ids >= vocab)
@@ -185,15 +185,15 @@ def cross_entropy(
 
     Shape:      logits (..., vocab / ranks) of the full sequence, from `enter` and a ColumnParallel;
                 targets (...) int64 in 0 .. vocab - 1, or ignore_index -> ().
-    ignore_index: the value of targets that do not count. They add nothing to the sum, to the divisor of
-                the mean, or to any gradient. As in torch, the mean over no targets is nan.
-    reduction:  "sum" for callers that divide by a different number of tokens, such as the number over
-                all ranks and microbatches.
+    ignore_index: the value of targets that do not count. Such targets add nothing to the sum, to the divisor of the mean, or
+                to any gradient. As in torch, the mean over no targets is nan.
+    reduction:  "sum" for callers that divide by a different number of tokens, such as the total over all ranks and
+                microbatches.
     Called by:  every rank along the dim, with equal targets. All ranks return the same value.
-    Gradient:   exact, for this rank's logits. Forward runs two small all_reduces: one of the maximum, and
-                            one of the sum together with the target's logit. Backward runs none. Logits are never
-                            gathered. For half-precision logits, the loss is computed in float32.
-                Raises:     ShapeError for any other target. If checking would wait for the device, the loss is nan instead.
+    Gradient:   exact, for this rank's logits. Forward runs two small all_reduces: one for the maximum, and one for the sum and
+                the target's logit. Backward runs none. Logits are never gathered. For half-precision logits, the
+                loss is computed in float32.
+    Raises:     ShapeError for any other target. If checking would wait for the device, the loss is nan instead.
     """
     if reduction not in ("mean", "sum"):
         raise UnsupportedOp(
@@ -217,7 +217,8 @@ _FEW = 2**24
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Computes some rows at a time, so only the logits and their gradient, both in the logits' dtype, are held in full."""
+    """Processes a few rows at a time, so that only the logits and their gradient, both in the logits' dtype, are held in
+    full."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, counted: Tensor, split: TensorSplit) -> Tensor:

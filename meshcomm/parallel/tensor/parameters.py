@@ -1,11 +1,11 @@
-"""Split parameters: DTensors whose local parts layers compute with, and the assembly of full tensors from them.
+"""Split parameters: DTensors whose local parts are used by layers, and the assembly of full tensors from them.
 
 In the simulator, which has no torch process groups, split parameters are plain tensors that record their slice.
 
 A weight with several parts, such as q, k and v, has the shape (units, rows of all parts in a unit, ...). Each rank
 needs its share of every part, which is not a contiguous slice of the rows. A unit contains an equal share of each part,
-and a rank holds a contiguous run of units. `units` depends only on the parts, and the extra axis shows that the row order
-differs. A checkpoint stores such a weight in its original layout, in pieces: see `Kept`.
+and a rank holds a contiguous run of units. The number of units depends only on the parts, and the extra axis shows that the
+rows are in a different order. A checkpoint stores such a weight in its original layout, in pieces: see `Kept`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Parts(NamedTuple):
 
 
 class Slice(NamedTuple):
-    """The position of a local tensor in the full one: the slice of `axis` that coord `coord` along `dim` holds."""
+    """The position of a local tensor in the full tensor: the slice of `axis` that coord `coord` along `dim` holds."""
 
     mesh: Mesh
     dim: str
@@ -77,9 +77,9 @@ def parameter_of(mesh: Mesh, data: Tensor, axes: Mapping[str, int | None]) -> nn
 def split_dims(parameter: Tensor) -> tuple[str, ...]:
     """Return the dims along which a parameter is split, as GradientNorm needs them.
 
-    For a DTensor, these are the dims that shard it. In the simulator, where parameters are plain, they are the recorded
-    dims. Returns () for other plain tensors. Raises LayoutError for a DTensor on a DeviceMesh without dim names, which
-    meshcomm never creates.
+    For a DTensor, returns the dims that shard it. In the simulator, where parameters are plain tensors, returns the
+    recorded dims. Returns () for other plain tensors. Raises LayoutError for a DTensor on a DeviceMesh without dim names,
+    which meshcomm never creates.
     """
     if not isinstance(parameter, DTensor):
         return tuple(part.dim for part in parts_of(parameter) if part.mesh.size(part.dim) > 1)
@@ -239,9 +239,9 @@ def fused_parts(module: nn.Module) -> dict[str, Parts]:
 
 
 def unsplit_state(module: nn.Module) -> dict[str, Tensor]:
-    """Return copies of the tensors in the module's `state_dict()`, full and plain, in the layout before the split.
+    """Return copies of the tensors in the module's `state_dict()`, as full, plain tensors in the layout from before the split.
 
-    Called by: every rank along the dim. Each receives the full dict.
+    Called by: every rank along the dim. Each rank receives the full dict.
     """
     fused = fused_parts(module)
     found: dict[str, Tensor] = {}

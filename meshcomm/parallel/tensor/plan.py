@@ -42,7 +42,8 @@ _AROUND = ("", "enter", "replicate", "sequence")
 
 @dataclass(frozen=True)
 class Rule:
-    """How one part of a module is split. With style "", only attributes are set, or some of its own parameters are split.
+    """How one part of a module is split. With style "", only attributes are set, or some of the part's own parameters are
+    split.
 
     own: the axis along which each parameter that the plan names is split.
     """
@@ -73,7 +74,7 @@ class Rule:
         return 1 - axis if is_conv1d(part) and key == "weight" else axis
 
     def parts_of(self, part: nn.Module, key: str) -> Parts | None:
-        """Return the parts of a parameter of `part`, or None if the parameter has only one."""
+        """Return the parts of a parameter of `part`, or None if the parameter has only one part."""
         axis = self.axis_of(part, key)
         if axis is None or self.style != "column":
             return None
@@ -335,7 +336,7 @@ def _tied(names: Mapping[str, nn.Module], rules: Mapping[str, Rule]) -> Iterator
 
 
 def _has_style(name: str, rules: Mapping[str, Rule]) -> bool:
-    """Return whether the rule of a part at or around `name` covers its parameters."""
+    """Return whether the rule for the part `name`, or for a part around it, covers its parameters."""
     while True:
         rule = rules.get(name)
         if rule is not None and rule.style not in ("", "enter"):

@@ -17,8 +17,7 @@ _PARTIAL = "meshcomm_partial_gradients"
 def as_autocast(x: Tensor) -> Tensor:
     """If autocast is on, return `x` in the dtype in which autocast multiplies matrices. Its gradient has x's dtype.
 
-    Callers cast a tensor before they send it, so that it is sent in that dtype. Like autocast, this function does not cast
-    float64 or integers.
+    Callers use this function to send a tensor in that dtype. Like autocast, this function does not cast float64 or integers.
     """
     kind = x.device.type
     if x.dtype == torch.float64 or not x.is_floating_point() or not torch.is_autocast_enabled(kind):
@@ -28,14 +27,14 @@ def as_autocast(x: Tensor) -> Tensor:
 
 @final
 class TensorSplit:
-    """The dim along which weights are split. With None, or a dim of size 1, nothing is split.
+    """The dim along which weights are split. If `dim` is None or its size is 1, nothing is split.
 
     Args:
         dim: a dim of the mesh.
-        dtype: the dtype of the parameters created here.
-        sequence_parallel: between `leave` and the next `enter`, each rank holds a slice of the sequence. This divides
-            memory and work in this region by the number of ranks (Korthikanti et al. 2022). The number of bytes sent does
-            not change, because reduce_scatter and all_gather are the two halves of an all_reduce. Parameters that operate
+        dtype: the dtype of the parameters that this object creates.
+        sequence_parallel: between `leave` and the next `enter`, each rank holds a slice of the sequence. Between those two
+            calls, memory and work are divided by the number of ranks (Korthikanti et al. 2022). The number of bytes sent
+            does not change, because reduce_scatter and all_gather are the two halves of an all_reduce. Parameters that operate
             on slices have partial gradients (see `partial`).
         axis: the sequence axis of activations (batch, sequence, width), counted from the front.
 
@@ -65,9 +64,9 @@ class TensorSplit:
     def parameter(self, *shape: int, axis: int | None) -> nn.Parameter:
         """Return an uninitialized parameter with the full `shape`.
 
-        It is a DTensor on `mesh[dim]`: Shard(axis), or Replicate if axis is None. Optimizers and checkpoints
-        therefore see the full tensor, and layers compute with `local(parameter)`. If nothing is split, and in
-        the simulator, it is a plain tensor with this rank's part.
+        The parameter is a DTensor on `mesh[dim]`: Shard(axis), or Replicate if axis is None. Optimizers and checkpoints
+        therefore see the full tensor, and layers compute with `local(parameter)`. If nothing is split, or in the simulator, it
+        is a plain tensor that holds this rank's part.
         """
         part = list(shape)
         if axis is not None:
@@ -159,8 +158,8 @@ class TensorSplit:
     def partial(self, module: nn.Module, *names: str, always: bool = False) -> None:
         """Mark parameters of `module` that operate on slices of the sequence, such as a norm's weight.
 
-        Each rank's gradient of these parameters covers only its own tokens; `finish_gradients` sums them.
-        Modules are marked by parameter name, so marks stay valid when fully_shard replaces parameters.
+        Each rank's gradients of marked parameters cover only its own tokens; `finish_gradients` sums them. Modules are marked
+        by parameter name, so marks stay valid when fully_shard replaces parameters.
 
         always: also mark the parameters without sequence_parallel, because they operate on slices of the outputs of
                 column-parallel layers, such as this rank's heads.

@@ -87,7 +87,7 @@ class Order:
         return parts, samples
 
     def _again(self, running: Indices, size: int, part: int) -> Indices:
-        """Return the samples at these running positions of a part that has its own epochs."""
+        """Return the samples at the given running positions of a part that has its own epochs."""
         samples = np.empty_like(running)
         for round_ in np.unique(running // size):
             here = running // size == round_
@@ -100,9 +100,9 @@ class Batches:
     """The samples that one data rank reads in each step.
 
     Position p is the p-th sample that all ranks together read during training. Each step reads the next B positions, where
-    B is the global batch size. The sample at a position depends only on the seed and p, so the global batch does not depend
-    on the mesh. Coord c of n along data reads positions [c * B / n, (c + 1) * B / n) of these B. Ranks along tensor and
-    pipeline have the same coord and read the same samples.
+    B is the global batch size. The sample at position p depends only on the seed and p, so the global batch does not depend
+    on the mesh. Coord c of n along data reads positions [c * B / n, (c + 1) * B / n) of each step's B positions. Ranks along
+    tensor and pipeline have the same coord and read the same samples.
 
     Args:
         corpus: the data to read.
@@ -151,7 +151,7 @@ class Batches:
         return self.on_device(self.held(step))
 
     def held(self, step: int) -> tuple[Tensor, ...]:
-        """Return the tensors of `__call__` in host memory."""
+        """Return the same tensors as `__call__`, but in host memory."""
         return _tensors(self._samples(*self.places(step)), self._dtype)
 
     def in_order(self, most: int | None) -> Iterator[tuple[Tensor, ...]]:
@@ -175,7 +175,7 @@ class Batches:
         return tuple(np.concatenate(each)[back] for each in zip(*found, strict=True))
 
     def on_device(self, held: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Return the tensors of `held` on the device."""
+        """Return the tensors in `held`, copied to the device."""
         if self.device_type != "cuda":
             return held
         # Copies from pinned memory are asynchronous; from other memory, they block.

@@ -71,7 +71,7 @@ class SampleForm:
         self._name, self._seq_len, self._vocab_size, self._packed = name, seq_len, vocab_size, packed
 
     def joined(self, samples: Sequence[tuple[int, Any]]) -> Samples:
-        """Return numbered samples as arrays.
+        """Return the samples in (index, sample) pairs as arrays.
 
         Token samples are padded to the sequence length, with targets that the loss ignores.
         """
@@ -164,7 +164,7 @@ class Indexed:
         return self._form.joined([(number, self._data[number]) for number in samples.tolist()])
 
     def cut(self, share: float) -> tuple[Indexed, Indexed]:
-        """See DataPart. Samples may be sorted by kind, so the samples to cut off are chosen at random."""
+        """See DataPart. Samples may be sorted by kind, so the held-out samples are chosen at random."""
         count = len(self._data)
         place = count - held_back(count, share)
         before, after = (Indexed(self._data, self._form, kept) for kept in ((0, place), (place, count)))

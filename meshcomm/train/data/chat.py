@@ -29,7 +29,7 @@ class Conversation(NamedTuple):
 def chats(
     config: DataConfig, model: ModelConfig | None, vocab_size: int | None, files: Sequence[Path], key: str
 ) -> Corpus:
-    """Return the conversations in the files, one per sample. With data.document_mask, several are packed into a sample.
+    """Return the conversations in the files, one per sample. With data.document_mask, several share a sample.
 
     Conversations longer than data.seq_len + 1 tokens are truncated.
     Raises TrainingError if there is no template, or if a line is not a conversation. The error names the file and line.

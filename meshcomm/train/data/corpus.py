@@ -29,7 +29,7 @@ class DataPart(Protocol):
     """One source of samples."""
 
     def __len__(self) -> int:
-        """Return the number of samples, which do not overlap."""
+        """Return the number of non-overlapping samples."""
         ...
 
     def read(self, samples: NDArray[np.int64]) -> Samples:
@@ -105,7 +105,7 @@ class Stream:
         return before, after
 
     def digest(self) -> bytes:
-        """Return the SHA-256 of the tokens. If there are many, it covers only their number and equally spaced ranges."""
+        """Return the SHA-256 of the tokens. For many tokens, the digest covers only their count and equally spaced ranges."""
         count = len(self.tokens)
         if count <= _LOOKS * _STRETCH:
             return hashlib.sha256(np.ascontiguousarray(self.tokens).tobytes()).digest()
@@ -127,7 +127,7 @@ class Corpus:
     unit: str = "bytes of text"
     files: tuple[Path, ...] = ()
     weights: tuple[float, ...] = ()
-    """The share of each part in an epoch. If (), each sample occurs once."""
+    """The share of each part in an epoch. If empty, each sample occurs once per epoch."""
     validation: Corpus | None = None
     """The data for evaluation."""
 
@@ -189,5 +189,5 @@ def checked(parts: Sequence[DataPart], given: str, seq_len: int) -> None:
 
 
 def held_back(count: int, share: float) -> int:
-    """Return how many of `count` samples are set aside for validation, at least one."""
+    """Return how many of `count` samples to set aside for validation (at least one)."""
     return min(count, max(1, round(count * share)))

@@ -66,7 +66,7 @@ def load(
 
 
 def matches(patterns: tuple[str, ...], key: str) -> list[Path]:
-    """Return the files that paths and globs match, sorted and without duplicates. Raises TrainingError for no match."""
+    """Return the files that paths and globs match, sorted and without duplicates. Raises TrainingError if nothing matches."""
     found: set[str] = set()
     for pattern in patterns:
         some = [path for path in glob.glob(pattern, recursive=True) if Path(path).is_file()]

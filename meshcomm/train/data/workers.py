@@ -25,7 +25,7 @@ class ReadAhead:
     """Reads the steps of `batches` up to `last` through torch's DataLoader, in `workers` processes, each two steps ahead.
 
     The samples do not depend on the workers. For CUDA, one of the loader's threads pins memory. As a context manager, it ends
-    the processes on exit. An error about a worker, which torch may raise at any point in the program, is converted to a
+    the processes on exit. A worker error, which torch may raise at any point in the program, is converted to a
     TrainingError.
 
     timeout_s: how long to wait for a step before raising an error.
@@ -95,7 +95,7 @@ class _Steps(Dataset[Any]):
         try:
             return self._batches.held(step)
         except MeshcommError as error:
-            # If it were raised, torch would put a traceback into it.
+            # If the error were raised here, torch would add a traceback to its message.
             return error
 
 
@@ -104,7 +104,7 @@ def _as_it_is(held: Any) -> Any:
 
 
 def _begin(_: int) -> None:
-    """Make a worker end when its rank ends, even if the rank is killed, but not on signals that ask a job to save."""
+    """Make a worker exit when its rank exits, even if the rank is killed, but not on signals that ask a job to save."""
     end_with_parent()
     for number in (signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
