@@ -376,7 +376,11 @@ WRONG: list[tuple[str, Any, str]] = [
     ("odd", "row", '"odd", a Linear: 6 inputs are not divisible by tp: 6 % 4 = 2'),
     ("odd", "split", '"odd" is a module; style "split" is for parameters'),
     ("odd.weight", "column", '"odd.weight" is a parameter, whose style is "split"'),
-    ("odd.bias", "split", '"odd", a Linear: axis 0 of its bias, (6,), is not divisible by the 4 ranks along tp'),
+    (
+        "odd.bias",
+        "split",
+        '"odd", a Linear: axis 0 of its bias, (6,), is not divisible by the 4 ranks along tp',
+    ),
     ("odd.bias", {"style": "split", "axis": "rows"}, "axis is 'rows'; it must be an integer of 0 or more"),
     (
         "odd.bias",

@@ -144,7 +144,9 @@ def test_documents_that_are_not_masked_and_masks_that_cannot_be_are_refused(
     masked, batch = settings_of(tmp_path, BUILT_IN, "dp=1", 4, True), packed()
     assert batch.documents is not None
     shorter = batch._replace(documents=batch.documents[:, 1:])
-    assert pool.run(refused, masked, shorter, ranks=1) == ["the documents do not contain one number per token"]
+    assert pool.run(refused, masked, shorter, ranks=1) == [
+        "the documents do not contain one number per token"
+    ]
     (what,) = pool.run(refused_module, masked, ranks=1)
     assert what == "this model cannot be trained with data.document_mask"
     unknown = DataConfig(seq_len=8, tokenizer="bytes", document_mask=True)
