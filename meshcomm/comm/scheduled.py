@@ -80,7 +80,7 @@ def all_reduce(
     """Reduce `x` in place over `comm` by the schedule of `algorithm`, and return it.
 
     All arguments must be equal on every rank, as for `Communicator.collective`, whose checks, operations and errors apply.
-    Every rank gets bit-equal values: each sum is computed by one rank and copied, or by two ranks from the same
+    Every rank gets bitwise identical values: each sum is computed by one rank and copied, or by two ranks from the same
     operands in the same order.
     """
     # Even with nothing to reduce, the ranks synchronize, so that a skipped call is noticed.

@@ -173,7 +173,7 @@ def undisturbed(folder: Path, mesh: str, steps: int, more: str = "") -> list[flo
 
 
 def simulated(folder: Path, mesh: str, steps: int, words: Sequence[str] = ()) -> list[float]:
-    """The same losses, bit-equal, from the simulator, in a second. mesh: without shards and pipelines."""
+    """The same losses, bitwise identical, from the simulator, in a second. mesh: without shards and pipelines."""
     path = folder / "simulated.toml"
     path.write_text(config_of(mesh, steps))
     settings = load_config(path, [*words, f'train.out="{folder / "simulated"}"'])
@@ -253,7 +253,7 @@ def main() -> None:
     columns: dict[str, Callable[[str], str]] = {
         "mesh": lambda mesh: mesh,
         "deaths, in runs": lambda mesh: f"{len(_deaths(found[mesh]))}, {len(found[mesh])}",
-        "runs whose losses were bit-equal": lambda mesh: str(sum(each.equal for each in found[mesh])),
+        "runs with bitwise identical losses": lambda mesh: str(sum(each.equal for each in found[mesh])),
         "ranks named": lambda mesh: str(sum(death.named for death in _deaths(found[mesh]))),
         "processes left": lambda mesh: str(sum(len(each.left) for each in found[mesh])),
         "seconds, median": lambda mesh: f"{median(death.lost_s for death in _deaths(found[mesh])):.1f}",

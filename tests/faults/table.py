@@ -29,15 +29,16 @@ For each fault at each moment, this page shows the error that every surviving ra
 Each row is a job of four or eight ranks with one fault and a timeout of {TIMEOUT_S:g} s. No row may hang or end with a wrong number: ranks that
 continue check the numbers of every call.
 
-- **seconds**: measured from the fault to the last error, or to the end of the last rank if no rank raises. If a call is skipped, or a rank
-  does not arrive or is stopped, the timeout is included.
-- **at most**: the guaranteed limit, on 2 cores without other programs. {DIFFERS_S:g} s after the last rank has arrived, if ranks differ.
-  The timeout and {MISSING_S - TIMEOUT_S:g} s, if a rank is missing. 2 s more, if `mesh.step` has to find the difference, because it compares once a second. A rank
-  that sleeps raises at most {DIFFERS_S:g} s after it wakes up. The tests run in parallel and allow {BUSY_S:g} s more.
-- **left**: the number of processes of the row that still exist at its end. The test ends ranks that the row has stopped (SIGSTOP), as a
+- **seconds**: the time from the fault to the last error, or to the end of the last rank if no rank raises an error. If a call is skipped, or a
+  rank does not arrive or is stopped, this time includes the timeout.
+- **at most**: the guaranteed limit on 2 cores that run nothing else. If ranks differ, the limit is {DIFFERS_S:g} s after the last rank has arrived.
+  If a rank is missing, the limit is {MISSING_S - TIMEOUT_S:g} s after the timeout. If only `mesh.step` can find the difference, the limit is 2 s later, because
+  `mesh.step` compares calls once a second. A sleeping rank raises an error at most {DIFFERS_S:g} s after it wakes up. The tests run in parallel, and
+  their limits are {BUSY_S:g} s later.
+- **left**: the number of the row's processes that still exist at its end. The test itself ends ranks that the row has stopped (SIGSTOP), as a
   launcher does.
 - *names*: the ranks in the error's `missing` or `mismatched_ranks`, or in its text.
-- *without with*: the program opens its mesh by `mesh = meshcomm.init(...)` and never closes it. Python reports the errors at exit.
+- *without with*: the program opens its mesh with `mesh = meshcomm.init(...)` and never closes it. Python reports the errors when it exits.
 """
 
 

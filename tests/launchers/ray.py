@@ -197,7 +197,7 @@ class _Training:
         off = max(every[:200] if within else every)
         assert max(every) < 1e-6, f"losses differ by {max(every):g}\n{job.text}"
         assert off <= within, f"losses differ by {off:g}\n{job.text}"
-        return f"{len(losses)} losses " + ("bit-equal" if not off else f"within {off:.0e}")
+        return f"{len(losses)} losses " + ("bitwise identical" if not off else f"within {off:.0e}")
 
 
 def _address(case: Case) -> dict[str, str]:
