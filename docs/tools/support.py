@@ -85,7 +85,7 @@ def page() -> str:
         *_backends(),
         "## What each backend reduces",
         "",
-        "`python docs/tools/support.py` generates these tables from the table with which meshcomm checks each call before any data is sent. A test compares the two.",
+        "`python docs/tools/support.py` generates these tables from the rules that meshcomm uses to check each call before any data is sent. A test compares the two.",
         "broadcast, gather, all_gather, scatter, all_to_all and messages only move data, so they accept every dtype.",
         "",
     ]

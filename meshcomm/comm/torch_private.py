@@ -43,5 +43,5 @@ _DEVICES = tuple(getattr(torch._C.DispatchKey, name) for name in ("CPU", "CUDA",
 
 
 def only_device(keys: Any) -> bool:
-    """Return whether only the call itself remains below autograd, on a device's dense tensor."""
+    """Return whether nothing but a device's dense kernel is left to run below autograd."""
     return keys.remove(torch._C.DispatchKey.ADInplaceOrView).highestPriorityTypeId() in _DEVICES

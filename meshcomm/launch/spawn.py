@@ -28,7 +28,7 @@ from meshcomm.mesh.rank_failure import Failure, collect, forget, names_of_ranks
 from meshcomm.mesh.rendezvous import of_this_attempt
 
 SAVED: Final = os.EX_TEMPFAIL
-"""The exit code of a rank that a signal ended after a checkpoint, and of a job with such ranks: 75, "try again"."""
+"""Exit code 75, "try again": of a rank that stopped on a signal after saving a checkpoint, and of a job with such ranks."""
 
 _LOOPBACK: Final = "127.0.0.1"
 _STORE_TIMEOUT: Final = timedelta(seconds=60)

@@ -215,7 +215,7 @@ class Generations:
         return True
 
     def cuts(self, connections: Connections) -> None:
-        """Cut `connections` when a newer generation is announced, repeatedly until this process joins it.
+        """Once a newer generation is announced, keep cutting `connections` until this process joins it.
 
         One cut is not enough, because opening a mesh creates several connections in turn.
         """

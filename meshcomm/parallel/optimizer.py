@@ -44,8 +44,8 @@ def decay_groups(
     on one DeviceMesh, or all are plain tensors, because a fused step handles a group in one call, and DTensor does not allow a
     call to mix the two. Experts' parameters, which are on other mesh dims, therefore have separate groups.
 
-    patterns: maps names with "*" for any characters to factors of `lr` and `weight_decay`. The first pattern that matches a
-              name applies. Groups of matched parameters have `lr_factor` and `decay_factor`, which `Update` applies.
+    patterns: maps name patterns ("*" matches any characters) to multipliers for `lr` and `weight_decay`. The first
+              pattern that matches a name applies. Groups of matched parameters have `lr_factor` and `decay_factor`, which `Update` applies.
 
     Order: the order of `module.parameters()`, with matrices before vectors. Call this after fully_shard,
     which replaces the module's parameters.

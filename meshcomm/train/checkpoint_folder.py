@@ -1,4 +1,4 @@
-"""The folder of a run's checkpoints: finding the complete ones, and turning a draft into a checkpoint atomically.
+"""A run's checkpoint folder: finds the complete checkpoints, and atomically turns a draft into a checkpoint.
 
     <train.out>/checkpoints/
         job                  the job that writes here, so that its restarts recognize their own

@@ -1,4 +1,4 @@
-"""Handle signals that end a run on all ranks, after a step and a checkpoint."""
+"""Handle termination signals: all ranks finish the step, save a checkpoint and end the run."""
 
 from __future__ import annotations
 

@@ -153,7 +153,7 @@ def owned(ids: Tensor, rows: int, coord: int) -> tuple[Tensor, Tensor]:
 
 
 def outside_of(split: TensorSplit, ids: Tensor, vocab: int, what: str) -> Tensor | None:
-    """Return a mask of the ids that no rank holds, or None if checking the ids does not wait for the device.
+    """Return a mask of the ids that no rank holds, or None if the ids can be checked without waiting for the device.
 
     Raises ShapeError for ids outside 0 .. vocab - 1 if the check does not wait for the device.
     """

@@ -34,8 +34,8 @@ class TensorSplit:
         dtype: the dtype of the parameters that this object creates.
         sequence_parallel: between `leave` and the next `enter`, each rank holds a slice of the sequence. Between those two
             calls, memory and work are divided by the number of ranks (Korthikanti et al. 2022). The number of bytes sent
-            does not change, because reduce_scatter and all_gather are the two halves of an all_reduce. Parameters that operate
-            on slices have partial gradients (see `partial`).
+            does not change, because reduce_scatter and all_gather are the two halves of an all_reduce. Parameters that are
+            applied to slices have partial gradients (see `partial`).
         axis: the sequence axis of activations (batch, sequence, width), counted from the front.
 
     size, coord: the dim's size and this rank's coord. sequence_parallel: False if nothing is split.
