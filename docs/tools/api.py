@@ -150,7 +150,18 @@ _MADE: Final = {
 # Parts of other classes. Their members are not documented.
 _BRIEF: Final = ("Engine", "Checkpoints", "Workload")
 _LABELS: Final = (
-    *("Shape", "Called by", "Returns", "Gradient", "Steps", "Order", "Sent", "Numbers", "Parameters", "Raises"),
+    *(
+        "Shape",
+        "Called by",
+        "Returns",
+        "Gradient",
+        "Steps",
+        "Order",
+        "Sent",
+        "Numbers",
+        "Parameters",
+        "Raises",
+    ),
     "Source",
 )
 _CODE: Final = re.compile(r"(``.+?``|`[^`]+`)")
