@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -86,13 +86,14 @@ def check_model(
 ) -> None:
     """Compare the results of a small model before and after it is cut into stages and split.
 
-    spec:   describes a model that fits into one process. Models whose inputs are not tokens are not compared.
+    spec:   describes a model that fits into one process. Models with other inputs than tokens (`vocab_size` is 0) are not
+            compared.
     family: whether the model belongs to a model family of the transformers library.
     said_later: whether to ignore errors that the model raises before it runs, because training will raise them too.
     Raises: TrainingError, which names the kind of parallelism and the difference in outputs or gradients; UnsupportedOp if
             the specification lacks a part.
     """
-    if not spec.vocab_size or not use.kinds:
+    if not use.kinds or not _is_of_tokens(spec, spec.module, name):
         return
     train = TrainConfig(steps=1, global_batch_size=1, micro_batch_size=1, dtype="float64")
     model = SpecModel(spec, train, _TOKENS, family=family)
@@ -133,6 +134,22 @@ def check_model(
             for key, value in own.items():
                 if key in gradients:
                     _compare(setting, name, f"the gradient of {key}", value, gradients[key], most)
+
+
+def _is_of_tokens(spec: ModelSpec, build: Callable[[], nn.Module], name: str) -> bool:
+    """Return whether the inputs are tokens. Raises UnsupportedOp if they seem to be tokens of an unknown vocabulary."""
+    if (
+        not spec.vocab_size
+        and spec.loss is None
+        and any(isinstance(each, nn.Embedding) for each in build().modules())
+    ):
+        raise UnsupportedOp(
+            f"{name} cannot be compared with the unsplit model before training: its ModelSpec has no vocab_size",
+            given="vocab_size = 0, no loss, and a module with an nn.Embedding",
+            expected="vocab_size: the number of token IDs, and of logits that the head outputs",
+            hint="ModelSpec(vocab_size=...); if the inputs are not tokens, ModelSpec(loss=...)",
+        )
+    return bool(spec.vocab_size)
 
 
 def _cause(error: BaseException) -> BaseException:
@@ -253,11 +270,13 @@ def check_once(model: SpecModel, parallel: ParallelConfig, sizes: Mapping[str, i
     sizes: the sizes of all dims, including those of views. Raises the same errors as `check_model`.
     """
     use = _use_of(parallel, sizes)
-    if not use.kinds or not model.spec.vocab_size:
+    if not use.kinds:
         return
     spec = model.spec.small() if model.spec.small is not None else model.spec
     with on_meta():
         module = spec.module()
+    if not _is_of_tokens(spec, lambda: module, type(module).__name__):
+        return
     large = model.spec.small is None and sum(each.numel() for each in module.parameters()) > _LARGEST
     if large or batch_norms(module):
         return

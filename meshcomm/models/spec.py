@@ -71,7 +71,8 @@ class ModelSpec:
 
     module:     builds the full model. Every rank calls it. Memory is allocated for buffers but not for parameters.
     hidden_size: size of a token's hidden state between layers; required for pipelines.
-    vocab_size: number of token IDs, and of logits that the head outputs. 0 if inputs are not tokens.
+    vocab_size: number of token IDs, and of logits that the head outputs. 0 if inputs are not tokens: such a model is not
+                compared with the unsplit model before training.
     layers:     dotted name of the ModuleList or ModuleDict that contains the blocks. A pipeline divides the
                 blocks into stages, FSDP gathers them one at a time, and `train.activation_checkpointing` and
                 `train.compile` apply to each of them. If "", the model cannot be divided.

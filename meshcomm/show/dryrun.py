@@ -33,7 +33,7 @@ def _page(facts: Facts) -> Iterator[PagePart]:
     if facts["calls"]:
         yield Line(f"calls of {facts['part']}, for the rank that moves the most along each dim")
         yield _calls(facts["calls"], timed=facts["step"] is not None)
-    yield from _step(facts["step"], facts["part"])
+    yield from _step(facts["step"], facts["part"], bool(facts["findings"]))
 
 
 def _verdicts(facts: Facts, whole: bool) -> Iterator[PagePart]:
@@ -112,9 +112,10 @@ def _seconds(key: str, row: Facts) -> str:
     return "" if not row["first"] else "-" if row[key] is None else seconds_text(row[key])
 
 
-def _step(step: Facts | None, part: str) -> Iterator[PagePart]:
+def _step(step: Facts | None, part: str, differ: bool) -> Iterator[PagePart]:
     if step is None:
-        yield Line("no times: they need matching calls, and [topology] with ranks_per_node")
+        missing = "calls that match" if differ else "[topology] with ranks_per_node"
+        yield Line(f"no times: they need {missing}")
         return
     yield Line(f"time of {part}, predicted")
     exposed, late = sum(step["exposed_s"].values()), sum(step["late_s"].values())

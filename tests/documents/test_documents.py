@@ -20,6 +20,8 @@ import yaml
 
 import meshcomm
 from meshcomm.config import load_config
+from meshcomm.errors import MeshMismatchError
+from meshcomm.testing import Pool
 from tests.documents import tool
 from tests.documents.blocks import llama
 from tests.faults.rows import ROWS
@@ -102,6 +104,18 @@ def test_the_pictures_are_what_is_made_now() -> None:
         name = f"images/{make.__name__}.svg"
         assert (DOCS / name).read_text(encoding="utf-8") == make(), "run: python docs/tools/pictures.py"
         assert f"]({name})" in page
+
+
+def open_another_mesh() -> str:
+    wrong = os.environ["RANK"] == "5"
+    with pytest.raises(MeshMismatchError) as caught:
+        meshcomm.init(dims={"pp": 2, "dp": 4 if wrong else 2, "tp": 1 if wrong else 2}, device="cpu")
+    return str(caught.value)
+
+
+def test_the_error_on_the_first_page_is_real(pool: Pool) -> None:
+    (text,) = {*pool.run(open_another_mesh, ranks=8)}
+    assert f"\nMeshMismatchError: {text}\n" in (ROOT / "README.md").read_text()
 
 
 JUNIT = """<testsuites><testsuite>

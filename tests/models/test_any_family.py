@@ -18,13 +18,14 @@ pytest.importorskip("transformers")
 import transformers
 
 import meshcomm
-from meshcomm.config import Config
+from meshcomm.config import Config, ParallelConfig, TrainConfig
 from meshcomm.errors import ShapeError, TrainingError, UnsupportedOp
 from meshcomm.mesh import Mesh
 from meshcomm.models import ModelSpec, StageContext
-from meshcomm.models.check import Use, check_model
+from meshcomm.models.check import Use, check_model, check_once
 from meshcomm.models.families import spec_of
 from meshcomm.models.hf import Whole
+from meshcomm.models.spec_model import SpecModel
 from meshcomm.parallel import TensorSplit
 from meshcomm.parallel.expert import spread_experts
 from meshcomm.testing import Pool
@@ -110,6 +111,37 @@ def test_a_multiplier_on_each_stage_is_refused() -> None:
         "the model computes different results with parallel.pipeline" in found and "outputs off by" in found
     )
     check_model(replace(spec, forward=None), USES["pipeline"])
+
+
+class Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.up, self.down = nn.Embedding(48, 8), nn.Linear(8, 32), nn.Linear(16, 8)
+        self.head = nn.Linear(8, 48)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.tokens(x)
+        gate, up = self.up(x).chunk(2, -1)
+        y: Tensor = self.head(x + self.down(nn.functional.silu(gate) * up))
+        return y
+
+
+def test_a_model_of_tokens_is_compared_or_refused() -> None:
+    split = {"up": "column", "down": "row"}
+    assert "with parallel.tensor" in _refused(
+        ModelSpec(module=Gated, vocab_size=48, split=split), USES["tensor"]
+    )
+    check_model(ModelSpec(module=Gated, vocab_size=48, split={**split, "up": "column:2"}), USES["tensor"])
+    # Such a model was once trained with a wrong loss, as nothing compared it.
+    train = TrainConfig(steps=1, global_batch_size=1, micro_batch_size=1)
+    with pytest.raises(UnsupportedOp, match="its ModelSpec has no vocab_size"):
+        check_model(ModelSpec(module=Gated, split=split), USES["tensor"])
+    with pytest.raises(UnsupportedOp, match="Gated cannot be compared"):
+        check_once(
+            SpecModel(ModelSpec(module=Gated, split=split), train, 16), ParallelConfig(tensor="tp"), {"tp": 2}
+        )
+    # Its inputs may be anything.
+    check_model(ModelSpec(module=Gated, split=split, loss=nn.functional.mse_loss), USES["tensor"])
 
 
 def test_positions_of_another_stage_are_refused() -> None:
@@ -263,7 +295,6 @@ def test_weights_that_went_through_a_mesh_are_the_same_bits(pool: Pool, tmp_path
 
 @pytest.mark.parametrize("name", ["llama", "granite"])
 def test_what_is_once_checked_is_noted(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from meshcomm.config import ParallelConfig
     from meshcomm.models import check
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
