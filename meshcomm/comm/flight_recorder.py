@@ -77,7 +77,7 @@ class FlightRecorder:
         self.plan = ""
         self.group_name = ""
         self.timeout_s: Callable[[], float] = partial(float, "inf")
-        self.lost: Callable[[str, bool], MeshcommError | None] = lambda what, waits: None
+        self.lost: Callable[[str, bool, bool], MeshcommError | None] = lambda what, waits, confirms: None
         self.ranks = ranks
         self.inquire = inquire
         self.started = 0
@@ -445,7 +445,7 @@ class Caller:
         If calls are queued, a call that is abandoned because of a lost rank ends without an error, with an undefined result.
         """
         recorder = self.recorder
-        if recorder.ordered and (lost := recorder.lost(self.where(call), False)) is not None:
+        if recorder.ordered and (lost := recorder.lost(self.where(call), False, error is None)) is not None:
             raise lost from error
 
     def start(self, call: Call) -> Sequence[Work]:

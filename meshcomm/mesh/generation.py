@@ -7,7 +7,6 @@ generation's number to the process. All of a generation's keys are stored under 
 from __future__ import annotations
 
 import atexit
-import contextlib
 import json
 import math
 import os
@@ -16,13 +15,14 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
+from functools import partial
 from typing import Any, Final, final
 
 import torch.distributed as dist
 
-from meshcomm.errors import RankLost
+from meshcomm.errors import RankLost, StoreError
 from meshcomm.layout.sizes import ranks_text
-from meshcomm.mesh.store import interrupted
+from meshcomm.mesh.store import interrupted, within
 from meshcomm.transport.connections import Connections
 from meshcomm.transport.torch_private import interruptible_waits
 
@@ -177,11 +177,12 @@ class Generations:
         """Return whether a generation newer than the joined one exists, or is announced within `within_s` seconds."""
         return self.latest > self.joined.number
 
-    def lost(self, what: str, waits: bool) -> RankLost | None:
+    def lost(self, what: str, waits: bool, confirms: bool = False) -> RankLost | None:
         """Return the error if ranks were lost since this process joined.
 
         what: the call that the error ends, and the calling rank.
         waits: whether a peer is gone and the launcher may not have noticed yet.
+        confirms: whether the caller uses a value if no rank was lost. Raises StoreError if that cannot be known.
         """
         if not self.newer(self.announced_s if waits else 0.0):
             return None
@@ -268,16 +269,26 @@ class AnnouncedGenerations(Generations):
         with self._changed:
             return self._changed.wait_for(lambda: self.latest > self.joined.number, within_s)
 
-    def lost(self, what: str, waits: bool) -> RankLost | None:
+    def lost(self, what: str, waits: bool, confirms: bool = False) -> RankLost | None:
         """See Generations. Also checks the store, because a queued call may have succeeded with data from a rank that has
         already dropped its calls. Such a rank has read the announcement, which this process may not have received yet.
         """
         if not self.newer():
             with self._changed:
-                following = self.latest + 1
-            with contextlib.suppress(RuntimeError):
-                if self._asks.check([_KEY.format(following)]):
-                    waits = True
+                keys = [_KEY.format(self.latest + 1)]
+            try:
+                # A store that the network has cut off never answers.
+                waits = (
+                    within(self.announced_s, partial(self._asks.check, keys), awaited_at_exit=True) or waits
+                )
+            except (TimeoutError, RuntimeError) as error:
+                if confirms:
+                    raise StoreError(
+                        f"{what}: the job's store does not answer, so it is unknown whether ranks were lost",
+                        given=str(error).partition("\n")[0],
+                        expected=f"an answer within {self.announced_s:g} s",
+                        hint="check the launcher, and the network between its host and this host",
+                    ) from error
         return super().lost(what, waits)
 
     def join(self) -> Generation:

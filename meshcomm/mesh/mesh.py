@@ -692,7 +692,7 @@ class Mesh(AlongDims):
         if generations is None or isinstance(error, RankLost):
             return error if isinstance(error, RankLost) and generations is not None else None
         waits = isinstance(error, RuntimeError | CommunicationError | MeshMismatchError | StoreError)
-        return generations.lost(f"a step on {self.label}", waits)
+        return generations.lost(f"a step on {self.label}", waits, confirms=error is None)
 
     def reopen(self, error: BaseException | None = None) -> Generation:
         """Rebuild this mesh, with new groups over all ranks of the job, after lost ranks were replaced.

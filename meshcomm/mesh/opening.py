@@ -609,7 +609,7 @@ def _meet(store: dist.Store, group: Group, rank: int, coords: tuple[int, ...]) -
     store.wait([f"{name}/{each}" for each in coords or range(len(group.ranks))], FOREVER)
 
 
-def _none_lost(what: str, waits: bool) -> RankLost | None:
+def _none_lost(what: str, waits: bool, confirms: bool) -> RankLost | None:
     return None
 
 

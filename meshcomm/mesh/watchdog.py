@@ -78,7 +78,7 @@ class WatchOptions:
     process_of: returns the state of a rank's process: "ended", "stopped" or "runs"; "" if unknown.
     tells_s:    a call that blocks for this long, but not beyond its group's timeout, is reported in one line.
     refused:    returns the error if this rank may belong to another job. Called at each check.
-    lost:       (call, whether a peer is gone) -> the error if the launcher has replaced lost ranks.
+    lost:       (call, whether a peer is gone, whether a value is used) -> the error if the launcher has replaced lost ranks.
     """
 
     timeout_s: float
@@ -89,7 +89,7 @@ class WatchOptions:
     process_of: Callable[[int], str] = _unknown
     tells_s: float = math.inf
     refused: Callable[[], MeshcommError | None] = lambda: None
-    lost: Callable[[str, bool], MeshcommError | None] = lambda what, waits: None
+    lost: Callable[[str, bool, bool], MeshcommError | None] = lambda what, waits, confirms: None
 
 
 @final
@@ -409,7 +409,7 @@ class Watchdog(Watching):
     def _diagnosed(self, failed: FailedCall) -> MeshcommError:
         # If the store was cut off while a group connected through it, the error states no reason.
         waits = failed.reason not in (Reason.TIMEOUT, Reason.OTHER)
-        if (lost := self._options.lost(failed.at, waits)) is not None:
+        if (lost := self._options.lost(failed.at, waits, False)) is not None:
             return lost
         if failed.reason is Reason.OTHER:
             return failed.error_alone()
