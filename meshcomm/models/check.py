@@ -93,7 +93,7 @@ def check_model(
     Raises: TrainingError, which names the kind of parallelism and the difference in outputs or gradients; UnsupportedOp if
             the specification lacks a part.
     """
-    if not use.kinds or not _is_of_tokens(spec, spec.module, name):
+    if not use.kinds or not _is_of_tokens(spec, use, spec.module, name):
         return
     train = TrainConfig(steps=1, global_batch_size=1, micro_batch_size=1, dtype="float64")
     model = SpecModel(spec, train, _TOKENS, family=family)
@@ -136,8 +136,19 @@ def check_model(
                     _compare(setting, name, f"the gradient of {key}", value, gradients[key], most)
 
 
-def _is_of_tokens(spec: ModelSpec, build: Callable[[], nn.Module], name: str) -> bool:
-    """Return whether the inputs are tokens. Raises UnsupportedOp if they seem to be tokens of an unknown vocabulary."""
+def _is_of_tokens(spec: ModelSpec, use: Use, build: Callable[[], nn.Module], name: str) -> bool:
+    """Return whether the inputs are tokens. Raises UnsupportedOp if they seem to be tokens of an unknown vocabulary.
+
+    Training raises its own errors if the specification lacks the parts that `use` needs.
+    """
+    declared = (
+        (use.tensor and spec.split)
+        or (use.pipeline and spec.layers)
+        or (use.context and (spec.attention or spec.forward))
+        or (use.expert and spec.experts)
+    )
+    if not declared:
+        return bool(spec.vocab_size)
     if (
         not spec.vocab_size
         and spec.loss is None
@@ -275,7 +286,7 @@ def check_once(model: SpecModel, parallel: ParallelConfig, sizes: Mapping[str, i
     spec = model.spec.small() if model.spec.small is not None else model.spec
     with on_meta():
         module = spec.module()
-    if not _is_of_tokens(spec, lambda: module, type(module).__name__):
+    if not _is_of_tokens(spec, use, lambda: module, type(module).__name__):
         return
     large = model.spec.small is None and sum(each.numel() for each in module.parameters()) > _LARGEST
     if large or batch_norms(module):

@@ -17,8 +17,14 @@ from meshcomm.launch.standby import COMMAND, Process, Standby
 _PLAN = (*COMMAND, "plan", "configs/quickstart.toml", "--rank")
 
 
-def waiting() -> list[psutil.Process]:
-    return [each for each in psutil.Process().children() if "meshcomm.launch.standby" in each.cmdline()]
+def waiting(count: int = 1) -> list[psutil.Process]:
+    """The processes that wait. A command line is empty for a moment after a start, and is then looked at again."""
+    deadline = time.monotonic() + 10
+    while True:
+        found = [each for each in psutil.Process().children() if "meshcomm.launch.standby" in each.cmdline()]
+        if len(found) == count or time.monotonic() > deadline:
+            return found
+        time.sleep(0.01)
 
 
 def await_imports(standby: Standby) -> None:
@@ -55,7 +61,7 @@ def test_copies_run_the_command_as_the_rank_that_they_are_told(capfd: pytest.Cap
     assert capfd.readouterr().out.count("rank 3") >= 2
     assert waiting() == [only]
     standby.end()
-    assert waiting() == []
+    assert waiting(0) == []
 
 
 def test_it_ends_when_it_is_not_needed_or_has_lost_its_launcher() -> None:
@@ -98,4 +104,4 @@ def test_one_that_has_died_is_not_taken() -> None:
 def test_only_the_meshcomm_command_is_prepared(tmp_path: Path) -> None:
     standby = Standby(["script.py"], dict(os.environ))
     standby.start()
-    assert waiting() == [] and standby.take({"RANK": "0"}) is None
+    assert waiting(0) == [] and standby.take({"RANK": "0"}) is None
