@@ -39,8 +39,12 @@ _PEERS: Final = 16
 
 
 class World(NamedTuple):
-    """The results of a dry run. steps: the steps by rank, ascending. findings: predicted failures. unlike: messages about
-    ranks whose calls differ from those of the first rank of their stage. replay: None if calls do not match.
+    """The results of a dry run.
+
+    steps: the steps by rank, ascending.
+    findings: predicted failures.
+    unlike: messages about ranks whose calls differ from the calls of the first rank in their stage.
+    replay: None if calls do not match.
     """
 
     layout: Layout

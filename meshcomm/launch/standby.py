@@ -34,6 +34,8 @@ _IMPORTED: Final[Mapping[str | None, Sequence[str]]] = {
 }
 
 _PR_SET_CHILD_SUBREAPER: Final = 36
+# The time in which a copy reports its process ID.
+_ANSWERS_S: Final = 10.0
 
 
 class Process(Protocol):
@@ -122,7 +124,9 @@ class Standby:
             return None
         with contextlib.suppress(BrokenPipeError):
             print(json.dumps(dict(variables)), file=self._waiting.commands)
-        if answer := self._waiting.answers.readline():
+        # A copy without an answer in time ends itself, because nobody reads its answer any more.
+        answers = self._waiting.answers
+        if select.select([answers], [], [], _ANSWERS_S)[0] and (answer := answers.readline()):
             return _Copy(int(answer))
         self.end()
         return None
@@ -182,10 +186,16 @@ def _is_copy() -> bool:
         # The only other threads are those of numpy's OpenBLAS, which stops and starts them around a fork.
         warnings.simplefilter("ignore", DeprecationWarning)
         if between := os.fork():
-            os.waitpid(between, 0)
+            # If the second fork has failed, the launcher reads the end of the answers.
+            if os.waitpid(between, 0)[1]:
+                sys.exit(1)
             return False
         between = os.getpid()
-        if os.fork():
+        try:
+            copied = os.fork()
+        except OSError:
+            os._exit(1)
+        if copied:
             os._exit(0)
     os.setsid()
     while os.getppid() == between:

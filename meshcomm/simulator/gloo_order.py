@@ -18,8 +18,8 @@ _SEGMENT_BYTES: Final = 1024 * 1024
 def reduced(parts: Sequence[Tensor], op: str) -> Tensor:
     """Return `parts[0]` op `parts[1]` op ..., elementwise. The parts are flat tensors of equal length and dtype.
 
-    Gloo reduces around a ring. It splits the elements into one chunk per rank; chunk c starts with rank c-1's values, to
-    which those of c-2, c-3 and so on are added. all_reduce, reduce and reduce_scatter use the same order, and an average
+    Gloo reduces around a ring. It splits the elements into one chunk per rank. Chunk c starts with rank c-1's values.
+    The values of ranks c-2, c-3 and so on are then added. all_reduce, reduce and reduce_scatter use the same order, and an average
     divides the sum. Tested with torch 2.13.
     """
     row, size, length = WIRE_OPS[op], len(parts), parts[0].numel()

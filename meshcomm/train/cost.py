@@ -106,8 +106,8 @@ def peak_memory(device: torch.device) -> tuple[int, str]:
 class FlopCounter(DispatchMode):  # type: ignore[misc]
     """A context manager that counts a model's FLOPs in this thread and in the backward passes that this thread starts.
 
-    The formulas are those of torch.utils.flop_counter: 2 m n k for a matrix product, and corresponding formulas for
-    grouped matrix products, convolutions and attention, whose causal mask is ignored. Other operators count as 0. In
+    The formulas are the same as in torch.utils.flop_counter: 2 m n k for a matrix product, and corresponding formulas for
+    grouped matrix products, convolutions and attention. The causal mask of attention is ignored. Other operators count as 0. In
     compiled code, calls to torch's kernels are counted, but generated kernels are not. For DTensors, only this rank's part
     is counted.
 
