@@ -63,7 +63,8 @@ class LaunchError(MeshcommError):
 class MeshMismatchError(MeshcommError):
     """Ranks disagree about the mesh, or a rank is missing from the rendezvous.
 
-    `mismatched_ranks` lists the ranks that differ from the majority, and `missing` lists the ranks that did not arrive.
+    `mismatched_ranks` lists the ranks that differ from the majority, or all ranks if there is no majority. `missing` lists
+    the ranks that did not arrive.
     """
 
     mismatched_ranks: tuple[int, ...] = ()
@@ -122,8 +123,9 @@ class StoreTimeout(StoreError):
 class CallMismatchError(MeshcommError):
     """Ranks of a group made different calls. Raised before anything is sent, or later if `mesh.step` found the difference.
 
-    `mismatched_ranks` lists the global ranks that differ from the majority. `step` is the first step whose results are
-    not reliable, in the program's numbering, or None if `mesh.step` did not find the difference.
+    `mismatched_ranks` lists the global ranks that differ from the majority. Without a majority, as in a group of two ranks,
+    it lists all ranks that made a call. `step` is the first step whose results are not reliable, in the program's
+    numbering, or None if `mesh.step` did not find the difference.
     """
 
     mismatched_ranks: tuple[int, ...] = ()

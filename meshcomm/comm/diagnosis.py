@@ -7,7 +7,7 @@ from enum import Enum
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, TypeVar, final
 
-from meshcomm.comm.mismatch import majority
+from meshcomm.comm.mismatch import blamed, majority
 from meshcomm.errors import CallMismatchError, CollectiveTimeout, CommunicationError, MeshcommError, PeerLost
 from meshcomm.layout.sizes import fold, rank_text, ranks_text
 
@@ -95,7 +95,7 @@ class Diagnosis(NamedTuple):
     """The ranks that prevent a call from completing.
 
     missing: the ranks that have not arrived at the call. silent: whether some of them do not answer. mismatched: the
-    ranks whose call `number` differs from the majority's. lines: one line per rank.
+    ranks whose call `number` differs from the majority's. lines: one line per rank. tie: whether there is no majority.
     """
 
     missing: Sequence[int] = ()
@@ -103,6 +103,7 @@ class Diagnosis(NamedTuple):
     mismatched: Sequence[int] = ()
     number: int = 0
     lines: Sequence[str] = ()
+    tie: bool = False
 
 
 def diagnose(
@@ -151,11 +152,11 @@ def find_mismatch(label: str, ranks: Sequence[int], statuses: Statuses) -> Diagn
             for rank, (call, _, nbytes) in calls.items()
         }
         usual, mismatched = majority(what)
-        made = {rank: f"made {what[rank]}, at {calls[rank][1]}, as call {number}" for rank in calls}
         if mismatched:
-            lines = [f"{name_of_rank(rank, statuses[rank])} {made[rank]}" for rank in mismatched]
-            lines = [*_first(lines), f"{ranks_text(usual)} {made[usual[0]]}"]
-            return Diagnosis((), False, mismatched, number, lines)
+            made = {rank: f"made {what[rank]}, at {calls[rank][1]}, as call {number}" for rank in calls}
+            lines = _first([f"{name_of_rank(rank, statuses[rank])} {made[rank]}" for rank in mismatched])
+            lines += [f"{ranks_text(usual)} {made[usual[0]]}"] if usual else []
+            return Diagnosis((), False, mismatched, number, lines, not usual)
     return None
 
 
@@ -450,8 +451,8 @@ class FailedCall:
             hint = f"meshcomm report {reports} combines the ranks' reports"
         if found.mismatched:
             return CallMismatchError(
-                f"{self.at} {self.reason.value}: the ranks of the group make different calls, rank "
-                f"{fold(found.mismatched)} {'is' if len(found.mismatched) == 1 else 'are'} mismatched",
+                f"{self.at} {self.reason.value}: the ranks of the group make different calls, "
+                f"{blamed(found.mismatched, found.tie)}",
                 given="\n".join([self._first, *found.lines]),
                 expected="the same calls in the same order on every rank of the group",
                 hint="look for a call that only some ranks make; mesh.step() at the end of each step names the "

@@ -25,6 +25,8 @@ _FACTS: Final = 240
 _SITE: Final = 200
 # The number of runs of equal steps whose calls are kept.
 RUNS: Final = 64
+# What an error expects if no majority tells which ranks are wrong.
+_SAME: Final = "the same calls on every rank of the group"
 # The number of callsites of one rank's step that an error shows.
 _SHOWN: Final = 6
 
@@ -101,14 +103,38 @@ def _is_same(one: Sequence[Any], other: Sequence[Any]) -> bool:
 
 
 def majority(signs: Mapping[int, Any]) -> tuple[list[int], list[int]]:
-    """Return the ranks with the most common sign, and all other ranks. If several signs are equally common, the first wins.
+    """Return the ranks with the most common sign, and all other ranks. In a tie, no rank is in the majority: nothing tells
+    which of two ranks is wrong.
 
-    >>> majority({0: "a", 1: "b", 2: "b"}), majority({3: "a", 4: "b"})
-    (([1, 2], [0]), ([3], [4]))
+    >>> majority({0: "a", 1: "b", 2: "b"}), majority({3: "a", 4: "b"}), majority({3: "a", 4: "a"})
+    (([1, 2], [0]), ([], [3, 4]), ([3, 4], []))
     """
-    usual = Counter(signs.values()).most_common(1)[0][0]
+    (usual, times), *others = Counter(signs.values()).most_common(2)
+    if others and others[0][1] == times:
+        return [], list(signs)
     ranks = [rank for rank, sign in signs.items() if sign == usual]
     return ranks, [rank for rank in signs if signs[rank] != usual]
+
+
+def blamed(mismatched: Sequence[int], tie: bool, of: int | None = None) -> str:
+    """Return text that names the ranks of the second list of `majority`. tie: whether the first list is empty. of: the
+    number of all ranks.
+
+    >>> blamed([0], tie=False), blamed([0, 1], tie=False, of=5), blamed([3, 4], tie=True)
+    ('rank 0 is mismatched', 'ranks 0 1 of 5 are mismatched', 'ranks 3 4 do not agree')
+    """
+    if tie:
+        return f"{ranks_text(mismatched)} do not agree"
+    who = f"{ranks_text(mismatched)} of {of}" if of else ranks_text(mismatched)
+    return f"{who} {'is' if len(mismatched) == 1 else 'are'} mismatched"
+
+
+def _same(ranks: Sequence[int], signs: Mapping[int, Any]) -> list[list[int]]:
+    """Return the ranks as lists of equal sign."""
+    lists: dict[Any, list[int]] = {}
+    for rank in ranks:
+        lists.setdefault(signs[rank], []).append(rank)
+    return list(lists.values())
 
 
 def mismatch(
@@ -121,15 +147,12 @@ def mismatch(
     by_rank = dict(zip(ranks, calls, strict=True))
     signs = {rank: json.dumps([call, facts]) for rank, (call, facts, _) in by_rank.items()}
     usual, mismatched = majority(signs)
-    lines = []
-    for sign in dict.fromkeys(signs[rank] for rank in mismatched):
-        same = [rank for rank in mismatched if signs[rank] == sign]
-        lines.append(f"{ranks_text(same)}: {_call_text(by_rank[same[0]])}")
+    lines = [f"{ranks_text(same)}: {_call_text(by_rank[same[0]])}" for same in _same(mismatched, signs)]
+    expected = f"as {ranks_text(usual)}: {_call_text(by_rank[usual[0]])}" if usual else _SAME
     return CallMismatchError(
-        f'ranks differ in call {number} along "{name}": {ranks_text(mismatched)} '
-        f"{'is' if len(mismatched) == 1 else 'are'} mismatched; nothing was sent",
+        f'ranks differ in call {number} along "{name}": {blamed(mismatched, not usual)}; nothing was sent',
         given="\n".join(lines),
-        expected=f"as {ranks_text(usual)}: {_call_text(by_rank[usual[0]])}",
+        expected=expected,
         hint="make the same calls in the same order on every rank of the group; "
         "look for a branch that depends on the rank",
         mismatched_ranks=tuple(mismatched),
@@ -287,35 +310,43 @@ def _difference(
     signs: equal for equal calls. forgotten: whether the first difference may be in an earlier step.
     """
     usual, mismatched = majority(signs)
-    model, first = steps[usual[0]], steps[mismatched[0]]
+    # In a tie, the first two signs are described beside each other.
+    shown = [(ranks, steps[ranks[0]]) for ranks in _same(mismatched, signs)]
+    model = steps[usual[0]] if usual else shown[1][1]
+    first = steps[mismatched[0]]
     apart = not forgotten and model.number != first.number
-    number = model.number if apart else max(step.number for step in steps.values())
+    last = max(step.number for step in steps.values())
+    number = last if not apart else model.number if usual else min(model.number, first.number)
     which = f"step {number}{' or an earlier one' if forgotten else ''}"
     who = ", ".join(rank_text(rank, coords[rank]) for rank in mismatched[:4])
     who += f" and {len(mismatched) - 4} more" if len(mismatched) > 4 else ""
     if forgotten:
-        made = "other calls"
+        made = "made other calls"
         given = "the calls of that step are no longer recorded"
         expected = f"the same calls in every step, as {ranks_text(usual)} made them"
     elif apart:
-        made = f"step {first.number} instead"
-        given = f"step {first.number} of {who} ended at {first.ended_at}"
+        made = f"made step {first.number} instead"
+        given = "\n".join(
+            f"step {step.number} of {ranks_text(ranks)} ended at {step.ended_at}" for ranks, step in shown
+        )
         expected = f"as {ranks_text(usual)}: step {number}, which ended at {model.ended_at}"
     else:
         more = first.calls - model.calls if len(mismatched) == 1 else 0
-        made = f"{_collectives(abs(more))} {'more' if more > 0 else 'fewer'}" if more else "other calls"
-        by_sign: dict[Any, list[int]] = {}
-        for rank in mismatched:
-            by_sign.setdefault(signs[rank], []).append(rank)
+        made = (
+            f"made {_collectives(abs(more))} {'more' if more > 0 else 'fewer'}"
+            if more
+            else "made other calls"
+        )
         lines = [
-            f"{ranks_text(ranks)} on {label}: {_calls(steps[ranks[0]], model)}" for ranks in by_sign.values()
+            f"{ranks_text(ranks)} on {label}: {_calls(step, first if step is model else model)}"
+            for ranks, step in shown
         ]
         given = "\n".join([*lines, f"step {number} ended at {first.ended_at}"])
         expected = f"as {ranks_text(usual)}: {_calls(model, first)}"
     return {
-        "what": f'ranks differ in {which} along "{label.partition("[")[0]}": {who} made {made}',
+        "what": f'ranks differ in {which} along "{label.partition("[")[0]}": {who} {made if usual else "do not agree"}',
         "given": given,
-        "expected": expected,
+        "expected": expected if usual else _SAME,
         "hint": f"look for a {'step that only some ranks make' if apart else 'branch that only some ranks take'}; results of "
         f"{which} and later mix calls that do not belong together: resume from a checkpoint before it",
         "mismatched": mismatched,

@@ -15,6 +15,7 @@ from datetime import timedelta
 from functools import partial
 from typing import Any, Final, NamedTuple
 
+from meshcomm.comm.mismatch import blamed, majority
 from meshcomm.errors import MeshMismatchError
 from meshcomm.layout.sizes import ranks_text
 from meshcomm.mesh.store import SLICE_S, Interrupted, interrupted, store_failed
@@ -48,8 +49,8 @@ def agree(
     store: the job's store, under a prefix for this agreement.
     facts: maps names to plain data that must be equal.
 
-    Takes three store operations per rank. The majority decides which ranks are mismatched. If there is a tie, the
-    lowest rank decides. Raises MeshMismatchError with the mismatched ranks, the fact and both values. After
+    Takes three store operations per rank. The majority decides which ranks are mismatched. In a tie, all ranks are
+    mismatched. Raises MeshMismatchError with the mismatched ranks, the fact and both values. After
     `timeout_s`, the error names the missing ranks and the hosts of the ranks that arrived. A rank that arrives after
     the others gave up raises this error too. Raises StoreError if the store fails.
     """
@@ -230,23 +231,23 @@ def _mismatch(store: Any, timeout_s: float, what: str) -> MeshMismatchError:
     arrivals = _announced(store)
     present = sorted(arrivals)
     prints = {rank: arrivals[rank].fingerprint for rank in present}
-    # The facts that most ranks have. If there is a tie, the facts of the lowest rank.
-    common = Counter(prints.values()).most_common(1)[0][0]
-    odd = tuple(rank for rank in present if prints[rank] != common)
-    usual = json.loads(_get(store, f"facts/{common}", timeout_s))
+    usual, odd = majority(prints)
+    # In a tie, the facts of the first rank are compared with the others'.
+    common = prints[(usual or odd)[0]]
+    facts = json.loads(_get(store, f"facts/{common}", timeout_s))
+    others = "the others" if usual else ranks_text([rank for rank in odd if prints[rank] == common])
     lines: list[str] = []
-    for fingerprint in dict.fromkeys(prints[other] for other in odd):
-        ranks = [other for other in odd if prints[other] == fingerprint]
+    for fingerprint in dict.fromkeys(prints[rank] for rank in odd if prints[rank] != common):
+        who = ranks_text([rank for rank in odd if prints[rank] == fingerprint])
         other_facts = json.loads(store.get(f"facts/{fingerprint}"))
-        for name, ours, theirs in _differences(usual, other_facts):
-            lines.append(f"{ranks_text(ranks)}: {name} = {_plain(theirs)}; the others: {_plain(ours)}")
-    usual_ranks = [other for other in present if other not in odd]
+        for name, ours, theirs in _differences(facts, other_facts):
+            lines.append(f"{who}: {name} = {_plain(theirs)}; {others}: {_plain(ours)}")
     return MeshMismatchError(
-        f"{what} differs between ranks: {ranks_text(odd)} of {len(present)} {'is' if len(odd) == 1 else 'are'} mismatched",
+        f"{what} differs between ranks: {blamed(odd, not usual, len(present))}",
         given="\n".join(lines),
-        expected=f"the values of {ranks_text(usual_ranks)}",
+        expected=f"the values of {ranks_text(usual)}" if usual else "the same values on every rank",
         hint=f"start {ranks_text(odd)} with the same config, code and package versions",
-        mismatched_ranks=odd,
+        mismatched_ranks=tuple(odd),
     )
 
 

@@ -19,8 +19,10 @@ def stats_page(facts: Facts, steps: int | None = None) -> list[PagePart]:
     """
     rows, each, whole = facts["rows"], steps or 1, facts["seconds"] or 1.0
     spent = "in each step" if steps else f"in {seconds_text(facts['seconds'])}"
+    # If one of the numbers is not whole, all have decimals.
+    count = _number if all(row["calls"] % each == 0 for row in rows) else _decimal
     columns: dict[str, Column] = {
-        ">calls": lambda row: _number(row["calls"] / each),
+        ">calls": lambda row: count(row["calls"] / each),
         ">bytes": lambda row: bytes_text(row["nbytes"] / each) if row["nbytes"] else None,
         ">inside": lambda row: _seconds(row["seconds"], each),
         ">share": lambda row: None if row["seconds"] is None else f"{row['seconds'] / whole:.1%}",
@@ -69,7 +71,11 @@ def _by(who: str, row: Facts) -> str | None:
 
 
 def _number(number: float) -> str:
-    return f"{number:,.0f}" if number == int(number) else f"{number:,.1f}"
+    return f"{number:,.0f}"
+
+
+def _decimal(number: float) -> str:
+    return f"{number:.1g}" if 0 < number < 0.05 else f"{number:,.1f}"
 
 
 def _seconds(seconds: float | None, each: int = 1) -> str | None:

@@ -20,7 +20,7 @@ from meshcomm.comm.callsite import is_ours, thread_frames
 from meshcomm.comm.mismatch import mismatch
 from meshcomm.errors import CallMismatchError
 from meshcomm.layout import Group
-from meshcomm.layout.sizes import fold
+from meshcomm.layout.sizes import ranks_text
 from meshcomm.simulator.gloo_order import reduced
 from meshcomm.simulator.scheduler import Actor, Scheduler
 from meshcomm.simulator.start_order import Start, StartOrder
@@ -206,7 +206,7 @@ class PendingCollective:
         name = next((each.told[0] for _, each in came if each.told is not None), self.group.label)
         error = mismatch(name, self.number, [self.group.ranks[coord] for coord, _ in came], calls)
         if absent := self.absent():
-            error.given = f"{error.given}\nrank {fold(absent)}: did not arrive"
+            error.given = f"{error.given}\n{ranks_text(absent)}: did not arrive"
         return error
 
 

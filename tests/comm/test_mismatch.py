@@ -150,7 +150,7 @@ def test_shapes_of_very_many_axes(mesh: Mesh) -> None:
     mesh.all_reduce("dp", torch.ones(shape))
     shape[-1] += mesh.rank
     with pytest.raises(
-        CallMismatchError, match=r'in call 2 along "dp": rank 1 is mismatched; nothing was sent'
+        CallMismatchError, match=r'in call 2 along "dp": ranks 0 1 do not agree; nothing was sent'
     ):
         mesh.all_reduce("dp", torch.ones(shape))
 

@@ -74,6 +74,7 @@ def test_too_few() -> None:
 
 def smaller(folder: Path, elastic: str) -> Config:
     """A training of two steps on dp=4 cp=2 whose global batch of 12 fits 4, 3, 2 and 1."""
+    folder.mkdir(exist_ok=True)
     settings = settings_of(folder, evaluates=False)
     batch = ["train.global_batch_size=12", "train.micro_batch_size=1"]
     return load_config(settings, [*batch, f"elastic={elastic}"])

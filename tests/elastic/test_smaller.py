@@ -123,7 +123,8 @@ def test_a_training_goes_on_with_fewer(tmp_path: Path) -> None:
 def test_some_are_lost_and_come_back(
     mesh: str, deaths: tuple[int, ...], sizes: tuple[str, ...], tmp_path: Path
 ) -> None:
-    text = config_of(mesh, 5 * STEPS) + elastic("min = { dp = 1 }\ndelay_s = 12")
+    # Long enough for all the deaths, and too short for the others to end first.
+    text = config_of(mesh, 5 * STEPS) + elastic(f"min = {{ dp = 1 }}\ndelay_s = {4 * len(deaths)}")
     with training(tmp_path / "before", config_of(mesh, 5 * STEPS), 0, words=BATCH) as job:
         assert job.process.wait(200) == 0, job.log.read_text()
         before = losses(job)

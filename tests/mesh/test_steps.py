@@ -160,7 +160,7 @@ def test_a_whole_step_that_was_left_out_or_made_twice_is_found_by_its_number() -
         error = error_of(found)
         assert (error.step, error.mismatched_ranks) == (at, (4,))
         assert error.what == f'ranks differ in step {at} along "dp": rank 4 (dp=2) made step {made} instead'
-        assert str(error.given).startswith(f"step {made} of rank 4 (dp=2) ended at {__file__}:")
+        assert str(error.given).startswith(f"step {made} of rank 4 ended at {__file__}:")
         assert str(error.expected).startswith(f"as ranks 0 2 6: step {at}, which ended at {__file__}:")
     # Ranks may be behind, and steps may be numbered from anywhere.
     behind = {rank: noted([ADD] * (9 - rank), ranks, first=41) for rank in ranks}
@@ -184,8 +184,14 @@ def test_several_mismatched_ranks_and_other_bytes() -> None:
     assert found["what"] == 'ranks differ in step 2 along "dp": rank 0 (dp=0), rank 2 (dp=2) made other calls'
     assert found["given"].startswith("ranks 0 2 on dp[tp=0]: 1 collective of 800 bytes: all_reduce at ")
     assert found["expected"].startswith("as ranks 1 3 4: 1 collective of 8 bytes: all_reduce at ")
-    # Of two ranks the first one counts as usual.
-    assert difference({7: usual, 3: wide})["mismatched"] == [3]
+    # Nothing tells which of two ranks is wrong: both are named, each with its calls.
+    found = difference({3: wide, 7: usual})
+    assert found["what"] == 'ranks differ in step 2 along "dp": rank 3 (dp=0), rank 7 (dp=1) do not agree'
+    assert found["mismatched"] == [3, 7] and found["expected"] == "the same calls on every rank of the group"
+    first, second, last = found["given"].splitlines()
+    assert first.startswith("rank 3 on dp[tp=0]: 1 collective of 800 bytes: all_reduce at ")
+    assert second.startswith("rank 7 on dp[tp=0]: 1 collective of 8 bytes: all_reduce at ")
+    assert last.startswith("step 2 ended at ")
 
 
 def test_more_calls_in_a_step_than_the_ring_holds() -> None:
@@ -371,7 +377,7 @@ def test_ranks_that_are_ahead_or_behind_are_compared() -> None:
     high.monitor.look(2.0)
     for rank in (low, high):
         with pytest.raises(
-            CallMismatchError, match=r"step 1 along .dp.: rank 1 .dp=1. made 1 collective more"
+            CallMismatchError, match=r"step 1 along .dp.: rank 0 .dp=0., rank 1 .dp=1. do not agree"
         ):
             rank.step(ADD)
 
@@ -410,7 +416,7 @@ def test_of_equally_many_ranks_the_last_are_blamed_on_every_rank() -> None:
             for rank in (other, own)
         }
         error = ranks[own].monitor.cause(statuses)
-        assert error is not None and error.mismatched_ranks == (1,)
+        assert error is not None and error.mismatched_ranks == (0, 1)
 
 
 def test_the_last_rank_to_leave_deletes_the_keys() -> None:
@@ -451,11 +457,10 @@ def test_a_simulated_rank_is_found_in_its_step(dim: str, odd: int, at: int, how:
     error = caught.value
     assert error.step == at + 1000
     others = 1 if dim == "tp" else 3
-    # Of two ranks nobody can say which is mismatched; the lower one counts as usual.
-    assert error.mismatched_ranks == ((odd,) if others > 1 else (odd + 1,))
-    assert error.what.startswith(
-        f'ranks differ in step {at + 1000} along "{dim}": rank {error.mismatched_ranks[0]} ('
-    )
+    # Nothing tells which of two ranks is wrong.
+    assert error.mismatched_ranks == ((odd,) if others > 1 else (odd, odd + 1))
+    assert error.what.startswith(f'ranks differ in step {at + 1000} along "{dim}": rank {odd} (')
+    assert ("do not agree" in error.what) == (others == 1)
 
 
 def test_correct_programs_are_never_blamed() -> None:
@@ -570,8 +575,9 @@ def test_ranks_that_lose_a_peer_by_it_get_the_same_error(mesh: Mesh) -> None:
             mesh.all_reduce("tp", torch.ones(4))
             mesh.step()
             time.sleep(0.002)
-    said = 'ranks differ in step 4 along "dp": rank 3 (dp=1 tp=1) made 1 collective fewer'
-    assert caught.value.what.startswith(said) and caught.value.mismatched_ranks == (3,)
+    said = 'ranks differ in step 4 along "dp": rank 1 (dp=0 tp=1), rank 3 (dp=1 tp=1) do not agree'
+    assert caught.value.what.startswith(said) and caught.value.mismatched_ranks == (1, 3)
+    assert "rank 3 on dp[tp=1]: 0 collectives" in str(caught.value.given)
 
 
 @pytest.mark.mesh(dp=2, via="gloo")

@@ -29,7 +29,7 @@ pytestmark = needs_group_hooks
 def differs(group: Any, odd: bool, along: str, who: str) -> None:
     with pytest.raises(CallMismatchError) as caught:
         dist.all_reduce(torch.ones(6 if odd else 4), group=group)
-    assert caught.value.what.startswith(f'ranks differ in call 1 along "{along}": {who} is mismatched')
+    assert caught.value.what.startswith(f'ranks differ in call 1 along "{along}": {who}; nothing')
     assert "elements 6" in str(caught.value.given) and __file__ in str(caught.value.given)
 
 
@@ -41,17 +41,17 @@ def test_groups_are_watched_from_their_making_to_the_end_of_the_default_group() 
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    differs(None, rank == 3, "default group", "rank 3")
+    differs(None, rank == 3, "default group", "rank 3 is mismatched")
     group = mesh["tp"].get_group()
     label = f"tp of a DeviceMesh, group {group.group_name}"
-    differs(group, rank % 2 == 1, label, f"rank {rank | 1}")
+    differs(group, rank % 2 == 1, label, f"ranks {rank & 2} {rank | 1} do not agree")
     pair = dist.new_group([0, 2], group_desc="pair")
     dist.all_reduce(x := torch.ones(3), group=group)
     assert x.tolist() == [2.0] * 3
     rows = {row.dim: (row.call, row.ranks, row.calls, row.nbytes) for row in watch.stats().rows}
     assert rows[label] == ("all_reduce", 2, 1, 12)
     if rank in (0, 2):
-        differs(pair, rank == 2, f"group {pair.group_name}, pair", "rank 2")
+        differs(pair, rank == 2, f"group {pair.group_name}, pair", "ranks 0 2 do not agree")
     groups = list(torch_private.groups_by_name().values())
     assert any(map(torch_private.has_hooks, groups))
     store = dist.PrefixStore("again", torch_private.default_store())
@@ -59,7 +59,7 @@ def test_groups_are_watched_from_their_making_to_the_end_of_the_default_group() 
     assert not any(map(torch_private.has_hooks, groups)) and watch.stats().rows == ()
     # The next default group is watched too.
     dist.init_process_group("gloo", store=store, rank=rank, world_size=4)
-    differs(None, rank == 1, "default group", "rank 1")
+    differs(None, rank == 1, "default group", "rank 1 is mismatched")
     dist.destroy_process_group()
     watch.close()
     assert plain == (torch_private.c10d._is_barrier_after_init, torch_private.c10d._register_pg_in_world)
@@ -74,7 +74,7 @@ def test_a_group_that_is_there_is_watched_and_a_second_watch_takes_over() -> Non
     assert len(first.stats().rows) == 1
     with meshcomm.watch() as second:
         assert first.stats().rows == ()
-        differs(None, rank == 1, "default group", "rank 1")
+        differs(None, rank == 1, "default group", "ranks 0 1 do not agree")
         assert len(second.stats().rows) == 1
     dist.all_reduce(torch.ones(1))
     dist.destroy_process_group()
@@ -88,7 +88,7 @@ def test_a_mesh_takes_the_watch_over() -> None:
     dist.all_reduce(torch.ones(3))
     with meshcomm.init(dims={"dp": 2}, device="cpu") as mesh:
         assert not watched._LAST
-        differs(None, rank == 1, "default group", "rank 1")
+        differs(None, rank == 1, "default group", "ranks 0 1 do not agree")
         assert mesh.all_reduce("dp", torch.ones(1)).item() == 2
     dist.destroy_process_group()
 
@@ -98,7 +98,7 @@ def test_the_default_group_of_a_mesh_is_the_meshs() -> None:
     meshcomm.watch()
     with meshcomm.init(dims={"dp": 2}, device="cpu") as mesh:
         assert not watched._LAST
-        differs(None, mesh.rank == 1, "default group", "rank 1")
+        differs(None, mesh.rank == 1, "default group", "ranks 0 1 do not agree")
 
 
 @on_ranks(2)
@@ -285,7 +285,7 @@ FAULTS = [
     ("fsdp, tensor", "kill", 5, "rank 1 was ended by SIGKILL"),
     ("pipeline", "sleep", 5, "waited for rank 1"),
     ("pipeline", "raise", 5, "rank 1 failed: ValueError: planted"),
-    ("groups by hand", "shape", 5, "rank 1 is mismatched"),
+    ("groups by hand", "shape", 5, "ranks 0 1 do not agree"),
     ("groups by hand", "sleep", 75, "waited for rank 1"),
     ("groups by hand", "exit", 75, "rank 1 ended with exit code 0 while rank"),
 ]

@@ -94,7 +94,7 @@ def test_what_a_verdict_carries_for_programs() -> None:
     assert isinstance(crossed, DeadlockError)
     assert crossed.circle == (0, 2, 3, 1) and crossed.waiting == (0, 1, 2, 3)
     dtype = verdict_of(planted_bugs.other_dtype, True)
-    assert isinstance(dtype, CallMismatchError) and dtype.mismatched_ranks == (2,)
+    assert isinstance(dtype, CallMismatchError) and dtype.mismatched_ranks == (0, 2)
     unsent = verdict_of(planted_bugs.missing_send, True)
     assert isinstance(unsent, UnmatchedMessage) and unsent.waiting == (2, 3)
     dropped = verdict_of(planted_bugs.dropped_handle, True)
@@ -123,10 +123,11 @@ def test_a_mismatch_is_told_when_some_never_come() -> None:
 
     text = str(verdict_of(program))
     assert re.search(
-        r'ranks differ in call 1 along "all": rank 1 is mismatched; nothing was sent\n'
-        r"  given:    rank 1: all_gather\(.*\) at .*\n"
-        r"            rank 2 3: did not arrive\n"
-        r"  expected: as rank 0: all_reduce\(",
+        r'ranks differ in call 1 along "all": ranks 0 1 do not agree; nothing was sent\n'
+        r"  given:    rank 0: all_reduce\(.*\) at .*\n"
+        r"            rank 1: all_gather\(.*\) at .*\n"
+        r"            ranks 2 3: did not arrive\n"
+        r"  expected: the same calls on every rank of the group\n",
         text,
     ), text
 

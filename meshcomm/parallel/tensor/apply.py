@@ -6,7 +6,6 @@ changes, to a subclass of the original class, as in fully_shard.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -14,7 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from meshcomm.comm.mismatch import majority
 from meshcomm.errors import MeshMismatchError, ShapeError
+from meshcomm.layout.sizes import ranks_text
 from meshcomm.mesh import Mesh
 from meshcomm.parallel.tensor.example import Seen, compare_outputs
 from meshcomm.parallel.tensor.layers import (
@@ -397,19 +398,17 @@ def _check_same(mesh: Mesh, dim: str, module: nn.Module, plan: str) -> None:
     mine |= {name: _digest(x) for name, x in tensors.items() if not x.is_meta}
     table = mesh.objects.all_gather(dim, mine)
     for name in mine:
-        values = [row.get(name) for row in table]
-        common, often = Counter(values).most_common(1)[0]
-        if often == len(values):
+        usual, odd = majority({rank: row.get(name) for rank, row in zip(mesh.ranks(dim), table, strict=True)})
+        if not odd:
             continue
-        odd = tuple(rank for rank, value in zip(mesh.ranks(dim), values, strict=True) if value != common)
-        ranks = "rank " + str(odd[0]) if len(odd) == 1 else "ranks " + ", ".join(map(str, odd))
         raise MeshMismatchError(
             f'{name} differs along "{dim}" before it is split',
-            given=f"{ranks} of {mesh.ranks(dim)}, as seen from {mesh.label}: the value differs from the one on most ranks",
+            given=f"{ranks_text(odd)} of {mesh.ranks(dim)}, as seen from {mesh.label}: "
+            f"{'the value differs from the one on most ranks' if usual else 'the values differ'}",
             expected=f"the same module, weights and plan on every rank along {dim}",
             hint=f"use the same torch.manual_seed(seed) along {dim} before the module is created, load the same "
             f'file on all ranks, or for each parameter p, call mesh.broadcast("{dim}", p.data, src=0)',
-            mismatched_ranks=odd,
+            mismatched_ranks=tuple(odd),
         )
 
 
