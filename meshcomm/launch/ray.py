@@ -438,7 +438,7 @@ class _Ranks:
         """Print the root cause on stderr; return the exit code."""
         replacing, members = self._replacing, self._replacing.places.processes
         if all(failure.follows for failure in failures.values()):
-            failures = {**replacing.last, **failures}
+            failures = {**replacing.recent, **failures}
         failed = replacing.numbered(failures)
         ended = [rank for rank, process in enumerate(members) if process in self._well]
         root, others = root_cause(

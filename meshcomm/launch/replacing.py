@@ -137,15 +137,19 @@ class Replacing:
                 f"meshcomm: no new process for {ranks_text(sorted(late))} in time; continues with {self._size()}"
             )
 
+    @property
+    def recent(self) -> Mapping[int, Failure]:
+        """The most recently lost processes; {} once all ranks have met again, so that a later failure is not blamed on them."""
+        return {} if not self.number or have_met(self.store, self.number) else self.last
+
     def unmet(self, ended: Collection[int]) -> Mapping[int, Failure]:
         """Return the most recently lost processes if their replacements cannot meet all ranks because some ranks had already
         completed; otherwise {}.
 
         ended: the processes that have completed. Processes that have never opened a mesh are ignored.
         """
-        if not ended or not self.number or have_met(self.store, self.number):
-            return {}
-        return self.last if any(state_of_rank(self.store, each) for each in ended) else {}
+        recent = self.recent if ended else {}
+        return recent if recent and any(state_of_rank(self.store, each) for each in ended) else {}
 
     def grow(self, ended: bool) -> None:
         """Let the mesh grow if new processes are waiting to join. ended: see `lost`."""
@@ -170,8 +174,10 @@ class Replacing:
         """
         lines = []
         if self.is_elastic and ended and root not in ended:
+            # If a loss was announced, no rank had completed before.
+            completed = "completed without mesh.reopen" if self.recent else "had already completed"
             lines.append(
-                f"{ranks_text(sorted(ended))} had already completed, so new processes can no longer meet all ranks"
+                f"{ranks_text(sorted(ended))} {completed}, so new processes can no longer meet all ranks"
             )
         if left := sorted(failure.rank for failure in failed if failure.what.startswith("RankLost")):
             way = "a program continues with mesh.reopen(error), and a Trainer continues automatically"

@@ -219,9 +219,7 @@ class _Ranks:
         return self.name(self._replacing.places.processes[rank])
 
     def failures(self, exits: Exits) -> dict[int, Failure]:
-        """Return the failure of each process. If all processes failed only because they lost a peer, include the most
-        recently lost processes.
-        """
+        """Return the failure of each process. If all processes failed only because they lost a peer, include `recent`."""
         found = {
             each: self._unmet.get(each) or without_error(each, code, alive_at, self.name)
             for each, (code, alive_at) in exits.items()
@@ -229,7 +227,7 @@ class _Ranks:
         found |= {failure.rank: failure for failure in collect(self._folder, self._attempt)}
         if any(not each.follows for each in found.values()):
             return found
-        return {**self._replacing.last, **found}
+        return {**self._replacing.recent, **found}
 
     def _spoke(self) -> int:
         return len(collect(self._folder, self._attempt))

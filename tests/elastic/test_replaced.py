@@ -42,6 +42,33 @@ for step in range(100):
     mesh.all_reduce("dp", torch.ones(2))
 """
 
+# The new process arrives, and then takes longer than the others wait for its first call.
+IS_LATE = """
+import os, signal, time, meshcomm, torch
+mesh = meshcomm.init(dims={"dp": 2}, timeout_s=2)
+if mesh.generation.number:
+    time.sleep(15)
+for step in range(100):
+    if (mesh.rank, step, mesh.generation.number) == (1, 3, 0):
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        mesh.all_reduce("dp", torch.ones(2))
+    except meshcomm.errors.RankLost as error:
+        mesh.reopen(error)
+"""
+
+SWALLOWS = """
+import os, signal, meshcomm, torch
+mesh = meshcomm.init(dims={"dp": 2})
+try:
+    for step in range(100):
+        if (mesh.rank, step, mesh.generation.number) == (1, 3, 0):
+            os.kill(os.getpid(), signal.SIGKILL)
+        mesh.all_reduce("dp", torch.ones(2))
+except Exception:
+    pass
+"""
+
 TORCH_ALONE = """
 import os, signal, torch, torch.distributed as dist
 dist.init_process_group("gloo")
@@ -131,6 +158,25 @@ def test_a_program_that_does_not_reopen_ends_by_the_name_of_the_lost_rank(tmp_pa
         "meshcomm: rank 0 ended by RankLost: a program continues with mesh.reopen(error), and a Trainer continues automatically"
         in lines
     )
+
+
+def test_a_later_failure_is_not_blamed_on_a_rank_that_has_been_replaced(tmp_path: Path) -> None:
+    script = tmp_path / "late.py"
+    script.write_text(IS_LATE)
+    ended = run("--world-size", "2", str(script), replace=2)
+    last = ended.stderr.partition("replacements left: 1")[2]
+    assert ended.returncode == 1 and "SIGKILL" not in last, ended.stderr
+    assert "meshcomm: rank 0 (dp=0) failed: CollectiveTimeout: all_reduce along" in last, ended.stderr
+    assert "meshcomm: it waited for rank 1" in last, ended.stderr
+
+
+def test_a_program_that_swallows_the_loss_is_told_what_it_left_out(tmp_path: Path) -> None:
+    script = tmp_path / "swallows.py"
+    script.write_text(SWALLOWS)
+    ended = run("--world-size", "2", str(script))
+    assert ended.returncode == 128 + signal.SIGKILL, ended.stderr
+    said = "meshcomm: rank 0 completed without mesh.reopen, so new processes can no longer meet all ranks"
+    assert said in ended.stderr.splitlines(), ended.stderr
 
 
 @pytest.mark.faults
