@@ -18,6 +18,8 @@ from meshcomm.transport.base import P2P, Prepared, Transport, Work
 from meshcomm.transport.support import STREAM_ORDERED, backend_on
 from meshcomm.transport.torch_private import abort, give_back, options_type, source_rank, timeout_of
 
+# The most memory that a group keeps for messages that have ended.
+_KEPT_BYTES: Final = 1 << 22
 # How many seconds after a group's timeout the NCCL watchdog aborts.
 MARGIN_S: Final = 60.0
 
@@ -51,6 +53,9 @@ class ProcessGroupTransport(Transport):
         self.owned = owned
         self.ordered = self.name in STREAM_ORDERED
         self._methods: dict[str, Callable[..., Work]] = {}
+        # The previous messages, if they are small. Gloo's thread has often not left a message when its wait returns. Releasing
+        # the message then calls sched_yield until the thread has left, which costs a time slice if ranks share cores.
+        self._last: Sequence[Work] = ()
         # Blocks until these coords, or all coords if none are given, are about to make their first call to each other.
         self.meet: Callable[[tuple[int, ...]], None] | None = None
         self._met: set[tuple[int, ...]] = set()
@@ -96,7 +101,10 @@ class ProcessGroupTransport(Transport):
 
     def start_p2p(self, batch: Sequence[P2P], single: bool = False) -> Sequence[Work]:
         if not self.ordered:
-            return [self._message(message) for message in batch]
+            works = [self._message(message) for message in batch]
+            kept = sum([message.x.untyped_storage().nbytes() for message in batch])
+            self._last = works if kept <= _KEPT_BYTES else ()
+            return works
         if single:
             ((_, _, peer, _),) = batch
             assert peer is not None
@@ -160,6 +168,7 @@ class ProcessGroupTransport(Transport):
         if self.owned:
             give_back(self.group)
         self._methods.clear()
+        self._last = ()
         del self.group
 
 

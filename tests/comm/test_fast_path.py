@@ -416,3 +416,21 @@ def test_a_scatter_tells_its_slices_however_often_it_was_made(mesh: Any) -> None
     for size in (4, 4, 4, 8):
         x = torch.arange(float(size)) if mesh.coord("dp") == 1 else None
         assert torch.equal(mesh.scatter("dp", x, src=1), torch.arange(float(size)).chunk(2)[mesh.coord("dp")])
+
+
+@pytest.mark.mesh(dp=2, via="gloo")
+def test_the_memory_of_a_message_is_kept_until_the_next_one_if_it_is_small(mesh: Mesh) -> None:
+    def alive_after(elements: int) -> bool:
+        x = torch.ones(elements)
+        # A Work holds the tensor, not the object of Python: what is freed is its memory.
+        storage = x.untyped_storage()._weak_ref()
+        mesh.shift("dp", x[:1])
+        del x
+        gone = bool(torch.UntypedStorage._expired(storage))
+        torch.UntypedStorage._free_weak_ref(storage)
+        return not gone
+
+    for _ in range(2):
+        assert alive_after(1)
+        # A view of much memory would keep all of it.
+        assert not alive_after(1 << 21)
