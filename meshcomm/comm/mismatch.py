@@ -103,8 +103,8 @@ def _is_same(one: Sequence[Any], other: Sequence[Any]) -> bool:
 
 
 def majority(signs: Mapping[int, Any]) -> tuple[list[int], list[int]]:
-    """Return the ranks with the most common sign, and all other ranks. In a tie, no rank is in the majority: nothing tells
-    which of two ranks is wrong.
+    """Return the ranks with the most common sign, and all other ranks. In a tie, no rank is in the majority, because any of
+    two ranks that differ may be wrong.
 
     >>> majority({0: "a", 1: "b", 2: "b"}), majority({3: "a", 4: "b"}), majority({3: "a", 4: "a"})
     (([1, 2], [0]), ([], [3, 4]), ([3, 4], []))
@@ -129,8 +129,12 @@ def blamed(mismatched: Sequence[int], tie: bool, of: int | None = None) -> str:
     return f"{who} {'is' if len(mismatched) == 1 else 'are'} mismatched"
 
 
-def _same(ranks: Sequence[int], signs: Mapping[int, Any]) -> list[list[int]]:
-    """Return the ranks as lists of equal sign."""
+def alike(ranks: Sequence[int], signs: Mapping[int, Any]) -> list[list[int]]:
+    """Return the ranks as lists of equal sign.
+
+    >>> alike([0, 1, 2], {0: "a", 1: "b", 2: "a"})
+    [[0, 2], [1]]
+    """
     lists: dict[Any, list[int]] = {}
     for rank in ranks:
         lists.setdefault(signs[rank], []).append(rank)
@@ -147,7 +151,7 @@ def mismatch(
     by_rank = dict(zip(ranks, calls, strict=True))
     signs = {rank: json.dumps([call, facts]) for rank, (call, facts, _) in by_rank.items()}
     usual, mismatched = majority(signs)
-    lines = [f"{ranks_text(same)}: {_call_text(by_rank[same[0]])}" for same in _same(mismatched, signs)]
+    lines = [f"{ranks_text(same)}: {_call_text(by_rank[same[0]])}" for same in alike(mismatched, signs)]
     expected = f"as {ranks_text(usual)}: {_call_text(by_rank[usual[0]])}" if usual else _SAME
     return CallMismatchError(
         f'ranks differ in call {number} along "{name}": {blamed(mismatched, not usual)}; nothing was sent',
@@ -310,41 +314,38 @@ def _difference(
     signs: equal for equal calls. forgotten: whether the first difference may be in an earlier step.
     """
     usual, mismatched = majority(signs)
-    # In a tie, the first two signs are described beside each other.
-    shown = [(ranks, steps[ranks[0]]) for ranks in _same(mismatched, signs)]
-    model = steps[usual[0]] if usual else shown[1][1]
-    first = steps[mismatched[0]]
+    shown = [(ranks, steps[ranks[0]]) for ranks in alike(mismatched, signs)]
+    # In a tie, the error compares the first two signs.
+    first, model = shown[0][1], steps[usual[0]] if usual else shown[1][1]
     apart = not forgotten and model.number != first.number
-    last = max(step.number for step in steps.values())
-    number = last if not apart else model.number if usual else min(model.number, first.number)
+    number = max(step.number for step in steps.values())
+    if apart:
+        number = model.number if usual else min(model.number, first.number)
     which = f"step {number}{' or an earlier one' if forgotten else ''}"
     who = ", ".join(rank_text(rank, coords[rank]) for rank in mismatched[:4])
     who += f" and {len(mismatched) - 4} more" if len(mismatched) > 4 else ""
     if forgotten:
-        made = "made other calls"
+        made = "other calls"
         given = "the calls of that step are no longer recorded"
         expected = f"the same calls in every step, as {ranks_text(usual)} made them"
     elif apart:
-        made = f"made step {first.number} instead"
+        made = f"step {first.number} instead"
         given = "\n".join(
             f"step {step.number} of {ranks_text(ranks)} ended at {step.ended_at}" for ranks, step in shown
         )
         expected = f"as {ranks_text(usual)}: step {number}, which ended at {model.ended_at}"
     else:
         more = first.calls - model.calls if len(mismatched) == 1 else 0
-        made = (
-            f"made {_collectives(abs(more))} {'more' if more > 0 else 'fewer'}"
-            if more
-            else "made other calls"
-        )
+        made = f"{_collectives(abs(more))} {'more' if more > 0 else 'fewer'}" if more else "other calls"
         lines = [
             f"{ranks_text(ranks)} on {label}: {_calls(step, first if step is model else model)}"
             for ranks, step in shown
         ]
         given = "\n".join([*lines, f"step {number} ended at {first.ended_at}"])
         expected = f"as {ranks_text(usual)}: {_calls(model, first)}"
+    did = f"made {made}" if usual else "do not agree"
     return {
-        "what": f'ranks differ in {which} along "{label.partition("[")[0]}": {who} {made if usual else "do not agree"}',
+        "what": f'ranks differ in {which} along "{label.partition("[")[0]}": {who} {did}',
         "given": given,
         "expected": expected if usual else _SAME,
         "hint": f"look for a {'step that only some ranks make' if apart else 'branch that only some ranks take'}; results of "

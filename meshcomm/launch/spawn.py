@@ -219,7 +219,9 @@ class _Ranks:
         return self.name(self._replacing.places.processes[rank])
 
     def failures(self, exits: Exits) -> dict[int, Failure]:
-        """Return the failure of each process. If all processes failed only because they lost a peer, include `recent`."""
+        """Return the failure of each process. If all processes failed only because they lost a peer, include the
+        processes whose loss they have not recovered from.
+        """
         found = {
             each: self._unmet.get(each) or without_error(each, code, alive_at, self.name)
             for each, (code, alive_at) in exits.items()

@@ -124,7 +124,7 @@ class Standby:
             return None
         with contextlib.suppress(BrokenPipeError):
             print(json.dumps(dict(variables)), file=self._waiting.commands)
-        # A copy without an answer in time ends itself, because nobody reads its answer any more.
+        # A copy without an answer in time ends itself, because no process reads the answer then.
         answers = self._waiting.answers
         if select.select([answers], [], [], _ANSWERS_S)[0] and (answer := answers.readline()):
             return _Copy(int(answer))

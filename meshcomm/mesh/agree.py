@@ -15,7 +15,7 @@ from datetime import timedelta
 from functools import partial
 from typing import Any, Final, NamedTuple
 
-from meshcomm.comm.mismatch import blamed, majority
+from meshcomm.comm.mismatch import alike, blamed, majority
 from meshcomm.errors import MeshMismatchError
 from meshcomm.layout.sizes import ranks_text
 from meshcomm.mesh.store import SLICE_S, Interrupted, interrupted, store_failed
@@ -232,16 +232,16 @@ def _mismatch(store: Any, timeout_s: float, what: str) -> MeshMismatchError:
     present = sorted(arrivals)
     prints = {rank: arrivals[rank].fingerprint for rank in present}
     usual, odd = majority(prints)
-    # In a tie, the facts of the first rank are compared with the others'.
-    common = prints[(usual or odd)[0]]
-    facts = json.loads(_get(store, f"facts/{common}", timeout_s))
-    others = "the others" if usual else ranks_text([rank for rank in odd if prints[rank] == common])
+    differ = alike(odd, prints)
+    # In a tie, the error compares the first rank's facts with the others'.
+    common = usual or differ.pop(0)
+    facts = json.loads(_get(store, f"facts/{prints[common[0]]}", timeout_s))
+    others = "the others" if usual else ranks_text(common)
     lines: list[str] = []
-    for fingerprint in dict.fromkeys(prints[rank] for rank in odd if prints[rank] != common):
-        who = ranks_text([rank for rank in odd if prints[rank] == fingerprint])
-        other_facts = json.loads(store.get(f"facts/{fingerprint}"))
+    for ranks in differ:
+        other_facts = json.loads(store.get(f"facts/{prints[ranks[0]]}"))
         for name, ours, theirs in _differences(facts, other_facts):
-            lines.append(f"{who}: {name} = {_plain(theirs)}; {others}: {_plain(ours)}")
+            lines.append(f"{ranks_text(ranks)}: {name} = {_plain(theirs)}; {others}: {_plain(ours)}")
     return MeshMismatchError(
         f"{what} differs between ranks: {blamed(odd, not usual, len(present))}",
         given="\n".join(lines),

@@ -75,6 +75,11 @@ def _number(number: float) -> str:
 
 
 def _decimal(number: float) -> str:
+    """Return the number with one decimal, or with one digit that is not zero.
+
+    >>> _decimal(1234), _decimal(3.97), _decimal(1 / 60)
+    ('1,234.0', '4.0', '0.02')
+    """
     return f"{number:.1g}" if 0 < number < 0.05 else f"{number:,.1f}"
 
 

@@ -55,7 +55,7 @@ class ProcessGroupTransport(Transport):
         self._methods: dict[str, Callable[..., Work]] = {}
         # The previous messages, if they are small. Gloo's thread has often not left a message when its wait returns. Releasing
         # the message then calls sched_yield until the thread has left, which costs a time slice if ranks share cores.
-        self._last: Sequence[Work] = ()
+        self._kept: Sequence[Work] = ()
         # Blocks until these coords, or all coords if none are given, are about to make their first call to each other.
         self.meet: Callable[[tuple[int, ...]], None] | None = None
         self._met: set[tuple[int, ...]] = set()
@@ -103,7 +103,7 @@ class ProcessGroupTransport(Transport):
         if not self.ordered:
             works = [self._message(message) for message in batch]
             kept = sum([message.x.untyped_storage().nbytes() for message in batch])
-            self._last = works if kept <= _KEPT_BYTES else ()
+            self._kept = works if kept <= _KEPT_BYTES else ()
             return works
         if single:
             ((_, _, peer, _),) = batch
@@ -168,7 +168,7 @@ class ProcessGroupTransport(Transport):
         if self.owned:
             give_back(self.group)
         self._methods.clear()
-        self._last = ()
+        self._kept = ()
         del self.group
 
 

@@ -422,7 +422,7 @@ def test_a_scatter_tells_its_slices_however_often_it_was_made(mesh: Any) -> None
 def test_the_memory_of_a_message_is_kept_until_the_next_one_if_it_is_small(mesh: meshcomm.Mesh) -> None:
     def alive_after(elements: int) -> bool:
         x = torch.ones(elements)
-        # A Work holds the tensor, not the object of Python: what is freed is its memory.
+        # A Work keeps the memory alive, and not the tensor's Python object.
         storage = x.untyped_storage()._weak_ref()
         mesh.shift("dp", x[:1])
         del x

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from meshcomm.mesh import watched
 from meshcomm.testing import Pool
 from tests.documents.blocks import ROOT, blocks, llama, pages
 from tests.documents.commands import NOT_RUN as COMMANDS_NOT_RUN
@@ -46,6 +47,9 @@ def test_every_block_of_the_page_runs(
             state.run(block, only_read=page in OWN_TESTS or block.name in NOT_RUN)
         except Exception as error:
             wrong.append(f"{block}: {'' if isinstance(error, Wrong) else type(error).__name__ + ': '}{error}")
+        finally:
+            # A block that calls meshcomm.watch() would leave its watch to the next test of this process.
+            watched.gives_way()
     assert not wrong, "\n\n".join(wrong)
 
 

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -352,6 +353,30 @@ def test_rank_0_keeps_the_store_until_all_know_why_they_differ(pool: Pool, tmp_p
     ]
     said = [rank.finish()[1] for rank in ranks]
     assert said == ["MeshMismatchError the mesh differs between ranks: rank 2 of 4 is mismatched\n"] * 4
+
+
+@pytest.mark.parametrize(
+    ("sizes", "blamed", "given"),
+    [
+        ((2, 4), "ranks 0 1 do not agree", "rank 1: dp = 4; rank 0: 2"),
+        ((4, 2, 4, 2), "ranks 0 1 2 3 do not agree", "ranks 1 3: dp = 2; ranks 0 2: 4"),
+        ((4, 2, 2, 2), "rank 0 of 4 is mismatched", "rank 0: dp = 4; the others: 2"),
+    ],
+)
+def test_without_a_majority_no_rank_is_blamed(sizes: tuple[int, ...], blamed: str, given: str) -> None:
+    store, ranks = dist.HashStore(), range(len(sizes))
+
+    def told(rank: int) -> MeshMismatchError:
+        with pytest.raises(MeshMismatchError) as caught:
+            agree.agree(store, rank, ranks, {"dp": sizes[rank]}, 20.0)
+        return caught.value
+
+    with ThreadPoolExecutor(len(sizes)) as threads:
+        errors = list(threads.map(told, ranks, timeout=30))
+    named = (0,) if "is mismatched" in blamed else tuple(ranks)
+    for error in errors:
+        assert error.what == f"the mesh differs between ranks: {blamed}"
+        assert (error.given, error.mismatched_ranks) == (given, named)
 
 
 def test_a_rank_that_holds_the_store_leaves_last() -> None:

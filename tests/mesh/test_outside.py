@@ -26,7 +26,7 @@ CONFIG: dict[str, Any] = {"dims": {"dp": 2, "tp": 2}, "device": "cpu", "timeout_
 def refused(group: Any, odd: bool, number: int, name: str, ranks: str) -> None:
     """A call whose sizes differ on one rank is refused on all ranks of the group, which is as good as before.
 
-    ranks: the rank, " of " and the others. In a group of two ranks, nothing tells which of them is wrong.
+    ranks: the rank, " of " and the others. In a group of two ranks, either may be wrong.
     """
     with pytest.raises(CallMismatchError) as caught:
         dist.all_reduce(torch.ones(6 if odd else 4), group=group)

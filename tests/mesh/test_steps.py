@@ -184,7 +184,7 @@ def test_several_mismatched_ranks_and_other_bytes() -> None:
     assert found["what"] == 'ranks differ in step 2 along "dp": rank 0 (dp=0), rank 2 (dp=2) made other calls'
     assert found["given"].startswith("ranks 0 2 on dp[tp=0]: 1 collective of 800 bytes: all_reduce at ")
     assert found["expected"].startswith("as ranks 1 3 4: 1 collective of 8 bytes: all_reduce at ")
-    # Nothing tells which of two ranks is wrong: both are named, each with its calls.
+    # Either of two ranks may be wrong. The error names both, with their calls.
     found = difference({3: wide, 7: usual})
     assert found["what"] == 'ranks differ in step 2 along "dp": rank 3 (dp=0), rank 7 (dp=1) do not agree'
     assert found["mismatched"] == [3, 7] and found["expected"] == "the same calls on every rank of the group"
@@ -457,7 +457,7 @@ def test_a_simulated_rank_is_found_in_its_step(dim: str, odd: int, at: int, how:
     error = caught.value
     assert error.step == at + 1000
     others = 1 if dim == "tp" else 3
-    # Nothing tells which of two ranks is wrong.
+    # Either of two ranks may be wrong.
     assert error.mismatched_ranks == ((odd,) if others > 1 else (odd, odd + 1))
     assert error.what.startswith(f'ranks differ in step {at + 1000} along "{dim}": rank {odd} (')
     assert ("do not agree" in error.what) == (others == 1)

@@ -605,7 +605,7 @@ def test_the_first_number_with_different_operations_counts() -> None:
         "rank 1 (dp=1) made all_gather, at train.py:81, as call 8",
         "ranks 0 2 made all_reduce, at train.py:80, as call 8",
     ]
-    # Nothing tells which of two ranks is wrong.
+    # Either of two ranks may be wrong.
     found = diagnose(CALL_9, {rank: statuses[rank] for rank in (0, 1)})
     assert found.mismatched == [0, 1] and found.tie
     assert found.lines == [
