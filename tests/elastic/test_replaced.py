@@ -45,9 +45,9 @@ for step in range(100):
 # The new process arrives, and then takes longer than the others wait for its first call.
 IS_LATE = """
 import os, signal, time, meshcomm, torch
-mesh = meshcomm.init(dims={"dp": 2}, timeout_s=2)
+mesh = meshcomm.init(dims={"dp": 2}, timeout_s=8)
 if mesh.generation.number:
-    time.sleep(15)
+    time.sleep(60)
 for step in range(100):
     if (mesh.rank, step, mesh.generation.number) == (1, 3, 0):
         os.kill(os.getpid(), signal.SIGKILL)
