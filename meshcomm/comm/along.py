@@ -160,7 +160,7 @@ class AlongDims:
                     GradientSync(mesh, dims, module, op="sum").
         Raises:     UnknownDim, ShapeError; AutogradError if weights require a gradient; CommunicationError.
         """
-        sums = mean_message(values, weights, self.label)
+        sums, parts = mean_message(values, weights, self.label)
         names: Sequence[Dims] = [dims]
         if not isinstance(dims, str):
             try:
@@ -168,7 +168,8 @@ class AlongDims:
             except UnknownDim:
                 names = self.layout.expand(dims)
         for each in names:
-            self.all_reduce(each, sums)
+            comm = self._at.along(each)
+            comm.collective(ALL_REDUCE, sums, False, "sum", **lists.packed(comm, parts))
         return mean_of(values, sums)
 
     def _by_algorithm(self, dims: Dims, x: Tensor, op: str, algorithm: Any, factor: float | None) -> Tensor:

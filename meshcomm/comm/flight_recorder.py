@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -14,15 +15,16 @@ from weakref import ref
 from torch import Tensor
 from torch.autograd.profiler import record_function
 
-from meshcomm.collectives import BARRIER, HOOKED, ROWS, Call, Collective
+from meshcomm.collectives import BARRIER, HOOKED, ROWS, Call
 from meshcomm.comm.callsite import C10D, is_inside, line_of, users_frame
 from meshcomm.comm.counters import CallCounter, Counters, Entry, PendingCall, counter_of
+from meshcomm.comm.facts import facts_of_hook
 from meshcomm.comm.mismatch import CallCheck, StepHistory
 from meshcomm.comm.p2p_log import MessageCheck, MessageLog, PendingMessage
 from meshcomm.comm.spans import Span, Spans
+from meshcomm.comm.torch_private import arguments_of
 from meshcomm.errors import MeshcommError
 from meshcomm.transport.base import Direction, Transport, Work
-from meshcomm.transport.support import name_of
 from meshcomm.transport.torch_private import HOOK_NAMES, GroupHooks, capturing, profiling, work_error
 
 KEPT: Final = 256
@@ -299,7 +301,8 @@ class FlightRecorder:
         self.call(None, counter, row.moved(nbytes, len(self.ranks)), one, op, root)
         try:
             if self.check is not None:
-                facts = _facts(row, kind, given.input_tensors, given.output_tensors, given.root)
+                arguments = arguments_of(sys._getframe(2))
+                facts = facts_of_hook(row, given, self.check.coord, len(self.ranks), arguments)
                 self.announce_call(name, row.name, facts, past=True)
         except RuntimeError as error:
             where = f'{row.name} {self.past_the_mesh}along "{name}" on {who}'
@@ -480,19 +483,3 @@ def hooked(group: Any, recorder_of: Callable[[], FlightRecorder | None], name: s
             recorder.after(given)
 
     return GroupHooks(group, before, after)
-
-
-def _facts(
-    row: Collective, kind: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor], root: int
-) -> dict[str, Any]:
-    """Return the known facts of a call outside the mesh that must be equal on all ranks."""
-    found: dict[str, Any] = {} if root < 0 else {"root": root}
-    # The parts of a scatter or gather exist on only one rank.
-    tensors = outputs[:1] if row.root == "src" and outputs else inputs
-    if row is BARRIER or not tensors:
-        return found
-    found["dtype"] = name_of(tensors[0].dtype)
-    # Lists may hold unequal tensors, and an all-to-all may be uneven.
-    if not kind.startswith(("ALLTOALL", "ALLGATHER_COALESCED")):
-        found["elements"] = sum(x.numel() for x in tensors)
-    return found

@@ -21,6 +21,7 @@ from meshcomm.comm.checks import (
     check_written,
 )
 from meshcomm.comm.communicator import Communicator
+from meshcomm.comm.facts import facts_of_list
 from meshcomm.comm.handle import Handle
 from meshcomm.comm.shapes import materialised, pack, unpack, unwatched
 from meshcomm.errors import ShapeError
@@ -55,14 +56,29 @@ def collective(
     messages = _messages(tensors, dense)
     if len(messages) > 1 and not (dense and _lie_apart(tensors)):
         check_apart(tensors, (), where, lambda one, other: one.dtype == other.dtype)
+
+    def started(group: list[Tensor], async_op: bool = False) -> Any:
+        x = pack(group if dense else [materialised(x) for x in group])
+        return comm.collective(row, x, async_op, **options, **packed(comm, tensors, group))
+
     if not async_op:
         # Run messages one at a time: each needs its packed copy only until it completes.
         for group in messages:
-            _write(comm.collective(row, _packed(group, dense), **options), group, dense)
+            _write(started(group), group, dense)
         return list(tensors)
-    under_way = [(comm.collective(row, _packed(group, dense), True, **options), group) for group in messages]
+    under_way = [(started(group, True), group) for group in messages]
     handles = [handle for handle, _ in under_way]
     return Handle(handles, comm, call, partial(_finish, list(tensors), under_way, dense))
+
+
+def packed(
+    comm: Communicator, tensors: Sequence[Tensor], message: Sequence[Tensor] | None = None
+) -> dict[str, Any]:
+    """Return the option of `Communicator.collective` for a tensor that packs others, while calls are compared.
+
+    message: those of the tensors that it packs; None for all.
+    """
+    return {} if comm.recorder.check is None else {"packed": facts_of_list(tensors, message or tensors)}
 
 
 def _finish(
@@ -71,10 +87,6 @@ def _finish(
     for handle, group in under_way:
         _write(handle.wait(), group, dense)
     return tensors
-
-
-def _packed(group: Sequence[Tensor], dense: bool) -> Tensor:
-    return pack(group if dense else [materialised(x) for x in group])
 
 
 def _write(packed: Tensor, group: list[Tensor], dense: bool) -> None:

@@ -6,7 +6,7 @@ import hashlib
 import json
 from array import array
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import CodeType
 from typing import Any, Final, NamedTuple, final
 from zlib import crc32
@@ -16,17 +16,19 @@ import torch
 from meshcomm.collectives import ALL_GATHER, ALL_REDUCE, Call
 from meshcomm.comm.callsite import caller, line_of
 from meshcomm.comm.counters import Entry
+from meshcomm.comm.facts import balanced, facts_match
 from meshcomm.errors import CallMismatchError
 from meshcomm.layout.sizes import rank_text, ranks_text
 from meshcomm.transport import Transport, Work
 
 _BYTES: Final = 512
-_FACTS: Final = 240
 _SITE: Final = 200
 # The number of runs of equal steps whose calls are kept.
 RUNS: Final = 64
 # What an error expects if no majority tells which ranks are wrong.
 _SAME: Final = "the same calls on every rank of the group"
+# Facts that an error shows only if nothing else differs.
+_UNSEEN: Final = ("sent as",)
 # The number of callsites of one rank's step that an error shows.
 _SHOWN: Final = 6
 
@@ -50,10 +52,15 @@ class CallCheck:
         """Whether the next call will be compared."""
         return (self._left is None or self._left > 0) and len(self._ranks) > 1
 
+    @property
+    def coord(self) -> int:
+        """This rank's place in the group."""
+        return self._transport().coord
+
     def announce_call(self, name: str, call: str, facts: dict[str, Any], past: bool = False) -> bool:
         """Wait until all ranks are about to make the same call on `name`. Return whether an exchange was needed.
 
-        past: whether the call is made outside the mesh, in which case only some of its facts are known.
+        past: whether the call is made outside the mesh.
 
         Raises CallMismatchError on every rank of the group, before any data has moved.
         """
@@ -80,7 +87,7 @@ class CallCheck:
         _done(transport.start(Call(ALL_GATHER, mine, everyone)))
         rows = everyone.cpu().view(-1, _BYTES)
         calls = [json.loads(row.numpy().tobytes().rstrip(b"\0")) for row in rows]
-        if not all(_is_same(call, calls[0]) for call in calls):
+        if not _are_same(calls):
             raise mismatch(name, self._number, self._ranks, [each[:3] for each in calls])
 
 
@@ -96,10 +103,14 @@ def _sign(call: str, facts: dict[str, Any], past: bool) -> int:
 
 
 def _is_same(one: Sequence[Any], other: Sequence[Any]) -> bool:
-    """Return whether two calls, each given as (call, facts, site, past), are the same operation."""
-    mine, theirs = one[1], other[1]
-    known = mine.keys() & theirs.keys() if one[3] or other[3] else mine.keys() | theirs.keys()
-    return bool(one[0] == other[0]) and all(mine.get(key) == theirs.get(key) for key in known)
+    """Return whether two ranks' calls, each given as (call, facts, ...), can belong to one call of their group."""
+    return bool(one[0] == other[0]) and facts_match([one[1], other[1]])
+
+
+def _are_same(calls: Sequence[Sequence[Any]]) -> bool:
+    """Return whether the calls of all ranks of a group, in coord order, are one call."""
+    facts = [each[1] for each in calls]
+    return len({each[0] for each in calls}) == 1 and facts_match(facts) and balanced(facts)
 
 
 def majority(signs: Mapping[int, Any]) -> tuple[list[int], list[int]]:
@@ -149,10 +160,22 @@ def mismatch(
     ranks: global ranks, in the order of `calls`. Ranks that differ from the majority are mismatched.
     """
     by_rank = dict(zip(ranks, calls, strict=True))
-    signs = {rank: json.dumps([call, facts]) for rank, (call, facts, _) in by_rank.items()}
+    signs: dict[int, Any] = {}
+    for rank, call in by_rank.items():
+        same = (signs[each] for each in signs if _is_same(by_rank[each], call))
+        signs[rank] = next(same, rank)
     usual, mismatched = majority(signs)
-    lines = [f"{ranks_text(same)}: {_call_text(by_rank[same[0]])}" for same in alike(mismatched, signs)]
-    expected = f"as {ranks_text(usual)}: {_call_text(by_rank[usual[0]])}" if usual else _SAME
+    expected = f"as {ranks_text(usual)}: " if usual else _SAME
+    if not mismatched:
+        # Every two calls can belong together, but not all: an all_to_all whose sizes do not fit.
+        usual, mismatched, signs = [], list(ranks), {rank: rank for rank in ranks}
+        expected = "each rank to expect from every other what that rank sends to it"
+    seen = [{key: value for key, value in facts.items() if key not in _UNSEEN} for _, facts, _ in calls]
+    shown = _UNSEEN if facts_match(seen) else ()
+    lines = [
+        f"{ranks_text(same)}: {_call_text(by_rank[same[0]], shown)}" for same in alike(mismatched, signs)
+    ]
+    expected += _call_text(by_rank[usual[0]], shown) if usual else ""
     return CallMismatchError(
         f'ranks differ in call {number} along "{name}": {blamed(mismatched, not usual)}; nothing was sent',
         given="\n".join(lines),
@@ -165,25 +188,23 @@ def mismatch(
 
 def _message(call: str, facts: dict[str, Any], past: bool) -> bytes:
     """Encode the call in at most 512 bytes. Equal facts give equal texts at any callsite."""
-    whole = json.dumps(facts)
-    if len(whole) > _FACTS:
-        # For a shape with very many axes, send a digest of all facts and the beginning of their text.
-        digest = hashlib.sha256(whole.encode()).hexdigest()[:16]
-        facts = {"facts": whole[: _FACTS // 2], "digest": digest}
     site = caller()[-_SITE:]
     while len(text := json.dumps([call, facts, site, past]).encode()) > _BYTES:
         site = site[20:]
     return text
 
 
-def _call_text(call: Sequence[Any]) -> str:
+def _call_text(call: Sequence[Any], shown: Collection[str]) -> str:
     name, facts, site = call
-    listed = ", ".join(f"{key} {_plain(value)}" for key, value in facts.items() if value is not None)
-    return f"{name}({listed}) at {site}"
+    hidden = {"balance", *_UNSEEN} - {*shown} | ({"elements"} if "shape" in facts else set())
+    listed = (
+        f"{key} {_plain(value)}" for key, value in facts.items() if value is not None and key not in hidden
+    )
+    return f"{name}({', '.join(listed)}) at {site}"
 
 
 def _plain(value: Any) -> str:
-    return f"({', '.join(map(str, value))})" if isinstance(value, list) else str(value)
+    return f"({', '.join(map(_plain, value))})" if isinstance(value, list) else str(value)
 
 
 # -- step by step ------------------------------------------------------------------------------------

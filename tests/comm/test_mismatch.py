@@ -49,28 +49,28 @@ CALLS: dict[str, tuple[Call, str, str]] = {
     ),
     "axis": (
         lambda m, odd: m.all_gather("dp", torch.ones(4, 4), axis=1 if odd else 0),
-        "all_gather(shape (4, 4), dtype float32, axis 1, uneven False)",
-        "all_gather(shape (4, 4), dtype float32, axis 0, uneven False)",
+        "all_gather(shape (4, 4), dtype float32, axis 1)",
+        "all_gather(shape (4, 4), dtype float32, axis 0)",
     ),
     "other axes of uneven": (
         lambda m, odd: m.all_gather("dp", torch.ones(m.rank, 3 if odd else 2), uneven=True),
-        "all_gather(shape (0, 3), dtype float32, axis 0, uneven True)",
-        "all_gather(shape (0, 2), dtype float32, axis 0, uneven True)",
+        "all_gather(shape (0, 3), dtype float32, uneven True, axis 0)",
+        "all_gather(shape (0, 2), dtype float32, uneven True, axis 0)",
     ),
     "barrier": (
         lambda m, odd: m.barrier("dp") if odd else m.reduce_scatter("dp", torch.ones(6)),
         "barrier()",
-        "reduce_scatter(shape (6), dtype float32, axis 0, op sum)",
+        "reduce_scatter(shape (6), dtype float32, op sum, axis 0)",
     ),
     "scatter's buffer": (
         lambda m, odd: m.scatter("dp", torch.ones(6), 0, out=torch.ones(2) if odd else None),
-        "scatter(src 0, out True)",
+        "scatter(shape (2), dtype float32, src 0)",
         "scatter(src 0, out False)",
     ),
     "list": (
         lambda m, odd: m.all_reduce("dp", [torch.ones(2), torch.ones(3 if odd else 2)]),
-        "all_reduce(shape (5), dtype float32, op sum)",
-        "all_reduce(shape (4), dtype float32, op sum)",
+        "all_reduce(shape ((2), (3)), dtype float32, op sum)",
+        "all_reduce(shape ((2), (2)), dtype float32, op sum)",
     ),
     "algorithm": (
         lambda m, odd: m.all_reduce("dp", torch.ones(4), **({"algorithm": "tree"} if odd else {})),
@@ -91,8 +91,8 @@ CALLS: dict[str, tuple[Call, str, str]] = {
         lambda m, odd: m.all_to_all(
             "dp", torch.ones(6), input_split_sizes=[2] * 3, output_split_sizes=[2] * 3 if odd else None
         ),
-        "all_to_all(shape (0), dtype float32, split_axis 0, concat_axis 0, input_split_sizes True, output_split_sizes True)",
-        "all_to_all(shape (0), dtype float32, split_axis 0, concat_axis 0, input_split_sizes True)",
+        "all_to_all(shape (0), dtype float32, input_split_sizes True, output_split_sizes True, split_axis 0, concat_axis 0)",
+        "all_to_all(shape (0), dtype float32, input_split_sizes True, split_axis 0, concat_axis 0)",
     ),
     "an object and a tensor": (
         lambda m, odd: m.objects.all_gather("dp", 1) if odd else m.all_reduce("dp", torch.ones(4)),
@@ -101,7 +101,7 @@ CALLS: dict[str, tuple[Call, str, str]] = {
     ),
     "a tensor and an object": (
         lambda m, odd: m.all_gather("dp", torch.ones(4)) if odd else m.objects.all_gather("dp", 1),
-        "all_gather(shape (4), dtype float32, axis 0, uneven False)",
+        "all_gather(shape (4), dtype float32, axis 0)",
         "objects.all_gather()",
     ),
     "a barrier and an object": (
