@@ -73,6 +73,7 @@ def facts_of_hook(
         return facts
     parts, wholes = [x.numel() for x in small], [x.numel() for x in large]
     if row is ALL_TO_ALL:
+        del facts["elements"]
         return shortened(facts | _exchanged(inputs, outputs, coord, size, arguments))
     if row.reduces and row.splits:
         facts["elements"] = _one([n * size for n in parts])
@@ -89,11 +90,11 @@ def _exchanged(
 ) -> dict[str, Any]:
     """Return what a rank sends to each coord and expects from each coord, as far as it is known."""
     if len(inputs) == 1 and "input_split_sizes" not in arguments and size > 1:
-        return {"elements": None}
+        return {}
     sends = _parts(inputs, arguments.get("input_split_sizes"), size)
     expects = _parts(outputs, arguments.get("output_split_sizes"), size)
     if sends == expects and len(set(sends)) == 1:
-        return {}
+        return {"elements": sum(sends)}
     whole = [sum(x.numel() for x in tensors) for tensors in (inputs, outputs)]
     fit = [sum(sends), sum(expects)] == whole
     return {

@@ -163,13 +163,14 @@ class MessageLog:
         """Count a call's messages and store its line; the call is under way until it has `started` or `ended`.
 
         counted: False for a part of a collective that runs step by step.
-        Raises CallMismatchError if the peer is known to pass a different tensor; that message
-        is not counted.
+        Raises CallMismatchError if a peer is known to pass a different tensor. All messages of the call are announced and
+        counted first, as at the other end, so that both ends go on with the same numbers.
         """
         frame = users_frame(4)  # past the frames of p2p.py
         check = self._check
         parts: list[Part] = []
         unanswered: list[Unanswered] = []
+        differs: CallMismatchError | None = None
         sent = came = 0
         for direction, x, peer, tag in batch.ends:
             number = 0
@@ -178,14 +179,18 @@ class MessageLog:
             else:
                 came += x.nbytes
             if peer is not None:
-                if check is not None and check.is_compared(direction, peer):
-                    number = self.begun.get((direction, peer, tag), 0) + 1
-                    unanswered += check.meet(direction, peer, tag, number, x, frame)
-                    check.pairs[direction, peer] += 1
                 number = self._count(direction, peer, tag)
+                if check is not None and check.is_compared(direction, peer):
+                    check.pairs[direction, peer] += 1
+                    try:
+                        unanswered += check.meet(direction, peer, tag, number, x, frame)
+                    except CallMismatchError as error:
+                        differs = differs or error
             elif check is not None:
                 check.takes_any()
             parts.append((direction, peer, tag, number))
+        if differs is not None:
+            raise differs
         nbytes = batch.nbytes
         if nbytes is None:
             nbytes = max(sent, came) if batch.calls else 0
