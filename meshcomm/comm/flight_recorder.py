@@ -299,6 +299,8 @@ class FlightRecorder:
         op, root = getattr(given, "op", None), given.root if row.root is not None else -1
         _LATEST[0] = id(self)
         self.call(None, counter, row.moved(nbytes, len(self.ranks)), one, op, root)
+        if self.span is not None and one is None:
+            self.span.of(tensors)
         try:
             if self.check is not None:
                 arguments = arguments_of(sys._getframe(2))

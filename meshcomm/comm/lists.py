@@ -59,7 +59,10 @@ def collective(
 
     def started(group: list[Tensor], async_op: bool = False) -> Any:
         x = pack(group if dense else [materialised(x) for x in group])
-        return comm.collective(row, x, async_op, **options, **packed(comm, tensors, group))
+        found = comm.collective(row, x, async_op, **options, **packed(comm, tensors, group))
+        if comm.recorder.span is not None:
+            comm.recorder.span.of(group)
+        return found
 
     if not async_op:
         # Run messages one at a time: each needs its packed copy only until it completes.
