@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
-import pytest
+import json
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
+import pytest
+import torch
+
+from meshcomm.collectives import ALL_GATHER, ALL_TO_ALL, REDUCE_SCATTER, Collective
+from meshcomm.comm.facts import balanced, facts_match, facts_of_hook
 from meshcomm.testing import Pool
 from tests.comm import compared
 from tests.comm.compared import ALONE, DONE, EVERY, OPERATIONS, OWN, PAGE, TOLD
@@ -49,3 +57,54 @@ def test_the_simulator_refuses_the_same(name: str) -> None:
     refused = {fact for fact, verdict in ended.items() if verdict in (TOLD, OWN)}
     assert refused == operation.odd.keys() | STRICTER.get(name, set()), ended
     assert compared.simulated(operation, {}) == DONE
+
+
+def told(
+    row: Collective, sent: list[int], got: list[int], coord: int, size: int, **arguments: Any
+) -> dict[str, Any]:
+    """The facts of a call outside the mesh with tensors of these numbers of elements, as another rank reads them."""
+    inputs, outputs = ([torch.empty(n) for n in sizes] for sizes in (sent, got))
+    given = SimpleNamespace(input_tensors=inputs, output_tensors=outputs, root=-1)
+    facts: dict[str, Any] = json.loads(json.dumps(facts_of_hook(row, given, coord, size, arguments)))
+    return facts
+
+
+def test_lists_of_unequal_sizes_that_nccl_takes() -> None:
+    sizes = [4, 3, 5]
+    gathered = [told(ALL_GATHER, [n], sizes, coord, 3) for coord, n in enumerate(sizes)]
+    scattered = [told(REDUCE_SCATTER, sizes, [n], coord, 3) for coord, n in enumerate(sizes)]
+    assert facts_match(gathered) and facts_match(scattered)
+    for wrong in ([4], [4, 4, 4]), ([3], [4, 3, 4]), ([2], sizes):
+        assert not facts_match([gathered[0], told(ALL_GATHER, *wrong, 1, 3), gathered[2]])
+    assert not facts_match([scattered[0], told(REDUCE_SCATTER, [4, 4, 4], [4], 1, 3)])
+
+
+@pytest.mark.parametrize("size", [2, 3, 300])
+def test_split_sizes_fit_or_do_not(size: int) -> None:
+    """Of any group, though what a rank tells of its call has 512 bytes."""
+    random = np.random.default_rng(size)
+    sends = random.integers(1, 9, (size, size))
+    expects = sends.T.copy()
+
+    def calls() -> list[dict[str, Any]]:
+        return [
+            told(
+                ALL_TO_ALL,
+                [sum(sends[coord])],
+                [sum(expects[coord])],
+                coord,
+                size,
+                input_split_sizes=sends[coord].tolist(),
+                output_split_sizes=expects[coord].tolist(),
+            )
+            for coord in range(size)
+        ]
+
+    right = calls()
+    assert balanced(right) and facts_match(right) and all(len(json.dumps(each)) < 400 for each in right)
+    # Two errors of one rank that leave its total as it is, and two errors of two ranks that leave the sum as it is.
+    for places in ([(0, 0), (0, 1)], [(0, 1), (1, 0)]):
+        expects = sends.T.copy()
+        expects[places[0]] += 1
+        expects[places[1]] -= 1
+        assert not balanced(calls())
