@@ -93,10 +93,10 @@ def _exchanged(
         return {}
     sends = _parts(inputs, arguments.get("input_split_sizes"), size)
     expects = _parts(outputs, arguments.get("output_split_sizes"), size)
-    if sends == expects and len(set(sends)) == 1:
-        return {"elements": sum(sends)}
     whole = [sum(x.numel() for x in tensors) for tensors in (inputs, outputs)]
     fit = [sum(sends), sum(expects)] == whole
+    if fit and sends == expects and len(set(sends)) == 1:
+        return {"elements": sum(sends)}
     return {
         "elements": None,
         "sends": sends,

@@ -102,6 +102,11 @@ def test_split_sizes_fit_or_do_not(size: int) -> None:
 
     right = calls()
     assert balanced(right) and facts_match(right) and all(len(json.dumps(each)) < 400 for each in right)
+    # What does not divide among the ranks would be refused on this rank only.
+    even = told(
+        ALL_TO_ALL, [4 * size + 1], [4 * size + 1], 0, size, input_split_sizes=[], output_split_sizes=[]
+    )
+    assert even["balance"] is None and not balanced([even, *right[1:]])
     # Two errors of one rank that leave its total as it is, and two errors of two ranks that leave the sum as it is.
     for places in ([(0, 0), (0, 1)], [(0, 1), (1, 0)]):
         expects = sends.T.copy()
