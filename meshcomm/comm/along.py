@@ -19,7 +19,7 @@ from meshcomm.collectives import (
     SCATTER,
 )
 from meshcomm.comm import lists, scheduled
-from meshcomm.comm.checks import axis_or_dim
+from meshcomm.comm.checks import axis_or_dim, value_of
 from meshcomm.comm.communicator import CommunicatorCache
 from meshcomm.comm.functional import mean_message, mean_of
 from meshcomm.comm.handle import Handle
@@ -160,6 +160,7 @@ class AlongDims:
                     GradientSync(mesh, dims, module, op="sum").
         Raises:     UnknownDim, ShapeError; AutogradError if weights require a gradient; CommunicationError.
         """
+        values, weights = value_of(values), value_of(weights)
         sums = mean_message(values, weights, self.label)
         names: Sequence[Dims] = [dims]
         if not isinstance(dims, str):

@@ -15,7 +15,7 @@ from meshcomm.collectives import BARRIER, REDUCE, Collective
 from meshcomm.comm.agree import agree
 from meshcomm.comm.callsite import users_frame
 from meshcomm.comm.check_call import check
-from meshcomm.comm.checks import apart, is_plain
+from meshcomm.comm.checks import apart, is_plain, value_of
 from meshcomm.comm.counters import CallCounter, counter_of
 from meshcomm.comm.flight_recorder import Caller, FlightRecorder
 from meshcomm.comm.handle import Handle, failure
@@ -96,6 +96,7 @@ class Communicator(Caller):
                 and (found := self._fast_path(row, ready, x, out, async_op)) is not NotImplemented
             ):
                 return found
+        x, out = value_of(x), value_of(out)
         request = Request(self, row, x, async_op, op, root, axis, concat, out, **options)
         check(request)
         counter = counter_of(self.recorder.counters, self.name, request.name)

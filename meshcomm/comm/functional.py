@@ -151,6 +151,9 @@ def _axis(
 
 def mean_message(values: Tensor, weights: Tensor | float, where: str) -> Tensor:
     """Return the values followed by the weights, in one flat float32 or float64 tensor. Raises ShapeError, AutogradError."""
+    for each in (values, weights):
+        if isinstance(each, Tensor):
+            check_tensor(each, (each.device.type,), lambda: f"mean on {where}")
     if not isinstance(values, Tensor) or not values.is_floating_point():
         raise ShapeError(
             f"mean on {where} takes a floating-point tensor of sums",

@@ -19,6 +19,7 @@ from meshcomm.comm.checks import (
     check_in_place,
     check_tensor,
     check_written,
+    value_of,
 )
 from meshcomm.comm.communicator import Communicator
 from meshcomm.comm.handle import Handle
@@ -48,6 +49,8 @@ def collective(
         check_coord(options["root"], comm.size, row.root, where)
     # A fast check for the common case, as lists are long.
     dense = all_usable(tensors, comm.transport.device)
+    if not dense:
+        tensors = [value_of(x) for x in tensors]
     for x in tensors if not dense else ():
         check_tensor(x, comm.kinds, where)
         check_in_place(x, where, row.with_gradient)

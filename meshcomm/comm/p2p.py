@@ -26,6 +26,7 @@ from meshcomm.comm.checks import (
     check_tensor,
     check_written,
     is_plain,
+    value_of,
 )
 from meshcomm.comm.flight_recorder import Caller, FlightRecorder
 from meshcomm.comm.handle import Handle
@@ -90,6 +91,7 @@ class Messages(Caller):
             written([out])
             ends = [P2P("recv", out, src, tag)]
             return self._start(Batch("recv", ends, async_op, result=out, source=src, carried=True))
+        out = value_of(out)
         if out is None and not async_op:
             header = self._checked("recv", "recv", blank_header(self._device), src, tag)
             check_answered(
@@ -106,6 +108,7 @@ class Messages(Caller):
 
     def recv_any(self, out: Tensor | None, tag: int = 0) -> tuple[Tensor, int]:
         """Receive from the rank that sends first, and return the tensor and that rank's coord. See `Mesh.recv_any`."""
+        out = value_of(out)
         first = blank_header(self._device) if out is None else out
         end = self._checked("recv", "recv_any", first, None, tag)
         handle = self._start(Batch("recv_any", [end], True, calls=0 if out is None else 1))
@@ -129,6 +132,7 @@ class Messages(Caller):
             return self._start(Batch(call, ends, async_op, result=outs, carried=True))
         check_envelopes(sends, "sends", partial(self.where, call))
         check_envelopes(recvs, "recvs", partial(self.where, call))
+        sends, recvs = ([(value_of(x), *more) for x, *more in each] for each in (sends, recvs))
         coming = [self._checked("recv", call, *each) for each in recvs]
         going = [self._checked("send", call, *each) for each in sends]
         if call == "exchange":
@@ -154,6 +158,7 @@ class Messages(Caller):
                 return out
         goes, comes = 0 <= target < self.size, 0 <= source < self.size
         if not goes or not self._is_fast("send", x, target, 0):
+            x = value_of(x)
             check_tensor(x, self.kinds, partial(self.where, "shift"))
             check_in_place(x, partial(self.where, "shift"), "shift")
         if target == self.coord:
@@ -215,6 +220,7 @@ class Messages(Caller):
         def where() -> str:
             return self.where(call)
 
+        x = value_of(x)
         check_tensor(x, self.kinds, where)
         if peer is None and call in ("irecv", "recv_any"):
             self._check_any(call)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -45,3 +46,13 @@ _DEVICES = tuple(getattr(torch._C.DispatchKey, name) for name in ("CPU", "CUDA",
 def only_device(keys: Any) -> bool:
     """Return whether nothing but a device's dense kernel is left to run below autograd."""
     return keys.remove(torch._C.DispatchKey.ADInplaceOrView).highestPriorityTypeId() in _DEVICES
+
+
+def finished(x: torch.Tensor) -> torch.Tensor:
+    """Return the value of a pending functional collective, after waiting for it; any other tensor itself.
+
+    The module of the class takes long to import, and a program without functional collectives never imports it.
+    """
+    loaded = sys.modules.get("torch.distributed._functional_collectives")
+    pending: Any = x
+    return pending.trigger_wait() if isinstance(x, getattr(loaded, "AsyncCollectiveTensor", ())) else x

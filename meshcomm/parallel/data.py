@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from meshcomm.comm.checks import is_wrapper
 from meshcomm.errors import TrainingError
 from meshcomm.layout import Dims
 from meshcomm.layout.names import listed
@@ -90,6 +91,14 @@ class GradientSync:
         self._broadcast = broadcast and self._dims is not None
         self._module = model if isinstance(model, nn.Module) else None
         self._named = list(model.named_parameters() if isinstance(model, nn.Module) else model)
+        wrappers = {name: local(each.detach()) for name, each in self._named}
+        if elsewhere := [f"{name}, a {type(x).__name__}" for name, x in wrappers.items() if is_wrapper(x)]:
+            raise TrainingError(
+                "GradientSync was given parameters that keep their values in other tensors",
+                given=listed(elsewhere),
+                expected="plain tensors, or DTensors of plain tensors",
+                hint="leave such parameters out: (name, parameter) pairs of the trained ones instead of the module",
+            )
         if self._broadcast:
             self._send_values([parameter for _, parameter in self._named])
         self._send_buffers()
