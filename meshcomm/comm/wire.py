@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from math import prod
 
 import torch
@@ -167,7 +168,9 @@ def start(request: Request) -> Sequence[Work]:
         return request.comm.transport.start_p2p(call)
     assert call is not None
     if request.algorithm is None:
-        return request.comm.start(call)
+        # Gloo divides in place by an operator, in the mode of the start.
+        with unwatched(call.x) if call.x is not None and call.row.in_place else nullcontext():
+            return request.comm.start(call)
     assert call.x is not None and call.op is not None
     request.algorithm.run(request.comm, call.x.detach(), call.op)
     return ()

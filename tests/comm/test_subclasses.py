@@ -282,3 +282,84 @@ def test_a_pending_result_is_waited_for_and_a_subclass_with_values_is_sent(mesh:
         assert same(call(out), np.array([0, 1, 0, 1])) and same(out.trigger_wait(), np.array([0, 1, 0, 1])), (
             name
         )
+
+
+# -- tensors made in inference mode, on some ranks ---------------------------------------------------
+
+# The call with x and `out`, the shape of `out`, and what NumPy makes of the x of both ranks on this one.
+WRITES: dict[str, tuple[Callable[[Mesh, Tensor, Tensor], Any], int, Callable[[Any, int], Any]]] = {
+    "sum": (lambda m, x, out: m.all_reduce("dp", x), 8, lambda xs, me: xs[0] + xs[1]),
+    "avg": (lambda m, x, out: m.all_reduce("dp", x, "avg"), 8, lambda xs, me: (xs[0] + xs[1]) / 2),
+    "avg async": (
+        lambda m, x, out: m.all_reduce("dp", x, "avg", async_op=True).wait(),
+        8,
+        lambda xs, me: (xs[0] + xs[1]) / 2,
+    ),
+    "max": (lambda m, x, out: m.all_reduce("dp", x, "max"), 8, lambda xs, me: np.maximum(*xs)),
+    "premul_sum": (
+        lambda m, x, out: m.all_reduce("dp", x, "premul_sum", factor=0.5),
+        8,
+        lambda xs, me: (xs[0] + xs[1]) / 2,
+    ),
+    "list": (lambda m, x, out: m.all_reduce("dp", [x, out], "avg")[0], 8, lambda xs, me: (xs[0] + xs[1]) / 2),
+    "reduce": (
+        lambda m, x, out: m.reduce("dp", x, 1, "avg"),
+        8,
+        lambda xs, me: (xs[0] + xs[1]) / 2 if me else None,
+    ),
+    "broadcast": (lambda m, x, out: m.broadcast("dp", x, 1), 8, lambda xs, me: xs[1]),
+    "all_gather": (
+        lambda m, x, out: m.all_gather("dp", x, out=out),
+        16,
+        lambda xs, me: np.concatenate(xs),
+    ),
+    "reduce_scatter": (
+        lambda m, x, out: m.reduce_scatter("dp", x, op="avg", out=out),
+        4,
+        lambda xs, me: np.split((xs[0] + xs[1]) / 2, 2)[me],
+    ),
+    "all_to_all": (
+        lambda m, x, out: m.all_to_all("dp", x, out=out),
+        8,
+        lambda xs, me: np.concatenate([np.split(x, 2)[me] for x in xs]),
+    ),
+    "scatter": (
+        lambda m, x, out: m.scatter("dp", x if me_of(m) == 0 else None, 0, out=out),
+        4,
+        lambda xs, me: np.split(xs[0], 2)[me],
+    ),
+    "gather": (
+        lambda m, x, out: m.gather("dp", x, 0, out=out if me_of(m) == 0 else None),
+        16,
+        lambda xs, me: None if me else np.concatenate(xs),
+    ),
+    "exchange": (
+        lambda m, x, out: m.exchange("dp", [(x, peer(m))], [(out, peer(m))])[0],
+        8,
+        lambda xs, me: xs[1 - me],
+    ),
+    "uneven": (
+        lambda m, x, out: m.all_gather("dp", x, uneven=True, out=out),
+        16,
+        lambda xs, me: np.concatenate(xs),
+    ),
+}
+
+
+def me_of(mesh: Mesh) -> int:
+    return mesh.coord("dp")
+
+
+@pytest.mark.mesh(dp=2, validate_calls=2, via=("simulator", "gloo", "emulated_nccl"))
+def test_tensors_made_in_inference_mode_are_like_others(mesh: Mesh) -> None:
+    xs = [np.arange(8, dtype=np.float32) * (1 + me) for me in range(2)]
+    for name, (call, size, wanted) in WRITES.items():
+        # In turn: no rank, one rank, all ranks; called outside of the mode and inside; compared and prepared calls.
+        for turn in range(12):
+            made = (set(), {0}, {1}, {0, 1})[turn % 4]
+            with torch.inference_mode(mesh.rank in made):
+                x, out = torch.from_numpy(xs[mesh.rank].copy()) * 1, torch.zeros(size)
+            assert x.is_inference() == out.is_inference() == (mesh.rank in made)
+            with torch.inference_mode(turn in (5, 9)):
+                found = call(mesh, x, out)
+            assert same(found, wanted(xs, mesh.rank)), (name, turn, found)
