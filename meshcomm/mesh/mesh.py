@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from gc import collect
+from operator import index
 from os import PathLike
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn, final, overload
@@ -254,10 +255,11 @@ class Mesh(AlongDims):
 
             torch.manual_seed(mesh.seed(0, step, along=("dp", "cp")))   # equal along tp, where activations are
 
-        key:     values that the seed depends on, such as a base seed, a step or a name.
+        key:     values that the seed depends on, such as a base seed, a step or a name. Integers count by their value,
+                 whatever their type: 5, numpy.int64(5), torch.tensor(5) and 5.0 give the same seed.
         Returns: an integer from 0 to 2^63 - 1, derived from the SHA-256 of the key and the coords. If every coord
                  is 0, the seed is the same on every mesh.
-        Raises:  UnknownDim; NotMember; ConfigError if no key is given.
+        Raises:  UnknownDim; NotMember; ConfigError if no key is given, or a value that is neither an integer nor text.
         """
         if not key:
             raise ConfigError(
@@ -268,7 +270,7 @@ class Mesh(AlongDims):
             )
         names = (along,) if isinstance(along, str) else along
         coords = {name: self.coord(name) for name in sorted(set(names))}
-        digest = hashlib.sha256(f"{key!r} {coords!r}".encode()).digest()
+        digest = hashlib.sha256(f"{tuple(map(_key_part, key))!r} {coords!r}".encode()).digest()
         return int.from_bytes(digest[:8], "little") >> 1
 
     def generator(
@@ -932,6 +934,22 @@ class Mesh(AlongDims):
             hint=f"merge = {{ {joined} = [{listed}] }} in the config, or, on every rank, "
             f'mesh.create_group("{joined}", ({listed}))',
         )
+
+
+def _key_part(part: Any) -> int | str:
+    """Return one value of a seed's key, so that equal values of other types, and of types with other reprs, are equal."""
+    if isinstance(part, str):
+        return "".join(part)
+    try:
+        number = part.item() if hasattr(part, "item") else part
+        return index(int(number) if isinstance(number, float) and number.is_integer() else number)
+    except (TypeError, ValueError, RuntimeError):
+        raise ConfigError(
+            "a seed's key has a value that is neither an integer nor text",
+            given=f"{part!r}, a {type(part).__name__}",
+            expected="integers of any type, and text",
+            hint="an integer that stands for the value, or its text, such as str(x)",
+        ) from None
 
 
 def _lost(mesh: ref[Mesh], error: BaseException) -> RankLost | None:
