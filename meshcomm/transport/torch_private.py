@@ -377,26 +377,29 @@ def overdue_barrier(limits: Mapping[str, float], now: float) -> str | None:
     return None
 
 
+# The DeviceMesh that a slice was taken from. For any other mesh, the mesh itself.
+root_of: Callable[[DeviceMesh], Any] = DeviceMesh._get_root_mesh
+
+
 def flattened(of: DeviceMesh, name: str, group: dist.ProcessGroup) -> DeviceMesh:
-    """Return a slice of a DeviceMesh as one dim over an existing group. DeviceMesh._flatten would create another
-    group.
+    """Return a slice of a DeviceMesh as one dim over an existing group. DeviceMesh._flatten would create another group.
+
+    The root mesh does not keep the result: DTensor would reduce and gather over it in place of the dims, which gives other
+    last digits, and wrong values where a tensor is split into parts of unequal size (torch 2.15).
     """
     named: Any = staticmethod(lambda *_, **__: [group.group_name])
     with (
         patch.object(DeviceMesh, "_init_process_groups", named),
         patch.object(DeviceMesh, "_setup_world_group_and_device", lambda _: None),
+        patch.dict(root_of(of)._flatten_mapping, clear=True),
     ):
         found: DeviceMesh = of._flatten(name)
     return found
 
 
-# The DeviceMesh that a slice was taken from. For any other mesh, the mesh itself.
-root_of: Callable[[DeviceMesh], DeviceMesh] = DeviceMesh._get_root_mesh
-
-
 def flattened_of(mesh: DeviceMesh) -> dict[str, dist.ProcessGroup]:
     """Return this rank's groups along the flattened dims of a DeviceMesh, by name."""
-    flat: Mapping[str, DeviceMesh] = getattr(root_of(mesh), "_flatten_mapping", {})
+    flat: Mapping[str, DeviceMesh] = root_of(mesh)._flatten_mapping
     return {name: each.get_group() for name, each in flat.items() if each.get_coordinate() is not None}
 
 
