@@ -49,7 +49,8 @@ def train(net: nn.Module, rows: slice, share: int) -> list[torch.Tensor]:
 
 
 def sharded(order: list[int] | None, dims: dict[str, int], data: tuple[str, ...]) -> list[torch.Tensor]:
-    with meshcomm.init(dims=dims, rank_order=order, device="cpu", timeout_s=30) as mesh:
+    merge = {"grad": ("pod", "dp")} if "pod" in dims else None
+    with meshcomm.init(dims=dims, merge=merge, rank_order=order, device="cpu", timeout_s=30) as mesh:
         net = model()
         if "tp" in dims:
             for mlp in net:
@@ -71,6 +72,8 @@ def test_fsdp_and_tensor_parallel_equal_one_process(pool: Pool) -> None:
     runs: tuple[tuple[dict[str, int], tuple[str, ...]], ...] = (
         ({"dp": 2, "tp": 2}, ("dp",)),
         ({"pod": 2, "dp": 2}, ("pod", "dp")),
+        ({"pod": 2, "dp": 2}, ("grad",)),
+        ({"pod": 2, "dp": 1, "tp": 2}, ("grad",)),
     )
     for dims, data in runs:
         for rank, weights in enumerate(pool.run(sharded, ORDER, dims, data, ranks=4)):
