@@ -20,7 +20,6 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
-from functools import partial
 from queue import Empty, SimpleQueue
 from types import FunctionType
 from typing import Any, TypeAlias, TypeVar, final
@@ -36,6 +35,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.futures import Future
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from meshcomm.transport.support import check_reduce
 
 # For a backend written in Python: its Work, its options, the mode that sees every operator, the tensors in nested arguments.
 Work: Any = dist._Work
@@ -181,20 +182,6 @@ def on_default_group(begins: Callable[[], None], ends: Callable[[], None]) -> Ca
     def end() -> None:
         if _C10D._is_barrier_after_init is made:
             _C10D._is_barrier_after_init, _C10D._update_default_pg = _MADE, _SET
-
-    return end
-
-
-_NEW_GROUP: Any = c10d._new_group_with_tag
-
-
-def instead_of_new_group(function: Callable[..., Any]) -> Callable[[], None]:
-    """Replace `dist.new_group` with `function`, whose first argument is torch's version. Return an undo function."""
-    _C10D._new_group_with_tag = given = partial(function, _NEW_GROUP)
-
-    def end() -> None:
-        if _C10D._new_group_with_tag is given:
-            _C10D._new_group_with_tag = _NEW_GROUP
 
     return end
 
@@ -649,7 +636,8 @@ _ProcessGroup: Any = dist.ProcessGroup
 class SoloGroup(_ProcessGroup):  # type: ignore[misc]
     """A one-rank process group that copies instead of communicating, for torch code that needs a group for a dim of size 1.
 
-    Results are exact. The "fake" backend, in contrast, leaves outputs unwritten.
+    Results are exact, and reductions that no backend has for a dtype are refused. The "fake" backend, in contrast, leaves
+    outputs unwritten.
     """
 
     def __init__(self, name: str, rank: int) -> None:
@@ -680,10 +668,14 @@ class SoloGroup(_ProcessGroup):  # type: ignore[misc]
     def getBackendName(self) -> str:
         return "solo"
 
-    def allreduce(self, tensors: Any, opts: Any = None) -> Any:
+    def broadcast(self, tensors: Any, opts: Any = None) -> Any:
         return _done(tensors)
 
-    allreduce_coalesced = broadcast = reduce = allreduce
+    def allreduce(self, tensors: Any, opts: Any = None) -> Any:
+        _reduce_alone(tensors, opts)
+        return _done(tensors)
+
+    allreduce_coalesced = reduce = allreduce
 
     def barrier(self, opts: Any = None) -> Any:
         return _done([])
@@ -694,12 +686,30 @@ class SoloGroup(_ProcessGroup):  # type: ignore[misc]
             out.view(x.shape).copy_(x)
         return _done(outputs)
 
-    gather = allgather = alltoall = reduce_scatter = scatter
+    def reduce_scatter(self, outputs: Any, inputs: Any, *options: Any) -> Any:
+        work = self.scatter(outputs, inputs)
+        _reduce_alone(_flat(outputs), *options[-1:])
+        return work
+
+    gather = allgather = alltoall = scatter
     # The names in torch 2.14 and newer, then the older names.
-    all_gather_single = reduce_scatter_single = all_to_all_single = scatter
-    _allgather_base = _reduce_scatter_base = alltoall_base = scatter
-    all_gather_single_coalesced = reduce_scatter_single_coalesced = scatter
-    allgather_into_tensor_coalesced = reduce_scatter_tensor_coalesced = scatter
+    all_gather_single = all_to_all_single = all_gather_single_coalesced = scatter
+    reduce_scatter_single = reduce_scatter_single_coalesced = reduce_scatter
+    _allgather_base = alltoall_base = allgather_into_tensor_coalesced = scatter
+    _reduce_scatter_base = reduce_scatter_tensor_coalesced = reduce_scatter
+
+
+def _reduce_alone(tensors: Sequence[torch.Tensor], opts: Any = None) -> None:
+    """Reduce the tensors of one rank in place: a factor is applied, and everything else changes nothing."""
+    if opts is None:
+        return
+    kind, factor = opts.reduceOp.__getstate__()
+    for x in tensors:
+        # NCCL reduces bool with every operation.
+        if x.dtype != torch.bool:
+            check_reduce("solo", kind.name.lower(), x.dtype, lambda: "a reduction in a group of one rank")
+        if factor is not None:
+            x.mul_(factor)
 
 
 def _flat(tensors: Any) -> list[torch.Tensor]:

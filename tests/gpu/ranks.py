@@ -58,7 +58,6 @@ from tests.benchmarks.plain import Plain
 from tests.elastic import queued_loop
 from tests.group_hooks import HAS_HOOKS
 from tests.mesh import queued_program
-from tests.mesh import test_adopted as of_adopted
 from tests.models import families as of_families
 from tests.sizes import model_of
 from tests.testing import test_emulated_nccl as queued
@@ -625,21 +624,6 @@ def families() -> None:
             pairs = [*zip(here.losses, one.losses, strict=True), *zip(here.norms, one.norms, strict=True)]
             row["farthest"] = max(abs(a / b - 1) for a, b in pairs)
             assert row["farthest"] < 1e-9
-
-
-def adopted() -> None:
-    """FSDP2 and DTensors by torch's own groups, and again by shared ones."""
-    with case("the same losses with fewer groups") as row:
-        sizes, names = (2, 1, 2), ("dp", "cp", "tp")
-        dist.init_process_group(BACKEND)
-        losses, plain = of_adopted.trained(sizes, names, DEVICE)
-        adoption = meshcomm.adopt()
-        of_adopted.begin_again(BACKEND)
-        again, count = of_adopted.trained(sizes, names, DEVICE)
-        row["said"] = f"{adoption!r}, groups {plain} and {count}"
-        assert again == losses and count == plain - 3
-        adoption.close()
-        dist.destroy_process_group()
 
 
 def watched() -> None:

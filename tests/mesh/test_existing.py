@@ -207,7 +207,9 @@ def test_groups_that_were_destroyed() -> None:
     group, world = dist.new_group([0, 1, 2, 3]), dist.group.WORLD
     alone = [dist.new_group([rank]) for rank in range(4)][3 - dist.get_rank()]
     dist.destroy_process_group(group)
-    with pytest.raises(MeshcommError, match='(?s)the group along "tp" was destroyed.*given: .*expected: .*try: '):
+    with pytest.raises(
+        MeshcommError, match=r'(?s)the group along "tp" was destroyed.*given: .*expected: .*try: '
+    ):
         meshcomm.from_groups({"tp": group}, timeout_s=20)
     with pytest.raises(MeshcommError, match='no process group along "one"'):
         meshcomm.from_groups({"tp": world, "one": alone}, timeout_s=20)
@@ -219,7 +221,9 @@ def test_groups_that_were_destroyed() -> None:
     again = dist.new_group([0, 1, 2, 3])
     dist.destroy_process_group()
     for call in (lambda: meshcomm.init(theirs), lambda: meshcomm.from_groups({"tp": again})):
-        with pytest.raises(LaunchError, match="before torch's default group existed, or after it was destroyed"):
+        with pytest.raises(
+            LaunchError, match="before torch's default group existed, or after it was destroyed"
+        ):
             call()
     dist.init_process_group("gloo", store=kept, rank=rank, world_size=4)
     for call in (lambda: meshcomm.init(theirs), lambda: meshcomm.from_groups({"tp": again})):
