@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from operator import attrgetter
 from typing import Any, TypeAlias, final
@@ -42,7 +43,7 @@ from meshcomm.comm.shapes import (
     leaving,
 )
 from meshcomm.comm.torch_private import unobserved
-from meshcomm.errors import ShapeError, UnsupportedOp
+from meshcomm.errors import CallMismatchError, ShapeError, UnsupportedOp
 from meshcomm.transport import P2P, Transport, Work
 from meshcomm.transport.base import Direction
 from meshcomm.transport.torch_private import profiling, written
@@ -295,9 +296,18 @@ class Messages(Caller):
         try:
             # The messages of a collective that runs step by step are counted as part of it.
             message = log.begin(self.name, batch, recorder.under_way is None)
-            left_s = log.confirm(message) if message.unanswered and not batch.async_op else None
             ends = batch.ends if batch.carried else _carried(batch.ends)
-            if profiling():
+            left_s = None
+            if message.unanswered and not batch.async_op:
+                if len(ends) > 1 and not transport.ordered:
+                    works = started = []
+                    with record_function(f"meshcomm::{batch.call} {self.name}{recorder.plan}"):
+                        left_s, ends = self._start_agreed(ends, message, started), ()
+                else:
+                    left_s = log.confirm(message)
+            if not ends:
+                pass
+            elif profiling():
                 with record_function(f"meshcomm::{batch.call} {self.name}{recorder.plan}"):
                     works = transport.start_p2p(ends, single)
             else:
@@ -323,6 +333,46 @@ class Messages(Caller):
             if message is not None and handle is None:
                 message.ended()
         return batch.result if batch.finish is None else batch.finish()
+
+    def _start_agreed(self, ends: Sequence[P2P], message: PendingMessage, works: list[Work]) -> float | None:
+        """Start each message as soon as both ends agree on it; the other end may wait for it before its next call. Messages
+        that are in one call at the other end too start together. Return the result of `MessageLog.confirm`.
+        """
+        keys, agreed, waiting = message.keys, dict(message.agreed), list(range(len(ends)))
+
+        def start() -> None:
+            held = set()
+            for at in list(waiting):
+                end, key = ends[at], keys[at]
+                channel = end.direction, end.peer, end.tag
+                together = agreed.get(key, () if not key else None)
+                if (
+                    channel in held
+                    or together is None
+                    or any(key in keys and key not in agreed for key in together)
+                ):
+                    # Messages of one channel match in order.
+                    held.add(channel)
+                else:
+                    waiting.remove(at)
+                    works.extend(self.transport.start_p2p([end]))
+
+        def heard(key: str, together: Sequence[str]) -> None:
+            agreed[key] = together
+            start()
+
+        start()
+        try:
+            left_s = self.recorder.messages.confirm(message, heard)
+        except CallMismatchError:
+            # The other ends have started these, too.
+            with suppress(RuntimeError):
+                for work in works:
+                    work.wait()
+            raise
+        for at in waiting:
+            works.extend(self.transport.start_p2p([ends[at]]))
+        return left_s
 
     def _handle(self, batch: Batch, works: Sequence[Work], message: PendingMessage) -> Handle[Any]:
         from_any = batch.ends[0].peer is None

@@ -253,10 +253,87 @@ def test_both_ends_of_a_mismatched_message_are_told_at_once(
 def test_an_end_that_stays_silent_is_waited_for_within_the_timeout() -> None:
     store = dist.HashStore()
     first, second = (MessageCheck(store, "pp", [0, 1], rank, 64, timeout_s=0.2) for rank in (0, 1))
-    (frame, x), key = (sys._getframe(), torch.zeros(2)), ("send", 1, 0, 1)
-    unanswered = first.meet(*key, x, frame)
-    left_s = first.confirm(unanswered)
+    (frame, x), key = (sys._getframe(), torch.zeros(2)), first.key(0, 1, 0, 1)
+    assert first.meet("send", 1, key, x, frame, [key]) is None
+    heard: list[Any] = []
+    left_s = first.confirm([(key, 1)], lambda *told: heard.append(told))
     # Half of it was waited at least; the rest is what the backend gets.
-    assert left_s is not None and left_s <= 0.1
-    assert second.meet("recv", 0, 0, 1, x, frame) == []
-    assert first.confirm(unanswered) is None
+    assert left_s is not None and left_s <= 0.1 and heard == [(key, ())]
+    assert second.meet("recv", 0, key, x, frame, [key, "other"]) == [key]
+    assert first.confirm([(key, 1)], lambda *told: heard.append(told)) is None
+    assert heard[1:] == [(key, [key, "other"])]
+
+
+def sent(*tags: int) -> list[tuple[torch.Tensor, int, int]]:
+    return [(torch.full((4,), 1.0 + place), 1, tag) for place, tag in enumerate(tags)]
+
+
+def rooms(*tags: int) -> list[tuple[torch.Tensor, int, int]]:
+    return [(torch.zeros(4), 0, tag) for tag in tags]
+
+
+# Right programs whose ends make the messages in different calls: what coord 0 sends, and what coord 1 gets.
+RIGHT: dict[str, tuple[Callable[[Mesh], object], Callable[[Mesh], Any]]] = {
+    "handshake": (
+        lambda m: m.send("pp", sent(0)[0][0], 1, handshake=True),
+        lambda m: [m.recv("pp", src=0)],
+    ),
+    "isend with a handshake": (
+        lambda m: m.isend("pp", sent(0)[0][0], 1, handshake=True).wait(),
+        lambda m: [m.recv("pp", src=0)],
+    ),
+    "two sends at once": (
+        lambda m: m.exchange("pp", sent(0, 0)),
+        lambda m: [m.recv("pp", torch.zeros(4), src=0) for _ in range(2)],
+    ),
+    "two receives at once": (
+        lambda m: [m.send("pp", x, to) for x, to, _ in sent(0, 0)],
+        lambda m: m.exchange("pp", recvs=rooms(0, 0)),
+    ),
+    "tags in another order": (
+        lambda m: m.exchange("pp", sent(1, 2)),
+        lambda m: [m.recv("pp", torch.zeros(4), src=0, tag=tag) for tag in (2, 1)][::-1],
+    ),
+    "isends and an exchange": (
+        lambda m: [each.wait() for each in [m.isend("pp", x, to, tag) for x, to, tag in sent(0, 3, 0)]],
+        lambda m: m.exchange("pp", recvs=rooms(0, 3, 0)),
+    ),
+    "three and one": (
+        lambda m: (m.exchange("pp", sent(0, 1, 0)[:2]), m.send("pp", sent(0, 1, 0)[2][0], 1)),
+        lambda m: m.exchange("pp", recvs=rooms(0)) + m.exchange("pp", recvs=rooms(1, 0)),
+    ),
+    "both ways": (
+        lambda m: m.exchange("pp", sent(0, 0), [(torch.zeros(4), 1)]),
+        lambda m: [
+            m.recv("pp", torch.zeros(4), src=0),
+            *[(m.send("pp", torch.ones(4), 0), m.recv("pp", torch.zeros(4), src=0))[1]],
+        ],
+    ),
+}
+
+
+@pytest.mark.mesh(pp=2, via="gloo")
+def test_no_end_waits_for_what_its_peer_makes_in_a_later_call(mesh: Mesh) -> None:
+    silent = []
+    confirm = MessageCheck.confirm
+
+    def confirmed(self: MessageCheck, *args: Any) -> float | None:
+        silent.append(confirm(self, *args))
+        return silent[-1]
+
+    MessageCheck.confirm = confirmed  # type: ignore[method-assign]
+    try:
+        for late in range(2):
+            for name, (first, second) in RIGHT.items():
+                check = mesh._at["pp"].recorder.messages._check
+                assert check is not None
+                mesh.barrier()
+                check.pairs.clear()
+                if mesh.rank == late:
+                    time.sleep(0.02)
+                found = (second if mesh.rank else first)(mesh)
+                if mesh.rank:
+                    assert [x.tolist() for x in found] == [[1.0 + n] * 4 for n in range(len(found))], name
+                assert not any(silent), name
+    finally:
+        MessageCheck.confirm = confirm  # type: ignore[method-assign]
