@@ -300,7 +300,8 @@ class Messages(Caller):
             left_s = None
             if message.unanswered and not batch.async_op:
                 if len(ends) > 1 and not transport.ordered:
-                    works = started = []
+                    started: list[Work] = []
+                    works = started
                     with record_function(f"meshcomm::{batch.call} {self.name}{recorder.plan}"):
                         left_s, ends = self._start_agreed(ends, message, started), ()
                 else:

@@ -115,8 +115,8 @@ def of_groups(groups: Mapping[str, dist.ProcessGroup], given: Mapping[str, Any])
         new = tuple(each for each in chain if each not in placed)
         views["_".join((*new, "view"))] = {each: single[each][0] for each in chain}
         placed.update(new)
-    found = {"dims": dims, "rank_order": layout.rank_order, "merge": merge, "views": views}
-    return _existing({**given, **found}, groups, decide=True)
+    keys = {"dims": dims, "rank_order": layout.rank_order, "merge": merge, "views": views}
+    return _existing({**given, **keys}, groups, decide=True)
 
 
 def _existing(
