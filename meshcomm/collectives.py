@@ -70,6 +70,14 @@ class Collective:
         """The name of the differentiable call in `mesh.functional`; "" if there is none."""
         return self.name if self.functional is None else self.functional
 
+    def waits_for_all(self, nbytes: int) -> bool:
+        """Return whether the blocking call ends on Gloo only when all ranks have made it, given the bytes that it moves.
+
+        Measured with torch 2.15. The root of a rooted call and the other ranks wait for some ranks only, and an empty call
+        moves nothing. An all_to_all waits for empty parts too.
+        """
+        return self.root is None and (nbytes > 0 or self.name in ("all_to_all", "barrier"))
+
     def moved(self, nbytes: int, size: int) -> int:
         """Return a call's bytes as nccl-tests counts them, given the size of one rank's tensor."""
         return nbytes * size if self.whole else nbytes

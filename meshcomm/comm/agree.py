@@ -24,8 +24,9 @@ def agree(request: Request) -> None:
     if x is not None and recorder.check is not None:
         shape = without(x, request.axis).shape if request.differs else x.shape
         facts = {"shape": list(shape), "dtype": name_of(x.dtype), **facts}
+    waits = not request.async_op and request.row.waits_for_all(1 if x is None else x.nbytes)
     try:
-        compared = recorder.announce_call(request.comm.name, request.name, facts)
+        compared = recorder.announce_call(request.comm.name, request.name, facts, waits)
     except MeshcommError:
         if request.problem is not None and request.row is SCATTER:
             raise request.problem from None
@@ -70,6 +71,8 @@ def _agree_on_sizes(request: Request, compared: bool) -> None:
     comm, x, axis = request.comm, request.source, request.axis
     input_split_sizes, output_split_sizes = request.input_split_sizes, request.output_split_sizes
     assert x is not None
+    # Sizes that the caller gives cannot be compared without waiting for the other ranks.
+    compared = compared and not request.async_op
     if output_split_sizes is None or (compared and comm.transport.name != "fake"):
         hint = (
             "output_split_sizes=, the sizes to receive"

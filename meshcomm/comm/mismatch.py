@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+import time
 from array import array
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from itertools import count
 from types import CodeType
-from typing import Any, Final, NamedTuple, final
+from typing import Any, Final, NamedTuple, Protocol, final
 from zlib import crc32
 
 import torch
@@ -19,74 +23,261 @@ from meshcomm.comm.counters import Entry
 from meshcomm.errors import CallMismatchError
 from meshcomm.layout.sizes import rank_text, ranks_text
 from meshcomm.transport import Transport, Work
+from meshcomm.transport.torch_private import wait_until
 
 _BYTES: Final = 512
 _FACTS: Final = 240
 _SITE: Final = 200
 # The number of runs of equal steps whose calls are kept.
 RUNS: Final = 64
+# The number of calls that a rank remembers until it knows that the others have made them too.
+_UNSETTLED: Final = 64
+# How many calls later the store forgets a call that was compared through it.
+_BEHIND: Final = 1024
+# What becomes of a group in which ranks have made different calls that are under way.
+_OUT_OF_STEP: Final = "this group cannot be used any more"
+# What is told in place of a call when the ranks are known to have made different ones.
+_APART: Final = "[]"
 # What an error expects if no majority tells which ranks are wrong.
 _SAME: Final = "the same calls on every rank of the group"
 # The number of callsites of one rank's step that an error shows.
 _SHOWN: Final = 6
 
 
-@final
-class CallCheck:
-    """Compares the first calls in one group between its ranks, with an all_reduce of 16 bytes. If calls differ, the ranks
-    exchange them in one small all_gather.
+class Shared(Protocol):
+    """What a rank can ask of the other ranks without their taking part: in the job's store, or of their watchdogs.
 
-    transport: returns the group's transport. limit: how many calls to compare, equal on all ranks; None to compare all.
+    rank: this rank. look_s: time in seconds between two looks at what was published, for a rank that waits.
     """
 
-    def __init__(self, transport: Callable[[], Transport], ranks: Sequence[int], limit: int | None) -> None:
+    rank: int
+    look_s: float
+
+    def first(self, key: str, told: str) -> str:
+        """Return what the first rank told under `key`, which is `told` if that is this rank."""
+        ...
+
+    def delete(self, key: str) -> None:
+        """Forget what was told under `key`."""
+        ...
+
+    def made(self, label: str, number: int, ranks: Sequence[int]) -> dict[int, Sequence[Any]]:
+        """Return the compared call `number` of each rank that has made it, as CallCheck tells it. Waits for a short time."""
+        ...
+
+    def publish(self, key: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Return the difference that the first rank made and published under `key`. May wait for seconds."""
+        ...
+
+    def published(self, key: str) -> dict[str, Any] | None:
+        """Return what was published under `key`; None if nothing was."""
+        ...
+
+
+@final
+class CallCheck:
+    """Compares the first calls in one group between its ranks, and makes no call wait that the backend would not.
+
+    On Gloo, every rank posts an all_reduce of 24 bytes before each call. A call that waits for all ranks anyway waits for
+    it first: if calls differ, nothing is sent, the ranks exchange the calls in one all_gather, and the group is as good as
+    before. Any other call (asynchronous, rooted, or on a backend whose calls the host does not wait for) is compared with
+    the first rank's call through the job's store before it is issued, so only equal calls ever meet. If such calls differ,
+    some of them are under way and never complete, and every later call on the group raises the published difference.
+
+    transport: returns the group's transport. limit: how many calls to compare, equal on all ranks; None to compare all.
+    label: the group's name in statuses. key: its name in the store, which no later group has. shared: None if there are no
+    other processes.
+
+    raised: whether the program has been told that the ranks made different calls, some of which are under way.
+    announced: whether a compared call is about to be issued. guarded: whether it does not wait for the other ranks.
+    made: the calls that may differ on another rank:
+    number, the recorder's number, name, facts, and whether it was made outside the mesh.
+    """
+
+    def __init__(
+        self,
+        transport: Callable[[], Transport],
+        ranks: Sequence[int],
+        limit: int | None,
+        label: str = "",
+        key: str = "",
+        shared: Shared | None = None,
+    ) -> None:
         self._transport = transport
         self._ranks = list(ranks)
         self._left = limit
         self._number = 0
+        self._label, self._key, self._shared = label, key, shared
+        self.announced = self.guarded = False
+        self.made: deque[tuple[int, int, str, dict[str, Any], bool]] = deque(maxlen=_UNSETTLED)
+        # The posted comparisons that no call waits for: the call's number, and what is compared.
+        self._posted: deque[tuple[int, Work, torch.Tensor]] = deque()
+        # The difference between the ranks, once it is known here. Whether there may be one that is not.
+        self._difference: dict[str, Any] | None = None
+        self._suspects = self.raised = False
+        self._due = 0.0
 
     @property
     def active(self) -> bool:
         """Whether the next call will be compared."""
         return (self._left is None or self._left > 0) and len(self._ranks) > 1
 
-    def announce_call(self, name: str, call: str, facts: dict[str, Any], past: bool = False) -> bool:
-        """Wait until all ranks are about to make the same call on `name`. Return whether an exchange was needed.
+    def settled(self) -> bool:
+        """Return whether every call so far is known to be that of the other ranks, as far as the backend tells."""
+        while self._posted and self._posted[0][1].is_completed():
+            number, _, signs = self._posted.popleft()
+            self._suspects |= bool(signs[0] != -signs[1])
+            while not self._suspects and self.made and self.made[0][0] <= number:
+                self.made.popleft()
+        return not self._posted and not self._suspects
+
+    def refuse(self) -> None:
+        """Raise CallMismatchError if the ranks are known to have made different calls that are under way."""
+        self.announced = self.guarded = False
+        self.settled()
+        if (self._difference or self._suspects) and (error := self.difference()) is not None:
+            self.raised = True
+            raise error
+
+    def announce_call(
+        self, name: str, call: str, facts: dict[str, Any], past: bool, waits: bool, recorded: int
+    ) -> bool:
+        """Return when this rank may make a call on `name`. Return whether it was compared.
 
         past: whether the call is made outside the mesh, in which case only some of its facts are known.
+        waits: whether the call waits for all ranks of the group. If not, this method does not wait for any.
+        recorded: the call's number in the recorder.
 
-        Raises CallMismatchError on every rank of the group, before any data has moved.
+        Raises CallMismatchError, on every rank of the group, or as soon as this rank's call is known to differ.
         """
-        transport = self._transport()
-        if not self.active or transport.announce_call(name, call, facts):
+        transport, shared = self._transport(), self._shared
+        if transport.announce_call(name, call, facts):
             return False
-        if self._left is not None:
-            self._left -= 1
-        self._number += 1
+        self.refuse()
+        waits = waits or shared is None
+        number = self._number + 1
         sign = _sign(call, facts, past)
-        signs = torch.tensor([sign, -sign], device=transport.device)
-        _done(transport.start(Call(ALL_REDUCE, signs, op="max")))
-        highest, lowest = signs.tolist()
-        if highest != -lowest:
-            self._compare(transport, name, _message(call, facts, past))
+        try:
+            self._number = number
+            if self._left is not None:
+                self._left -= 1
+            self.made.append((number, recorded, call, facts, past))
+            if waits or not transport.ordered:
+                signs = torch.tensor([sign, -sign, int(not waits)], device=transport.device)
+                work = transport.start(Call(ALL_REDUCE, signs, op="max"))
+                if not waits and work is not None:
+                    self._posted.append((number, work, signs))
+                elif self._agrees(transport, name, work, signs, _told(call, facts, caller(), past)):
+                    self.announced = True
+                    return True
+            if shared is not None:
+                self._meet(shared, name, number, _told(call, facts, caller(), past))
+            self.announced = self.guarded = True
+        except Exception:
+            raise
+        except BaseException as error:
+            self.leave(name, call, error)
+            raise
+        finally:
+            # A stored error keeps this frame alive; it must not keep the group.
+            work = None
         return True
 
-    def _compare(self, transport: Transport, name: str, message: bytes) -> None:
+    def leave(self, name: str, call: str, error: BaseException) -> None:
+        """Record that this rank leaves the call under way before it is issued, although the call has been compared."""
+        who = "this rank" if self._shared is None else f"rank {self._shared.rank}"
+        left = CallMismatchError(
+            f'{who} left call {self._number} along "{name}" before it sent its part; {_OUT_OF_STEP}',
+            given=f"{type(error).__name__} in {call} at {caller()}",
+            expected=_SAME,
+            hint="end the program, or go on with a new group",
+            mismatched_ranks=() if self._shared is None else (self._shared.rank,),
+        )
+        self._difference = _as_data(left)
+        if self._shared is not None:
+            with suppress(RuntimeError, TimeoutError):
+                self._difference = self._shared.publish(self._key, lambda: _as_data(left))
+        self.raised = True
+
+    def difference(self) -> CallMismatchError | None:
+        """Return the error if the ranks of the group have made different calls, some of which are under way."""
+        if self._difference is None and self._shared is not None and self._number:
+            with suppress(RuntimeError):
+                self._difference = self._shared.published(self._key)
+        return None if self._difference is None else error_of(self._difference)
+
+    def ended(self) -> CallMismatchError | None:
+        """Return `difference` for a call that waits. Looks no more often than a watchdog does."""
+        now = time.monotonic()
+        if self._shared is None or (self._difference is None and now < self._due):
+            return None
+        self._due = now + self._shared.look_s
+        error = self.difference()
+        self.raised |= error is not None
+        return error
+
+    def _agrees(
+        self, transport: Transport, name: str, work: Work | None, signs: torch.Tensor, mine: list[Any]
+    ) -> bool:
+        """Wait for the comparison. Return whether the calls are equal, or False if a rank has not waited for it."""
+        if work is not None and self._shared is not None:
+            wait_until(work, self.ended)
+        elif work is not None:
+            work.wait()
+        highest, lowest, guarded = signs.tolist()
+        if highest == -lowest:
+            self.made.clear()
+            return True
+        if guarded:
+            return False
+        self._exchange(transport, name, mine)
+        self.made.clear()
+        return True
+
+    def _exchange(self, transport: Transport, name: str, mine: list[Any]) -> None:
         """Exchange the calls themselves, because the digests differ."""
-        mine = torch.frombuffer(bytearray(message.ljust(_BYTES, b"\0")), dtype=torch.uint8).to(
+        own = torch.frombuffer(bytearray(_message(mine).ljust(_BYTES, b"\0")), dtype=torch.uint8).to(
             transport.device
         )
-        everyone = mine.new_empty(transport.size * _BYTES)
-        _done(transport.start(Call(ALL_GATHER, mine, everyone)))
+        everyone = own.new_empty(transport.size * _BYTES)
+        work = transport.start(Call(ALL_GATHER, own, everyone))
+        if work is not None:
+            work.wait()
         rows = everyone.cpu().view(-1, _BYTES)
         calls = [json.loads(row.numpy().tobytes().rstrip(b"\0")) for row in rows]
         if not all(_is_same(call, calls[0]) for call in calls):
+            self.made.clear()
             raise mismatch(name, self._number, self._ranks, [each[:3] for each in calls])
 
+    def _meet(self, shared: Shared, name: str, number: int, mine: list[Any]) -> None:
+        """Compare this rank's call with the call of the rank that came first. Does not wait for any rank."""
+        own = json.dumps([*mine, shared.rank])
+        told = shared.first(f"{self._key}/{number}", own)
+        if told == own and number > _BEHIND:
+            # If a rank is so far behind, its call of that number is compared with no other's.
+            shared.delete(f"{self._key}/{number - _BEHIND}")
+        if told == _APART:
+            self._suspects = True
+            self.refuse()
+        *first, rank = json.loads(told)
+        if not _is_same(mine, first):
+            make = partial(self._differ, shared, name, number, {rank: first, shared.rank: mine})
+            self._difference = shared.publish(self._key, make)
+            # Whoever goes on to the next call through the store is told there.
+            later = (f"{self._key}/{after}" for after in count(number + 1))
+            next(key for key in later if shared.first(key, _APART) == _APART)
+            self.refuse()
 
-def _done(work: Work | None) -> None:
-    if work is not None:
-        work.wait()
+    def _differ(
+        self, shared: Shared, name: str, number: int, known: dict[int, Sequence[Any]]
+    ) -> dict[str, Any]:
+        others = [rank for rank in self._ranks if rank not in known]
+        calls = {**shared.made(self._label, number, others), **known}
+        ranks = [rank for rank in self._ranks if rank in calls]
+        error = mismatch(name, number, ranks, [calls[rank][:3] for rank in ranks], _OUT_OF_STEP)
+        if absent := [rank for rank in self._ranks if rank not in calls]:
+            error.given = f"{error.given}\n{ranks_text(absent)}: not known yet"
+        return _as_data(error)
 
 
 def _sign(call: str, facts: dict[str, Any], past: bool) -> int:
@@ -142,11 +333,16 @@ def alike(ranks: Sequence[int], signs: Mapping[int, Any]) -> list[list[int]]:
 
 
 def mismatch(
-    name: str, number: int, ranks: Sequence[int], calls: Sequence[Sequence[Any]]
+    name: str,
+    number: int,
+    ranks: Sequence[int],
+    calls: Sequence[Sequence[Any]],
+    sent: str = "nothing was sent",
 ) -> CallMismatchError:
     """Return the error for a group in which calls, each given as (call, facts, site), differ between ranks.
 
-    ranks: global ranks, in the order of `calls`. Ranks that differ from the majority are mismatched.
+    ranks: global ranks, in the order of `calls`. Ranks that differ from the majority are mismatched. sent: what became of
+    the calls.
     """
     by_rank = dict(zip(ranks, calls, strict=True))
     signs = {rank: json.dumps([call, facts]) for rank, (call, facts, _) in by_rank.items()}
@@ -154,7 +350,7 @@ def mismatch(
     lines = [f"{ranks_text(same)}: {_call_text(by_rank[same[0]])}" for same in alike(mismatched, signs)]
     expected = f"as {ranks_text(usual)}: {_call_text(by_rank[usual[0]])}" if usual else _SAME
     return CallMismatchError(
-        f'ranks differ in call {number} along "{name}": {blamed(mismatched, not usual)}; nothing was sent',
+        f'ranks differ in call {number} along "{name}": {blamed(mismatched, not usual)}; {sent}',
         given="\n".join(lines),
         expected=expected,
         hint="make the same calls in the same order on every rank of the group; "
@@ -163,17 +359,28 @@ def mismatch(
     )
 
 
-def _message(call: str, facts: dict[str, Any], past: bool) -> bytes:
-    """Encode the call in at most 512 bytes. Equal facts give equal texts at any callsite."""
+def _told(call: str, facts: dict[str, Any], site: str, past: bool) -> list[Any]:
+    """Return the call as other ranks are told of it: (call, facts, site, past)."""
     whole = json.dumps(facts)
     if len(whole) > _FACTS:
         # For a shape with very many axes, send a digest of all facts and the beginning of their text.
         digest = hashlib.sha256(whole.encode()).hexdigest()[:16]
         facts = {"facts": whole[: _FACTS // 2], "digest": digest}
-    site = caller()[-_SITE:]
+    return [call, facts, site[-_SITE:], past]
+
+
+def _message(told: list[Any]) -> bytes:
+    """Encode a call in at most 512 bytes. Equal facts give equal texts at any callsite."""
+    call, facts, site, past = told
     while len(text := json.dumps([call, facts, site, past]).encode()) > _BYTES:
         site = site[20:]
     return text
+
+
+def _as_data(error: CallMismatchError) -> dict[str, Any]:
+    """Return an error as plain data for `error_of`."""
+    facts = {key: getattr(error, key) for key in ("what", "given", "expected", "hint", "step")}
+    return {**facts, "mismatched": list(error.mismatched_ranks)}
 
 
 def _call_text(call: Sequence[Any]) -> str:

@@ -164,7 +164,9 @@ def start(request: Request) -> Sequence[Work]:
     """Start the call, or run its algorithm."""
     call = request.call
     if isinstance(call, list):
-        return request.comm.transport.start_p2p(call)
+        works = request.comm.transport.start_p2p(call)
+        request.comm.recorder.issued(works)
+        return works
     assert call is not None
     if request.algorithm is None:
         return request.comm.start(call)

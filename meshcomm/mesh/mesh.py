@@ -875,7 +875,8 @@ class Mesh(AlongDims):
             group = next(g for g in self.plan.for_rank(self.rank).groups if g.name == name)
             ranks = list(group.ranks)
             recorder = recorders[key] = self._watch.record(group.label, ranks, transport)
-            recorder.check = CallCheck(lambda: transport, ranks, self._runtime.validate_calls)
+            limit, label = self._runtime.validate_calls, group.label
+            recorder.compares(CallCheck(lambda: transport, ranks, limit, label, label, self._watch.shared))
             recorder.plan = f", plan {self.plan.fingerprint}"
             recorder.trace(self.metrics.spans)
             if isinstance(transport, ProcessGroupTransport):

@@ -26,6 +26,9 @@ T = TypeVar("T")
 # How long a rank whose call failed waits for answers from other ranks.
 _ANSWER_S: Final = 1.5
 
+# How long a rank whose call differs waits until it knows the calls of the others.
+_MEETS_S: Final = 1.0
+
 # Extra time for slow checks on a busy machine, where the other ranks are slow to answer too.
 _PAUSE_S: Final = 0.02
 _LOOK_S: Final = 0.03
@@ -149,6 +152,14 @@ class RecordExchange:
             return read
         return make()
 
+    def published(self, call: str) -> dict[str, Any] | None:
+        """Return the result of `shared` if there is one already."""
+        key = f"diagnosis/{call}"
+        if not self._store.check([key]):
+            return None
+        found: dict[str, Any] = json.loads(self._store.get(key))
+        return found
+
     def ask(self, ranks: Sequence[int]) -> dict[int, Any]:
         """Return the records of the `ranks` that answer in time. Takes a few store operations per rank."""
         began = last = time.monotonic()
@@ -185,6 +196,44 @@ class RecordExchange:
         return {
             rank: json.loads(self._store.get(key)) for rank, key in keys.items() if self._store.check([key])
         }
+
+
+@final
+class SharedCalls:
+    """What ranks know of each other's calls without taking part in them; see comm.mismatch.Shared.
+
+    store: used for nothing else.
+    """
+
+    def __init__(self, store: Any, rank: int, exchange: RecordExchange, look_s: float) -> None:
+        self.rank = rank
+        self.look_s = look_s
+        self._store, self._exchange = store, exchange
+
+    def first(self, key: str, told: str) -> str:
+        found: bytes = self._store.compare_set(key, "", told)
+        return found.decode()
+
+    def delete(self, key: str) -> None:
+        self._store.delete_key(key)
+
+    def made(self, label: str, number: int, ranks: Sequence[int]) -> dict[int, Sequence[Any]]:
+        found: dict[int, Sequence[Any]] = {}
+        until = time.monotonic() + _MEETS_S
+        while left := [rank for rank in ranks if rank not in found]:
+            for rank, status in self._exchange.ask(left).items():
+                for group in status["groups"]:
+                    if group["label"] == label and str(number) in group["compared"]:
+                        found[rank] = group["compared"][str(number)]
+            if time.monotonic() > until:
+                break
+        return found
+
+    def publish(self, key: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        return self._exchange.limited(partial(self._exchange.shared, f"calls/{key}", make))
+
+    def published(self, key: str) -> dict[str, Any] | None:
+        return self._exchange.published(f"calls/{key}")
 
 
 def error_under_way() -> str:

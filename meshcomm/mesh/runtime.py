@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from meshcomm.comm.flight_recorder import FlightRecorder
+from meshcomm.comm.mismatch import Shared
 from meshcomm.comm.spans import Spans
 from meshcomm.errors import CallMismatchError, MeshcommError
 from meshcomm.layout import Group, Plan
@@ -66,9 +67,11 @@ class Watching(ABC):
     """Provides the recorders of a mesh's groups, and answers for this rank while the mesh is open.
 
     timed: whether the ranks run at the same time, so that the times of their calls are meaningful.
+    shared: what calls are compared through if they do not wait for other ranks; None if the ranks are no processes.
     """
 
     timed: bool
+    shared: Shared | None = None
 
     @abstractmethod
     def record(self, label: str, ranks: list[int], transport: Transport) -> FlightRecorder:

@@ -36,7 +36,7 @@ from meshcomm.layout.sizes import fold
 from meshcomm.mesh import watchdogs
 from meshcomm.mesh.desync import DesyncMonitor
 from meshcomm.mesh.rank_failure import ExceptHooks, backend_error
-from meshcomm.mesh.rank_record import RankRecord, RecordExchange, error_under_way
+from meshcomm.mesh.rank_record import RankRecord, RecordExchange, SharedCalls, error_under_way
 from meshcomm.mesh.runtime import Watching
 from meshcomm.mesh.store import within
 from meshcomm.transport import Transport
@@ -115,11 +115,17 @@ class Watchdog(Watching):
         self._interval_s = look_interval_s(world_size)
         self._exchange = RecordExchange(store, rank, self._interval_s)
         self._desync = DesyncMonitor(dist.PrefixStore("desync", store), self.own, world_size)
+        if not options.alone:
+            self.shared = SharedCalls(
+                dist.PrefixStore("calls", store), rank, self._exchange, self._interval_s
+            )
         self._timer = CallTimer()
         # The last Work outside the mesh that was reported as blocked or failed.
         self._reported: object = None
         # The last recorder and call that were reported as blocked.
         self._told: object = None
+        # The line that the program was at, and since when, while calls are compared.
+        self._line, self._line_since = "", 0.0
         self._silent = False
         self._failures = 0
         self._process = os.getpid()
@@ -225,7 +231,7 @@ class Watchdog(Watching):
         # Replace the connection with an unused store, and drop the Work, which would keep the group alive.
         self._store = dist.HashStore()
         self._options = WatchOptions(self._options.timeout_s, self._options.end)
-        self._reported = None
+        self._reported = self.shared = None
         self._exchange = RecordExchange(self._store, self.own.rank, self._interval_s)
         self._desync.let_go()
 
@@ -271,7 +277,9 @@ class Watchdog(Watching):
         """Look for calls that are blocked in their backend. Return whether to check again."""
         now = time.monotonic()
         # The host may be blocked in a later call than the queued one.
-        error = self._held_barrier(now) or self._held_queue(now) or self._held_call(now)
+        error = (
+            self._held_apart(now) or self._held_barrier(now) or self._held_queue(now) or self._held_call(now)
+        )
         if error is not None:
             self._options.end(error)
         self._tell(now)
@@ -322,6 +330,23 @@ class Watchdog(Watching):
                 self._reported = call
                 held = TimeoutError("its backend has not ended it")
                 _report(self._diagnosed(self._failed_past(recorder, held)))
+        return None
+
+    def _held_apart(self, now: float) -> MeshcommError | None:
+        """Return the error for a rank that stays at one line because the ranks of a group have made different calls: in a
+        wait inside C++, or until its device has run the group's calls.
+        """
+        compared = [
+            each for each in self._recorders if (check := each.check) and check.made and not check.raised
+        ]
+        if not compared or self.own.main_line != self._line:
+            self._line, self._line_since = self.own.main_line, now
+        elif now - self._line_since > GRACE_S:
+            for recorder in compared:
+                with contextlib.suppress(RuntimeError):  # while a graph is captured
+                    held = recorder.inside or _queued(recorder, None, unfinished_collectives, now)
+                    if held and (error := recorder.difference()) is not None:
+                        return error
         return None
 
     def _held_queue(self, now: float) -> MeshcommError | None:
@@ -408,6 +433,9 @@ class Watchdog(Watching):
 
     def _diagnosed(self, failed: FailedCall) -> MeshcommError:
         # If the store was cut off while a group connected through it, the error states no reason.
+        recorder = next((each for each in self._recorders if each.label == failed.blocked.label), None)
+        if recorder is not None and (different := recorder.difference()) is not None:
+            return different
         waits = failed.reason not in (Reason.TIMEOUT, Reason.OTHER)
         if (lost := self._options.lost(failed.at, waits, False)) is not None:
             return lost

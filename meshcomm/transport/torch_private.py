@@ -25,7 +25,7 @@ from queue import Empty, SimpleQueue
 from types import FunctionType
 from typing import Any, TypeAlias, TypeVar, final
 from unittest.mock import patch
-from weakref import WeakSet, WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
 
 import torch
 import torch._C._distributed_c10d as c10d_bindings
@@ -547,6 +547,12 @@ class _OwnWaits(threading.local):
 own_waits = _OwnWaits()
 
 
+# Whether the host's waits are to end because ranks were lost; see `interruptible_waits`.
+_ABANDONED: list[Callable[[], bool]] = []
+# The works whose waits end with an error that another rank may cause; see `end_wait_by`.
+_ENDED_BY: WeakKeyDictionary[Any, Callable[[], Exception | None]] = WeakKeyDictionary()
+
+
 def interruptible_waits(abandoned: Callable[[], bool]) -> None:
     """End the host's waits for a backend's Work with a RuntimeError once `abandoned` returns True.
 
@@ -554,30 +560,58 @@ def interruptible_waits(abandoned: Callable[[], bool]) -> None:
     Pair::handleRemotePendingRecv, where the operation is on no list at that moment. Such a call ends only at its
     group's timeout. Waits inside C++, such as those of functional collectives, are unchanged.
     """
+    _ABANDONED[:] = [abandoned]
+    bindings.Work.wait = _wait
 
-    def given_up() -> bool:
-        return abandoned() or own_waits.given_up()
 
-    def wait(work: Any, timeout: timedelta = timedelta(0)) -> bool:
+def end_wait_by(work: Any, error: Callable[[], Exception | None]) -> None:
+    """End the host's waits for one Work of Gloo with the error that `error` returns, once it returns one.
+
+    It is asked every quarter of a second of a wait. Waits inside C++ are unchanged, as above.
+    """
+    _ENDED_BY[work] = error
+    bindings.Work.wait = _wait
+
+
+def wait_until(work: Any, error: Callable[[], Exception | None]) -> None:
+    """Wait for a Work of Gloo now, as after `end_wait_by`."""
+    _wait_in_slices(work, timedelta(0), error)
+
+
+def _wait(work: Any, timeout: timedelta = timedelta(0)) -> bool:
+    error = _ENDED_BY.get(work)
+    if error is None:
+        if not _ABANDONED and not _ENDED_BY:
+            bindings.Work.wait = _WAIT
         # NCCL's wait blocks a stream, not the host.
-        if torch.cuda.is_initialized():
+        if not _ABANDONED or torch.cuda.is_initialized():
             return bool(_WAIT(work, timeout))
-        if work._get_op_type() not in _IN_SLICES:
-            return _waited_beside(work, timeout, given_up)
-        ends = time.monotonic() + timeout.total_seconds() if timeout else math.inf
-        while True:
-            left_s = ends - time.monotonic()
-            try:
-                return bool(
-                    _WAIT(work, min(_SLICE, timedelta(seconds=max(left_s, 0.001))) if timeout else _SLICE)
-                )
-            except RuntimeError as error:
-                if "Operation timed out" not in str(error) or left_s <= _SLICE.total_seconds():
-                    raise
-                if given_up():
-                    raise _given_up(work) from None
+    try:
+        return _wait_in_slices(work, timeout, error)
+    finally:
+        _ENDED_BY.pop(work, None)
 
-    bindings.Work.wait = wait
+
+def _wait_in_slices(work: Any, timeout: timedelta, error: Callable[[], Exception | None] | None) -> bool:
+    def ended() -> Exception | None:
+        if own_waits.given_up() or any(abandoned() for abandoned in _ABANDONED):
+            return _given_up(work)
+        return None if error is None else error()
+
+    if work._get_op_type() not in _IN_SLICES:
+        return _waited_beside(work, timeout, ended)
+    ends = time.monotonic() + timeout.total_seconds() if timeout else math.inf
+    while True:
+        left_s = ends - time.monotonic()
+        try:
+            return bool(
+                _WAIT(work, min(_SLICE, timedelta(seconds=max(left_s, 0.001))) if timeout else _SLICE)
+            )
+        except RuntimeError as failed:
+            if "Operation timed out" not in str(failed) or left_s <= _SLICE.total_seconds():
+                raise
+            if (cause := ended()) is not None:
+                raise cause from None
 
 
 # The calls whose waits were given up.
@@ -589,7 +623,7 @@ def _given_up(work: Any) -> RuntimeError:
     return RuntimeError("connection closed by a rank that was lost; the backend still holds the call")
 
 
-def _waited_beside(work: Any, timeout: timedelta, given_up: Callable[[], bool]) -> bool:
+def _waited_beside(work: Any, timeout: timedelta, ended: Callable[[], Exception | None]) -> bool:
     """Wait for `work` in another thread."""
     asks, answers = _BESIDE.pop() if _BESIDE else _beside()
     asks.put((work, timeout))
@@ -598,8 +632,8 @@ def _waited_beside(work: Any, timeout: timedelta, given_up: Callable[[], bool]) 
             found = answers.get(timeout=_SLICE.total_seconds())
             break
         except Empty:
-            if given_up():
-                raise _given_up(work) from None
+            if (cause := ended()) is not None:
+                raise cause from None
     _BESIDE.append((asks, answers))
     if isinstance(found, BaseException):
         raise found
