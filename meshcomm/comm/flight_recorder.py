@@ -227,10 +227,10 @@ class FlightRecorder:
                 clear_frames(trace)
                 raise self._caller.failed(entry[0].call, error) from error
             check = self.check
-            if check is not None and check.announced and entry is not None and error is not None:
-                # Interrupted: an Exception between the comparison and the start is raised on every rank.
-                if not isinstance(error, Exception):
-                    check.leave(entry[0].name, entry[0].call, error)
+            # An Exception between the comparison and the start is raised on every rank; an interrupt is not.
+            interrupted = error is not None and not isinstance(error, Exception)
+            if interrupted and check is not None and check.announced and entry is not None:
+                check.leave(entry[0].name, entry[0].call, type(error).__name__)
             # This may be any error from reading the result of an abandoned call.
             if isinstance(error, Exception) and self._caller is not None and entry is not None:
                 self._caller.confirm(entry[0].call, error)

@@ -176,19 +176,22 @@ class CallCheck:
         except Exception:
             raise
         except BaseException as error:
-            self.leave(name, call, error)
+            self.leave(name, call, type(error).__name__)
             raise
         finally:
             # A stored error keeps this frame alive; it must not keep the group.
             work = None
         return True
 
-    def leave(self, name: str, call: str, error: BaseException) -> None:
-        """Record that this rank leaves the call under way before it is issued, although the call has been compared."""
+    def leave(self, name: str, call: str, raised: str) -> None:
+        """Record that this rank leaves the call under way before it is issued, although the call has been compared.
+
+        raised: the type of the exception that interrupts it.
+        """
         who = "this rank" if self._shared is None else f"rank {self._shared.rank}"
         left = CallMismatchError(
             f'{who} left call {self._number} along "{name}" before it sent its part; {_OUT_OF_STEP}',
-            given=f"{type(error).__name__} in {call} at {caller()}",
+            given=f"{raised} in {call} at {caller()}",
             expected=_SAME,
             hint="end the program, or go on with a new group",
             mismatched_ranks=() if self._shared is None else (self._shared.rank,),
