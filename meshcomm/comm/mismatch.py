@@ -135,9 +135,11 @@ class CallCheck:
         """Raise CallMismatchError if the ranks are known to have made different calls that are under way."""
         self.announced = self.guarded = False
         self.settled()
-        if (self._difference or self._suspects) and (error := self.difference()) is not None:
+        if self._suspects:
+            self.difference()
+        if self._difference is not None:
             self.raised = True
-            raise error
+            raise error_of(self._difference)
 
     def announce_call(
         self, name: str, call: str, facts: dict[str, Any], past: bool, waits: bool, recorded: int

@@ -397,8 +397,8 @@ class Watchdog(Watching):
         """Return the calls outside the mesh that have not completed or that their backend has given up on, earliest first."""
         found: list[_Past] = []
         for recorder in self._recorders:
-            if recorder.ordered:
-                continue  # errors of queued calls are not raised in the program's own lines
+            if recorder.ordered or (recorder.check is not None and recorder.check.raised):
+                continue  # errors of queued calls are not raised in the program's own lines; others have been raised
             # Running calls come first, because waiters learn of a failure before the Work itself completes.
             unfinished = recorder.messages.unfinished()[:1]
             if (pending := recorder.pending) or (error := recorder.failure) is not None:

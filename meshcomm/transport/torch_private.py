@@ -610,8 +610,7 @@ def _wait_in_slices(work: Any, timeout: timedelta, error: Callable[[], Exception
         except RuntimeError as failed:
             if "Operation timed out" not in str(failed) or left_s <= _SLICE.total_seconds():
                 raise
-            if (cause := ended()) is not None:
-                raise cause from None
+            _raise(ended())
 
 
 # The calls whose waits were given up.
@@ -623,6 +622,15 @@ def _given_up(work: Any) -> RuntimeError:
     return RuntimeError("connection closed by a rank that was lost; the backend still holds the call")
 
 
+def _raise(cause: Exception | None) -> None:
+    if cause is not None:
+        try:
+            raise cause from None
+        finally:
+            # An error must not refer to itself by its frames, which keep the group.
+            del cause
+
+
 def _waited_beside(work: Any, timeout: timedelta, ended: Callable[[], Exception | None]) -> bool:
     """Wait for `work` in another thread."""
     asks, answers = _BESIDE.pop() if _BESIDE else _beside()
@@ -632,8 +640,7 @@ def _waited_beside(work: Any, timeout: timedelta, ended: Callable[[], Exception 
             found = answers.get(timeout=_SLICE.total_seconds())
             break
         except Empty:
-            if (cause := ended()) is not None:
-                raise cause from None
+            _raise(ended())
     _BESIDE.append((asks, answers))
     if isinstance(found, BaseException):
         raise found
