@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -181,6 +182,36 @@ def test_shapes_of_very_many_axes(mesh: Mesh) -> None:
         CallMismatchError, match=r'in call 2 along "dp": ranks 0 1 do not agree; nothing was sent'
     ):
         mesh.all_reduce("dp", torch.ones(shape))
+
+
+def interrupted() -> tuple[str, str]:
+    """Rank 0 is interrupted while it waits for rank 1 in the comparison, catches that, and goes on to its next call."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with meshcomm.init(dims={"dp": 2}, device="cpu", timeout_s=20) as mesh:
+        mesh.all_reduce("dp", torch.ones(1))
+        try:
+            if mesh.rank == 0:
+                signal.signal(signal.SIGALRM, interrupt)
+                signal.setitimer(signal.ITIMER_REAL, 0.1)
+            else:
+                time.sleep(0.7)
+            mesh.all_reduce("dp", torch.ones(4))
+        except (KeyboardInterrupt, CallMismatchError) as error:
+            first = type(error).__name__
+        with pytest.raises(CallMismatchError) as caught:
+            mesh.all_reduce("dp", torch.ones(400_000))
+        return first, str(caught.value)
+
+
+def test_an_interrupted_comparison_ends_the_group(pool: Pool) -> None:
+    """Its data would meet that of the next call."""
+    (left, text), (told, same) = pool.run(interrupted, ranks=2)
+    assert (left, told) == ("KeyboardInterrupt", "CallMismatchError") and text == same
+    assert 'rank 0 left call 2 along "dp" before it sent its part; this group cannot be used any more' in text
+    assert f"KeyboardInterrupt in all_reduce at {__file__}:" in text
 
 
 def how_often(setting: Any) -> list[int]:

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -263,7 +264,7 @@ def sharded_with_prefetch(rank: int) -> Any:
     mesh = init_device_mesh("cpu", (WORLD,))
     layers: list[Any] = [fully_shard(layer, mesh=mesh) for layer in model]
     fully_shard(model, mesh=mesh)
-    for layer, following in zip(layers, layers[1:], strict=False):
+    for layer, following in pairwise(layers):
         layer.set_modules_to_forward_prefetch([following])
     losses = []
     for step in range(3):
@@ -289,7 +290,11 @@ def groups_made_late_and_again(rank: int) -> Any:
     for turn in range(4):
         ranks = [rank & 2, rank | 1]
         alone = turn % 2 == 1
-        groups = [dist.new_group(ranks, use_local_synchronization=True)] if alone else [group_of(0, 1), group_of(2, 3)]
+        groups = (
+            [dist.new_group(ranks, use_local_synchronization=True)]
+            if alone
+            else [group_of(0, 1), group_of(2, 3)]
+        )
         group = groups[-1] if alone else groups[rank // 2]
         work = dist.all_reduce(x := full(rank, 1 + turn), group=group, async_op=True)
         work.wait()
