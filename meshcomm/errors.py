@@ -121,7 +121,7 @@ class StoreTimeout(StoreError):
 
 
 class CallMismatchError(MeshcommError):
-    """Ranks of a group made different calls. Raised before anything is sent, or later if `mesh.step` found the difference.
+    """Ranks of a group made different calls. Raised before their data meets, or later if `mesh.step` found the difference.
 
     `mismatched_ranks` lists the global ranks that differ from the majority. Without a majority, as in a group of two ranks,
     it lists all ranks that made a call. `step` is the first step whose results are not reliable, in the program's

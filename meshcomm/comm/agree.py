@@ -16,9 +16,9 @@ from meshcomm.transport.support import name_of
 
 
 def agree(request: Request) -> None:
-    """Return when all ranks are about to make this call and this rank can allocate its result.
+    """Return when this rank may make the call, because no rank makes another, and can allocate its result.
 
-    Raises CallMismatchError on every rank.
+    Raises CallMismatchError, see CallCheck.
     """
     recorder, x, facts = request.comm.recorder, request.common, request.facts
     if x is not None and recorder.check is not None:
