@@ -227,6 +227,9 @@ class FlightRecorder:
                 clear_frames(trace)
                 raise self._caller.failed(entry[0].call, error) from error
             check = self.check
+            if check is not None and check.raised:
+                # Nor must an error about calls that are under way.
+                clear_frames(trace)
             # An Exception between the comparison and the start is raised on every rank; an interrupt is not.
             interrupted = error is not None and not isinstance(error, Exception)
             if interrupted and check is not None and check.announced and entry is not None:

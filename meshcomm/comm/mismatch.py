@@ -182,6 +182,7 @@ class CallCheck:
             raise
         finally:
             # A stored error keeps this frame alive; it must not keep the group.
+            del transport
             work = None
         return True
 
