@@ -16,7 +16,7 @@ from meshcomm.comm.flight_recorder import FlightRecorder
 from meshcomm.comm.mismatch import error_of, find_desync, last_common
 from meshcomm.errors import CallMismatchError
 from meshcomm.mesh.rank_record import RankRecord
-from meshcomm.mesh.store import kind_of
+from meshcomm.mesh.store import kind_of, within
 
 # The interval in seconds at which a rank posts and compares in small worlds.
 _PERIOD_S: Final = 1.0
@@ -73,9 +73,8 @@ class DesyncMonitor:
         """Return the error from the last steps, if any. Wait at most two seconds for each group's other ranks."""
         if self._step and self.found is None:
             # Calls to a lost store may block for minutes.
-            leaving = threading.Thread(target=self._leave, name="meshcomm-leave", daemon=True)
-            leaving.start()
-            leaving.join(2 * _LEAVES_S)
+            with contextlib.suppress(TimeoutError):
+                within(2 * _LEAVES_S, self._leave)
         return None if self.found is None or self._raised else self._error(self.found)
 
     def cause(self, statuses: Mapping[int, Any]) -> CallMismatchError | None:

@@ -278,9 +278,7 @@ class AnnouncedGenerations(Generations):
                 keys = [_KEY.format(self.latest + 1)]
             try:
                 # A store that the network has cut off never answers.
-                waits = (
-                    within(self.announced_s, partial(self._asks.check, keys), awaited_at_exit=True) or waits
-                )
+                waits = within(self.announced_s, partial(self._asks.check, keys)) or waits
             except (TimeoutError, RuntimeError) as error:
                 if confirms:
                     raise StoreError(

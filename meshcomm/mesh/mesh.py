@@ -948,7 +948,7 @@ def _closed_with_graphs(resources: ExitStack, label: str) -> CommunicationError 
     """
     collect()
     try:
-        within(_GRAPHS_S, resources.pop_all().close, awaited_at_exit=True)
+        within(_GRAPHS_S, resources.pop_all().close)
     except TimeoutError:
         return CommunicationError(
             f"the mesh closes while a CUDA graph still contains its calls, on {label}",

@@ -50,6 +50,7 @@ from meshcomm.mesh.environment import (
 from meshcomm.mesh.existing import Existing, of_device_meshes, of_groups
 from meshcomm.mesh.generation import FOREVER, Generation, Generations, generations_of
 from meshcomm.mesh.groups import create_transports, open_group
+from meshcomm.mesh.job_store import is_serving
 from meshcomm.mesh.launched import end_by, launch_here, reports_of
 from meshcomm.mesh.mesh import Mesh
 from meshcomm.mesh.rank_failure import leave_names
@@ -69,6 +70,8 @@ if TYPE_CHECKING:
 
 # Under this key, the default group's store holds the prefix of the mesh that created the group.
 _PREFIX: Final = "meshcomm/prefix"
+# How many meshes a rank has opened.
+_OPENED: Final = "meshcomm/opened/{}"
 
 
 class ScatteredRanks(UserWarning):
@@ -343,7 +346,8 @@ class Opening:
         try:
             claim(store, self._met.rank, kept=self._met.kept or bool(self._generation.number))
             store = self._of_generation(store)
-            prefix = f"meshcomm{store.add(f'meshcomm/opened/{rank}', 1)}"
+            self._number = store.add(_OPENED.format(rank), 1)
+            prefix = f"meshcomm{self._number}"
             # Torch has a single list of group names. A mesh that started the default group and a mesh that was opened on that
             # group later count their meshes in different parts of the store.
             if self._world is None and dist.is_initialized() and not self._meeting.is_fake:
@@ -412,6 +416,11 @@ class Opening:
             agreed = agree(store, meeting.rank, ranks, facts, self._settings.mesh.timeout_s)
         except MeshMismatchError as error:
             blame(error, meeting.store)
+            if is_serving(meeting.launch.port):
+                # A process that is started for a missing rank joins in this rank's next attempt.
+                before = str(self._number - 1) if self._number > 1 else ""
+                for missing in error.missing:
+                    meeting.store.compare_set(_OPENED.format(missing), before, str(self._number))
             if self._world is None:
                 leave_together(store, stays=meeting.rank == 0)
             if self._failure is None:

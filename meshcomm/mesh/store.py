@@ -274,11 +274,10 @@ def kind_of(store: dist.Store) -> str:
     return type(store).__name__
 
 
-def within(limit_s: float, call: Callable[[], T], *, awaited_at_exit: bool = False) -> T:
+def within(limit_s: float, call: Callable[[], T]) -> T:
     """Return the result of `call` or raise its error. Raises TimeoutError after `limit_s` seconds.
 
-    `call` then continues in a daemon thread.
-    awaited_at_exit: see `await_at_exit`.
+    `call` then continues in a daemon thread, for which Python waits at exit; see `await_at_exit`.
     """
     returned: list[T] = []
     raised: list[BaseException] = []
@@ -295,8 +294,7 @@ def within(limit_s: float, call: Callable[[], T], *, awaited_at_exit: bool = Fal
     if raised:
         raise raised[0]
     if not returned:
-        if awaited_at_exit:
-            await_at_exit(thread)
+        await_at_exit(thread)
         raise TimeoutError(f"no answer within {limit_s:g} s")
     return returned[0]
 

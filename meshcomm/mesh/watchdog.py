@@ -40,7 +40,7 @@ from meshcomm.mesh.rank_record import RankRecord, RecordExchange, error_under_wa
 from meshcomm.mesh.runtime import Watching
 from meshcomm.mesh.store import within
 from meshcomm.transport import Transport
-from meshcomm.transport.torch_private import capturing, overdue_barrier, unfinished_collectives
+from meshcomm.transport.torch_private import await_at_exit, capturing, overdue_barrier, unfinished_collectives
 
 # A backend that has not ended a call this many seconds after the group's timeout never will.
 GRACE_S: Final = 5.0
@@ -220,6 +220,7 @@ class Watchdog(Watching):
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(waits_s)
+                await_at_exit(thread)
         for recorder in self._recorders:
             recorder.close()
         # Replace the connection with an unused store, and drop the Work, which would keep the group alive.
