@@ -26,6 +26,7 @@ from meshcomm.mesh.exposure import serve_on_loopback
 from meshcomm.mesh.generation import VARIABLE
 from meshcomm.mesh.rank_failure import Failure, collect, forget, names_of_ranks
 from meshcomm.mesh.rendezvous import of_this_attempt
+from meshcomm.mesh.signed import SECRET_VARIABLE, SignedStore, new_secret
 
 SAVED: Final = os.EX_TEMPFAIL
 """Exit code 75, "try again": of a rank that stopped on a signal after saving a checkpoint, and of a job with such ranks."""
@@ -156,6 +157,7 @@ class _Ranks:
                 hint="meshcomm doctor shows the limits of this host",
             )
         self._store = store
+        secret = new_secret()
         # The variables that torchrun sets on one host.
         self._common = {
             "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // world_size)),
@@ -172,13 +174,14 @@ class _Ranks:
             "TORCHELASTIC_RESTART_COUNT": str(attempt),
             "TORCHELASTIC_MAX_RESTARTS": str(max_restarts),
             JOB_VARIABLE: str(folder),
+            SECRET_VARIABLE: secret,
         }
         self._common.pop(VARIABLE, None)
         if replacing.is_elastic:
             # After a loss, torch's store prints a C++ trace from each rank.
             self._common.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
             self._common[VARIABLE] = "0"
-            replacing.store = of_this_attempt(store, self._common)
+            replacing.store = SignedStore(of_this_attempt(store, self._common), secret)
         self._standby = Standby(arguments, self._common)
 
     def run(self, grace_s: float) -> tuple[Exits, list[int]]:

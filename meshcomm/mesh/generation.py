@@ -10,6 +10,7 @@ import atexit
 import json
 import math
 import os
+import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -17,8 +18,6 @@ from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from typing import Any, Final, final
-
-import torch.distributed as dist
 
 from meshcomm.errors import RankLost, StoreError
 from meshcomm.layout.sizes import ranks_text
@@ -95,7 +94,7 @@ class Announcement:
 def announce(store: Any, number: int, announcement: Announcement) -> None:
     """Make the job's ranks meet again. Called by a launcher before it starts the new processes.
 
-    store: the job's store, as returned by `of_this_attempt`.
+    store: the job's SignedStore, under the prefix of `of_this_attempt`.
     number: the last generation's number plus one.
     """
     store.set(_KEY.format(number), json.dumps(asdict(announcement)))
@@ -243,8 +242,8 @@ class Generations:
 class AnnouncedGenerations(Generations):
     """Generations that a launcher announces in the job's store. A thread with its own connection waits for announcements."""
 
-    def __init__(self, store: dist.Store, process: int, number: int) -> None:
-        self._store: Any = store
+    def __init__(self, store: Any, process: int, number: int) -> None:
+        self._store = store
         self._changed = threading.Condition()
         # Connections, each with the generation in which it was made.
         self._connections: list[tuple[int, Connections]] = []
@@ -314,12 +313,20 @@ class AnnouncedGenerations(Generations):
         self._waiting.join(_LEAVES_S)
 
     def _wait(self, store: Any) -> None:
+        refused = ""
         while True:
             try:
                 store.wait([_KEY.format(self.latest + 1)], FOREVER)
                 lost = announcement_of(store, self.latest + 1)
             except RuntimeError:
                 return  # the job has ended
+            except StoreError as error:
+                # The launcher's own announcement may still follow.
+                if error.what != refused:
+                    print(f"meshcomm: process {self._process} {error}", file=sys.stderr)
+                refused = error.what
+                time.sleep(_CUTS_MOST_S)
+                continue
             with self._changed:
                 self._since = time.monotonic()
                 self.add(lost)
@@ -353,7 +360,7 @@ def announcement_of(store: Any, number: int) -> Announcement:
 _HERE: dict[str, Generations] = {}
 
 
-def generations_of(store: dist.Store, process: int) -> Generations | None:
+def generations_of(store: Any, process: int) -> Generations | None:
     """Return the generations of this process, or None if its launcher does not replace ranks.
 
     store: the job's store.

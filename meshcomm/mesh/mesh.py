@@ -50,6 +50,7 @@ from meshcomm.mesh.generation import Generation
 from meshcomm.mesh.outside import OutsideGroups
 from meshcomm.mesh.rank_failure import caused_by
 from meshcomm.mesh.runtime import WORLD, Metrics, Runtime
+from meshcomm.mesh.signed import unsigned
 from meshcomm.mesh.store import MeshStore, prefixed, within
 from meshcomm.mesh.torch_mesh import TorchMesh
 from meshcomm.transport import ProcessGroupTransport, SoloTransport, Transport
@@ -108,7 +109,7 @@ class Mesh(AlongDims):
         # Whether this is torch's fake backend: no other ranks exist, and results have a shape but no values.
         self.is_fake = runtime.is_fake
         self._store = prefixed("mesh", runtime.store)
-        user = prefixed("user", self._store)
+        user = unsigned(prefixed("user", self._store))
         lost = partial(_lost, ref(self))
         self.store = MeshStore(user, self.label, plan.defaults.timeout_s, self.is_fake, lost)
         # The result of the last `warm_up` call; empty before the first call.

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from meshcomm.comm.flight_recorder import FlightRecorder
 from meshcomm.comm.spans import Spans
-from meshcomm.errors import CallMismatchError, MeshcommError
+from meshcomm.errors import MeshcommError
 from meshcomm.layout import Group, Plan
 from meshcomm.mesh.environment import Launch
 from meshcomm.mesh.generation import Generation, Generations
@@ -82,7 +82,7 @@ class Watching(ABC):
     def noted(self, step: int) -> None:
         """Record that all recorders have noted `step`. Raises CallMismatchError if a difference between ranks was found."""
 
-    def before_leaving(self) -> CallMismatchError | None:
+    def before_leaving(self) -> MeshcommError | None:
         """Return the error if ranks differ in a step and this rank has not raised the error. May wait for seconds."""
         return None
 

@@ -31,14 +31,14 @@ from meshcomm.comm.diagnosis import (
 from meshcomm.comm.flight_recorder import FlightRecorder
 from meshcomm.comm.handle import failure
 from meshcomm.comm.p2p_log import MessageCheck, PendingMessage
-from meshcomm.errors import CallMismatchError, CollectiveTimeout, MeshcommError, PeerLost
+from meshcomm.errors import CollectiveTimeout, MeshcommError, PeerLost
 from meshcomm.layout.sizes import fold
 from meshcomm.mesh import watchdogs
 from meshcomm.mesh.desync import DesyncMonitor
 from meshcomm.mesh.rank_failure import ExceptHooks, backend_error
 from meshcomm.mesh.rank_record import RankRecord, RecordExchange, error_under_way
 from meshcomm.mesh.runtime import Watching
-from meshcomm.mesh.store import within
+from meshcomm.mesh.store import prefixed, within
 from meshcomm.transport import Transport
 from meshcomm.transport.torch_private import await_at_exit, capturing, overdue_barrier, unfinished_collectives
 
@@ -114,7 +114,7 @@ class Watchdog(Watching):
         self.own = RankRecord(rank, coords, self._recorders, options.reports)
         self._interval_s = look_interval_s(world_size)
         self._exchange = RecordExchange(store, rank, self._interval_s)
-        self._desync = DesyncMonitor(dist.PrefixStore("desync", store), self.own, world_size)
+        self._desync = DesyncMonitor(prefixed("desync", store), self.own, world_size)
         self._timer = CallTimer()
         # The last Work outside the mesh that was reported as blocked or failed.
         self._reported: object = None
@@ -147,7 +147,7 @@ class Watchdog(Watching):
     def record(self, label: str, ranks: list[int], transport: Transport) -> FlightRecorder:
         options, check = self._options, None
         if options.compared != 0:
-            store = dist.PrefixStore("messages", self._store)
+            store = prefixed("messages", self._store)
             timeout_s = transport.timeout_s or options.timeout_s
             check = MessageCheck(store, label, ranks, self.own.rank, options.compared, timeout_s)
         # A weak reference, because a group outlives a mesh that is dropped without being closed, and a transport holds the
@@ -167,7 +167,7 @@ class Watchdog(Watching):
     def noted(self, step: int) -> None:
         self._desync.noted(step)
 
-    def before_leaving(self) -> CallMismatchError | None:
+    def before_leaving(self) -> MeshcommError | None:
         return None if self._options.alone else self._desync.before_leaving()
 
     def explain(self, error: BaseException) -> MeshcommError | None:

@@ -28,11 +28,12 @@ from meshcomm.errors import (
     MeshcommError,
     MeshMismatchError,
 )
+from meshcomm.launch.root_cause import root_cause
 from meshcomm.mesh import Mesh, agree
 from meshcomm.mesh.agree import leave_together
 from meshcomm.mesh.environment import Launch, network_variables
 from meshcomm.mesh.job_store import _elsewhere, find_agent, find_job, find_tcp_store, is_running, process_name
-from meshcomm.mesh.rank_failure import _speaks_first
+from meshcomm.mesh.rank_failure import _speaks_first, failure_of
 from meshcomm.mesh.rendezvous import blame, claim, meet
 from meshcomm.testing import Pool
 from tests.forked_jobs import Job
@@ -463,6 +464,34 @@ def test_a_rank_that_comes_twice_by_file(tmp_path: Path) -> None:
     file.set("meshcomm/process/0", running)
     with pytest.raises(LaunchError, match=f"rank 0 exists twice.*\n *given: *{running}\n"):
         meet(ProcessConfig(init="file", path=path, rank=0, world_size=2), SINGLE, 5)
+
+
+def test_ranks_that_come_after_the_timeout_say_the_same_as_the_others() -> None:
+    """A launcher prints an error that many ranks have once."""
+    world, store = range(12), dist.HashStore()
+    said = []
+    for rank in world:
+        # Each comes when those before have given up.
+        with pytest.raises(MeshMismatchError) as caught:
+            agree.agree(store, rank, world, {}, 0.05)
+        said.append(caught.value)
+    assert {error.what for error in said} == {
+        "ranks 1 2 3 4 .. 11 (11) of 12 never arrived to agree on the mesh"
+    }
+    for rank, error in enumerate(said):
+        assert error.missing == tuple(range(1, 12))
+        late = f"rank {rank} has arrived since, after the others had given up"
+        assert (late in str(error.given)) is (rank > 0) and ("longer timeout_s" in str(error.hint)) is (
+            rank > 0
+        )
+    # Twelve errors, and one line beside the first.
+    failures = [failure_of(error, rank, f"rank {rank}") for rank, error in enumerate(said)]
+    root, others = root_cause(failures, 12, "rank {}".format)
+    assert (
+        "11 (11) of 12 never arrived" in root.what
+        and others[0] == "ranks 1-11: the same"
+        and len(others) == 2
+    )
 
 
 # -- an address where something else is -------------------------------------------------------------
