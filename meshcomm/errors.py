@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 
@@ -100,9 +100,13 @@ class CommunicationError(MeshcommError):
 
     `call` describes the collective that failed, if any: the "label" of its group, its sequence "number" in the
     group, "call" (the operation), "dim" and "callsite" (the user's line).
+
+    `chain` lists the ranks that this rank waits for, directly or through others, and this rank itself. Each entry has the
+    rank, its name with its coords, what the rank does, and the ranks that it waits for.
     """
 
     call: Mapping[str, Any] | None = None
+    chain: Sequence[Sequence[Any]] = ()
 
 
 class ObjectError(MeshcommError):

@@ -10,22 +10,24 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from subprocess import Popen
 from typing import Final, NoReturn, final
 
+from meshcomm.comm.diagnosis import whereabouts
 from meshcomm.config.elastic import ElasticConfig
 from meshcomm.errors import LaunchError
 from meshcomm.launch.places import Sizes
-from meshcomm.launch.reaper import DISMISSED, JOB_VARIABLE, end_all, start_reaper
+from meshcomm.launch.reaper import DISMISSED, JOB_VARIABLE, end_all, signal_text, start_reaper
 from meshcomm.launch.replacing import Replacing
 from meshcomm.launch.root_cause import root_cause, without_error
 from meshcomm.launch.standby import Process, Standby
 from meshcomm.mesh.exposure import serve_on_loopback
 from meshcomm.mesh.generation import VARIABLE
-from meshcomm.mesh.rank_failure import Failure, collect, forget, names_of_ranks
-from meshcomm.mesh.rendezvous import of_this_attempt
+from meshcomm.mesh.rank_failure import Failure, ask_places, collect, forget, names_of_ranks
+from meshcomm.mesh.rendezvous import of_this_attempt, state_of_rank
 
 SAVED: Final = os.EX_TEMPFAIL
 """Exit code 75, "try again": of a rank that stopped on a signal after saving a checkpoint, and of a job with such ranks."""
@@ -39,6 +41,8 @@ GRACE_S: Final = 10.0
 _GRACE_VARIABLE: Final = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 # How long the other ranks may take to report their calls if SIGABRT ended a rank.
 _SPEAKS_S: Final = 5.0
+# How long the ranks may take to answer where they are, before a signal ends them.
+_PLACES_S: Final = 3.0
 # After Ctrl-C, a user waits at the terminal.
 _INTERRUPT_GRACE_S: Final = 3.0
 Exits = dict[int, tuple[int, float]]
@@ -200,6 +204,11 @@ class _Ranks:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             if ending == signal.SIGINT:
                 within_s = min(within_s, _INTERRUPT_GRACE_S)
+            try:
+                self._tell_places(ending)
+            except _Signalled:
+                # A second Ctrl-C.
+                within_s = 0.0
             raise
         finally:
             _end(ranks, {ending: within_s, signal.SIGKILL: GRACE_S})
@@ -226,13 +235,30 @@ class _Ranks:
             each: self._unmet.get(each) or without_error(each, code, alive_at, self.name)
             for each, (code, alive_at) in exits.items()
         }
-        found |= {failure.rank: failure for failure in collect(self._folder, self._attempt)}
+        for failure in collect(self._folder, self._attempt):
+            if not failure.seen:
+                found[failure.rank] = failure
+            elif (ended := found.get(failure.rank)) is not None:
+                what = f"{failure.what}; then it {ended.what}"
+                found[failure.rank] = replace(failure, code=ended.code, what=what, seen=False)
+            elif self._processes[failure.rank].poll() not in (0, SAVED):
+                found[failure.rank] = failure
         if any(not each.follows for each in found.values()):
             return found
         return {**self._replacing.recent, **found}
 
+    def _tell_places(self, number: int) -> None:
+        """Print where the ranks are that have an open mesh, and which ranks they wait for: afterward, nobody can tell."""
+        statuses = ask_places(self._folder, self._attempt, _PLACES_S)
+        store = of_this_attempt(self._store, self._common)
+        silent = {rank: state_of_rank(store, rank) for rank, status in statuses.items() if not status}
+        lines = whereabouts({rank: status for rank, status in sorted(statuses.items()) if status}, silent)
+        if lines:
+            lines.insert(0, f"{signal_text(number)}: where each rank was before it was ended")
+            print("\n".join(f"meshcomm: {line}" for line in lines), file=sys.stderr, flush=True)
+
     def _spoke(self) -> int:
-        return len(collect(self._folder, self._attempt))
+        return sum(not failure.seen for failure in collect(self._folder, self._attempt))
 
     def _start(self, process: int) -> Popen[bytes]:
         own = dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), str(process))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio.tasks
 import contextlib
+import gc
 import json
 import os
 import socket
@@ -13,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from traceback import extract_tb
-from typing import Any, Final, TypeVar, final
+from typing import Any, Final, NamedTuple, TypeVar, final
 
 from meshcomm.comm.callsite import is_library, stack_of
 from meshcomm.comm.flight_recorder import FlightRecorder
@@ -30,6 +32,16 @@ _ANSWER_S: Final = 1.5
 _PAUSE_S: Final = 0.02
 _LOOK_S: Final = 0.03
 _LONGER: Final = 4
+
+
+class Raised(NamedTuple):
+    """An exception that the program has raised, and that has not ended it. whose: "" for the main thread, or its task."""
+
+    error: BaseException
+    whose: str
+
+    def __str__(self) -> str:
+        return f"{self.whose} raised {one_line(self.error)}{_place_of(self.error)}".lstrip()
 
 
 @final
@@ -52,6 +64,9 @@ class RankRecord:
         self.thread = ""
         self._main = threading.get_ident()
         self._reports = reports
+        # The exception that the main thread is handling, by its id, and the number of calls when it was first seen. A program
+        # may open its mesh while it handles an exception.
+        self._handled = (id(_handled_by(self._main)), -1)
 
     @property
     def main_line(self) -> str:
@@ -67,6 +82,23 @@ class RankRecord:
         """The folder for the reports of all runs."""
         return os.path.dirname(self._reports) or self._reports
 
+    def raised(self) -> Raised | None:
+        """Return an exception that the main thread handles, in an `except` or `finally` block, without having made a call since,
+        or that has ended a task that no other task has awaited. None if there is none, or if the rank is in a call.
+        """
+        calls = 0
+        for recorder in list(self.recorders):
+            if recorder.inside or recorder.messages.waiting is not None:
+                return None
+            calls += sum(total.calls for total in list(recorder.counters.values()))
+        error = _handled_by(self._main)
+        if error is not None and not isinstance(error, (SystemExit, KeyboardInterrupt, GeneratorExit)):
+            if id(error) != self._handled[0]:
+                self._handled = (id(error), calls)
+            if calls == self._handled[1]:
+                return Raised(error, "")
+        return next(iter(_unawaited()), None)
+
     def data(self, differs: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Return the record as plain data. `differs` is a difference between the ranks' steps; see `find_desync`."""
         return {
@@ -77,6 +109,7 @@ class RankRecord:
             "time": time.time(),
             "main": self.main_line,
             "thread": self.thread,
+            "raised": str(self.raised() or ""),
             "failed": self.failed,
             "differs": differs,
             "groups": [recorder.status() for recorder in list(self.recorders)],
@@ -105,10 +138,7 @@ class RankRecord:
 
     def thread_ended(self, error: BaseException, thread: str) -> None:
         """Record that a thread of the program ended with an error. Ranks that wait for this rank will read the record."""
-        at = "".join(
-            f", at {frame.filename}:{frame.lineno}" for frame in extract_tb(error.__traceback__)[-1:]
-        )
-        self.thread = f"its thread {thread} raised {one_line(error)}{at}"
+        self.thread = f"its {Raised(error, f'thread {thread}')}"
 
 
 @final
@@ -196,3 +226,38 @@ def error_under_way() -> str:
 def one_line(error: BaseException) -> str:
     """Return the type of an error and the first line of its message."""
     return ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])
+
+
+def _place_of(error: BaseException) -> str:
+    """Return the innermost line of the program in the traceback of an error, as ", at file:line"; "" if there is none."""
+    frames = extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not is_library(frame.filename)] or frames
+    return "".join(f", at {frame.filename}:{frame.lineno}" for frame in own[-1:])
+
+
+def _handled_by(thread: int) -> BaseException | None:
+    """Return the exception that a thread is handling, if any."""
+    collects = gc.isenabled()
+    # As in `thread_frames`: Python holds a lock meanwhile.
+    gc.disable()
+    try:
+        found: Any = sys._current_exceptions().get(thread)
+    finally:
+        if collects:
+            gc.enable()
+    # A tuple before Python 3.12.
+    return found[1] if isinstance(found, tuple) else found
+
+
+def _unawaited() -> list[Raised]:
+    """Return the errors of the tasks of asyncio that have ended and that no other task has awaited."""
+    found: Any = getattr(asyncio.tasks, "_scheduled_tasks", None) or getattr(asyncio.tasks, "_all_tasks", ())
+    for _ in range(8):
+        try:
+            tasks = list(found)
+        except RuntimeError:
+            continue  # the program has created a task meanwhile
+        # Reading the result would hide the error from the program.
+        lost = [task for task in tasks if task.done() and getattr(task, "_log_traceback", False)]
+        return [Raised(task._exception, f"task {task.get_name()}") for task in lost]
+    return []

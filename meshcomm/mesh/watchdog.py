@@ -27,6 +27,7 @@ from meshcomm.comm.diagnosis import (
     activity,
     diagnose,
     first_line,
+    unasked,
 )
 from meshcomm.comm.flight_recorder import FlightRecorder
 from meshcomm.comm.handle import failure
@@ -35,7 +36,14 @@ from meshcomm.errors import CallMismatchError, CollectiveTimeout, MeshcommError,
 from meshcomm.layout.sizes import fold
 from meshcomm.mesh import watchdogs
 from meshcomm.mesh.desync import DesyncMonitor
-from meshcomm.mesh.rank_failure import ExceptHooks, backend_error
+from meshcomm.mesh.rank_failure import (
+    ExceptHooks,
+    answer_place,
+    backend_error,
+    expect_question,
+    forget_seen,
+    leave_seen,
+)
 from meshcomm.mesh.rank_record import RankRecord, RecordExchange, error_under_way
 from meshcomm.mesh.runtime import Watching
 from meshcomm.mesh.store import within
@@ -54,6 +62,13 @@ _ASKS_S: Final = 10.0
 
 # How long closing waits for a store that still seems to answer. A busy host may take seconds.
 _CLOSES_S: Final = 10.0
+
+# After how long an exception that the program has raised, but that has not ended it, is left for the launcher, and printed.
+_SEEN_S: Final = 1.0
+_TELLS_RAISED_S: Final = 10.0
+
+# After this many seconds of asking, no further rank is asked.
+_FOLLOWS_S: Final = 1.5
 
 # The counter of ranks that have created their groups.
 _CREATED: Final = "created"
@@ -120,6 +135,10 @@ class Watchdog(Watching):
         self._reported: object = None
         # The last recorder and call that were reported as blocked.
         self._told: object = None
+        # The id of the last exception that the program was seen to handle, when it was first seen, and whether it was printed.
+        self._raised = (0, 0.0, False)
+        # Whether the launcher knows where this rank is.
+        self._placed = False
         self._silent = False
         self._failures = 0
         self._process = os.getpid()
@@ -130,6 +149,8 @@ class Watchdog(Watching):
         atexit.register(self._at_exit)
         if options.alone:
             return
+        forget_seen()
+        expect_question(True)
         # If the store has failed, the answering thread reports it.
         with contextlib.suppress(RuntimeError):
             store.add(_CREATED, 1)
@@ -205,6 +226,11 @@ class Watchdog(Watching):
             # The store may close when this rank exits, and the other ranks still have to read the result.
             time.sleep(self._desync.linger_s)
         self._stop.set()
+        if not self._options.alone:
+            expect_question(watchdogs.latest() not in (self, None))
+        error = sys.exception()
+        if error is not None and not abandons and not isinstance(error, SystemExit):
+            leave_seen(error, self.own.label)
         last = {**self.status(), "closed": True, "raised": error_under_way()}
         waits_s = 5.0
         try:
@@ -250,6 +276,8 @@ class Watchdog(Watching):
 
     def _answer(self) -> bool:
         """Answer the pending questions. Return whether to check again."""
+        if not self._placed and watchdogs.latest() is self:
+            self._placed = answer_place(self.status)
         try:
             if self._exchange.answer(self.status):
                 self.own.write(self._desync.found)
@@ -275,7 +303,24 @@ class Watchdog(Watching):
         if error is not None:
             self._options.end(error)
         self._tell(now)
+        self._tell_raised(now)
         return error is None
+
+    def _tell_raised(self, now: float) -> None:
+        """Leave an exception for the launcher that the program has raised but that has not ended it; after a while, print it."""
+        found = self.own.raised()
+        before, since, told = self._raised
+        if found is None or id(found.error) != before:
+            if since and now - since > _SEEN_S:
+                forget_seen()
+            self._raised = (0 if found is None else id(found.error), now if found else 0.0, False)
+        elif now - since > _SEEN_S and not told:
+            leave_seen(found.error, self.own.label)
+            if now - since > _TELLS_RAISED_S and backend_error(found.error) is None:
+                self._raised = (before, since, True)
+                ago = f"{_TELLS_RAISED_S:g} s ago and has not ended; it is at {self.own.main_line}"
+                sys.stderr.write(f"meshcomm: {self.own.label}: {found}, {ago}\n")
+                sys.stderr.flush()
 
     def _tell(self, now: float) -> None:
         """Before a group's timeout, print which ranks a long-blocked call waits for. One rank prints for the whole group."""
@@ -295,6 +340,7 @@ class Watchdog(Watching):
 
     def _told_of(self, failed: FailedCall) -> dict[str, Any]:
         found = self._diagnosis(failed)["diagnosis"]
+        self.own.write(self._desync.found)
         if found["missing"] or found["mismatched"]:
             call = f"{failed.facts['call']}, at {failed.facts['callsite']}"
             waited = f"{self.own.label} has waited {self._options.tells_s:g} s in {call}"
@@ -445,9 +491,15 @@ class Watchdog(Watching):
         return make() if stale else found
 
     def _diagnosis(self, failed: FailedCall) -> dict[str, Any]:
-        statuses = {**self._exchange.ask(failed.asks), self.own.rank: self.status()}
+        statuses, silent = {self.own.rank: self.status()}, dict[int, str]()
+        asks, began = failed.asks, time.monotonic()
+        # Follow the chain of waiting to its end, but not for longer than the other ranks wait for the result.
+        while asks:
+            statuses |= self._exchange.ask(asks)
+            silent |= {rank: self._options.process_of(rank) for rank in asks if rank not in statuses}
+            late = time.monotonic() - began > _FOLLOWS_S
+            asks = [] if late else unasked(failed.blocked, statuses, silent)
         self._desync.cause(statuses)
-        silent = {rank: self._options.process_of(rank) for rank in failed.asks if rank not in statuses}
         found = diagnose(failed.blocked, statuses, silent)
         return {"differs": self._desync.found, "diagnosis": found._asdict()}
 
@@ -653,6 +705,7 @@ def _explain(watchdog: ref[Watchdog], error: BaseException, thread: str) -> Mesh
     alive = watchdog()
     if alive is not None and thread:
         alive.own.thread_ended(error, thread)
+        leave_seen(error, f"{alive.own.label}, thread {thread}")
     return None if alive is None else alive.explain(error)
 
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import meshcomm
-from meshcomm.comm.diagnosis import find_circle
+from meshcomm.comm.waits import find_circle
 from meshcomm.errors import (
     CallMismatchError,
     DeadlockError,
