@@ -37,6 +37,10 @@ _SILENT: Final = {
 INTERFACES: Final = "[network] interfaces; meshcomm doctor, under the launcher, shows each rank's address"
 
 
+# A barrier of torch that is no collective: rank 0 waits for a message of each rank.
+BARRIER: Final = "monitored_barrier"
+
+
 class Reason(Enum):
     """Why a backend ends a call; the value becomes part of the error's text."""
 
@@ -52,7 +56,7 @@ class Reason(Enum):
 _TEXTS: Final = (
     (Reason.UNREACHABLE, ("connecting", "connect timeout", "unable to find address")),
     (Reason.CLOSED, ("connection closed", "connection reset", "connection refused", "broken pipe")),
-    (Reason.TIMEOUT, ("timed out", "timeout")),
+    (Reason.TIMEOUT, ("timed out", "timeout", "failed to pass monitoredbarrier")),
     (Reason.DATA, ("enforce fail", "ncclinvalidusage")),
     (Reason.CLOSED, ("ncclremoteerror", "remote process exited", "communicator was aborted")),
 )
@@ -129,7 +133,7 @@ def diagnose(
     ):
         return mismatch
     found = absent(blocked, statuses)
-    places = places_of(statuses, processes)
+    places = places_of(statuses, processes, blocked.label)
     missing = list(dict.fromkeys(rank for rank, _ in found))
     waits = {**{rank: place.waits_for for rank, place in places.items()}, blocked.rank: missing}
     ends = ends_of(blocked.rank, waits)
@@ -160,15 +164,21 @@ def unasked(blocked: BlockedCall, statuses: Statuses, silent: Mapping[int, str])
     return [rank for rank in ends if rank not in statuses and rank not in silent]
 
 
-def places_of(statuses: Statuses, silent: Mapping[int, str] = MappingProxyType({})) -> dict[int, Place]:
-    """Return where each rank is. silent: for ranks that are not in `statuses`, the state of their process; see `diagnose`."""
+def places_of(
+    statuses: Statuses, silent: Mapping[int, str] = MappingProxyType({}), label: str | None = None
+) -> dict[int, Place]:
+    """Return where each rank is.
+
+    silent: for ranks that are not in `statuses`, the state of their process; see `diagnose`. label: the group whose last call
+    is named for a rank that is in no call.
+    """
     found = {
         rank: Place(name_of_rank(rank, None), _SILENT[state])
         for rank, state in silent.items()
         if rank not in statuses
     }
     for rank, status in statuses.items():
-        others, doing = _waits_for(rank, status, statuses, silent)
+        others, doing = _waits_for(rank, status, statuses, silent, label)
         found[rank] = Place(name_of_rank(rank, status), doing, others)
     return found
 
@@ -279,7 +289,9 @@ def _waits_for(
         text = doing_of(status, label) if failed else _is_in(call)
         if behind and waiting is None and not failed:
             text += f", which {ranks_text(behind)} {'have' if behind[1:] else 'has'} not reached"
-            text += f" after {fold(sorted(counts))} call{'' if counts == {1} else 's'}" if counts else ""
+            text += (
+                f" after {fold(sorted(counts))} call{'' if counts == {1} else 's'}" if counts - {0} else ""
+            )
         return tuple(behind or others), text
     return (), doing_of(status, label)
 
@@ -341,6 +353,8 @@ def doing_of(status: Status, label: str | None = None) -> str:
         # A collective explains more than a message.
         call = next((each for each in reversed(calls) if "parts" not in each), calls[-1])
         return _is_in(call)
+    if status.get("barrier"):
+        return f"is in {BARRIER}, at {status['main']}"
     own = _group(status, label)
     after = ""
     thread = f"; {status['thread']}" if status.get("thread") else ""

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from meshcomm.launch.reaper import end_with_parent
 from meshcomm.mesh.environment import Launch, speak_for_rank
-from meshcomm.mesh.rank_failure import end_rank, trace_of
+from meshcomm.mesh.rank_failure import end_rank, leave_stack_on_signal, trace_of
 from meshcomm.mesh.watchdogs import explained, latest_label, leave_all
 
 
@@ -29,6 +29,7 @@ def as_rank(body: Callable[[], None], launch: Launch, label: Callable[[], str]) 
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with_parent()
     speak_for_rank(os.environ)
+    leave_stack_on_signal()
     own = os.getpid()
     if launch.rank:
         # Only rank 0 reports an interrupt.
@@ -38,7 +39,7 @@ def as_rank(body: Callable[[], None], launch: Launch, label: Callable[[], str]) 
     except BaseException as error:
         if os.getpid() != own and not isinstance(error, SystemExit):
             # A fork, as by os.fork. The rank goes on, and decides what its error means.
-            sys.excepthook(type(error), error, trace_of(error))
+            sys.excepthook(type(error), error.with_traceback(trace_of(error)), error.__traceback__)
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(1)

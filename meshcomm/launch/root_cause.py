@@ -13,6 +13,8 @@ from meshcomm.launch.reaper import signal_text
 from meshcomm.layout.sizes import ranks_text
 from meshcomm.mesh.rank_failure import Failure
 
+# A thread of a backend, for example.
+_ELSEWHERE = " in a thread that runs no Python"
 _FOLLOWED = "followed: lost a peer, or were ended by the launcher"
 
 
@@ -69,7 +71,7 @@ def root_cause(
         ranks = [failure.rank for failure in others if failure.what == what]
         lines.append(f"{_ranks(ranks)}: {'the same' if what == root.what else what}")
     if _aborted(root):
-        lines += _calls_beside(failures)
+        lines += _calls_beside(root, failures)
     last = (
         ends[0].ranks[0] if ends else sorted(ended)[0] if root.follows and ended and not mismatched else None
     )
@@ -84,8 +86,10 @@ def root_cause(
     elif last is not None and last != root.rank and (last in ended or last in places):
         # The headline is about the rank at the end of the chain, and the text is that of a rank that waited for it.
         how = "ended with exit code 0 while" if last in ended else f"{places[last][1]}, and"
+        waiters = ends[0].waiters if ends else [root.rank]
+        told |= {*waiters}
         lines = [_waited(root.rank, [*failures, root], waits, places), *lines]
-        what = f"{how} {ranks_text([root.rank])} waited for it"
+        what = f"{how} {ranks_text(waiters)} waited for it"
         root = replace(root, rank=last, who=label(last), what=what, frame="", missing=(), raised=False)
     elif root.missing:
         lines.append(f"it waited for {', '.join(label(rank) for rank in root.missing[:4])}")
@@ -152,19 +156,25 @@ def _waited(
     return f"{what}: it waited for {ranks_text(waits[rank])}" if rank in waits else what
 
 
-def without_error(rank: int, code: int, alive_at: float, label: Callable[[int], str]) -> Failure:
-    """Return the failure of a rank that reported no error. code: the rank's exit code, negative for a signal."""
+def without_error(
+    rank: int, code: int, alive_at: float, label: Callable[[int], str], frame: str = "", own: bool = False
+) -> Failure:
+    """Return the failure of a rank that reported no error.
+
+    code: the rank's exit code, negative for a signal. frame: the program's line at the signal, "" if unknown. own: whether the
+    thread that ran this line caused the signal.
+    """
     if code >= 0:
         return Failure(rank, label(rank), alive_at, f"ended with exit code {code}", code=code, raised=False)
-    what = f"was ended by {signal_text(-code)}"
-    return Failure(rank, label(rank), alive_at, what, code=128 - code, raised=False)
+    what = f"was ended by {signal_text(-code)}{'' if own or not frame else _ELSEWHERE}"
+    return Failure(rank, label(rank), alive_at, what, frame, code=128 - code, raised=False)
 
 
 def _aborted(failure: Failure) -> bool:
     return not failure.raised and failure.code == 128 + signal.SIGABRT
 
 
-def _calls_beside(failures: Sequence[Failure]) -> list[str]:
+def _calls_beside(root: Failure, failures: Sequence[Failure]) -> list[str]:
     """Return the calls that ranks were in when SIGABRT ended another rank, and a hint about the possible cause."""
     made: dict[str, list[int]] = {}
     for failure in failures:
@@ -172,7 +182,8 @@ def _calls_beside(failures: Sequence[Failure]) -> list[str]:
             text = f"{call['call']} of {call['bytes']} bytes, call {call['number']} on {call['label']}, at {call['callsite']}"
             made.setdefault(text, []).append(failure.rank)
     lines = [f"{_ranks(ranks)}: in {text}" for text, ranks in made.items()]
-    if lines:
+    # If the program's own thread caused it, the backend did not.
+    if lines and (not root.frame or root.what.endswith(_ELSEWHERE)):
         lines.append(
             "Gloo ends a process with SIGABRT if the process receives more data than its call expects: compare the sizes"
         )

@@ -26,7 +26,7 @@ from meshcomm.launch.root_cause import root_cause, without_error
 from meshcomm.launch.standby import Process, Standby
 from meshcomm.mesh.exposure import serve_on_loopback
 from meshcomm.mesh.generation import VARIABLE
-from meshcomm.mesh.rank_failure import Failure, ask_places, collect, forget, names_of_ranks
+from meshcomm.mesh.rank_failure import Failure, ask_places, collect, forget, frame_at_signal, names_of_ranks
 from meshcomm.mesh.rendezvous import of_this_attempt, state_of_rank
 
 SAVED: Final = os.EX_TEMPFAIL
@@ -232,7 +232,10 @@ class _Ranks:
         processes whose loss they have not recovered from.
         """
         found = {
-            each: self._unmet.get(each) or without_error(each, code, alive_at, self.name)
+            each: self._unmet.get(each)
+            or without_error(
+                each, code, alive_at, self.name, *frame_at_signal(self._folder, self._attempt, each)
+            )
             for each, (code, alive_at) in exits.items()
         }
         for failure in collect(self._folder, self._attempt):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import json
 import os
 import re
@@ -20,7 +21,7 @@ from typing import Any, Final, NoReturn, final
 
 import torch.distributed as dist
 
-from meshcomm.comm.callsite import is_ours
+from meshcomm.comm.callsite import is_library, is_ours
 from meshcomm.comm.diagnosis import Reason, reason_of
 from meshcomm.errors import CommunicationError, MeshcommError, RankLost, StoreTimeout
 from meshcomm.mesh.environment import Launch, attempt_of, is_helper
@@ -42,6 +43,9 @@ _NAMES: Final = "{}-names.json"
 # The file that asks where the ranks are, and the files with their answers.
 _WHERE: Final = "{}-where"
 _PLACE: Final = "{}-where-{}.json"
+
+# The file with a rank's stack at a signal.
+_STACK: Final = "{}-stack-{}"
 
 # The prefixes of Gloo's and NCCL's error messages.
 _CPP: Final = re.compile(r"\b\w+\.(cc|cpp|h|hpp):\d+")
@@ -285,6 +289,36 @@ def forget_seen() -> None:
         path.unlink(missing_ok=True)
 
 
+# -- signals --------------------------------------------------------------------------------------------
+
+
+def leave_stack_on_signal() -> None:
+    """Have this process write its stack for meshcomm's launcher if a signal such as SIGSEGV or SIGABRT ends it."""
+    folder = _folder_of_job()
+    if folder is not None and not faulthandler.is_enabled():
+        path = folder / _STACK.format(attempt_of(os.environ), os.environ["RANK"])
+        with contextlib.suppress(OSError):
+            faulthandler.enable(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC))
+            # A fork is not the rank.
+            os.register_at_fork(after_in_child=faulthandler.disable)
+
+
+def frame_at_signal(folder: Path, attempt: int, rank: int) -> tuple[str, bool]:
+    """Return the program's line, as in `Failure.frame`, at which a signal ended a rank, and whether the thread that ran this
+    line caused the signal. Return "" if the rank has left no stack.
+    """
+    try:
+        threads = (folder / _STACK.format(attempt, rank)).read_text().split("\n\n")
+    except OSError:
+        return "", False
+    own = next((each for each in threads if each.startswith("Current thread")), None)
+    # Without one, a thread of a backend caused it. The main thread is last.
+    frames = re.findall(r'File "(.+)", line (\d+) in (\S+)', own or "\n".join(threads))
+    users = [frame for frame in frames if not is_library(frame[0]) and not frame[0].startswith("<frozen")]
+    found = (users[0] if own else users[-1]) if users else None
+    return ("" if found is None else f"{found[0]}:{found[1]} in {found[2]}"), own is not None
+
+
 # -- where the ranks are, for a launcher that is about to end them ---------------------------------------
 
 
@@ -407,6 +441,7 @@ class ExceptHooks:
         found = self._explained(error, "")
         if found is None:
             self._before(kind, error, trace)
+            show_hidden(error)
         else:
             self._before(type(found), found, found.__traceback__)
 
@@ -425,6 +460,24 @@ class ExceptHooks:
             # The program's own error must be shown in any case.
             return None
         return None if found is None else caused_by(found, error)
+
+
+def show_hidden(error: BaseException) -> None:
+    """Print the meshcomm error that `error` followed from, if its traceback does not show it, as after `raise ... from None`."""
+    first, shown = _first_cause(error), list[BaseException]()
+    link: BaseException | None = error
+    while link is not None and link not in shown:
+        shown.append(link)
+        link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
+    # meshcomm's launcher prints it.
+    if (
+        _folder_of_job() is None
+        and isinstance(first, MeshcommError)
+        and not any(first is each for each in shown)
+    ):
+        print(
+            f"meshcomm: {type(error).__name__} followed from {type(first).__name__}: {first}", file=sys.stderr
+        )
 
 
 def caused_by(explanation: MeshcommError, error: BaseException) -> MeshcommError:

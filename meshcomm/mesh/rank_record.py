@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio.tasks
 import contextlib
 import gc
 import json
@@ -17,11 +16,13 @@ from pathlib import Path
 from traceback import extract_tb
 from typing import Any, Final, NamedTuple, TypeVar, final
 
-from meshcomm.comm.callsite import is_library, stack_of
+from meshcomm.comm.callsite import C10D, is_library, stack_of
+from meshcomm.comm.diagnosis import BARRIER
 from meshcomm.comm.flight_recorder import FlightRecorder
 from meshcomm.comm.spans import host
 from meshcomm.layout.sizes import rank_text
 from meshcomm.mesh.store import wait_for, within
+from meshcomm.transport.torch_private import failed_barrier
 
 T = TypeVar("T")
 
@@ -41,7 +42,8 @@ class Raised(NamedTuple):
     whose: str
 
     def __str__(self) -> str:
-        return f"{self.whose} raised {one_line(self.error)}{_place_of(self.error)}".lstrip()
+        at = place_of(self.error)
+        return f"{self.whose} raised {one_line(self.error)}{f', at {at}' if at else ''}".lstrip()
 
 
 @final
@@ -78,6 +80,15 @@ class RankRecord:
         return "an unknown line"
 
     @property
+    def _in_barrier(self) -> bool:
+        """Whether the main thread is in `dist.monitored_barrier`, or handles its error."""
+        stack = stack_of(self._main)
+        error = _handled_by(self._main)
+        return any(file in C10D and name == BARRIER for file, _, name in stack) or (
+            error is not None and failed_barrier(error) is not None
+        )
+
+    @property
     def reports(self) -> str:
         """The folder for the reports of all runs."""
         return os.path.dirname(self._reports) or self._reports
@@ -110,6 +121,7 @@ class RankRecord:
             "main": self.main_line,
             "thread": self.thread,
             "raised": str(self.raised() or ""),
+            "barrier": self._in_barrier,
             "failed": self.failed,
             "differs": differs,
             "groups": [recorder.status() for recorder in list(self.recorders)],
@@ -228,11 +240,11 @@ def one_line(error: BaseException) -> str:
     return ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])
 
 
-def _place_of(error: BaseException) -> str:
-    """Return the innermost line of the program in the traceback of an error, as ", at file:line"; "" if there is none."""
+def place_of(error: BaseException) -> str:
+    """Return the innermost line of the program in the traceback of an error; "" if there is none."""
     frames = extract_tb(error.__traceback__)
     own = [frame for frame in frames if not is_library(frame.filename)] or frames
-    return "".join(f", at {frame.filename}:{frame.lineno}" for frame in own[-1:])
+    return "".join(f"{frame.filename}:{frame.lineno} in {frame.name}" for frame in own[-1:])
 
 
 def _handled_by(thread: int) -> BaseException | None:
@@ -246,12 +258,15 @@ def _handled_by(thread: int) -> BaseException | None:
         if collects:
             gc.enable()
     # A tuple before Python 3.12.
-    return found[1] if isinstance(found, tuple) else found
+    error: BaseException | None = found[1] if isinstance(found, tuple) else found
+    return error
 
 
 def _unawaited() -> list[Raised]:
     """Return the errors of the tasks of asyncio that have ended and that no other task has awaited."""
-    found: Any = getattr(asyncio.tasks, "_scheduled_tasks", None) or getattr(asyncio.tasks, "_all_tasks", ())
+    loaded: Any = sys.modules.get("asyncio.tasks")
+    # The names of Python 3.12 and later, and of 3.11. Both hold weak references to all tasks.
+    found: Any = getattr(loaded, "_scheduled_tasks", None) or getattr(loaded, "_all_tasks", ())
     for _ in range(8):
         try:
             tasks = list(found)

@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import math
 import os
+import re
 import sys
 import threading
 import time
@@ -21,12 +22,14 @@ import torch.distributed as dist
 
 from meshcomm.comm.callsite import C10D, is_inside
 from meshcomm.comm.diagnosis import (
+    BARRIER,
     Diagnosis,
     FailedCall,
     Reason,
     activity,
     diagnose,
     first_line,
+    places_of,
     unasked,
 )
 from meshcomm.comm.flight_recorder import FlightRecorder
@@ -43,12 +46,18 @@ from meshcomm.mesh.rank_failure import (
     expect_question,
     forget_seen,
     leave_seen,
+    show_hidden,
 )
-from meshcomm.mesh.rank_record import RankRecord, RecordExchange, error_under_way
+from meshcomm.mesh.rank_record import RankRecord, RecordExchange, error_under_way, place_of
 from meshcomm.mesh.runtime import Watching
 from meshcomm.mesh.store import within
 from meshcomm.transport import Transport
-from meshcomm.transport.torch_private import capturing, overdue_barrier, unfinished_collectives
+from meshcomm.transport.torch_private import (
+    capturing,
+    failed_barrier,
+    overdue_barrier,
+    unfinished_collectives,
+)
 
 # A backend that has not ended a call this many seconds after the group's timeout never will.
 GRACE_S: Final = 5.0
@@ -195,6 +204,10 @@ class Watchdog(Watching):
         cause = backend_error(error)
         if cause is None or self._stop.is_set() or os.getpid() != self._process or capturing():
             return None
+        name = failed_barrier(cause)
+        for recorder in self._recorders:
+            if name is not None and recorder.group_name == name:
+                return self._barrier_error(recorder, first_line(cause), place_of(cause))
         # Prefer a failed call to a call that is still running. Among several calls, take the latest.
         found = max(self._calls_past(), key=lambda past: (past.error is not None, past.began), default=None)
         return None if found is None else self._explained(found, cause)
@@ -231,6 +244,7 @@ class Watchdog(Watching):
         error = sys.exception()
         if error is not None and not abandons and not isinstance(error, SystemExit):
             leave_seen(error, self.own.label)
+            show_hidden(error)
         last = {**self.status(), "closed": True, "raised": error_under_way()}
         waits_s = 5.0
         try:
@@ -395,21 +409,48 @@ class Watchdog(Watching):
         recorder = next((each for each in self._recorders if each.group_name == name), None)
         if recorder is None:
             return None
-        own, call = self.own, f"monitored_barrier on {recorder.label}"
+        limit = f"timed out after the group's {recorder.timeout_s():g} s, because it was given no timeout; this process ends"
+        return self._barrier_error(recorder, limit, self.own.main_line)
+
+    def _barrier_error(self, recorder: FlightRecorder, why: str, at: str) -> MeshcommError:
+        """Return the error for a `dist.monitored_barrier` that some ranks of the group have not reached.
+
+        why: how it ended. at: the line of the program.
+        """
+        own, call = self.own, f"{BARRIER} on {recorder.label}"
         others = [rank for rank in recorder.ranks if rank != own.rank]
+        own.failed = own.failed or {
+            "label": "",
+            "error": [why],
+            "call": call,
+            "callsite": at,
+            "waiting": None,
+        }
+        own.write(self._desync.found)
         statuses = self.statuses(others)
         if (cause := self._desync.cause(statuses)) is not None:
             return cause
         silent = {rank: self._options.process_of(rank) for rank in others if rank not in statuses}
-        lines = [activity(rank, statuses.get(rank), silent.get(rank, "")) for rank in others]
-        lost = any(process != "runs" for process in silent.values())
-        held = f"timed out after the group's {recorder.timeout_s():g} s, because it was given no timeout; this process ends"
+        # Rank 0 of the group says which ranks it waited for; the others see only that it has given up.
+        told = re.search(r"Ranks? ([\d, ]+) failed to pass", why)
+        missing = [recorder.ranks[int(place)] for place in re.findall(r"\d+", told[1])] if told else []
+        came = {rank for rank, status in statuses.items() if status["barrier"] or _was_in_barrier(status)}
+        missing = missing or [rank for rank in others if rank not in came]
+        own.failed.setdefault("waited_for", missing)
+        shown = sorted(others, key=lambda rank: rank not in missing)
+        lines = [activity(rank, statuses.get(rank), silent.get(rank, "")) for rank in shown]
+        lost = any(silent.get(rank, "runs") != "runs" for rank in missing)
         return (PeerLost if lost else CollectiveTimeout)(
             f"{call} on {own.label} {(Reason.CLOSED if lost else Reason.TIMEOUT).value}",
-            given="\n".join([f"{call}, ranks {fold(recorder.ranks)}, at {own.main_line}", held, *lines]),
+            given="\n".join([f"{call}, ranks {fold(recorder.ranks)}, at {at}", why, *lines]),
             expected="every rank of the group to make the same call and stay alive until it ends",
             hint="look at the ranks named above",
-            missing=tuple(rank for rank in others if rank in silent or statuses[rank].get("closed")),
+            missing=tuple(missing),
+            chain=[
+                [rank, place.name, place.doing, place.waits_for]
+                for rank, place in places_of(statuses, silent).items()
+                if rank in missing
+            ],
         )
 
     # -- calls outside the mesh ----------------------------------------------------------------------------
@@ -502,6 +543,11 @@ class Watchdog(Watching):
         self._desync.cause(statuses)
         found = diagnose(failed.blocked, statuses, silent)
         return {"differs": self._desync.found, "diagnosis": found._asdict()}
+
+
+def _was_in_barrier(status: Mapping[str, Any]) -> bool:
+    failed = status["failed"]
+    return failed is not None and failed["call"].startswith(BARRIER)
 
 
 def look_interval_s(world_size: int) -> float:

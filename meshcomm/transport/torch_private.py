@@ -377,6 +377,17 @@ def overdue_barrier(limits: Mapping[str, float], now: float) -> str | None:
     return None
 
 
+def failed_barrier(error: BaseException) -> str | None:
+    """Return the name of the group whose `dist.monitored_barrier` raised `error`, or None if another call did."""
+    trace = error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code is _MONITORED_BARRIER:
+            group = trace.tb_frame.f_locals["group"] or c10d._get_default_group()
+            return str(group.group_name)
+        trace = trace.tb_next
+    return None
+
+
 def flattened(of: DeviceMesh, name: str, group: dist.ProcessGroup) -> DeviceMesh:
     """Return a slice of a DeviceMesh as one dim over an existing group. DeviceMesh._flatten would create another
     group.
