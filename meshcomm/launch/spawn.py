@@ -77,7 +77,7 @@ def launch(
 
     The exit code is 0 if all ranks succeeded and SAVED if some ended after a checkpoint. If ranks failed, it is the exit code
     of the root cause's rank (128 + signal if a signal ended it). If this process received a signal, it is 128 + signal.
-    SIGUSR1 is forwarded to the ranks. No process of the job outlives this call or this process. Ranks that do not end in time
+    Before a signal ends the ranks, their lines and calls are printed. SIGUSR1 is forwarded to the ranks. No process of the job outlives this call or this process. Ranks that do not end in time
     (three seconds after Ctrl-C) are killed, together with all processes that ranks have started. The last lines on stderr
     name the root cause and the failures that followed. After a failure, all ranks are restarted, up to `max_restarts` times;
     the exit code is that of the last attempt.

@@ -274,5 +274,5 @@ def _unawaited() -> list[Raised]:
             continue  # the program has created a task meanwhile
         # Reading the result would hide the error from the program.
         lost = [task for task in tasks if task.done() and getattr(task, "_log_traceback", False)]
-        return [Raised(task._exception, f"task {task.get_name()}") for task in lost]
+        return [Raised(getattr(task, "_exception", None), f"task {task.get_name()}") for task in lost]
     return []
