@@ -363,7 +363,7 @@ def doing_of(status: Status, label: str | None = None) -> str:
     if status.get("closed"):
         raised = status.get("raised")
         return f"{_left(status)}{after}" + (f", when it raised {raised}" if raised else thread)
-    raised = f"; it has raised and goes on: {status['raised']}" if status.get("raised") else ""
+    raised = f"; {status['raised']}, and goes on" if status.get("raised") else ""
     return f"is at {status['main']}{after}{thread}{raised}"
 
 

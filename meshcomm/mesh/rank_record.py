@@ -43,7 +43,8 @@ class Raised(NamedTuple):
 
     def __str__(self) -> str:
         at = place_of(self.error)
-        return f"{self.whose} raised {one_line(self.error)}{f', at {at}' if at else ''}".lstrip()
+        whose = f"its {self.whose}" if self.whose else "it"
+        return f"{whose} raised {one_line(self.error)}{f', at {at}' if at else ''}"
 
 
 @final
@@ -150,7 +151,7 @@ class RankRecord:
 
     def thread_ended(self, error: BaseException, thread: str) -> None:
         """Record that a thread of the program ended with an error. Ranks that wait for this rank will read the record."""
-        self.thread = f"its {Raised(error, f'thread {thread}')}"
+        self.thread = str(Raised(error, f"thread {thread}"))
 
 
 @final

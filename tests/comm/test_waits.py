@@ -205,10 +205,10 @@ def test_of_several_missing_ranks_the_end_of_the_chain_comes_first() -> None:
 def test_a_rank_that_has_raised_and_goes_on_is_said_to() -> None:
     statuses = {
         0: record(0, "tp0", tp0=3),
-        1: {**record(1, tp0=2), "raised": "raised KeyError: 'x', at train.py:7 in load"},
+        1: {**record(1, tp0=2), "raised": "it raised KeyError: 'x', at train.py:7 in load"},
     }
     _, lines, _ = diagnosed(0, "tp0", 3, statuses)
     assert lines == [
-        "rank 1 (r=1) has not arrived: it is at train.py:1 in step, after all_gather, call 2; it has raised and goes on: "
-        "raised KeyError: 'x', at train.py:7 in load"
+        "rank 1 (r=1) has not arrived: it is at train.py:1 in step, after all_gather, call 2; it "
+        "raised KeyError: 'x', at train.py:7 in load, and goes on"
     ]
