@@ -76,7 +76,12 @@ def read(mesh: Mesh, state: Mapping[str, Tensor | Kept], folder: Path) -> None:
     Called by: every rank. Each rank reads only the data that its parts need.
     Raises:    TrainingError on every rank if one rank cannot read, or if a name, shape or dtype differs.
     """
-    on_all_ranks(mesh, f"resume from {folder}", lambda: Saved(folder).fill(state))
+
+    def fill() -> None:
+        Lock.read(folder)
+        Saved(folder).fill(state)
+
+    on_all_ranks(mesh, f"resume from {folder}", fill)
 
 
 def resume(mesh: Mesh, engine: Engine, folder: Path, losses: list[float] | None = None) -> Lock:

@@ -16,6 +16,7 @@ import pickle
 import shutil
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
@@ -182,7 +183,8 @@ def write_part(
                     part = part.clone()  # otherwise the full storage behind the view would be written
                 record = io.BytesIO()
                 torch.save(part, record)
-                place = storage_info(path.name, file.tell(), record.tell())
+                crc32 = zlib.crc32(record.getbuffer())
+                place = storage_info(path.name, file.tell(), record.tell(), crc32)
                 places.append(WriteResult(item.index, record.tell(), place))
                 file.write(record.getbuffer())
         sync(path)
