@@ -39,6 +39,7 @@ from meshcomm.parallel.state import EXTRA
 from meshcomm.parallel.tensor.parameters import Kept, Piece
 from meshcomm.train.checkpoint_folder import METADATA, go_on_without, sync, write
 from meshcomm.train.checkpoint_reader import unpickle
+from meshcomm.train.lease import LeaseLost
 from meshcomm.train.torch_private import storage_info
 
 T = TypeVar("T")
@@ -344,6 +345,8 @@ class Save:
 
         try:
             return on_all_ranks(self._mesh, self._what, on_disk)
+        except LeaseLost:
+            raise  # another job may write into a folder of this name
         except TrainingError:
             # Free the disk space, because an incomplete checkpoint is useless.
             if is_first(self._mesh):
