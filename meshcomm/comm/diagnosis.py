@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, TypeVar, final
@@ -276,29 +276,13 @@ def activity(rank: int, status: Status | None, process: str = "") -> str:
 
 def root_cause(statuses: Statuses) -> list[str]:
     """Return the root cause in a job's reports: differing calls, a circular wait, or the ranks that others wait for."""
-    groups = {group["label"]: group["ranks"] for status in statuses.values() for group in status["groups"]}
-    for label, ranks in groups.items():
-        mismatch = find_mismatch(label, ranks, statuses)
-        if mismatch is not None:
-            return [
-                f"the ranks of {label} made different calls with the sequence number {mismatch.number}:",
-                *(f"  {line}" for line in mismatch.lines),
-                "  mesh.step() at the end of each step finds the step, and the call that was left out",
-            ]
-    waits: dict[int, set[int]] = {}
-    calls: dict[int, str] = {}
-    for rank, status in statuses.items():
-        failed = status.get("failed") or {}
-        for group in status["groups"]:
-            label, ours = group["label"], failed.get("label") == group["label"]
-            # The rank is blocked in the call, or was when it failed.
-            call = (failed.get("waiting") if ours else None) or _blocked_in(group) or (ours and group["last"])
-            waiting = call if call and "parts" in call else None
-            blocked = BlockedCall(rank, label, group["ranks"], group["started"], waiting)
-            others = absent(blocked, statuses) if call else []
-            if others:
-                waits[rank] = {peer for peer, _ in others}
-                calls[rank] = f"{call_text(call)}, at {call['callsite']}"
+    for label, mismatch in _mismatches(statuses):
+        return [
+            f"the ranks of {label} made different calls with the sequence number {mismatch.number}:",
+            *(f"  {line}" for line in mismatch.lines),
+            "  mesh.step() at the end of each step finds the step, and the call that was left out",
+        ]
+    waits, calls = _waits_of(statuses)
     if not waits:
         return ["no rank was found waiting for another: the reports do not show a cause"]
     if circle := find_circle(waits):
@@ -316,6 +300,53 @@ def root_cause(statuses: Statuses) -> list[str]:
         waits_for = f"wait{'s' if len(waiters) == 1 else ''} for it in {calls[waiters[0]]}"
         lines.append(f"{activity(root, statuses.get(root))}; rank {fold(sorted(waiters))} {waits_for}")
     return lines
+
+
+def find_hung(statuses: Statuses, processes: Mapping[int, str]) -> dict[int, str]:
+    """Return the ranks that others wait for, directly or through other ranks, although they wait for nobody: they do not answer,
+    or are in no call. With what each of them does. {} if ranks make different calls, or wait in a circle.
+
+    processes: see `diagnose`.
+    """
+    waits, _ = _waits_of(statuses)
+    if find_circle(waits) or any(True for _ in _mismatches(statuses)):
+        return {}
+    found = {}
+    for rank in sorted({peer for peers in waits.values() for peer in peers} - waits.keys()):
+        status, process = statuses.get(rank), processes.get(rank, "")
+        if status is None:
+            if process != "ended":
+                found[rank] = _SILENT[process]
+        elif not (status.get("closed") or status.get("failed") or any(map(_blocked_in, status["groups"]))):
+            found[rank] = doing_of(status)
+    return found
+
+
+def _mismatches(statuses: Statuses) -> Iterator[tuple[str, Diagnosis]]:
+    """Yield the groups whose ranks make different calls."""
+    groups = {group["label"]: group["ranks"] for status in statuses.values() for group in status["groups"]}
+    for label, ranks in groups.items():
+        if (mismatch := find_mismatch(label, ranks, statuses)) is not None:
+            yield label, mismatch
+
+
+def _waits_of(statuses: Statuses) -> tuple[dict[int, set[int]], dict[int, str]]:
+    """Return, for each rank that waits, the ranks that have not arrived at its call, and the call as text."""
+    waits: dict[int, set[int]] = {}
+    calls: dict[int, str] = {}
+    for rank, status in statuses.items():
+        failed = status.get("failed") or {}
+        for group in status["groups"]:
+            label, ours = group["label"], failed.get("label") == group["label"]
+            # The rank is blocked in the call, or was when it failed.
+            call = (failed.get("waiting") if ours else None) or _blocked_in(group) or (ours and group["last"])
+            waiting = call if call and "parts" in call else None
+            blocked = BlockedCall(rank, label, group["ranks"], group["started"], waiting)
+            others = absent(blocked, statuses) if call else []
+            if others:
+                waits[rank] = {peer for peer, _ in others}
+                calls[rank] = f"{call_text(call)}, at {call['callsite']}"
+    return waits, calls
 
 
 def _first(lines: Sequence[str]) -> list[str]:

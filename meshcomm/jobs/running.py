@@ -73,6 +73,7 @@ def _train(settings: Config) -> None:
         console = Console(quiet=not is_first(mesh))
         console.print(mesh)
         summary = run_training(mesh, settings, TrainingReporter(console), attempt)
+        mesh.finish()
     if summary.asked_to_stop:
         raise SystemExit(SAVED)
 

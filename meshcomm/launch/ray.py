@@ -8,6 +8,7 @@ import itertools
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -337,6 +338,9 @@ class _Ranks:
                 self._coming[self._actors[process].where.remote()] = process, time.monotonic()
             members = replacing.places.processes
             found = self._heard()
+            for process, what in replacing.hung().items():
+                ended = without_error(process, -signal.SIGKILL, time.time(), self._name)
+                found.setdefault(process, dataclasses.replace(ended, what=what))
             well = self._well & {*members}
             # Ranks that were asked to end and have saved their state all end together.
             saved = any(failure.code == SAVED for failure in found.values())

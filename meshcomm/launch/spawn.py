@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from subprocess import Popen
@@ -146,6 +147,8 @@ class _Ranks:
         self._label, self._replacing = label, replacing
         self._processes: list[Process] = []
         self._unmet: Mapping[int, Failure] = {}
+        # For each process that was ended because it hung, what it did.
+        self._hung: dict[int, str] = {}
         # Each attempt has a new store, which outlives the ranks and which other hosts cannot reach.
         store = serve_on_loopback(_LOOPBACK, 0, _STORE_TIMEOUT)
         if store is None:
@@ -226,6 +229,7 @@ class _Ranks:
             each: self._unmet.get(each) or without_error(each, code, alive_at, self.name)
             for each, (code, alive_at) in exits.items()
         }
+        found |= {each: replace(found[each], what=what) for each, what in self._hung.items() if each in found}
         found |= {failure.rank: failure for failure in collect(self._folder, self._attempt)}
         if any(not each.follows for each in found.values()):
             return found
@@ -254,6 +258,7 @@ class _Ranks:
             return False
         for each in exits:
             forget(self._folder, self._attempt, each)
+            self._hung.pop(each, None)
             # Processes that the lost rank has started must not run at the same time as those of the new rank.
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._processes[each].pid, signal.SIGKILL)
@@ -266,12 +271,28 @@ class _Ranks:
         ranks, replacing = self._processes, self._replacing
         alive_at = [time.time()] * len(ranks)
         failed: Exits = {}
+        # Processes that a signal has ended when all work was done.
+        after_end: set[int] = set()
         deadline = None
         while True:
             now = time.time()
             for each in replacing.starts():
                 ranks[each] = self._start_again(each, replacing.started(each))
+            for each, what in replacing.hung().items():
+                if ranks[each].poll() is None:
+                    # A stopped process, too, ends by this signal, and cannot return.
+                    self._hung[each] = what
+                    with contextlib.suppress(ProcessLookupError, PermissionError):
+                        os.killpg(ranks[each].pid, signal.SIGKILL)
             codes = [process.poll() for process in ranks]
+            killed = [each for each, code in enumerate(codes) if code is not None and code < 0]
+            if killed and not failed and replacing.has_ended:
+                for each in killed:
+                    if each not in after_end:
+                        how = without_error(each, codes[each] or 0, now, self.name).summary
+                        print(f"meshcomm: {how} after the end; nothing is lost", file=sys.stderr, flush=True)
+                    codes[each] = 0
+                after_end |= {*killed}
             members = replacing.places.processes
             well = [each for each in members if codes[each] in (0, SAVED)]
             failed |= {

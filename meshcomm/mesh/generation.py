@@ -7,6 +7,7 @@ generation's number to the process. All of a generation's keys are stored under 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import math
 import os
@@ -33,8 +34,12 @@ _KEY: Final = "meshcomm/generation/{}"
 _MET: Final = "meshcomm/generation/{}/met"
 # Set by a process that waits for a generation. Contains the numbers of the generation and the process.
 WAITS: Final = "meshcomm/waits/{}/{}"
+# The processes of a generation that its ranks have found hung, one per line: the process, and what it does.
+_HUNG: Final = "meshcomm/hung/{}"
 # The decision on how a generation ends: with a larger mesh, or with the end of the program.
 _NEXT: Final = "meshcomm/next/{}"
+# Set when the work of the program is done.
+_ENDED: Final = "meshcomm/ended"
 
 ANNOUNCED_VARIABLE: Final = "MESHCOMM_ANNOUNCED_S"
 """How many seconds a launcher may take to notice that a process has ended and to announce the next generation."""
@@ -118,6 +123,18 @@ def may_grow(store: Any, number: int) -> bool:
 def have_met(store: Any, number: int) -> bool:
     """Return whether all ranks of the job, old and new, have arrived in the generation. Called by a launcher."""
     return bool(store.check([_MET.format(number)]))
+
+
+def hung_in(store: Any, number: int) -> dict[int, str]:
+    """Return the processes that ranks of the generation have reported as hung, with what each does. Called by a launcher."""
+    key = _HUNG.format(number)
+    lines = store.get(key).decode().splitlines() if store.check([key]) else []
+    return {int(process): what for process, what in map(json.loads, lines)}
+
+
+def has_ended(store: Any) -> bool:
+    """Return whether all ranks have called `Mesh.finish`."""
+    return bool(store.check([_ENDED]))
 
 
 def all_done(store: Any, number: int) -> bool:
@@ -208,12 +225,23 @@ class Generations:
             missing=tuple(sorted(ranks)),
         )
 
-    def all_done(self) -> bool:
-        """Return True if the program is done and this mesh is its last, or False if the mesh is about to grow.
+    def hung(self, ranks: Mapping[int, str]) -> None:
+        """Report ranks that others have waited for in vain until the timeout, with what each of them does.
 
-        Called by: one rank.
+        The launcher ends their processes. They are then lost like others.
+        """
+
+    def all_done(self, ends: bool) -> bool:
+        """Return True if this mesh is the program's last one, or False if the mesh is about to grow.
+
+        Called by: one rank. ends: whether the program's work is done.
         """
         return True
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the program's work is done."""
+        return False
 
     def cuts(self, connections: Connections) -> None:
         """Once a newer generation is announced, keep cutting `connections` until this process joins it.
@@ -258,7 +286,8 @@ class AnnouncedGenerations(Generations):
         interruptible_waits(self._given_up)
         interrupted.append(self.newer)
         self._waits = Connections()
-        waits, self._asks = self._waits.own(self._store.clone), self._waits.own(self._store.clone)
+        waits: Any = self._waits.own(self._store.clone)
+        self._asks: Any = self._waits.own(self._store.clone)
         name = "meshcomm-generation"
         self._waiting = threading.Thread(target=self._wait, args=(waits,), name=name, daemon=True)
         self._waiting.start()
@@ -291,6 +320,14 @@ class AnnouncedGenerations(Generations):
                     ) from error
         return super().lost(what, waits)
 
+    def hung(self, ranks: Mapping[int, str]) -> None:
+        joined = self.joined
+        lines = [json.dumps([joined.process_of(rank), what]) + "\n" for rank, what in ranks.items()]
+        # Without an answer, nobody is replaced.
+        with contextlib.suppress(TimeoutError, RuntimeError):
+            key = _HUNG.format(joined.number)
+            within(self.announced_s, partial(self._asks.append, key, "".join(lines)), awaited_at_exit=True)
+
     def join(self) -> Generation:
         if self.newer():
             self._connections = []
@@ -300,8 +337,15 @@ class AnnouncedGenerations(Generations):
         if self.joined.number and self.is_opening:
             self._store.set(_MET.format(self.joined.number), "")
 
-    def all_done(self) -> bool:
-        return all_done(self._store, self.joined.number)
+    def all_done(self, ends: bool) -> bool:
+        last = all_done(self._store, self.joined.number)
+        if last and ends:
+            self._store.set(_ENDED, "")
+        return last
+
+    @property
+    def has_ended(self) -> bool:
+        return has_ended(self._store)
 
     def cuts(self, connections: Connections) -> None:
         self._connections.append((self.joined.number, connections))

@@ -692,6 +692,11 @@ class Mesh(AlongDims):
         if generations is None or isinstance(error, RankLost):
             return error if isinstance(error, RankLost) and generations is not None else None
         waits = isinstance(error, RuntimeError | CommunicationError | MeshMismatchError | StoreError)
+        # A call outside the mesh is explained here, which reports the hung ranks that it has waited for.
+        if isinstance(error, RuntimeError) and self._watch is not None:
+            found = self._watch.explain(error)
+            if isinstance(found, RankLost):
+                return found
         return generations.lost(f"a step on {self.label}", waits, confirms=error is None)
 
     def reopen(self, error: BaseException | None = None) -> Generation:
@@ -743,18 +748,29 @@ class Mesh(AlongDims):
     def finish(self) -> None:
         """Block until every rank has called `finish`. After that, no rank can join the mesh, and ranks may exit.
 
-        Called by: every rank of the mesh, at the end of a program that reopens the mesh. `Trainer.run` calls
-                   `finish` itself.
+        Called by: every rank of the mesh, at the end of a program that reopens the mesh, when all results are saved. If a
+                   signal then ends a rank, the job does not fail. `meshcomm train` calls `finish` itself.
         Raises:    RankLost if a rank joins the mesh first.
         """
+        self._finish(ends=True)
+
+    def _finish(self, *, ends: bool) -> None:
+        """See `finish`. ends: whether the program's work is done. If not, a rank that a signal ends makes the job fail."""
         from meshcomm.mesh.all_ranks import is_first, of_every_rank
 
         of_every_rank(self, None)
         generations = self._runtime.generations
-        if generations is not None:
-            grows = not generations.all_done() if is_first(self) else False
-            if any(of_every_rank(self, grows)) and (error := generations.lost(self.label, True)) is not None:
-                raise error
+        if generations is None:
+            return
+        grows = not generations.all_done(ends) if is_first(self) else False
+        try:
+            grows = any(of_every_rank(self, grows))
+        except CommunicationError:
+            # A rank may have been lost after the end.
+            if not generations.has_ended:
+                raise
+        if grows and (error := generations.lost(self.label, True)) is not None:
+            raise error
 
     def _abandon(self) -> None:
         """Release everything without waiting for anything."""

@@ -265,6 +265,8 @@ class Opening:
                 return self._plan, runtime
             except MeshcommError as error:
                 lost = isinstance(error, CommunicationError | StoreError | MeshMismatchError)
+                if generations is not None and isinstance(error, MeshMismatchError) and error.missing:
+                    generations.hung(dict.fromkeys(error.missing, "has not arrived at the mesh"))
                 if generations is None or not generations.newer(generations.announced_s if lost else 0.0):
                     raise
 
@@ -579,6 +581,7 @@ class Opening:
             process_of=lambda rank: state_of_rank(meeting.store, generation.process_of(rank)),
             refused=partial(_refused, meeting, last),
             lost=_none_lost if self._generations is None else self._generations.lost,
+            hung=None if self._generations is None else self._generations.hung,
         )
         store = dist.PrefixStore("watch", dist.PrefixStore("mesh", self._store))
         watchdog = Watchdog(store, meeting.rank, coords, plan.layout.world_size, options)

@@ -26,12 +26,13 @@ from meshcomm.comm.diagnosis import (
     Reason,
     activity,
     diagnose,
+    find_hung,
     first_line,
 )
 from meshcomm.comm.flight_recorder import FlightRecorder
 from meshcomm.comm.handle import failure
 from meshcomm.comm.p2p_log import MessageCheck, PendingMessage
-from meshcomm.errors import CallMismatchError, CollectiveTimeout, MeshcommError, PeerLost
+from meshcomm.errors import CallMismatchError, CollectiveTimeout, MeshcommError, PeerLost, RankLost
 from meshcomm.layout.sizes import fold
 from meshcomm.mesh import watchdogs
 from meshcomm.mesh.desync import DesyncMonitor
@@ -44,6 +45,9 @@ from meshcomm.transport.torch_private import capturing, overdue_barrier, unfinis
 
 # A backend that has not ended a call this many seconds after the group's timeout never will.
 GRACE_S: Final = 5.0
+
+# The part of a group's timeout after which the ranks that a call waits for are hung. Backends do not wait to the millisecond.
+_LEAST: Final = 0.9
 
 # How many times per second all ranks together check the job's store for questions. A TCPStore on one core answers about
 # 26,000 calls per second.
@@ -79,6 +83,7 @@ class WatchOptions:
     tells_s:    a call that blocks for this long, but not beyond its group's timeout, is reported in one line.
     refused:    returns the error if this rank may belong to another job. Called at each check.
     lost:       (call, whether a peer is gone, whether a value is used) -> the error if the launcher has replaced lost ranks.
+    hung:       reports hung ranks, with what each does, to a launcher that replaces them; None if none does.
     """
 
     timeout_s: float
@@ -90,6 +95,7 @@ class WatchOptions:
     tells_s: float = math.inf
     refused: Callable[[], MeshcommError | None] = lambda: None
     lost: Callable[[str, bool, bool], MeshcommError | None] = lambda what, waits, confirms: None
+    hung: Callable[[Mapping[int, str]], None] | None = None
 
 
 @final
@@ -272,10 +278,12 @@ class Watchdog(Watching):
         now = time.monotonic()
         # The host may be blocked in a later call than the queued one.
         error = self._held_barrier(now) or self._held_queue(now) or self._held_call(now)
-        if error is not None:
+        # If ranks were replaced, the call is interrupted, and the program goes on.
+        ends = error is not None and not isinstance(error, RankLost)
+        if error is not None and ends:
             self._options.end(error)
         self._tell(now)
-        return error is None
+        return not ends
 
     def _tell(self, now: float) -> None:
         """Before a group's timeout, print which ranks a long-blocked call waits for. One rank prints for the whole group."""
@@ -417,6 +425,8 @@ class Watchdog(Watching):
         # Later failures usually follow from the first.
         own.failed = own.failed or failed.facts
         written = own.write(self._desync.found)
+        if failed.reason is Reason.TIMEOUT and (lost := self._replaced(failed)) is not None:
+            return lost
         found: dict[str, Any] = {}
         try:
             if self._desync.found is None:
@@ -432,6 +442,34 @@ class Watchdog(Watching):
         diagnosis = Diagnosis(**found["diagnosis"])
         own.failed.setdefault("waited_for", [*diagnosis.missing, *diagnosis.mismatched])
         return failed.error(diagnosis, own.reports if written else "")
+
+    def _replaced(self, failed: FailedCall) -> MeshcommError | None:
+        """Report the hung ranks that a call has waited for until its group's timeout. Return the error if the launcher has
+        replaced them.
+        """
+        report, blocked = self._options.hung, failed.blocked
+        recorder = next((each for each in self._recorders if each.label == blocked.label), None)
+        if report is None or recorder is None or self._desync.found is not None:
+            return None
+        message = recorder.messages.waiting
+        began = recorder.began(blocked.number) if message is None else message.began
+        # A handle may wait for less.
+        if time.monotonic() - began < _LEAST * recorder.timeout_s():
+            return None
+        find = self._find_hung
+        if blocked.messages is None:
+            find = partial(self._exchange.shared, f"hung/{blocked.label}/{blocked.number}", find)
+        with contextlib.suppress(TimeoutError, RuntimeError):
+            if found := self._exchange.limited(find):
+                report({int(rank): what for rank, what in found.items()})
+                return self._options.lost(failed.at, True, False)
+        return None
+
+    def _find_hung(self) -> dict[str, Any]:
+        others = [rank for rank in range(self._world_size) if rank != self.own.rank]
+        statuses = {**self._exchange.ask(others), self.own.rank: self.status()}
+        silent = {rank: self._options.process_of(rank) for rank in others if rank not in statuses}
+        return {str(rank): what for rank, what in find_hung(statuses, silent).items()}
 
     def _shared_diagnosis(self, failed: FailedCall) -> dict[str, Any]:
         """Return the diagnosis that one rank makes for the whole group or, for a message, this rank's own diagnosis."""

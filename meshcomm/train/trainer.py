@@ -311,8 +311,8 @@ class Trainer:
         with threads_and_precision(self.mesh, train, self._facts.ranks_here):
             summary = self._train(source, attempt, lease)
             if self.mesh.recovers:
-                # A rank that has ended could not meet a new one.
-                self.mesh.finish()
+                # A rank that has ended could not meet a new one. The program may still work on the result.
+                self.mesh._finish(ends=False)
             return summary
 
     def _train(self, data: Data | Corpus, attempt: Attempt, lease: Lease) -> Summary:
