@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch._functorch.utils import enable_single_level_autograd_function
+from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 from torch.autograd import forward_ad
 
 # Whether a transform of torch.func (vmap, grad, jvp) is active.
@@ -40,6 +41,37 @@ is_wrapped: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorch_wr
 is_fwd_grad_enabled: Callable[[], bool] = torch._C._is_fwd_grad_enabled
 unpack_dual: Any = torch._VF._unpack_dual
 _DEVICES = tuple(getattr(torch._C.DispatchKey, name) for name in ("CPU", "CUDA", "XPU", "HPU", "PrivateUse1"))
+
+# The tag of operators that tracing never runs for real, even if all their inputs are constants.
+never_constant: Any = (torch.Tag.nondeterministic_seeded,)
+# The operators whose bodies are graphs of their own. torch 2.15 cannot compile them if a body has side effects and gradients.
+_BODIES = frozenset(("cond", "while_loop", "scan", "associative_scan", "map_impl", "invoke_subgraph"))
+
+
+def keep_calls(operator: Any) -> None:
+    """Make compilers keep every call of an operator, in program order and once. Tested with torch 2.15 only.
+
+    Each call in a graph takes a token of the call before it. Checkpointing in a graph keeps the results of such calls.
+    """
+    _register_effectful_op(operator, _EffectType.ORDERED)
+
+
+def control_flow() -> str | None:
+    """Return the name of the operator whose body torch.compile is tracing, if its backend will lower that body."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    try:
+        output: Any = InstructionTranslator.current_tx().output
+    except AttributeError:
+        return None  # torch.export traces without torch.compile
+    tracer = output.current_tracer
+    # The backend "eager", which torch.cond uses outside graphs too, runs bodies as they are.
+    while tracer is not None and getattr(output.compiler_fn, "__name__", "") != "eager":
+        name = getattr(tracer.source_target, "_name", None)
+        if name in _BODIES:
+            return f"torch's {name}"
+        tracer = tracer.parent
+    return None
 
 
 def only_device(keys: Any) -> bool:
