@@ -32,15 +32,15 @@ import torch._C._distributed_c10d as c10d_bindings
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
+from torch._higher_order_ops.effects import with_effects
 from torch.distributed.device_mesh import DeviceMesh
 from torch.futures import Future
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-# For a backend written in Python: its Work, its options, the mode that sees every operator, the tensors in nested arguments.
+# For a backend written in Python: its Work, its options, the tensors in nested arguments.
 Work: Any = dist._Work
 bindings: Any = c10d_bindings
-DispatchMode: Any = TorchDispatchMode
 leaves_of: Callable[[Any], list[Any]] = tree_leaves
 # A context manager that disables all modes.
 without_modes: Callable[[], Any] = torch.utils._python_dispatch._disable_current_modes
@@ -258,6 +258,19 @@ def explicit_kernel(operator: Any, *args: Any, **kwargs: Any) -> Any:
     return operator._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
 
 
+class _DispatchMode(TorchDispatchMode):
+    """A mode that sees every operator, those whose order a graph keeps among them: a graph calls these by `with_effects`."""
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        with_effects.py_impl(cls)(_with_effects)
+
+
+def _with_effects(mode: Any, token: Any, operator: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    return token, mode.__torch_dispatch__(operator, (), args, kwargs)
+
+
+DispatchMode: Any = _DispatchMode
 C = TypeVar("C", bound=Callable[..., Any])
 
 

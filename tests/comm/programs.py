@@ -88,7 +88,8 @@ class Step:
 def drawn(
     rng: random.Random, groups: Sequence[str], known: int, breaks: bool, depth: int = 0
 ) -> tuple[Step, ...]:
-    """A program's steps. known: how many values there are."""
+    """A program's steps. known: how many values there are. breaks: whether its graph breaks; torch then runs a checkpoint of it
+    now eagerly, now in a graph, so that it has none."""
     steps: list[Step] = []
     for _ in range(rng.randint(2, 4) if depth else rng.randint(4, 9)):
         chance = rng.random()
@@ -97,7 +98,7 @@ def drawn(
             steps.append(steps[-1])  # the same call again
         elif chance < 0.32:
             steps.append(Step("local", at, rng.choice(list(LOCAL))))
-        elif chance < 0.44 and not depth:
+        elif chance < 0.44 and not depth and not breaks:
             steps.append(Step("checkpoint", at, body=drawn(rng, groups, 1, False, 1)))
         elif chance < 0.52 and breaks:
             steps.append(Step("break"))
