@@ -262,7 +262,7 @@ class _DispatchMode(TorchDispatchMode):
     """A mode that sees every operator, those whose order a graph keeps among them: a graph calls these by `with_effects`."""
 
     def __init_subclass__(cls) -> None:
-        super().__init_subclass__()
+        super().__init_subclass__()  # type: ignore[no-untyped-call]
         with_effects.py_impl(cls)(_with_effects)
 
 
