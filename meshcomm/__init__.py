@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from meshcomm.layout import Layout as Layout
     from meshcomm.layout import Plan as Plan
     from meshcomm.mesh import Mesh as Mesh
-    from meshcomm.mesh import adopt as adopt
     from meshcomm.mesh import from_groups as from_groups
     from meshcomm.mesh import init as init
     from meshcomm.mesh import watch as watch
@@ -35,7 +34,7 @@ _FOLDERS = {
     "config": ("Config", "MeshConfig", "load_config", "plan"),
     "errors": ("MeshcommError",),
     "layout": ("GroupOptions", "Layout", "Plan"),
-    "mesh": ("Mesh", "adopt", "from_groups", "init", "watch"),
+    "mesh": ("Mesh", "from_groups", "init", "watch"),
     "models": ("ModelSpec",),
     "parallel": ("GradientSync", "tensor_parallel"),
     "pattern": ("explain_pattern",),

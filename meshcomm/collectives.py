@@ -70,6 +70,31 @@ class Collective:
         """The name of the differentiable call in `mesh.functional`; "" if there is none."""
         return self.name if self.functional is None else self.functional
 
+    def waits_for_all(self, nbytes: int) -> bool:
+        """Return whether every rank's blocking call on Gloo ends only when all ranks have made it, given the bytes that it
+        moves. An empty call moves nothing, but an all_to_all waits for empty parts too. Measured with torch 2.15.
+        """
+        return self.root is None and (nbytes > 0 or self.name in ("all_to_all", "barrier"))
+
+    def needs(self, coord: int, root: int, size: int) -> set[int]:
+        """Return the coords that must have made a call before it ends on `coord`, as on Gloo (measured with torch 2.15).
+
+        >>> ROWS["gather"].needs(1, 0, 4), ROWS["gather"].needs(0, 0, 4), ROWS["broadcast"].needs(0, 0, 4)
+        ({0, 1}, {0, 1, 2, 3}, {0, 1, 2})
+        """
+        place = (coord - root) % size
+        if self.name == "broadcast":
+            # A binomial tree: in round i, each of the first 2**i places sends to the place 2**i further on.
+            found, above = {place}, place
+            while above:
+                above -= 1 << (above.bit_length() - 1)
+                found.add(above)
+            found |= {place + (1 << i) for i in range(place.bit_length(), (size - 1 - place).bit_length())}
+            return {(each + root) % size for each in found}
+        if self.name in ("gather", "scatter") and place:
+            return {coord, root}
+        return set(range(size))
+
     def moved(self, nbytes: int, size: int) -> int:
         """Return a call's bytes as nccl-tests counts them, given the size of one rank's tensor."""
         return nbytes * size if self.whole else nbytes

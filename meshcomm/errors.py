@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 
@@ -100,9 +100,13 @@ class CommunicationError(MeshcommError):
 
     `call` describes the collective that failed, if any: the "label" of its group, its sequence "number" in the
     group, "call" (the operation), "dim" and "callsite" (the user's line).
+
+    `chain` lists the ranks that this rank waits for, directly or through others, and this rank itself. Each entry has the
+    rank, its name with its coords, what the rank does, and the ranks that it waits for.
     """
 
     call: Mapping[str, Any] | None = None
+    chain: Sequence[Sequence[Any]] = ()
 
 
 class ObjectError(MeshcommError):
@@ -121,7 +125,7 @@ class StoreTimeout(StoreError):
 
 
 class CallMismatchError(MeshcommError):
-    """Ranks of a group made different calls. Raised before anything is sent, or later if `mesh.step` found the difference.
+    """Ranks of a group made different calls. Raised before their data meets, or later if `mesh.step` found the difference.
 
     `mismatched_ranks` lists the global ranks that differ from the majority. Without a majority, as in a group of two ranks,
     it lists all ranks that made a call. `step` is the first step whose results are not reliable, in the program's

@@ -29,7 +29,7 @@ PAGES: Final[Mapping[str, tuple[str, str, str]]] = {
     "init": (
         "Opening a mesh",
         "`meshcomm.init` opens a mesh. The other functions use process groups that the program creates.",
-        "init from_groups adopt watch mesh.Watch mesh.Adopted",
+        "init from_groups watch mesh.Watch",
     ),
     "mesh": (
         "Mesh",
@@ -144,7 +144,7 @@ _INNER: Final = {
 }
 # Classes that only the package instantiates. The arguments of their constructors are not documented.
 _MADE: Final = {
-    *("Mesh", "Handle", "Functional", "Objects", "MeshStore", "Watch", "Adopted", "Trace", "RankGrid"),
+    *("Mesh", "Handle", "Functional", "Objects", "MeshStore", "Watch", "Trace", "RankGrid"),
     "RankFailure",
 }
 # Parts of other classes. Their members are not documented.

@@ -3,29 +3,31 @@
 from __future__ import annotations
 
 from math import prod
+from typing import Any
 
 import torch
 
 from meshcomm.collectives import ALL_GATHER, ALL_TO_ALL, BROADCAST, SCATTER, Call
 from meshcomm.comm.check_call import misfit
 from meshcomm.comm.checks import check_answered
+from meshcomm.comm.facts import exchanged, facts_of, sent_as, shortened
 from meshcomm.comm.request import Request
 from meshcomm.comm.shapes import blank_header, described_by, without
 from meshcomm.errors import MeshcommError, ShapeError
-from meshcomm.transport.support import name_of
+from meshcomm.reductions import REDUCTIONS
 
 
 def agree(request: Request) -> None:
-    """Return when all ranks are about to make this call and this rank can allocate its result.
+    """Return when this rank may make the call, because no rank makes another, and can allocate its result.
 
-    Raises CallMismatchError on every rank.
+    Raises CallMismatchError, see CallCheck.
     """
-    recorder, x, facts = request.comm.recorder, request.common, request.facts
-    if x is not None and recorder.check is not None:
-        shape = without(x, request.axis).shape if request.differs else x.shape
-        facts = {"shape": list(shape), "dtype": name_of(x.dtype), **facts}
+    recorder = request.comm.recorder
+    facts = {} if recorder.check is None else _facts(request)
+    x = request.common
+    waits = not request.async_op and request.row.waits_for_all(1 if x is None else x.nbytes)
     try:
-        compared = recorder.announce_call(request.comm.name, request.name, facts)
+        compared = recorder.announce_call(request.comm.name, request.name, facts, waits)
     except MeshcommError:
         if request.problem is not None and request.row is SCATTER:
             raise request.problem from None
@@ -34,6 +36,47 @@ def agree(request: Request) -> None:
         _agree_on_slice(request)
     elif request.differs:
         _agree_on_sizes(request, compared)
+
+
+def _facts(request: Request) -> dict[str, Any]:
+    """Return the facts of a call of the mesh, which has been checked."""
+    row, out, axis = request.row, request.out, request.axis
+    x = out if row is SCATTER else request.common
+    op: Any = request.op if row.reduces else None
+    tensors = [] if x is None else [x]
+    facts = facts_of(row, tensors, op, request.root)
+    if x is not None:
+        shape = (without(x, axis) if request.differs else x).shape
+        facts = {"shape": list(shape), **facts}
+    if request.differs:
+        facts["elements"] = None
+    if x is not None and row.reduces:
+        facts["sent as"] = sent_as(x, REDUCTIONS[op].wire.name)
+    if row is SCATTER:
+        refused = request.problem is not None and out is not None
+        facts |= {
+            "out": None if out is not None else False,
+            "x_is": "not to be scattered" if refused else None,
+        }
+    elif row is ALL_TO_ALL:
+        facts |= {"split_axis": axis, "concat_axis": request.concat}
+        facts["input_split_sizes"] = True if request.input_split_sizes is not None else None
+        facts["output_split_sizes"] = True if request.output_split_sizes is not None else None
+        facts |= _given_sizes(request)
+    elif row.joins or row.splits:
+        facts["axis"] = axis
+        facts |= {"uneven": True if request.uneven else None} if row.joins else {}
+    # Each rank has its own factor, so factors are not compared.
+    return shortened(facts | request.options | (request.packed or {}))
+
+
+def _given_sizes(request: Request) -> dict[str, Any]:
+    """Return the facts of the sizes of an asynchronous all_to_all that are not exchanged, because that would wait."""
+    sends, expects, source = request.input_split_sizes, request.output_split_sizes, request.source
+    if not request.async_op or sends is None or expects is None or source is None:
+        return {}
+    rest = prod(without(source, request.axis).shape)
+    return exchanged(request.comm.coord, [n * rest for n in sends], [n * rest for n in expects])
 
 
 def _agree_on_slice(request: Request) -> None:
@@ -70,6 +113,8 @@ def _agree_on_sizes(request: Request, compared: bool) -> None:
     comm, x, axis = request.comm, request.source, request.axis
     input_split_sizes, output_split_sizes = request.input_split_sizes, request.output_split_sizes
     assert x is not None
+    # Sizes that the caller gives cannot be compared without waiting for the other ranks.
+    compared = compared and not request.async_op
     if output_split_sizes is None or (compared and comm.transport.name != "fake"):
         hint = (
             "output_split_sizes=, the sizes to receive"

@@ -19,7 +19,7 @@ from meshcomm.collectives import (
     SCATTER,
 )
 from meshcomm.comm import lists, scheduled
-from meshcomm.comm.checks import axis_or_dim
+from meshcomm.comm.checks import axis_or_dim, value_of
 from meshcomm.comm.communicator import CommunicatorCache
 from meshcomm.comm.functional import mean_message, mean_of
 from meshcomm.comm.handle import Handle
@@ -160,7 +160,8 @@ class AlongDims:
                     GradientSync(mesh, dims, module, op="sum").
         Raises:     UnknownDim, ShapeError; AutogradError if weights require a gradient; CommunicationError.
         """
-        sums = mean_message(values, weights, self.label)
+        values, weights = value_of(values), value_of(weights)
+        sums, parts = mean_message(values, weights, self.label)
         names: Sequence[Dims] = [dims]
         if not isinstance(dims, str):
             try:
@@ -168,7 +169,8 @@ class AlongDims:
             except UnknownDim:
                 names = self.layout.expand(dims)
         for each in names:
-            self.all_reduce(each, sums)
+            comm = self._at.along(each)
+            comm.collective(ALL_REDUCE, sums, False, "sum", **lists.packed(comm, parts))
         return mean_of(values, sums)
 
     def _by_algorithm(self, dims: Dims, x: Tensor, op: str, algorithm: Any, factor: float | None) -> Tensor:

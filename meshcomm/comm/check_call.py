@@ -7,7 +7,7 @@ from operator import index
 
 from torch import Tensor
 
-from meshcomm.collectives import ALL_TO_ALL, BARRIER, REDUCE, SCATTER
+from meshcomm.collectives import BARRIER, REDUCE, SCATTER
 from meshcomm.comm.checks import (
     check_coord,
     check_divisible,
@@ -41,7 +41,6 @@ def check(request: Request) -> None:
                 request.problem = error
     elif row is not BARRIER:
         _check_x(request)
-    request.facts = _facts(request) | request.options
 
 
 def _check_x(request: Request) -> None:
@@ -80,27 +79,6 @@ def _check_x(request: Request) -> None:
             raise request.problem
     if row is SCATTER and request.out is None:
         request.header = header_of(x.narrow(axis, 0, x.shape[axis] // comm.size), where())
-
-
-def _facts(request: Request) -> dict[str, object]:
-    row, axis = request.row, request.axis
-    if row is SCATTER:
-        refused = request.problem is not None and request.out is not None
-        given = request.out is not None
-        return {"src": request.root, "out": given, "x_is": "not to be scattered" if refused else None}
-    facts: dict[str, object] = {} if row.in_place or row is BARRIER else {"axis": axis}
-    if row is ALL_TO_ALL:
-        facts = {
-            "split_axis": axis,
-            "concat_axis": request.concat,
-            "input_split_sizes": request.input_split_sizes is not None,
-        }
-        facts |= {"output_split_sizes": True} if request.output_split_sizes is not None else {}
-    elif row.joins:
-        facts["uneven"] = bool(request.uneven)
-    # Each rank has its own factor, so factors are not compared.
-    facts |= {"op": request.op} if row.reduces else {}
-    return facts | ({row.root: request.root} if row.root is not None else {})
 
 
 def check_out(request: Request, out: Tensor) -> None:

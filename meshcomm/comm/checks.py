@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import math
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from numbers import Complex, Real
 from operator import attrgetter, index, itemgetter
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Final, TypeGuard
+from typing import Any, Final, TypeGuard
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from meshcomm.comm.torch_private import (
+    finished,
     forward_level,
     is_fwd_grad_enabled,
     is_wrapped,
@@ -24,9 +24,6 @@ from meshcomm.comm.torch_private import (
 )
 from meshcomm.errors import AutogradError, LayoutError, ShapeError, UnsupportedOp
 from meshcomm.reductions import REDUCTIONS
-
-if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
 
 # Tags from this one up are reserved for the library: for objects, and for algorithms that run over messages.
 OWN_TAGS: Final = 1 << 30
@@ -76,11 +73,16 @@ def all_usable(tensors: Sequence[Tensor], device: torch.device) -> bool:
     )
 
 
-def check_tensor(x: object, kinds: tuple[str, ...], where: Callable[[], str], plain: bool = True) -> None:
-    """Raise unless `x` is a dense, local tensor on a device that the group supports.
+def value_of(x: Any) -> Any:
+    """Return `x` itself, or the value of the result of torch's functional collectives, after waiting for it."""
+    return x if type(x) is Tensor or not isinstance(x, Tensor) else finished(x)
 
-    torch would accept other tensors and fail late, or treat the parts of a DTensor as ordinary tensors.
-    plain: refuse tensors that torch.func has wrapped, because the call has no rule for them.
+
+def check_tensor(x: object, kinds: tuple[str, ...], where: Callable[[], str], plain: bool = True) -> None:
+    """Raise unless `x` is a dense, local tensor on a device that the group supports, and its memory holds its values.
+
+    torch would accept other tensors and fail late, or send memory that has nothing to do with their values.
+    plain: also refuse wrappers of torch.func, of tracers and of pending results: only operators know what to do with them.
     """
     if plain and transforming() and isinstance(x, Tensor) and is_wrapped(x):
         raise UnsupportedOp(
@@ -91,19 +93,19 @@ def check_tensor(x: object, kinds: tuple[str, ...], where: Callable[[], str], pl
         )
     if type(x) is Tensor and x.layout is torch.strided and x.device.type in kinds and not _packed(x):
         return
-    if _is_dtensor(x):
-        raise ShapeError(
-            f"{where()} was given a DTensor",
-            given=f"a DTensor of shape {tuple(x.shape)}, placements {x.placements}",
-            expected="the tensor of this rank",
-            hint="x.to_local(), or x.redistribute(...), which is DTensor's own communication",
-        )
     if not isinstance(x, Tensor):
         raise ShapeError(
             f"{where()} was given a {type(x).__name__}",
             given=type(x).__name__,
             expected="a tensor",
             hint="torch.as_tensor(x), or mesh.objects for plain Python objects",
+        )
+    if is_wrapper(x) and (plain or not _is_a(x, _FOR_OPERATORS)):
+        raise ShapeError(
+            f"{where()} was given a {type(x).__name__}",
+            given=_described(x),
+            expected="a tensor whose memory holds its values; this class keeps them elsewhere",
+            hint=_made_plain(x),
         )
     if x.layout != torch.strided or x.device.type not in kinds or _packed(x):
         raise ShapeError(
@@ -114,13 +116,36 @@ def check_tensor(x: object, kinds: tuple[str, ...], where: Callable[[], str], pl
         )
 
 
-def _is_dtensor(x: object) -> TypeGuard[DTensor]:
-    """Return whether `x` is a DTensor.
+# Classes with operators of their own, by name, so that a program that uses none of them does not import them.
+_FOR_OPERATORS: Final = ("FakeTensor", "FunctionalTensor", "AsyncCollectiveTensor")
+_PLAIN_FORMS: Final = {
+    "DTensor": "x.to_local(), or x.redistribute(...), which is DTensor's own communication",
+    "MaskedTensor": "x.to_tensor(0), and x.get_mask() in a call of its own",
+    "FakeTensor": "a tensor made outside FakeTensorMode, or mesh.functional; meshcomm dryrun takes plain tensors",
+}
 
-    A program that uses no DTensors never imports the class, because the import takes over half a second.
-    """
-    loaded = sys.modules.get("torch.distributed.tensor")
-    return isinstance(x, getattr(loaded, "DTensor", ()))
+
+def is_wrapper(x: Tensor) -> bool:
+    """Return whether the class of `x` has operators of its own, so that its memory need not hold its values."""
+    return type(x) is not Tensor and type(x).__torch_dispatch__ is not Tensor.__torch_dispatch__
+
+
+def _is_a(x: Tensor, names: Collection[str]) -> str | None:
+    return next((kind.__name__ for kind in type(x).__mro__ if kind.__name__ in names), None)
+
+
+def _made_plain(x: Tensor) -> str:
+    if (known := _is_a(x, _PLAIN_FORMS)) is not None:
+        return _PLAIN_FORMS[known]
+    if x.is_nested:
+        return _made_dense(x)
+    flatten = getattr(x, "__tensor_flatten__", None)
+    held = (
+        " and ".join(f"x.{name}" for name in flatten()[0])
+        if flatten is not None
+        else "the tensors that it holds"
+    )
+    return f"{held}, each in a call of its own; for quantized values, x.dequantize()"
 
 
 def _packed(x: Tensor) -> bool:
@@ -131,8 +156,9 @@ def _packed(x: Tensor) -> bool:
 def _described(x: Tensor) -> str:
     if x.is_nested:  # it has no shape
         return f"a nested tensor of {x.size(0)} tensors"
-    kind = "quantized tensor" if x.is_quantized else "tensor"
-    return f"a {kind} of shape {tuple(x.shape)}, {x.layout}"
+    kind = "quantized tensor" if x.is_quantized else type(x).__name__ if is_wrapper(x) else "tensor"
+    placed = f", placements {x.placements}" if hasattr(x, "placements") else ""
+    return f"a {kind} of shape {tuple(x.shape)}, {x.layout}{placed}"
 
 
 def _made_dense(x: Tensor) -> str:

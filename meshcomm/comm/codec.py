@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from meshcomm.comm.checks import value_of
 from meshcomm.comm.shapes import as_bytes
 from meshcomm.errors import ObjectError
 
@@ -121,6 +122,8 @@ class _Writer:
         """
         tag = _TAGS.get(type(x))
         if tag is None:
+            if (value := value_of(x)) is not x:
+                return self.value(value, path, key)
             return self._leaf(x, path)
         if key and tag not in "tz":
             raise _refused(x, path, ", which cannot be a key or an element of a set")

@@ -15,7 +15,7 @@ from meshcomm.collectives import BARRIER, REDUCE, Collective
 from meshcomm.comm.agree import agree
 from meshcomm.comm.callsite import users_frame
 from meshcomm.comm.check_call import check
-from meshcomm.comm.checks import apart, is_plain
+from meshcomm.comm.checks import apart, is_plain, value_of
 from meshcomm.comm.counters import CallCounter, counter_of
 from meshcomm.comm.flight_recorder import Caller, FlightRecorder
 from meshcomm.comm.handle import Handle, failure
@@ -25,6 +25,7 @@ from meshcomm.comm.shapes import CARRIED
 from meshcomm.comm.torch_private import unobserved
 from meshcomm.comm.wire import carry_out, finish, load, start
 from meshcomm.layout import Dims
+from meshcomm.reductions import REDUCTIONS
 from meshcomm.transport import Transport
 from meshcomm.transport.torch_private import written
 
@@ -33,7 +34,8 @@ class Ready(NamedTuple):
     """A prepared kind of call for one dtype.
 
     start, options: the backend's method and its options. counter: the counter of these calls. device: the
-    tensors' device. gets: whether this rank receives a result.
+    tensors' device. gets: whether this rank receives a result. divides: whether backends divide x in place by an operator,
+    which refuses an inference tensor outside of inference mode.
     """
 
     start: Callable[..., Any]
@@ -41,6 +43,7 @@ class Ready(NamedTuple):
     counter: CallCounter
     device: torch.device
     gets: bool
+    divides: bool
 
 
 @final
@@ -96,6 +99,7 @@ class Communicator(Caller):
                 and (found := self._fast_path(row, ready, x, out, async_op)) is not NotImplemented
             ):
                 return found
+        x, out = value_of(x), value_of(out)
         request = Request(self, row, x, async_op, op, root, axis, concat, out, **options)
         check(request)
         counter = counter_of(self.recorder.counters, self.name, request.name)
@@ -151,12 +155,14 @@ class Communicator(Caller):
 
     def _fast_path(self, row: Collective, ready: Ready, x: Any, out: Tensor | None, async_op: bool) -> Any:
         """Make a call of a prepared kind. Return NotImplemented if the tensors cannot be sent unchanged."""
-        start, options, counter, device, gets = ready
+        start, options, counter, device, gets, divides = ready
         if not unobserved() or not is_plain(x, device):
             return NotImplemented
         sent = made = x
         came = None
         if row.in_place:
+            if divides and x.is_inference():
+                return NotImplemented
             if row is REDUCE:
                 sent = made = x.clone()
             written([sent])
@@ -171,7 +177,12 @@ class Communicator(Caller):
                 pass
             elif out is None:
                 came = made = x.new_empty(shape)
-            elif is_plain(out, device) and out.dtype is x.dtype and out.shape == shape:
+            elif (
+                is_plain(out, device)
+                and out.dtype is x.dtype
+                and out.shape == shape
+                and not out.is_inference()
+            ):
                 into, leaving = out.data_ptr(), x.data_ptr()
                 # Received data must not overwrite data that is still to be sent.
                 if (
@@ -213,7 +224,8 @@ class Communicator(Caller):
             if prepared is not None:
                 counter = counter_of(recorder.counters, self.name, row.name)
                 device, gets = request.x.device, request.gets
-                self._ready[row, op, root, async_op, dtype] = Ready(*prepared, counter, device, gets)
+                divides = row.reduces and REDUCTIONS[op].wire.divided
+                self._ready[row, op, root, async_op, dtype] = Ready(*prepared, counter, device, gets, divides)
 
 
 @final

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, TypeVar, final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, final
 
 from meshcomm.comm.mismatch import blamed, majority
+from meshcomm.comm.waits import ChainEnd, chain_ends, ends_of, shortest_way
 from meshcomm.errors import CallMismatchError, CollectiveTimeout, CommunicationError, MeshcommError, PeerLost
 from meshcomm.layout.sizes import fold, rank_text, ranks_text
 
 if TYPE_CHECKING:
     from meshcomm.comm.flight_recorder import FlightRecorder
-
-Node = TypeVar("Node")
 
 # The status of one rank, as in `RankRecord.data`, and the statuses of several ranks by rank.
 Status: TypeAlias = Mapping[str, Any]
@@ -31,10 +30,15 @@ _SILENT: Final = {
     "ended": "does not answer: its process has ended",
     "stopped": "does not answer: its process is stopped",
     "runs": "does not answer, but its process runs: a call into C holds Python's GIL, or its host is overloaded",
+    "no report": "left no report: no rank asked it, or it could not write one",
 }
 
 # The hint for a rank that cannot be reached at the address that it offered.
 INTERFACES: Final = "[network] interfaces; meshcomm doctor, under the launcher, shows each rank's address"
+
+
+# A barrier of torch that is no collective: rank 0 waits for a message of each rank.
+BARRIER: Final = "monitored_barrier"
 
 
 class Reason(Enum):
@@ -52,7 +56,7 @@ class Reason(Enum):
 _TEXTS: Final = (
     (Reason.UNREACHABLE, ("connecting", "connect timeout", "unable to find address")),
     (Reason.CLOSED, ("connection closed", "connection reset", "connection refused", "broken pipe")),
-    (Reason.TIMEOUT, ("timed out", "timeout")),
+    (Reason.TIMEOUT, ("timed out", "timeout", "failed to pass monitoredbarrier")),
     (Reason.DATA, ("enforce fail", "ncclinvalidusage")),
     (Reason.CLOSED, ("ncclremoteerror", "remote process exited", "communicator was aborted")),
 )
@@ -96,6 +100,7 @@ class Diagnosis(NamedTuple):
 
     missing: the ranks that have not arrived at the call. silent: whether some of them do not answer. mismatched: the
     ranks whose call `number` differs from the majority's. lines: one line per rank. tie: whether there is no majority.
+    chain: the ranks of `missing`, those that they wait for, and so on; see `CommunicationError.chain`.
     """
 
     missing: Sequence[int] = ()
@@ -104,6 +109,15 @@ class Diagnosis(NamedTuple):
     number: int = 0
     lines: Sequence[str] = ()
     tie: bool = False
+    chain: Sequence[Sequence[Any]] = ()
+
+
+class Place(NamedTuple):
+    """Where a rank is, as far as others know. doing: its call or its line. waits_for: ranks that keep that call from ending."""
+
+    name: str
+    doing: str
+    waits_for: tuple[int, ...] = ()
 
 
 def diagnose(
@@ -119,9 +133,15 @@ def diagnose(
     ):
         return mismatch
     found = absent(blocked, statuses)
+    places = places_of(statuses, processes, blocked.label)
+    missing = list(dict.fromkeys(rank for rank, _ in found))
+    waits = {**{rank: place.waits_for for rank, place in places.items()}, blocked.rank: missing}
+    ends = ends_of(blocked.rank, waits)
+    at_end = [rank for end in ends for rank in end.ranks]
     lines = [
         f"{name_of_rank(rank, statuses.get(rank))} {doing or _SILENT[processes.get(rank, '')]}"
-        for rank, doing in found
+        # The ranks at the end of the chain first.
+        for rank, doing in sorted(found, key=lambda each: each[0] not in at_end)
     ]
     if not found and blocked.messages is None:
         lines = [
@@ -129,9 +149,61 @@ def diagnose(
             for rank, status in ((rank, statuses[rank]) for rank in blocked.ranks if rank in statuses)
             if (group := _group(status, blocked.label)) is not None and group["started"] > blocked.number
         ]
-    missing = list(dict.fromkeys(rank for rank, _ in found))
+    lines = [*_chain_lines(blocked.rank, missing, waits, ends, places), *lines]
     silent = any(doing is None and processes.get(rank) != "runs" for rank, doing in found)
-    return Diagnosis(missing, silent, lines=_first(lines))
+    on_the_way = [rank for rank in places if rank in at_end or any(rank in end.waiters for end in ends)]
+    chain = [[rank, *places[rank]._replace(waits_for=tuple(waits[rank]))] for rank in on_the_way]
+    return Diagnosis(missing, silent, lines=_first(lines), chain=chain)
+
+
+def unasked(blocked: BlockedCall, statuses: Statuses, silent: Mapping[int, str]) -> list[int]:
+    """Return the ranks at the ends of the chains of waiting that have not been asked yet. silent: ranks that do not answer."""
+    waits = {rank: place.waits_for for rank, place in places_of(statuses, silent).items()}
+    waits[blocked.rank] = tuple(rank for rank, _ in absent(blocked, statuses))
+    ends = [rank for end in ends_of(blocked.rank, waits) for rank in end.ranks]
+    return [rank for rank in ends if rank not in statuses and rank not in silent]
+
+
+def places_of(
+    statuses: Statuses, silent: Mapping[int, str] = MappingProxyType({}), label: str | None = None
+) -> dict[int, Place]:
+    """Return where each rank is.
+
+    silent: for ranks that are not in `statuses`, the state of their process; see `diagnose`. label: the group whose last call
+    is named for a rank that is in no call.
+    """
+    found = {
+        rank: Place(name_of_rank(rank, None), _SILENT[state])
+        for rank, state in silent.items()
+        if rank not in statuses
+    }
+    for rank, status in statuses.items():
+        others, doing = _waits_for(rank, status, statuses, silent, label)
+        found[rank] = Place(name_of_rank(rank, status), doing, others)
+    return found
+
+
+def _chain_lines(
+    start: int,
+    missing: Sequence[int],
+    waits: Mapping[int, Sequence[int]],
+    ends: Sequence[ChainEnd],
+    places: Mapping[int, Place],
+) -> list[str]:
+    """Return lines about ranks that are not missing themselves, but that missing ranks wait for, the end of the chain first."""
+    lines = []
+    for end in ends:
+        if end.is_circle:
+            ranks = end.ranks
+            lines.append(f"{ranks_text(sorted(ranks))} wait for each other")
+        else:
+            ranks = tuple(reversed(shortest_way(waits, start, end.ranks[0])[2:]))
+        lines += [
+            f"{places[rank].name} {places[rank].doing}"
+            for rank in ranks
+            if rank in places and rank not in missing
+        ]
+    return list(dict.fromkeys(lines))
 
 
 def find_mismatch(label: str, ranks: Sequence[int], statuses: Statuses) -> Diagnosis | None:
@@ -165,31 +237,63 @@ def absent(blocked: BlockedCall, statuses: Statuses) -> list[tuple[int, str | No
     if blocked.messages is not None:
         return [each for part in blocked.messages["parts"] for each in _unmatched(blocked, part, statuses)]
     found: list[tuple[int, str | None]] = []
-    for rank in blocked.ranks:
+    for rank in _behind(blocked, statuses):
         status = statuses.get(rank)
-        group = _group(status, blocked.label)
         if status is None:
             found.append((rank, None))
-        elif group is None or group["started"] < blocked.number:
-            doing = doing_of(status, blocked.label) + _waits_for(status, statuses)
+        else:
+            doing = _waits_for(rank, status, statuses, {}, blocked.label)[1]
             found.append((rank, f"has not arrived: it {doing}"))
     return found
 
 
-def _waits_for(status: Status, statuses: Statuses) -> str:
-    """Return text that names the queried ranks that have not reached the collective in which a rank is blocked."""
-    if status.get("failed"):
-        return ""
+def _behind(blocked: BlockedCall, statuses: Statuses) -> list[int]:
+    """Return the ranks that have not arrived at a collective or that do not answer."""
+    groups = {rank: _group(statuses.get(rank), blocked.label) for rank in blocked.ranks}
+    return [rank for rank, group in groups.items() if group is None or group["started"] < blocked.number]
+
+
+def _waits_for(
+    rank: int, status: Status, statuses: Statuses, silent: Mapping[int, str], label: str | None = None
+) -> tuple[tuple[int, ...], str]:
+    """Return the ranks that a rank waits for in the call that blocks it or that failed, and text as from `doing_of`.
+
+    Of ranks that do not answer, only those whose process has ended or is stopped, unless there are no others.
+    """
+    failed = status.get("failed") or {}
+    if (waited_for := failed.get("waited_for")) and not {*waited_for} <= {rank}:
+        return tuple(waited_for), doing_of(status, label)
+    calls = []
     for group in reversed(status["groups"]):
-        call = _blocked_in(group)
-        if call is None or "parts" in call:
+        ours = failed.get("label") == group["label"]
+        # The rank is blocked in the call, or was when it failed.
+        call = (failed.get("waiting") if ours else None) or _blocked_in(group) or (ours and group["last"])
+        if call:
+            calls.append((not ours, "parts" in call, group, call))
+    # A collective explains more than a message.
+    for _, is_message, group, call in sorted(calls, key=lambda each: each[:2]):
+        waiting = call if is_message else None
+        number = group["started"] if waiting else call["number"]
+        blocked = BlockedCall(rank, group["label"], group["ranks"], number, waiting)
+        if waiting is not None:
+            others = list(dict.fromkeys(peer for peer, _ in absent(blocked, statuses)))
+        else:
+            others = _behind(blocked, statuses)
+        behind = [other for other in others if other in statuses]
+        behind += [other for other in others if silent.get(other) in ("ended", "stopped")]
+        if not behind and not others:
             continue
-        others = {rank: _group(statuses.get(rank), group["label"]) for rank in group["ranks"]}
-        behind = [rank for rank, each in others.items() if each and each["started"] < call["number"]]
-        if behind:
-            has = "have" if len(behind) > 1 else "has"
-            return f", which {ranks_text(behind)} {has} not reached"
-    return ""
+        counts = {
+            theirs["started"] for other in behind if (theirs := _group(statuses.get(other), group["label"]))
+        }
+        text = doing_of(status, label) if failed else _is_in(call)
+        if behind and waiting is None and not failed:
+            text += f", which {ranks_text(behind)} {'have' if behind[1:] else 'has'} not reached"
+            text += (
+                f" after {fold(sorted(counts))} call{'' if counts == {1} else 's'}" if counts - {0} else ""
+            )
+        return tuple(behind or others), text
+    return (), doing_of(status, label)
 
 
 def _unmatched(blocked: BlockedCall, part: Sequence[Any], statuses: Statuses) -> list[tuple[int, str | None]]:
@@ -248,7 +352,9 @@ def doing_of(status: Status, label: str | None = None) -> str:
     if calls:
         # A collective explains more than a message.
         call = next((each for each in reversed(calls) if "parts" not in each), calls[-1])
-        return f"is in {call_text(call)}, at {call['callsite']}"
+        return _is_in(call)
+    if status.get("barrier"):
+        return f"is in {BARRIER}, at {status['main']}"
     own = _group(status, label)
     after = ""
     thread = f"; {status['thread']}" if status.get("thread") else ""
@@ -257,7 +363,12 @@ def doing_of(status: Status, label: str | None = None) -> str:
     if status.get("closed"):
         raised = status.get("raised")
         return f"{_left(status)}{after}" + (f", when it raised {raised}" if raised else thread)
-    return f"is at {status['main']}{after}{thread}"
+    raised = f"; {status['raised']}, and goes on" if status.get("raised") else ""
+    return f"is at {status['main']}{after}{thread}{raised}"
+
+
+def _is_in(call: Mapping[str, Any]) -> str:
+    return f"is in {call_text(call)}, at {call['callsite']}"
 
 
 def _left(status: Status) -> str:
@@ -274,48 +385,85 @@ def activity(rank: int, status: Status | None, process: str = "") -> str:
     return f"{name_of_rank(rank, status)} {_SILENT[process] if status is None else doing_of(status)}"
 
 
-def root_cause(statuses: Statuses) -> list[str]:
-    """Return the root cause in a job's reports: differing calls, a circular wait, or the ranks that others wait for."""
+def root_cause(statuses: Statuses, silent: Mapping[int, str] = MappingProxyType({})) -> list[str]:
+    """Return the root cause in a job's reports: differing calls, a circular wait, or the ranks that others wait for.
+
+    silent: for ranks that do not answer, the state of their process. A rank that is in neither mapping was not asked.
+    """
+    for label, mismatch in _mismatches(statuses):
+        return [
+            f"the ranks of {label} made different calls with the sequence number {mismatch.number}:",
+            *(f"  {line}" for line in mismatch.lines),
+            "  mesh.step() at the end of each step finds the step, and the call that was left out",
+        ]
+    places = places_of(statuses, silent)
+    waits = {rank: place.waits_for for rank, place in places.items() if place.waits_for}
+    lines = []
+    for end in chain_ends(waits):
+        if end.is_circle:
+            lines.append("circular wait:")
+            for rank, other in zip(end.ranks, [*end.ranks[1:], end.ranks[0]], strict=True):
+                lines.append(f"  {places[rank].name} {places[rank].doing} and waits for rank {other}")
+            continue
+        root, direct = end.ranks[0], [rank for rank in end.waiters if end.ranks[0] in waits[rank]]
+        waits_for = f"wait{'' if direct[1:] else 's'} for it in {_call_of(statuses[direct[0]])}"
+        doing = activity(root, statuses.get(root), silent.get(root, "no report"))
+        through = sorted({*end.waiters} - {*direct})
+        others = f", and {ranks_text(through)} for {'them' if direct[1:] else 'that rank'}" if through else ""
+        lines.append(f"{doing}; {ranks_text(direct)} {waits_for}{others}")
+    return lines or ["no rank was found waiting for another: the reports do not show a cause"]
+
+
+def whereabouts(statuses: Statuses, silent: Mapping[int, str]) -> list[str]:
+    """Return lines that say where the ranks are, the cause first if ranks wait for others. silent: see `root_cause`."""
+    places = places_of(statuses, silent)
+    alike: dict[str, list[int]] = {}
+    for rank, place in places.items():
+        alike.setdefault(place.doing, []).append(rank)
+    waiting = any(place.waits_for for place in places.values())
+    return [
+        *(root_cause(statuses, silent) if waiting else ()),
+        *_first(
+            [
+                f"{ranks_text(ranks)}: each {doing}" if ranks[1:] else f"{places[ranks[0]].name} {doing}"
+                for doing, ranks in alike.items()
+            ]
+        ),
+    ]
+
+
+def _call_of(status: Status) -> str:
+    failed = status.get("failed")
+    return f"{failed['call']}, at {failed['callsite']}" if failed else doing_of(status).removeprefix("is in ")
+
+
+def find_hung(statuses: Statuses, processes: Mapping[int, str]) -> dict[int, str]:
+    """Return the ranks at which chains of waiting end although they are in no call, or do not answer. With what each of them
+    does. {} if ranks make different calls, or wait in a circle.
+
+    processes: see `diagnose`.
+    """
+    places = places_of(statuses, processes)
+    ends = chain_ends({rank: place.waits_for for rank, place in places.items() if place.waits_for})
+    if any(end.is_circle for end in ends) or any(True for _ in _mismatches(statuses)):
+        return {}
+    found = {}
+    for rank in sorted(rank for end in ends for rank in end.ranks):
+        status, process = statuses.get(rank), processes.get(rank, "")
+        if status is None:
+            if process != "ended":
+                found[rank] = _SILENT[process]
+        elif not (status.get("closed") or status.get("failed") or any(map(_blocked_in, status["groups"]))):
+            found[rank] = doing_of(status)
+    return found
+
+
+def _mismatches(statuses: Statuses) -> Iterator[tuple[str, Diagnosis]]:
+    """Yield the groups whose ranks make different calls."""
     groups = {group["label"]: group["ranks"] for status in statuses.values() for group in status["groups"]}
     for label, ranks in groups.items():
-        mismatch = find_mismatch(label, ranks, statuses)
-        if mismatch is not None:
-            return [
-                f"the ranks of {label} made different calls with the sequence number {mismatch.number}:",
-                *(f"  {line}" for line in mismatch.lines),
-                "  mesh.step() at the end of each step finds the step, and the call that was left out",
-            ]
-    waits: dict[int, set[int]] = {}
-    calls: dict[int, str] = {}
-    for rank, status in statuses.items():
-        failed = status.get("failed") or {}
-        for group in status["groups"]:
-            label, ours = group["label"], failed.get("label") == group["label"]
-            # The rank is blocked in the call, or was when it failed.
-            call = (failed.get("waiting") if ours else None) or _blocked_in(group) or (ours and group["last"])
-            waiting = call if call and "parts" in call else None
-            blocked = BlockedCall(rank, label, group["ranks"], group["started"], waiting)
-            others = absent(blocked, statuses) if call else []
-            if others:
-                waits[rank] = {peer for peer, _ in others}
-                calls[rank] = f"{call_text(call)}, at {call['callsite']}"
-    if not waits:
-        return ["no rank was found waiting for another: the reports do not show a cause"]
-    if circle := find_circle(waits):
-        lines = ["circular wait:"]
-        for rank, other in zip(circle, [*circle[1:], circle[0]], strict=True):
-            lines.append(f"  {name_of_rank(rank, statuses[rank])} in {calls[rank]} waits for rank {other}")
-        return lines
-    # The cause is a rank that others wait for and that waits for no other.
-    roots: dict[int, list[int]] = {}
-    for rank, peers in waits.items():
-        for peer in peers - waits.keys():
-            roots.setdefault(peer, []).append(rank)
-    lines = []
-    for root, waiters in sorted(roots.items(), key=lambda item: -len(item[1])):
-        waits_for = f"wait{'s' if len(waiters) == 1 else ''} for it in {calls[waiters[0]]}"
-        lines.append(f"{activity(root, statuses.get(root))}; rank {fold(sorted(waiters))} {waits_for}")
-    return lines
+        if (mismatch := find_mismatch(label, ranks, statuses)) is not None:
+            yield label, mismatch
 
 
 def _first(lines: Sequence[str]) -> list[str]:
@@ -345,37 +493,6 @@ def _messages_begun(status: Status, label: str, half: str, peer: int) -> dict[in
     if group is None:
         return {}
     return {tag: n for way, other, tag, n in group["messages"]["begun"] if way == half and other == peer}
-
-
-def find_circle(waits: Mapping[int, Collection[int]]) -> list[int]:
-    """Return ranks in a cycle: each waits for the next, and the last for the first. Return [] if there is no cycle.
-
-    waits: rank -> the ranks that it waits for. The result is a shortest cycle through the lowest rank that is in any cycle.
-    """
-    left = dict(waits)
-    # A rank that waits only for removed ranks is in no cycle.
-    while free := [rank for rank, others in left.items() if left.keys().isdisjoint(others)]:
-        for rank in free:
-            del left[rank]
-    ways = (shortest_way(left, rank, rank) for rank in sorted(left))
-    return next((way[:-1] for way in ways if way), [])
-
-
-def shortest_way(after: Mapping[Node, Iterable[Node]], source: Node, target: Node) -> list[Node]:
-    """Return the nodes on a path from one node to another, both included; [] if there is no path of at least one step."""
-    came = dict.fromkeys(after.get(source, ()), source)
-    front = list(came)
-    for node in front:
-        for later in after.get(node, ()):
-            if later not in came:
-                came[later] = node
-                front.append(later)
-    if target not in came:
-        return []
-    way = [target]
-    while way[-1] != source or len(way) == 1:
-        way.append(came[way[-1]])
-    return way[::-1]
 
 
 def _group(status: Status | None, label: str | None) -> Any:
@@ -475,7 +592,7 @@ class FailedCall:
         reason = Reason.CLOSED if found.silent else self.reason
         if reason is Reason.UNREACHABLE:
             reason = Reason.TIMEOUT
-        return self._error(reason, lines, expected, hint, found.missing)
+        return self._error(reason, lines, expected, hint, found.missing, found.chain)
 
     def error_unasked(self, silent: bool) -> MeshcommError:
         """Return the error if no rank could be asked: only the backend's error is known.
@@ -507,9 +624,10 @@ class FailedCall:
         expected: str,
         hint: str,
         missing: Sequence[int] = (),
+        chain: Sequence[Sequence[Any]] = (),
     ) -> MeshcommError:
         kind = {Reason.CLOSED: PeerLost, Reason.TIMEOUT: CollectiveTimeout}.get(reason, CommunicationError)
         given = "\n".join([self._first, *lines])
         facts: Any = {"missing": tuple(missing)} if issubclass(kind, CollectiveTimeout) else {}
         what = f"{self.at} {reason.value}"
-        return kind(what, given=given, expected=expected, hint=hint, call=self._call, **facts)
+        return kind(what, given=given, expected=expected, hint=hint, call=self._call, chain=chain, **facts)

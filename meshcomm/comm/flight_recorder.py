@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -14,16 +15,24 @@ from weakref import ref
 from torch import Tensor
 from torch.autograd.profiler import record_function
 
-from meshcomm.collectives import BARRIER, HOOKED, ROWS, Call, Collective
+from meshcomm.collectives import BARRIER, HOOKED, ROWS, Call
 from meshcomm.comm.callsite import C10D, is_inside, line_of, users_frame
 from meshcomm.comm.counters import CallCounter, Counters, Entry, PendingCall, counter_of
+from meshcomm.comm.facts import facts_of_hook, shortened
 from meshcomm.comm.mismatch import CallCheck, StepHistory
 from meshcomm.comm.p2p_log import MessageCheck, MessageLog, PendingMessage
 from meshcomm.comm.spans import Span, Spans
+from meshcomm.comm.torch_private import arguments_of
 from meshcomm.errors import MeshcommError
 from meshcomm.transport.base import Direction, Transport, Work
-from meshcomm.transport.support import name_of
-from meshcomm.transport.torch_private import HOOK_NAMES, GroupHooks, capturing, profiling, work_error
+from meshcomm.transport.torch_private import (
+    HOOK_NAMES,
+    GroupHooks,
+    capturing,
+    end_wait_by,
+    profiling,
+    work_error,
+)
 
 KEPT: Final = 256
 # How many recent collectives a rank reports to the others.
@@ -57,6 +66,7 @@ class FlightRecorder:
     counters:  the counters of all calls. messages: the group's messages, counted by peer.
     refused:   sequence numbers of calls that sent nothing because the ranks were about to make different calls.
     hooks:     the hooks of `watch`. check: compares the first collectives between the ranks; None afterward.
+    difference: returns the error if such a comparison has found a difference; see CallCheck.difference.
     steps:     the calls of each step, if the program calls `mesh.step`.
     group_name, timeout_s: the name and timeout of the backend's group, if a watchdog created the recorder.
     lost:      takes a call and whether a peer is gone; returns the error if ranks were lost and replaced.
@@ -110,6 +120,7 @@ class FlightRecorder:
         self._succeeded: object = None
         self.hooks: GroupHooks | None = None
         self.check: CallCheck | None = None
+        self.difference: Callable[[], MeshcommError | None] = lambda: None
 
     @property
     def inside(self) -> bool:
@@ -141,6 +152,10 @@ class FlightRecorder:
         return error
 
     # -- calls of the mesh ---------------------------------------------------------------------------
+
+    def compares(self, check: CallCheck) -> None:
+        """Compare the first collectives with `check`."""
+        self.check, self.difference = check, check.difference
 
     def call(
         self,
@@ -213,6 +228,14 @@ class FlightRecorder:
                 # The error must not keep the backend's Work alive, and with it the group's sockets.
                 clear_frames(trace)
                 raise self._caller.failed(entry[0].call, error) from error
+            check = self.check
+            if check is not None and check.raised:
+                # Nor must an error about calls that are under way.
+                clear_frames(trace)
+            # An Exception between the comparison and the start is raised on every rank; an interrupt is not.
+            interrupted = error is not None and not isinstance(error, Exception)
+            if interrupted and check is not None and check.announced and entry is not None:
+                check.leave(entry[0].name, entry[0].call, type(error).__name__)
             # This may be any error from reading the result of an abandoned call.
             if isinstance(error, Exception) and self._caller is not None and entry is not None:
                 self._caller.confirm(entry[0].call, error)
@@ -239,22 +262,37 @@ class FlightRecorder:
         """Record that the last call sent nothing. Every rank in the group records this, whatever call it was about to make."""
         self.refused.append(self.started)
 
-    def announce_call(self, name: str, call: str, facts: dict[str, Any], past: bool = False) -> bool:
+    def announce_call(
+        self, name: str, call: str, facts: dict[str, Any], waits: bool = True, past: bool = False
+    ) -> bool:
         """Compare the call in progress with the other ranks' calls, while calls are compared. Return whether it was compared.
 
-        The comparison uses the same group. Raises CallMismatchError if the ranks make different calls.
+        waits: whether the call itself waits for all ranks of the group. See CallCheck.
+        Raises CallMismatchError if the ranks make different calls.
         """
         # The host reads the result of the comparison, which would abort a graph capture.
         if self.check is None or capturing():
             return False
-        if not self.check.active:
-            self.check = None
-            return False
+        check = self.check
         try:
-            return self.check.announce_call(name, call, facts, past)
+            if check.active:
+                waits = waits and not self.ordered
+                return check.announce_call(name, call, facts, past, waits, self.started)
+            check.refuse()
+            if check.settled():
+                self.check = None
+            return False
         except MeshcommError:
             self.refuse()
             raise
+
+    def issued(self, works: Sequence[Any]) -> None:
+        """Record that the backend has been given the call under way, as these Works."""
+        check = self.check
+        if check is not None:
+            check.announced = False
+            for work in works if check.guarded and not self.ordered else ():
+                end_wait_by(work, check.ended)
 
     def later(self) -> PendingCall | None:
         """Record that the program will wait for the call later. Return the object to notify of each wait for the call."""
@@ -297,10 +335,14 @@ class FlightRecorder:
         op, root = getattr(given, "op", None), given.root if row.root is not None else -1
         _LATEST[0] = id(self)
         self.call(None, counter, row.moved(nbytes, len(self.ranks)), one, op, root)
+        if self.span is not None and one is None:
+            self.span.of(tensors)
         try:
             if self.check is not None:
-                facts = _facts(row, kind, given.input_tensors, given.output_tensors, given.root)
-                self.announce_call(name, row.name, facts, past=True)
+                arguments = arguments_of(sys._getframe(2))
+                facts = facts_of_hook(row, given, self.check.coord, len(self.ranks), arguments)
+                waits = not given.async_op and row.waits_for_all(nbytes)
+                self.announce_call(name, row.name, facts, waits, past=True)
         except RuntimeError as error:
             where = f'{row.name} {self.past_the_mesh}along "{name}" on {who}'
             raise self.inquire(self, where, error) from error
@@ -314,6 +356,7 @@ class FlightRecorder:
             self._issued = False
             self.end()
             self.queued(given.work)
+            self.issued([given.work])
         elif self._past is not None:
             self.messages.posted(self._past, given.work)
             if self.ordered:
@@ -356,6 +399,7 @@ class FlightRecorder:
         if self.hooks is not None:
             self.hooks.remove()
         self.work = self.check = self._succeeded = None
+        self.difference = lambda: None
 
     def call_data(self, number: int) -> dict[str, Any] | None:
         """Return the call `number` as plain data; None if it is not in the ring. over: None while it is under way."""
@@ -413,8 +457,18 @@ class FlightRecorder:
                 for call in recent
                 if call
             ],
+            "compared": self._compared(),
             "messages": self.messages.status(self.ranks),
             "steps": self.steps.data(),
+        }
+
+    def _compared(self) -> dict[int, Sequence[Any]]:
+        """Return the compared calls that may differ on another rank as plain data, by their number among compared calls."""
+        made = [] if self.check is None else list(self.check.made)
+        calls = ((each, self.call_data(each[1])) for each in made)
+        return {
+            number: [call, shortened(facts), "?" if recorded is None else recorded["callsite"], past]
+            for (number, _, call, facts, past), recorded in calls
         }
 
 
@@ -453,7 +507,9 @@ class Caller:
         work = self.transport.start(call)
         if self.recorder.ordered:
             self.recorder.queued(work)
-        return () if work is None else (work,)
+        works = () if work is None else (work,)
+        self.recorder.issued(works)
+        return works
 
     def run(self, call: Call) -> None:
         """Start a collective and wait for it."""
@@ -480,19 +536,3 @@ def hooked(group: Any, recorder_of: Callable[[], FlightRecorder | None], name: s
             recorder.after(given)
 
     return GroupHooks(group, before, after)
-
-
-def _facts(
-    row: Collective, kind: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor], root: int
-) -> dict[str, Any]:
-    """Return the known facts of a call outside the mesh that must be equal on all ranks."""
-    found: dict[str, Any] = {} if root < 0 else {"root": root}
-    # The parts of a scatter or gather exist on only one rank.
-    tensors = outputs[:1] if row.root == "src" and outputs else inputs
-    if row is BARRIER or not tensors:
-        return found
-    found["dtype"] = name_of(tensors[0].dtype)
-    # Lists may hold unequal tensors, and an all-to-all may be uneven.
-    if not kind.startswith(("ALLTOALL", "ALLGATHER_COALESCED")):
-        found["elements"] = sum(x.numel() for x in tensors)
-    return found

@@ -149,8 +149,14 @@ def _axis(
 # -- a mean over ranks that have different numbers of tokens: the sum of values over the sum of weights -----
 
 
-def mean_message(values: Tensor, weights: Tensor | float, where: str) -> Tensor:
-    """Return the values followed by the weights, in one flat float32 or float64 tensor. Raises ShapeError, AutogradError."""
+def mean_message(values: Tensor, weights: Tensor | float, where: str) -> tuple[Tensor, list[Tensor]]:
+    """Return the values followed by the weights, in one flat float32 or float64 tensor, and as two tensors.
+
+    Raises ShapeError, AutogradError.
+    """
+    for each in (values, weights):
+        if isinstance(each, Tensor):
+            check_tensor(each, (each.device.type,), lambda: f"mean on {where}")
     if not isinstance(values, Tensor) or not values.is_floating_point():
         raise ShapeError(
             f"mean on {where} takes a floating-point tensor of sums",
@@ -174,7 +180,8 @@ def mean_message(values: Tensor, weights: Tensor | float, where: str) -> Tensor:
             expected="one weight for all values, or one for each",
             hint="weights of shape () or of the values' shape",
         )
-    return torch.cat([values.detach().to(kind).flatten(), counts.flatten()])
+    parts = [values.detach().to(kind), counts]
+    return torch.cat([part.flatten() for part in parts]), parts
 
 
 def mean_of(values: Tensor, sums: Tensor) -> Tensor:

@@ -19,8 +19,10 @@ from meshcomm.comm.checks import (
     check_in_place,
     check_tensor,
     check_written,
+    value_of,
 )
 from meshcomm.comm.communicator import Communicator
+from meshcomm.comm.facts import facts_of_list
 from meshcomm.comm.handle import Handle
 from meshcomm.comm.shapes import materialised, pack, unpack, unwatched
 from meshcomm.errors import ShapeError
@@ -48,6 +50,8 @@ def collective(
         check_coord(options["root"], comm.size, row.root, where)
     # A fast check for the common case, as lists are long.
     dense = all_usable(tensors, comm.transport.device)
+    if not dense:
+        tensors = [value_of(x) for x in tensors]
     for x in tensors if not dense else ():
         check_tensor(x, comm.kinds, where)
         check_in_place(x, where, row.with_gradient)
@@ -55,14 +59,32 @@ def collective(
     messages = _messages(tensors, dense)
     if len(messages) > 1 and not (dense and _lie_apart(tensors)):
         check_apart(tensors, (), where, lambda one, other: one.dtype == other.dtype)
+
+    def started(group: list[Tensor], async_op: bool = False) -> Any:
+        x = pack(group if dense else [materialised(x) for x in group])
+        found = comm.collective(row, x, async_op, **options, **packed(comm, tensors, group))
+        if comm.recorder.span is not None:
+            comm.recorder.span.of(group)
+        return found
+
     if not async_op:
         # Run messages one at a time: each needs its packed copy only until it completes.
         for group in messages:
-            _write(comm.collective(row, _packed(group, dense), **options), group, dense)
+            _write(started(group), group, dense)
         return list(tensors)
-    under_way = [(comm.collective(row, _packed(group, dense), True, **options), group) for group in messages]
+    under_way = [(started(group, True), group) for group in messages]
     handles = [handle for handle, _ in under_way]
     return Handle(handles, comm, call, partial(_finish, list(tensors), under_way, dense))
+
+
+def packed(
+    comm: Communicator, tensors: Sequence[Tensor], message: Sequence[Tensor] | None = None
+) -> dict[str, Any]:
+    """Return the option of `Communicator.collective` for a tensor that packs others, while calls are compared.
+
+    message: those of the tensors that it packs; None for all.
+    """
+    return {} if comm.recorder.check is None else {"packed": facts_of_list(tensors, message or tensors)}
 
 
 def _finish(
@@ -71,10 +93,6 @@ def _finish(
     for handle, group in under_way:
         _write(handle.wait(), group, dense)
     return tensors
-
-
-def _packed(group: Sequence[Tensor], dense: bool) -> Tensor:
-    return pack(group if dense else [materialised(x) for x in group])
 
 
 def _write(packed: Tensor, group: list[Tensor], dense: bool) -> None:

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
+import time
 from array import array
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from itertools import count
 from types import CodeType
-from typing import Any, Final, NamedTuple, final
+from typing import Any, Final, NamedTuple, Protocol, final
 from zlib import crc32
 
 import torch
@@ -16,77 +21,325 @@ import torch
 from meshcomm.collectives import ALL_GATHER, ALL_REDUCE, Call
 from meshcomm.comm.callsite import caller, line_of
 from meshcomm.comm.counters import Entry
+from meshcomm.comm.facts import balanced, facts_match, parts_of, shortened
 from meshcomm.errors import CallMismatchError
 from meshcomm.layout.sizes import rank_text, ranks_text
 from meshcomm.transport import Transport, Work
+from meshcomm.transport.torch_private import wait_until
 
-_BYTES: Final = 512
-_FACTS: Final = 240
+_BYTES: Final = 1024
 _SITE: Final = 200
 # The number of runs of equal steps whose calls are kept.
 RUNS: Final = 64
+# The number of calls that a rank remembers until it knows that the others have made them too.
+_UNSETTLED: Final = 64
+# How many calls later the store forgets a call that was compared through it.
+_BEHIND: Final = 1024
+# What becomes of a group in which ranks have made different calls that are under way.
+_OUT_OF_STEP: Final = "this group cannot be used any more"
+# The sizes of an asynchronous all_to_all are compared in groups of at most this many ranks, as each rank reads those of all.
+_PAIRED: Final = 64
+# How long, in seconds, a rank looks for a published difference after a comparison that was not equal. The ranks may have made
+# the same call in two ways, of which different facts are known.
+_LOOKS_S: Final = 10.0
+# What is told in place of a call when the ranks are known to have made different ones.
+_APART: Final = "[]"
 # What an error expects if no majority tells which ranks are wrong.
 _SAME: Final = "the same calls on every rank of the group"
+# Facts that an error shows only if nothing else differs.
+_UNSEEN: Final = ("sent as",)
 # The number of callsites of one rank's step that an error shows.
 _SHOWN: Final = 6
 
 
-@final
-class CallCheck:
-    """Compares the first calls in one group between its ranks, with an all_reduce of 16 bytes. If calls differ, the ranks
-    exchange them in one small all_gather.
+class Shared(Protocol):
+    """What a rank can ask of the other ranks without their taking part: in the job's store, or of their watchdogs.
 
-    transport: returns the group's transport. limit: how many calls to compare, equal on all ranks; None to compare all.
+    rank: this rank. look_s: time in seconds between two looks at what was published, for a rank that waits.
     """
 
-    def __init__(self, transport: Callable[[], Transport], ranks: Sequence[int], limit: int | None) -> None:
+    rank: int
+    look_s: float
+
+    def first(self, key: str, told: str) -> str:
+        """Return what the first rank told under `key`, which is `told` if that is this rank."""
+        ...
+
+    def lines(self, key: str, told: str) -> list[str]:
+        """Add a line under `key`, and return all lines. Returns [] if the store has no such operation."""
+        ...
+
+    def delete(self, key: str) -> None:
+        """Forget what was told under `key`."""
+        ...
+
+    def made(self, label: str, number: int, ranks: Sequence[int]) -> dict[int, Sequence[Any]]:
+        """Return the compared call `number` of each rank that has made it, as CallCheck tells it. Waits for a short time."""
+        ...
+
+    def publish(self, key: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Return the difference that the first rank made and published under `key`. May wait for seconds."""
+        ...
+
+    def published(self, key: str) -> dict[str, Any] | None:
+        """Return what was published under `key`; None if nothing was."""
+        ...
+
+
+@final
+class CallCheck:
+    """Compares the first calls in one group between its ranks, and makes no call wait that the backend would not.
+
+    On Gloo, every rank posts an all_reduce of 24 bytes before each call. A call that waits for all ranks anyway waits for
+    it first: if calls differ, nothing is sent, the ranks exchange the calls in one all_gather, and the group is as good as
+    before. Any other call (asynchronous, rooted, or on a backend whose calls the host does not wait for) is compared with
+    the first rank's call through the job's store before it is issued, so only equal calls ever meet. If such calls differ,
+    some of them are under way and never complete, and every later call on the group raises the published difference.
+
+    transport: returns the group's transport. limit: how many calls to compare, equal on all ranks; None to compare all.
+    label: the group's name in statuses. key: its name in the store, which no later group has. shared: None if there are no
+    other processes.
+
+    raised: whether the program has been told that the ranks made different calls, some of which are under way.
+    announced: whether a compared call is about to be issued. guarded: whether it does not wait for the other ranks.
+    made: the calls that may differ on another rank:
+    number, the recorder's number, name, facts, and whether it was made outside the mesh.
+    """
+
+    def __init__(
+        self,
+        transport: Callable[[], Transport],
+        ranks: Sequence[int],
+        limit: int | None,
+        label: str = "",
+        key: str = "",
+        shared: Shared | None = None,
+    ) -> None:
         self._transport = transport
         self._ranks = list(ranks)
         self._left = limit
         self._number = 0
+        self._label, self._key, self._shared = label, key, shared
+        self.announced = self.guarded = False
+        self.made: deque[tuple[int, int, str, dict[str, Any], bool]] = deque(maxlen=_UNSETTLED)
+        # The posted comparisons that no call waits for: the call's number, and what is compared.
+        self._posted: deque[tuple[int, Work, torch.Tensor]] = deque()
+        # The difference between the ranks, once it is known here. Whether there may be one that is not.
+        self._difference: dict[str, Any] | None = None
+        # Until when a difference that another rank may have published is looked for.
+        self._suspects = 0.0
+        self.raised = False
+        self._due = 0.0
 
     @property
     def active(self) -> bool:
         """Whether the next call will be compared."""
         return (self._left is None or self._left > 0) and len(self._ranks) > 1
 
-    def announce_call(self, name: str, call: str, facts: dict[str, Any], past: bool = False) -> bool:
-        """Wait until all ranks are about to make the same call on `name`. Return whether an exchange was needed.
+    @property
+    def coord(self) -> int:
+        """This rank's place in the group."""
+        return self._transport().coord
+
+    def settled(self) -> bool:
+        """Return whether every call so far is known to be that of the other ranks, as far as the backend tells."""
+        now = time.monotonic()
+        while self._posted and self._posted[0][1].is_completed():
+            number, _, signs = self._posted.popleft()
+            if signs[0] != -signs[1]:
+                self._suspects = max(self._suspects, now + _LOOKS_S)
+            while now >= self._suspects and self.made and self.made[0][0] <= number:
+                self.made.popleft()
+        return not self._posted and now >= self._suspects
+
+    def refuse(self) -> None:
+        """Raise CallMismatchError if the ranks are known to have made different calls that are under way."""
+        self.announced = self.guarded = False
+        self.settled()
+        if time.monotonic() < self._suspects:
+            self.difference()
+        if self._difference is not None:
+            self.raised = True
+            raise error_of(self._difference)
+
+    def announce_call(
+        self, name: str, call: str, facts: dict[str, Any], past: bool, waits: bool, recorded: int
+    ) -> bool:
+        """Return when this rank may make a call on `name`. Return whether it was compared.
 
         past: whether the call is made outside the mesh, in which case only some of its facts are known.
+        waits: whether the call waits for all ranks of the group. If not, this method does not wait for any.
+        recorded: the call's number in the recorder.
 
-        Raises CallMismatchError on every rank of the group, before any data has moved.
+        Raises CallMismatchError, on every rank of the group, or as soon as this rank's call is known to differ.
         """
-        transport = self._transport()
-        if not self.active or transport.announce_call(name, call, facts):
+        transport, shared = self._transport(), self._shared
+        if transport.announce_call(name, call, facts):
             return False
-        if self._left is not None:
-            self._left -= 1
-        self._number += 1
+        self.refuse()
+        waits = waits or shared is None
+        number = self._number + 1
         sign = _sign(call, facts, past)
-        signs = torch.tensor([sign, -sign], device=transport.device)
-        _done(transport.start(Call(ALL_REDUCE, signs, op="max")))
-        highest, lowest = signs.tolist()
-        if highest != -lowest:
-            self._compare(transport, name, _message(call, facts, past))
+        try:
+            self._number = number
+            if self._left is not None:
+                self._left -= 1
+            self.made.append((number, recorded, call, facts, past))
+            if waits or not transport.ordered:
+                signs = torch.tensor([sign, -sign, int(not waits)], device=transport.device)
+                work = transport.start(Call(ALL_REDUCE, signs, op="max"))
+                if not waits and work is not None:
+                    self._posted.append((number, work, signs))
+                elif self._agrees(transport, name, work, signs, _told(call, facts, caller(), past)):
+                    self.announced = True
+                    return True
+            if shared is not None:
+                parts = parts_of(facts, transport.size)
+                self._meet(shared, name, number, _told(call, facts, caller(), past), parts)
+            self.announced = self.guarded = True
+        except Exception:
+            raise
+        except BaseException as error:
+            self.leave(name, call, type(error).__name__)
+            raise
+        finally:
+            # A stored error keeps this frame alive; it must not keep the group.
+            del transport
+            work = None
         return True
 
-    def _compare(self, transport: Transport, name: str, message: bytes) -> None:
+    def leave(self, name: str, call: str, raised: str) -> None:
+        """Record that this rank leaves the call under way before it is issued, although the call has been compared.
+
+        raised: the type of the exception that interrupts it.
+        """
+        who = "this rank" if self._shared is None else f"rank {self._shared.rank}"
+        left = CallMismatchError(
+            f'{who} left call {self._number} along "{name}" before it sent its part; {_OUT_OF_STEP}',
+            given=f"{raised} in {call} at {caller()}",
+            expected=_SAME,
+            hint="end the program, or go on with a new group",
+            mismatched_ranks=() if self._shared is None else (self._shared.rank,),
+        )
+        self._difference = _as_data(left)
+        if self._shared is not None:
+            with suppress(RuntimeError, TimeoutError):
+                self._difference = self._shared.publish(self._key, lambda: _as_data(left))
+        self.raised = True
+
+    def difference(self) -> CallMismatchError | None:
+        """Return the error if the ranks of the group have made different calls, some of which are under way."""
+        if self._difference is None and self._shared is not None and self._number:
+            with suppress(RuntimeError):
+                self._difference = self._shared.published(self._key)
+        return None if self._difference is None else error_of(self._difference)
+
+    def is_apart(self) -> bool:
+        """Return whether the ranks have made different calls, some of which are under way and may never complete."""
+        return self._difference is not None or (not self.settled() and self.difference() is not None)
+
+    def ended(self, over: bool) -> CallMismatchError | None:
+        """Return `difference` for a call that waits, or whose wait is `over`. While it waits, looks no more often than a
+        watchdog does.
+        """
+        now = time.monotonic()
+        if self._shared is None or (self._difference is None and now < self._due and not over):
+            return None
+        self._due = now + self._shared.look_s
+        error = self.difference()
+        self.raised |= error is not None
+        return error
+
+    def _agrees(
+        self, transport: Transport, name: str, work: Work | None, signs: torch.Tensor, mine: list[Any]
+    ) -> bool:
+        """Wait for the comparison. Return whether the calls are equal, or False if a rank has not waited for it."""
+        if work is not None and self._shared is not None:
+            wait_until(work, self.ended)
+        elif work is not None:
+            work.wait()
+        highest, lowest, guarded = signs.tolist()
+        if highest == -lowest:
+            self.made.clear()
+            return True
+        if guarded:
+            return False
+        self._exchange(transport, name, mine)
+        self.made.clear()
+        return True
+
+    def _exchange(self, transport: Transport, name: str, mine: list[Any]) -> None:
         """Exchange the calls themselves, because the digests differ."""
-        mine = torch.frombuffer(bytearray(message.ljust(_BYTES, b"\0")), dtype=torch.uint8).to(
+        own = torch.frombuffer(bytearray(_message(mine).ljust(_BYTES, b"\0")), dtype=torch.uint8).to(
             transport.device
         )
-        everyone = mine.new_empty(transport.size * _BYTES)
-        _done(transport.start(Call(ALL_GATHER, mine, everyone)))
+        everyone = own.new_empty(transport.size * _BYTES)
+        work = transport.start(Call(ALL_GATHER, own, everyone))
+        if work is not None:
+            work.wait()
         rows = everyone.cpu().view(-1, _BYTES)
         calls = [json.loads(row.numpy().tobytes().rstrip(b"\0")) for row in rows]
-        if not all(_is_same(call, calls[0]) for call in calls):
+        if not _are_same(calls):
+            self.made.clear()
             raise mismatch(name, self._number, self._ranks, [each[:3] for each in calls])
 
+    def _meet(
+        self,
+        shared: Shared,
+        name: str,
+        number: int,
+        mine: list[Any],
+        parts: tuple[list[int], list[int]] | None,
+    ) -> None:
+        """Compare this rank's call with the call of the rank that came first. Does not wait for any rank.
 
-def _done(work: Work | None) -> None:
-    if work is not None:
-        work.wait()
+        parts: what this rank sends to each coord and expects from each, in an all_to_all. It is compared with all ranks that
+        have come.
+        """
+        own = json.dumps([*mine, shared.rank])
+        told = shared.first(f"{self._key}/{number}", own)
+        if told == own and number > _BEHIND:
+            # If a rank is so far behind, its call of that number is compared with no other's.
+            for key in (f"{number - _BEHIND}", f"{number - _BEHIND}/parts"):
+                shared.delete(f"{self._key}/{key}")
+        if told == _APART:
+            self._suspects = math.inf
+            self.refuse()
+        *first, rank = json.loads(told)
+        if not _is_same(mine, first):
+            known = {rank: first, shared.rank: mine}
+        elif parts is None or self._fit(shared, f"{self._key}/{number}/parts", *parts):
+            return
+        else:
+            known = {shared.rank: mine}
+        self._difference = shared.publish(self._key, partial(self._differ, shared, name, number, known))
+        # Whoever goes on to the next call through the store is told there.
+        later = (f"{self._key}/{after}" for after in count(number + 1))
+        next(key for key in later if shared.first(key, _APART) == _APART)
+        self.refuse()
+
+    def _fit(self, shared: Shared, key: str, sends: list[int], expects: list[int]) -> bool:
+        """Return whether this rank and each rank that has come expect what the other sends."""
+        coord = self._ranks.index(shared.rank)
+        if len(self._ranks) > _PAIRED:
+            return True
+        # Of two ranks, at least the one that adds its line last reads both.
+        lines = shared.lines(key, json.dumps([coord, sends, expects]))
+        return all(
+            theirs[coord] == expects[other] and wanted[coord] == sends[other]
+            for other, theirs, wanted in map(json.loads, lines)
+        )
+
+    def _differ(
+        self, shared: Shared, name: str, number: int, known: dict[int, Sequence[Any]]
+    ) -> dict[str, Any]:
+        others = [rank for rank in self._ranks if rank not in known]
+        calls = {**shared.made(self._label, number, others), **known}
+        ranks = [rank for rank in self._ranks if rank in calls]
+        error = mismatch(name, number, ranks, [calls[rank][:3] for rank in ranks], _OUT_OF_STEP)
+        if absent := [rank for rank in self._ranks if rank not in calls]:
+            error.given = f"{error.given}\n{ranks_text(absent)}: not known yet"
+        return _as_data(error)
 
 
 def _sign(call: str, facts: dict[str, Any], past: bool) -> int:
@@ -96,10 +349,14 @@ def _sign(call: str, facts: dict[str, Any], past: bool) -> int:
 
 
 def _is_same(one: Sequence[Any], other: Sequence[Any]) -> bool:
-    """Return whether two calls, each given as (call, facts, site, past), are the same operation."""
-    mine, theirs = one[1], other[1]
-    known = mine.keys() & theirs.keys() if one[3] or other[3] else mine.keys() | theirs.keys()
-    return bool(one[0] == other[0]) and all(mine.get(key) == theirs.get(key) for key in known)
+    """Return whether two ranks' calls, each given as (call, facts, ...), can belong to one call of their group."""
+    return bool(one[0] == other[0]) and facts_match([one[1], other[1]])
+
+
+def _are_same(calls: Sequence[Sequence[Any]]) -> bool:
+    """Return whether the calls of all ranks of a group, in coord order, are one call."""
+    facts = [each[1] for each in calls]
+    return len({each[0] for each in calls}) == 1 and facts_match(facts) and balanced(facts)
 
 
 def majority(signs: Mapping[int, Any]) -> tuple[list[int], list[int]]:
@@ -142,19 +399,36 @@ def alike(ranks: Sequence[int], signs: Mapping[int, Any]) -> list[list[int]]:
 
 
 def mismatch(
-    name: str, number: int, ranks: Sequence[int], calls: Sequence[Sequence[Any]]
+    name: str,
+    number: int,
+    ranks: Sequence[int],
+    calls: Sequence[Sequence[Any]],
+    sent: str = "nothing was sent",
 ) -> CallMismatchError:
     """Return the error for a group in which calls, each given as (call, facts, site), differ between ranks.
 
-    ranks: global ranks, in the order of `calls`. Ranks that differ from the majority are mismatched.
+    ranks: global ranks, in the order of `calls`. Ranks that differ from the majority are mismatched. sent: what became of
+    the calls.
     """
     by_rank = dict(zip(ranks, calls, strict=True))
-    signs = {rank: json.dumps([call, facts]) for rank, (call, facts, _) in by_rank.items()}
+    signs: dict[int, Any] = {}
+    for rank, call in by_rank.items():
+        same = (signs[each] for each in signs if _is_same(by_rank[each], call))
+        signs[rank] = next(same, rank)
     usual, mismatched = majority(signs)
-    lines = [f"{ranks_text(same)}: {_call_text(by_rank[same[0]])}" for same in alike(mismatched, signs)]
-    expected = f"as {ranks_text(usual)}: {_call_text(by_rank[usual[0]])}" if usual else _SAME
+    expected = f"as {ranks_text(usual)}: " if usual else _SAME
+    if not mismatched:
+        # Every two calls can belong together, but not all: an all_to_all whose sizes do not fit.
+        usual, mismatched, signs = [], list(ranks), {rank: rank for rank in ranks}
+        expected = "each rank to expect from every other what that rank sends to it"
+    seen = [{key: value for key, value in facts.items() if key not in _UNSEEN} for _, facts, _ in calls]
+    shown = _UNSEEN if facts_match(seen) else ()
+    lines = [
+        f"{ranks_text(same)}: {_call_text(by_rank[same[0]], shown)}" for same in alike(mismatched, signs)
+    ]
+    expected += _call_text(by_rank[usual[0]], shown) if usual else ""
     return CallMismatchError(
-        f'ranks differ in call {number} along "{name}": {blamed(mismatched, not usual)}; nothing was sent',
+        f'ranks differ in call {number} along "{name}": {blamed(mismatched, not usual)}; {sent}',
         given="\n".join(lines),
         expected=expected,
         hint="make the same calls in the same order on every rank of the group; "
@@ -163,27 +437,36 @@ def mismatch(
     )
 
 
-def _message(call: str, facts: dict[str, Any], past: bool) -> bytes:
-    """Encode the call in at most 512 bytes. Equal facts give equal texts at any callsite."""
-    whole = json.dumps(facts)
-    if len(whole) > _FACTS:
-        # For a shape with very many axes, send a digest of all facts and the beginning of their text.
-        digest = hashlib.sha256(whole.encode()).hexdigest()[:16]
-        facts = {"facts": whole[: _FACTS // 2], "digest": digest}
-    site = caller()[-_SITE:]
-    while len(text := json.dumps([call, facts, site, past]).encode()) > _BYTES:
+def _told(call: str, facts: dict[str, Any], site: str, past: bool) -> list[Any]:
+    """Return the call as other ranks are told of it: (call, facts, site, past)."""
+    return [call, shortened(facts), site[-_SITE:], past]
+
+
+def _message(told: list[Any]) -> bytes:
+    """Encode a call in at most a kilobyte. Equal facts give equal texts at any callsite."""
+    call, facts, site, past = told
+    while len(text := json.dumps([call, facts, site, past]).encode()) > _BYTES and site:
         site = site[20:]
     return text
 
 
-def _call_text(call: Sequence[Any]) -> str:
+def _as_data(error: CallMismatchError) -> dict[str, Any]:
+    """Return an error as plain data for `error_of`."""
+    facts = {key: getattr(error, key) for key in ("what", "given", "expected", "hint", "step")}
+    return {**facts, "mismatched": list(error.mismatched_ranks)}
+
+
+def _call_text(call: Sequence[Any], shown: Collection[str]) -> str:
     name, facts, site = call
-    listed = ", ".join(f"{key} {_plain(value)}" for key, value in facts.items() if value is not None)
-    return f"{name}({listed}) at {site}"
+    hidden = {"balance", *_UNSEEN} - {*shown} | ({"elements"} if "shape" in facts else set())
+    listed = (
+        f"{key} {_plain(value)}" for key, value in facts.items() if value is not None and key not in hidden
+    )
+    return f"{name}({', '.join(listed)}) at {site}"
 
 
 def _plain(value: Any) -> str:
-    return f"({', '.join(map(str, value))})" if isinstance(value, list) else str(value)
+    return f"({', '.join(map(_plain, value))})" if isinstance(value, list) else str(value)
 
 
 # -- step by step ------------------------------------------------------------------------------------

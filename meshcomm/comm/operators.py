@@ -4,6 +4,11 @@ An operator takes plain values, which a graph can hold: a tensor, the place to c
 The place consists of `group`, which identifies the live communicator; `size`, so that a graph contains everything
 that shapes and gradients depend on; and `traced`, whether a compiler recorded the call.
 
+torch.compile makes the calls of the program, in its order: every operator that communicates is registered as a side effect,
+so a call is not dropped where its result is unused, not merged with an equal one, not moved, not made while tracing, and not
+made again in backward. All that a graph depends on is in its text, the package's version among it, because compilers keep
+graphs on disk.
+
 Each operator is linear, so its `_Row` is enough to define all its derivatives. Backward calls the adjoint, which consists of
 these operators and so can be differentiated again. Forward mode calls the operator on the tangent. Under vmap the
 batch is one more axis of the same call.
@@ -23,6 +28,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
+from meshcomm import __version__
 from meshcomm.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, Collective
 from meshcomm.comm.checks import has_tangent
 from meshcomm.comm.communicator import Communicator, CommunicatorCache
@@ -30,14 +36,18 @@ from meshcomm.comm.torch_private import (
     SingleLevelFunction,
     after_autograd,
     below_autograd,
+    control_flow,
     forward_level,
+    keep_calls,
+    never_constant,
     only_device,
     set_forward_mode,
     single_level,
     transforming,
 )
-from meshcomm.errors import AutogradError, MeshClosed
+from meshcomm.errors import AutogradError, MeshClosed, UnsupportedOp
 from meshcomm.reductions import REDUCTIONS, with_gradient
+from meshcomm.transport.torch_private import once_in_graphs
 
 # The gradient rule of a gather whose gradient was not declared.
 UNDETERMINED: Final[Any] = "undetermined"
@@ -55,12 +65,15 @@ class Groups:
     def __init__(self, directory: CommunicatorCache, planner: Callable[[], Any]) -> None:
         self.at, self.planner = directory, planner
         # A mesh has the same number on every rank, so that all ranks compile, and cache on disk, the same graph.
-        self.key = f"mesh{next(_NUMBERS)}"
+        self.key = f"mesh{next(_NUMBERS)}-{__version__}"
         _LIVE[self.key] = self
 
     def place(self, comm: Communicator) -> Place:
-        """Return the place where operators communicate: group, size, traced."""
-        return f"{self.key}/{comm.name}", comm.size, is_compiling()
+        """Return the place where operators communicate: group, size, traced. Raises UnsupportedOp in control flow of a graph."""
+        traced = is_compiling()
+        if traced:
+            _refuse_control_flow(comm.name)
+        return f"{self.key}/{comm.name}", comm.size, traced
 
 
 _NUMBERS: Final = count(1)
@@ -80,6 +93,18 @@ def groups_of(key: str, what: str) -> Groups:
     return groups
 
 
+@once_in_graphs
+def _refuse_control_flow(name: str) -> None:
+    around = control_flow()
+    if around is not None:
+        raise UnsupportedOp(
+            f'a call along "{name}" cannot be compiled in the body of {around}',
+            given=f"a functional collective in a function that torch runs by {around}",
+            expected="calls outside it: torch cannot keep the order of side effects in its gradient",
+            hint="Python's if or for, which a graph unrolls; or no torch.compile",
+        )
+
+
 def _communicator(group: str) -> Communicator:
     key, _, name = group.partition("/")
     groups = groups_of(key, f'a call along "{name}"')
@@ -95,6 +120,7 @@ class _Row:
     run:       the call itself, without autograd; the result is contiguous and new.
     shape:     computes the result's shape from x's shape, the size and the arguments; if None, the result is a view of x.
     adjoint:   computes the gradient of x from the result's gradient, the place and the arguments.
+    sends:     whether `run` communicates.
     """
 
     name: str
@@ -104,6 +130,7 @@ class _Row:
     adjoint: Callable[..., Tensor]
     axes: int = 0
     op: int | None = None
+    sends: bool = True
 
 
 def _all_reduce(comm: Communicator, x: Tensor, op: str, grad: str) -> Tensor:
@@ -161,6 +188,7 @@ _ROWS: Final = (
         lambda comm, x: x.view_as(x),
         None,
         lambda dy, place: call("all_reduce", dy, place, "sum", "identity"),
+        sends=False,
     ),
     _Row(
         "all_gather",
@@ -186,6 +214,7 @@ _ROWS: Final = (
         lambda s, n, axis: REDUCE_SCATTER.shape(s, axis, n),
         lambda dy, place, axis: call("all_gather", dy, place, axis, "slice"),
         axes=1,
+        sends=False,
     ),
     _Row(
         "all_to_all",
@@ -286,10 +315,11 @@ def _batched(row: _Row, info: Any, in_dims: Any, x: Tensor, *given: Any) -> tupl
 
 
 def _define(row: _Row) -> None:
-    """Register one operator for eager calls, shape inference, autograd and vmap."""
+    """Register one operator for eager calls, shape inference, autograd, vmap and compilers."""
     name, alias = f"meshcomm::{row.name}", "" if row.shape else "(a)"
     more = f", {row.arguments}" if row.arguments else ""
-    _LIBRARY.define(f"{row.name}(Tensor{alias} x, str group, int size, bool traced{more}) -> Tensor{alias}")
+    schema = f"{row.name}(Tensor{alias} x, str group, int size, bool traced{more}) -> Tensor{alias}"
+    _LIBRARY.define(schema, tags=never_constant if row.sends else ())
 
     def kernel(x: Tensor, group: str, size: int, traced: bool, *args: Any) -> Tensor:
         return row.run(_communicator(group), x, *args)
@@ -301,6 +331,8 @@ def _define(row: _Row) -> None:
     _LIBRARY.impl(row.name, partial(_autograd, row), "Autograd", with_keyset=True)
     torch.library.register_fake(name, fake, lib=_LIBRARY)
     torch.library.register_vmap(name, partial(_batched, row), lib=_LIBRARY)
+    if row.sends:
+        keep_calls(getattr(torch.ops.meshcomm, row.name).default)
 
 
 _LIBRARY: Final = torch.library.Library("meshcomm", "DEF")

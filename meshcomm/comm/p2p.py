@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from operator import attrgetter
 from typing import Any, TypeAlias, final
@@ -26,6 +27,7 @@ from meshcomm.comm.checks import (
     check_tensor,
     check_written,
     is_plain,
+    value_of,
 )
 from meshcomm.comm.flight_recorder import Caller, FlightRecorder
 from meshcomm.comm.handle import Handle
@@ -41,7 +43,7 @@ from meshcomm.comm.shapes import (
     leaving,
 )
 from meshcomm.comm.torch_private import unobserved
-from meshcomm.errors import ShapeError, UnsupportedOp
+from meshcomm.errors import CallMismatchError, ShapeError, UnsupportedOp
 from meshcomm.transport import P2P, Transport, Work
 from meshcomm.transport.base import Direction
 from meshcomm.transport.torch_private import profiling, written
@@ -90,6 +92,7 @@ class Messages(Caller):
             written([out])
             ends = [P2P("recv", out, src, tag)]
             return self._start(Batch("recv", ends, async_op, result=out, source=src, carried=True))
+        out = value_of(out)
         if out is None and not async_op:
             header = self._checked("recv", "recv", blank_header(self._device), src, tag)
             check_answered(
@@ -106,6 +109,7 @@ class Messages(Caller):
 
     def recv_any(self, out: Tensor | None, tag: int = 0) -> tuple[Tensor, int]:
         """Receive from the rank that sends first, and return the tensor and that rank's coord. See `Mesh.recv_any`."""
+        out = value_of(out)
         first = blank_header(self._device) if out is None else out
         end = self._checked("recv", "recv_any", first, None, tag)
         handle = self._start(Batch("recv_any", [end], True, calls=0 if out is None else 1))
@@ -129,6 +133,7 @@ class Messages(Caller):
             return self._start(Batch(call, ends, async_op, result=outs, carried=True))
         check_envelopes(sends, "sends", partial(self.where, call))
         check_envelopes(recvs, "recvs", partial(self.where, call))
+        sends, recvs = ([(value_of(x), *more) for x, *more in each] for each in (sends, recvs))
         coming = [self._checked("recv", call, *each) for each in recvs]
         going = [self._checked("send", call, *each) for each in sends]
         if call == "exchange":
@@ -154,6 +159,7 @@ class Messages(Caller):
                 return out
         goes, comes = 0 <= target < self.size, 0 <= source < self.size
         if not goes or not self._is_fast("send", x, target, 0):
+            x = value_of(x)
             check_tensor(x, self.kinds, partial(self.where, "shift"))
             check_in_place(x, partial(self.where, "shift"), "shift")
         if target == self.coord:
@@ -215,6 +221,7 @@ class Messages(Caller):
         def where() -> str:
             return self.where(call)
 
+        x = value_of(x)
         check_tensor(x, self.kinds, where)
         if peer is None and call in ("irecv", "recv_any"):
             self._check_any(call)
@@ -289,9 +296,19 @@ class Messages(Caller):
         try:
             # The messages of a collective that runs step by step are counted as part of it.
             message = log.begin(self.name, batch, recorder.under_way is None)
-            left_s = log.confirm(message) if message.unanswered and not batch.async_op else None
             ends = batch.ends if batch.carried else _carried(batch.ends)
-            if profiling():
+            left_s = None
+            if message.unanswered and not batch.async_op:
+                if len(ends) > 1 and not transport.ordered:
+                    started: list[Work] = []
+                    works = started
+                    with record_function(f"meshcomm::{batch.call} {self.name}{recorder.plan}"):
+                        left_s, ends = self._start_agreed(ends, message, started), ()
+                else:
+                    left_s = log.confirm(message)
+            if not ends:
+                pass
+            elif profiling():
                 with record_function(f"meshcomm::{batch.call} {self.name}{recorder.plan}"):
                     works = transport.start_p2p(ends, single)
             else:
@@ -317,6 +334,46 @@ class Messages(Caller):
             if message is not None and handle is None:
                 message.ended()
         return batch.result if batch.finish is None else batch.finish()
+
+    def _start_agreed(self, ends: Sequence[P2P], message: PendingMessage, works: list[Work]) -> float | None:
+        """Start each message as soon as both ends agree on it; the other end may wait for it before its next call. Messages
+        that are in one call at the other end too start together. Return the result of `MessageLog.confirm`.
+        """
+        keys, agreed, waiting = message.keys, dict(message.agreed), list(range(len(ends)))
+
+        def start() -> None:
+            held = set()
+            for at in list(waiting):
+                end, key = ends[at], keys[at]
+                channel = end.direction, end.peer, end.tag
+                together = agreed.get(key, () if not key else None)
+                if (
+                    channel in held
+                    or together is None
+                    or any(key in keys and key not in agreed for key in together)
+                ):
+                    # Messages of one channel match in order.
+                    held.add(channel)
+                else:
+                    waiting.remove(at)
+                    works.extend(self.transport.start_p2p([end]))
+
+        def heard(key: str, together: Sequence[str]) -> None:
+            agreed[key] = together
+            start()
+
+        start()
+        try:
+            left_s = self.recorder.messages.confirm(message, heard)
+        except CallMismatchError:
+            # The other ends have started these, too.
+            with suppress(RuntimeError):
+                for work in works:
+                    work.wait()
+            raise
+        for at in waiting:
+            works.extend(self.transport.start_p2p([ends[at]]))
+        return left_s
 
     def _handle(self, batch: Batch, works: Sequence[Work], message: PendingMessage) -> Handle[Any]:
         from_any = batch.ends[0].peer is None

@@ -6,7 +6,7 @@ import json
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter as clock
 from types import CodeType, FrameType
@@ -38,6 +38,8 @@ Channel: TypeAlias = tuple[Direction, int, int]
 Part: TypeAlias = tuple[Direction, int | None, int, int]
 # The announcement of an end that arrived first, until it is answered: the store's key, and the peer's global rank.
 Unanswered: TypeAlias = tuple[str, int]
+# Called with the key of a message on which both ends agree, and with the keys of all messages in the other end's call.
+Heard: TypeAlias = Callable[[str, Sequence[str]], None]
 
 
 @final
@@ -77,11 +79,14 @@ class PendingMessage(PendingCall):
     """A call that sends or receives, and the line that made it.
 
     parts: the call's messages. nbytes: the bytes sent or the bytes received, whichever is larger. unanswered: the
-    announcements to peers that had not arrived. For the other fields, see PendingCall.
+    announcements to peers that had not arrived; keys: the store's key of each message, "" for one that is not compared;
+    agreed: the arguments of Heard for the messages that were compared at once. For the other fields, see PendingCall.
     """
 
     place: tuple[CodeType, int]
     unanswered: Sequence[Unanswered] = ()
+    keys: Sequence[str] = ()
+    agreed: Mapping[str, Sequence[str]]
     # The log that lists this call as in flight; None if no log does.
     _log: MessageLog | None = None
 
@@ -163,13 +168,16 @@ class MessageLog:
         """Count a call's messages and store its line; the call is under way until it has `started` or `ended`.
 
         counted: False for a part of a collective that runs step by step.
-        Raises CallMismatchError if the peer is known to pass a different tensor; that message
-        is not counted.
+        Raises CallMismatchError if a peer is known to pass a different tensor. All messages of the call are announced and
+        counted first, as at the other end, so that both ends go on with the same numbers.
         """
         frame = users_frame(4)  # past the frames of p2p.py
         check = self._check
         parts: list[Part] = []
         unanswered: list[Unanswered] = []
+        agreed: dict[str, Sequence[str]] = {}
+        keys: list[str] = []
+        differs: CallMismatchError | None = None
         sent = came = 0
         for direction, x, peer, tag in batch.ends:
             number = 0
@@ -178,14 +186,27 @@ class MessageLog:
             else:
                 came += x.nbytes
             if peer is not None:
-                if check is not None and check.is_compared(direction, peer):
-                    number = self.begun.get((direction, peer, tag), 0) + 1
-                    unanswered += check.meet(direction, peer, tag, number, x, frame)
-                    check.pairs[direction, peer] += 1
+                compared = check is not None and check.is_compared(direction, peer)
+                if check is not None and compared:
+                    keys = keys or check.keys(batch.ends, self.begun)
                 number = self._count(direction, peer, tag)
+                if check is not None and compared:
+                    key = keys[len(parts)]
+                    check.pairs[direction, peer] += 1
+                    try:
+                        together = check.meet(direction, peer, key, x, frame, keys)
+                    except CallMismatchError as error:
+                        differs = differs or error
+                    else:
+                        if together is None:
+                            unanswered.append((key, check.rank_of(peer)))
+                        else:
+                            agreed[key] = together
             elif check is not None:
                 check.takes_any()
             parts.append((direction, peer, tag, number))
+        if differs is not None:
+            raise differs
         nbytes = batch.nbytes
         if nbytes is None:
             nbytes = max(sent, came) if batch.calls else 0
@@ -195,7 +216,7 @@ class MessageLog:
         if counted:
             message.counts(counter_of(self._counters, name, batch.call), batch.calls)
         if unanswered:
-            message.unanswered = unanswered
+            message.unanswered, message.keys, message.agreed = unanswered, keys, agreed
         return message
 
     def past(
@@ -245,15 +266,17 @@ class MessageLog:
         found = ((message, work_error(work)) for message, work in over)
         return next(([(message, error)] for message, error in found if error is not None), [])
 
-    def confirm(self, message: PendingMessage) -> float | None:
+    def confirm(self, message: PendingMessage, heard: Heard = lambda key, together: None) -> float | None:
         """Wait a limited time for peers to confirm messages that are still compared. Raises CallMismatchError.
+
+        heard: called for each message as soon as its peer confirms, or is not waited for any longer.
 
         Returns the remaining seconds of the group's timeout if a peer stayed silent; None if all answered.
         """
         if not message.unanswered or self._check is None:
             return None
         unanswered, message.unanswered = message.unanswered, ()
-        return self._check.confirm(unanswered)
+        return self._check.confirm(unanswered, heard)
 
     def arrived(self, message: PendingMessage, src: int) -> None:
         """Record that a receive from any source received its message from coord `src`."""
@@ -349,24 +372,48 @@ class MessageCheck:
             self._any = True
             self._store.set(f"{self._label}/any/{self._rank}", "1")
 
+    def rank_of(self, peer: int) -> int:
+        """Return the global rank of a coord."""
+        return self._ranks[peer]
+
+    def keys(self, ends: Sequence[P2P], begun: Mapping[Channel, int]) -> list[str]:
+        """Return the store's key of each message of a call, or "" for a message that is not compared.
+
+        begun: the sequence number of the last message on each channel.
+        """
+        keys, numbers, pairs = [""] * len(ends), Counter(begun), Counter(self.pairs)
+        for at, (direction, _, peer, tag) in enumerate(ends):
+            if peer is not None and pairs[direction, peer] < self._limit:
+                pairs[direction, peer] += 1
+                numbers[direction, peer, tag] += 1
+                src, dst = self._ends(direction, peer)
+                keys[at] = self.key(src, dst, tag, numbers[direction, peer, tag])
+        return keys
+
+    def _ends(self, direction: Direction, peer: int) -> tuple[int, int]:
+        """Return the global ranks of a message's sender and receiver."""
+        other = self._ranks[peer]
+        return (self._rank, other) if direction == "send" else (other, self._rank)
+
     def meet(
-        self, direction: Direction, peer: int, tag: int, number: int, x: Tensor, frame: FrameType
-    ) -> list[Unanswered]:
+        self, direction: Direction, peer: int, key: str, x: Tensor, frame: FrameType, keys: Sequence[str]
+    ) -> Sequence[str] | None:
         """Announce this end's message; compare it if the other end, coord `peer`, has announced its own.
 
-        Returns the argument for `confirm` if the other end has not arrived. Raises CallMismatchError before the data moves.
+        keys: of all messages in this end's call. Returns those of the other end's call, or None if that end has not arrived.
+        Raises CallMismatchError before the data moves.
         """
-        other = self._ranks[peer]
-        src, dst = (self._rank, other) if direction == "send" else (other, self._rank)
-        key = self.key(src, dst, tag, number)
+        src, dst = self._ends(direction, peer)
+        keys = [*filter(None, keys)]
         facts = [name_of(x.dtype), x.numel(), f"({', '.join(map(str, x.shape))})"]
-        mine = json.dumps([direction, *facts, f"{frame.f_code.co_filename}:{frame.f_lineno}"])
+        mine = json.dumps([direction, keys, *facts, f"{frame.f_code.co_filename}:{frame.f_lineno}"])
         # Atomic: the first end to arrive writes, and the second gets what the first has written.
         theirs = self._store.compare_set(key, "", mine).decode()
         if theirs == mine:
-            return [(key, other)]
+            return None
+        together: list[str] = json.loads(theirs)[1]
         (dtype, count, shape, line), (to, to_count, to_shape, to_line) = (
-            each[1:] for each in sorted(map(json.loads, (mine, theirs)), key=lambda each: each[0] != "send")
+            each[2:] for each in sorted(map(json.loads, (mine, theirs)), key=lambda each: each[0] != "send")
         )
         told = ""
         if (dtype, count) != (to, to_count):
@@ -374,35 +421,42 @@ class MessageCheck:
                 f"rank {src} sends {dtype} {shape} at {line}\n"
                 f"rank {dst} has room for {to} {to_shape} at {to_line}"
             )
-        self._store.set(f"{key}/answer", told)
+        self._store.set(f"{key}/answer", json.dumps([told, keys]))
         if told:
             raise self._differs(key, told)
-        return []
+        return together
 
-    def confirm(self, waiting: Sequence[Unanswered]) -> float | None:
+    def confirm(self, unanswered: Sequence[Unanswered], heard: Heard) -> float | None:
         """Return when the peers have confirmed, or after a few seconds without an answer. In that case, the backend
-        reports any difference.
+        reports any difference. heard: called for each message.
 
         Returns the remaining seconds if a peer was silent. Raises CallMismatchError if a peer passes another tensor.
         """
-        began, pause, left = time.monotonic(), 0.0005, None
+        began, pause, waiting = time.monotonic(), 0.0005, list(unanswered)
         until = began + min(_ANSWERED_S, _ANSWERED_PART * self._timeout_s)
-        for key, peer in waiting:
-            while not self._store.check([f"{key}/answer"]):
-                if (now := time.monotonic()) > until:
-                    left = self._timeout_s - (now - began)
-                    break
-                if self._store.check([f"{self._label}/any/{peer}"]):
-                    break
+        while waiting:
+            for key, peer in list(waiting):
+                if self._store.check([f"{key}/answer"]):
+                    told, together = json.loads(self._store.get(f"{key}/answer"))
+                    self._store.delete_key(key)
+                    self._store.delete_key(f"{key}/answer")
+                    if told:
+                        raise self._differs(key, told)
+                elif self._store.check([f"{self._label}/any/{peer}"]):
+                    together = ()
+                else:
+                    continue
+                waiting.remove((key, peer))
+                pause = 0.0005
+                heard(key, together)
+            if waiting and (now := time.monotonic()) > until:
+                for key, _ in waiting:
+                    heard(key, ())
+                return self._timeout_s - (now - began)
+            if waiting:
                 time.sleep(pause)
                 pause = min(2 * pause, 0.01)
-            else:
-                told = self._store.get(f"{key}/answer").decode()
-                self._store.delete_key(key)
-                self._store.delete_key(f"{key}/answer")
-                if told:
-                    raise self._differs(key, told)
-        return left
+        return None
 
     def key(self, src: int, dst: int, tag: int, number: int) -> str:
         """Return the store's key for the announcement of the end that arrives first."""

@@ -24,7 +24,7 @@ class Algorithm(Protocol):
     def run(self, comm: Any, flat: Tensor, op: str) -> None: ...
 
 
-# Marks an option that may differ between ranks, or that is compared in `_facts` or by the call's name.
+# Marks an option that may differ between ranks, or that agree.py compares by itself.
 _OWN: Final = {"own": True}
 # The fields that the fast path supports. All other fields that a caller can set are options.
 _KNOWN: Final = ("comm", "row", "x", "async_op", "op", "root", "axis", "concat", "out")
@@ -37,7 +37,7 @@ class Request:
 
     | stage  | file          | adds |
     |---|---|---|
-    | check  | check_call.py | source, axes counted from the front, plain splits, facts, problem |
+    | check  | check_call.py | source, axes counted from the front, plain splits, problem |
     | agree  | agree.py      | whether the other ranks make the same call; sizes, and the slice of a scatter |
     | load   | wire.py       | call, arrived |
     | start  | wire.py       | the Works |
@@ -49,10 +49,10 @@ class Request:
     concat:   the axis that an all_to_all joins. axis: the axis that an all_to_all splits; the only axis of other calls.
     uneven:   whether the size of `axis` may differ between ranks. input_split_sizes: the size of `axis` sent to each coord;
               output_split_sizes: the size received from each coord, if known.
+    packed:   the facts of the tensors that x packs, while calls are compared.
 
     source:   x, with the axis to split or join; None on ranks that contribute nothing.
-    facts:    the facts that must be equal on all ranks. problem: an error on this rank only, raised after the other
-              ranks have received their part of the call.
+    problem:  an error on this rank only, raised after the other ranks have received their part of the call.
     header:   for a scatter, the shape of a slice as a message.
     sizes:    the size received from each coord, if the sizes differ.
     call:     the call for the transport. arrived: the buffer of the result before reordering.
@@ -75,9 +75,9 @@ class Request:
     input_split_sizes: Sequence[int] | None = field(default=None, metadata=_OWN)
     output_split_sizes: Sequence[int] | None = field(default=None, metadata=_OWN)
     algorithm: Algorithm | None = field(default=None, metadata=_OWN)
+    packed: dict[str, Any] | None = field(default=None, metadata=_OWN)
 
     source: Tensor | None = field(default=None, init=False)
-    facts: dict[str, object] = field(default_factory=dict, init=False)
     problem: MeshcommError | None = field(default=None, init=False)
     header: Tensor | None = field(default=None, init=False)
     sizes: list[int] | None = field(default=None, init=False)
@@ -97,9 +97,9 @@ class Request:
 
     @property
     def options(self) -> dict[str, object]:
-        """The given options of this call that must be equal on all ranks."""
+        """The options of this call that must be equal on all ranks."""
         kind: Any = type(self)
-        return {name: value for name, usual in _compared(kind) if (value := getattr(self, name)) != usual}
+        return {name: getattr(self, name) for name in _compared(kind)}
 
     @property
     def gets(self) -> bool:
@@ -128,7 +128,7 @@ class Request:
 
 
 @cache
-def _compared(kind: Any) -> list[tuple[str, object]]:
-    """Return the options on which ranks must agree, with their defaults, including options that a subclass adds."""
+def _compared(kind: Any) -> list[str]:
+    """Return the options on which ranks must agree, including options that a subclass adds."""
     given = (each for each in fields(kind) if each.init and each.name not in _KNOWN)
-    return [(each.name, each.default) for each in given if "own" not in each.metadata]
+    return [each.name for each in given if "own" not in each.metadata]

@@ -21,7 +21,7 @@ from meshcomm.algorithms import (
 )
 from meshcomm.algorithms.schedule import bounds
 from meshcomm.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
-from meshcomm.comm.checks import OWN_TAGS, check_in_place, check_tensor, check_written
+from meshcomm.comm.checks import OWN_TAGS, check_in_place, check_tensor, check_written, value_of
 from meshcomm.comm.communicator import Communicator
 from meshcomm.comm.handle import Handle
 from meshcomm.comm.shapes import into, materialised, unwatched
@@ -161,7 +161,7 @@ def hierarchical(comms: Sequence[Communicator], x: Tensor, op: str, factor: floa
     """
     inner = comms[-1]
     given: dict[str, Any] = {} if factor is None else {"factor": factor}
-    where = partial(inner.where, "all_reduce")
+    where, x = partial(inner.where, "all_reduce"), value_of(x)
     check_tensor(x, inner.kinds, where)
     if len(comms) == 1 or x.numel() == 0:
         # Even with an empty tensor, the ranks synchronize, so that a skipped call is noticed.

@@ -59,10 +59,14 @@ def leaving(x: Tensor) -> Tensor:
 
 
 def buffer_for(out: Tensor) -> Tensor:
-    """Return `out` itself if bytes can be received into it, otherwise new memory of its shape."""
-    if out.is_contiguous() and not out.is_conj() and not out.is_neg():
+    """Return `out` itself if a backend can write to it, otherwise new memory of its shape.
+
+    Gloo writes with operators, some of them in the wait, and these refuse an inference tensor outside of inference mode.
+    """
+    if out.is_contiguous() and not (out.is_conj() or out.is_neg() or out.is_inference()):
         return out
-    return out.new_empty(out.shape)
+    with torch.inference_mode(False):
+        return out.new_empty(out.shape)
 
 
 def into(out: Tensor, buffer: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ class Span:
 
     group: the group's label; "" for a section. lane: the dim or the section's lane. number: a collective's sequence number.
     left: when the call returned to the program. waits: (begin, end) of each wait. at_once: whether the call waits immediately.
-    parts: for messages, (direction, peer's coord, tag, sequence number). root: a coord, or -1 if there is none.
+    parts: for messages, (direction, peer's coord, tag, sequence number). listed: the shapes of the tensors of a list. root: a coord, or -1 if there is none.
     """
 
     group: str
@@ -43,6 +43,7 @@ class Span:
     shape: tuple[int, ...] | None = None
     dtype: str | None = None
     parts: Sequence[tuple[str, int | None, int, int]] = ()
+    listed: str = ""
     op: str | None = None
     root: int = -1
     left: float | None = None
@@ -50,7 +51,9 @@ class Span:
     waits: list[tuple[float, float]] = field(default_factory=list)
 
     def of(self, tensors: Sequence[Tensor]) -> None:
-        """Record the shape and dtype of the call's tensor if there is only one."""
+        """Record the shape and dtype of the call's tensor if there is only one, and the shapes of several."""
+        if len(tensors) > 1:
+            self.listed = " ".join(f"({', '.join(map(str, x.shape))})" for x in tensors)
         if len(tensors) == 1:
             self.shape, self.dtype = tuple(tensors[0].shape), name_of(tensors[0].dtype)
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch
+import torch.distributed.distributed_c10d as c10d
 from torch._functorch.utils import enable_single_level_autograd_function
+from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 from torch.autograd import forward_ad
 
 # Whether a transform of torch.func (vmap, grad, jvp) is active.
@@ -39,9 +43,81 @@ is_wrapped: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorch_wr
 # Whether forward-mode AD is enabled, and a tensor's value and tangent (or None) at its only level, 0.
 is_fwd_grad_enabled: Callable[[], bool] = torch._C._is_fwd_grad_enabled
 unpack_dual: Any = torch._VF._unpack_dual
+
+
+def arguments_of(frame: FrameType) -> dict[str, Any]:
+    """Return what group hooks do not report of the torch.distributed call that this frame makes: `op`, `input_split_sizes`
+    and `output_split_sizes`, as far as it has them; {} for the frame of another function, such as one that C++ has called.
+
+    frame: a function of distributed_c10d, or the call of a functional collective's operator.
+    """
+    given = frame.f_locals
+    operator = given.get("self")
+    if frame.f_code.co_filename == c10d.__file__:
+        found = {name: given[name] for name in _SPLITS if name in given}
+        ops = (
+            value.reduceOp
+            for name, value in given.items()
+            if name.endswith("opts") and hasattr(value, "reduceOp")
+        )
+        op: Any = next(ops, None)
+    elif isinstance(operator, torch._ops.OpOverload) and operator.namespace.endswith("_c10d_functional"):
+        names = [each.name for each in operator._schema.arguments]
+        given = {**dict(zip(names, given.get("args", ()), strict=False)), **given.get("kwargs", {})}
+        found = {name: given[name] for name in _SPLITS if name in given}
+        op = given.get("reduce_op")
+    else:
+        return {}
+    if op is not None:
+        found["op"] = op if isinstance(op, str) else getattr(op, "op", op).name.lower()
+    return found
+
+
+_SPLITS = ("input_split_sizes", "output_split_sizes")
 _DEVICES = tuple(getattr(torch._C.DispatchKey, name) for name in ("CPU", "CUDA", "XPU", "HPU", "PrivateUse1"))
+
+# The tag of operators that tracing never runs for real, even if all their inputs are constants.
+never_constant: Any = (torch.Tag.nondeterministic_seeded,)
+# The operators whose bodies are graphs of their own. torch 2.15 cannot compile them if a body has side effects and gradients.
+_BODIES = frozenset(("cond", "while_loop", "scan", "associative_scan", "map_impl", "invoke_subgraph"))
+
+
+def keep_calls(operator: Any) -> None:
+    """Make compilers keep every call of an operator, in program order and once. Tested with torch 2.15 only.
+
+    Each call in a graph takes a token of the call before it. Checkpointing in a graph keeps the results of such calls.
+    """
+    _register_effectful_op(operator, _EffectType.ORDERED)
+
+
+def control_flow() -> str | None:
+    """Return the name of the operator whose body torch.compile is tracing, if its backend will lower that body."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    try:
+        output: Any = InstructionTranslator.current_tx().output
+    except AttributeError:
+        return None  # torch.export traces without torch.compile
+    tracer = output.current_tracer
+    # The backend "eager", which torch.cond uses outside graphs too, runs bodies as they are.
+    while tracer is not None and getattr(output.compiler_fn, "__name__", "") != "eager":
+        name = getattr(tracer.source_target, "_name", None)
+        if name in _BODIES:
+            return f"torch's {name}"
+        tracer = tracer.parent
+    return None
 
 
 def only_device(keys: Any) -> bool:
     """Return whether nothing but a device's dense kernel is left to run below autograd."""
     return keys.remove(torch._C.DispatchKey.ADInplaceOrView).highestPriorityTypeId() in _DEVICES
+
+
+def finished(x: torch.Tensor) -> torch.Tensor:
+    """Return the value of a pending functional collective, after waiting for it; any other tensor itself.
+
+    The module of the class takes long to import, and a program without functional collectives never imports it.
+    """
+    loaded = sys.modules.get("torch.distributed._functional_collectives")
+    pending: Any = x
+    return pending.trigger_wait() if isinstance(x, getattr(loaded, "AsyncCollectiveTensor", ())) else x

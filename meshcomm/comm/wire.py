@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from math import prod
 
 import torch
@@ -164,10 +165,14 @@ def start(request: Request) -> Sequence[Work]:
     """Start the call, or run its algorithm."""
     call = request.call
     if isinstance(call, list):
-        return request.comm.transport.start_p2p(call)
+        works = request.comm.transport.start_p2p(call)
+        request.comm.recorder.issued(works)
+        return works
     assert call is not None
     if request.algorithm is None:
-        return request.comm.start(call)
+        # Gloo divides in place by an operator, in the mode of the start.
+        with unwatched(call.x) if call.x is not None and call.row.in_place else nullcontext():
+            return request.comm.start(call)
     assert call.x is not None and call.op is not None
     request.algorithm.run(request.comm, call.x.detach(), call.op)
     return ()

@@ -19,6 +19,8 @@ from meshcomm.layout.names import nearest_name
 Path: TypeAlias = tuple[str | int, ...]
 PydanticError: TypeAlias = Mapping[str, Any]
 
+# How many problems of one kind an error lists.
+_LISTED: Final = 8
 _OPTIONS: Final = "attention bucket_mb reduce_dtype reshard schedule sequence_parallel stages_per_rank"
 # Old key -> new key in the same section. The error for an old key names the new key.
 RENAMED: Final[dict[str, str]] = {
@@ -75,9 +77,22 @@ class Problem:
 
 
 def report(source: str, problems: Iterable[Problem]) -> ConfigError:
-    """Return one error that lists all problems in `source` (the file name as given)."""
-    listed = [indent(str(problem), "  ") for problem in problems]
-    return ConfigError("\n".join([f"{source}: {len(listed)} problem{'s' * (len(listed) > 1)}", *listed]))
+    """Return one error that lists all problems in `source` (the file name as given).
+
+    Of the problems of one section with the same expectation, the first ones are listed in full, and the others are counted.
+    """
+    kinds: dict[tuple[str, str | None], list[str]] = {}
+    lines = []
+    for problem in problems:
+        alike = kinds.setdefault((problem.key.rpartition(".")[0], problem.expected), [])
+        alike.append(problem.key)
+        if len(alike) <= _LISTED:
+            lines.append(indent(str(problem), "  "))
+    for keys in kinds.values():
+        if more := keys[_LISTED:]:
+            lines.append(f"  {more[0]} .. {more[-1]}: {len(more)} more problems like those of {keys[0]}")
+    count = sum(map(len, kinds.values()))
+    return ConfigError("\n".join([f"{source}: {count} problem{'s' * (count > 1)}", *lines]))
 
 
 def refused(key: str, make: Callable[..., object], *args: Any, **options: Any) -> list[Problem]:

@@ -12,8 +12,6 @@ from datetime import timedelta
 from itertools import pairwise
 from typing import Any, Final
 
-import torch.distributed as dist
-
 from meshcomm.config import Config, NetworkConfig, ProcessConfig, TopologyConfig
 from meshcomm.doctor import host
 from meshcomm.doctor.examine import examine, versions
@@ -24,6 +22,7 @@ from meshcomm.mesh.devices import choose_device
 from meshcomm.mesh.environment import Launch, gloo_defaults, network_variables
 from meshcomm.mesh.exposure import ExposedRendezvous, exposed_store, is_loopback
 from meshcomm.mesh.rendezvous import meet
+from meshcomm.mesh.store import prefixed
 from meshcomm.predict.links import discovered
 from meshcomm.predict.lint import scattered
 
@@ -49,7 +48,7 @@ def examine_together(settings: Config | None, launch: Launch, timeout_s: float) 
         joined = meet(process, launch, timeout_s)
     # Each rank counts its examinations, including those before a restart, so the count is the same on all ranks.
     count = joined.store.add(f"meshcomm/doctor/{joined.rank}", 1)
-    store: Any = dist.PrefixStore(f"meshcomm/doctor{count}", joined.store)
+    store: Any = prefixed(f"meshcomm/doctor{count}", joined.store)
     wait = timedelta(seconds=timeout_s)
     store.set_timeout(wait)
     store.set(f"row/{joined.rank}", json.dumps(row))

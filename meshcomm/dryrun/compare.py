@@ -39,7 +39,7 @@ class DryRunFinding(NamedTuple):
 def call_text(span: Span) -> str:
     """Return a description of a call and its data, such as `all_reduce sum (4, 8) float32`."""
     root = f"root {span.root}" if span.root >= 0 else ""
-    shape = "" if span.shape is None else f"({', '.join(map(str, span.shape))})"
+    shape = span.listed or ("" if span.shape is None else f"({', '.join(map(str, span.shape))})")
     nbytes = f"{span.nbytes} bytes" if span.shape is None else ""
     return " ".join(
         each for each in (span.call, span.op or "", root, shape, span.dtype or "", nbytes) if each
@@ -76,7 +76,7 @@ def _key(span: Span) -> tuple[object, ...]:
     if span.call.startswith(_OWN_SHAPES):
         tail = span.shape[1:] if span.shape is not None and span.call.startswith("all_to_all") else None
         return span.call, span.op, span.root, tail, span.dtype
-    return span.call, span.op, span.root, span.shape, span.dtype, span.nbytes
+    return span.call, span.op, span.root, span.shape, span.listed, span.dtype, span.nbytes
 
 
 def _first_difference(

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias, final
 
-from meshcomm.comm.diagnosis import find_circle
+from meshcomm.comm.waits import find_circle
 from meshcomm.dryrun.compare import DryRunFinding, Members, call_text
 
 if TYPE_CHECKING:

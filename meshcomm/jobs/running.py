@@ -73,6 +73,7 @@ def _train(settings: Config) -> None:
         console = Console(quiet=not is_first(mesh))
         console.print(mesh)
         summary = run_training(mesh, settings, TrainingReporter(console), attempt)
+        mesh.finish()
     if summary.asked_to_stop:
         raise SystemExit(SAVED)
 
@@ -152,10 +153,10 @@ def parity(
         settings.resolved(world)
     from meshcomm.jobs.starting import label_of, world_of
     from meshcomm.launch.spawn import launch
-    from meshcomm.mesh.environment import find_launch
+    from meshcomm.mesh.environment import launch_of_command
     from meshcomm.train.parity_job import prove
 
-    here = find_launch(os.environ)
+    here = launch_of_command(os.environ)
     if here.kind != "single":
         raise LaunchError(
             f"meshcomm parity inside a job that {here.kind} started",

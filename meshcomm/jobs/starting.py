@@ -16,9 +16,9 @@ from meshcomm.launch.places import sizes_of
 from meshcomm.launch.rank import as_rank
 from meshcomm.launch.spawn import GRACE_S, launch
 from meshcomm.layout.sizes import rank_text
-from meshcomm.mesh.environment import Launch, find_launch, how_many_ranks
+from meshcomm.mesh.environment import Launch, how_many_ranks, is_helper, launch_of_command
 from meshcomm.mesh.generation import VARIABLE
-from meshcomm.mesh.source import world_of_mesh
+from meshcomm.mesh.source import CONFIG_VARIABLE, OVERRIDES_VARIABLE, world_of_mesh
 
 
 def start_job(
@@ -36,7 +36,11 @@ def start_job(
     settings: None for a script that defines its own mesh. world: None to use the size in `settings`. overrides: the values
     of `--set`. elastic: if None, the section of `settings` is used. Return the exit code.
     """
-    here = find_launch(os.environ)
+    here = launch_of_command(os.environ)
+    if is_helper(os.environ):
+        # A job of its own, with the settings of its own command.
+        for name in (CONFIG_VARIABLE, OVERRIDES_VARIABLE):
+            os.environ.pop(name, None)
     if elastic is None:
         elastic = ElasticConfig() if settings is None else settings.elastic
     if here.kind != "single":

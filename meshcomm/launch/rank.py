@@ -9,8 +9,8 @@ import sys
 from collections.abc import Callable
 
 from meshcomm.launch.reaper import end_with_parent
-from meshcomm.mesh.environment import Launch
-from meshcomm.mesh.rank_failure import end_rank
+from meshcomm.mesh.environment import Launch, speak_for_rank
+from meshcomm.mesh.rank_failure import end_rank, leave_stack_on_signal, trace_of
 from meshcomm.mesh.watchdogs import explained, latest_label, leave_all
 
 
@@ -28,12 +28,21 @@ def as_rank(body: Callable[[], None], launch: Launch, label: Callable[[], str]) 
             stream.reconfigure(line_buffering=True, write_through=False)
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with_parent()
+    speak_for_rank(os.environ)
+    leave_stack_on_signal()
+    own = os.getpid()
     if launch.rank:
         # Only rank 0 reports an interrupt.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         body()
     except BaseException as error:
+        if os.getpid() != own and not isinstance(error, SystemExit):
+            # A fork, as by os.fork. The rank goes on, and decides what its error means.
+            sys.excepthook(type(error), error.with_traceback(trace_of(error)), error.__traceback__)
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)
         found = explained(error)
         if isinstance(found, SystemExit):
             raise

@@ -8,6 +8,7 @@ import itertools
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -36,6 +37,7 @@ from meshcomm.mesh.exposure import serve_on_loopback
 from meshcomm.mesh.generation import ANNOUNCED_VARIABLE, VARIABLE
 from meshcomm.mesh.rank_failure import Failure
 from meshcomm.mesh.rendezvous import of_this_attempt
+from meshcomm.mesh.signed import SECRET_VARIABLE, SignedStore, new_secret
 from meshcomm.mesh.source import with_sizes
 
 # How long to wait for the original error after errors that it caused.
@@ -276,11 +278,13 @@ class _Ranks:
             address = address if self._several_nodes else _LOOPBACK
         else:
             port = store.port
+        secret = new_secret()
         self._common = {
             "WORLD_SIZE": str(count),
             "MASTER_ADDR": address,
             "MASTER_PORT": str(port),
             "TORCHELASTIC_RUN_ID": f"ray-{uuid.uuid4().hex[:12]}",
+            SECRET_VARIABLE: secret,
         }
         if store is not None:
             self._common |= {
@@ -289,7 +293,7 @@ class _Ranks:
                 # After a loss, torch's store prints a C++ trace from each rank.
                 "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
             }
-            self._replacing.store = of_this_attempt(store, self._common)
+            self._replacing.store = SignedStore(of_this_attempt(store, self._common), secret)
         for process in range(count):
             self._run(process, 0)
 
@@ -337,6 +341,9 @@ class _Ranks:
                 self._coming[self._actors[process].where.remote()] = process, time.monotonic()
             members = replacing.places.processes
             found = self._heard()
+            for process, what in replacing.hung().items():
+                ended = without_error(process, -signal.SIGKILL, time.time(), self._name)
+                found.setdefault(process, dataclasses.replace(ended, what=what))
             well = self._well & {*members}
             # Ranks that were asked to end and have saved their state all end together.
             saved = any(failure.code == SAVED for failure in found.values())

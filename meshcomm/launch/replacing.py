@@ -11,7 +11,15 @@ from typing import Any, Final, final
 from meshcomm.config.elastic import ElasticConfig
 from meshcomm.launch.places import Places, Sizes
 from meshcomm.layout.sizes import ranks_text
-from meshcomm.mesh.generation import Announcement, announce, have_met, is_waiting, may_grow
+from meshcomm.mesh.generation import (
+    Announcement,
+    announce,
+    has_ended,
+    have_met,
+    hung_in,
+    is_waiting,
+    may_grow,
+)
 from meshcomm.mesh.rank_failure import Failure
 from meshcomm.mesh.rendezvous import state_of_rank
 
@@ -110,6 +118,22 @@ class Replacing:
             lines = [failure.text] if failure.text else []
             self._say(*lines, f"meshcomm: {failure.summary}; {what}")
         return True
+
+    def hung(self) -> Mapping[int, str]:
+        """Return the processes of the mesh that others have waited for in vain, with what each does.
+
+        The launcher ends these processes. They are then lost.
+        """
+        if self.store is None or not (self._left or self.places.sizes):
+            return {}
+        members = {*self.places.processes} & self._alive
+        found = hung_in(self.store, self.number)
+        return {each: f"hung: it {what}" for each, what in found.items() if each in members}
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether all work is done, so that the end of a process by a signal loses nothing."""
+        return self.store is not None and has_ended(self.store)
 
     def starts(self) -> list[int]:
         """Return the processes to start now. The launcher calls `started` after it has started each process."""

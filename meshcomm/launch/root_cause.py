@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from operator import attrgetter
 
-from meshcomm.comm.diagnosis import find_circle
+from meshcomm.comm.waits import ChainEnd, chain_ends
 from meshcomm.launch.reaper import signal_text
 from meshcomm.layout.sizes import ranks_text
 from meshcomm.mesh.rank_failure import Failure
 
+# A thread of a backend, for example.
+_ELSEWHERE = " in a thread that runs no Python"
 _FOLLOWED = "followed: lost a peer, or were ended by the launcher"
 
 
@@ -30,89 +32,149 @@ def root_cause(
     The first candidates are errors that no other rank's error caused, and ranks ended by a signal or an unknown error. The
     root cause is a candidate whose call is reported as mismatched, or else the earliest candidate. A rank ended by SIGABRT,
     for example by its backend's watchdog, is not a candidate if an error names missing ranks. If there is no such candidate,
-    the root cause is the first of the following that exists. First, the rank whose operation differs at a group's sequence
-    number. Second, a rank that waited for ranks that have not all failed. Third, a cycle of ranks that waited
-    for each other, with a line for each. Fourth, the earliest failure. If a rank waited for another rank that had already
-    ended, the ended rank is the cause, with the error of the waiting rank.
+    the root cause is the first of the following that exists. First, an error that was seen on a rank that waits for no other
+    and had not ended. Second, the rank whose operation differs at a group's sequence number. Third, the end of the chains of
+    waiting, see `chain_ends`: a circle of ranks, or a rank that waits for no other, with the error of a rank that waited for
+    it. Fourth, the earliest failure. If a rank waited for another rank that had already ended, the ended rank is the cause,
+    with the error of the waiting rank.
     """
     failures = sorted(failures, key=attrgetter("rank"))
-    failed = {failure.rank for failure in failures}
     missing = {rank for failure in failures for rank in failure.missing}
+    waits, places = _waits(failures)
     causes = [
         failure
         for failure in failures
-        if not failure.follows and (not missing or failure.rank in missing or not _aborted(failure))
+        if not failure.follows
+        and not failure.seen
+        and (not missing or failure.rank in missing or not _aborted(failure))
     ]
+    causes = causes or [each for each in failures if each.seen and each.rank not in waits]
     mismatched, lines = ([], []) if causes else _differing_calls(failures, label)
-    root = min(
-        causes or [failure for failure in failures if failure.follows],
-        key=lambda failure: (
-            not (failure.mismatched or failure.rank in mismatched),
-            failed.issuperset(failure.missing),
-            not failed.isdisjoint(failure.missing),
-            failure.time,
-        ),
-    )
-    circle = _circle(failures) if root.follows and failed.issuperset(root.missing) and not mismatched else []
-    root = circle[0] if circle else root
+    ends = [] if causes or mismatched else chain_ends(waits)
+    told = {*mismatched}
+    if ends:
+        root = _at_end(ends[0], failures, waits, places)
+        told |= {*ends[0].ranks}
+    else:
+        root = min(
+            causes or [failure for failure in failures if failure.follows],
+            key=lambda failure: (not (failure.mismatched or failure.rank in mismatched), failure.time),
+        )
+    told |= {root.rank, *root.missing, *ended}
     others = [
         failure
         for failure in failures
-        if failure.rank != root.rank
-        and failure not in circle
+        if failure.rank not in (root.rank, *(ends[0].ranks if ends else ()))
         and (not failure.follows or (not root.follows and failure.what == root.what))
     ]
     for what in dict.fromkeys(failure.what for failure in others):
         ranks = [failure.rank for failure in others if failure.what == what]
         lines.append(f"{_ranks(ranks)}: {'the same' if what == root.what else what}")
     if _aborted(root):
-        lines += _calls_beside(failures)
-    if root.missing:
-        lines.append(f"it waited for {', '.join(label(rank) for rank in root.missing[:4])}")
-    if circle:
-        lines.append(f"{_ranks([each.rank for each in circle])} waited for each other")
-    lines += [f"{each.summary}: it waited for {ranks_text(each.missing)}" for each in circle[1:]]
-    left = [rank for rank in root.missing if rank in ended] or ([] if root.missing else sorted(ended))
-    if root.follows and left and not mismatched:
-        lines = [f"{root.summary}", *lines[: -1 if root.missing else None]]
-        what = f"ended with exit code 0 while {ranks_text([root.rank])} waited for it"
-        others = [*others, root]
-        root = replace(
-            root, rank=left[0], who=label(left[0]), what=what, frame="", missing=left[1:], raised=False
+        lines += _calls_beside(root, failures)
+    last = (
+        ends[0].ranks[0] if ends else sorted(ended)[0] if root.follows and ended and not mismatched else None
+    )
+    if ends and ends[0].is_circle:
+        # The headline is about the circle.
+        what = "; ".join(
+            _waited(rank, [] if rank in places else failures, waits, places) for rank in ends[0].ranks[:4]
         )
-    accounted = {
-        *ended,
-        root.rank,
-        *root.missing,
-        *mismatched,
-        *(each.rank for each in circle),
-        *(failure.rank for failure in others),
-    }
+        root = replace(
+            root, who=_ranks(ends[0].ranks), what=f"waited for each other: {what}", frame="", raised=False
+        )
+    elif last is not None and last != root.rank and (last in ended or last in places):
+        # The headline is about the rank at the end of the chain, and the text is that of a rank that waited for it.
+        how = "ended with exit code 0 while" if last in ended else f"{places[last][1]}, and"
+        waiters = ends[0].waiters if ends else [root.rank]
+        told |= {*waiters}
+        lines = [_waited(root.rank, [*failures, root], waits, places), *lines]
+        what = f"{how} {ranks_text(waiters)} waited for it"
+        root = replace(root, rank=last, who=label(last), what=what, frame="", missing=(), raised=False)
+    elif root.missing:
+        lines.append(f"it waited for {', '.join(label(rank) for rank in root.missing[:4])}")
+    for end in ends[1:]:
+        if not {*end.ranks} & told:
+            where = [
+                f"{label(rank)} {places[rank][1] if rank in places else ''}".rstrip() for rank in end.ranks
+            ]
+            lines.append(f"{_ranks(end.waiters or end.ranks)} waited for {', '.join(where)}")
+    accounted = {*told, *(failure.rank for failure in others)}
     if after := [rank for rank in range(world_size) if rank not in accounted]:
         lines.append(f"{_ranks(after)} {_FOLLOWED}")
     return root, lines
 
 
-def _circle(failures: Iterable[Failure]) -> list[Failure]:
-    """Return the failures in a cycle of ranks that waited for each other, earliest first; [] if there is no cycle."""
-    of_rank = {failure.rank: failure for failure in failures if failure.missing and failure.follows}
-    ranks = find_circle({rank: each.missing for rank, each in of_rank.items()})
-    return sorted((of_rank[rank] for rank in ranks), key=attrgetter("time"))
+def _waits(
+    failures: Iterable[Failure],
+) -> tuple[dict[int, Sequence[int]], dict[int, tuple[str, str]]]:
+    """Return the ranks that each rank waited for, and the name and activity of each rank that another one asked."""
+    waits: dict[int, Sequence[int]] = {}
+    places: dict[int, tuple[str, str]] = {}
+    for failure in sorted(failures, key=attrgetter("time")):
+        for rank, name, doing, others in failure.chain:
+            waits[rank], places[rank] = others, (name, doing)
+    # What a rank says of itself counts more.
+    waits |= {each.rank: each.missing for each in failures if each.follows and each.missing}
+    return {rank: others for rank, others in waits.items() if others}, places
 
 
-def without_error(rank: int, code: int, alive_at: float, label: Callable[[int], str]) -> Failure:
-    """Return the failure of a rank that reported no error. code: the rank's exit code, negative for a signal."""
+def _at_end(
+    end: ChainEnd,
+    failures: Sequence[Failure],
+    waits: Mapping[int, Sequence[int]],
+    places: Mapping[int, tuple[str, str]],
+) -> Failure:
+    """Return the failure of a rank of the circle, or of a rank that waited for the rank at the end of the chain.
+
+    If none of these ranks has reported an error, make one up from what the others knew, with the text of a rank that asked.
+    """
+    last = end.ranks[0]
+    near = end.ranks if end.is_circle else [rank for rank, others in waits.items() if last in others]
+    own = [failure for failure in failures if failure.rank == last and not end.is_circle]
+    # A rank that waits for the last rank alone says more than one that also waits for others.
+    known = own or [failure for failure in failures if failure.rank in near]
+    if known:
+        return min(known, key=lambda each: ({*each.missing} != {last} and not end.is_circle, each.time))
+    rank = min(near)
+    asked = min(
+        (each for each in failures if any(rank == entry[0] for entry in each.chain)), key=attrgetter("time")
+    )
+    who, doing = places[rank]
+    return replace(asked, rank=rank, who=who, what=doing, frame="", missing=waits[rank], raised=False)
+
+
+def _waited(
+    rank: int,
+    failures: Sequence[Failure],
+    waits: Mapping[int, Sequence[int]],
+    places: Mapping[int, tuple[str, str]],
+) -> str:
+    """Return a line about a rank that waited for others."""
+    own = [failure.summary for failure in failures if failure.rank == rank]
+    what = own[0] if own else " ".join(places[rank])
+    return f"{what}: it waited for {ranks_text(waits[rank])}" if rank in waits else what
+
+
+def without_error(
+    rank: int, code: int, alive_at: float, label: Callable[[int], str], frame: str = "", own: bool = False
+) -> Failure:
+    """Return the failure of a rank that reported no error.
+
+    code: the rank's exit code, negative for a signal. frame: the program's line at the signal, "" if unknown. own: whether the
+    thread that ran this line caused the signal.
+    """
     if code >= 0:
         return Failure(rank, label(rank), alive_at, f"ended with exit code {code}", code=code, raised=False)
-    what = f"was ended by {signal_text(-code)}"
-    return Failure(rank, label(rank), alive_at, what, code=128 - code, raised=False)
+    what = f"was ended by {signal_text(-code)}{'' if own or not frame else _ELSEWHERE}"
+    return Failure(rank, label(rank), alive_at, what, frame, code=128 - code, raised=False)
 
 
 def _aborted(failure: Failure) -> bool:
     return not failure.raised and failure.code == 128 + signal.SIGABRT
 
 
-def _calls_beside(failures: Sequence[Failure]) -> list[str]:
+def _calls_beside(root: Failure, failures: Sequence[Failure]) -> list[str]:
     """Return the calls that ranks were in when SIGABRT ended another rank, and a hint about the possible cause."""
     made: dict[str, list[int]] = {}
     for failure in failures:
@@ -120,7 +182,8 @@ def _calls_beside(failures: Sequence[Failure]) -> list[str]:
             text = f"{call['call']} of {call['bytes']} bytes, call {call['number']} on {call['label']}, at {call['callsite']}"
             made.setdefault(text, []).append(failure.rank)
     lines = [f"{_ranks(ranks)}: in {text}" for text, ranks in made.items()]
-    if lines:
+    # If the program's own thread caused it, the backend did not.
+    if lines and (not root.frame or root.what.endswith(_ELSEWHERE)):
         lines.append(
             "Gloo ends a process with SIGABRT if the process receives more data than its call expects: compare the sizes"
         )

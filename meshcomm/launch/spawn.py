@@ -10,22 +10,25 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from subprocess import Popen
 from typing import Final, NoReturn, final
 
+from meshcomm.comm.diagnosis import whereabouts
 from meshcomm.config.elastic import ElasticConfig
 from meshcomm.errors import LaunchError
 from meshcomm.launch.places import Sizes
-from meshcomm.launch.reaper import DISMISSED, JOB_VARIABLE, end_all, start_reaper
+from meshcomm.launch.reaper import DISMISSED, JOB_VARIABLE, end_all, signal_text, start_reaper
 from meshcomm.launch.replacing import Replacing
 from meshcomm.launch.root_cause import root_cause, without_error
 from meshcomm.launch.standby import Process, Standby
 from meshcomm.mesh.exposure import serve_on_loopback
 from meshcomm.mesh.generation import VARIABLE
-from meshcomm.mesh.rank_failure import Failure, collect, forget, names_of_ranks
-from meshcomm.mesh.rendezvous import of_this_attempt
+from meshcomm.mesh.rank_failure import Failure, ask_places, collect, forget, frame_at_signal, names_of_ranks
+from meshcomm.mesh.rendezvous import of_this_attempt, state_of_rank
+from meshcomm.mesh.signed import SECRET_VARIABLE, SignedStore, new_secret
 
 SAVED: Final = os.EX_TEMPFAIL
 """Exit code 75, "try again": of a rank that stopped on a signal after saving a checkpoint, and of a job with such ranks."""
@@ -39,6 +42,8 @@ GRACE_S: Final = 10.0
 _GRACE_VARIABLE: Final = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 # How long the other ranks may take to report their calls if SIGABRT ended a rank.
 _SPEAKS_S: Final = 5.0
+# How long the ranks may take to answer where they are, before a signal ends them.
+_PLACES_S: Final = 3.0
 # After Ctrl-C, a user waits at the terminal.
 _INTERRUPT_GRACE_S: Final = 3.0
 Exits = dict[int, tuple[int, float]]
@@ -73,7 +78,7 @@ def launch(
 
     The exit code is 0 if all ranks succeeded and SAVED if some ended after a checkpoint. If ranks failed, it is the exit code
     of the root cause's rank (128 + signal if a signal ended it). If this process received a signal, it is 128 + signal.
-    SIGUSR1 is forwarded to the ranks. No process of the job outlives this call or this process. Ranks that do not end in time
+    Before a signal ends the ranks, their lines and calls are printed. SIGUSR1 is forwarded to the ranks. No process of the job outlives this call or this process. Ranks that do not end in time
     (three seconds after Ctrl-C) are killed, together with all processes that ranks have started. The last lines on stderr
     name the root cause and the failures that followed. After a failure, all ranks are restarted, up to `max_restarts` times;
     the exit code is that of the last attempt.
@@ -146,6 +151,8 @@ class _Ranks:
         self._label, self._replacing = label, replacing
         self._processes: list[Process] = []
         self._unmet: Mapping[int, Failure] = {}
+        # For each process that was ended because it hung, what it did.
+        self._hung: dict[int, str] = {}
         # Each attempt has a new store, which outlives the ranks and which other hosts cannot reach.
         store = serve_on_loopback(_LOOPBACK, 0, _STORE_TIMEOUT)
         if store is None:
@@ -156,6 +163,7 @@ class _Ranks:
                 hint="meshcomm doctor shows the limits of this host",
             )
         self._store = store
+        secret = new_secret()
         # The variables that torchrun sets on one host.
         self._common = {
             "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // world_size)),
@@ -172,13 +180,14 @@ class _Ranks:
             "TORCHELASTIC_RESTART_COUNT": str(attempt),
             "TORCHELASTIC_MAX_RESTARTS": str(max_restarts),
             JOB_VARIABLE: str(folder),
+            SECRET_VARIABLE: secret,
         }
         self._common.pop(VARIABLE, None)
         if replacing.is_elastic:
             # After a loss, torch's store prints a C++ trace from each rank.
             self._common.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
             self._common[VARIABLE] = "0"
-            replacing.store = of_this_attempt(store, self._common)
+            replacing.store = SignedStore(of_this_attempt(store, self._common), secret)
         self._standby = Standby(arguments, self._common)
 
     def run(self, grace_s: float) -> tuple[Exits, list[int]]:
@@ -200,6 +209,11 @@ class _Ranks:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             if ending == signal.SIGINT:
                 within_s = min(within_s, _INTERRUPT_GRACE_S)
+            try:
+                self._tell_places(ending)
+            except _Signalled:
+                # A second Ctrl-C.
+                within_s = 0.0
             raise
         finally:
             _end(ranks, {ending: within_s, signal.SIGKILL: GRACE_S})
@@ -223,16 +237,37 @@ class _Ranks:
         processes whose loss they have not recovered from.
         """
         found = {
-            each: self._unmet.get(each) or without_error(each, code, alive_at, self.name)
+            each: self._unmet.get(each)
+            or without_error(
+                each, code, alive_at, self.name, *frame_at_signal(self._folder, self._attempt, each)
+            )
             for each, (code, alive_at) in exits.items()
         }
-        found |= {failure.rank: failure for failure in collect(self._folder, self._attempt)}
+        found |= {each: replace(found[each], what=what) for each, what in self._hung.items() if each in found}
+        for failure in collect(self._folder, self._attempt):
+            if not failure.seen:
+                found[failure.rank] = failure
+            elif (ended := found.get(failure.rank)) is not None:
+                what = f"{failure.what}; then it {ended.what}"
+                found[failure.rank] = replace(failure, code=ended.code, what=what, seen=False)
+            elif self._processes[failure.rank].poll() not in (0, SAVED):
+                found[failure.rank] = failure
         if any(not each.follows for each in found.values()):
             return found
         return {**self._replacing.recent, **found}
 
+    def _tell_places(self, number: int) -> None:
+        """Print where the ranks are that have an open mesh, and which ranks they wait for: afterward, nobody can tell."""
+        statuses = ask_places(self._folder, self._attempt, _PLACES_S)
+        store = of_this_attempt(self._store, self._common)
+        silent = {rank: state_of_rank(store, rank) for rank, status in statuses.items() if not status}
+        lines = whereabouts({rank: status for rank, status in sorted(statuses.items()) if status}, silent)
+        if lines:
+            lines.insert(0, f"{signal_text(number)}: where each rank was before it was ended")
+            print("\n".join(f"meshcomm: {line}" for line in lines), file=sys.stderr, flush=True)
+
     def _spoke(self) -> int:
-        return len(collect(self._folder, self._attempt))
+        return sum(not failure.seen for failure in collect(self._folder, self._attempt))
 
     def _start(self, process: int) -> Popen[bytes]:
         own = dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), str(process))
@@ -254,6 +289,7 @@ class _Ranks:
             return False
         for each in exits:
             forget(self._folder, self._attempt, each)
+            self._hung.pop(each, None)
             # Processes that the lost rank has started must not run at the same time as those of the new rank.
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._processes[each].pid, signal.SIGKILL)
@@ -266,12 +302,28 @@ class _Ranks:
         ranks, replacing = self._processes, self._replacing
         alive_at = [time.time()] * len(ranks)
         failed: Exits = {}
+        # Processes that a signal has ended when all work was done.
+        after_end: set[int] = set()
         deadline = None
         while True:
             now = time.time()
             for each in replacing.starts():
                 ranks[each] = self._start_again(each, replacing.started(each))
+            for each, what in replacing.hung().items():
+                if ranks[each].poll() is None:
+                    # A stopped process, too, ends by this signal, and cannot return.
+                    self._hung[each] = what
+                    with contextlib.suppress(ProcessLookupError, PermissionError):
+                        os.killpg(ranks[each].pid, signal.SIGKILL)
             codes = [process.poll() for process in ranks]
+            killed = [each for each, code in enumerate(codes) if code is not None and code < 0]
+            if killed and not failed and replacing.has_ended:
+                for each in killed:
+                    if each not in after_end:
+                        how = without_error(each, codes[each] or 0, now, self.name).summary
+                        print(f"meshcomm: {how} after the end; nothing is lost", file=sys.stderr, flush=True)
+                    codes[each] = 0
+                after_end |= {*killed}
             members = replacing.places.processes
             well = [each for each in members if codes[each] in (0, SAVED)]
             failed |= {

@@ -36,6 +36,7 @@ _IMPORTED: Final[Mapping[str | None, Sequence[str]]] = {
 _PR_SET_CHILD_SUBREAPER: Final = 36
 # The time in which a copy reports its process ID.
 _ANSWERS_S: Final = 10.0
+_LOOK_S: Final = 0.05
 
 
 class Process(Protocol):
@@ -120,14 +121,22 @@ class Standby:
         Returns None if there is no standby process, or if it is still importing. In these cases, a newly started process would
         be ready just as early.
         """
+        # The standby process itself must not import torch with this module.
+        from meshcomm.mesh.job_store import is_stopped, process_name
+
         if self._waiting is None or not self.is_ready():
             return None
         with contextlib.suppress(BrokenPipeError):
             print(json.dumps(dict(variables)), file=self._waiting.commands)
         # A copy without an answer in time ends itself, because no process reads the answer then.
-        answers = self._waiting.answers
-        if select.select([answers], [], [], _ANSWERS_S)[0] and (answer := answers.readline()):
-            return _Copy(int(answer))
+        answers, process = self._waiting.answers, process_name(self._waiting.process.pid)
+        until = time.monotonic() + _ANSWERS_S
+        # The ranks of the job wait meanwhile, so a stopped process is not waited for.
+        while time.monotonic() < until and not is_stopped(process):
+            if select.select([answers], [], [], _LOOK_S)[0]:
+                if answer := answers.readline():
+                    return _Copy(int(answer))
+                break
         self.end()
         return None
 

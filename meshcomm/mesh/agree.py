@@ -113,8 +113,10 @@ def _same_error(store: Any, rank: int, find: Callable[[], MeshMismatchError]) ->
     except RuntimeError:  # the rank that should publish the error is gone
         return find()
     lists = {name: tuple(told.get(name, ())) for name in ("mismatched_ranks", "missing")}
-    if rank in lists["missing"]:  # this rank has arrived in the meantime
-        return find()
+    if rank in lists["missing"]:
+        # The same first line as on the others, so that a launcher prints it once.
+        told["given"] = f"{told['given']}; rank {rank} has arrived since, after the others had given up"
+        told["hint"] = "start the ranks closer together, or set a longer timeout_s"
     return MeshMismatchError(**{**told, **lists})
 
 

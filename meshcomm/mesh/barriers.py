@@ -61,7 +61,9 @@ def monitored_barrier(
 def _meet(store: Any, coord: int, size: int, timeout_s: float) -> list[int] | None:
     """Return the coords of the missing ranks, or None if all ranks met."""
     store.set(f"here/{coord}", "1")
-    if store.add("come", 1) == size:
+    here = [f"here/{place}" for place in range(size)]
+    # Another program can change the counter, but it cannot sign a key.
+    if store.add("come", 1) >= size and store.check(here):
         # A rank that gives up writes "gave up" first. After that, no rank may continue.
         store.compare_set("outcome", "", "all here")
     came_in_time = wait_for(store, ["outcome"], timeout_s)
@@ -69,10 +71,10 @@ def _meet(store: Any, coord: int, size: int, timeout_s: float) -> list[int] | No
     absent = (
         None
         if outcome == b"all here"
-        else [place for place in range(size) if not store.check([f"here/{place}"])]
+        else [place for place, key in enumerate(here) if not store.check([key])]
     )
     if store.add("left", 1) == size:
-        for key in (*(f"here/{place}" for place in range(size)), "come", "outcome", "left"):
+        for key in (*here, "come", "outcome", "left"):
             store.delete_key(key)
     return absent
 

@@ -14,9 +14,9 @@ import torch.distributed as dist
 
 from meshcomm.comm.flight_recorder import FlightRecorder
 from meshcomm.comm.mismatch import error_of, find_desync, last_common
-from meshcomm.errors import CallMismatchError
+from meshcomm.errors import CallMismatchError, MeshcommError, StoreError
 from meshcomm.mesh.rank_record import RankRecord
-from meshcomm.mesh.store import kind_of
+from meshcomm.mesh.store import kind_of, within
 
 # The interval in seconds at which a rank posts and compares in small worlds.
 _PERIOD_S: Final = 1.0
@@ -58,24 +58,36 @@ class DesyncMonitor:
         # The last posts, by key. The last compared step of each group, by label, once all ranks of the group have posted.
         self._posted: dict[str, str] = {}
         self._compared: dict[str, int] = {}
+        # The error for a value that no rank has written.
+        self._refused: StoreError | None = None
         # Shared by the thread of `look` and the thread of a leaving rank.
         self._lock = threading.Lock()
 
     # -- the program's thread -------------------------------------------------------------------
 
     def noted(self, step: int) -> None:
-        """Record that all groups have noted `step`. Raises CallMismatchError once a difference has been found."""
+        """Record that all groups have noted `step`. Raises CallMismatchError once a difference has been found, and
+        StoreError once a value that no rank has written.
+        """
         self._step = step
+        if self._refused is not None:
+            self._raised = True
+            raise self._refused
         if self.found is not None:
             raise self._error(self.found)
 
-    def before_leaving(self) -> CallMismatchError | None:
+    def before_leaving(self) -> MeshcommError | None:
         """Return the error from the last steps, if any. Wait at most two seconds for each group's other ranks."""
         if self._step and self.found is None:
             # Calls to a lost store may block for minutes.
-            leaving = threading.Thread(target=self._leave, name="meshcomm-leave", daemon=True)
-            leaving.start()
-            leaving.join(2 * _LEAVES_S)
+            try:
+                within(2 * _LEAVES_S, self._leave)
+            except TimeoutError:
+                pass
+            except StoreError as error:
+                self._refused = error
+        if self._refused is not None and not self._raised:
+            return self._refused
         return None if self.found is None or self._raised else self._error(self.found)
 
     def cause(self, statuses: Mapping[int, Any]) -> CallMismatchError | None:
@@ -116,7 +128,10 @@ class DesyncMonitor:
         """Post and compare when due. `now` is a time in seconds. Takes no store operation before the first step."""
         if now >= self._due and self._step and self.found is None:
             self._due = now + self._period_s
-            self._exchange()
+            try:
+                self._exchange()
+            except StoreError as error:
+                self._refused = error
 
     def _leave(self) -> None:
         deadline = time.monotonic() + _LEAVES_S

@@ -7,7 +7,7 @@ import os
 import re
 import socket
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final, NamedTuple
@@ -62,6 +62,12 @@ SHARED: Final = (
     "NCCL_MAX_CTAS", "NCCL_MAX_NCHANNELS", "NCCL_MIN_CTAS", "NCCL_MIN_NCHANNELS", "NCCL_NET", "NCCL_NTHREADS",
     "NCCL_NVLS_ENABLE", "NCCL_P2P_DISABLE", "NCCL_P2P_LEVEL", "NCCL_PROTO", "NCCL_SHM_DISABLE",
     "TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_BLOCKING_WAIT", "TORCH_NCCL_USE_COMM_NONBLOCKING",
+)  # fmt: skip
+
+# The process that is the rank, and the variables that tell ranks of different jobs apart.
+_SPEAKER: Final = "MESHCOMM_RANK_PROCESS"
+_JOB: Final = (
+    "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_PORT", "WORLD_SIZE", "RANK", "SLURM_STEP_ID", "SLURM_PROCID"
 )  # fmt: skip
 
 # Every rank of a group that connects at creation holds a socket to every other rank.
@@ -127,6 +133,11 @@ def find_launch(env: Mapping[str, str]) -> Launch:
             hint="put srun in front: srun python script.py; for one process, #SBATCH --ntasks=1",
         )
     return _SINGLE
+
+
+def launch_of_command(env: Mapping[str, str]) -> Launch:
+    """Return the launch of a command that starts ranks, or runs as one. A process that a rank has started is not a rank."""
+    return _SINGLE if is_helper(env) else find_launch(env)
 
 
 def launch_by_arguments(env: Mapping[str, str]) -> Launch:
@@ -269,6 +280,24 @@ def attempt_of(env: Mapping[str, str]) -> int:
     """Return how many times torch's agent has restarted its ranks, or 0 under other launchers."""
     text = env.get("TORCHELASTIC_RESTART_COUNT", "0")
     return int(text) if text.isdecimal() else 0
+
+
+def speak_for_rank(env: MutableMapping[str, str]) -> None:
+    """Record in `env`, this process's own, that this process is the rank. Processes that it starts inherit the record."""
+    env[_SPEAKER] = f"{os.getpid()} {_rank_in_job(env)}"
+
+
+def is_helper(env: Mapping[str, str]) -> bool:
+    """Return whether a rank started this process and passed on its own variables, as to a fork or a subprocess.
+
+    A helper is not the rank. A rank of another job, which a rank started, has variables of its own.
+    """
+    process, _, job = env.get(_SPEAKER, "").partition(" ")
+    return bool(process) and process != str(os.getpid()) and job == _rank_in_job(env)
+
+
+def _rank_in_job(env: Mapping[str, str]) -> str:
+    return " ".join(env.get(name, "-") for name in (*_JOB, *MPI_RANKS))
 
 
 def attempt_prefix(env: Mapping[str, str]) -> str:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import combinations
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import combinations, permutations
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshcomm.config.mesh import MeshConfig
 from meshcomm.errors import LaunchError, LayoutError
-from meshcomm.layout import Layout
+from meshcomm.layout import Dims, Layout
 from meshcomm.layout.layout import Digits
 from meshcomm.layout.sizes import fold
 from meshcomm.mesh.source import mesh_of
@@ -42,6 +42,7 @@ def of_device_meshes(meshes: Sequence[DeviceMesh], given: Mapping[str, Any]) -> 
             expected="one or more torch DeviceMeshes",
             hint='meshcomm.init(dims={"dp": 2, "tp": 4}) for a mesh with its own groups',
         )
+    _check_started("init was given a DeviceMesh")
     with without_modes():
         grids = [mesh.mesh.flatten().tolist() for mesh in meshes]
         for mesh in meshes:
@@ -76,42 +77,36 @@ def of_device_meshes(meshes: Sequence[DeviceMesh], given: Mapping[str, Any]) -> 
 def of_groups(groups: Mapping[str, dist.ProcessGroup], given: Mapping[str, Any]) -> Existing:
     """Derive the dims, merged dims and views from the ranks in each of this rank's groups.
 
-    Every rank must derive the same dims; otherwise, the comparison before the mesh opens reports the ranks that differ.
+    Coords along a dim follow the order of the group's ranks. Every rank must derive the same dims in the same order;
+    otherwise, the comparison before the mesh opens reports the ranks that differ.
     Raises LayoutError if the groups do not form a grid of all ranks.
     """
     _refuse(given, _DECIDED, "groups")
-    if not dist.is_initialized():
-        raise LaunchError(
-            "from_groups was called before torch's default group existed, or after it was destroyed",
-            given="torch.distributed is not initialized",
-            expected="groups created by dist.new_group, a DeviceMesh or a framework",
-            hint="call dist.init_process_group first; meshcomm.init(dims=...) creates its own groups",
-        )
+    _check_started("from_groups was called")
     world = dist.get_world_size()
     lists = {name: _ranks(name, group) for name, group in groups.items()}
-    digits = {name: _digits(ranks) for name, ranks in lists.items()}
-    for name, found in digits.items():
-        if found is None or any(min(lists[name]) // stride % size for size, stride in found):
-            raise LayoutError(
-                f'the ranks along "{name}" are not evenly spaced',
-                given=f"ranks {fold(lists[name])}",
-                expected="ranks along one or more dims of a row-major grid of all ranks",
-                hint="meshcomm.init(DeviceMesh(...)) takes ranks in any order",
-            )
-    single = {name: found[0] for name, found in digits.items() if found is not None and len(found) == 1}
+    digits, odd = _digits_of(lists)
+    single = {name: found[0] for name, found in digits.items() if len(found) == 1}
     base = max(_chains(single, world), key=len, default=None)
     if base is None:
-        raise _incomplete(single, world, lists)
-    dims = {name: 1 for name, found in digits.items() if not found}
+        raise odd or _incomplete(single, world, lists)
+    dims = {name: 1 for name, ranks in lists.items() if len(ranks) == 1}
     dims.update((name, single[name][0]) for name in base)
-    layout, merge, views = Layout(dims), dict(given.get("merge", {})), dict(given.get("views", {}))
+    layout = Layout(dims, _order([lists[name] for name in base]))
+    # From here on, ranks are counted by their position in the grid.
+    digits, odd = _digits_of(lists, layout.position)
+    if odd is not None:
+        raise odd
+    single = {name: found[0] for name, found in digits.items() if len(found) == 1}
+    merge, views = dict(given.get("merge", {})), dict(given.get("views", {}))
     placed = {*dims, *merge}
     for name, found in digits.items():
         if name in placed:
             continue
         parts = _parts(layout, found)
         if parts is not None and len(parts) > 1:
-            merge[name] = parts
+            orders = permutations(parts)
+            merge[name] = next((o for o in orders if _has(layout, o, lists[name])), parts)
             continue
         chains = (chain for chain in _chains(single, world) if name in chain)
         chain = max(chains, key=lambda chain: len({*chain} - placed), default=None)
@@ -120,20 +115,49 @@ def of_groups(groups: Mapping[str, dist.ProcessGroup], given: Mapping[str, Any])
         new = tuple(each for each in chain if each not in placed)
         views["_".join((*new, "view"))] = {each: single[each][0] for each in chain}
         placed.update(new)
-    return _existing({**given, "dims": dims, "merge": merge, "views": views}, groups)
+    keys = {"dims": dims, "rank_order": layout.rank_order, "merge": merge, "views": views}
+    return _existing({**given, **keys}, groups, decide=True)
 
 
-def _existing(keys: dict[str, Any], groups: Mapping[str, dist.ProcessGroup]) -> Existing:
-    """Add the groups that are usable for calls. Torch may have sorted a group's ranks, or a backend may be "fake"."""
+def _existing(
+    keys: dict[str, Any], groups: Mapping[str, dist.ProcessGroup], decide: bool = False
+) -> Existing:
+    """Add the groups that are usable for calls. A backend may be "fake", and a DeviceMesh may have sorted a group's ranks,
+    which only the mesh's own groups then have in the order of the DeviceMesh.
+
+    decide: whether the groups themselves decide the order of ranks. Raises LayoutError if a group is in another order.
+    """
     mesh = mesh_of({name: value for name, value in keys.items() if value is not None})
     layout = mesh.layout(dist.get_world_size())
     fake = dist.get_backend() == "fake"
-    usable = {
-        name: group
-        for name, group in groups.items()
-        if (np.diff(layout.groups(name)) > 0).all() and (fake or backend_of(group) != "fake")
-    }
+    usable = {}
+    for name, group in groups.items():
+        # The same on every rank: whether torch's sorting leaves all groups along this dim as they are.
+        if decide or (np.diff(layout.groups(name)) > 0).all():
+            if not _has(layout, name, ranks := ranks_of(group)):
+                raise LayoutError(
+                    f'the ranks along "{name}" are in another order than in the other groups',
+                    given=f"ranks {ranks}",
+                    expected=f"ranks {layout.group_of(dist.get_rank(), name).tolist()}, in the order of the dims "
+                    f"{', '.join(layout.expand(name))}",
+                    hint="dist.new_group(ranks, sort_ranks=False) with the ranks in that order",
+                )
+            if fake or backend_of(group) != "fake":
+                usable[name] = group
     return Existing(mesh, usable)
+
+
+def _has(layout: Layout, dims: Dims, ranks: Sequence[int]) -> bool:
+    """Return whether this rank's group along `dims` has these ranks, in this order."""
+    return bool(layout.group_of(dist.get_rank(), dims).tolist() == list(ranks))
+
+
+def _order(lists: Sequence[Sequence[int]]) -> list[int]:
+    """Return the rank at each position of the grid whose dims, outermost first, have this rank's groups `lists`."""
+    order = np.zeros(1, dtype=np.int64)
+    for ranks in lists:
+        order = (order[:, None] + (np.array(ranks) - min(ranks))).reshape(-1)
+    return [int(rank) for rank in order]
 
 
 def _refuse(given: Mapping[str, Any], decided: Iterable[str], source: str) -> None:
@@ -146,10 +170,26 @@ def _refuse(given: Mapping[str, Any], decided: Iterable[str], source: str) -> No
         )
 
 
+def _check_started(what: str) -> None:
+    if not dist.is_initialized():
+        raise LaunchError(
+            f"{what} before torch's default group existed, or after it was destroyed",
+            given="torch.distributed is not initialized",
+            expected="groups created by dist.new_group, a DeviceMesh or a framework",
+            hint="call dist.init_process_group first; meshcomm.init(dims=...) creates its own groups",
+        )
+
+
 def _groups(mesh: DeviceMesh) -> dict[str, dist.ProcessGroup]:
     # A rank outside a DeviceMesh has none of its groups.
-    names = mesh.mesh_dim_names or ()
-    return {} if mesh.get_coordinate() is None else {name: mesh.get_group(name) for name in names}
+    names = () if mesh.get_coordinate() is None else mesh.mesh_dim_names or ()
+    try:
+        groups = {name: mesh.get_group(name) for name in names}
+    except RuntimeError as error:  # torch looks them up by name
+        raise _destroyed(f"the groups of {mesh}") from error
+    for name, group in groups.items():
+        _ranks(name, group)
+    return groups
 
 
 def _check(device_mesh: DeviceMesh) -> None:
@@ -184,7 +224,39 @@ def _ranks(name: str, group: Any) -> list[int]:
             expected="a torch ProcessGroup that this rank is in",
             hint="name only groups that exist on every rank; dist.group.WORLD is the default group",
         )
-    return ranks_of(group)
+    try:
+        return ranks_of(group)
+    except KeyError:
+        raise _destroyed(f'the group along "{name}"') from None
+
+
+def _destroyed(what: str) -> LayoutError:
+    return LayoutError(
+        f"{what} was destroyed",
+        given=f"a group that torch no longer has, on rank {dist.get_rank()}",
+        expected="groups that exist, of the default group that is open now",
+        hint="create the groups again, or open the mesh before dist.destroy_process_group",
+    )
+
+
+def _digits_of(
+    lists: Mapping[str, Sequence[int]], place: Callable[[int], int] = int
+) -> tuple[dict[str, Digits], LayoutError | None]:
+    """Return the digits that generate the places of each list's ranks, by name, and the error about a list without digits."""
+    digits, odd = {}, None
+    for name, ranks in lists.items():
+        places = [*map(place, ranks)]
+        found = _digits(places)
+        if found is None or any(min(places) // stride % size for size, stride in found):
+            odd = odd or LayoutError(
+                f'the ranks along "{name}" are not evenly spaced',
+                given=f"ranks {fold(ranks)}",
+                expected="ranks along one or more dims of a row-major grid of all ranks",
+                hint="meshcomm.init(DeviceMesh(...)) takes ranks in any order",
+            )
+        else:
+            digits[name] = found
+    return digits, odd
 
 
 def _digits(ranks: Iterable[int]) -> Digits | None:

@@ -7,9 +7,11 @@ generation's number to the process. All of a generation's keys are stored under 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import math
 import os
+import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -17,8 +19,6 @@ from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from typing import Any, Final, final
-
-import torch.distributed as dist
 
 from meshcomm.errors import RankLost, StoreError
 from meshcomm.layout.sizes import ranks_text
@@ -33,8 +33,12 @@ _KEY: Final = "meshcomm/generation/{}"
 _MET: Final = "meshcomm/generation/{}/met"
 # Set by a process that waits for a generation. Contains the numbers of the generation and the process.
 WAITS: Final = "meshcomm/waits/{}/{}"
+# The processes of a generation that its ranks have found hung, one per line: the process, and what it does.
+_HUNG: Final = "meshcomm/hung/{}"
 # The decision on how a generation ends: with a larger mesh, or with the end of the program.
 _NEXT: Final = "meshcomm/next/{}"
+# Set when the work of the program is done.
+_ENDED: Final = "meshcomm/ended"
 
 ANNOUNCED_VARIABLE: Final = "MESHCOMM_ANNOUNCED_S"
 """How many seconds a launcher may take to notice that a process has ended and to announce the next generation."""
@@ -95,7 +99,7 @@ class Announcement:
 def announce(store: Any, number: int, announcement: Announcement) -> None:
     """Make the job's ranks meet again. Called by a launcher before it starts the new processes.
 
-    store: the job's store, as returned by `of_this_attempt`.
+    store: the job's SignedStore, under the prefix of `of_this_attempt`.
     number: the last generation's number plus one.
     """
     store.set(_KEY.format(number), json.dumps(asdict(announcement)))
@@ -118,6 +122,18 @@ def may_grow(store: Any, number: int) -> bool:
 def have_met(store: Any, number: int) -> bool:
     """Return whether all ranks of the job, old and new, have arrived in the generation. Called by a launcher."""
     return bool(store.check([_MET.format(number)]))
+
+
+def hung_in(store: Any, number: int) -> dict[int, str]:
+    """Return the processes that ranks of the generation have reported as hung, with what each does. Called by a launcher."""
+    key = _HUNG.format(number)
+    lines = store.get(key).decode().splitlines() if store.check([key]) else []
+    return {int(process): what for process, what in map(json.loads, lines)}
+
+
+def has_ended(store: Any) -> bool:
+    """Return whether all ranks have called `Mesh.finish`."""
+    return bool(store.check([_ENDED]))
 
 
 def all_done(store: Any, number: int) -> bool:
@@ -208,12 +224,23 @@ class Generations:
             missing=tuple(sorted(ranks)),
         )
 
-    def all_done(self) -> bool:
-        """Return True if the program is done and this mesh is its last, or False if the mesh is about to grow.
+    def hung(self, ranks: Mapping[int, str]) -> None:
+        """Report ranks that others have waited for in vain until the timeout, with what each of them does.
 
-        Called by: one rank.
+        The launcher ends their processes. They are then lost like others.
+        """
+
+    def all_done(self, ends: bool) -> bool:
+        """Return True if this mesh is the program's last one, or False if the mesh is about to grow.
+
+        Called by: one rank. ends: whether the program's work is done.
         """
         return True
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the program's work is done."""
+        return False
 
     def cuts(self, connections: Connections) -> None:
         """Once a newer generation is announced, keep cutting `connections` until this process joins it.
@@ -243,8 +270,8 @@ class Generations:
 class AnnouncedGenerations(Generations):
     """Generations that a launcher announces in the job's store. A thread with its own connection waits for announcements."""
 
-    def __init__(self, store: dist.Store, process: int, number: int) -> None:
-        self._store: Any = store
+    def __init__(self, store: Any, process: int, number: int) -> None:
+        self._store = store
         self._changed = threading.Condition()
         # Connections, each with the generation in which it was made.
         self._connections: list[tuple[int, Connections]] = []
@@ -258,7 +285,8 @@ class AnnouncedGenerations(Generations):
         interruptible_waits(self._given_up)
         interrupted.append(self.newer)
         self._waits = Connections()
-        waits, self._asks = self._waits.own(self._store.clone), self._waits.own(self._store.clone)
+        waits: Any = self._waits.own(self._store.clone)
+        self._asks: Any = self._waits.own(self._store.clone)
         name = "meshcomm-generation"
         self._waiting = threading.Thread(target=self._wait, args=(waits,), name=name, daemon=True)
         self._waiting.start()
@@ -278,9 +306,7 @@ class AnnouncedGenerations(Generations):
                 keys = [_KEY.format(self.latest + 1)]
             try:
                 # A store that the network has cut off never answers.
-                waits = (
-                    within(self.announced_s, partial(self._asks.check, keys), awaited_at_exit=True) or waits
-                )
+                waits = within(self.announced_s, partial(self._asks.check, keys)) or waits
             except (TimeoutError, RuntimeError) as error:
                 if confirms:
                     raise StoreError(
@@ -291,6 +317,14 @@ class AnnouncedGenerations(Generations):
                     ) from error
         return super().lost(what, waits)
 
+    def hung(self, ranks: Mapping[int, str]) -> None:
+        joined = self.joined
+        lines = [json.dumps([joined.process_of(rank), what]) + "\n" for rank, what in ranks.items()]
+        # Without an answer, nobody is replaced.
+        with contextlib.suppress(TimeoutError, RuntimeError):
+            key = _HUNG.format(joined.number)
+            within(self.announced_s, partial(self._asks.append, key, "".join(lines)))
+
     def join(self) -> Generation:
         if self.newer():
             self._connections = []
@@ -300,8 +334,15 @@ class AnnouncedGenerations(Generations):
         if self.joined.number and self.is_opening:
             self._store.set(_MET.format(self.joined.number), "")
 
-    def all_done(self) -> bool:
-        return all_done(self._store, self.joined.number)
+    def all_done(self, ends: bool) -> bool:
+        last = all_done(self._store, self.joined.number)
+        if last and ends:
+            self._store.set(_ENDED, "")
+        return last
+
+    @property
+    def has_ended(self) -> bool:
+        return has_ended(self._store)
 
     def cuts(self, connections: Connections) -> None:
         self._connections.append((self.joined.number, connections))
@@ -316,12 +357,20 @@ class AnnouncedGenerations(Generations):
         self._waiting.join(_LEAVES_S)
 
     def _wait(self, store: Any) -> None:
+        refused = ""
         while True:
             try:
                 store.wait([_KEY.format(self.latest + 1)], FOREVER)
                 lost = announcement_of(store, self.latest + 1)
             except RuntimeError:
                 return  # the job has ended
+            except StoreError as error:
+                # The launcher's own announcement may still follow.
+                if error.what != refused:
+                    print(f"meshcomm: process {self._process} {error}", file=sys.stderr)
+                refused = error.what
+                time.sleep(_CUTS_MOST_S)
+                continue
             with self._changed:
                 self._since = time.monotonic()
                 self.add(lost)
@@ -355,7 +404,7 @@ def announcement_of(store: Any, number: int) -> Announcement:
 _HERE: dict[str, Generations] = {}
 
 
-def generations_of(store: dist.Store, process: int) -> Generations | None:
+def generations_of(store: Any, process: int) -> Generations | None:
     """Return the generations of this process, or None if its launcher does not replace ranks.
 
     store: the job's store.

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from gc import collect
+from operator import index
 from os import PathLike
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn, final, overload
@@ -50,11 +51,18 @@ from meshcomm.mesh.generation import Generation
 from meshcomm.mesh.outside import OutsideGroups
 from meshcomm.mesh.rank_failure import caused_by
 from meshcomm.mesh.runtime import WORLD, Metrics, Runtime
+from meshcomm.mesh.signed import unsigned
 from meshcomm.mesh.store import MeshStore, prefixed, within
 from meshcomm.mesh.torch_mesh import TorchMesh
 from meshcomm.transport import ProcessGroupTransport, SoloTransport, Transport
 from meshcomm.transport.connections import abort_all
-from meshcomm.transport.torch_private import default_group, held_calls, keep_for_good, outside_graphs
+from meshcomm.transport.torch_private import (
+    default_group,
+    group_named,
+    held_calls,
+    keep_for_good,
+    outside_graphs,
+)
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -108,7 +116,7 @@ class Mesh(AlongDims):
         # Whether this is torch's fake backend: no other ranks exist, and results have a shape but no values.
         self.is_fake = runtime.is_fake
         self._store = prefixed("mesh", runtime.store)
-        user = prefixed("user", self._store)
+        user = unsigned(prefixed("user", self._store))
         lost = partial(_lost, ref(self))
         self.store = MeshStore(user, self.label, plan.defaults.timeout_s, self.is_fake, lost)
         # The result of the last `warm_up` call; empty before the first call.
@@ -254,10 +262,11 @@ class Mesh(AlongDims):
 
             torch.manual_seed(mesh.seed(0, step, along=("dp", "cp")))   # equal along tp, where activations are
 
-        key:     values that the seed depends on, such as a base seed, a step or a name.
+        key:     values that the seed depends on, such as a base seed, a step or a name. Integers count by their value,
+                 whatever their type: 5, numpy.int64(5), torch.tensor(5) and 5.0 give the same seed.
         Returns: an integer from 0 to 2^63 - 1, derived from the SHA-256 of the key and the coords. If every coord
                  is 0, the seed is the same on every mesh.
-        Raises:  UnknownDim; NotMember; ConfigError if no key is given.
+        Raises:  UnknownDim; NotMember; ConfigError if no key is given, or a value that is neither an integer nor text.
         """
         if not key:
             raise ConfigError(
@@ -268,7 +277,7 @@ class Mesh(AlongDims):
             )
         names = (along,) if isinstance(along, str) else along
         coords = {name: self.coord(name) for name in sorted(set(names))}
-        digest = hashlib.sha256(f"{key!r} {coords!r}".encode()).digest()
+        digest = hashlib.sha256(f"{tuple(map(_key_part, key))!r} {coords!r}".encode()).digest()
         return int.from_bytes(digest[:8], "little") >> 1
 
     def generator(
@@ -652,7 +661,11 @@ class Mesh(AlongDims):
         self.closed = True
         differs = self._watch.before_leaving() if compare and self._watch is not None else None
         self._at.clear()
-        captured = any(recorder.captured for recorder in self.metrics.recorders.values())
+        recorders = [*self.metrics.recorders.values()]
+        captured = any(recorder.captured for recorder in recorders)
+        # Destroying a group waits for its calls, and calls that differ may never complete.
+        apart = [each.group_name for each in recorders if each.check is not None and each.check.is_apart()]
+        keep_for_good([group_named(name) for name in apart])
         self.metrics.recorders.clear()
         if self._watch is not None:
             self._watch.close()
@@ -692,6 +705,11 @@ class Mesh(AlongDims):
         if generations is None or isinstance(error, RankLost):
             return error if isinstance(error, RankLost) and generations is not None else None
         waits = isinstance(error, RuntimeError | CommunicationError | MeshMismatchError | StoreError)
+        # A call outside the mesh is explained here, which reports the hung ranks that it has waited for.
+        if isinstance(error, RuntimeError) and self._watch is not None:
+            found = self._watch.explain(error)
+            if isinstance(found, RankLost):
+                return found
         return generations.lost(f"a step on {self.label}", waits, confirms=error is None)
 
     def reopen(self, error: BaseException | None = None) -> Generation:
@@ -743,18 +761,29 @@ class Mesh(AlongDims):
     def finish(self) -> None:
         """Block until every rank has called `finish`. After that, no rank can join the mesh, and ranks may exit.
 
-        Called by: every rank of the mesh, at the end of a program that reopens the mesh. `Trainer.run` calls
-                   `finish` itself.
+        Called by: every rank of the mesh, at the end of a program that reopens the mesh, when all results are saved. If a
+                   signal then ends a rank, the job does not fail. `meshcomm train` calls `finish` itself.
         Raises:    RankLost if a rank joins the mesh first.
         """
+        self._finish(ends=True)
+
+    def _finish(self, *, ends: bool) -> None:
+        """See `finish`. ends: whether the program's work is done. If not, a rank that a signal ends makes the job fail."""
         from meshcomm.mesh.all_ranks import is_first, of_every_rank
 
         of_every_rank(self, None)
         generations = self._runtime.generations
-        if generations is not None:
-            grows = not generations.all_done() if is_first(self) else False
-            if any(of_every_rank(self, grows)) and (error := generations.lost(self.label, True)) is not None:
-                raise error
+        if generations is None:
+            return
+        grows = not generations.all_done(ends) if is_first(self) else False
+        try:
+            grows = any(of_every_rank(self, grows))
+        except CommunicationError:
+            # A rank may have been lost after the end.
+            if not generations.has_ended:
+                raise
+        if grows and (error := generations.lost(self.label, True)) is not None:
+            raise error
 
     def _abandon(self) -> None:
         """Release everything without waiting for anything."""
@@ -875,7 +904,8 @@ class Mesh(AlongDims):
             group = next(g for g in self.plan.for_rank(self.rank).groups if g.name == name)
             ranks = list(group.ranks)
             recorder = recorders[key] = self._watch.record(group.label, ranks, transport)
-            recorder.check = CallCheck(lambda: transport, ranks, self._runtime.validate_calls)
+            limit, label = self._runtime.validate_calls, group.label
+            recorder.compares(CallCheck(lambda: transport, ranks, limit, label, label, self._watch.shared))
             recorder.plan = f", plan {self.plan.fingerprint}"
             recorder.trace(self.metrics.spans)
             if isinstance(transport, ProcessGroupTransport):
@@ -934,6 +964,22 @@ class Mesh(AlongDims):
         )
 
 
+def _key_part(part: Any) -> int | str:
+    """Return one value of a seed's key, so that equal values of other types, and of types with other reprs, are equal."""
+    if isinstance(part, str):
+        return "".join(part)
+    try:
+        number = part.item() if hasattr(part, "item") else part
+        return index(int(number) if isinstance(number, float) and number.is_integer() else number)
+    except (TypeError, ValueError, RuntimeError):
+        raise ConfigError(
+            "a seed's key has a value that is neither an integer nor text",
+            given=f"{part!r}, a {type(part).__name__}",
+            expected="integers of any type, and text",
+            hint="an integer that stands for the value, or its text, such as str(x)",
+        ) from None
+
+
 def _lost(mesh: ref[Mesh], error: BaseException) -> RankLost | None:
     """Call `Mesh.lost` through a weak reference, for objects that the mesh itself holds."""
     alive = mesh()
@@ -948,7 +994,7 @@ def _closed_with_graphs(resources: ExitStack, label: str) -> CommunicationError 
     """
     collect()
     try:
-        within(_GRAPHS_S, resources.pop_all().close, awaited_at_exit=True)
+        within(_GRAPHS_S, resources.pop_all().close)
     except TimeoutError:
         return CommunicationError(
             f"the mesh closes while a CUDA graph still contains its calls, on {label}",

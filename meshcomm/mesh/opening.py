@@ -50,11 +50,13 @@ from meshcomm.mesh.environment import (
 from meshcomm.mesh.existing import Existing, of_device_meshes, of_groups
 from meshcomm.mesh.generation import FOREVER, Generation, Generations, generations_of
 from meshcomm.mesh.groups import create_transports, open_group
+from meshcomm.mesh.job_store import is_serving
 from meshcomm.mesh.launched import end_by, launch_here, reports_of
 from meshcomm.mesh.mesh import Mesh
 from meshcomm.mesh.rank_failure import leave_names
 from meshcomm.mesh.rendezvous import Meeting, another_job, blame, claim, meet, of_this_attempt, state_of_rank
 from meshcomm.mesh.runtime import PRETENDED, WORLD, Runtime, Watching
+from meshcomm.mesh.signed import signed, unsigned
 from meshcomm.mesh.source import MeshOnly, Settings, Source, given_keys, refuse_alone, settings_of, with_sizes
 from meshcomm.mesh.store import prefixed, store_failed
 from meshcomm.mesh.watchdog import Watchdog, WatchOptions
@@ -69,6 +71,8 @@ if TYPE_CHECKING:
 
 # Under this key, the default group's store holds the prefix of the mesh that created the group.
 _PREFIX: Final = "meshcomm/prefix"
+# How many meshes a rank has opened.
+_OPENED: Final = "meshcomm/opened/{}"
 
 
 class ScatteredRanks(UserWarning):
@@ -215,7 +219,7 @@ class Opening:
         self._connections: Connections | None = None
         self._resources = ExitStack()
         self._transports: dict[str, Transport] = {}
-        self._clients: dict[bool, dist.Store] = {}
+        self._clients: dict[bool, Any] = {}
         self._aborts: list[Callable[[], object]] = []
 
     def run(self) -> Mesh:
@@ -265,6 +269,8 @@ class Opening:
                 return self._plan, runtime
             except MeshcommError as error:
                 lost = isinstance(error, CommunicationError | StoreError | MeshMismatchError)
+                if generations is not None and isinstance(error, MeshMismatchError) and error.missing:
+                    generations.hung(dict.fromkeys(error.missing, "has not arrived at the mesh"))
                 if generations is None or not generations.newer(generations.announced_s if lost else 0.0):
                     raise
 
@@ -294,14 +300,14 @@ class Opening:
             self._start_default_group()
         return self._create()
 
-    def _job_store(self) -> dist.Store:
+    def _job_store(self) -> Any:
         """Return the job's store under the generation's prefix. The connection is cut when a newer generation starts."""
         store = self._meeting.store
         if self._generations is not None and self._world is None:
             store = store.clone()
         return self._of_generation(store)
 
-    def _of_generation(self, store: dist.Store) -> dist.Store:
+    def _of_generation(self, store: Any) -> Any:
         number = self._generation.number
         return prefixed(f"generation{number}", store) if number else store
 
@@ -325,7 +331,8 @@ class Opening:
             fake = dist.get_backend() == "fake"
             store = self._given_store or (dist.HashStore() if fake else default_store())
             rank, world_size = dist.get_rank(), dist.get_world_size()
-            return Meeting(of_this_attempt(store), rank, world_size, launch, fake, kept=True)
+            store = signed(of_this_attempt(store), "default group")
+            return Meeting(store, rank, world_size, launch, fake, kept=True)
         return meet(
             settings.process,
             launch,
@@ -343,11 +350,12 @@ class Opening:
         try:
             claim(store, self._met.rank, kept=self._met.kept or bool(self._generation.number))
             store = self._of_generation(store)
-            prefix = f"meshcomm{store.add(f'meshcomm/opened/{rank}', 1)}"
+            self._number = store.add(_OPENED.format(rank), 1)
+            prefix = f"meshcomm{self._number}"
             # Torch has a single list of group names. A mesh that started the default group and a mesh that was opened on that
             # group later count their meshes in different parts of the store.
             if self._world is None and dist.is_initialized() and not self._meeting.is_fake:
-                outer = default_store()
+                outer = signed(default_store(), "default group")
                 prefix = f"{outer.get(_PREFIX).decode()}.{prefix}" if outer.check([_PREFIX]) else prefix
         except RuntimeError as error:
             raise store_failed(
@@ -412,6 +420,11 @@ class Opening:
             agreed = agree(store, meeting.rank, ranks, facts, self._settings.mesh.timeout_s)
         except MeshMismatchError as error:
             blame(error, meeting.store)
+            if is_serving(meeting.launch.port):
+                # A process that is started for a missing rank joins in this rank's next attempt.
+                before = str(self._number - 1) if self._number > 1 else ""
+                for missing in error.missing:
+                    meeting.store.compare_set(_OPENED.format(missing), before, str(self._number))
             if self._world is None:
                 leave_together(store, stays=meeting.rank == 0)
             if self._failure is None:
@@ -438,7 +451,7 @@ class Opening:
             with self._recovering(), with_variables(variables, keep=True):
                 dist.init_process_group(
                     backend,
-                    store=dist.PrefixStore("world", self._client(ordered)),
+                    store=dist.PrefixStore("world", unsigned(self._client(ordered))),
                     rank=meeting.rank,
                     world_size=meeting.world_size,
                     timeout=timedelta(seconds=self._settings.mesh.timeout_s),
@@ -447,7 +460,7 @@ class Opening:
             self._resources.callback(give_back, default_group())
             if ordered:
                 self._aborts.append(partial(abort, default_group()))
-            default_store().set(_PREFIX, self._prefix)
+            signed(default_store(), "default group").set(_PREFIX, self._prefix)
         except RuntimeError as error:
             raise CommunicationError(
                 f"rank {meeting.rank} could not start torch's default group",
@@ -509,8 +522,12 @@ class Opening:
         if self._world is not None:
             return self._world.open(group, self._world_prefix)
         own = backend_on(group.options.backend, self._device) in STREAM_ORDERED
-        store, rank = dist.PrefixStore("groups", self._client(own)), self._meeting.rank
+        client, rank = self._client(own), self._meeting.rank
         variables = gloo_defaults(self._meeting.launch.one_host, len(group.ranks))
+        # A backend that uses the store after this call may wait for it in a thread that its destructor joins.
+        if own or {**variables, **os.environ}["TORCH_GLOO_LAZY_INIT"] == "1":
+            client = unsigned(client)
+        store = dist.PrefixStore("groups", client)
         with self._recovering(), with_variables(variables, keep=True):
             transport = open_group(group, rank, store, self._prefix, self._device, split)
         self._resources.callback(transport.close)
@@ -526,7 +543,7 @@ class Opening:
         """If lost ranks are replaced, errors in groups created inside the block do not terminate this process."""
         return nullcontext() if self._generations is None else with_variables(NCCL_RECOVERS)
 
-    def _client(self, own: bool) -> dist.Store:
+    def _client(self, own: bool) -> Any:
         """Return the mesh's store client, or a separate one for groups that connect at their first call.
 
         Connecting blocks a client, but the threads that answer for this rank need an idle client. If a rank is lost in
@@ -579,8 +596,9 @@ class Opening:
             process_of=lambda rank: state_of_rank(meeting.store, generation.process_of(rank)),
             refused=partial(_refused, meeting, last),
             lost=_none_lost if self._generations is None else self._generations.lost,
+            hung=None if self._generations is None else self._generations.hung,
         )
-        store = dist.PrefixStore("watch", dist.PrefixStore("mesh", self._store))
+        store = prefixed("watch", prefixed("mesh", self._store))
         watchdog = Watchdog(store, meeting.rank, coords, plan.layout.world_size, options)
         ranks = plan.layout.ranks.tolist()
         if not meeting.is_fake and meeting.rank == min(ranks):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from array import array
+from collections import Counter
 from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any, Final, final
 from weakref import ref
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -50,10 +53,13 @@ class OutsideGroups:
     def __init__(
         self, watch: Watching, ranks: Collection[int], device: torch.device, who: str, limit: int | None
     ) -> None:
-        self._watch = ref(watch)
+        # The mesh may be dropped while its groups are still compared.
+        self._watch, self._shared = ref(watch), watch.shared
         self._world: dist.ProcessGroup | None = default_group()
         self._ranks, self._device, self._who, self._limit = frozenset(ranks), device, who, limit
         self._hooks: dict[str, GroupHooks] = {}
+        # How many groups of this name there have been, which is the same on all ranks of the group.
+        self._named: Counter[str] = Counter()
         # Created at the first call in a group, when the group's ranks are known. None if the group is not watched.
         self._recorders: dict[str, FlightRecorder | None] = {}
         self._ended = on_new_groups(self._see)
@@ -69,6 +75,7 @@ class OutsideGroups:
             self._let_go(gone)
         name = str(group.group_name)
         if not name.startswith(OWN) and not has_hooks(group):
+            self._named[name] += 1
             self._hooks[name] = hooked(group, partial(self._recorder, name), _label(group), self._who)
 
     def _recorder(self, name: str) -> FlightRecorder | None:
@@ -99,7 +106,9 @@ class OutsideGroups:
             recorder = watch.record(label, ranks, transport(group))
             # The program may change the timeout. Do not keep a reference to the group.
             recorder.timeout_s = partial(_timeout_s, name, device, recorder.timeout_s)
-        recorder.check = CallCheck(lambda: transport(group_named(name)), ranks, self._limit)
+        key = f"{name} {self._named[name]} {crc32(array('q', ranks).tobytes())}"
+        check = CallCheck(lambda: transport(group_named(name)), ranks, self._limit, label, key, self._shared)
+        recorder.compares(check)
         return recorder
 
     def _let_go(self, name: str) -> None:
@@ -117,7 +126,7 @@ class OutsideGroups:
         """Release all groups. Further calls have no effect."""
         self._ended()
         # A closed mesh that an error's traceback keeps alive must not keep the sockets open.
-        self._world = None
+        self._world = self._shared = None
         for name in list(self._hooks):
             self._let_go(name)
 

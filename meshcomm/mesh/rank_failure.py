@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import json
 import os
 import re
@@ -20,10 +21,10 @@ from typing import Any, Final, NoReturn, final
 
 import torch.distributed as dist
 
-from meshcomm.comm.callsite import is_ours
+from meshcomm.comm.callsite import is_library, is_ours
 from meshcomm.comm.diagnosis import Reason, reason_of
-from meshcomm.errors import CommunicationError, MeshcommError, StoreTimeout
-from meshcomm.mesh.environment import Launch, attempt_of
+from meshcomm.errors import CommunicationError, MeshcommError, RankLost, StoreTimeout
+from meshcomm.mesh.environment import Launch, attempt_of, is_helper
 from meshcomm.mesh.rank_record import one_line
 from meshcomm.mesh.rendezvous import of_this_attempt
 from meshcomm.mesh.store import within
@@ -38,6 +39,13 @@ _INTERRUPTED: Final = 130
 
 # The file with the names of the ranks, for each attempt.
 _NAMES: Final = "{}-names.json"
+
+# The file that asks where the ranks are, and the files with their answers.
+_WHERE: Final = "{}-where"
+_PLACE: Final = "{}-where-{}.json"
+
+# The file with a rank's stack at a signal.
+_STACK: Final = "{}-stack-{}"
 
 # The prefixes of Gloo's and NCCL's error messages.
 _CPP: Final = re.compile(r"\b\w+\.(cc|cpp|h|hpp):\d+")
@@ -60,7 +68,9 @@ class Failure:
     mismatched: whether the error itself names this rank as the one that differs.
     missing: the ranks that this rank waited for.
     call: the collective that failed; see `CommunicationError.call`.
+    chain: the ranks that this rank waited for, directly or through others; see `CommunicationError.chain`.
     raised: whether `what` is an error of this rank.
+    seen: whether the rank had raised the error but not ended, as in a long `finally` block.
     """
 
     rank: int
@@ -74,29 +84,42 @@ class Failure:
     mismatched: bool = False
     missing: Sequence[int] = ()
     call: Mapping[str, Any] | None = None
+    chain: Sequence[Sequence[Any]] = ()
     raised: bool = True
+    seen: bool = False
 
     @property
     def summary(self) -> str:
         """One line with the rank, the error and the source line."""
-        failed = " failed:" if self.raised else ""
-        return f"{self.who}{failed} {self.what}{f', at {self.frame}' if self.frame else ''}"
+        failed = "" if not self.raised else " raised" if self.seen else " failed:"
+        ended = " and had not ended" if self.seen else ""
+        return f"{self.who}{failed} {self.what}{f', at {self.frame}' if self.frame else ''}{ended}"
 
 
 def failure_of(error: BaseException, rank: int, who: str) -> Failure:
     """Return the Failure for `rank`, which raised `error`. `who` is the rank with its coords."""
-    misused = isinstance(error, MeshcommError) and not isinstance(error, CommunicationError)
-    # torch's own errors about a lost store or peer explain the cause no better than meshcomm's errors.
-    lost = isinstance(error, (CommunicationError, StoreTimeout, dist.DistError)) or _of_torch(error)
+    first = _first_cause(error)
+    of_others = _about_others(first)
+    # The error itself, or the one of a group that no other rank explains.
+    main = error if of_others or not isinstance(error, BaseExceptionGroup) else first
+    misused = isinstance(main, MeshcommError) and not isinstance(main, CommunicationError)
     # In other libraries' errors, attributes with these names may have a different meaning.
-    facts = vars(error) if isinstance(error, MeshcommError) else {}
+    facts = vars(first) if isinstance(first, MeshcommError) else {}
     mismatched = facts.get("mismatched_ranks", ())
-    frames = _frames(error)
+    frames = _frames(main)
     # For an error raised in another library, the line of user code that called the library is more useful.
     own = [each for each in frames if "site-packages" not in each.filename] or frames
     text = (
         f" {type(error).__name__}: {error}" if isinstance(error, MeshcommError) else f"\n{_traceback(error)}"
     )
+    what = one_line(main)
+    if of_others and first is not error:
+        what = f"{what}, after {one_line(first)}"
+        if str(first) not in text:
+            # As after `raise ... from None`.
+            text = f"{text}\nafter {type(first).__name__}: {first}"
+    elif main is not error:
+        what = f"{what} (in {type(error).__name__})"
     if isinstance(error, CommunicationError) and frames:
         # If another rank is the cause, the call stack shows how the program reached its call.
         text = f"{text}\ncalled from:\n{''.join(traceback.format_list(frames))}".rstrip()
@@ -104,15 +127,45 @@ def failure_of(error: BaseException, rank: int, who: str) -> Failure:
         rank,
         who,
         time.time(),
-        one_line(error),
+        what,
         f"{own[-1].filename}:{own[-1].lineno} in {own[-1].name}" if own else "",
         f"{who}:{text}",
         code=_INTERRUPTED if isinstance(error, KeyboardInterrupt) else 2 if misused else 1,
-        follows=lost or bool(mismatched and rank not in mismatched),
+        follows=of_others and rank not in mismatched,
         mismatched=rank in mismatched,
         missing=[*facts.get("missing", ())],
         call=facts.get("call"),
+        chain=[[*each[:-1], [*each[-1]]] for each in facts.get("chain", ())],
     )
+
+
+def _first_cause(error: BaseException) -> BaseException:
+    """Return the error in the chain of causes of `error` that other ranks explain; if there is none, the error itself.
+
+    A group follows from other ranks' errors only if all of its errors do; otherwise, return the first that does not.
+    """
+    if isinstance(error, BaseExceptionGroup):
+        found = [_first_cause(each) for each in error.exceptions]
+        return next((each for each in found if not _about_others(each)), found[0])
+    chain = [error]
+    for link in chain:
+        if isinstance(link, BaseExceptionGroup) and link is not error:
+            link = _first_cause(link)
+        if _about_others(link):
+            return link
+        # `raise ... from None` hides the context, but does not change the cause. A program that has handled the loss of ranks,
+        # by a new mesh, goes on.
+        handled = None if isinstance(link.__context__, RankLost) else link.__context__
+        chain += [each for each in (link.__cause__, handled) if each is not None and each not in chain]
+    return error
+
+
+def _about_others(error: BaseException) -> bool:
+    """Return whether the error itself says that another rank may be the cause."""
+    # torch's own errors about a lost store or peer explain the cause no better than meshcomm's errors.
+    known = isinstance(error, (CommunicationError, StoreTimeout, dist.DistError))
+    named = isinstance(error, MeshcommError) and bool(vars(error).get("mismatched_ranks"))
+    return known or named or _of_torch(error)
 
 
 def _of_torch(error: BaseException) -> bool:
@@ -126,11 +179,15 @@ def _of_torch(error: BaseException) -> bool:
 
 
 def _traceback(error: BaseException) -> str:
-    # Omit the frames that only started the script.
+    return "".join(traceback.format_exception(type(error), error, trace_of(error))).rstrip()
+
+
+def trace_of(error: BaseException) -> TracebackType | None:
+    """Return the traceback of an error without the frames that only started the script."""
     trace = error.__traceback__
     while trace and trace.tb_next and _starts_scripts(trace.tb_frame.f_code.co_filename):
         trace = trace.tb_next
-    return "".join(traceback.format_exception(type(error), error, trace)).rstrip()
+    return trace
 
 
 def _starts_scripts(file: str) -> bool:
@@ -183,11 +240,13 @@ def _leave(facts: Mapping[str, Any], path: Path) -> bool:
 
 
 def _folder_of_job() -> Path | None:
-    """Return the folder of meshcomm's launcher, or None if another launcher started this rank."""
+    """Return the folder of meshcomm's launcher, or None if another launcher started this rank, or if this process is not the
+    rank itself.
+    """
     folder = os.environ.get("MESHCOMM_JOB")
     # A rank may itself start a job with torchrun. The folder then belongs to the rank's parent.
     ours = folder is not None and os.environ.get("TORCHELASTIC_RUN_ID") == Path(folder).name
-    return Path(folder) if folder is not None and ours else None
+    return Path(folder) if folder is not None and ours and not is_helper(os.environ) else None
 
 
 def await_cause(folder: Path, attempt: int, within_s: float) -> None:
@@ -198,18 +257,105 @@ def await_cause(folder: Path, attempt: int, within_s: float) -> None:
 
 
 def collect(folder: Path, attempt: int) -> list[Failure]:
-    """Return the failures that ranks have written, in rank order."""
-    found = []
-    for path in folder.glob(f"{attempt}-[cf]*.json"):
+    """Return the failures that ranks have written, in rank order. Of an error that was seen before it ended its rank, and the
+    error that did, return only the latter.
+    """
+    found: dict[int, Failure] = {}
+    for path in sorted(folder.glob(f"{attempt}-[cfs]*.json"), reverse=True):
         with contextlib.suppress(OSError, ValueError, TypeError):
-            found.append(Failure(**json.loads(path.read_text())))
-    return sorted(found, key=attrgetter("rank"))
+            failure = Failure(**json.loads(path.read_text()))
+            found[failure.rank] = failure
+    return sorted(found.values(), key=attrgetter("rank"))
 
 
 def forget(folder: Path, attempt: int, rank: int) -> None:
     """Remove a rank's failure, because another process has replaced the rank's process."""
-    for kind in ("follows", "cause"):
+    for kind in ("follows", "cause", "seen"):
         (folder / f"{attempt}-{kind}-{rank}.json").unlink(missing_ok=True)
+
+
+def leave_seen(error: BaseException, label: str) -> None:
+    """Write an error that this rank has raised, and that may end it later, for meshcomm's launcher."""
+    if (folder := _folder_of_job()) is not None and not _about_others(_first_cause(error)):
+        attempt, rank = attempt_of(os.environ), int(os.environ["RANK"])
+        failure = replace(failure_of(error, rank, label), seen=True)
+        _leave(asdict(failure), folder / f"{attempt}-seen-{rank}.json")
+
+
+def forget_seen() -> None:
+    """Remove what `leave_seen` wrote, because the program has handled the error."""
+    if (folder := _folder_of_job()) is not None:
+        path = folder / f"{attempt_of(os.environ)}-seen-{os.environ['RANK']}.json"
+        path.unlink(missing_ok=True)
+
+
+# -- signals --------------------------------------------------------------------------------------------
+
+
+def leave_stack_on_signal() -> None:
+    """Have this process write its stack for meshcomm's launcher if a signal such as SIGSEGV or SIGABRT ends it."""
+    folder = _folder_of_job()
+    if folder is not None and not faulthandler.is_enabled():
+        path = folder / _STACK.format(attempt_of(os.environ), os.environ["RANK"])
+        with contextlib.suppress(OSError):
+            faulthandler.enable(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC))
+            # A fork is not the rank.
+            os.register_at_fork(after_in_child=faulthandler.disable)
+
+
+def frame_at_signal(folder: Path, attempt: int, rank: int) -> tuple[str, bool]:
+    """Return the program's line, as in `Failure.frame`, at which a signal ended a rank, and whether the thread that ran this
+    line caused the signal. Return "" if the rank has left no stack.
+    """
+    try:
+        threads = (folder / _STACK.format(attempt, rank)).read_text().split("\n\n")
+    except OSError:
+        return "", False
+    own = next((each for each in threads if each.startswith("Current thread")), None)
+    # Without one, a thread of a backend caused it. The main thread is last.
+    frames = re.findall(r'File "(.+)", line (\d+) in (\S+)', own or "\n".join(threads))
+    users = [frame for frame in frames if not is_library(frame[0]) and not frame[0].startswith("<frozen")]
+    found = (users[0] if own else users[-1]) if users else None
+    return ("" if found is None else f"{found[0]}:{found[1]} in {found[2]}"), own is not None
+
+
+# -- where the ranks are, for a launcher that is about to end them ---------------------------------------
+
+
+def expect_question(rank_is_open: bool) -> None:
+    """Record whether this rank will answer `ask_places`, because it has an open mesh or watches its groups."""
+    if (folder := _folder_of_job()) is not None:
+        path = _place_path(folder, attempt_of(os.environ), int(os.environ["RANK"]))
+        if rank_is_open:
+            _leave({}, path)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def answer_place(status: Callable[[], Mapping[str, Any]]) -> bool:
+    """Answer the launcher's question, if it has asked. Return whether it has."""
+    folder, attempt = _folder_of_job(), attempt_of(os.environ)
+    if folder is None or not (folder / _WHERE.format(attempt)).exists():
+        return False
+    return _leave(status(), _place_path(folder, attempt, int(os.environ["RANK"])))
+
+
+def ask_places(folder: Path, attempt: int, within_s: float) -> dict[int, dict[str, Any]]:
+    """Ask the ranks of a job where they are. Return the status of each rank that has an open mesh, {} if it does not answer."""
+    (folder / _WHERE.format(attempt)).touch()
+    deadline = time.monotonic() + within_s
+    while True:
+        found = {}
+        for path in folder.glob(_PLACE.format(attempt, "*")):
+            with contextlib.suppress(OSError, ValueError):
+                found[int(path.stem.rpartition("-")[2])] = json.loads(path.read_text())
+        if all(found.values()) or time.monotonic() > deadline:
+            return found
+        time.sleep(0.05)
+
+
+def _place_path(folder: Path, attempt: int, rank: int) -> Path:
+    return folder / _PLACE.format(attempt, rank)
 
 
 def end_rank(
@@ -231,7 +377,9 @@ def end_rank(
         failure = replace(failure, code=code)
     folder = _folder_of_job()
     attempt = attempt_of(os.environ)
-    if folder is not None and leave(failure, folder, attempt):
+    if is_helper(os.environ):
+        print(failure.text, file=sys.stderr)
+    elif folder is not None and leave(failure, folder, attempt):
         if failure.follows:
             await_cause(folder, attempt, patience_s)
     elif failure.code != _INTERRUPTED and _speaks_first(launch, patience_s if failure.follows else 0.0):
@@ -293,6 +441,7 @@ class ExceptHooks:
         found = self._explained(error, "")
         if found is None:
             self._before(kind, error, trace)
+            show_hidden(error)
         else:
             self._before(type(found), found, found.__traceback__)
 
@@ -311,6 +460,24 @@ class ExceptHooks:
             # The program's own error must be shown in any case.
             return None
         return None if found is None else caused_by(found, error)
+
+
+def show_hidden(error: BaseException) -> None:
+    """Print the meshcomm error that `error` followed from, if its traceback does not show it, as after `raise ... from None`."""
+    first, shown = _first_cause(error), list[BaseException]()
+    link: BaseException | None = error
+    while link is not None and link not in shown:
+        shown.append(link)
+        link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
+    # meshcomm's launcher prints it.
+    if (
+        _folder_of_job() is None
+        and isinstance(first, MeshcommError)
+        and not any(first is each for each in shown)
+    ):
+        print(
+            f"meshcomm: {type(error).__name__} followed from {type(first).__name__}: {first}", file=sys.stderr
+        )
 
 
 def caused_by(explanation: MeshcommError, error: BaseException) -> MeshcommError:

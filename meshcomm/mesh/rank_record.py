@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import socket
@@ -13,23 +14,40 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from traceback import extract_tb
-from typing import Any, Final, TypeVar, final
+from typing import Any, Final, NamedTuple, TypeVar, final
 
-from meshcomm.comm.callsite import is_library, stack_of
+from meshcomm.comm.callsite import C10D, is_library, stack_of
+from meshcomm.comm.diagnosis import BARRIER
 from meshcomm.comm.flight_recorder import FlightRecorder
 from meshcomm.comm.spans import host
 from meshcomm.layout.sizes import rank_text
 from meshcomm.mesh.store import wait_for, within
+from meshcomm.transport.torch_private import failed_barrier
 
 T = TypeVar("T")
 
 # How long a rank whose call failed waits for answers from other ranks.
 _ANSWER_S: Final = 1.5
 
+# How long a rank whose call differs waits until it knows the calls of the others.
+_MEETS_S: Final = 1.0
+
 # Extra time for slow checks on a busy machine, where the other ranks are slow to answer too.
 _PAUSE_S: Final = 0.02
 _LOOK_S: Final = 0.03
 _LONGER: Final = 4
+
+
+class Raised(NamedTuple):
+    """An exception that the program has raised, and that has not ended it. whose: "" for the main thread, or its task."""
+
+    error: BaseException
+    whose: str
+
+    def __str__(self) -> str:
+        at = place_of(self.error)
+        whose = f"its {self.whose}" if self.whose else "it"
+        return f"{whose} raised {one_line(self.error)}{f', at {at}' if at else ''}"
 
 
 @final
@@ -52,6 +70,9 @@ class RankRecord:
         self.thread = ""
         self._main = threading.get_ident()
         self._reports = reports
+        # The exception that the main thread is handling, by its id, and the number of calls when it was first seen. A program
+        # may open its mesh while it handles an exception.
+        self._handled = (id(_handled_by(self._main)), -1)
 
     @property
     def main_line(self) -> str:
@@ -63,9 +84,35 @@ class RankRecord:
         return "an unknown line"
 
     @property
+    def _in_barrier(self) -> bool:
+        """Whether the main thread is in `dist.monitored_barrier`, or handles its error."""
+        stack = stack_of(self._main)
+        error = _handled_by(self._main)
+        return any(file in C10D and name == BARRIER for file, _, name in stack) or (
+            error is not None and failed_barrier(error) is not None
+        )
+
+    @property
     def reports(self) -> str:
         """The folder for the reports of all runs."""
         return os.path.dirname(self._reports) or self._reports
+
+    def raised(self) -> Raised | None:
+        """Return an exception that the main thread handles, in an `except` or `finally` block, without having made a call since,
+        or that has ended a task that no other task has awaited. None if there is none, or if the rank is in a call.
+        """
+        calls = 0
+        for recorder in list(self.recorders):
+            if recorder.inside or recorder.messages.waiting is not None:
+                return None
+            calls += sum(total.calls for total in list(recorder.counters.values()))
+        error = _handled_by(self._main)
+        if error is not None and not isinstance(error, (SystemExit, KeyboardInterrupt, GeneratorExit)):
+            if id(error) != self._handled[0]:
+                self._handled = (id(error), calls)
+            if calls == self._handled[1]:
+                return Raised(error, "")
+        return next(iter(_unawaited()), None)
 
     def data(self, differs: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Return the record as plain data. `differs` is a difference between the ranks' steps; see `find_desync`."""
@@ -77,6 +124,8 @@ class RankRecord:
             "time": time.time(),
             "main": self.main_line,
             "thread": self.thread,
+            "raised": str(self.raised() or ""),
+            "barrier": self._in_barrier,
             "failed": self.failed,
             "differs": differs,
             "groups": [recorder.status() for recorder in list(self.recorders)],
@@ -105,10 +154,7 @@ class RankRecord:
 
     def thread_ended(self, error: BaseException, thread: str) -> None:
         """Record that a thread of the program ended with an error. Ranks that wait for this rank will read the record."""
-        at = "".join(
-            f", at {frame.filename}:{frame.lineno}" for frame in extract_tb(error.__traceback__)[-1:]
-        )
-        self.thread = f"its thread {thread} raised {one_line(error)}{at}"
+        self.thread = str(Raised(error, f"thread {thread}"))
 
 
 @final
@@ -149,6 +195,14 @@ class RecordExchange:
             return read
         return make()
 
+    def published(self, call: str) -> dict[str, Any] | None:
+        """Return the result of `shared` if there is one already."""
+        key = f"diagnosis/{call}"
+        if not self._store.check([key]):
+            return None
+        found: dict[str, Any] = json.loads(self._store.get(key))
+        return found
+
     def ask(self, ranks: Sequence[int]) -> dict[int, Any]:
         """Return the records of the `ranks` that answer in time. Takes a few store operations per rank."""
         began = last = time.monotonic()
@@ -187,6 +241,51 @@ class RecordExchange:
         }
 
 
+@final
+class SharedCalls:
+    """What ranks know of each other's calls without taking part in them; see comm.mismatch.Shared.
+
+    store: used for nothing else.
+    """
+
+    def __init__(self, store: Any, rank: int, exchange: RecordExchange, look_s: float) -> None:
+        self.rank = rank
+        self.look_s = look_s
+        self._store, self._exchange = store, exchange
+
+    def first(self, key: str, told: str) -> str:
+        found: bytes = self._store.compare_set(key, "", told)
+        return found.decode()
+
+    def lines(self, key: str, told: str) -> list[str]:
+        if not self._store.has_extended_api():
+            return []
+        self._store.append(key, f"{told}\n")
+        found: bytes = self._store.get(key)
+        return found.decode().splitlines()
+
+    def delete(self, key: str) -> None:
+        self._store.delete_key(key)
+
+    def made(self, label: str, number: int, ranks: Sequence[int]) -> dict[int, Sequence[Any]]:
+        found: dict[int, Sequence[Any]] = {}
+        until = time.monotonic() + _MEETS_S
+        while left := [rank for rank in ranks if rank not in found]:
+            for rank, status in self._exchange.ask(left).items():
+                for group in status["groups"]:
+                    if group["label"] == label and str(number) in group["compared"]:
+                        found[rank] = group["compared"][str(number)]
+            if time.monotonic() > until:
+                break
+        return found
+
+    def publish(self, key: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        return self._exchange.limited(partial(self._exchange.shared, f"calls/{key}", make))
+
+    def published(self, key: str) -> dict[str, Any] | None:
+        return self._exchange.published(f"calls/{key}")
+
+
 def error_under_way() -> str:
     """Return one line about the exception that is ending or has ended the program, or "" if there is none."""
     error = sys.exception() or getattr(sys, "last_value", None)
@@ -196,3 +295,42 @@ def error_under_way() -> str:
 def one_line(error: BaseException) -> str:
     """Return the type of an error and the first line of its message."""
     return ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])
+
+
+def place_of(error: BaseException) -> str:
+    """Return the innermost line of the program in the traceback of an error; "" if there is none."""
+    frames = extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not is_library(frame.filename)] or frames
+    return "".join(f"{frame.filename}:{frame.lineno} in {frame.name}" for frame in own[-1:])
+
+
+def _handled_by(thread: int) -> BaseException | None:
+    """Return the exception that a thread is handling, if any."""
+    collects = gc.isenabled()
+    # As in `thread_frames`: Python holds a lock meanwhile.
+    gc.disable()
+    try:
+        found: Any = sys._current_exceptions().get(thread)
+    finally:
+        if collects:
+            gc.enable()
+    # A tuple before Python 3.12.
+    error: BaseException | None = found[1] if isinstance(found, tuple) else found
+    return error
+
+
+def _unawaited() -> list[Raised]:
+    """Return the errors of the tasks of asyncio that have ended and that no other task has awaited."""
+    loaded: Any = sys.modules.get("asyncio.tasks")
+    # The names of Python 3.12 and later, and of 3.11. Both hold weak references to all tasks.
+    found: Any = getattr(loaded, "_scheduled_tasks", None) or getattr(loaded, "_all_tasks", ())
+    for _ in range(8):
+        try:
+            tasks = list(found)
+        except RuntimeError:
+            continue  # the program has created a task meanwhile
+        # Reading the result would hide the error from the program.
+        lost = [task for task in tasks if task.done() and getattr(task, "_log_traceback", False)]
+        errors: list[Any] = [getattr(task, "_exception", None) for task in lost]
+        return [Raised(error, f"task {task.get_name()}") for task, error in zip(lost, errors, strict=True)]
+    return []

@@ -28,17 +28,19 @@ from meshcomm.mesh.job_store import (
     process_name,
     started_by,
 )
+from meshcomm.mesh.signed import signed
 
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
     """This process's role in the job, before any group exists.
 
+    store: torch's store, or a SignedStore.
     is_fake: no other ranks exist; torch's fake backend simulates them.
     kept: whether the store may hold keys that an earlier attempt's processes set.
     """
 
-    store: dist.Store
+    store: Any
     rank: int
     world_size: int
     launch: Launch
@@ -97,7 +99,7 @@ def meet(
     kept = store is not None or os.environ.get("GROUP_WORLD_SIZE", "1") != "1"
     if store is None:
         store, launch = _find_store(process, launch, rank, world_size, timedelta(seconds=timeout_s))
-    return Meeting(of_this_attempt(store), rank, world_size, launch, kept=kept)
+    return Meeting(signed(of_this_attempt(store)), rank, world_size, launch, kept=kept)
 
 
 def of_this_attempt(store: dist.Store, env: Mapping[str, str] = os.environ) -> dist.Store:

@@ -15,8 +15,9 @@ import torch
 import torch.distributed as dist
 
 from meshcomm.comm.flight_recorder import FlightRecorder
+from meshcomm.comm.mismatch import Shared
 from meshcomm.comm.spans import Spans
-from meshcomm.errors import CallMismatchError, MeshcommError
+from meshcomm.errors import MeshcommError
 from meshcomm.layout import Group, Plan
 from meshcomm.mesh.environment import Launch
 from meshcomm.mesh.generation import Generation, Generations
@@ -66,9 +67,11 @@ class Watching(ABC):
     """Provides the recorders of a mesh's groups, and answers for this rank while the mesh is open.
 
     timed: whether the ranks run at the same time, so that the times of their calls are meaningful.
+    shared: what calls are compared through if they do not wait for other ranks; None if the ranks are no processes.
     """
 
     timed: bool
+    shared: Shared | None = None
 
     @abstractmethod
     def record(self, label: str, ranks: list[int], transport: Transport) -> FlightRecorder:
@@ -82,7 +85,7 @@ class Watching(ABC):
     def noted(self, step: int) -> None:
         """Record that all recorders have noted `step`. Raises CallMismatchError if a difference between ranks was found."""
 
-    def before_leaving(self) -> CallMismatchError | None:
+    def before_leaving(self) -> MeshcommError | None:
         """Return the error if ranks differ in a step and this rank has not raised the error. May wait for seconds."""
         return None
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from meshcomm.comm.checks import seconds_of
 from meshcomm.comm.diagnosis import first_line
 from meshcomm.errors import MeshClosed, MeshcommError, StoreError, StoreTimeout, UnsupportedOp
+from meshcomm.mesh.signed import unsigned
 from meshcomm.transport.torch_private import await_at_exit
 
 T = TypeVar("T")
@@ -260,25 +261,24 @@ def store_failed(what: str, error: BaseException, about: str = "") -> StoreError
     )
 
 
-def prefixed(prefix: str, store: dist.Store) -> dist.Store:
+def prefixed(prefix: str, store: Any) -> Any:
     """Return `store` under a prefix. A store that has a `prefixed` method creates the result itself."""
     own = getattr(store, "prefixed", None)
-    found: dist.Store = dist.PrefixStore(prefix, store) if own is None else own(prefix)
-    return found
+    return dist.PrefixStore(prefix, store) if own is None else own(prefix)
 
 
-def kind_of(store: dist.Store) -> str:
+def kind_of(store: Any) -> str:
     """Return the class of the store below all prefixes: `TCPStore`, `FileStore`, `HashStore`, or another class."""
+    store = unsigned(store)
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     return type(store).__name__
 
 
-def within(limit_s: float, call: Callable[[], T], *, awaited_at_exit: bool = False) -> T:
+def within(limit_s: float, call: Callable[[], T]) -> T:
     """Return the result of `call` or raise its error. Raises TimeoutError after `limit_s` seconds.
 
-    `call` then continues in a daemon thread.
-    awaited_at_exit: see `await_at_exit`.
+    `call` then continues in a daemon thread, for which Python waits at exit; see `await_at_exit`.
     """
     returned: list[T] = []
     raised: list[BaseException] = []
@@ -295,8 +295,7 @@ def within(limit_s: float, call: Callable[[], T], *, awaited_at_exit: bool = Fal
     if raised:
         raise raised[0]
     if not returned:
-        if awaited_at_exit:
-            await_at_exit(thread)
+        await_at_exit(thread)
         raise TimeoutError(f"no answer within {limit_s:g} s")
     return returned[0]
 

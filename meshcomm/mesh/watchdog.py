@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import math
 import os
+import re
 import sys
 import threading
 import time
@@ -21,29 +22,50 @@ import torch.distributed as dist
 
 from meshcomm.comm.callsite import C10D, is_inside
 from meshcomm.comm.diagnosis import (
+    BARRIER,
     Diagnosis,
     FailedCall,
     Reason,
     activity,
     diagnose,
+    find_hung,
     first_line,
+    places_of,
+    unasked,
 )
 from meshcomm.comm.flight_recorder import FlightRecorder
 from meshcomm.comm.handle import failure
 from meshcomm.comm.p2p_log import MessageCheck, PendingMessage
-from meshcomm.errors import CallMismatchError, CollectiveTimeout, MeshcommError, PeerLost
+from meshcomm.errors import CollectiveTimeout, MeshcommError, PeerLost, RankLost
 from meshcomm.layout.sizes import fold
 from meshcomm.mesh import watchdogs
 from meshcomm.mesh.desync import DesyncMonitor
-from meshcomm.mesh.rank_failure import ExceptHooks, backend_error
-from meshcomm.mesh.rank_record import RankRecord, RecordExchange, error_under_way
+from meshcomm.mesh.rank_failure import (
+    ExceptHooks,
+    answer_place,
+    backend_error,
+    expect_question,
+    forget_seen,
+    leave_seen,
+    show_hidden,
+)
+from meshcomm.mesh.rank_record import RankRecord, RecordExchange, SharedCalls, error_under_way, place_of
 from meshcomm.mesh.runtime import Watching
-from meshcomm.mesh.store import within
+from meshcomm.mesh.store import prefixed, within
 from meshcomm.transport import Transport
-from meshcomm.transport.torch_private import capturing, overdue_barrier, unfinished_collectives
+from meshcomm.transport.torch_private import (
+    await_at_exit,
+    capturing,
+    failed_barrier,
+    overdue_barrier,
+    unfinished_collectives,
+)
 
 # A backend that has not ended a call this many seconds after the group's timeout never will.
 GRACE_S: Final = 5.0
+
+# The part of a group's timeout after which the ranks that a call waits for are hung. Backends do not wait to the millisecond.
+_LEAST: Final = 0.9
 
 # How many times per second all ranks together check the job's store for questions. A TCPStore on one core answers about
 # 26,000 calls per second.
@@ -54,6 +76,13 @@ _ASKS_S: Final = 10.0
 
 # How long closing waits for a store that still seems to answer. A busy host may take seconds.
 _CLOSES_S: Final = 10.0
+
+# After how long an exception that the program has raised, but that has not ended it, is left for the launcher, and printed.
+_SEEN_S: Final = 1.0
+_TELLS_RAISED_S: Final = 10.0
+
+# After this many seconds of asking, no further rank is asked.
+_FOLLOWS_S: Final = 1.5
 
 # The counter of ranks that have created their groups.
 _CREATED: Final = "created"
@@ -79,6 +108,7 @@ class WatchOptions:
     tells_s:    a call that blocks for this long, but not beyond its group's timeout, is reported in one line.
     refused:    returns the error if this rank may belong to another job. Called at each check.
     lost:       (call, whether a peer is gone, whether a value is used) -> the error if the launcher has replaced lost ranks.
+    hung:       reports hung ranks, with what each does, to a launcher that replaces them; None if none does.
     """
 
     timeout_s: float
@@ -90,6 +120,7 @@ class WatchOptions:
     tells_s: float = math.inf
     refused: Callable[[], MeshcommError | None] = lambda: None
     lost: Callable[[str, bool, bool], MeshcommError | None] = lambda what, waits, confirms: None
+    hung: Callable[[Mapping[int, str]], None] | None = None
 
 
 @final
@@ -114,12 +145,20 @@ class Watchdog(Watching):
         self.own = RankRecord(rank, coords, self._recorders, options.reports)
         self._interval_s = look_interval_s(world_size)
         self._exchange = RecordExchange(store, rank, self._interval_s)
-        self._desync = DesyncMonitor(dist.PrefixStore("desync", store), self.own, world_size)
+        self._desync = DesyncMonitor(prefixed("desync", store), self.own, world_size)
+        if not options.alone:
+            self.shared = SharedCalls(prefixed("calls", store), rank, self._exchange, self._interval_s)
         self._timer = CallTimer()
         # The last Work outside the mesh that was reported as blocked or failed.
         self._reported: object = None
         # The last recorder and call that were reported as blocked.
         self._told: object = None
+        # The id of the last exception that the program was seen to handle, when it was first seen, and whether it was printed.
+        self._raised = (0, 0.0, False)
+        # Whether the launcher knows where this rank is.
+        self._placed = False
+        # The line that the program was at, and since when, while calls are compared.
+        self._line, self._line_since = "", 0.0
         self._silent = False
         self._failures = 0
         self._process = os.getpid()
@@ -130,6 +169,8 @@ class Watchdog(Watching):
         atexit.register(self._at_exit)
         if options.alone:
             return
+        forget_seen()
+        expect_question(True)
         # If the store has failed, the answering thread reports it.
         with contextlib.suppress(RuntimeError):
             store.add(_CREATED, 1)
@@ -147,7 +188,7 @@ class Watchdog(Watching):
     def record(self, label: str, ranks: list[int], transport: Transport) -> FlightRecorder:
         options, check = self._options, None
         if options.compared != 0:
-            store = dist.PrefixStore("messages", self._store)
+            store = prefixed("messages", self._store)
             timeout_s = transport.timeout_s or options.timeout_s
             check = MessageCheck(store, label, ranks, self.own.rank, options.compared, timeout_s)
         # A weak reference, because a group outlives a mesh that is dropped without being closed, and a transport holds the
@@ -167,13 +208,17 @@ class Watchdog(Watching):
     def noted(self, step: int) -> None:
         self._desync.noted(step)
 
-    def before_leaving(self) -> CallMismatchError | None:
+    def before_leaving(self) -> MeshcommError | None:
         return None if self._options.alone else self._desync.before_leaving()
 
     def explain(self, error: BaseException) -> MeshcommError | None:
         cause = backend_error(error)
         if cause is None or self._stop.is_set() or os.getpid() != self._process or capturing():
             return None
+        name = failed_barrier(cause)
+        for recorder in self._recorders:
+            if name is not None and recorder.group_name == name:
+                return self._barrier_error(recorder, first_line(cause), place_of(cause))
         # Prefer a failed call to a call that is still running. Among several calls, take the latest.
         found = max(self._calls_past(), key=lambda past: (past.error is not None, past.began), default=None)
         return None if found is None else self._explained(found, cause)
@@ -205,6 +250,12 @@ class Watchdog(Watching):
             # The store may close when this rank exits, and the other ranks still have to read the result.
             time.sleep(self._desync.linger_s)
         self._stop.set()
+        if not self._options.alone:
+            expect_question(watchdogs.latest() not in (self, None))
+        error = sys.exception()
+        if error is not None and not abandons and not isinstance(error, SystemExit):
+            leave_seen(error, self.own.label)
+            show_hidden(error)
         last = {**self.status(), "closed": True, "raised": error_under_way()}
         waits_s = 5.0
         try:
@@ -220,12 +271,13 @@ class Watchdog(Watching):
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(waits_s)
+                await_at_exit(thread)
         for recorder in self._recorders:
             recorder.close()
         # Replace the connection with an unused store, and drop the Work, which would keep the group alive.
         self._store = dist.HashStore()
         self._options = WatchOptions(self._options.timeout_s, self._options.end)
-        self._reported = None
+        self._reported = self.shared = None
         self._exchange = RecordExchange(self._store, self.own.rank, self._interval_s)
         self._desync.let_go()
 
@@ -250,6 +302,8 @@ class Watchdog(Watching):
 
     def _answer(self) -> bool:
         """Answer the pending questions. Return whether to check again."""
+        if not self._placed and watchdogs.latest() is self:
+            self._placed = answer_place(self.status)
         try:
             if self._exchange.answer(self.status):
                 self.own.write(self._desync.found)
@@ -271,11 +325,32 @@ class Watchdog(Watching):
         """Look for calls that are blocked in their backend. Return whether to check again."""
         now = time.monotonic()
         # The host may be blocked in a later call than the queued one.
-        error = self._held_barrier(now) or self._held_queue(now) or self._held_call(now)
-        if error is not None:
+        error = (
+            self._held_apart(now) or self._held_barrier(now) or self._held_queue(now) or self._held_call(now)
+        )
+        # If ranks were replaced, the call is interrupted, and the program goes on.
+        ends = error is not None and not isinstance(error, RankLost)
+        if error is not None and ends:
             self._options.end(error)
         self._tell(now)
-        return error is None
+        self._tell_raised(now)
+        return not ends
+
+    def _tell_raised(self, now: float) -> None:
+        """Leave an exception for the launcher that the program has raised but that has not ended it; after a while, print it."""
+        found = self.own.raised()
+        before, since, told = self._raised
+        if found is None or id(found.error) != before:
+            if since and now - since > _SEEN_S:
+                forget_seen()
+            self._raised = (0 if found is None else id(found.error), now if found else 0.0, False)
+        elif now - since > _SEEN_S and not told:
+            leave_seen(found.error, self.own.label)
+            if now - since > _TELLS_RAISED_S and backend_error(found.error) is None:
+                self._raised = (before, since, True)
+                ago = f"{_TELLS_RAISED_S:g} s ago and has not ended; it is at {self.own.main_line}"
+                sys.stderr.write(f"meshcomm: {self.own.label}: {found}, {ago}\n")
+                sys.stderr.flush()
 
     def _tell(self, now: float) -> None:
         """Before a group's timeout, print which ranks a long-blocked call waits for. One rank prints for the whole group."""
@@ -295,6 +370,7 @@ class Watchdog(Watching):
 
     def _told_of(self, failed: FailedCall) -> dict[str, Any]:
         found = self._diagnosis(failed)["diagnosis"]
+        self.own.write(self._desync.found)
         if found["missing"] or found["mismatched"]:
             call = f"{failed.facts['call']}, at {failed.facts['callsite']}"
             waited = f"{self.own.label} has waited {self._options.tells_s:g} s in {call}"
@@ -324,6 +400,25 @@ class Watchdog(Watching):
                 _report(self._diagnosed(self._failed_past(recorder, held)))
         return None
 
+    def _held_apart(self, now: float) -> MeshcommError | None:
+        """Return the error for a rank that stays at one line because the ranks of a group have made different calls: in a
+        wait inside C++, or until its device has run the group's calls.
+        """
+        compared = [
+            each for each in self._recorders if (check := each.check) and check.made and not check.raised
+        ]
+        # Looking for the line takes the frames of the program's thread.
+        line = self.own.main_line if compared else ""
+        if line != self._line:
+            self._line, self._line_since = line, now
+        elif now - self._line_since > GRACE_S:
+            for recorder in compared:
+                with contextlib.suppress(RuntimeError):  # while a graph is captured
+                    held = recorder.inside or _queued(recorder, None, unfinished_collectives, now)
+                    if held and (error := recorder.difference()) is not None:
+                        return error
+        return None
+
     def _held_queue(self, now: float) -> MeshcommError | None:
         """Return the error for a queued call that hangs while the program waits for a value or for the device."""
         for recorder, queued in self._timer.stuck(self._recorders, now):
@@ -349,21 +444,48 @@ class Watchdog(Watching):
         recorder = next((each for each in self._recorders if each.group_name == name), None)
         if recorder is None:
             return None
-        own, call = self.own, f"monitored_barrier on {recorder.label}"
+        limit = f"timed out after the group's {recorder.timeout_s():g} s, because it was given no timeout; this process ends"
+        return self._barrier_error(recorder, limit, self.own.main_line)
+
+    def _barrier_error(self, recorder: FlightRecorder, why: str, at: str) -> MeshcommError:
+        """Return the error for a `dist.monitored_barrier` that some ranks of the group have not reached.
+
+        why: how it ended. at: the line of the program.
+        """
+        own, call = self.own, f"{BARRIER} on {recorder.label}"
         others = [rank for rank in recorder.ranks if rank != own.rank]
+        own.failed = own.failed or {
+            "label": "",
+            "error": [why],
+            "call": call,
+            "callsite": at,
+            "waiting": None,
+        }
+        own.write(self._desync.found)
         statuses = self.statuses(others)
         if (cause := self._desync.cause(statuses)) is not None:
             return cause
         silent = {rank: self._options.process_of(rank) for rank in others if rank not in statuses}
-        lines = [activity(rank, statuses.get(rank), silent.get(rank, "")) for rank in others]
-        lost = any(process != "runs" for process in silent.values())
-        held = f"timed out after the group's {recorder.timeout_s():g} s, because it was given no timeout; this process ends"
+        # Rank 0 of the group says which ranks it waited for; the others see only that it has given up.
+        told = re.search(r"Ranks? ([\d, ]+) failed to pass", why)
+        missing = [recorder.ranks[int(place)] for place in re.findall(r"\d+", told[1])] if told else []
+        came = {rank for rank, status in statuses.items() if status["barrier"] or _was_in_barrier(status)}
+        missing = missing or [rank for rank in others if rank not in came]
+        own.failed.setdefault("waited_for", missing)
+        shown = sorted(others, key=lambda rank: rank not in missing)
+        lines = [activity(rank, statuses.get(rank), silent.get(rank, "")) for rank in shown]
+        lost = any(silent.get(rank, "runs") != "runs" for rank in missing)
         return (PeerLost if lost else CollectiveTimeout)(
             f"{call} on {own.label} {(Reason.CLOSED if lost else Reason.TIMEOUT).value}",
-            given="\n".join([f"{call}, ranks {fold(recorder.ranks)}, at {own.main_line}", held, *lines]),
+            given="\n".join([f"{call}, ranks {fold(recorder.ranks)}, at {at}", why, *lines]),
             expected="every rank of the group to make the same call and stay alive until it ends",
             hint="look at the ranks named above",
-            missing=tuple(rank for rank in others if rank in silent or statuses[rank].get("closed")),
+            missing=tuple(missing),
+            chain=[
+                [rank, place.name, place.doing, place.waits_for]
+                for rank, place in places_of(statuses, silent).items()
+                if rank in missing
+            ],
         )
 
     # -- calls outside the mesh ----------------------------------------------------------------------------
@@ -372,8 +494,8 @@ class Watchdog(Watching):
         """Return the calls outside the mesh that have not completed or that their backend has given up on, earliest first."""
         found: list[_Past] = []
         for recorder in self._recorders:
-            if recorder.ordered:
-                continue  # errors of queued calls are not raised in the program's own lines
+            if recorder.ordered or (recorder.check is not None and recorder.check.raised):
+                continue  # errors of queued calls are not raised in the program's own lines; others have been raised
             # Running calls come first, because waiters learn of a failure before the Work itself completes.
             unfinished = recorder.messages.unfinished()[:1]
             if (pending := recorder.pending) or (error := recorder.failure) is not None:
@@ -408,6 +530,9 @@ class Watchdog(Watching):
 
     def _diagnosed(self, failed: FailedCall) -> MeshcommError:
         # If the store was cut off while a group connected through it, the error states no reason.
+        recorder = next((each for each in self._recorders if each.label == failed.blocked.label), None)
+        if recorder is not None and (different := recorder.difference()) is not None:
+            return different
         waits = failed.reason not in (Reason.TIMEOUT, Reason.OTHER)
         if (lost := self._options.lost(failed.at, waits, False)) is not None:
             return lost
@@ -417,6 +542,8 @@ class Watchdog(Watching):
         # Later failures usually follow from the first.
         own.failed = own.failed or failed.facts
         written = own.write(self._desync.found)
+        if failed.reason is Reason.TIMEOUT and (lost := self._replaced(failed)) is not None:
+            return lost
         found: dict[str, Any] = {}
         try:
             if self._desync.found is None:
@@ -433,6 +560,34 @@ class Watchdog(Watching):
         own.failed.setdefault("waited_for", [*diagnosis.missing, *diagnosis.mismatched])
         return failed.error(diagnosis, own.reports if written else "")
 
+    def _replaced(self, failed: FailedCall) -> MeshcommError | None:
+        """Report the hung ranks that a call has waited for until its group's timeout. Return the error if the launcher has
+        replaced them.
+        """
+        report, blocked = self._options.hung, failed.blocked
+        recorder = next((each for each in self._recorders if each.label == blocked.label), None)
+        if report is None or recorder is None or self._desync.found is not None:
+            return None
+        message = recorder.messages.waiting
+        began = recorder.began(blocked.number) if message is None else message.began
+        # A handle may wait for less.
+        if time.monotonic() - began < _LEAST * recorder.timeout_s():
+            return None
+        find = self._find_hung
+        if blocked.messages is None:
+            find = partial(self._exchange.shared, f"hung/{blocked.label}/{blocked.number}", find)
+        with contextlib.suppress(TimeoutError, RuntimeError):
+            if found := self._exchange.limited(find):
+                report({int(rank): what for rank, what in found.items()})
+                return self._options.lost(failed.at, True, False)
+        return None
+
+    def _find_hung(self) -> dict[str, Any]:
+        others = [rank for rank in range(self._world_size) if rank != self.own.rank]
+        statuses = {**self._exchange.ask(others), self.own.rank: self.status()}
+        silent = {rank: self._options.process_of(rank) for rank in others if rank not in statuses}
+        return {str(rank): what for rank, what in find_hung(statuses, silent).items()}
+
     def _shared_diagnosis(self, failed: FailedCall) -> dict[str, Any]:
         """Return the diagnosis that one rank makes for the whole group or, for a message, this rank's own diagnosis."""
         make = partial(self._diagnosis, failed)
@@ -445,11 +600,22 @@ class Watchdog(Watching):
         return make() if stale else found
 
     def _diagnosis(self, failed: FailedCall) -> dict[str, Any]:
-        statuses = {**self._exchange.ask(failed.asks), self.own.rank: self.status()}
+        statuses, silent = {self.own.rank: self.status()}, dict[int, str]()
+        asks, began = failed.asks, time.monotonic()
+        # Follow the chain of waiting to its end, but not for longer than the other ranks wait for the result.
+        while asks:
+            statuses |= self._exchange.ask(asks)
+            silent |= {rank: self._options.process_of(rank) for rank in asks if rank not in statuses}
+            late = time.monotonic() - began > _FOLLOWS_S
+            asks = [] if late else unasked(failed.blocked, statuses, silent)
         self._desync.cause(statuses)
-        silent = {rank: self._options.process_of(rank) for rank in failed.asks if rank not in statuses}
         found = diagnose(failed.blocked, statuses, silent)
         return {"differs": self._desync.found, "diagnosis": found._asdict()}
+
+
+def _was_in_barrier(status: Mapping[str, Any]) -> bool:
+    failed = status["failed"]
+    return failed is not None and failed["call"].startswith(BARRIER)
 
 
 def look_interval_s(world_size: int) -> float:
@@ -653,6 +819,7 @@ def _explain(watchdog: ref[Watchdog], error: BaseException, thread: str) -> Mesh
     alive = watchdog()
     if alive is not None and thread:
         alive.own.thread_ended(error, thread)
+        leave_seen(error, f"{alive.own.label}, thread {thread}")
     return None if alive is None else alive.explain(error)
 
 

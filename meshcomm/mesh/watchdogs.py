@@ -36,7 +36,13 @@ def leave_all() -> None:
 
 def latest_label() -> str | None:
     """Return this rank's name in errors, with its coords in the last mesh opened, or None if there is no mesh."""
-    return next((watchdog.own.label for watchdog in _latest()), None)
+    found = latest()
+    return None if found is None else found.own.label
+
+
+def latest() -> Watchdog | None:
+    """Return the watchdog that started last, of those that still exist."""
+    return next(iter(_latest()), None)
 
 
 def _latest() -> list[Watchdog]:

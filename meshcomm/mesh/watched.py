@@ -23,6 +23,8 @@ from meshcomm.mesh.launched import end_by, launch_here, reports_of
 from meshcomm.mesh.outside import OutsideGroups
 from meshcomm.mesh.rank_failure import caused_by
 from meshcomm.mesh.rendezvous import claim, of_this_attempt, state_of_rank
+from meshcomm.mesh.signed import signed
+from meshcomm.mesh.store import prefixed
 from meshcomm.mesh.watchdog import Watchdog, WatchOptions
 from meshcomm.transport.support import STREAM_ORDERED
 from meshcomm.transport.torch_private import (
@@ -163,10 +165,10 @@ class Watch:
         if any(each in backend for each in STREAM_ORDERED) and torch.cuda.is_available():
             device = choose_device("cuda", launch)
         timeout_s = timeout_of(default_group(), device) or _TIMEOUT_S
-        store = of_this_attempt(default_store())
+        store = signed(of_this_attempt(default_store()), "default group")
         claim(store, rank, kept=True)
-        own = dist.PrefixStore(f"meshcomm/watch{store.add(f'meshcomm/watched/{rank}', 1)}", store)
-        agreed = agree(dist.PrefixStore("agree", own), rank, ranks, self._facts(), timeout_s, "the watch")
+        own = prefixed(f"meshcomm/watch{store.add(f'meshcomm/watched/{rank}', 1)}", store)
+        agreed = agree(prefixed("agree", own), rank, ranks, self._facts(), timeout_s, "the watch")
         label = rank_text(rank, None)
         options = WatchOptions(
             timeout_s,
@@ -176,7 +178,7 @@ class Watch:
             process_of=partial(state_of_rank, store),
             tells_s=self._tells_s,
         )
-        self._watchdog = Watchdog(dist.PrefixStore("mesh", own), rank, {}, len(ranks), options)
+        self._watchdog = Watchdog(prefixed("mesh", own), rank, {}, len(ranks), options)
         self._outside = OutsideGroups(self._watchdog, ranks, device, label, options.compared)
         self._began = time.perf_counter()
 

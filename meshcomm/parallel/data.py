@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from itertools import count
 from types import TracebackType
 from typing import Any, final
 from weakref import finalize, ref
@@ -14,15 +16,19 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from meshcomm.errors import TrainingError
+from meshcomm.comm.checks import is_wrapper
+from meshcomm.comm.mismatch import alike, blamed, majority
+from meshcomm.errors import CallMismatchError, TrainingError
 from meshcomm.layout import Dims
 from meshcomm.layout.names import listed
+from meshcomm.layout.sizes import ranks_text
 from meshcomm.mesh import Mesh
 from meshcomm.parallel.expert.packed import EXPERTS
 from meshcomm.parallel.expert.routing import Router
 from meshcomm.parallel.tensor import local
 from meshcomm.parallel.tensor.parameters import fused_parts
 from meshcomm.parallel.torch_private import put_shards_back
+from meshcomm.transport.support import name_of
 from meshcomm.transport.torch_private import storage_id
 
 
@@ -48,7 +54,8 @@ class GradientSync:
     As in DDP, the module's buffers on coord 0 are broadcast to all ranks after each step.
 
     Called by: every rank along `dims`.
-    Raises:    TrainingError if a parameter gets no gradient in a step, if backward runs outside of a step, or
+    Raises:    CallMismatchError in the constructor, on every rank along `dims`, if names, shapes, dtypes, order or requires_grad of
+               the parameters differ between ranks, or op, bucket_mb or broadcast. TrainingError if a parameter gets no gradient in a step, if backward runs outside of a step, or
                if a `.grad` is replaced. TrainingError is also raised if a `with` block begins before the previous step's
                gradients were used, or if the module was cast, moved, frozen, unfrozen or extended after GradientSync was
                created.
@@ -90,6 +97,17 @@ class GradientSync:
         self._broadcast = broadcast and self._dims is not None
         self._module = model if isinstance(model, nn.Module) else None
         self._named = list(model.named_parameters() if isinstance(model, nn.Module) else model)
+        wrappers = {name: local(each.detach()) for name, each in self._named}
+        if elsewhere := [f"{name}, a {type(x).__name__}" for name, x in wrappers.items() if is_wrapper(x)]:
+            raise TrainingError(
+                "GradientSync was given parameters that keep their values in other tensors",
+                given=listed(elsewhere),
+                expected="plain tensors, or DTensors of plain tensors",
+                hint="leave such parameters out: (name, parameter) pairs of the trained ones instead of the module",
+            )
+        if self._dims is not None:
+            settings = f"op={op!r}, bucket_mb={bucket_mb}, broadcast={broadcast}"
+            _compare(mesh, self._dims, [settings, *map(_described, self._named)])
         if self._broadcast:
             self._send_values([parameter for _, parameter in self._named])
         self._send_buffers()
@@ -257,6 +275,42 @@ class GradientSync:
             for bucket in self._buckets[self._sent : end]:
                 bucket.work = self._mesh.all_reduce(self._dims, bucket.flat, self._op, async_op=True)
         self._sent = end
+
+
+def _described(named: tuple[str, nn.Parameter]) -> str:
+    name, value = named[0], local(named[1].detach())
+    frozen = "" if named[1].requires_grad else ", frozen"
+    return f"{name}, {name_of(value.dtype)} {tuple(value.shape)}{frozen}"
+
+
+def _compare(mesh: Mesh, dims: Dims, mine: list[str]) -> None:
+    """Raise CallMismatchError on every rank along `dims` if ranks synchronize other parameters. Gradients are sent in buckets, in
+    which parameters have no names.
+
+    mine: this rank's settings, then its parameters, as text.
+    """
+    digest = hashlib.sha256("\n".join(mine).encode()).digest()
+    if len({*mesh.objects.all_gather(dims, digest)}) == 1:
+        return
+    lists = dict(zip(mesh.ranks(dims), mesh.objects.all_gather(dims, mine), strict=True))
+    signs = {rank: tuple(each) for rank, each in lists.items()}
+    usual, mismatched = majority(signs)
+    place = next(at for at in count() if len({each[at : at + 1] for each in signs.values()}) > 1)
+
+    def text(rank: int) -> str:
+        if place >= len(lists[rank]):
+            return f"only {place - 1} parameters"
+        return f"parameter {place}: {lists[rank][place]}" if place else lists[rank][0]
+
+    raise CallMismatchError(
+        f'ranks synchronize other gradients along "{dims}": {blamed(mismatched, not usual)}; nothing was sent',
+        given="\n".join(f"{ranks_text(same)}: {text(same[0])}" for same in alike(mismatched, signs)),
+        expected=f"as {ranks_text(usual)}: {text(usual[0])}"
+        if usual
+        else "the same on every rank along the dims",
+        hint="build the same modules in the same order on every rank, and freeze the same parameters",
+        mismatched_ranks=tuple(mismatched),
+    )
 
 
 def _hook(sync: ref[GradientSync], place: int) -> Callable[[Tensor], None]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from meshcomm.collectives import ALL_GATHER, ALL_TO_ALL, REDUCE_SCATTER
 from meshcomm.comm import CommunicatorCache, Functional
-from meshcomm.comm.checks import check_tensor, followed
+from meshcomm.comm.checks import check_tensor, followed, value_of
 from meshcomm.comm.functional import GatherGrad
 from meshcomm.comm.operators import UNDETERMINED, groups_of
 from meshcomm.errors import AutogradError, MeshcommError, PatternError, ShapeError
@@ -83,7 +83,8 @@ class Rearranger:
                 hint="torch.as_tensor(x), or torch.stack(x) for a list of tensors",
             )
         if type(x) is not Tensor or x.layout is not torch.strided or x.is_nested or x.is_quantized:
-            check_tensor(x, (x.device.type,), lambda: f"rearrange on {self._who}")
+            x = value_of(x)
+            check_tensor(x, (x.device.type,), lambda: f"rearrange on {self._who}", plain=False)
         given = tuple(sizes.items()) if sizes else ()
         recipe = self.recipe(pattern, x.shape, partial, given)
         tracked = followed(x)

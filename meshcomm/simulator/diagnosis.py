@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, Final
 
-from meshcomm.comm.diagnosis import find_circle
+from meshcomm.comm.waits import find_circle
 from meshcomm.errors import DeadlockError, HandleNotWaited, MeshcommError, RankFailed, UnmatchedMessage
 from meshcomm.layout.sizes import ranks_text
 from meshcomm.simulator.scheduler import Actor

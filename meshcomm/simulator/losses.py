@@ -171,7 +171,7 @@ class SimulatedGenerations(Generations):
         self._actor.rank = processes.index(process) if processes else process
         return joined
 
-    def all_done(self) -> bool:
+    def all_done(self, ends: bool) -> bool:
         return all_done(self._losses.replacing.store, self.joined.number)
 
     def _await_part(self) -> None:

@@ -16,6 +16,7 @@ from typing import Any, Final, NoReturn, final
 
 import torch
 
+from meshcomm.comm.torch_private import forward_level
 from meshcomm.errors import UnsupportedOp
 from meshcomm.layout.sizes import rank_text
 from meshcomm.mesh.environment import set_env
@@ -226,7 +227,7 @@ class Scheduler:
     def wait(self, actor: Actor, on: object) -> None:
         """Let other ranks run until `wake` is called for `actor`. Raises Unwound if the simulation ends."""
         self.check()
-        _refuse_imports(actor)
+        _refuse_shared(actor)
         actor.wait = on
         self._switch(actor)
 
@@ -237,7 +238,7 @@ class Scheduler:
         """
         if self.over:
             raise Unwound
-        _refuse_imports(actor)
+        _refuse_shared(actor)
         self._polls += 1
         if self._polls > _POLLS:
             self._polls = 0
@@ -251,7 +252,7 @@ class Scheduler:
         It has no effect in threads other than the running rank's.
         """
         running = self._running
-        if running is None or threading.get_ident() != running.ident or _importing() is not None:
+        if running is None or threading.get_ident() != running.ident or _holds_shared():
             return
         if self._interrupt is not None:
             self.stop(self._interrupt)
@@ -261,7 +262,7 @@ class Scheduler:
 
     def maybe_pause(self, actor: Actor) -> None:
         """Let other ranks run at random times, so that different schedules show the different orders that are possible."""
-        if self._ready and self._random.random() < 0.25 and _importing() is None:
+        if self._ready and self._random.random() < 0.25 and not _holds_shared():
             self.check()
             self._let_others_run(actor)
 
@@ -416,12 +417,25 @@ def _importing() -> str | None:
     return None
 
 
-def _refuse_imports(actor: Actor) -> None:
-    """Raise UnsupportedOp if `actor` would wait during the import of a module.
+def _holds_shared() -> bool:
+    """Return whether the calling thread is in the middle of something that all ranks share, so that no other rank may run."""
+    return forward_level() >= 0 or _importing() is not None
+
+
+def _refuse_shared(actor: Actor) -> None:
+    """Raise UnsupportedOp if `actor` would wait during the import of a module, or inside forward-mode AD.
 
     Ranks share their modules. Another rank that imports the same module would wait for this rank in Python's import lock,
-    which the scheduler cannot see.
+    which the scheduler cannot see. torch has one level of forward-mode AD in a process: the first rank that leaves it
+    would delete the tangents of the others.
     """
+    if forward_level() >= 0:
+        raise UnsupportedOp(
+            f"rank {actor.rank} waits for other ranks inside forward-mode AD, of which torch has one level in a process",
+            given="torch.func.jvp, jacfwd or dual_level around communication, in the simulator",
+            expected="forward-mode AD without communication, or ranks that are processes",
+            hint="run it with meshcomm run, or use torch.func.vjp",
+        )
     module = _importing()
     if module is not None:
         raise UnsupportedOp(

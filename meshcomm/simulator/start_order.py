@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Final, NamedTuple, TypeAlias, final
 
-from meshcomm.comm.diagnosis import shortest_way
+from meshcomm.comm.waits import shortest_way
 from meshcomm.errors import DeadlockError
 
 # A collective is identified by its group and its sequence number, and a message by the coords of its ends and its number.

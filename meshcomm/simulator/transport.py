@@ -5,9 +5,10 @@ from __future__ import annotations
 import sys
 import sysconfig
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from operator import attrgetter
 from traceback import walk_tb
 from typing import Any, Literal, NamedTuple, TypeAlias, final
@@ -15,7 +16,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias, final
 import torch
 from torch import Tensor
 
-from meshcomm.collectives import Call, write_results
+from meshcomm.collectives import BARRIER, BROADCAST, GATHER, SCATTER, Call, write_results
 from meshcomm.comm.callsite import is_ours, thread_frames
 from meshcomm.comm.mismatch import mismatch
 from meshcomm.errors import CallMismatchError
@@ -182,6 +183,7 @@ class Contribution(NamedTuple):
 class PendingCollective:
     """A collective that not all ranks of its group have reached yet. contributions: the ranks' inputs, by coord.
 
+    sent: a broadcast's data, as the source brought it.
     mismatched: whether the calls differ. If they do, the simulation ends only when all ranks have arrived or none can run,
     so that the error can tell which calls are in the majority.
     """
@@ -191,10 +193,37 @@ class PendingCollective:
     contributions: dict[int, Contribution] = field(default_factory=dict)
     compared: tuple[Any, ...] = ()
     mismatched: bool = False
+    sent: Tensor | None = None
 
-    def absent(self) -> list[int]:
-        """Return the global ranks that have not arrived."""
-        return [rank for coord, rank in enumerate(self.group.ranks) if coord not in self.contributions]
+    def absent(self, needed: Collection[int]) -> list[int]:
+        """Return the global ranks of the coords in `needed` that have not arrived."""
+        return [self.group.ranks[coord] for coord in sorted(needed) if coord not in self.contributions]
+
+    def let_go(self, coord: int) -> None:
+        """Move the data of a broadcast, gather or scatter that `coord` has joined, and complete it where it has ended: a rank
+        may go on, and change its tensors, before all ranks have arrived.
+        """
+        calls = {each: contribution.call for each, contribution in self.contributions.items()}
+        row, root = calls[coord].row, calls[coord].root
+        if root not in calls:
+            return
+        source = calls[root].x
+        if coord == root and row is BROADCAST and source is not None:
+            self.sent = source.clone()
+        with torch.inference_mode():
+            for each in calls if coord == root else (coord,):
+                # Any: a row says which of the two a rank has.
+                x: Any = calls[each].x
+                out: Any = calls[root if row is GATHER else each].out
+                if row is GATHER:
+                    out.view(len(self.group.ranks), -1)[each].copy_(x.view(-1))
+                elif row is SCATTER and source is not None:
+                    out.view(-1).copy_(source.view(len(self.group.ranks), -1)[each])
+                elif each != root:
+                    x.copy_(self.sent)
+        for each, contribution in self.contributions.items():
+            if row.needs(each, root, len(self.group.ranks)) <= calls.keys() and not contribution.work.done:
+                contribution.work.complete()
 
     def error(self) -> CallMismatchError:
         """Return the error for ranks that made different calls. The error also names the ranks that did not arrive."""
@@ -205,7 +234,7 @@ class PendingCollective:
         ]
         name = next((each.told[0] for _, each in came if each.told is not None), self.group.label)
         error = mismatch(name, self.number, [self.group.ranks[coord] for coord, _ in came], calls)
-        if absent := self.absent():
+        if absent := self.absent(range(len(self.group.ranks))):
             error.given = f"{error.given}\n{ranks_text(absent)}: did not arrive"
         return error
 
@@ -278,7 +307,7 @@ class SimulatedGroup:
             "collective",
             call.row.name if told is None else told[1],
             self.label,
-            pending.absent,
+            partial(pending.absent, call.row.needs(coord, call.root, len(self.ranks))),
             None if call.blocking else here(),
             number,
             gone=self.is_gone,
@@ -291,11 +320,16 @@ class SimulatedGroup:
         elif compared != pending.compared:
             pending.mismatched = True
         contributions[coord] = contribution
+        partly = call.row in (BROADCAST, GATHER, SCATTER)
+        if partly and not pending.mismatched:
+            pending.let_go(coord)
         if len(contributions) == len(self.ranks):
             calls = [contributions[each].call for each in range(len(self.ranks))]
             if pending.mismatched or not _lengths_fit(calls):
                 scheduler.fail(pending.error())
             del self.pending[number]
+            if partly:
+                return work
             # Results must not depend on the grad mode of the rank that happens to arrive last.
             with torch.inference_mode():
                 write_results(calls, reduced)
@@ -439,6 +473,9 @@ class SimulatorTransport(Transport):
         return group.start(self.coord, self._number, call, told)
 
     def start_p2p(self, batch: Sequence[P2P], single: bool = False) -> Sequence[SimulatedWork]:
+        if self._announced is not None:
+            # A collective that runs over messages: no other call of its ranks would be compared with it.
+            self.start(Call(BARRIER)).wait()
         site, scheduler = here(), self._group.scheduler
         if self.ordered:
             calls = []

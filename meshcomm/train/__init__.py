@@ -1,8 +1,9 @@
 """Training from a config, with its model or yours: the Trainer, its callbacks, and its checkpoints."""
 
 from meshcomm.train.callbacks import Callback, Evaluation, Resumed, Start, Step, Summary
-from meshcomm.train.checkpoint import Attempt, Checkpoints, find_attempt
+from meshcomm.train.checkpoint import Checkpoints
 from meshcomm.train.export import save_pretrained
+from meshcomm.train.lease import Attempt, find_attempt
 from meshcomm.train.steps import learning_rate
 from meshcomm.train.trainer import Trainer, run
 

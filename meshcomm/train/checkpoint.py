@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -35,6 +35,7 @@ from meshcomm.train.checkpoint_folder import (
 from meshcomm.train.checkpoint_reader import Saved
 from meshcomm.train.checkpoint_writer import Save, divide
 from meshcomm.train.data import STATE
+from meshcomm.train.lease import Attempt, Lease, find_attempt
 from meshcomm.train.lock import Lock, resume_differences
 from meshcomm.train.run_files import put_aside
 
@@ -44,39 +45,18 @@ LOSSES: Final = "run.losses"
 _GRACE_S: Final = 5.0
 
 
-@dataclass(frozen=True)
-class Attempt:
-    """The job that this process is part of, and how many times its launcher has restarted it.
-
-    job: a unique name for the job, the same in all attempts; "" if unknown.
-    """
-
-    job: str = ""
-    restarts: int = 0
-
-
-def find_attempt(env: Mapping[str, str]) -> Attempt:
-    """Return the attempt that the variables of torchrun or Slurm in `env` describe.
-
-    A job that Slurm requeues keeps its job ID. torchrun and `meshcomm train` may choose a new name in each attempt.
-    """
-    counts = (env.get(name, "") for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
-    restarts = sum(int(count) for count in counts if count.isdecimal())
-    if job := env.get("SLURM_JOB_ID"):
-        step = env.get("SLURM_STEP_ID")
-        return Attempt(f"Slurm job {job}" + (f", step {step}" if step else ""), restarts)
-    # torchrun's id is "none" if none was given.
-    run = env.get("TORCHELASTIC_RUN_ID", "none")
-    return Attempt("" if run == "none" else run, restarts)
-
-
 def read(mesh: Mesh, state: Mapping[str, Tensor | Kept], folder: Path) -> None:
     """Fill the tensors of `state` in place from a folder that `write` or a run has saved on any mesh.
 
     Called by: every rank. Each rank reads only the data that its parts need.
     Raises:    TrainingError on every rank if one rank cannot read, or if a name, shape or dtype differs.
     """
-    on_all_ranks(mesh, f"resume from {folder}", lambda: Saved(folder).fill(state))
+
+    def fill() -> None:
+        Lock.read(folder)
+        Saved(folder).fill(state)
+
+    on_all_ranks(mesh, f"resume from {folder}", fill)
 
 
 def resume(mesh: Mesh, engine: Engine, folder: Path, losses: list[float] | None = None) -> Lock:
@@ -161,17 +141,21 @@ def write(mesh: Mesh, state: Mapping[str, Tensor | Kept], folder: Path, lock: Lo
 class Checkpoints:
     """The checkpoints of one run, in `train.out`. Every rank of the mesh has a Checkpoints object.
 
-    `train.out` must be on a file system that the hosts of all ranks share.
+    `train.out` must be on a file system that the hosts of all ranks share. Only one job at a time may save there.
 
     With `train.checkpoint_async`, `save` returns when this rank's data have been copied, and the files
     are written while training continues. Every rank must then call `poll` before each step, and
     `finish` after the last step. As a context manager, it calls `finish` on exit. If an exception is
     propagating, it waits on this rank only and does not raise.
+
+    lease: the run's right to write into `train.out`. If None, the checkpoints take their own, until they are closed.
     """
 
-    def __init__(self, mesh: Mesh, train: TrainConfig) -> None:
+    def __init__(self, mesh: Mesh, train: TrainConfig, lease: Lease | None = None) -> None:
         self._mesh = mesh
         self._train = train
+        self._lease = lease or Lease(Path(train.out), find_attempt(os.environ))
+        self._holds_own = lease is None
         self.folder = Path(train.out) / FOLDER
         self._under_way: Save | None = None
 
@@ -186,9 +170,11 @@ class Checkpoints:
                  `lock.resume_differences`.
         Returns: the checkpoint to continue from, or None if the run starts from scratch; and the checkpoint's lock,
                  or `now` if there is no checkpoint.
-        Raises:  TrainingError if the folder cannot be read or written; ConfigError if the checkpoint does not match.
+        Raises:  TrainingError if the folder cannot be read or written, or if another job writes there; ConfigError if the
+                 checkpoint does not match.
         """
         mesh = self._mesh
+        self._lease.hold(mesh)
         # The agent of each host counts only the failures of its own processes.
         restarts = max(of_every_rank(mesh, attempt.restarts))
 
@@ -222,14 +208,16 @@ class Checkpoints:
         Called by: every rank, with the state that it holds. Waits for an earlier save to complete.
         Returns:   the path of the complete checkpoint. If the checkpoint is written in the background, the path
                    appears later, but `state` may already be modified.
-        Raises:    TrainingError on every rank if one rank cannot write. Earlier checkpoints stay intact in any
-                   case, even if the job ends during the save.
+        Raises:    TrainingError on every rank if one rank cannot write, or if another job writes into `train.out`. Earlier
+                   checkpoints stay intact in any case, even if the job ends during the save.
         """
         self.finish()
+        self._lease.hold(self._mesh)
         path = self.folder / name_of(lock.step)
         draft, beside = saving(path), self._train.checkpoint_async
 
         def complete() -> None:
+            self._lease.check()
             lock.write(draft)
             commit(path)
             keep_last(self.folder, self._train.keep)
@@ -276,6 +264,8 @@ class Checkpoints:
             grace_s = 0.0 if isinstance(error, RankLost) else _GRACE_S
             self._under_way.settle(_GRACE_S if broken else self._mesh.plan.defaults.timeout_s, grace_s)
             self._under_way = None
+        if self._holds_own:
+            self._lease.release()
 
     def _decide(self, job: str, restarts: int) -> tuple[bool, str, int]:
         every = self._train.checkpoint_every

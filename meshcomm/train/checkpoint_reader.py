@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import math
 import pickle
-import zipfile
+import zlib
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from enum import Enum, EnumType
@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.metadata import (
 from meshcomm.errors import TrainingError
 from meshcomm.parallel.tensor.parameters import Kept, Piece
 from meshcomm.train.checkpoint_folder import METADATA, instead_of
+from meshcomm.train.torch_private import CHECKSUM
 
 SAFETENSORS_NAMES: Final = {
     torch.bool: "BOOL",
@@ -48,6 +49,8 @@ SAFETENSORS_NAMES: Final = {
 }
 """The dtypes that a checkpoint can hold, apart from complex ones, with their names in the safetensors format."""
 
+# The location of a record. meshcomm adds the record's checksum.
+_LOCATION: Final = "_StorageInfo"
 # The classes in plans and metadata of tensors. They contain no nested pickles. Entries that are not
 # tensors (BytesStorageMetadata) are excluded, because reading such an entry would unpickle it.
 _KNOWN: Final = {
@@ -56,7 +59,7 @@ _KNOWN: Final = {
         *("ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties"),
         *("TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
     },
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "_StoragePrefix"},
+    "torch.distributed.checkpoint.filesystem": {_LOCATION, "_StoragePrefix"},
     "torch.distributed.checkpoint.storage": {"WriteResult"},
     "torch.serialization": {"_get_layout"},
     "torch": {
@@ -166,10 +169,10 @@ class Saved:
                 record = io.BytesIO(file.read(place.length))
             if record.getbuffer().nbytes < place.length:
                 raise ValueError(f"ends within the {place.length} bytes from {place.offset} on")
-            # torch.load does not check the CRCs.
-            if (bad := zipfile.ZipFile(record).testzip()) is not None:
-                raise ValueError(f"the CRC-32 of {bad} differs from the one that was written")
-            record.seek(0)
+            # The metadata say which bytes belong to this part. A file of another step or run may have the same sizes.
+            crc32 = zlib.crc32(record.getbuffer())
+            if crc32 != place.crc32:
+                raise _OtherBytes(place, crc32, self._with_checksum(crc32))
             found: Tensor = torch.load(record, map_location="cpu", weights_only=True)
             if type(found) is not Tensor or found.layout != torch.strided:
                 raise ValueError(f"holds a {type(found).__name__}, not a dense tensor")
@@ -183,10 +186,17 @@ class Saved:
             raise TrainingError(
                 f"the checkpoint is damaged: {index.fqn} in {path.name}",
                 given=f"{path}: {said or error}",
-                expected="the bytes that were saved, readable on every host",
+                expected=error.expected
+                if isinstance(error, _OtherBytes)
+                else "the bytes that were saved, readable on every host",
                 hint=instead_of(self.folder),
             ) from error
         return found
+
+    def _with_checksum(self, crc32: int) -> str:
+        """Return the name of the tensor that the bytes with this checksum belong to; "" if they belong to no tensor here."""
+        found = (index.fqn for index, place in self._metadata.storage_data.items() if place.crc32 == crc32)
+        return next(found, "")
 
     def _check(self, name: str, kind: Kind, there: Kind | None) -> None:
         given = "no such tensor" if there is None else str(there)
@@ -204,6 +214,17 @@ class Saved:
         )
 
 
+class _OtherBytes(ValueError):
+    """A record does not hold the bytes that were saved. of: the tensor that its bytes belong to, "" if unknown."""
+
+    def __init__(self, place: Any, crc32: int, of: str) -> None:
+        super().__init__(
+            f"the {place.length} bytes from {place.offset} on have the CRC-32 {crc32:08x}"
+            + (f", like {of}" if of else "")
+        )
+        self.expected = f"the bytes that were saved, with the CRC-32 {place.crc32:08x}: not changed, and of the same step and run"
+
+
 def _file(folder: Path, place: Any) -> Path:
     """Return the file of a record. Raises ValueError for a path outside the folder."""
     name, numbers = place.relative_path, (place.offset, place.length)
@@ -211,6 +232,8 @@ def _file(folder: Path, place: Any) -> Path:
         raise ValueError(f"{name!r} is not a file of this folder")
     if not all(type(each) is int and each >= 0 for each in numbers):
         raise ValueError(f"{numbers} is not an offset and a length")
+    if type(getattr(place, CHECKSUM, None)) is not int:
+        raise ValueError("the metadata hold no checksum of this part")
     return folder / name
 
 
@@ -269,7 +292,9 @@ class _Plain(pickle._Unpickler):
             made.__setstate__(state)
             return
         # Set fields of objects only, never of classes: only a class from find_class creates an object.
-        known = {each.name for each in fields(made)} if is_dataclass(type(made)) else ()
+        known = {each.name for each in fields(made)} if is_dataclass(type(made)) else set()
+        if type(made).__name__ == _LOCATION:
+            known.add(CHECKSUM)
         if not isinstance(state, dict) or not known or not known >= state.keys():
             kind = getattr(made, "__name__", type(made).__name__)
             raise pickle.UnpicklingError(f"the state of a {kind} is not allowed in a checkpoint of tensors")

@@ -16,6 +16,7 @@ import pickle
 import shutil
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
@@ -38,6 +39,7 @@ from meshcomm.parallel.state import EXTRA
 from meshcomm.parallel.tensor.parameters import Kept, Piece
 from meshcomm.train.checkpoint_folder import METADATA, go_on_without, sync, write
 from meshcomm.train.checkpoint_reader import unpickle
+from meshcomm.train.lease import LeaseLost
 from meshcomm.train.torch_private import storage_info
 
 T = TypeVar("T")
@@ -182,7 +184,8 @@ def write_part(
                     part = part.clone()  # otherwise the full storage behind the view would be written
                 record = io.BytesIO()
                 torch.save(part, record)
-                place = storage_info(path.name, file.tell(), record.tell())
+                crc32 = zlib.crc32(record.getbuffer())
+                place = storage_info(path.name, file.tell(), record.tell(), crc32)
                 places.append(WriteResult(item.index, record.tell(), place))
                 file.write(record.getbuffer())
         sync(path)
@@ -342,6 +345,8 @@ class Save:
 
         try:
             return on_all_ranks(self._mesh, self._what, on_disk)
+        except LeaseLost:
+            raise  # another job may write into a folder of this name
         except TrainingError:
             # Free the disk space, because an incomplete checkpoint is useless.
             if is_first(self._mesh):

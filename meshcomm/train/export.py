@@ -7,6 +7,7 @@ import json
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple, final
@@ -33,8 +34,23 @@ from meshcomm.train.trainer import Trainer
 
 CONFIG: Final = "config.json"
 SHARD_BYTES: Final = 5_000_000_000
-# Other files that are copied with the weights, if the source folder has them.
-_BESIDE: Final = ("generation_config.json", "*token*.json", "vocab.*", "merges.txt", "*.model", "*.jinja")
+# Not copied from the source folder: weights in any format and their index, the files that an export itself writes, and hidden
+# entries, such as .git.
+_NOT_BESIDE: Final = (
+    *(
+        "*.safetensors",
+        "*.bin",
+        "*.pt",
+        "*.pth",
+        "*.ckpt",
+        "*.h5",
+        "*.msgpack",
+        "*.gguf",
+        "*.onnx",
+        "*.onnx_data",
+    ),
+    *("*.index.json", CONFIG, "adapter_config.json", ".*"),
+)
 
 
 class Exported(NamedTuple):
@@ -102,8 +118,8 @@ def export_pretrained(
     With [model.lora], export only the adapters, to a folder that peft's from_pretrained loads.
 
     source:      a complete checkpoint, saved on any mesh; or a run, whose last checkpoint is used.
-    target:      a new folder. The checkpoint's config.json is written there. Tokenizer files are copied from the folder
-                 that the model was loaded from, if they still exist.
+    target:      a new folder. The checkpoint's config.json is written there. All other files but the weights are copied from
+                 the folder that the model was loaded from, if it still exists.
     dtype:       the dtype of the tensors. If None, the dtype of the weights.
     shard_bytes: the maximum size of a file, unless it holds a single larger tensor.
     Does not require a process group. Raises: ConfigError if the model was not loaded from such a folder; TrainingError.
@@ -224,9 +240,20 @@ def _check_new(target: Path) -> None:
 
 
 def copy_beside(folder: Path, source: Path) -> None:
-    """Copy the tokenizer files and generation settings from `source`, if any."""
-    for path in (path for pattern in _BESIDE for path in source.glob(pattern) if path.is_file()):
-        shutil.copyfile(path, folder / path.name)
+    """Copy all that `source` holds beside the weights: files of tokenizer and processor, chat templates, generation settings.
+
+    A subfolder is copied in the same way, unless it holds a model of its own.
+    """
+    if not source.is_dir():
+        return
+    for path in source.iterdir():
+        if any(fnmatchcase(path.name, pattern) for pattern in _NOT_BESIDE):
+            continue
+        if path.is_file():
+            folder.mkdir(exist_ok=True)
+            shutil.copyfile(path, folder / path.name)
+        elif not (path / CONFIG).exists() and not path.is_symlink():
+            copy_beside(folder / path.name, path)
 
 
 def _write_beside(

@@ -21,7 +21,7 @@ from meshcomm.errors import ConfigError, TrainingError
 from meshcomm.mesh import Mesh
 from meshcomm.train.checkpoint_folder import LOCK, METADATA, instead_of, write
 
-_FORMAT = 3
+_FORMAT = 4
 
 # If one of these changes, the run is a different training run and cannot continue.
 _FIXED = ("model.", "pretrained.", "train.seed", "train.dtype")

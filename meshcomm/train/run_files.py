@@ -7,7 +7,7 @@ import json
 import math
 import os
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self, final
@@ -65,11 +65,14 @@ def put_aside(folder: Path, *, with_checkpoints: bool = False) -> None:
 
 @final
 class MetricsFile:
-    """Writes `folder`/metrics.jsonl. after: the step after which the run continues. Lines of later steps are removed."""
+    """Writes `folder`/metrics.jsonl. after: the step after which the run continues. Lines of later steps are removed.
 
-    def __init__(self, folder: Path, after: int = 0) -> None:
+    check: called before each write; raises if this job may no longer write.
+    """
+
+    def __init__(self, folder: Path, after: int = 0, check: Callable[[], None] = lambda: None) -> None:
         check_folder(folder)
-        self.path = folder / METRICS
+        self.path, self._check = folder / METRICS, check
         if self.path.exists():
             os.truncate(self.path, _end_of(self.path, after))
         self._file = self.path.open("a", encoding="utf-8")
@@ -82,6 +85,7 @@ class MetricsFile:
             if value not in ("", None)
         }
         with naming(self.path):
+            self._check()
             self._file.write(json.dumps(facts) + "\n")
             self._file.flush()
 
@@ -128,13 +132,15 @@ def _end_of(path: Path, step: int) -> int:
 
 
 @contextlib.contextmanager
-def recorded(folder: Path, config: Config, plan: Plan, start: Start) -> Iterator[list[Summary]]:
+def recorded(
+    folder: Path, config: Config, plan: Plan, start: Start, check: Callable[[], None] = lambda: None
+) -> Iterator[list[Summary]]:
     """Write `folder`/config.json and `folder`/run.json now, and run.json again when the block ends.
 
     config.json contains `config` with the sizes of `plan`; `meshcomm.config.load_config` can read it. In run.json, `run` is an
     ID that changes at every start. `state` is "running", "finished" or "stopped". `ended` contains the Summary, with None for
     unknown values, and `reason`, which is why the run ended before its last step, or None. Each file contains either its
-    old or its new text at all times. If a run is killed, its state stays "running".
+    old or its new text at all times. If a run is killed, its state stays "running". check: as in MetricsFile.
 
     Yields:    a list to which the block appends its Summary before it ends, with or without an error.
     Called by: the rank that writes metrics.jsonl.
@@ -160,10 +166,12 @@ def recorded(folder: Path, config: Config, plan: Plan, start: Start) -> Iterator
     except BaseException as error:
         # The error that ended the run matters more than this file.
         with contextlib.suppress(TrainingError):
+            check()
             reason = f"{type(error).__name__}: {error}".partition("\n")[0].removesuffix(": ")
             reason = "interrupted" if isinstance(error, KeyboardInterrupt) else reason
             _end(folder, about, "stopped", ended, reason)
         raise
+    check()
     _end(folder, about, "finished", ended, (ended[-1].stopped or None) if ended else None)
 
 

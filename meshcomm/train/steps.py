@@ -27,6 +27,7 @@ from meshcomm.train.copies import Copies
 from meshcomm.train.cost import Cost
 from meshcomm.train.data import Batches, Corpus, GivenBatches, ReadAhead
 from meshcomm.train.evaluation import Evaluator
+from meshcomm.train.lease import Lease
 from meshcomm.train.lock import Lock
 from meshcomm.train.run_files import (
     METRICS,
@@ -110,6 +111,7 @@ class Saving(NamedTuple):
     """Where the state is saved. run: the number of this `Trainer.run` call in the program, starting at 1."""
 
     checkpoints: Checkpoints
+    lease: Lease
     copies: Copies
     run: int
 
@@ -179,7 +181,7 @@ class Steps:
         lock, losses, resumed, pending, evaluates, saves = progress
         self._engine, self._mesh, self._train, self._config = engine, mesh, train, config
         self._reading = reading
-        self._checkpoints, self._copies, self._run_number = saving
+        self._checkpoints, self._lease, self._copies, self._run_number = saving
         self._lock = lock
         self._out = Path(train.out)
         self._first = len(losses) + len(pending)
@@ -216,9 +218,10 @@ class Steps:
             if is_first(mesh):
                 # Files of another run were renamed when this one started.
                 self._metrics = stack.enter_context(
-                    MetricsFile(self._out, after=0 if resumed is None else resumed.step)
+                    MetricsFile(self._out, 0 if resumed is None else resumed.step, self._lease.check)
                 )
-                ended = stack.enter_context(recorded(self._out, self._config, mesh.plan, self._start))
+                about = recorded(self._out, self._config, mesh.plan, self._start, self._lease.check)
+                ended = stack.enter_context(about)
             stack.enter_context(self._checkpoints)
             stack.enter_context(self._signals)
             if isinstance(self._reading.batches, ReadAhead):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -20,11 +20,17 @@ def recomputes() -> bool:
     return backward_number() != -1 and (torch.is_grad_enabled() or _saved_tensor_hooks(True) is not None)
 
 
-def storage_info(file: str, offset: int, length: int) -> Any:
+CHECKSUM: Final = "crc32"
+"""The attribute of a tensor part's location that torch's own reader ignores: the CRC-32 of the part's bytes in the file."""
+
+
+def storage_info(file: str, offset: int, length: int, crc32: int) -> Any:
     """Return the location of a tensor part, in the form that torch's checkpoint reader expects in the metadata."""
     from torch.distributed.checkpoint.filesystem import _StorageInfo
 
-    return _StorageInfo(file, offset, length)
+    found = _StorageInfo(file, offset, length)
+    setattr(found, CHECKSUM, crc32)
+    return found
 
 
 def _grouped(a: Any, b: Any, *_: Any, **__: Any) -> int:

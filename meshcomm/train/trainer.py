@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
@@ -36,7 +37,7 @@ from meshcomm.train.arguments import (
     scheduler_for,
 )
 from meshcomm.train.callbacks import Callback, Summary
-from meshcomm.train.checkpoint import Attempt, Checkpoints
+from meshcomm.train.checkpoint import Checkpoints
 from meshcomm.train.copies import Copies
 from meshcomm.train.data import (
     Batches,
@@ -49,6 +50,7 @@ from meshcomm.train.data import (
     placed,
 )
 from meshcomm.train.evaluation import Evaluator, evaluate_of
+from meshcomm.train.lease import Attempt, Lease, find_attempt
 from meshcomm.train.lock import Lock, lock_of
 from meshcomm.train.recovery import Survivor, nobody_holds, other_parts, refuse_shards
 from meshcomm.train.steps import (
@@ -286,8 +288,8 @@ class Trainer:
                    describes into train.out.
         Raises:    ConfigError if the configuration does not match the checkpoint; TrainingError if ranks have different data,
                    a parameter gets no gradient, the loss or the gradient norm is not finite (see
-                   train.on_nonfinite), or a checkpoint cannot be written or read; CallMismatchError if ranks
-                   make different calls in a step.
+                   train.on_nonfinite), a checkpoint cannot be written or read, or another job writes into train.out;
+                   CallMismatchError if ranks make different calls in a step.
         """
         self._runs, self._read = self._runs + 1, None
         self._copies.clear()
@@ -296,23 +298,26 @@ class Trainer:
             # The recorder ends the loop.
             for step in count(1):
                 self.step(*batches(step))
-        return self._recovering(partial(self._run, data, attempt or Attempt()))
+        out = Path(self._facts.sections.train.out)
+        with Lease(out, attempt or find_attempt(os.environ)) as lease:
+            return self._recovering(partial(self._run, data, attempt or Attempt(), lease))
 
-    def _run(self, data: Data | None, attempt: Attempt) -> Summary:
+    def _run(self, data: Data | None, attempt: Attempt, lease: Lease) -> Summary:
         source = self._corpus() if data is None else data
         train = self._facts.sections.train
         writes = is_first(self.mesh)
         on_all_ranks(self.mesh, "start the training", lambda: check_outputs(train) if writes else None)
+        lease.hold(self.mesh)
         with threads_and_precision(self.mesh, train, self._facts.ranks_here):
-            summary = self._train(source, attempt)
+            summary = self._train(source, attempt, lease)
             if self.mesh.recovers:
-                # A rank that has ended could not meet a new one.
-                self.mesh.finish()
+                # A rank that has ended could not meet a new one. The program may still work on the result.
+                self.mesh._finish(ends=False)
             return summary
 
-    def _train(self, data: Data | Corpus, attempt: Attempt) -> Summary:
+    def _train(self, data: Data | Corpus, attempt: Attempt, lease: Lease) -> Summary:
         corpus = data if isinstance(data, Corpus) else None
-        checkpoints = Checkpoints(self.mesh, self._facts.sections.train)
+        checkpoints = Checkpoints(self.mesh, self._facts.sections.train, lease)
         start = lock_of(self.mesh, self._config, b"" if corpus is None else corpus.digest)
         progress = self._go_on(checkpoints, start)
         if progress is None:
@@ -332,7 +337,7 @@ class Trainer:
         # Within a run, the loss of ranks does not restart an iterable.
         self._read = batches if isinstance(batches, GivenBatches) else None
         reading = Reading(batches, corpus, evaluator)
-        saving = Saving(checkpoints, self._copies, self._runs)
+        saving = Saving(checkpoints, lease, self._copies, self._runs)
         self._steps = Steps(engine, self._config, reading, self.callbacks, saving, progress)
         # Only the new steps now hold the survivor's state.
         self._survivor = None

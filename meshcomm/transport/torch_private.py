@@ -20,27 +20,28 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
-from functools import partial
 from queue import Empty, SimpleQueue
 from types import FunctionType
 from typing import Any, TypeAlias, TypeVar, final
 from unittest.mock import patch
-from weakref import WeakSet, WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
 
 import torch
 import torch._C._distributed_c10d as c10d_bindings
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
+from torch._higher_order_ops.effects import with_effects
 from torch.distributed.device_mesh import DeviceMesh
 from torch.futures import Future
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-# For a backend written in Python: its Work, its options, the mode that sees every operator, the tensors in nested arguments.
+from meshcomm.transport.support import check_reduce
+
+# For a backend written in Python: its Work, its options, the tensors in nested arguments.
 Work: Any = dist._Work
 bindings: Any = c10d_bindings
-DispatchMode: Any = TorchDispatchMode
 leaves_of: Callable[[Any], list[Any]] = tree_leaves
 # A context manager that disables all modes.
 without_modes: Callable[[], Any] = torch.utils._python_dispatch._disable_current_modes
@@ -185,20 +186,6 @@ def on_default_group(begins: Callable[[], None], ends: Callable[[], None]) -> Ca
     return end
 
 
-_NEW_GROUP: Any = c10d._new_group_with_tag
-
-
-def instead_of_new_group(function: Callable[..., Any]) -> Callable[[], None]:
-    """Replace `dist.new_group` with `function`, whose first argument is torch's version. Return an undo function."""
-    _C10D._new_group_with_tag = given = partial(function, _NEW_GROUP)
-
-    def end() -> None:
-        if _C10D._new_group_with_tag is given:
-            _C10D._new_group_with_tag = _NEW_GROUP
-
-    return end
-
-
 # Whether torch's groups can be watched. Torch 2.14 added the required hooks.
 CAN_WATCH: bool = None not in (_MADE, _SET, _PLAIN) and hasattr(dist.ProcessGroup, "register_pre_hook")
 
@@ -258,6 +245,19 @@ def explicit_kernel(operator: Any, *args: Any, **kwargs: Any) -> Any:
     return operator._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
 
 
+class _DispatchMode(TorchDispatchMode):
+    """A mode that sees every operator, those whose order a graph keeps among them: a graph calls these by `with_effects`."""
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()  # type: ignore[no-untyped-call]
+        with_effects.py_impl(cls)(_with_effects)
+
+
+def _with_effects(mode: Any, token: Any, operator: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    return token, mode.__torch_dispatch__(operator, (), args, kwargs)
+
+
+DispatchMode: Any = _DispatchMode
 C = TypeVar("C", bound=Callable[..., Any])
 
 
@@ -377,26 +377,40 @@ def overdue_barrier(limits: Mapping[str, float], now: float) -> str | None:
     return None
 
 
+# The DeviceMesh that a slice was taken from. For any other mesh, the mesh itself.
+root_of: Callable[[DeviceMesh], Any] = DeviceMesh._get_root_mesh
+
+
+def failed_barrier(error: BaseException) -> str | None:
+    """Return the name of the group whose `dist.monitored_barrier` raised `error`, or None if another call did."""
+    trace = error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code is _MONITORED_BARRIER:
+            group = trace.tb_frame.f_locals["group"] or c10d._get_default_group()
+            return str(group.group_name)
+        trace = trace.tb_next
+    return None
+
+
 def flattened(of: DeviceMesh, name: str, group: dist.ProcessGroup) -> DeviceMesh:
-    """Return a slice of a DeviceMesh as one dim over an existing group. DeviceMesh._flatten would create another
-    group.
+    """Return a slice of a DeviceMesh as one dim over an existing group. DeviceMesh._flatten would create another group.
+
+    The root mesh does not keep the result: DTensor would reduce and gather over it in place of the dims, which gives other
+    last digits, and wrong values where a tensor is split into parts of unequal size (torch 2.15).
     """
     named: Any = staticmethod(lambda *_, **__: [group.group_name])
     with (
         patch.object(DeviceMesh, "_init_process_groups", named),
         patch.object(DeviceMesh, "_setup_world_group_and_device", lambda _: None),
+        patch.dict(root_of(of)._flatten_mapping, clear=True),
     ):
         found: DeviceMesh = of._flatten(name)
     return found
 
 
-# The DeviceMesh that a slice was taken from. For any other mesh, the mesh itself.
-root_of: Callable[[DeviceMesh], DeviceMesh] = DeviceMesh._get_root_mesh
-
-
 def flattened_of(mesh: DeviceMesh) -> dict[str, dist.ProcessGroup]:
     """Return this rank's groups along the flattened dims of a DeviceMesh, by name."""
-    flat: Mapping[str, DeviceMesh] = getattr(root_of(mesh), "_flatten_mapping", {})
+    flat: Mapping[str, DeviceMesh] = root_of(mesh)._flatten_mapping
     return {name: each.get_group() for name, each in flat.items() if each.get_coordinate() is not None}
 
 
@@ -547,6 +561,12 @@ class _OwnWaits(threading.local):
 own_waits = _OwnWaits()
 
 
+# Whether the host's waits are to end because ranks were lost; see `interruptible_waits`.
+_ABANDONED: list[Callable[[], bool]] = []
+# The works whose waits end with an error that another rank may cause; see `end_wait_by`.
+_ENDED_BY: WeakKeyDictionary[Any, Callable[[bool], Exception | None]] = WeakKeyDictionary()
+
+
 def interruptible_waits(abandoned: Callable[[], bool]) -> None:
     """End the host's waits for a backend's Work with a RuntimeError once `abandoned` returns True.
 
@@ -554,30 +574,59 @@ def interruptible_waits(abandoned: Callable[[], bool]) -> None:
     Pair::handleRemotePendingRecv, where the operation is on no list at that moment. Such a call ends only at its
     group's timeout. Waits inside C++, such as those of functional collectives, are unchanged.
     """
+    _ABANDONED[:] = [abandoned]
+    bindings.Work.wait = _wait
 
-    def given_up() -> bool:
-        return abandoned() or own_waits.given_up()
 
-    def wait(work: Any, timeout: timedelta = timedelta(0)) -> bool:
+def end_wait_by(work: Any, error: Callable[[bool], Exception | None]) -> None:
+    """End the host's waits for one Work of Gloo with the error that `error` returns, once it returns one.
+
+    It is asked every quarter of a second of a wait. Waits inside C++ are unchanged, as above.
+    """
+    _ENDED_BY[work] = error
+    bindings.Work.wait = _wait
+
+
+def wait_until(work: Any, error: Callable[[bool], Exception | None]) -> None:
+    """Wait for a Work of Gloo now, as after `end_wait_by`."""
+    _wait_in_slices(work, timedelta(0), error)
+
+
+def _wait(work: Any, timeout: timedelta = timedelta(0)) -> bool:
+    error = _ENDED_BY.get(work)
+    if error is None:
+        if not _ABANDONED and not _ENDED_BY:
+            bindings.Work.wait = _WAIT
         # NCCL's wait blocks a stream, not the host.
-        if torch.cuda.is_initialized():
+        if not _ABANDONED or torch.cuda.is_initialized():
             return bool(_WAIT(work, timeout))
-        if work._get_op_type() not in _IN_SLICES:
-            return _waited_beside(work, timeout, given_up)
-        ends = time.monotonic() + timeout.total_seconds() if timeout else math.inf
-        while True:
-            left_s = ends - time.monotonic()
-            try:
-                return bool(
-                    _WAIT(work, min(_SLICE, timedelta(seconds=max(left_s, 0.001))) if timeout else _SLICE)
-                )
-            except RuntimeError as error:
-                if "Operation timed out" not in str(error) or left_s <= _SLICE.total_seconds():
-                    raise
-                if given_up():
-                    raise _given_up(work) from None
+    try:
+        return _wait_in_slices(work, timeout, error)
+    finally:
+        _ENDED_BY.pop(work, None)
 
-    bindings.Work.wait = wait
+
+def _wait_in_slices(work: Any, timeout: timedelta, error: Callable[[bool], Exception | None] | None) -> bool:
+    def ended(over: bool = False) -> Exception | None:
+        if not over and (own_waits.given_up() or any(abandoned() for abandoned in _ABANDONED)):
+            return _given_up(work)
+        return None if error is None else error(over)
+
+    if work._get_op_type() not in _IN_SLICES:
+        return _waited_beside(work, timeout, ended)
+    ends = time.monotonic() + timeout.total_seconds() if timeout else math.inf
+    while True:
+        left_s = ends - time.monotonic()
+        try:
+            return bool(
+                _WAIT(work, min(_SLICE, timedelta(seconds=max(left_s, 0.001))) if timeout else _SLICE)
+            )
+        except RuntimeError as failed:
+            over = "Operation timed out" not in str(failed) or left_s <= _SLICE.total_seconds()
+            # The rank that knows the error may have closed its connections already.
+            _raise(ended(over))
+            if over:
+                raise
 
 
 # The calls whose waits were given up.
@@ -589,7 +638,16 @@ def _given_up(work: Any) -> RuntimeError:
     return RuntimeError("connection closed by a rank that was lost; the backend still holds the call")
 
 
-def _waited_beside(work: Any, timeout: timedelta, given_up: Callable[[], bool]) -> bool:
+def _raise(cause: Exception | None) -> None:
+    if cause is not None:
+        try:
+            raise cause from None
+        finally:
+            # An error must not refer to itself by its frames, which keep the group.
+            del cause
+
+
+def _waited_beside(work: Any, timeout: timedelta, ended: Callable[[], Exception | None]) -> bool:
     """Wait for `work` in another thread."""
     asks, answers = _BESIDE.pop() if _BESIDE else _beside()
     asks.put((work, timeout))
@@ -598,8 +656,7 @@ def _waited_beside(work: Any, timeout: timedelta, given_up: Callable[[], bool]) 
             found = answers.get(timeout=_SLICE.total_seconds())
             break
         except Empty:
-            if given_up():
-                raise _given_up(work) from None
+            _raise(ended())
     _BESIDE.append((asks, answers))
     if isinstance(found, BaseException):
         raise found
@@ -646,7 +703,8 @@ _ProcessGroup: Any = dist.ProcessGroup
 class SoloGroup(_ProcessGroup):  # type: ignore[misc]
     """A one-rank process group that copies instead of communicating, for torch code that needs a group for a dim of size 1.
 
-    Results are exact. The "fake" backend, in contrast, leaves outputs unwritten.
+    Results are exact, and reductions that no backend has for a dtype are refused. The "fake" backend, in contrast, leaves
+    outputs unwritten.
     """
 
     def __init__(self, name: str, rank: int) -> None:
@@ -677,10 +735,14 @@ class SoloGroup(_ProcessGroup):  # type: ignore[misc]
     def getBackendName(self) -> str:
         return "solo"
 
-    def allreduce(self, tensors: Any, opts: Any = None) -> Any:
+    def broadcast(self, tensors: Any, opts: Any = None) -> Any:
         return _done(tensors)
 
-    allreduce_coalesced = broadcast = reduce = allreduce
+    def allreduce(self, tensors: Any, opts: Any = None) -> Any:
+        _reduce_alone(tensors, opts)
+        return _done(tensors)
+
+    allreduce_coalesced = reduce = allreduce
 
     def barrier(self, opts: Any = None) -> Any:
         return _done([])
@@ -691,12 +753,30 @@ class SoloGroup(_ProcessGroup):  # type: ignore[misc]
             out.view(x.shape).copy_(x)
         return _done(outputs)
 
-    gather = allgather = alltoall = reduce_scatter = scatter
+    def reduce_scatter(self, outputs: Any, inputs: Any, *options: Any) -> Any:
+        work = self.scatter(outputs, inputs)
+        _reduce_alone(_flat(outputs), *options[-1:])
+        return work
+
+    gather = allgather = alltoall = scatter
     # The names in torch 2.14 and newer, then the older names.
-    all_gather_single = reduce_scatter_single = all_to_all_single = scatter
-    _allgather_base = _reduce_scatter_base = alltoall_base = scatter
-    all_gather_single_coalesced = reduce_scatter_single_coalesced = scatter
-    allgather_into_tensor_coalesced = reduce_scatter_tensor_coalesced = scatter
+    all_gather_single = all_to_all_single = all_gather_single_coalesced = scatter
+    reduce_scatter_single = reduce_scatter_single_coalesced = reduce_scatter
+    _allgather_base = alltoall_base = allgather_into_tensor_coalesced = scatter
+    _reduce_scatter_base = reduce_scatter_tensor_coalesced = reduce_scatter
+
+
+def _reduce_alone(tensors: Sequence[torch.Tensor], opts: Any = None) -> None:
+    """Reduce the tensors of one rank in place: a factor is applied, and everything else changes nothing."""
+    if opts is None:
+        return
+    kind, factor = opts.reduceOp.__getstate__()
+    for x in tensors:
+        # NCCL reduces bool with every operation.
+        if x.dtype != torch.bool:
+            check_reduce("solo", kind.name.lower(), x.dtype, lambda: "a reduction in a group of one rank")
+        if factor is not None:
+            x.mul_(factor)
 
 
 def _flat(tensors: Any) -> list[torch.Tensor]:

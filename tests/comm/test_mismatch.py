@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -49,28 +50,28 @@ CALLS: dict[str, tuple[Call, str, str]] = {
     ),
     "axis": (
         lambda m, odd: m.all_gather("dp", torch.ones(4, 4), axis=1 if odd else 0),
-        "all_gather(shape (4, 4), dtype float32, axis 1, uneven False)",
-        "all_gather(shape (4, 4), dtype float32, axis 0, uneven False)",
+        "all_gather(shape (4, 4), dtype float32, axis 1)",
+        "all_gather(shape (4, 4), dtype float32, axis 0)",
     ),
     "other axes of uneven": (
         lambda m, odd: m.all_gather("dp", torch.ones(m.rank, 3 if odd else 2), uneven=True),
-        "all_gather(shape (0, 3), dtype float32, axis 0, uneven True)",
-        "all_gather(shape (0, 2), dtype float32, axis 0, uneven True)",
+        "all_gather(shape (0, 3), dtype float32, uneven True, axis 0)",
+        "all_gather(shape (0, 2), dtype float32, uneven True, axis 0)",
     ),
     "barrier": (
         lambda m, odd: m.barrier("dp") if odd else m.reduce_scatter("dp", torch.ones(6)),
         "barrier()",
-        "reduce_scatter(shape (6), dtype float32, axis 0, op sum)",
+        "reduce_scatter(shape (6), dtype float32, op sum, axis 0)",
     ),
     "scatter's buffer": (
         lambda m, odd: m.scatter("dp", torch.ones(6), 0, out=torch.ones(2) if odd else None),
-        "scatter(src 0, out True)",
+        "scatter(shape (2), dtype float32, src 0)",
         "scatter(src 0, out False)",
     ),
     "list": (
         lambda m, odd: m.all_reduce("dp", [torch.ones(2), torch.ones(3 if odd else 2)]),
-        "all_reduce(shape (5), dtype float32, op sum)",
-        "all_reduce(shape (4), dtype float32, op sum)",
+        "all_reduce(shape ((2), (3)), dtype float32, op sum)",
+        "all_reduce(shape ((2), (2)), dtype float32, op sum)",
     ),
     "algorithm": (
         lambda m, odd: m.all_reduce("dp", torch.ones(4), **({"algorithm": "tree"} if odd else {})),
@@ -91,8 +92,8 @@ CALLS: dict[str, tuple[Call, str, str]] = {
         lambda m, odd: m.all_to_all(
             "dp", torch.ones(6), input_split_sizes=[2] * 3, output_split_sizes=[2] * 3 if odd else None
         ),
-        "all_to_all(shape (0), dtype float32, split_axis 0, concat_axis 0, input_split_sizes True, output_split_sizes True)",
-        "all_to_all(shape (0), dtype float32, split_axis 0, concat_axis 0, input_split_sizes True)",
+        "all_to_all(shape (0), dtype float32, input_split_sizes True, output_split_sizes True, split_axis 0, concat_axis 0)",
+        "all_to_all(shape (0), dtype float32, input_split_sizes True, split_axis 0, concat_axis 0)",
     ),
     "an object and a tensor": (
         lambda m, odd: m.objects.all_gather("dp", 1) if odd else m.all_reduce("dp", torch.ones(4)),
@@ -101,7 +102,7 @@ CALLS: dict[str, tuple[Call, str, str]] = {
     ),
     "a tensor and an object": (
         lambda m, odd: m.all_gather("dp", torch.ones(4)) if odd else m.objects.all_gather("dp", 1),
-        "all_gather(shape (4), dtype float32, axis 0, uneven False)",
+        "all_gather(shape (4), dtype float32, axis 0)",
         "objects.all_gather()",
     ),
     "a barrier and an object": (
@@ -122,25 +123,53 @@ CALLS: dict[str, tuple[Call, str, str]] = {
 }
 
 
+# The calls that some rank does not wait for: it has sent its part before the others can refuse theirs.
+LET_GO = ("operation", "root", "scatter's buffer")
+
+
+def differs(mesh: Mesh, number: int, name: str, ends: str) -> CallMismatchError | None:
+    """Ranks of odd number make call `number` along dp, which differs on rank 3. ends: of the error's first line."""
+    call, odd, usual = CALLS[name]
+    if mesh.rank % 2 == 0:
+        call(mesh, False)
+        return None
+    with pytest.raises(CallMismatchError) as caught:
+        call(mesh, mesh.rank == 3)
+        if name in LET_GO:
+            # Some rank may have got its part, which is right, and is told at its next call.
+            mesh.all_reduce("dp", torch.ones(1))
+    first, given, expected, _ = str(caught.value).splitlines()
+    assert first == f'ranks differ in call {number} along "dp": rank 3 is mismatched; {ends}'
+    assert given.startswith(f"  given:    rank 3: {odd} at ") and f"{__file__}:" in given
+    assert expected.startswith(f"  expected: as ranks 1 5: {usual} at {__file__}:")
+    assert caught.value.mismatched_ranks == (3,)
+    return caught.value
+
+
 @pytest.mark.mesh(dp=3, tp=2, via="gloo")
 def test_a_difference_is_named_on_every_rank_of_the_group(mesh: Mesh) -> None:
     mesh.all_reduce("dp", torch.ones(1))
-    for number, (name, (call, odd, usual)) in enumerate(CALLS.items()):
+    for number, name in enumerate(each for each in CALLS if each not in LET_GO):
         if mesh.rank == 3 and name == "shape":
             time.sleep(0.5)
-        if mesh.rank % 2 == 0:
-            call(mesh, False)
-        else:
-            with pytest.raises(CallMismatchError) as caught:
-                call(mesh, mesh.rank == 3)
-            first, given, expected, _ = str(caught.value).splitlines()
-            which = f'call {2 + 2 * number} along "dp"'
-            assert first == f"ranks differ in {which}: rank 3 is mismatched; nothing was sent"
-            assert given.startswith(f"  given:    rank 3: {odd} at ") and f"{__file__}:" in given
-            assert expected.startswith(f"  expected: as ranks 1 5: {usual} at {__file__}:")
-            assert caught.value.mismatched_ranks == (3,)
+        differs(mesh, 2 + 2 * number, name, "nothing was sent")
         # Nothing was sent and everyone left together: the group is as good as before.
         assert mesh.all_reduce("dp", torch.ones(1)).item() == 3
+
+
+def of_calls_that_let_go() -> None:
+    for name in LET_GO:
+        with meshcomm.init(dims={"dp": 3, "tp": 2}, device="cpu", timeout_s=30) as mesh:
+            error = differs(mesh, 1, name, "this group cannot be used any more")
+            if error is not None:
+                with pytest.raises(CallMismatchError) as caught:
+                    mesh.all_reduce("dp", torch.ones(1))
+                assert str(caught.value) == str(error)
+            mesh.barrier(timeout_s=30)
+
+
+def test_a_difference_in_calls_that_are_under_way_ends_the_group(pool: Pool) -> None:
+    pool.run(of_calls_that_let_go, ranks=6)
 
 
 @pytest.mark.mesh(dp=2, via="gloo")
@@ -153,6 +182,36 @@ def test_shapes_of_very_many_axes(mesh: Mesh) -> None:
         CallMismatchError, match=r'in call 2 along "dp": ranks 0 1 do not agree; nothing was sent'
     ):
         mesh.all_reduce("dp", torch.ones(shape))
+
+
+def interrupted() -> tuple[str, str]:
+    """Rank 0 is interrupted while it waits for rank 1 in the comparison, catches that, and goes on to its next call."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with meshcomm.init(dims={"dp": 2}, device="cpu", timeout_s=20) as mesh:
+        mesh.all_reduce("dp", torch.ones(1))
+        try:
+            if mesh.rank == 0:
+                signal.signal(signal.SIGALRM, interrupt)
+                signal.setitimer(signal.ITIMER_REAL, 0.1)
+            else:
+                time.sleep(0.7)
+            mesh.all_reduce("dp", torch.ones(4))
+        except (KeyboardInterrupt, CallMismatchError) as error:
+            first = type(error).__name__
+        with pytest.raises(CallMismatchError) as caught:
+            mesh.all_reduce("dp", torch.ones(400_000))
+        return first, str(caught.value)
+
+
+def test_an_interrupted_comparison_ends_the_group(pool: Pool) -> None:
+    """Its data would meet that of the next call."""
+    (left, text), (told, same) = pool.run(interrupted, ranks=2)
+    assert (left, told) == ("KeyboardInterrupt", "CallMismatchError") and text == same
+    assert 'rank 0 left call 2 along "dp" before it sent its part; this group cannot be used any more' in text
+    assert f"KeyboardInterrupt in all_reduce at {__file__}:" in text
 
 
 def how_often(setting: Any) -> list[int]:
@@ -253,10 +312,87 @@ def test_both_ends_of_a_mismatched_message_are_told_at_once(
 def test_an_end_that_stays_silent_is_waited_for_within_the_timeout() -> None:
     store = dist.HashStore()
     first, second = (MessageCheck(store, "pp", [0, 1], rank, 64, timeout_s=0.2) for rank in (0, 1))
-    (frame, x), key = (sys._getframe(), torch.zeros(2)), ("send", 1, 0, 1)
-    unanswered = first.meet(*key, x, frame)
-    left_s = first.confirm(unanswered)
+    (frame, x), key = (sys._getframe(), torch.zeros(2)), first.key(0, 1, 0, 1)
+    assert first.meet("send", 1, key, x, frame, [key]) is None
+    heard: list[Any] = []
+    left_s = first.confirm([(key, 1)], lambda *told: heard.append(told))
     # Half of it was waited at least; the rest is what the backend gets.
-    assert left_s is not None and left_s <= 0.1
-    assert second.meet("recv", 0, 0, 1, x, frame) == []
-    assert first.confirm(unanswered) is None
+    assert left_s is not None and left_s <= 0.1 and heard == [(key, ())]
+    assert second.meet("recv", 0, key, x, frame, [key, "other"]) == [key]
+    assert first.confirm([(key, 1)], lambda *told: heard.append(told)) is None
+    assert heard[1:] == [(key, [key, "other"])]
+
+
+def sent(*tags: int) -> list[tuple[torch.Tensor, int, int]]:
+    return [(torch.full((4,), 1.0 + place), 1, tag) for place, tag in enumerate(tags)]
+
+
+def rooms(*tags: int) -> list[tuple[torch.Tensor, int, int]]:
+    return [(torch.zeros(4), 0, tag) for tag in tags]
+
+
+# Right programs whose ends make the messages in different calls: what coord 0 sends, and what coord 1 gets.
+RIGHT: dict[str, tuple[Callable[[Mesh], object], Callable[[Mesh], Any]]] = {
+    "handshake": (
+        lambda m: m.send("pp", sent(0)[0][0], 1, handshake=True),
+        lambda m: [m.recv("pp", src=0)],
+    ),
+    "isend with a handshake": (
+        lambda m: m.isend("pp", sent(0)[0][0], 1, handshake=True).wait(),
+        lambda m: [m.recv("pp", src=0)],
+    ),
+    "two sends at once": (
+        lambda m: m.exchange("pp", sent(0, 0)),
+        lambda m: [m.recv("pp", torch.zeros(4), src=0) for _ in range(2)],
+    ),
+    "two receives at once": (
+        lambda m: [m.send("pp", x, to) for x, to, _ in sent(0, 0)],
+        lambda m: m.exchange("pp", recvs=rooms(0, 0)),
+    ),
+    "tags in another order": (
+        lambda m: m.exchange("pp", sent(1, 2)),
+        lambda m: [m.recv("pp", torch.zeros(4), src=0, tag=tag) for tag in (2, 1)][::-1],
+    ),
+    "isends and an exchange": (
+        lambda m: [each.wait() for each in [m.isend("pp", x, to, tag) for x, to, tag in sent(0, 3, 0)]],
+        lambda m: m.exchange("pp", recvs=rooms(0, 3, 0)),
+    ),
+    "three and one": (
+        lambda m: (m.exchange("pp", sent(0, 1, 0)[:2]), m.send("pp", sent(0, 1, 0)[2][0], 1)),
+        lambda m: m.exchange("pp", recvs=rooms(0)) + m.exchange("pp", recvs=rooms(1, 0)),
+    ),
+    "both ways": (
+        lambda m: m.exchange("pp", sent(0, 0), [(torch.zeros(4), 1)]),
+        lambda m: [
+            m.recv("pp", torch.zeros(4), src=0),
+            *[(m.send("pp", torch.ones(4), 0), m.recv("pp", torch.zeros(4), src=0))[1]],
+        ],
+    ),
+}
+
+
+@pytest.mark.mesh(pp=2, via="gloo")
+def test_no_end_waits_for_what_its_peer_makes_in_a_later_call(mesh: Mesh) -> None:
+    silent = []
+    confirm = MessageCheck.confirm
+
+    def confirmed(self: MessageCheck, *args: Any) -> float | None:
+        silent.append(confirm(self, *args))
+        return silent[-1]
+
+    MessageCheck.confirm = confirmed  # type: ignore[method-assign]
+    try:
+        for late in range(2):
+            for name, (first, second) in RIGHT.items():
+                check = mesh._at["pp"].recorder.messages._check
+                assert check is not None
+                mesh.barrier()
+                check.pairs.clear()
+                if mesh.rank == late:
+                    time.sleep(0.02)
+                found = (second if mesh.rank else first)(mesh)
+                if mesh.rank:
+                    assert [x.tolist() for x in found] == [[1.0 + n] * 4 for n in range(len(found))], name
+                assert not any(silent), name
+    finally:
+        MessageCheck.confirm = confirm  # type: ignore[method-assign]

@@ -635,3 +635,19 @@ def test_a_wrong_setting_beside_one_of_its_name_or_a_folder_that_is_not_known_is
     (tmp_path / "config.json").write_text('{"model_type": "newest"}')
     ring = ["mesh.dims.cp=2", "parallel.context='cp'", f"model={{ pretrained = '{tmp_path}' }}"]
     assert "transformers does not understand its config.json" in report_of(made(TRAIN, ring))
+
+
+@pytest.mark.parametrize("count", [100, 400])
+def test_many_problems_of_one_kind_are_counted(count: int) -> None:
+    """Of 400 problems, no more lines than of 100; those of other kinds are there as ever."""
+    unknown = {f"key{number}": 1 for number in range(count)}
+    sizes = {f"dim{number}": 0 for number in range(count)}
+    report = report_of({"mesh": {"dims": {"dp": 1, **sizes}, **unknown, "backend": 3}})
+    lines = report.splitlines()
+    assert lines[0].endswith(f": {2 * count + 1} problems") and len(lines) < 100
+    assert f"  mesh.key8 .. mesh.key{count - 1}: {count - 8} more problems like those of mesh.key0" in lines
+    assert (
+        f"  mesh.dims.dim8 .. mesh.dims.dim{count - 1}: {count - 8} more problems like those of mesh.dims.dim0"
+        in lines
+    )
+    assert [line for line in lines if line.startswith("  mesh.backend: ")]

@@ -67,6 +67,10 @@ PLANTED = {
         'mesh.all_reduce("cp", x[: 64 - (mesh.coord("cp") == 1)])',
         r"along cp: all_reduce sum \(63, 64\) float32 .*, where others make all_reduce sum \(64, 64\)",
     ),
+    "a list in another order": (
+        'mesh.all_reduce("cp", [x[:32], x] if mesh.coord("cp") else [x, x[:32]])',
+        r"along cp: all_reduce sum \(32, 64\) \(64, 64\) float32 .*, where others make all_reduce sum \(64, 64\) \(32, 64\) float32",
+    ),
     "another root": (
         'mesh.broadcast("dp", x, src=mesh.coord("dp") % 2)',
         r"along dp: broadcast root [01] .*, where others make broadcast root [01]",

@@ -1,4 +1,7 @@
-"""Trainings in which processes of ranks are killed, beside the same ones undisturbed: `python -m tests.elastic.deaths`."""
+"""Trainings in which processes of ranks are killed or stopped, beside the same ones undisturbed.
+
+`python -m tests.elastic.deaths --deaths 40 --stopped 0.3`
+"""
 
 from __future__ import annotations
 
@@ -61,11 +64,13 @@ MESHES: Final = {
 # In the environment of all processes of a training.
 _MARK: Final = "TRAINING_OF_A_TEST"
 SIGNALS: Final = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS)
+# A stopped rank is replaced after this time. Other ranks of a busy host must not take it for a call.
+_TIMEOUT_S: Final = 15.0
 
 
 @dataclass
 class Death:
-    """A process that was killed. after: lines of metrics that were there. lost_s: until there was one more step."""
+    """A process that was killed or stopped. after: lines of metrics that were there. lost_s: until there was one more step."""
 
     rank: int
     number: int
@@ -180,8 +185,11 @@ def simulated(folder: Path, mesh: str, steps: int, words: Sequence[str] = ()) ->
     return list(meshcomm.simulate(lambda mesh: Trainer(mesh, settings).run().losses, settings)[0])
 
 
-def _disturbed(folder: Path, mesh: str, steps: int, deaths: int, draw: random.Random) -> tuple[Run, int]:
-    with training(folder, config_of(mesh, steps), deaths) as run:
+def _disturbed(
+    folder: Path, mesh: str, steps: int, deaths: int, stopped: float, draw: random.Random
+) -> tuple[Run, int]:
+    words = ["--set", f"mesh.timeout_s={_TIMEOUT_S}"] if stopped else []
+    with training(folder, config_of(mesh, steps), deaths, words=words) as run:
         done = 0
         for number in range(deaths):
             last = steps * (number + 1) // deaths - 3
@@ -190,7 +198,8 @@ def _disturbed(folder: Path, mesh: str, steps: int, deaths: int, draw: random.Ra
                 break
             time.sleep(draw.random() * 0.2)
             began = time.monotonic()
-            death = run.kill(draw.choice(sorted(run.ranks())), int(draw.choice(SIGNALS)))
+            number_of = signal.SIGSTOP if draw.random() < stopped else draw.choice(SIGNALS)
+            death = run.kill(draw.choice(sorted(run.ranks())), int(number_of))
             if not run.await_step(death.after + 2):
                 break
             death.lost_s = time.monotonic() - began
@@ -232,6 +241,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--deaths", type=int, default=50)
     parser.add_argument("--each", type=int, default=3, help="deaths in a run")
+    parser.add_argument("--stopped", type=float, default=0.0, help="share of ranks that are stopped instead")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--mesh", choices=list(MESHES), action="append")
@@ -245,7 +255,9 @@ def main() -> None:
             mesh = meshes[number % len(meshes)]
             if mesh not in expected:
                 expected[mesh] = undisturbed(Path(name) / f"{number}-before", mesh, given.steps)
-            run, code = _disturbed(Path(name) / str(number), mesh, given.steps, given.each, draw)
+            run, code = _disturbed(
+                Path(name) / str(number), mesh, given.steps, given.each, given.stopped, draw
+            )
             found[mesh].append(Ended.of(run, code, expected[mesh]))
             print(f"{mesh}: {found[mesh][-1]}", file=sys.stderr, flush=True)
             if not found[mesh][-1].right:

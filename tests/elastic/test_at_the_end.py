@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import random
 import signal
+import time
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
+from tests.elastic.deaths import config_of, training
 from tests.elastic.test_replaced import run
 
 SCRIPT = """
@@ -43,7 +48,8 @@ def test_a_rank_that_is_lost_as_others_end_is_named(way: str, tmp_path: Path) ->
     assert lines[0].startswith(f"meshcomm: rank 1 (dp=1) {what}"), ended.stderr
     assert lines[0].endswith("; replaced, replacements left: 0")
     assert lines[1].startswith(f"meshcomm: rank 1 (dp=1) {what}"), ended.stderr
-    assert "had already completed, so new processes can no longer meet all ranks" in lines[-1]
+    # Whether the loss was announced before they ended depends on the moment.
+    assert "completed" in lines[-1] and "so new processes can no longer meet all ranks" in lines[-1]
     assert "terminate called" not in ended.stderr
     assert ended.returncode == (1 if way == "raises" else 128 + signal.SIGKILL)
 
@@ -59,3 +65,67 @@ def test_a_program_without_a_mesh_is_not_waited_for(tmp_path: Path) -> None:
     ended = run("--world-size", "2", str(script))
     assert ended.returncode == 0, ended.stderr
     assert "rank 1 ended with exit code 3; replaced, replacements left: 0" in ended.stderr
+
+
+ENDS = """
+import os, signal, sys, time, meshcomm, torch
+mesh = meshcomm.init(dims={"dp": 3})
+mesh.all_reduce("dp", torch.ones(2))
+mesh.finish()
+if mesh.rank == 1:
+    if sys.argv[1] == "raises":
+        raise KeyError("at the end")
+    os.kill(os.getpid(), signal.SIGKILL)
+time.sleep(0.5)
+"""
+
+
+@pytest.mark.parametrize("way", ["dies", "raises"])
+def test_after_the_end_a_signal_is_no_failure(way: str, tmp_path: Path) -> None:
+    """All work was done, so nothing is lost. An error of the program itself is still one."""
+    script = tmp_path / "ends.py"
+    script.write_text(ENDS)
+    ended = run("--world-size", "3", str(script), way)
+    lines = [line for line in ended.stderr.splitlines() if line.startswith("meshcomm: ")]
+    if way == "raises":
+        assert ended.returncode == 1 and "rank 1 (dp=1) failed: KeyError: 'at the end'" in ended.stderr
+    else:
+        assert ended.returncode == 0, ended.stderr
+        assert lines == ["meshcomm: rank 1 (dp=1) was ended by SIGKILL after the end; nothing is lost"], (
+            ended.stderr
+        )
+
+
+AFTER_A_TRAINER = """
+import os, signal, time, meshcomm
+from meshcomm.train import Trainer
+mesh = meshcomm.init()
+Trainer(mesh).run()
+if mesh.rank == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+time.sleep(0.5)
+mesh.close()
+"""
+
+
+def test_a_program_may_still_work_after_its_trainer(tmp_path: Path) -> None:
+    script = tmp_path / "after.py"
+    script.write_text(AFTER_A_TRAINER)
+    with training(tmp_path, config_of("dp2", 2), 1, script=script) as job:
+        assert job.process.wait(100) == 128 + signal.SIGKILL, job.log.read_text()
+
+
+@pytest.mark.faults
+def test_a_rank_of_a_training_is_killed_when_all_is_saved(tmp_path: Path) -> None:
+    """From the last line of metrics on: either it is replaced, or nothing was lost."""
+    draw = random.Random(5)
+    for number in range(6):
+        with training(tmp_path / str(number), config_of("dp2", 3), 1) as job:
+            assert job.await_step(3)
+            time.sleep(0.1 * number)
+            with suppress(psutil.Error, KeyError):
+                job.kill(draw.randrange(2), signal.SIGKILL)
+            code, said = job.process.wait(100), job.log.read_text()
+        if "replaced" not in said or "had already completed" not in said:
+            assert code == 0, said
+        assert [line["step"] for line in job.lines] == [1, 2, 3]

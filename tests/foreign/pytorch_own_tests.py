@@ -1,4 +1,4 @@
-"""PyTorch's own tests of distributed code: plain, watched, and with groups that `meshcomm.adopt` shares.
+"""PyTorch's own tests of distributed code: plain, and watched.
 
     python -m tests.foreign.environments pytorch
     python -m tests.foreign.pytorch_own_tests FOLDER [FILE ...]
@@ -28,7 +28,7 @@ FILES: Final = (
     "tensor/parallel/test_tp_examples.py",
 )
 _WAY: Final = "MESHCOMM_TESTS_OF_PYTORCH"
-_WAYS: Final = ("plain", "watched", "adopted")
+_WAYS: Final = ("plain", "watched")
 
 
 def pytest_configure(config: Any) -> None:
@@ -36,7 +36,6 @@ def pytest_configure(config: Any) -> None:
     from torch import multiprocessing
     from torch.testing._internal import common_distributed
 
-    from meshcomm import adopt
     from meshcomm.mesh.watched import watch_if_possible
 
     def forked(self: Any) -> None:
@@ -45,8 +44,6 @@ def pytest_configure(config: Any) -> None:
     common_distributed.MultiProcessTestCase._spawn_processes = forked  # type: ignore[method-assign]
     if os.environ[_WAY] == "watched":
         watch_if_possible(prints=False)
-    if os.environ[_WAY] == "adopted":
-        adopt()
 
 
 def outcomes(folder: Path, file: str, way: str) -> dict[str, str]:
@@ -86,7 +83,7 @@ def _ended(case: ElementTree.Element) -> str:
 def main(folder: Path, files: tuple[str, ...]) -> None:
     different = []
     print(
-        f"| file | tests | {' | '.join(f'passed {way}' for way in _WAYS)} | end alike |\n|---|---|---|---|---|---|"
+        f"| file | tests | {' | '.join(f'passed {way}' for way in _WAYS)} | end alike |\n|---|---|---|---|---|"
     )
     for file in files:
         ends = {way: outcomes(folder, file, way) for way in _WAYS}

@@ -76,7 +76,6 @@ EXPERIMENTS = (
         for way in ("dp_fsdp", "pp_dp", "copies")
     ),
     Experiment("families", "11: families of transformers, beside one process on CPU", "families", 4, 120),
-    Experiment("adopted", "12: torch's groups share communicators", "adopted", 4, 60),
     Experiment("watched", "12: calls of torch's groups are compared", "watched", 4, 60),
     Experiment("collectives_8", "1: every collective, created and permuted groups", "collectives", 8, 120),
 )

@@ -198,7 +198,9 @@ while True:
     job.until_printed("up")
     os.kill(job.pid, signal.SIGINT)
     began = time.monotonic()
-    assert job.finish() == (130, "up\n", "")
+    code, out, err = job.finish()
+    assert (code, out) == (130, "up\n")
+    assert err.startswith("meshcomm: SIGINT: where each rank was before it was ended\n")
     assert time.monotonic() - began < 20
     assert alive(tmp_path) == []
 

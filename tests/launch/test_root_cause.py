@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
-from meshcomm.errors import CallMismatchError, LayoutError, MeshcommError, PeerLost
+from meshcomm.errors import CallMismatchError, LayoutError, MeshcommError, PeerLost, RankLost
 from meshcomm.launch.root_cause import root_cause, without_error
 from meshcomm.mesh.rank_failure import Failure, await_cause, collect, failure_of, leave
 
@@ -63,16 +64,76 @@ def test_of_a_chain_of_waiting_ranks_the_one_at_its_end_is_the_cause() -> None:
     # One that waits for rank 1 alone says more than one that waits for a rank that waits for it, too.
     both = failure(2, 9.0, "CollectiveTimeout", follows=True, missing=(0, 1))
     assert told([both, ends])[0][0].startswith("rank 0 ")
-    # They wait for each other: the earliest.
+    # They wait for each other: the headline is about both, and the text is the earliest's.
     round_ = failure(0, 9.5, "CollectiveTimeout", follows=True, missing=(2,))
     lines = told([round_, waits, failure(3, 8.0, "PeerLost", follows=True, missing=(2,))])[0]
-    assert lines[0].startswith("rank 2 ")
-    assert lines[1:] == [
-        "it waited for rank 0 (pp=0 tp=0)",
-        "ranks 0 2 waited for each other",
-        "rank 0 (pp=0 tp=0) failed: CollectiveTimeout: planted, at train.py:88 in step: it waited for rank 2",
+    assert lines == [
+        "ranks 0 2 waited for each other: rank 0 (pp=0 tp=0) failed: CollectiveTimeout: planted, at train.py:88 in step: it "
+        "waited for rank 2; rank 2 (pp=0 tp=2) failed: CollectiveTimeout: planted, at train.py:88 in step: it waited for rank 0",
         f"ranks 1 3-7 {FOLLOWED}",
     ]
+    assert told([round_, waits])[2] == "all of rank 2"
+
+
+def place(rank: int, *waits_for: int) -> list[Any]:
+    doing = 'is in all_gather along "dp", call 475' if waits_for else "is at train.py:9 in load"
+    return [rank, LAYOUT[rank], doing, [*waits_for]]
+
+
+IS_IN = 'is in all_gather along "dp", call 475'
+
+
+def late(rank: int, *chain: list[Any], at: float = 9.0, **more: Any) -> Failure:
+    return failure(
+        rank, at, "CollectiveTimeout", **{"follows": True, "missing": chain[0][-1], "chain": [*chain], **more}
+    )
+
+
+def test_what_the_ranks_knew_of_the_others_leads_to_the_end_of_the_chain() -> None:
+    # 3 waits for 0, which waits for 2, which is at a line of its own: neither has reported an error.
+    lines, code, text = told([late(3, place(3, 0), place(0, 2), place(2)), late(1, place(1, 0), at=8.0)])
+    assert lines == [
+        "rank 2 (pp=0 tp=2) is at train.py:9 in load, and ranks 0 1 3 waited for it",
+        f"rank 0 (pp=0 tp=0) {IS_IN}: it waited for rank 2",
+        f"ranks 4-7 {FOLLOWED}",
+    ]
+    assert (code, text) == (1, "all of rank 3")
+    # Where the rank that waits for it has reported, that is its text.
+    lines, _, text = told([late(3, place(3, 0), place(0, 2), place(2)), late(0, place(0, 2), at=10.0)])
+    assert (
+        lines[1].startswith("rank 0 (pp=0 tp=0) failed: CollectiveTimeout: planted")
+        and text == "all of rank 0"
+    )
+    # A circle that only another rank has seen.
+    lines, _, text = told([late(3, place(3, 0), place(0, 2), place(2, 0))])
+    assert lines == [
+        f"ranks 0 2 waited for each other: rank 0 (pp=0 tp=0) {IS_IN}: it waited for rank 2; "
+        f"rank 2 (pp=0 tp=2) {IS_IN}: it waited for rank 0",
+        f"ranks 1 3-7 {FOLLOWED}",
+    ]
+    assert text == "all of rank 3"
+    # Two chains: the one with more ranks first, the other after it.
+    lines = told([late(3, place(3, 0), place(0)), late(1, place(1, 0)), late(5, place(5, 6), place(6))])[0]
+    assert lines[0] == "rank 0 (pp=0 tp=0) is at train.py:9 in load, and ranks 1 3 waited for it"
+    assert "rank 5 waited for rank 6 (pp=1 tp=2) is at train.py:9 in load" in lines
+    # A rank that has ended well, and one that was killed, are ends like others.
+    lines, code, _ = told([late(3, place(3, 0), place(0, 2), place(2)), late(0, place(0, 2))], {2: -9})
+    assert lines[0] == "rank 2 (pp=0 tp=2) was ended by SIGKILL" and code == 137
+
+
+def test_an_error_that_was_seen_counts_where_its_rank_waits_for_nobody() -> None:
+    seen = failure(2, 5.0, "KeyError", seen=True)
+    waits = late(3, place(3, 0), place(0, 2), place(2))
+    assert (
+        told([seen, waits])[0][0]
+        == "rank 2 (pp=0 tp=2) raised KeyError: planted, at train.py:88 in step and had not ended"
+    )
+    # It has handled that error, and is in a call.
+    assert told([seen, late(3, place(3, 2), place(2, 4), place(4))])[0][0].startswith(
+        "rank 4 (pp=1 tp=0) is at train.py:9"
+    )
+    # An error that has ended a rank counts more.
+    assert told([seen, failure(4, 9.0)])[0][0].startswith("rank 4 (pp=1 tp=0) failed: ValueError")
 
 
 def test_a_signal_is_a_cause_and_counts_from_when_the_rank_was_last_seen() -> None:
@@ -177,6 +238,72 @@ def raised(error: BaseException) -> BaseException:
         raise error
     except BaseException as caught:
         return caught
+
+
+LOST, OWN = PeerLost("lost a peer"), KeyError("mine")
+
+
+def chained(
+    outer: BaseException, cause: BaseException | None = None, context: BaseException | None = None
+) -> BaseException:
+    error = raised(outer)
+    error.__cause__, error.__context__ = cause, context
+    return error
+
+
+# An error, whether it follows from another rank's, and words of its headline.
+CHAINS = {
+    "raised from": (chained(ValueError("w"), LOST, LOST), True, "ValueError: w, after PeerLost: lost a peer"),
+    "from None": (chained(ValueError("w"), None, LOST), True, "ValueError: w, after PeerLost: lost a peer"),
+    "twice": (
+        chained(ValueError("w"), None, chained(KeyError(1), LOST)),
+        True,
+        "ValueError: w, after PeerLost",
+    ),
+    "an exit code": (chained(SystemExit(3), None, LOST), True, "SystemExit: 3, after PeerLost"),
+    "its own": (chained(ValueError("w"), OWN, OWN), False, "ValueError: w"),
+    "after a new mesh": (chained(ValueError("w"), None, RankLost("lost 3")), False, "ValueError: w"),
+    "a group of lost peers": (
+        chained(ExceptionGroup("g", [LOST, chained(KeyError(1), LOST)])),
+        True,
+        "ExceptionGroup: g",
+    ),
+    "a group with one of its own": (
+        chained(ExceptionGroup("g", [LOST, OWN])),
+        False,
+        "KeyError: 'mine' (in ExceptionGroup)",
+    ),
+    "a group in a group": (
+        chained(ExceptionGroup("g", [ExceptionGroup("h", [OWN]), LOST])),
+        False,
+        "KeyError: 'mine' (in",
+    ),
+    "raised from a group": (
+        chained(ValueError("w"), ExceptionGroup("g", [LOST])),
+        True,
+        "ValueError: w, after PeerLost",
+    ),
+    "torch's own": (
+        chained(ValueError("w"), dist.DistNetworkError("gone")),
+        True,
+        "ValueError: w, after DistNetworkError",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_an_error_is_judged_with_its_chain_of_causes(name: str) -> None:
+    error, follows, words = CHAINS[name]
+    found = failure_of(error, 0, LAYOUT[0])
+    assert found.follows is follows and found.what.startswith(words)
+    if follows and "torch" not in name:
+        assert "PeerLost: lost a peer" in found.text, found.text
+
+
+def test_a_chain_without_end_is_read_once() -> None:
+    first, second = raised(ValueError("a")), raised(KeyError("b"))
+    first.__cause__, second.__context__ = second, first
+    assert not failure_of(first, 0, LAYOUT[0]).follows
 
 
 def test_what_a_rank_leaves_is_what_the_launcher_reads(tmp_path: Path) -> None:

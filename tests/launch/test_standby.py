@@ -101,6 +101,23 @@ def test_one_that_has_died_is_not_taken() -> None:
     assert not process.is_running()
 
 
+def test_one_that_is_stopped_is_not_waited_for() -> None:
+    """The launcher, which would wait for its answer, looks after all other ranks meanwhile."""
+    standby = Standby([*_PLAN, "3"], dict(os.environ))
+    standby.start()
+    (process,) = waiting()
+    await_imports(standby)
+    process.send_signal(signal.SIGSTOP)
+    deadline = time.monotonic() + 30
+    while process.status() != psutil.STATUS_STOPPED:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    began = time.monotonic()
+    assert standby.take({"RANK": "3"}) is None
+    assert time.monotonic() - began < 5
+    assert not process.is_running()
+
+
 def test_only_the_meshcomm_command_is_prepared(tmp_path: Path) -> None:
     standby = Standby(["script.py"], dict(os.environ))
     standby.start()

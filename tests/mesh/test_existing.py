@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 import meshcomm
 from meshcomm.errors import LaunchError, MeshcommError, MeshMismatchError
@@ -91,6 +92,143 @@ def test_groups_that_are_not_of_one_grid_are_refused() -> None:
         meshcomm.from_groups({"dp": first, "tp": second}, timeout_s=20)
     with pytest.raises(LaunchError, match=r"groups, and arguments that set the same values"):
         meshcomm.mesh.existing.of_groups({"tp": tp}, {"dims": {"tp": 4}})
+    dist.destroy_process_group()
+
+
+# Two dims of 4 ranks, and a dim over both, in other orders than torch sorts ranks into.
+IN_ORDER: dict[str, list[list[int]]] = {"dp": [[2, 0], [3, 1]], "tp": [[1, 0], [3, 2]], "all": [[3, 1, 2, 0]]}
+
+
+def in_order(lists: dict[str, list[list[int]]]) -> dict[str, Any]:
+    found = {}
+    for name, groups in lists.items():
+        for ranks in groups:
+            group = dist.new_group(ranks, sort_ranks=False)
+            if dist.get_rank() in ranks:
+                found[name] = group
+    return found
+
+
+def as_torch_has_it(mesh: Mesh, groups: dict[str, Any]) -> None:
+    """Coords, roots, results and neighbors along each group, as torch's own calls on the group give them."""
+    x = torch.tensor([10.0 + mesh.rank])
+    for name, group in groups.items():
+        ranks, me = dist.get_process_group_ranks(group), dist.get_rank(group)
+        size = len(ranks)
+        assert mesh.group(name) is group and mesh.ranks(name) == ranks and mesh.coord(name) == me
+        assert (
+            mesh.layout.coord(mesh.rank, name) == me and mesh.neighbor_rank(name, 1) == ranks[(me + 1) % size]
+        )
+        parts = [torch.empty(1) for _ in ranks]
+        dist.all_gather(parts, x, group=group)
+        assert (
+            mesh.all_gather(name, x).tolist() == torch.cat(parts).tolist() == [10.0 + rank for rank in ranks]
+        )
+        root = x.clone()
+        dist.broadcast(root, group=group, group_src=1)
+        assert mesh.broadcast(name, x.clone(), src=1).item() == root.item() == 10 + ranks[1]
+        given = torch.arange(float(size)) if me == 0 else None
+        assert mesh.scatter(name, given, src=0).item() == me
+        assert mesh.shift(name, x).item() == 10 + ranks[(me - 1) % size]
+        assert mesh.objects.all_gather(name, mesh.rank) == ranks
+        if me == 0:
+            mesh.send(name, x, dst=size - 1)
+        elif me == size - 1:
+            assert mesh.recv(name, torch.empty(1), src=0).item() == 10 + ranks[0]
+
+
+@on_ranks(4)
+def test_ranks_are_in_the_order_of_their_group() -> None:
+    dist.init_process_group("gloo")
+    groups = in_order(IN_ORDER)
+    with meshcomm.from_groups(groups, timeout_s=20) as mesh:
+        assert mesh.layout.rank_order == (3, 2, 1, 0) and mesh.layout.merge == {"all": ("tp", "dp")}
+        as_torch_has_it(mesh, groups)
+        # torch's own objects over them: the part of coord c comes c-th.
+        for name in ("dp", "tp"):
+            part = torch.tensor([float(mesh.coord(name))])
+            whole = DTensor.from_local(part, mesh[name], [Shard(0)], run_check=False).full_tensor()
+            assert whole.tolist() == [0, 1] and mesh[name].get_local_rank() == mesh.coord(name)
+    # One dim of all ranks, and another grid of the same positions.
+    groups = in_order({"dp": [[2, 0, 3, 1]], "outer": [[2, 3], [0, 1]], "inner": [[2, 0], [3, 1]]})
+    with meshcomm.from_groups(groups, timeout_s=20) as mesh:
+        as_torch_has_it(mesh, groups)
+    with meshcomm.from_groups(
+        in_order({"dp": [[0, 1], [2, 3]], "tp": [[0, 2], [1, 3]]}), timeout_s=20
+    ) as mesh:
+        assert mesh.layout.rank_order is None
+    dist.destroy_process_group()
+
+
+@on_ranks(4)
+def test_orders_that_no_grid_has_are_refused() -> None:
+    dist.init_process_group("gloo")
+    rows = {"dp": [[0, 2], [1, 3]], "tp": [[1, 0], [3, 2]]}
+    for lists, says in (
+        # torch has sorted the ranks of the merged group, and the ranks of tp are not sorted.
+        (
+            {**rows, "all": [[0, 1, 2, 3]]},
+            r'"all" are in another order.*given: +ranks \[0, 1, 2, 3\].*\[1, 0, 3, 2\]',
+        ),
+        ({**rows, "ep": [[0, 1], [2, 3]]}, '"ep" are in another order'),
+        # The ranks of one row are in another order than those of the other.
+        ({"dp": [[0, 2], [1, 3]], "tp": [[1, 0], [2, 3]]}, "rank_order"),
+    ):
+        with pytest.raises(MeshcommError, match=f"(?s){says}"):
+            meshcomm.from_groups(in_order(lists), timeout_s=20)
+    dist.destroy_process_group()
+
+
+@on_ranks(4)
+def test_a_device_mesh_whose_groups_are_in_another_order_is_refused() -> None:
+    dist.init_process_group("gloo")
+    groups = in_order({"dp": [[0, 2], [1, 3]], "tp": [[1, 0], [3, 2]]})
+    for grid, fits in (([[0, 1], [2, 3]], False), ([[1, 0], [3, 2]], True)):
+        names: Any = ("dp", "tp")
+        theirs = DeviceMesh.from_group(
+            list(groups.values()), "cpu", mesh=torch.tensor(grid), mesh_dim_names=names
+        )
+        if fits:
+            with meshcomm.init(theirs, timeout_s=20) as mesh:
+                assert mesh.ranks("tp") == dist.get_process_group_ranks(groups["tp"])
+                assert mesh.objects.all_gather("tp", mesh.rank) == mesh.ranks("tp")
+        else:
+            with pytest.raises(
+                MeshcommError, match=r'(?s)ranks along "tp" are in another order.*ranks \[[13], [02]\]'
+            ):
+                meshcomm.init(theirs, timeout_s=20)
+    dist.destroy_process_group()
+
+
+@on_ranks(4)
+def test_groups_that_were_destroyed() -> None:
+    dist.init_process_group("gloo")
+    theirs = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    group, world = dist.new_group([0, 1, 2, 3]), dist.group.WORLD
+    alone = [dist.new_group([rank]) for rank in range(4)][3 - dist.get_rank()]
+    dist.destroy_process_group(group)
+    with pytest.raises(
+        MeshcommError, match=r'(?s)the group along "tp" was destroyed.*given: .*expected: .*try: '
+    ):
+        meshcomm.from_groups({"tp": group}, timeout_s=20)
+    with pytest.raises(MeshcommError, match='no process group along "one"'):
+        meshcomm.from_groups({"tp": world, "one": alone}, timeout_s=20)
+    dist.destroy_process_group(theirs.get_group("tp"))
+    with pytest.raises(MeshcommError, match="was destroyed"):
+        meshcomm.init(theirs, timeout_s=20)
+    # Of another default group, and of none.
+    kept, rank = dist.PrefixStore("again", default_store()), dist.get_rank()
+    again = dist.new_group([0, 1, 2, 3])
+    dist.destroy_process_group()
+    for call in (lambda: meshcomm.init(theirs), lambda: meshcomm.from_groups({"tp": again})):
+        with pytest.raises(
+            LaunchError, match="before torch's default group existed, or after it was destroyed"
+        ):
+            call()
+    dist.init_process_group("gloo", store=kept, rank=rank, world_size=4)
+    for call in (lambda: meshcomm.init(theirs), lambda: meshcomm.from_groups({"tp": again})):
+        with pytest.raises(MeshcommError, match="was destroyed"):
+            call()
     dist.destroy_process_group()
 
 

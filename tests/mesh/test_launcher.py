@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from types import SimpleNamespace
 
 import pytest
 
 from meshcomm.errors import LaunchError
-from meshcomm.mesh.environment import Launch, attempt_prefix, find_launch, ports_of
+from meshcomm.mesh.environment import (
+    Launch,
+    attempt_prefix,
+    find_launch,
+    is_helper,
+    launch_of_command,
+    ports_of,
+    speak_for_rank,
+)
 
 
 def env(text: str) -> dict[str, str]:
@@ -133,3 +142,22 @@ def test_each_job_looks_at_other_ports() -> None:
     assert first != second
     # Systems give connections ports from 32768 on.
     assert all(20_000 <= port < 32_000 for port in (*first, *second))
+
+
+def test_what_a_rank_starts_is_not_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    variables = env("RANK=1 WORLD_SIZE=2 MASTER_PORT=29500 TORCHELASTIC_RUN_ID=a")
+    assert not is_helper(variables)
+    speak_for_rank(variables)
+    # Itself, also where it has replaced its program (exec).
+    assert not is_helper(variables) and launch_of_command(variables).rank == 1
+    monkeypatch.setattr(os, "getpid", lambda: 1)
+    assert is_helper(variables) and launch_of_command(variables).kind == "single"
+    assert find_launch(variables).rank == 1
+    # A rank of a job that a rank has started, or of the next attempt.
+    for other in (
+        {"TORCHELASTIC_RUN_ID": "b"},
+        {"MASTER_PORT": "29501"},
+        {"TORCHELASTIC_RESTART_COUNT": "1"},
+        {"RANK": "0"},
+    ):
+        assert not is_helper(variables | other)

@@ -28,11 +28,12 @@ from meshcomm.errors import (
     MeshcommError,
     MeshMismatchError,
 )
+from meshcomm.launch.root_cause import root_cause
 from meshcomm.mesh import Mesh, agree
 from meshcomm.mesh.agree import leave_together
 from meshcomm.mesh.environment import Launch, network_variables
-from meshcomm.mesh.job_store import find_tcp_store, is_running, process_name
-from meshcomm.mesh.rank_failure import _speaks_first
+from meshcomm.mesh.job_store import _elsewhere, find_agent, find_job, find_tcp_store, is_running, process_name
+from meshcomm.mesh.rank_failure import _speaks_first, failure_of
 from meshcomm.mesh.rendezvous import blame, claim, meet
 from meshcomm.testing import Pool
 from tests.forked_jobs import Job
@@ -465,18 +466,125 @@ def test_a_rank_that_comes_twice_by_file(tmp_path: Path) -> None:
         meet(ProcessConfig(init="file", path=path, rank=0, world_size=2), SINGLE, 5)
 
 
+def test_ranks_that_come_after_the_timeout_say_the_same_as_the_others() -> None:
+    """A launcher prints an error that many ranks have once."""
+    world, store = range(12), dist.HashStore()
+    said = []
+    for rank in world:
+        # Each comes when those before have given up.
+        with pytest.raises(MeshMismatchError) as caught:
+            agree.agree(store, rank, world, {}, 0.05)
+        said.append(caught.value)
+    assert {error.what for error in said} == {
+        "ranks 1 2 3 4 .. 11 (11) of 12 never arrived to agree on the mesh"
+    }
+    for rank, error in enumerate(said):
+        assert error.missing == tuple(range(1, 12))
+        late = f"rank {rank} has arrived since, after the others had given up"
+        assert (late in str(error.given)) is (rank > 0) and ("longer timeout_s" in str(error.hint)) is (
+            rank > 0
+        )
+    # Twelve errors, and one line beside the first.
+    failures = [failure_of(error, rank, f"rank {rank}") for rank, error in enumerate(said)]
+    root, others = root_cause(failures, 12, "rank {}".format)
+    assert (
+        "11 (11) of 12 never arrived" in root.what
+        and others[0] == "ranks 1-11: the same"
+        and len(others) == 2
+    )
+
+
 # -- an address where something else is -------------------------------------------------------------
 
 
 def test_a_program_that_says_nothing_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-        with pytest.raises(TimeoutError, match=r"^no torch store answers: another program has the port, or"):
+        with pytest.raises(
+            TimeoutError,
+            match=r"^a program listens, but no torch store answers: another program has the port, or",
+        ):
             find_tcp_store("127.0.0.1", port, 2, hosts=False, timeout=timedelta(seconds=0.1))
         for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": "1"}.items():
             monkeypatch.setenv(name, value)
         monkeypatch.setattr("meshcomm.mesh.rank_failure._ASK_S", 0.0)
         assert _speaks_first(Launch("torchrun", 1, 2, 1, 2, "127.0.0.1", port), 0.0)
+
+
+def test_what_is_wrong_with_an_address_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("meshcomm.mesh.job_store._UNKNOWN_S", 0.3)
+    short = timedelta(seconds=0.4)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        taken, free = silent.getsockname()[1], free_port()
+        for host, port, agents, said in (
+            ("127.0.0.1", free, False, "no program listens there\n"),
+            ("127.0.0.1", free, True, "no program listens there\n"),
+            ("127.0.0.1", taken, False, "a program listens, but no torch store answers: another program"),
+            ("127.0.0.1", taken, True, "a program listens, but no torch store answers: another program"),
+            ("host.invalid", free, False, "the name host.invalid is unknown: .*\n *for 0.3 s\n"),
+            ("host.invalid", free, True, "the name host.invalid is unknown: .*\n *for 0.3 s\n"),
+        ):
+            with pytest.raises(LaunchError, match=f"given: +{host}:{port}: {said}") as caught:
+                if agents:
+                    find_agent(host, port, 1, 2, short)
+                else:
+                    find_job(host, [port], "", 1, 2, short)
+            assert ("another program has the port" in str(caught.value)) is (port == taken)
+        with pytest.raises(LaunchError, match="a program listens, but no torch store answers"):
+            find_job("127.0.0.1", [taken], "", 0, 2, short)
+        # The name is known to nobody, rank 0 included.
+        with pytest.raises(LaunchError, match=r"this host does not know the name host\.invalid\n"):
+            find_job("host.invalid", [free], "", 0, 2, timedelta(seconds=30))
+    # An address for documentation, which no host has.
+    assert _elsewhere("192.0.2.7") == "; 192.0.2.7 is not an address of this host, where rank 0 runs"
+    assert _elsewhere("127.0.0.1") == ""
+
+
+def test_a_name_may_appear_while_a_rank_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    port, resolve, asked = free_port(), socket.getaddrinfo, []
+
+    def appears(host: Any, *given: Any, **more: Any) -> Any:
+        if host != "rank-0.job":
+            return resolve(host, *given, **more)
+        asked.append(host)
+        if len(asked) < 4:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return resolve("127.0.0.1", *given, **more)
+
+    store = find_job("127.0.0.1", [port], "", 0, 2, timedelta(seconds=30))
+    monkeypatch.setattr(socket, "getaddrinfo", appears)
+    monkeypatch.setattr(
+        "meshcomm.mesh.job_store.find_tcp_store",
+        lambda host, *given, **more: find_tcp_store("127.0.0.1", *given, **more),
+    )
+    assert find_job("rank-0.job", [port], "", 1, 2, timedelta(seconds=30)).port == store.port
+    assert len(asked) == 4
+
+
+RETURNS_LATE = """
+import sys, time
+from datetime import timedelta
+import torch.distributed as dist
+from meshcomm.mesh.store import within
+
+class Slow:
+    # A program's object that takes long to go: Python shuts down meanwhile.
+    def __del__(self, sleep=time.sleep):
+        sleep(0.9)
+
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+sys.slow = Slow()
+try:
+    within(0.01, lambda: store.wait(["never"], timedelta(seconds=0.5)))
+except TimeoutError as error:
+    sys.exit(str(error))
+"""
+
+
+@pytest.mark.faults
+def test_a_call_that_returns_while_python_shuts_down_aborts_nothing() -> None:
+    ended = subprocess.run([sys.executable, "-c", RETURNS_LATE], capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 1 and "no answer within 0.01 s" in ended.stderr, ended.stderr
 
 
 @pytest.mark.parametrize(

@@ -167,6 +167,30 @@ def test_a_merged_dim_is_one_dim_of_a_device_mesh(mesh: Mesh) -> None:
     assert len(groups_by_name()) == before
 
 
+@pytest.mark.mesh(dp=2, one=1, via="gloo")
+def test_a_group_of_one_rank_reduces_as_gloo_does(mesh: Mesh) -> None:
+    theirs = [dist.new_group([rank]) for rank in range(2)][mesh.rank]
+    whole = [2, 3]
+    for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.complex64):
+        for name in ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR"):
+            ended = []
+            for group in (theirs, mesh.group("one")):
+                x, out = torch.tensor(whole, dtype=dtype), torch.zeros(2, dtype=dtype)
+                try:
+                    dist.all_reduce(x, getattr(dist.ReduceOp, name), group)
+                    dist.reduce_scatter_single(out, x, getattr(dist.ReduceOp, name), group)
+                    ended.append([*x.tolist(), *out.tolist()])
+                except (RuntimeError, ValueError, meshcomm.MeshcommError):
+                    ended.append("refused")
+            assert ended[0] == ended[1], (dtype, name, ended)
+    factor: Any = dist._make_nccl_premul_sum(0.5)
+    x, out = torch.tensor([2.0, 3.0]), torch.zeros(2)
+    dist.all_reduce(x, factor, mesh.group("one"))
+    dist.reduce_scatter_single(out, x, factor, mesh.group("one"))
+    assert x.tolist() == [1, 1.5] and out.tolist() == [0.5, 0.75]
+    dist.broadcast(x, mesh.rank, mesh.group("one"))
+
+
 @pytest.mark.mesh(pp=2, dp=1, tp=2, via="gloo")
 def test_create_declares_a_merged_dim_on_a_live_mesh(mesh: Mesh) -> None:
     with pytest.raises(meshcomm.MeshcommError) as caught:

@@ -32,7 +32,7 @@ def refused(group: Any, odd: bool, number: int, name: str, ranks: str) -> None:
         dist.all_reduce(torch.ones(6 if odd else 4), group=group)
     who, _, others = ranks.partition(" of ")
     given, expected = str(caught.value.given), str(caught.value.expected)
-    usual = f"all_reduce(dtype float32, elements 4) at {__file__}:"
+    usual = f"all_reduce(dtype float32, elements 4, op sum) at {__file__}:"
     if " " in others:
         blamed = f"rank {who} is mismatched"
         assert f"as ranks {others}: {usual}" in expected
@@ -40,7 +40,7 @@ def refused(group: Any, odd: bool, number: int, name: str, ranks: str) -> None:
         blamed = "ranks {} {} do not agree".format(*sorted((who, others)))
         assert f"rank {others}: {usual}" in given and expected == "the same calls on every rank of the group"
     assert caught.value.what.startswith(f'ranks differ in call {number} along "{name}": {blamed}; nothing')
-    assert f"rank {who}: all_reduce(dtype float32, elements 6) at {__file__}:" in given
+    assert f"rank {who}: all_reduce(dtype float32, elements 6, op sum) at {__file__}:" in given
 
 
 def labels(mesh: Mesh) -> list[str]:

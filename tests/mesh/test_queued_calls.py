@@ -26,7 +26,7 @@ CAUSES = {
     "deaf": r"send to rank [23], message 1 .*\n(.*\n)*.*(it waited for rank [23]|rank [23] .*ended with exit code 0 while rank [01] waited)",
     "raises": r"rank 3.* failed: ValueError: a fault of the program",
     "killed": r"rank 3.* was ended by SIGKILL",
-    "asleep": r"CollectiveTimeout.*\n.*it waited for rank 3",
+    "asleep": r"rank 3 .*waited for it\n.*CollectiveTimeout.*it waited for rank 3",
     "shape": r"rank 3.* failed: CallMismatchError",
 }
 # Most in steady state in each suite; before and at the end of the comparison of first calls in the deep set.

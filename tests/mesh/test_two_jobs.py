@@ -221,7 +221,8 @@ def test_a_port_that_another_job_or_program_has_is_passed_over() -> None:
                 find_job("127.0.0.1", ports[:2], "mine", rank, 2, _SHORT)
             assert f"{ports[0]}: the store of another job, whose rank 0 is process " in caught.value.given
             assert (
-                f"{ports[1]}: no torch store answers: another program has the port, or " in caught.value.given
+                f"{ports[1]}: a program listens, but no torch store answers: another program has the port, or "
+                in caught.value.given
             )
 
 

@@ -767,6 +767,38 @@ def test_no_backend_is_asked_while_a_cuda_graph_is_captured(monkeypatch: pytest.
         watchdog.close()
 
 
+def test_an_exception_that_does_not_end_the_program_is_told_once(capfd: pytest.CaptureFixture[str]) -> None:
+    watchdog = watchdog_of(dist.HashStore(), [], timeout_s=60)
+    watchdog._stop.set()
+    for thread in watchdog._threads:
+        thread.join(20)
+    recorder = watchdog.record("dp", [0, 1], SoloTransport(torch.device("cpu"), "gloo"))
+    counter = counter_of(recorder.counters, "dp", "all_gather")
+
+    def looks(*seconds: float) -> list[str]:
+        for now in seconds:
+            watchdog._tell_raised(now)
+        return capfd.readouterr().err.splitlines()
+
+    try:
+        raise KeyError("no shard")
+    except KeyError:
+        assert looks(100.0, 109.0) == []
+        assert watchdog.status()["raised"].startswith("it raised KeyError: 'no shard', at ")
+        (said,) = looks(111.0, 112.0)
+        assert said.startswith("meshcomm: rank 0 (dp=0): it raised KeyError: 'no shard', at ")
+        assert f"{__file__}:" in said and " 10 s ago and has not ended; it is at " in said
+    try:
+        raise KeyError("read it again")
+    except KeyError:
+        assert looks(200.0) == []
+        # It has handled that error, and trains.
+        with recorder.call(recorder, counter, 8, None):  # type: ignore[arg-type]
+            pass
+        assert looks(220.0, 240.0) == [] and watchdog.status()["raised"] == ""
+    assert looks(300.0, 320.0) == []
+
+
 class _GoneStore(dist.Store):
     """A store that nobody serves any more."""
 

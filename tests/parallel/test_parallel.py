@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
+from collections.abc import Callable
 from typing import Any, cast
 
 import pytest
@@ -14,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import meshcomm
 from meshcomm.config import MeshConfig, load_config
-from meshcomm.errors import LayoutError, ShapeError, TrainingError
+from meshcomm.errors import CallMismatchError, LayoutError, RankFailed, ShapeError, TrainingError
 from meshcomm.mesh import Mesh
 from meshcomm.parallel import (
     ColumnParallel,
@@ -43,6 +44,10 @@ class Recorder:
     def __init__(self, size: int = 2) -> None:
         self.events: list[str] = []
         self._size = size
+        self.objects = self
+
+    def all_gather(self, dims: str, obj: Any) -> list[Any]:
+        return [obj] * self._size
 
     def size(self, dims: str) -> int:
         return self._size
@@ -65,6 +70,35 @@ def chain(recorder: Recorder) -> nn.Sequential:
     for index, layer in enumerate(model):
         layer.register_full_backward_hook(lambda *_, i=index: recorder.events.append(f"layer {i}"))
     return model
+
+
+def sync_of_parameters(mesh: Mesh, changes: Callable[[list[tuple[str, nn.Parameter]]], object]) -> None:
+    parameters = [(name, nn.Parameter(torch.zeros(2))) for name in "abc"]
+    if mesh.rank == 1:
+        changes(parameters)
+    GradientSync(mesh, "dp", parameters, broadcast=False)
+
+
+@pytest.mark.parametrize(
+    ("changes", "theirs", "ours"),
+    [
+        (lambda them: them.reverse(), "parameter 1: c, float32 (2,)", "parameter 1: a, float32 (2,)"),
+        (lambda them: them.pop(), "only 2 parameters", "parameter 3: c, float32 (2,)"),
+        (
+            lambda them: them[1][1].requires_grad_(False),
+            "parameter 2: b, float32 (2,), frozen",
+            "parameter 2: b, float32 (2,)",
+        ),
+    ],
+)
+def test_a_rank_that_synchronizes_other_parameters_is_named(changes: Any, theirs: str, ours: str) -> None:
+    with pytest.raises(RankFailed) as found:
+        meshcomm.simulate(sync_of_parameters, dims={"dp": 3}, device="cpu", args=(changes,))
+    for error in found.value.by_rank.values():
+        assert isinstance(error, CallMismatchError) and error.mismatched_ranks == (1,)
+        assert error.what.startswith('ranks synchronize other gradients along "dp": rank 1 is mismatched;')
+        assert (error.given, error.expected) == (f"rank 1: {theirs}", f"as ranks 0 2: {ours}")
+    assert len(found.value.by_rank) == 3
 
 
 def test_buckets_are_sent_in_order_while_backward_runs() -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -238,10 +240,26 @@ def test_setting_generators_waits_for_nothing(pool: Pool) -> None:
 # -- generators of a user's own -------------------------------------------------------------------
 
 
+class Int(enum.IntEnum):
+    SEVEN = 7
+
+
 def _seeds(mesh: Mesh) -> tuple[int, int, int, int]:
     drawn = torch.rand(3, generator=mesh.generator(7, 1, along="dp"))
     assert torch.equal(drawn, torch.rand(3, generator=mesh.generator(7, 1, along=("dp",))))
     assert mesh.generator(7, along="dp").initial_seed() == mesh.seed(7, along="dp")
+    sevens: tuple[Any, ...] = (
+        np.int64(7),
+        np.uint8(7),
+        np.array(7),
+        7.0,
+        np.float32(7),
+        torch.tensor(7),
+        torch.tensor(7.0),
+    )
+    for seven in (*sevens, Int.SEVEN):
+        assert mesh.seed(seven, np.str_("noise")) == mesh.seed(7, "noise") != mesh.seed("7", "noise")
+    assert mesh.generator(np.int32(7)).initial_seed() == mesh.seed(7) and mesh.seed(True) == mesh.seed(1)
     return mesh.seed(7), mesh.seed(7, along="dp"), mesh.seed(7, along=("tp", "dp")), mesh.seed(7, "noise")
 
 
@@ -265,6 +283,9 @@ def _refused(mesh: Mesh) -> tuple[str, str]:
         mesh.seed(0, along="tpp")
     with pytest.raises(ConfigError) as nothing:
         mesh.seed(along="tp")
+    for part in (0.5, float("nan"), None, object(), (1, 2), torch.ones(2), np.float64(1e-3), 1j):
+        with pytest.raises(ConfigError, match=r"(?s)neither an integer nor text.*given.*expected.*try"):
+            mesh.seed(0, part)  # type: ignore[arg-type]
     return str(unknown.value), str(nothing.value)
 
 

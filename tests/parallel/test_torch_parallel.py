@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import meshcomm
@@ -47,7 +49,8 @@ def train(net: nn.Module, rows: slice, share: int) -> list[torch.Tensor]:
 
 
 def sharded(order: list[int] | None, dims: dict[str, int], data: tuple[str, ...]) -> list[torch.Tensor]:
-    with meshcomm.init(dims=dims, rank_order=order, device="cpu", timeout_s=30) as mesh:
+    merge = {"grad": ("pod", "dp")} if "pod" in dims else None
+    with meshcomm.init(dims=dims, merge=merge, rank_order=order, device="cpu", timeout_s=30) as mesh:
         net = model()
         if "tp" in dims:
             for mlp in net:
@@ -69,6 +72,8 @@ def test_fsdp_and_tensor_parallel_equal_one_process(pool: Pool) -> None:
     runs: tuple[tuple[dict[str, int], tuple[str, ...]], ...] = (
         ({"dp": 2, "tp": 2}, ("dp",)),
         ({"pod": 2, "dp": 2}, ("pod", "dp")),
+        ({"pod": 2, "dp": 2}, ("grad",)),
+        ({"pod": 2, "dp": 1, "tp": 2}, ("grad",)),
     )
     for dims, data in runs:
         for rank, weights in enumerate(pool.run(sharded, ORDER, dims, data, ranks=4)):
@@ -89,3 +94,38 @@ def opened_again() -> list[list[float]]:
 def test_a_mesh_that_is_opened_again_has_device_meshes_of_its_own(pool: Pool) -> None:
     found = pool.run(opened_again, ranks=4)
     assert found == [[[0.0, 1.0]] * 2] * 2 + [[[2.0, 3.0]] * 2] * 2
+
+
+LENGTHS = (1, 2, 3, 4, 5, 6, 7, 8, 9)
+
+
+def split_over_merged_dims() -> None:
+    merge = {"model": ("dp", "tp"), "outer": ("pp", "dp")}
+    with meshcomm.init(dims={"pp": 1, "dp": 2, "tp": 2}, merge=merge, device="cpu", timeout_s=30) as mesh:
+        both, one = mesh["dp", "tp"], mesh["model"]
+        assert mesh["outer", "tp"].ndim == 2 and one.ndim == 1 and one.get_group() is mesh.group("model")
+        twice = [Shard(0), Shard(0)]
+        for length in LENGTHS:
+            x = torch.arange(float(length))
+            # One process: a part of a part, for each coord.
+            rows = [list(row.chunk(2)) for row in x.chunk(2)]
+            own = [part.tolist() for row in rows for part in row]
+            split = distribute_tensor(x, both, twice)
+            assert split.full_tensor().tolist() == x.tolist(), length
+            assert length < 4 or split.to_local().tolist() == own[mesh.rank], length
+            for placements in ([Replicate(), Shard(0)], [Shard(0), Replicate()], [Replicate(), Replicate()]):
+                moved = split.redistribute(placements=placements)
+                assert moved.full_tensor().tolist() == x.tolist(), (length, placements)
+                assert moved.redistribute(placements=twice).full_tensor().tolist() == x.tolist(), length
+            over = distribute_tensor(x, one, [Shard(0)])
+            assert over.full_tensor().tolist() == x.tolist(), length
+            assert length % 4 or over.to_local().tolist() == x.chunk(4)[mesh.rank].tolist()
+        # The values of a sum: those of the dims one after the other, whether or not a merged dim exists.
+        partial = DTensor.from_local(torch.tensor([0.1 * (mesh.rank + 1)]), both, [Partial(), Partial()])
+        with CommDebugMode() as counted:
+            assert partial.full_tensor().item() == pytest.approx(1.0)
+        assert counted.get_total_counts() == 2
+
+
+def test_a_merged_dims_device_mesh_leaves_dtensors_on_its_dims_right(pool: Pool) -> None:
+    pool.run(split_over_merged_dims, ranks=4)

@@ -15,9 +15,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch.autograd import forward_ad
 
 import meshcomm
-from meshcomm.comm.diagnosis import find_circle
+from meshcomm.comm.waits import find_circle
 from meshcomm.errors import (
     CallMismatchError,
     DeadlockError,
@@ -263,6 +265,43 @@ def test_a_module_must_not_wait_for_ranks_that_share_its_import(
 
     error = verdict_of(program)
     assert "while it imports waits_while_imported, which all ranks share" in str(error)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("level", ["jvp", "jacfwd", "dual_level", "jvp of grad"])
+def test_forward_mode_around_a_call_is_refused_and_works_without_one(level: str, seed: int) -> None:
+    """torch has one level of forward-mode AD in a process, and ranks are threads."""
+
+    def tangent(f: Callable[[Tensor], Tensor], x: Tensor, t: Tensor) -> Any:
+        if level == "jacfwd":
+            return torch.func.jacfwd(f)(x) @ t
+        if level == "dual_level":
+            with forward_ad.dual_level():
+                return forward_ad.unpack_dual(f(forward_ad.make_dual(x, t))).tangent
+        g = f if level == "jvp" else torch.func.grad(lambda x: f(x).sum())
+        return torch.func.jvp(g, (x,), (t,))[1]
+
+    def program(mesh: Mesh, calls: bool) -> Any:
+        x, t, scale = torch.arange(3.0), torch.full((3,), mesh.rank + 1.0), torch.ones(())
+        for _ in range(3):
+            scale = mesh.all_reduce("dp", scale.clone(), "max")
+            found = tangent(
+                lambda x: (
+                    mesh.functional.all_reduce("dp", x, grad="sum") if calls else x.sin() * (1 + mesh.rank)
+                ),
+                x,
+                t,
+            )
+        return found
+
+    x = torch.arange(3.0)
+    for rank, found in enumerate(
+        meshcomm.simulate(program, args=(False,), dims={"dp": 2}, schedule_seed=seed)
+    ):
+        slope = -x.sin() if level == "jvp of grad" else x.cos()
+        torch.testing.assert_close(found, slope * (1 + rank) ** 2)
+    with pytest.raises(MeshcommError, match="waits for other ranks inside forward-mode AD"):
+        meshcomm.simulate(program, args=(True,), dims={"dp": 2}, schedule_seed=seed)
 
 
 def test_circles_against_walking_every_path() -> None:

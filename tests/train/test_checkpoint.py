@@ -30,8 +30,9 @@ from meshcomm.errors import CommunicationError, ConfigError, TrainingError
 from meshcomm.parallel import whole
 from meshcomm.testing import Pool
 from meshcomm.train import Attempt, Callback, Resumed, Start, Step, Summary, Trainer, checkpoint_writer, run
-from meshcomm.train.checkpoint import Checkpoints, find_attempt, resume
+from meshcomm.train.checkpoint import Checkpoints, resume
 from meshcomm.train.checkpoint_reader import Saved, unpickle
+from meshcomm.train.lease import find_attempt
 from meshcomm.train.lock import Lock, resume_differences
 from meshcomm.train.run_files import MetricsFile
 from tests.train import runs

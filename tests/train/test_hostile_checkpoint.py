@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import struct
+import zlib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -95,7 +96,8 @@ def test_records_lie_in_files_of_the_folder(tmp_path: Path, change: dict[str, An
     found = saved(tmp_path / "a", torch.ones(4))
     (tmp_path / "__0_0.distcp").write_bytes((tmp_path / "a" / "__0_0.distcp").read_bytes())
     index, where = place(found)
-    found._metadata.storage_data[index] = replace(where, **change)
+    found._metadata.storage_data[index] = changed = replace(where, **change)
+    changed.crc32 = where.crc32
     with pytest.raises(TrainingError, match="the checkpoint is damaged: w in") as caught:
         found.fill({"w": torch.zeros(4)})
     assert words in (caught.value.given or "")
@@ -110,7 +112,9 @@ def test_a_record_is_what_the_metadata_say(tmp_path: Path, value: Any) -> None:
     file = tmp_path / "__0_0.distcp"
     torch.save(value, file)
     index, where = place(found)
-    found._metadata.storage_data[index] = replace(where, offset=0, length=file.stat().st_size)
+    where = replace(where, offset=0, length=file.stat().st_size)
+    where.crc32 = zlib.crc32(file.read_bytes())
+    found._metadata.storage_data[index] = where
     into = torch.full((4,), -5.0)
     with pytest.raises(TrainingError, match="the checkpoint is damaged: w in __0_0"):
         found.fill({"w": into})

@@ -330,7 +330,7 @@ def loaded(config: Config, folder: Path, damage: str) -> str:
         if mesh.rank == 0 and damage == "missing":
             lock.unlink()
         elif mesh.rank == 0 and damage == "older":
-            lock.write_text(lock.read_text().replace('"format": 3', '"format": 2'))
+            lock.write_text(lock.read_text().replace('"format": 4', '"format": 3'))
         elif mesh.rank == 0 and damage == "changed":
             lock.write_text(lock.read_text().replace('"step": 1', '"step": 7'))
         mesh.barrier()
@@ -346,7 +346,7 @@ def loaded(config: Config, folder: Path, damage: str) -> str:
     ("damage", "words", "given"),
     [
         ("larger", "the checkpoint does not fit: model.", "4 of 8 tensors in "),
-        ("older", "a checkpoint's lock.json cannot be read", "format 2, which only the version"),
+        ("older", "a checkpoint's lock.json cannot be read", "format 3, which only the version"),
         ("missing", "a checkpoint's lock.json cannot be read", "No such file"),
         ("changed", "a checkpoint's lock.json cannot be read", "its SHA-256 differs"),
         ("elsewhere", "a checkpoint's lock.json cannot be read", "nowhere is not one"),

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshcomm.comm.checks import check_tensor
+from meshcomm.comm.checks import check_tensor, value_of
 from meshcomm.errors import ShapeError, UnsupportedOp
 from meshcomm.mesh import Mesh
 from meshcomm.parallel.context.documents import runs_of
@@ -74,6 +74,7 @@ class Attention:
         Raises ShapeError or UnsupportedOp for invalid inputs.
         """
         check_order(self.order)
+        q, k, v = (value_of(x) for x in (q, k, v))
         for x in (q, k, v):
             check_tensor(x, (self.mesh.device.type,), lambda: self.where)
         q, k, v = (as_autocast(x) for x in (q, k, v))

@@ -1,0 +1,206 @@
+"""The facts of a call that must be equal on all ranks of its group, for calls of the mesh and for calls made outside it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from torch import Tensor
+
+from meshcomm.collectives import ALL_TO_ALL, BARRIER, SCATTER, Collective
+from meshcomm.comm.shapes import is_ordered
+from meshcomm.transport.support import WIDENED, name_of
+
+# A longer list is compared by its length and a digest: a call and its callsite are exchanged in a kilobyte.
+_LONGEST: Final = 48
+# The facts in which the ranks of an all_to_all differ. `balance` decides whether they fit.
+OWN: Final = ("sends", "expects", "balance")
+# A prime, and a number whose powers weight the pairs of ranks.
+_PRIME: Final = (1 << 61) - 1
+_WEIGHT: Final = 0x9E3779B97F4A7C15 % _PRIME
+
+
+def facts_of(row: Collective, tensors: Sequence[Tensor], op: str | None, root: int) -> dict[str, Any]:
+    """Return the facts that calls of the mesh and calls made outside it have in common.
+
+    tensors: the tensors that this rank sends or, in a scatter, receives. Facts that are None on most ranks are still facts.
+    """
+    facts: dict[str, Any] = {}
+    if tensors:
+        facts["dtype"] = _one([name_of(x.dtype) for x in tensors])
+        facts["elements"] = _one([x.numel() for x in tensors])
+    if op is not None:
+        facts["op"] = op
+    if row.reduces:
+        facts["sent as"] = None
+    if row.root is not None:
+        facts[row.root] = root
+    # What a call of the mesh sends first, and a call outside it does not.
+    if row is SCATTER:
+        facts["out"] = None
+    elif row is ALL_TO_ALL:
+        facts |= {"input_split_sizes": None, "output_split_sizes": None}
+    elif row.joins:
+        facts["uneven"] = None
+    return facts
+
+
+def facts_of_list(tensors: Sequence[Tensor], message: Sequence[Tensor]) -> dict[str, Any]:
+    """Return the facts of a list of tensors. message: those tensors that are sent together."""
+    return {
+        "shape": _one([list(x.shape) for x in tensors]),
+        "dtype": _one([name_of(x.dtype) for x in tensors]),
+        "elements": _one([x.numel() for x in message]),
+    }
+
+
+def facts_of_hook(
+    row: Collective, given: Any, coord: int, size: int, arguments: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the facts of a call outside the mesh, as torch's group hooks report it.
+
+    coord, size: this rank's place in the group, and the size of the group. arguments: see `arguments_of`.
+    """
+    inputs, outputs = given.input_tensors, given.output_tensors
+    op = arguments.get("op") if row.reduces else None
+    # The parts of a scatter or gather exist on only one rank.
+    small, large = (outputs, inputs) if row.splits and row is not ALL_TO_ALL else (inputs, outputs)
+    # A barrier may pass a tensor that is never read.
+    facts = facts_of(row, [] if row is BARRIER else small, op, given.root)
+    if row is BARRIER or not small:
+        return facts
+    parts, wholes = [x.numel() for x in small], [x.numel() for x in large]
+    if row is ALL_TO_ALL:
+        del facts["elements"]
+        return shortened(facts) | _exchanged(inputs, outputs, coord, size, arguments)
+    if row.reduces and row.splits:
+        facts["elements"] = _one([n * size for n in parts])
+    # Whether the tensors of this rank fit each other. If not, its backend would refuse the call on this rank only.
+    fit = not wholes or row.in_place or wholes in ([n * size for n in parts], parts * size)
+    facts["parts"] = None if fit else wholes
+    if not fit and parts == wholes[coord : coord + 1]:
+        facts["elements"] = None
+    return shortened(facts)
+
+
+def _exchanged(
+    inputs: Sequence[Tensor], outputs: Sequence[Tensor], coord: int, size: int, arguments: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return what a rank sends to each coord and expects from each coord, as far as it is known."""
+    if len(inputs) == 1 and "input_split_sizes" not in arguments and size > 1:
+        return {}
+    sends = _parts(inputs, arguments.get("input_split_sizes"), size)
+    expects = _parts(outputs, arguments.get("output_split_sizes"), size)
+    whole = [sum(x.numel() for x in tensors) for tensors in (inputs, outputs)]
+    return exchanged(coord, sends, expects, fit=[sum(sends), sum(expects)] == whole)
+
+
+def exchanged(coord: int, sends: list[int], expects: list[int], fit: bool = True) -> dict[str, Any]:
+    """Return the facts of an all_to_all whose rank `coord` sends and expects these numbers of elements.
+
+    fit: whether they are those of its tensors.
+    """
+    if fit and sends == expects and len(set(sends)) == 1:
+        return {"elements": sum(sends)}
+    return {
+        "elements": None,
+        "sends": sends,
+        "expects": expects,
+        "balance": _balance(coord, len(sends), sends, expects) if fit else None,
+    }
+
+
+def parts_of(facts: Mapping[str, Any], size: int) -> tuple[list[int], list[int]] | None:
+    """Return what a rank sends to each coord and expects from each coord in an all_to_all; None if that is not known."""
+    if "balance" in facts:
+        return facts["sends"], facts["expects"]
+    if "input_split_sizes" not in facts or not isinstance(facts.get("elements"), int):
+        return None
+    even = [facts["elements"] // size] * size
+    return even, even
+
+
+def _parts(tensors: Sequence[Tensor], sizes: Sequence[int] | None, size: int) -> list[int]:
+    """Return the number of elements for each coord. sizes: along axis 0 of the only tensor; empty if they are equal."""
+    if len(tensors) != 1 or (size == 1 and not sizes):
+        return [x.numel() for x in tensors]
+    (x,) = tensors
+    if not sizes:
+        return [x.numel() // size] * size
+    row = x.numel() // x.shape[0] if x.ndim and x.shape[0] else 0
+    return [int(each) * row for each in sizes]
+
+
+def _balance(coord: int, size: int, sends: Sequence[int], expects: Sequence[int]) -> int:
+    """Return a number whose sum over the ranks is 0, modulo a prime, if every rank expects what the others send it.
+
+    Each pair of ranks has its own weight, so that errors of two pairs do not cancel out. Lists for hundreds of ranks would
+    not fit into the message.
+    """
+    leaving = sum(n * pow(_WEIGHT, coord * size + other, _PRIME) for other, n in enumerate(sends))
+    coming = sum(n * pow(_WEIGHT, other * size + coord, _PRIME) for other, n in enumerate(expects))
+    return (leaving - coming) % _PRIME
+
+
+def facts_match(calls: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether each fact is equal in all calls of which it is known, except facts that may differ between ranks."""
+    # Equal splits on one rank may fit unequal ones on another.
+    own = {*OWN, "elements"} if any("balance" in facts for facts in calls) else {*OWN}
+    first: dict[str, Any] = {}
+    return all(
+        first.setdefault(key, value) == value
+        for facts in calls
+        for key, value in facts.items()
+        if key not in own
+    )
+
+
+def balanced(calls: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether each rank of an all_to_all expects what the others send it. calls: the facts, in coord order.
+
+    Returns True if no rank has its own splits, or the splits of a rank are unknown.
+    """
+    if not any("balance" in facts for facts in calls):
+        return True
+    size, total = len(calls), 0
+    for coord, facts in enumerate(calls):
+        balance = facts.get("balance")
+        if "balance" not in facts:
+            if not isinstance(facts.get("elements"), int):
+                return True
+            even = [facts["elements"] // size] * size
+            balance = _balance(coord, size, even, even)
+        if balance is None:
+            return False
+        total += balance
+    return total % _PRIME == 0
+
+
+def sent_as(x: Tensor, op: str) -> str | None:
+    """Return how the values of a reduction are sent, if that is not their own dtype."""
+    if is_ordered(x.dtype, op):
+        return "ordered integers"
+    return name_of(WIDENED[x.dtype]) if x.dtype in WIDENED else None
+
+
+def _one(values: list[Any]) -> Any:
+    """Return the value of a single tensor, or the values of several. Equal dtypes are one."""
+    if len(values) == 1 or (isinstance(values[0], str) and len(set(values)) == 1):
+        return values[0]
+    return values
+
+
+def shortened(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the facts with a digest in place of each long list."""
+    return {
+        key: _digest(value) if isinstance(value, list) and len(str(value)) > _LONGEST else value
+        for key, value in facts.items()
+    }
+
+
+def _digest(values: list[Any]) -> str:
+    text = json.dumps(values)
+    digest = hashlib.sha256(text.encode()).hexdigest()[:8]
+    return f"{text[: _LONGEST // 2].rstrip(', ')}.. ({len(values)}, digest {digest})"

@@ -1,0 +1,119 @@
+"""Each fact of each operation, changed on one rank while all calls are compared, and the table of docs/reference/promises.md."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from meshcomm.collectives import ALL_GATHER, ALL_TO_ALL, REDUCE_SCATTER, Collective
+from meshcomm.comm.facts import balanced, facts_match, facts_of_hook, shortened
+from meshcomm.testing import Pool
+from tests.comm import compared
+from tests.comm.compared import ALONE, DONE, EVERY, OPERATIONS, OWN, PAGE, TOLD
+from tests.group_hooks import needs_group_hooks
+
+# The only ones of which the other ranks learn nothing: they have the right results.
+ALONE_IN = {
+    ("`mesh.gather` to the changed rank", "shape of out"),
+    ("`mesh.all_to_all`, `output_split_sizes=`", "received sizes"),
+}
+# Processes go by the number of elements.
+STRICTER = {"`mesh.send` to the changed rank": {"shape of equally many elements"}}
+
+
+@pytest.fixture(scope="module")
+def tried(pool: Pool) -> dict[str, dict[str, str]]:
+    return compared.all_tried(pool)
+
+
+# A difference in calls that are under way costs a group, and a new mesh.
+@pytest.mark.deep
+@needs_group_hooks
+def test_a_changed_fact_is_refused_or_may_differ(tried: dict[str, dict[str, str]]) -> None:
+    wrong = []
+    for name, operation in EVERY.items():
+        for fact, ended in tried[name].items():
+            expected = (DONE,) if fact not in operation.odd else (TOLD, OWN)
+            if (name, fact) in ALONE_IN:
+                expected = (ALONE,)
+            if ended not in expected:
+                wrong.append(f"{name}, {fact or 'unchanged'}: {ended}")
+    assert wrong == []
+
+
+@pytest.mark.deep
+@needs_group_hooks
+def test_the_table_of_the_page_is_what_was_found(tried: dict[str, dict[str, str]]) -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    assert text == compared.page(compared.table(tried)), "run: python -m tests.comm.compared"
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_the_simulator_refuses_the_same(name: str) -> None:
+    operation = OPERATIONS[name]
+    ended = {fact: compared.simulated(operation, changed) for fact, changed in operation.facts().items()}
+    refused = {fact for fact, verdict in ended.items() if verdict in (TOLD, OWN)}
+    assert refused == operation.odd.keys() | STRICTER.get(name, set()), ended
+    assert compared.simulated(operation, {}) == DONE
+
+
+def told(
+    row: Collective, sent: list[int], got: list[int], coord: int, size: int, **arguments: Any
+) -> dict[str, Any]:
+    """The facts of a call outside the mesh with tensors of these numbers of elements, as another rank reads them."""
+    inputs, outputs = ([torch.empty(n) for n in sizes] for sizes in (sent, got))
+    given = SimpleNamespace(input_tensors=inputs, output_tensors=outputs, root=-1)
+    facts: dict[str, Any] = json.loads(json.dumps(facts_of_hook(row, given, coord, size, arguments)))
+    return facts
+
+
+def test_lists_of_unequal_sizes_that_nccl_takes() -> None:
+    sizes = [4, 3, 5]
+    gathered = [told(ALL_GATHER, [n], sizes, coord, 3) for coord, n in enumerate(sizes)]
+    scattered = [told(REDUCE_SCATTER, sizes, [n], coord, 3) for coord, n in enumerate(sizes)]
+    assert facts_match(gathered) and facts_match(scattered)
+    for wrong in ([4], [4, 4, 4]), ([3], [4, 3, 4]), ([2], sizes):
+        assert not facts_match([gathered[0], told(ALL_GATHER, *wrong, 1, 3), gathered[2]])
+    assert not facts_match([scattered[0], told(REDUCE_SCATTER, [4, 4, 4], [4], 1, 3)])
+
+
+@pytest.mark.parametrize("size", [2, 3, 300])
+def test_split_sizes_fit_or_do_not(size: int) -> None:
+    """Of any group, though what a rank tells of its call has a kilobyte."""
+    random = np.random.default_rng(size)
+    sends = random.integers(1, 9, (size, size))
+    expects = sends.T.copy()
+
+    def calls() -> list[dict[str, Any]]:
+        return [
+            told(
+                ALL_TO_ALL,
+                [sum(sends[coord])],
+                [sum(expects[coord])],
+                coord,
+                size,
+                input_split_sizes=sends[coord].tolist(),
+                output_split_sizes=expects[coord].tolist(),
+            )
+            for coord in range(size)
+        ]
+
+    right = calls()
+    assert balanced(right) and facts_match(right)
+    assert all(len(json.dumps(shortened(each))) < 400 for each in right)
+    # What does not divide among the ranks would be refused on this rank only.
+    even = told(
+        ALL_TO_ALL, [4 * size + 1], [4 * size + 1], 0, size, input_split_sizes=[], output_split_sizes=[]
+    )
+    assert even["balance"] is None and not balanced([even, *right[1:]])
+    # Two errors of one rank that leave its total as it is, and two errors of two ranks that leave the sum as it is.
+    for places in ([(0, 0), (0, 1)], [(0, 1), (1, 0)]):
+        expects = sends.T.copy()
+        expects[places[0]] += 1
+        expects[places[1]] -= 1
+        assert not balanced(calls())

@@ -1,0 +1,371 @@
+"""Unusual programs of torch.distributed that are right: nobody waits for a rank that cannot come yet.
+
+Every program is called on four ranks whose default group is Gloo's, and returns what each rank has got. None uses meshcomm.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from torch import nn
+
+WORLD = 4
+Program = Callable[[int], Any]
+
+
+def full(value: float, size: int = 3) -> torch.Tensor:
+    return torch.full((size,), float(value))
+
+
+def received(src: int, size: int = 3) -> list[float]:
+    dist.recv(x := torch.zeros(size), src)
+    return x.tolist()
+
+
+def group_of(*ranks: int) -> Any:
+    """A group of its own, which all ranks make."""
+    return dist.new_group(list(ranks) or None)
+
+
+def a_server_behind_an_asynchronous_barrier(rank: int) -> Any:
+    """Rank 0 posts it and then serves what the others ask for before their own."""
+    if rank:
+        dist.send(full(rank), 0)
+        found = received(0)
+        dist.barrier()
+        return found
+    work = dist.barrier(async_op=True)
+    for src in range(1, WORLD):
+        dist.send(2 * torch.tensor(received(src)), src)
+    work.wait()
+    return None
+
+
+def messages_between_an_asynchronous_all_reduce_and_its_wait(rank: int) -> Any:
+    x = full(rank)
+    if rank:
+        found = received(0)
+        dist.all_reduce(x)
+        return found, x.tolist()
+    work = dist.all_reduce(x, async_op=True)
+    for dst in range(1, WORLD):
+        dist.send(full(10 * dst), dst)
+    work.wait()
+    return x.tolist()
+
+
+def two_groups_started_in_either_order(rank: int) -> Any:
+    groups = [group_of(), group_of()]
+    x = [full(rank), full(2 * rank)]
+    order = (0, 1) if rank % 2 else (1, 0)
+    works = [dist.all_reduce(x[each], group=groups[each], async_op=True) for each in order]
+    for work in works:
+        work.wait()
+    return [each.tolist() for each in x]
+
+
+def a_gather_whose_sender_goes_on(rank: int) -> Any:
+    """Rank 1 tells rank 2 to come when it has left the gather itself."""
+    parts = [torch.zeros(3) for _ in range(WORLD)] if rank == 0 else None
+    if rank == 2:
+        received(1)
+    dist.gather(full(rank), parts, 0)
+    if rank == 1:
+        dist.send(full(1), 2)
+    return parts and [part.tolist() for part in parts]
+
+
+def a_broadcast_whose_source_goes_on(rank: int) -> Any:
+    """The source does not wait for the last rank, which it tells to come, and changes what it has sent."""
+    x = full(7 if rank == 0 else 0)
+    if rank == 3:
+        received(0)
+    dist.broadcast(x, 0)
+    if rank == 0:
+        dist.send(x.zero_(), 3)
+    return x.tolist()
+
+
+def a_scatter_whose_receiver_goes_on(rank: int) -> Any:
+    x = torch.zeros(3)
+    if rank == 2:
+        received(1)
+    dist.scatter(x, [full(10 * each) for each in range(WORLD)] if rank == 0 else None, 0)
+    if rank == 1:
+        dist.send(x, 2)
+    return x.tolist()
+
+
+def empty_reductions_that_nobody_waits_for(rank: int) -> Any:
+    """As of a batch without an expert's tokens."""
+    if rank == 1:
+        received(0)
+    dist.all_reduce(torch.zeros(0))
+    if rank == 0:
+        dist.send(full(1), 1)
+    dist.all_reduce(x := full(rank))
+    return x.tolist()
+
+
+def a_loader_that_feeds_the_others(rank: int) -> Any:
+    workers = group_of(1, 2, 3)
+    if rank == 0:
+        sent = [dist.isend(full(10 * batch + dst), dst) for batch in range(5) for dst in range(1, WORLD)]
+        for work in sent:
+            work.wait()
+        return None
+    losses = []
+    for _ in range(5):
+        x = torch.tensor(received(0))
+        dist.all_reduce(x, group=workers)
+        losses.append(x.tolist())
+    return losses
+
+
+def an_uneven_all_to_all(rank: int) -> Any:
+    found = []
+    for blocking in (True, False):
+        leaving, coming = [rank + dst for dst in range(WORLD)], [src + rank for src in range(WORLD)]
+        out = torch.zeros(sum(coming))
+        work = dist.all_to_all_single(out, full(rank, sum(leaving)), coming, leaving, async_op=not blocking)
+        if work is not None:
+            work.wait()
+        found.append(out.tolist())
+    return found
+
+
+def work_between_a_barrier_and_its_wait(rank: int) -> Any:
+    """Many barriers, each waited for late, polled, or never."""
+    works = [dist.barrier(async_op=True) for _ in range(6)]
+    x = sum(float(each) for each in range(1000))
+    while not works[0].is_completed():
+        pass
+    for work in reversed(works[:4]):
+        work.wait()
+    del works
+    dist.barrier()
+    return x
+
+
+def objects(rank: int) -> Any:
+    everyone: list[Any] = [None] * WORLD
+    dist.all_gather_object(everyone, {"rank": rank})
+    told = [["a", rank] if rank == 1 else None]
+    dist.broadcast_object_list(told, 1)
+    gathered: list[Any] | None = [None] * WORLD if rank == 2 else None
+    dist.gather_object("x" * rank, gathered, 2)
+    mine: list[Any] = [None]
+    dist.scatter_object_list(mine, list(range(WORLD)) if rank == 0 else None, 0)
+    return everyone, told, gathered, mine
+
+
+def data_parallel_with_uneven_inputs(rank: int) -> Any:
+    """Ranks of fewer batches shadow the calls of the others."""
+    torch.manual_seed(0)
+    model = nn.parallel.DistributedDataParallel(nn.Linear(3, 2))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with model.join():
+        for batch in range(3 + rank):
+            optimizer.zero_grad()
+            model(full(batch).repeat(2, 1)).square().mean().backward()
+            optimizer.step()
+    return [p.tolist() for p in model.parameters()]
+
+
+def a_pipeline_of_messages(rank: int) -> Any:
+    found, sent = [], []
+    for batch in range(4):
+        x = full(batch)
+        if rank:
+            dist.irecv(x, rank - 1, tag=batch).wait()
+        x = x * 2 + rank
+        if rank < WORLD - 1:
+            sent.append(dist.isend(x, rank + 1, tag=batch))
+        found.append(x.tolist())
+    for work in sent:
+        work.wait()
+    ends = [
+        dist.P2POp(dist.isend, full(rank), (rank + 1) % WORLD),
+        dist.P2POp(dist.irecv, y := torch.zeros(3), (rank - 1) % WORLD),
+    ]
+    for work in dist.batch_isend_irecv(ends):
+        work.wait()
+    return found, y.tolist()
+
+
+def a_group_that_works_while_the_others_do_not(rank: int) -> Any:
+    """They come when a message tells them to."""
+    pair = group_of(0, 1)
+    x = full(rank)
+    if rank < 2:
+        for _ in range(5):
+            dist.all_reduce(x, group=pair)
+        dist.send(x, rank + 2)
+    else:
+        x = torch.tensor(received(rank - 2))
+    dist.all_reduce(x)
+    return x.tolist()
+
+
+def threads_on_groups_of_their_own(rank: int) -> Any:
+    groups, found = [group_of() for _ in range(3)], {}
+
+    def calls(place: int) -> None:
+        x = full(rank + place)
+        for number in range(6):
+            work = dist.all_reduce(x, group=groups[place], async_op=number % 2 == 0)
+            if work is not None:
+                work.wait()
+            dist.broadcast(x, number % WORLD, group=groups[place])
+        found[place] = x.tolist()
+
+    threads = [threading.Thread(target=calls, args=(place,)) for place in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return sorted(found.items())
+
+
+def coalesced_calls(rank: int) -> Any:
+    x = [full(rank + each, 2 + each) for each in range(3)]
+    with dist._coalescing_manager(async_ops=True) as works:
+        for each in x:
+            dist.all_reduce(each)
+    works.wait()
+    return [each.tolist() for each in x]
+
+
+def functional_calls(rank: int) -> Any:
+    """Asynchronous by nature: they are waited for where they are used."""
+    group = dist.group.WORLD
+    assert group is not None
+    x = functional.all_reduce(full(rank), "sum", group)
+    y = functional.broadcast(full(rank, 2), 1, group)
+    return (y * 2).tolist(), (x + 1).tolist()
+
+
+def sharded_with_prefetch(rank: int) -> Any:
+    """FSDP2, which starts the next layer's all_gather while this one runs."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    mesh = init_device_mesh("cpu", (WORLD,))
+    layers: list[Any] = [fully_shard(layer, mesh=mesh) for layer in model]
+    fully_shard(model, mesh=mesh)
+    for layer, following in pairwise(layers):
+        layer.set_modules_to_forward_prefetch([following])
+    losses = []
+    for step in range(3):
+        loss = model(full(rank + step, 4)).square().sum()
+        loss.backward()
+        losses.append(loss.item())
+    return losses
+
+
+def monitored_barriers_between_calls(rank: int) -> Any:
+    work = dist.all_reduce(x := full(rank), async_op=True)
+    dist.monitored_barrier(timeout=timedelta(seconds=20))
+    assert work is not None
+    work.wait()
+    dist.monitored_barrier(wait_all_ranks=True)
+    dist.all_reduce(x)
+    return x.tolist()
+
+
+def groups_made_late_and_again(rank: int) -> Any:
+    """Groups come and go, of the same ranks, some by those ranks alone."""
+    found = []
+    for turn in range(4):
+        ranks = [rank & 2, rank | 1]
+        alone = turn % 2 == 1
+        groups = (
+            [dist.new_group(ranks, use_local_synchronization=True)]
+            if alone
+            else [group_of(0, 1), group_of(2, 3)]
+        )
+        group = groups[-1] if alone else groups[rank // 2]
+        work = dist.all_reduce(x := full(rank, 1 + turn), group=group, async_op=True)
+        work.wait()
+        found.append(x.tolist())
+        dist.destroy_process_group(group)
+    return found
+
+
+def many_calls_in_flight(rank: int) -> Any:
+    """Of several kinds, waited for in another order on each rank."""
+    x = [full(rank + each, 1 + each) for each in range(8)]
+    works = [
+        dist.all_reduce(each, async_op=True) if place % 2 else dist.broadcast(each, place // 2, async_op=True)
+        for place, each in enumerate(x)
+    ]
+    for place in range(8):
+        works[(place * 3 + rank) % 8].wait()
+    return [each.tolist() for each in x]
+
+
+def a_future_of_a_call(rank: int) -> Any:
+    work = dist.all_reduce(x := full(rank), async_op=True)
+    assert work is not None
+    return work.get_future().then(lambda future: future.value()[0] * 2).wait().tolist(), x.tolist()
+
+
+PROGRAMS: dict[str, Program] = {
+    program.__name__: program
+    for program in (
+        a_server_behind_an_asynchronous_barrier,
+        messages_between_an_asynchronous_all_reduce_and_its_wait,
+        two_groups_started_in_either_order,
+        a_gather_whose_sender_goes_on,
+        a_broadcast_whose_source_goes_on,
+        a_scatter_whose_receiver_goes_on,
+        empty_reductions_that_nobody_waits_for,
+        a_loader_that_feeds_the_others,
+        an_uneven_all_to_all,
+        work_between_a_barrier_and_its_wait,
+        objects,
+        data_parallel_with_uneven_inputs,
+        a_pipeline_of_messages,
+        a_group_that_works_while_the_others_do_not,
+        threads_on_groups_of_their_own,
+        coalesced_calls,
+        functional_calls,
+        sharded_with_prefetch,
+        monitored_barriers_between_calls,
+        groups_made_late_and_again,
+        many_calls_in_flight,
+        a_future_of_a_call,
+    )
+}
+
+
+def run_all(beside: Callable[[], AbstractContextManager[Any]] = nullcontext) -> dict[str, str]:
+    """What each program gives on this rank, or the error with which it ended, as text. Each has a default group of its own.
+
+    beside: what is open while a program runs.
+    """
+    rank, found = int(os.environ["RANK"]), {}
+    port = int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore("127.0.0.1", port, WORLD, False, timedelta(seconds=60))
+    for name, program in PROGRAMS.items():
+        own = dist.PrefixStore(name, store)
+        dist.init_process_group("gloo", store=own, rank=rank, world_size=WORLD, timeout=timedelta(seconds=20))
+        try:
+            with beside():
+                found[name] = repr(program(rank))
+                dist.barrier()
+        except Exception as error:
+            found[name] = f"{type(error).__name__}: {error}"
+        dist.destroy_process_group()
+    return found
