@@ -15,6 +15,7 @@ from meshcomm.comm.request import Request
 from meshcomm.comm.shapes import blank_header, described_by, without
 from meshcomm.errors import MeshcommError, ShapeError
 from meshcomm.reductions import REDUCTIONS
+from meshcomm.transport import ProcessGroupTransport
 
 
 def agree(request: Request) -> None:
@@ -73,9 +74,10 @@ def _facts(request: Request) -> dict[str, Any]:
 def _given_sizes(request: Request) -> dict[str, Any]:
     """Return the facts of the sizes of an asynchronous all_to_all that are not exchanged, because that would wait."""
     sends, expects, source = request.input_split_sizes, request.output_split_sizes, request.source
-    if not request.async_op or sends is None or expects is None or source is None:
+    processes = isinstance(request.comm.transport, ProcessGroupTransport)
+    if not processes or not request.async_op or sends is None or expects is None or source is None:
         return {}
-    rest = prod(without(source, request.axis).shape)
+    rest = prod(source.shape) // max(source.shape[request.axis], 1)
     return exchanged(request.comm.coord, [n * rest for n in sends], [n * rest for n in expects])
 
 
