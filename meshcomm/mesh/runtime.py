@@ -68,10 +68,12 @@ class Watching(ABC):
 
     timed: whether the ranks run at the same time, so that the times of their calls are meaningful.
     shared: what calls are compared through if they do not wait for other ranks; None if the ranks are no processes.
+    outside: returns the recorder of a group outside the mesh by name, also before the group's first call; None if it has none.
     """
 
     timed: bool
     shared: Shared | None = None
+    outside: Callable[[str], FlightRecorder | None] = staticmethod(lambda name: None)
 
     @abstractmethod
     def record(self, label: str, ranks: list[int], transport: Transport) -> FlightRecorder:

@@ -216,9 +216,8 @@ class Watchdog(Watching):
         if cause is None or self._stop.is_set() or os.getpid() != self._process or capturing():
             return None
         name = failed_barrier(cause)
-        for recorder in self._recorders:
-            if name is not None and recorder.group_name == name:
-                return self._barrier_error(recorder, first_line(cause), place_of(cause))
+        if name is not None and (recorder := self._named(name)) is not None:
+            return self._barrier_error(recorder, first_line(cause), place_of(cause))
         # Prefer a failed call to a call that is still running. Among several calls, take the latest.
         found = max(self._calls_past(), key=lambda past: (past.error is not None, past.began), default=None)
         return None if found is None else self._explained(found, cause)
@@ -439,13 +438,21 @@ class Watchdog(Watching):
         """Return the error for a blocked `dist.monitored_barrier` on a group of the mesh. By default, torch lets the barrier
         wait for 30 minutes.
         """
-        limits = {each.group_name: each.timeout_s() + GRACE_S for each in self._recorders}
-        name = overdue_barrier(limits, now)
-        recorder = next((each for each in self._recorders if each.group_name == name), None)
+
+        def limit_s(name: str) -> float:
+            recorder = self._named(name)
+            return math.inf if recorder is None else recorder.timeout_s() + GRACE_S
+
+        name = overdue_barrier(limit_s, now)
+        recorder = None if name is None else self._named(name)
         if recorder is None:
             return None
         limit = f"timed out after the group's {recorder.timeout_s():g} s, because it was given no timeout; this process ends"
         return self._barrier_error(recorder, limit, self.own.main_line)
+
+    def _named(self, name: str) -> FlightRecorder | None:
+        """Return the recorder of the group of this name. The hooks do not see a barrier, so it may be the group's first call."""
+        return next((each for each in self._recorders if each.group_name == name), None) or self.outside(name)
 
     def _barrier_error(self, recorder: FlightRecorder, why: str, at: str) -> MeshcommError:
         """Return the error for a `dist.monitored_barrier` that some ranks of the group have not reached.

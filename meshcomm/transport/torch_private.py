@@ -362,14 +362,14 @@ def _default_timeout(backend: Any) -> timedelta:
 c10d._get_default_timeout = _default_timeout
 
 
-def overdue_barrier(limits: Mapping[str, float], now: float) -> str | None:
+def overdue_barrier(limit_s: Callable[[str], float], now: float) -> str | None:
     """Return a group whose `dist.monitored_barrier`, called without a timeout, has blocked a thread for longer than the
     group's limit.
 
-    limits: the limit in seconds by group name. Returns None if there is no such group.
+    limit_s: returns the limit in seconds of a group by its name. Returns None if there is no such group.
     """
     for thread, (name, began) in list(_barriers.items()):
-        if now - began > limits.get(name, math.inf):
+        if now - began > limit_s(name):
             frame = sys._current_frames().get(thread)
             if frame is not None and frame.f_code is _MONITORED_BARRIER:
                 return name

@@ -196,19 +196,20 @@ with meshcomm.init(dims={{"dp": 2}}, device="cpu", timeout_s=60) as mesh:
 @pytest.mark.faults
 @pytest.mark.parametrize("asleep", [0, 1])
 @pytest.mark.parametrize("given", ["", ", timeout=datetime.timedelta(seconds=2)"])
+@pytest.mark.parametrize("before", ["dist.all_reduce(torch.ones(1))", "pass"])
 def test_a_monitored_barrier_names_the_rank_that_sleeps(
-    pool: Pool, tmp_path: Path, asleep: int, given: str
+    pool: Pool, tmp_path: Path, asleep: int, given: str, before: str
 ) -> None:
     script = f"""{BEGIN}
 import datetime
 dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=2))
-dist.all_reduce(torch.ones(1))
+{before}
 if dist.get_rank() == {asleep}:
     time.sleep(60)
 dist.monitored_barrier(wait_all_ranks=True{given})
 """
     code, lines, err = told(pool, tmp_path, script, 3)
-    assert code == 1 and lines[0].startswith(f"rank {asleep} is at script.py:17 in <module>"), err
+    assert code == 1 and lines[0].startswith(f"rank {asleep} is at script.py:18 in <module>"), err
     assert "waited for it" in lines[0] and f"it waited for rank {asleep}" in lines[1]
 
 
