@@ -74,6 +74,7 @@ def _facts(request: Request) -> dict[str, Any]:
 def _given_sizes(request: Request) -> dict[str, Any]:
     """Return the facts of the sizes of an asynchronous all_to_all that are not exchanged, because that would wait."""
     sends, expects, source = request.input_split_sizes, request.output_split_sizes, request.source
+    # The simulator compares the sizes of the calls themselves.
     processes = isinstance(request.comm.transport, ProcessGroupTransport)
     if not processes or not request.async_op or sends is None or expects is None or source is None:
         return {}
@@ -115,7 +116,7 @@ def _agree_on_sizes(request: Request, compared: bool) -> None:
     comm, x, axis = request.comm, request.source, request.axis
     input_split_sizes, output_split_sizes = request.input_split_sizes, request.output_split_sizes
     assert x is not None
-    # Sizes that the caller gives cannot be compared without waiting for the other ranks.
+    # Of an asynchronous call, `_given_sizes` are compared: an exchange would wait.
     compared = compared and not request.async_op
     if output_split_sizes is None or (compared and comm.transport.name != "fake"):
         hint = (

@@ -262,9 +262,7 @@ class FlightRecorder:
         """Record that the last call sent nothing. Every rank in the group records this, whatever call it was about to make."""
         self.refused.append(self.started)
 
-    def announce_call(
-        self, name: str, call: str, facts: dict[str, Any], waits: bool = True, past: bool = False
-    ) -> bool:
+    def announce_call(self, name: str, call: str, facts: dict[str, Any], waits: bool = True) -> bool:
         """Compare the call in progress with the other ranks' calls, while calls are compared. Return whether it was compared.
 
         waits: whether the call itself waits for all ranks of the group. See CallCheck.
@@ -277,7 +275,7 @@ class FlightRecorder:
         try:
             if check.active:
                 waits = waits and not self.ordered
-                return check.announce_call(name, call, facts, past, waits, self.started)
+                return check.announce_call(name, call, facts, waits, self.started)
             check.refuse()
             if check.settled():
                 self.check = None
@@ -342,7 +340,7 @@ class FlightRecorder:
                 arguments = arguments_of(sys._getframe(2))
                 facts = facts_of_hook(row, given, self.check.coord, len(self.ranks), arguments)
                 waits = not given.async_op and row.waits_for_all(nbytes)
-                self.announce_call(name, row.name, facts, waits, past=True)
+                self.announce_call(name, row.name, facts, waits)
         except RuntimeError as error:
             where = f'{row.name} {self.past_the_mesh}along "{name}" on {who}'
             raise self.inquire(self, where, error) from error
@@ -467,8 +465,8 @@ class FlightRecorder:
         made = [] if self.check is None else list(self.check.made)
         calls = ((each, self.call_data(each[1])) for each in made)
         return {
-            number: [call, shortened(facts), "?" if recorded is None else recorded["callsite"], past]
-            for (number, _, call, facts, past), recorded in calls
+            number: [call, shortened(facts), "?" if recorded is None else recorded["callsite"]]
+            for (number, _, call, facts), recorded in calls
         }
 
 

@@ -103,7 +103,7 @@ class CallCheck:
     raised: whether the program has been told that the ranks made different calls, some of which are under way.
     announced: whether a compared call is about to be issued. guarded: whether it does not wait for the other ranks.
     made: the calls that may differ on another rank:
-    number, the recorder's number, name, facts, and whether it was made outside the mesh.
+    number, the recorder's number, name and facts.
     """
 
     def __init__(
@@ -121,10 +121,10 @@ class CallCheck:
         self._number = 0
         self._label, self._key, self._shared = label, key, shared
         self.announced = self.guarded = False
-        self.made: deque[tuple[int, int, str, dict[str, Any], bool]] = deque(maxlen=_UNSETTLED)
+        self.made: deque[tuple[int, int, str, dict[str, Any]]] = deque(maxlen=_UNSETTLED)
         # The posted comparisons that no call waits for: the call's number, and what is compared.
         self._posted: deque[tuple[int, Work, torch.Tensor]] = deque()
-        # The difference between the ranks, once it is known here. Whether there may be one that is not.
+        # The difference between the ranks, once it is known here.
         self._difference: dict[str, Any] | None = None
         # Until when a difference that another rank may have published is looked for.
         self._suspects = 0.0
@@ -162,12 +162,9 @@ class CallCheck:
             self.raised = True
             raise error_of(self._difference)
 
-    def announce_call(
-        self, name: str, call: str, facts: dict[str, Any], past: bool, waits: bool, recorded: int
-    ) -> bool:
+    def announce_call(self, name: str, call: str, facts: dict[str, Any], waits: bool, recorded: int) -> bool:
         """Return when this rank may make a call on `name`. Return whether it was compared.
 
-        past: whether the call is made outside the mesh, in which case only some of its facts are known.
         waits: whether the call waits for all ranks of the group. If not, this method does not wait for any.
         recorded: the call's number in the recorder.
 
@@ -179,23 +176,23 @@ class CallCheck:
         self.refuse()
         waits = waits or shared is None
         number = self._number + 1
-        sign = _sign(call, facts, past)
+        sign = _sign(call, facts)
         try:
             self._number = number
             if self._left is not None:
                 self._left -= 1
-            self.made.append((number, recorded, call, facts, past))
+            self.made.append((number, recorded, call, facts))
             if waits or not transport.ordered:
                 signs = torch.tensor([sign, -sign, int(not waits)], device=transport.device)
                 work = transport.start(Call(ALL_REDUCE, signs, op="max"))
                 if not waits and work is not None:
                     self._posted.append((number, work, signs))
-                elif self._agrees(transport, name, work, signs, _told(call, facts, caller(), past)):
+                elif self._agrees(transport, name, work, signs, _told(call, facts, caller())):
                     self.announced = True
                     return True
             if shared is not None:
                 parts = parts_of(facts, transport.size)
-                self._meet(shared, name, number, _told(call, facts, caller(), past), parts)
+                self._meet(shared, name, number, _told(call, facts, caller()), parts)
             self.announced = self.guarded = True
         except Exception:
             raise
@@ -342,9 +339,9 @@ class CallCheck:
         return _as_data(error)
 
 
-def _sign(call: str, facts: dict[str, Any], past: bool) -> int:
+def _sign(call: str, facts: dict[str, Any]) -> int:
     """Return a 63-bit number that is the same for equal calls in every process."""
-    text = json.dumps([call, facts, past]).encode()
+    text = json.dumps([call, facts]).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
 
 
@@ -437,15 +434,15 @@ def mismatch(
     )
 
 
-def _told(call: str, facts: dict[str, Any], site: str, past: bool) -> list[Any]:
-    """Return the call as other ranks are told of it: (call, facts, site, past)."""
-    return [call, shortened(facts), site[-_SITE:], past]
+def _told(call: str, facts: dict[str, Any], site: str) -> list[Any]:
+    """Return the call as other ranks are told of it: (call, facts, site)."""
+    return [call, shortened(facts), site[-_SITE:]]
 
 
 def _message(told: list[Any]) -> bytes:
     """Encode a call in at most a kilobyte. Equal facts give equal texts at any callsite."""
-    call, facts, site, past = told
-    while len(text := json.dumps([call, facts, site, past]).encode()) > _BYTES and site:
+    call, facts, site = told
+    while len(text := json.dumps([call, facts, site]).encode()) > _BYTES and site:
         site = site[20:]
     return text
 

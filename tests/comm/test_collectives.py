@@ -303,8 +303,19 @@ def wrongly_known(mesh: Mesh) -> None:
             assert mesh.all_to_all("dp", x, input_split_sizes=splits, output_split_sizes=own).numel() == 4
 
 
+def wrongly_known_later(mesh: Mesh) -> None:
+    """An asynchronous call waits for no exchange, so every rank is told before data of sizes that do not fit meets."""
+    sends = [2, 1, 1] if mesh.rank == 2 else [1, 1, 1]
+    x = torch.ones(2, sum(sends))
+    with pytest.raises(CallMismatchError, match="ranks 0 1 2 do not agree"):
+        mesh.all_to_all(
+            "dp", x, 1, 1, input_split_sizes=sends, output_split_sizes=[1, 1, 1], async_op=True
+        ).wait()
+
+
 def test_a_wrong_known_size(pool: Pool) -> None:
     pool.run(on_processes, wrongly_known, {"dims": {"dp": 2}}, ranks=2)
+    pool.run(on_processes, wrongly_known_later, {"dims": {"dp": 3}}, ranks=3)
     with pytest.raises(CallMismatchError, match="ranks differ in call 1"):
         meshcomm.simulate(
             lambda mesh: mesh.all_to_all(
