@@ -457,8 +457,8 @@ class AlongDims:
         input_split_sizes: the size along `split_axis` to send to each coord, if the sizes are not equal.
         output_split_sizes: the size received from each coord, if known; pass it on all ranks or on none.
                     If it is omitted, the ranks first exchange the sizes, and the host waits for them. If it is given,
-                    sizes are exchanged only while calls are compared (mesh.validate_calls), and a wrong size raises
-                    ShapeError.
+                    sizes are compared only while calls are compared (mesh.validate_calls). A wrong size then raises
+                    ShapeError on the rank that receives it or, with `async_op`, CallMismatchError on every rank.
         Called by:  every rank along `dims`, in the same program order.
         Returns:    new memory or `out`; `x` is unchanged.
         Gradient:   none; see `mesh.functional.all_to_all`.

@@ -122,7 +122,7 @@ class CallCheck:
         self._label, self._key, self._shared = label, key, shared
         self.announced = self.guarded = False
         self.made: deque[tuple[int, int, str, dict[str, Any]]] = deque(maxlen=_UNSETTLED)
-        # The posted comparisons that no call waits for: the call's number, and what is compared.
+        # Posted comparisons that no call waits for: the call's number, the Work, and the compared tensor.
         self._posted: deque[tuple[int, Work, torch.Tensor]] = deque()
         # The difference between the ranks, once it is known here.
         self._difference: dict[str, Any] | None = None
@@ -296,7 +296,7 @@ class CallCheck:
         own = json.dumps([*mine, shared.rank])
         told = shared.first(f"{self._key}/{number}", own)
         if told == own and number > _BEHIND:
-            # If a rank is so far behind, its call of that number is compared with no other's.
+            # The call of a rank that is so far behind is not compared.
             for key in (f"{number - _BEHIND}", f"{number - _BEHIND}/parts"):
                 shared.delete(f"{self._key}/{key}")
         if told == _APART:
@@ -310,7 +310,7 @@ class CallCheck:
         else:
             known = {shared.rank: mine}
         self._difference = shared.publish(self._key, partial(self._differ, shared, name, number, known))
-        # Whoever goes on to the next call through the store is told there.
+        # A rank that makes its next call through the store finds the difference there.
         later = (f"{self._key}/{after}" for after in count(number + 1))
         next(key for key in later if shared.first(key, _APART) == _APART)
         self.refuse()
