@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import time
 from array import array
 from collections import Counter, deque
@@ -299,16 +298,13 @@ class CallCheck:
             # The call of a rank that is so far behind is not compared.
             for key in (f"{number - _BEHIND}", f"{number - _BEHIND}/parts"):
                 shared.delete(f"{self._key}/{key}")
-        if told == _APART:
-            self._suspects = math.inf
-            self.refuse()
-        *first, rank = json.loads(told)
-        if not _is_same(mine, first):
-            known = {rank: first, shared.rank: mine}
-        elif parts is None or self._fit(shared, f"{self._key}/{number}/parts", *parts):
-            return
-        else:
-            known = {shared.rank: mine}
+        first = json.loads(told)
+        known = {shared.rank: mine}
+        if told != _APART:
+            if not _is_same(mine, first):
+                known[first[-1]] = first[:-1]
+            elif parts is None or self._fit(shared, f"{self._key}/{number}/parts", *parts):
+                return
         self._difference = shared.publish(self._key, partial(self._differ, shared, name, number, known))
         # A rank that makes its next call through the store finds the difference there.
         later = (f"{self._key}/{after}" for after in count(number + 1))
