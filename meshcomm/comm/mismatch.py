@@ -24,7 +24,7 @@ from meshcomm.comm.facts import balanced, facts_match, parts_of, shortened
 from meshcomm.errors import CallMismatchError
 from meshcomm.layout.sizes import rank_text, ranks_text
 from meshcomm.transport import Transport, Work
-from meshcomm.transport.torch_private import wait_until
+from meshcomm.transport.torch_private import unprofiled, wait_until
 
 _BYTES: Final = 1024
 _SITE: Final = 200
@@ -183,7 +183,9 @@ class CallCheck:
             self.made.append((number, recorded, call, facts))
             if waits or not transport.ordered:
                 signs = torch.tensor([sign, -sign, int(not waits)], device=transport.device)
-                work = transport.start(Call(ALL_REDUCE, signs, op="max"))
+                compare = partial(transport.start, Call(ALL_REDUCE, signs, op="max"))
+                # Not waited for at once, so it may outlive a profiler.
+                work = compare() if transport.ordered else unprofiled(compare)
                 if not waits and work is not None:
                     self._posted.append((number, work, signs))
                 elif self._agrees(transport, name, work, signs, _told(call, facts, caller())):
@@ -299,7 +301,7 @@ class CallCheck:
             for key in (f"{number - _BEHIND}", f"{number - _BEHIND}/parts"):
                 shared.delete(f"{self._key}/{key}")
         first = json.loads(told)
-        known = {shared.rank: mine}
+        known: dict[int, Sequence[Any]] = {shared.rank: mine}
         if told != _APART:
             if not _is_same(mine, first):
                 known[first[-1]] = first[:-1]

@@ -29,7 +29,7 @@ from meshcomm.mesh.store import within
 # How long a client that is about to succeed may continue after its timeout.
 _GRACE_S: Final = 0.5
 _LOOK_S: Final = 1.0
-# How long one of several stores may take to answer, and how long to pause before probing a silent port again.
+# How long one of several stores may take to answer at first, and how long to pause before probing a silent port again.
 _ANSWERS_S: Final = 2.0
 _SILENT_S: Final = 10.0
 _PAUSE_S: Final = 0.02
@@ -128,13 +128,17 @@ def find_job(
         if port in _SERVED and (rank or _SERVED[port].owner != me):
             # This process now belongs to another job, or has another rank.
             stop_serving(port)
+        if port in _SERVED:
+            return find_tcp_store(host, port, world_size, hosts=True, timeout=timeout)
+    # A client of torch's store looks up the names of both ends, which takes seconds if a name server does not answer.
+    answers_s = dict.fromkeys(ports, _ANSWERS_S)
     while True:
         for port in ports:
             if (now := time.monotonic()) < again.get(port, now):
                 continue
             left_s = max(deadline - now, 0.1)
             alone = rank != 0 and len(ports) == 1
-            found[port] = here = _look(host, port, left_s if alone else min(left_s, _ANSWERS_S))
+            found[port] = here = _look(host, port, left_s if alone else min(left_s, answers_s[port]))
             # Only rank 0 can tell its job's store from the store of an earlier program.
             mine = here.owner and (here.owner.may_be(job) if rank else here.owner == me)
             if mine and here.client is not None:
@@ -146,6 +150,7 @@ def find_job(
                 )
             if here.owner is None and not here.free:
                 again[port] = now + _SILENT_S
+                answers_s[port] *= 2
         for port in (port for port in ports if rank == 0 and found[port].free and not found[port].unknown):
             try:
                 # `find_tcp_store` finds this server by port.

@@ -19,6 +19,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from queue import Empty, SimpleQueue
 from types import FunctionType
@@ -38,6 +39,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from meshcomm.transport.support import check_reduce
+
+C = TypeVar("C", bound=Callable[..., Any])
+T = TypeVar("T")
 
 # For a backend written in Python: its Work, its options, the tensors in nested arguments.
 Work: Any = dist._Work
@@ -204,6 +208,25 @@ def group_named(name: str) -> Any:
 profiling = torch.autograd._profiler_enabled
 
 
+def unprofiled(start: Callable[[], T]) -> T:
+    """Return what `start` returns, called where torch.profiler records nothing.
+
+    A Work of Gloo that was started under a profiler and completes after the profiler has been freed writes into the freed
+    memory (onFunctionExitImpl in profiler_kineto.cpp). A profiler of one thread follows the Work to the thread of Gloo, so
+    `start` then runs in a new thread.
+    """
+    if profiling():
+        with ThreadPoolExecutor(1) as thread:
+            return thread.submit(start).result()
+    torch.autograd._enable_record_function(
+        False
+    )  # for profilers of all threads, of which `profiling` knows nothing
+    try:
+        return start()
+    finally:
+        torch.autograd._enable_record_function(True)
+
+
 def capturing() -> bool:
     """Return whether this thread is capturing a CUDA graph. Checking whether a Work has completed would end the capture."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
@@ -258,7 +281,6 @@ def _with_effects(mode: Any, token: Any, operator: Any, *args: Any, **kwargs: An
 
 
 DispatchMode: Any = _DispatchMode
-C = TypeVar("C", bound=Callable[..., Any])
 
 
 def outside_graphs(target: C) -> C:

@@ -238,6 +238,19 @@ def test_how_many_calls_are_compared(pool: Pool, setting: Any, compared: int) ->
         assert counts == [min(number + 1, compared) for number in range(70)]
 
 
+@pytest.mark.mesh(dp=2, via="gloo")
+def test_a_profiler_does_not_see_the_comparison(mesh: Mesh) -> None:
+    """It may end after the profiler has been freed, into whose memory torch then writes."""
+    threads = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+    for config in (None, threads):
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        with torch.profiler.profile(activities=activities, experimental_config=config) as profile:
+            mesh.broadcast("dp", torch.ones(3), src=0)
+            mesh.barrier("dp")
+        seen = {each.name for each in profile.events() if each.name.startswith("gloo:")}
+        assert seen == {"gloo:broadcast", "gloo:barrier"}
+
+
 @pytest.mark.mesh(dp=2, cp=1, merge={"grad": ("dp", "cp")}, validate_calls=2, via="gloo")
 def test_names_of_one_group_share_the_count(mesh: Mesh) -> None:
     """What is compared is counted for the group."""

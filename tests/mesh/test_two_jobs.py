@@ -7,6 +7,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -250,6 +251,24 @@ def test_a_further_mesh_keeps_the_server_of_the_first() -> None:
     del first
     second.set("key", "value")
     assert find_job("127.0.0.1", [port], "mine", 1, 2, _SHORT).get("key") == b"value"
+
+
+def test_stores_that_take_long_to_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client of torch's store waits for the name server, for 5 s and more where none answers."""
+    ports = [free_port(), free_port()]
+    made = dist.TCPStore
+
+    def late(*given: Any, **more: Any) -> dist.TCPStore:
+        time.sleep(0.7)
+        return made(*given, **more)
+
+    first = find_job("127.0.0.1", ports[1:], "mine", 0, 2, _SHORT)
+    monkeypatch.setattr(dist, "TCPStore", late)
+    for name, value in {"_ANSWERS_S": 0.1, "_GRACE_S": 0.1, "_SILENT_S": 0.1}.items():
+        monkeypatch.setattr(f"meshcomm.mesh.job_store.{name}", value)
+    first.set("key", "value")
+    assert find_job("127.0.0.1", ports[1:], "mine", 0, 2, _SHORT).get("key") == b"value"
+    assert find_job("127.0.0.1", ports, "mine", 1, 2, timedelta(seconds=30)).get("key") == b"value"
 
 
 def test_a_store_of_torch_is_no_job_of_meshcomm() -> None:
