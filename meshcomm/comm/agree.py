@@ -28,7 +28,7 @@ def agree(request: Request) -> None:
     x = request.common
     waits = not request.async_op and request.row.waits_for_all(1 if x is None else x.nbytes)
     try:
-        compared = recorder.announce_call(request.comm.name, request.name, facts, waits)
+        recorder.announce_call(request.comm.name, request.name, facts, waits)
     except MeshcommError:
         if request.problem is not None and request.row is SCATTER:
             raise request.problem from None
@@ -36,7 +36,7 @@ def agree(request: Request) -> None:
     if request.row is SCATTER:
         _agree_on_slice(request)
     elif request.differs:
-        _agree_on_sizes(request, compared)
+        _agree_on_sizes(request)
 
 
 def _facts(request: Request) -> dict[str, Any]:
@@ -63,20 +63,19 @@ def _facts(request: Request) -> dict[str, Any]:
         facts |= {"split_axis": axis, "concat_axis": request.concat}
         facts["input_split_sizes"] = True if request.input_split_sizes is not None else None
         facts["output_split_sizes"] = True if request.output_split_sizes is not None else None
-        facts |= _given_sizes(request)
     elif row.joins or row.splits:
         facts["axis"] = axis
         facts |= {"uneven": True if request.uneven else None} if row.joins else {}
     # Each rank has its own factor, so factors are not compared.
-    return shortened(facts | request.options | (request.packed or {}))
+    return shortened(facts | request.options | (request.packed or {})) | _given_sizes(request)
 
 
 def _given_sizes(request: Request) -> dict[str, Any]:
-    """Return the facts of the sizes of an asynchronous all_to_all that are not exchanged, because that would wait."""
+    """Return the facts of the sizes of an all_to_all that its ranks do not exchange."""
     sends, expects, source = request.input_split_sizes, request.output_split_sizes, request.source
     # The simulator compares the sizes of the calls themselves.
     processes = isinstance(request.comm.transport, ProcessGroupTransport)
-    if not processes or not request.async_op or sends is None or expects is None or source is None:
+    if not processes or sends is None or expects is None or source is None:
         return {}
     rest = prod(source.shape) // max(source.shape[request.axis], 1)
     return exchanged(request.comm.coord, [n * rest for n in sends], [n * rest for n in expects])
@@ -111,14 +110,12 @@ def _agree_on_slice(request: Request) -> None:
     comm.recorder.set_bytes(request.out.nbytes * comm.size)
 
 
-def _agree_on_sizes(request: Request, compared: bool) -> None:
-    """Exchange the sizes of the parts. Sizes that the caller gives are exchanged only while calls are compared."""
+def _agree_on_sizes(request: Request) -> None:
+    """Exchange the sizes of the parts, unless the caller gives them."""
     comm, x, axis = request.comm, request.source, request.axis
     input_split_sizes, output_split_sizes = request.input_split_sizes, request.output_split_sizes
     assert x is not None
-    # Of an asynchronous call, `_given_sizes` are compared: an exchange would wait.
-    compared = compared and not request.async_op
-    if output_split_sizes is None or (compared and comm.transport.name != "fake"):
+    if output_split_sizes is None:
         hint = (
             "output_split_sizes=, the sizes to receive"
             if request.row is ALL_TO_ALL
@@ -141,13 +138,6 @@ def _agree_on_sizes(request: Request, compared: bool) -> None:
 def _misjoined(request: Request, sizes: list[int]) -> MeshcommError | None:
     """Return the error if the received sizes are wrong on this rank only."""
     comm, axis, joined, x = request.comm, request.axis, request.joined, request.source
-    if request.output_split_sizes not in (None, sizes):
-        return ShapeError(
-            f"{request.where()}: the other ranks send sizes that differ from those this rank expects",
-            given=f"output_split_sizes={request.output_split_sizes}",
-            expected=f"output_split_sizes={sizes}, as in the input_split_sizes of coords 0 to {comm.size - 1}",
-            hint="omit output_split_sizes, at the cost of a small exchange before each call",
-        )
     if joined != axis and len(set(sizes)) > 1:
         return ShapeError(
             f"{request.where()}: parts of unequal size cannot be joined along axis {joined}",

@@ -458,7 +458,7 @@ class AlongDims:
         output_split_sizes: the size received from each coord, if known; pass it on all ranks or on none.
                     If it is omitted, the ranks first exchange the sizes, and the host waits for them. If it is given,
                     sizes are compared only while calls are compared (mesh.validate_calls). A wrong size then raises
-                    ShapeError on the rank that receives it or, with `async_op`, CallMismatchError on every rank.
+                    CallMismatchError on every rank.
         Called by:  every rank along `dims`, in the same program order.
         Returns:    new memory or `out`; `x` is unchanged.
         Gradient:   none; see `mesh.functional.all_to_all`.

@@ -273,7 +273,11 @@ OPERATIONS: Final[dict[str, Operation]] = {
             "dp", x, input_split_sizes=sizes, output_split_sizes=expected
         ),
         {"x": ones(6), "sizes": [2, 2, 2], "expected": [2, 2, 2]},
-        {"received sizes": {"expected": [2, 3, 2]}},
+        {
+            "received sizes": {"expected": [2, 3, 2]},
+            "sent sizes": {"sizes": [1, 2, 3]},
+            "sent and received sizes": {"sizes": [1, 2, 3], "expected": [1, 2, 3]},
+        },
     ),
     "`mesh.barrier`": Operation(
         lambda m, call="barrier": m.barrier("dp") if call == "barrier" else m.all_reduce("dp", ones(6)),

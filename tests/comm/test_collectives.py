@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import meshcomm
-from meshcomm.comm.handle import UnwaitedHandle
+from meshcomm.comm.handle import Handle, UnwaitedHandle
 from meshcomm.errors import CallMismatchError, ShapeError
 from meshcomm.layout import Dims
 from meshcomm.mesh import Mesh
@@ -285,22 +285,32 @@ def test_sizes_that_differ_on_each_kind_of_backend(pool: Pool) -> None:
 
 
 def wrongly_known(mesh: Mesh) -> None:
-    """A rank that expects another size is told so while calls are compared; the others have their result."""
+    """If a rank expects another size, every rank is told so while calls are compared."""
     coord = mesh.coord("dp")
     x, splits = torch.arange(4.0), [1, 3] if coord else [3, 1]
-    for received in ([2, 2], [1, 3]):
-        if coord == 1 and received == [2, 2]:
-            with pytest.raises(
-                ShapeError, match="send sizes that differ from those this rank expects"
-            ) as refused:
-                mesh.all_to_all("dp", x, input_split_sizes=splits, output_split_sizes=received)
-            assert (
-                "output_split_sizes=[1, 3], as in the input_split_sizes of coords 0 to 1"
-                in refused.value.expected
-            )
-        else:
-            own = [3, 1] if coord == 0 else received
-            assert mesh.all_to_all("dp", x, input_split_sizes=splits, output_split_sizes=own).numel() == 4
+    received = [3, 1] if coord == 0 else [1, 3]
+    assert (
+        mesh.all_to_all("dp", x, input_split_sizes=splits, output_split_sizes=received).tolist()
+        == [[0.0, 1.0, 2.0, 0.0], [3.0, 1.0, 2.0, 3.0]][coord]
+    )
+    with pytest.raises(CallMismatchError, match="ranks 0 1 do not agree") as refused:
+        mesh.all_to_all("dp", x, input_split_sizes=splits, output_split_sizes=[2, 2] if coord else received)
+    assert "sends (1, 3), expects (2, 2)" in refused.value.given, refused.value.given
+
+
+def rightly_known(mesh: Mesh) -> None:
+    """Sizes of many digits, whose text is shortened."""
+    sizes = [10_000 + other for other in range(8)]
+    for later in (False, True):
+        came = mesh.all_to_all(
+            "dp",
+            torch.full((sum(sizes),), mesh.rank, dtype=torch.int8),
+            input_split_sizes=sizes,
+            output_split_sizes=[sizes[mesh.rank]] * 8,
+            async_op=later,
+        )
+        came = came.wait() if isinstance(came, Handle) else came
+        assert came.view(8, -1)[:, 0].tolist() == list(range(8))
 
 
 def wrongly_known_later(mesh: Mesh) -> None:
@@ -316,6 +326,7 @@ def wrongly_known_later(mesh: Mesh) -> None:
 def test_a_wrong_known_size(pool: Pool) -> None:
     pool.run(on_processes, wrongly_known, {"dims": {"dp": 2}}, ranks=2)
     pool.run(on_processes, wrongly_known_later, {"dims": {"dp": 3}}, ranks=3)
+    pool.run(on_processes, rightly_known, {"dims": {"dp": 8}}, ranks=8)
     with pytest.raises(CallMismatchError, match="ranks differ in call 1"):
         meshcomm.simulate(
             lambda mesh: mesh.all_to_all(
