@@ -15,7 +15,7 @@ import torch
 
 import meshcomm
 from meshcomm.comm.handle import Handle, UnwaitedHandle
-from meshcomm.errors import CallMismatchError, ShapeError
+from meshcomm.errors import CallMismatchError
 from meshcomm.layout import Dims
 from meshcomm.mesh import Mesh
 from meshcomm.reductions import REDUCTIONS
