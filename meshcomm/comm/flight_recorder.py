@@ -323,7 +323,9 @@ class FlightRecorder:
                 peer = given.root if given.root >= 0 else None
                 tensors = tensors or given.output_tensors
                 direction: Direction = "send" if kind == "SEND" else "recv"
-                self._past = self.messages.past(name, direction, peer, tensors, users_frame(3))
+                # NCCL has no tags, and cannot receive what another size was sent for.
+                tag = 0 if self.ordered else arguments_of(sys._getframe(2)).get("tag")
+                self._past = self.messages.past(name, direction, peer, tag, tensors, users_frame(3))
             return
         # A barrier may pass a tensor that is never read.
         tensors = [] if row is BARRIER else tensors

@@ -31,6 +31,8 @@ _MOST_COMPARED: Final = 4
 # this fraction of the group's timeout. The wait counts toward the timeout, so a silent peer adds none.
 _ANSWERED_S: Final = 5.0
 _ANSWERED_PART: Final = 0.5
+# Announced by an end outside the mesh, which reads no answer.
+_PAST: Final = "past"
 
 # Direction, the peer's coord and tag: messages of one channel arrive in the order in which they were sent.
 Channel: TypeAlias = tuple[Direction, int, int]
@@ -220,21 +222,27 @@ class MessageLog:
         return message
 
     def past(
-        self, name: str, direction: Direction, peer: int | None, tensors: Sequence[Tensor], frame: FrameType
+        self,
+        name: str,
+        direction: Direction,
+        peer: int | None,
+        tag: int | None,
+        tensors: Sequence[Tensor],
+        frame: FrameType,
     ) -> PendingMessage:
-        """Record and return a message that is sent or received outside the mesh. torch does not report the tag, so the
-        tag is recorded as 0.
+        """Record and return a message that is sent or received outside the mesh. tag: None if torch does not tell it, and
+        on a backend without tags.
+
+        Raises CallMismatchError if the other end is known to have no room for the message.
         """
+        number = 0 if peer is None else self._count(direction, peer, tag or 0)
         if self._check is not None:
-            self._check.takes_any()
-        number = 0 if peer is None else self._count(direction, peer, 0)
-        if peer is not None and self._check is not None:
-            self._check.pairs[direction, peer] += 1
+            self._check.past(direction, peer, tag, number, tensors, frame)
         nbytes = sum(x.nbytes for x in tensors)
         total = counter_of(self._counters, name, direction, True)
         total.calls += 1
         total.nbytes += nbytes
-        message = PendingMessage(self, name, direction, nbytes, [(direction, peer, 0, number)], frame)
+        message = PendingMessage(self, name, direction, nbytes, [(direction, peer, tag or 0, number)], frame)
         message.over = message.began
         if message.told is not None:
             message.told.of(tensors)
@@ -348,6 +356,9 @@ class MessageCheck:
     pairs: the number of compared messages in each direction with each peer. store: a store used for nothing else.
     ranks: the group's ranks, in coord order. timeout_s: the group's timeout. limit: the number of messages to
     compare, at most 4; None to compare all messages.
+
+    Messages outside the mesh are compared by their sizes in bytes, without an answer: the end that arrives second raises.
+    As in torch, a receive may have room for more than comes.
     """
 
     def __init__(
@@ -359,7 +370,7 @@ class MessageCheck:
         self._rank = rank
         self._limit = math.inf if limit is None else min(limit, _MOST_COMPARED)
         self._timeout_s = timeout_s
-        self._any = False
+        self._any = self._uncounted = False
         self.pairs: Counter[tuple[Direction, int]] = Counter()
 
     def is_compared(self, direction: Direction, peer: int) -> bool:
@@ -403,28 +414,80 @@ class MessageCheck:
         keys: of all messages in this end's call. Returns those of the other end's call, or None if that end has not arrived.
         Raises CallMismatchError before the data moves.
         """
-        src, dst = self._ends(direction, peer)
         keys = [*filter(None, keys)]
-        facts = [name_of(x.dtype), x.numel(), f"({', '.join(map(str, x.shape))})"]
-        mine = json.dumps([direction, keys, *facts, f"{frame.f_code.co_filename}:{frame.f_lineno}"])
-        # Atomic: the first end to arrive writes, and the second gets what the first has written.
-        theirs = self._store.compare_set(key, "", mine).decode()
-        if theirs == mine:
+        theirs, told = self._compare(direction, peer, key, [x], frame, keys)
+        if theirs is None:
             return None
-        together: list[str] = json.loads(theirs)[1]
-        (dtype, count, shape, line), (to, to_count, to_shape, to_line) = (
-            each[2:] for each in sorted(map(json.loads, (mine, theirs)), key=lambda each: each[0] != "send")
-        )
-        told = ""
-        if (dtype, count) != (to, to_count):
-            told = (
-                f"rank {src} sends {dtype} {shape} at {line}\n"
-                f"rank {dst} has room for {to} {to_shape} at {to_line}"
-            )
-        self._store.set(f"{key}/answer", json.dumps([told, keys]))
+        if theirs != _PAST:
+            self._store.set(f"{key}/answer", json.dumps([told, keys]))
         if told:
             raise self._differs(key, told)
-        return together
+        return () if theirs == _PAST else theirs
+
+    def past(
+        self,
+        direction: Direction,
+        peer: int | None,
+        tag: int | None,
+        number: int,
+        tensors: Sequence[Tensor],
+        frame: FrameType,
+    ) -> None:
+        """Compare a message outside the mesh, see MessageLog.past; number: its sequence number on its channel.
+
+        Raises CallMismatchError before the data moves.
+        """
+        self.takes_any()
+        # From here on, the numbers of the two ends may differ.
+        self._uncounted |= peer is None or tag is None
+        if peer is None:
+            return
+        self.pairs[direction, peer] += 1
+        if self._uncounted or self.pairs[direction, peer] > self._limit:
+            return
+        key = self.key(*self._ends(direction, peer), tag or 0, number)
+        theirs, told = self._compare(direction, peer, key, tensors, frame, _PAST)
+        if theirs == _PAST:
+            self._store.delete_key(key)
+        elif theirs is not None:
+            self._store.set(f"{key}/answer", json.dumps([told, ()]))
+        if told:
+            raise self._differs(key, told)
+
+    def _compare(
+        self,
+        direction: Direction,
+        peer: int,
+        key: str,
+        tensors: Sequence[Tensor],
+        frame: FrameType,
+        keys: Sequence[str] | str,
+    ) -> tuple[Any, str]:
+        """Announce this end's message. Return None if the other end has not arrived, or what it has announced as `keys`, and
+        how the two ends differ, "" if they do not.
+        """
+        facts = [
+            name_of(tensors[0].dtype),
+            sum(x.numel() for x in tensors),
+            " ".join(f"({', '.join(map(str, x.shape))})" for x in tensors),
+            sum(x.nbytes for x in tensors),
+        ]
+        mine = json.dumps([direction, keys, *facts, f"{frame.f_code.co_filename}:{frame.f_lineno}"])
+        # Atomic: the first end to arrive writes, and the second gets what the first has written.
+        first = self._store.compare_set(key, "", mine).decode()
+        if first == mine:
+            return None, ""
+        theirs: Any = json.loads(first)[1]
+        (dtype, count, shape, sent, line), (to, to_count, to_shape, room, to_line) = (
+            each[2:] for each in sorted(map(json.loads, (mine, first)), key=lambda each: each[0] != "send")
+        )
+        src, dst = self._ends(direction, peer)
+        told = (
+            f"rank {src} sends {dtype} {shape} at {line}\n"
+            f"rank {dst} has room for {to} {to_shape} at {to_line}"
+        )
+        fit = sent <= room if _PAST in (keys, theirs) else (dtype, count) == (to, to_count)
+        return theirs, "" if fit else told
 
     def confirm(self, unanswered: Sequence[Unanswered], heard: Heard) -> float | None:
         """Return when the peers have confirmed, or after a few seconds without an answer. In that case, the backend
@@ -469,7 +532,7 @@ class MessageCheck:
             f"message {number} with tag {tag} from rank {src} to rank {dst} on {self._label} "
             "differs between its ends; nothing was sent",
             given=told,
-            expected="the same dtype and number of elements at both ends",
+            expected="the same dtype and number of elements at both ends, or room for the message outside the mesh",
             hint="handshake=True on the send and no out on the receive, if the receiver cannot know the shape",
             mismatched_ranks=(src, dst),
         )

@@ -202,6 +202,45 @@ def a_pipeline_of_messages(rank: int) -> Any:
     return found, y.tolist()
 
 
+def messages_of_other_sizes(rank: int) -> Any:
+    """Into more room, as another dtype, with tags in another order, past torch's functions and from any source."""
+    peer, found = rank ^ 1, []
+    group: Any = dist.group.WORLD
+    backend = group._get_backend(torch.device("cpu"))
+    sends = [
+        lambda: dist.isend(full(rank, 2), peer),
+        lambda: dist.isend(full(rank, 4).view(torch.int32), peer),
+        lambda: dist.isend(full(rank, 5), peer, tag=1),
+        lambda: dist.isend(full(rank, 1), peer, tag=2),
+        lambda: backend.send([full(rank, 7)], peer, 0),
+        lambda: dist.isend(full(rank, 2), peer),
+    ]
+    room = [
+        (5, lambda x: dist.irecv(x, peer)),
+        (4, lambda x: dist.irecv(x, peer)),
+        (1, lambda x: dist.irecv(x, peer, tag=2)),
+        (5, lambda x: dist.irecv(x, peer, tag=1)),
+        (7, lambda x: dist.irecv(x, peer)),
+        (3, lambda x: dist.irecv(x, peer)),
+    ]
+    for order in (0, 1):
+        # Which end comes first.
+        sent = [] if (rank + order) % 2 else [send() for send in sends]
+        tensors = [torch.full((size,), -1.0) for size, _ in room]
+        works = [recv(x) for x, (_, recv) in zip(tensors, room, strict=True)]
+        sent = sent or [send() for send in sends]
+        for work in (*sent, *works):
+            work.wait()
+        found += [x.tolist() for x in tensors]
+        sent = [dist.isend(full(rank, size), peer, tag=3) for size in (6, 1)]
+        for size, src in ((6, None), (1, peer)):
+            dist.recv(x := torch.zeros(size), src, tag=3)
+            found.append(x.tolist())
+        for work in sent:
+            work.wait()
+    return found
+
+
 def a_group_that_works_while_the_others_do_not(rank: int) -> Any:
     """They come when a message tells them to."""
     pair = group_of(0, 1)
@@ -337,6 +376,7 @@ PROGRAMS: dict[str, Program] = {
         objects,
         data_parallel_with_uneven_inputs,
         a_pipeline_of_messages,
+        messages_of_other_sizes,
         a_group_that_works_while_the_others_do_not,
         threads_on_groups_of_their_own,
         coalesced_calls,

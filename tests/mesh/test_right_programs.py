@@ -279,3 +279,32 @@ def test_a_wrong_twin_is_refused_on_every_rank(pool: Pool, twin: str, times: int
             else f"rank {turn % 3} is mismatched"
         )
         assert 'along "group' in errors[0][0] and f"{who}; this group" in errors[0][0]
+
+
+def without_room(late: int, tag: int) -> str:
+    """Rank 0 sends more than rank 1 has room for; `late` is the end that comes second."""
+    with meshcomm.init(dims={"dp": 2}, device="cpu") as mesh:
+        group = mesh.group("dp")
+        if mesh.rank == late:
+            time.sleep(0.5)
+        try:
+            if mesh.rank:
+                dist.irecv(torch.ones(3), 0, group, tag)
+            else:
+                dist.isend(torch.ones(4), 1, group, tag)
+            time.sleep(1)
+        except CallMismatchError as error:
+            return str(error)
+        return ""
+
+
+@needs_group_hooks
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_message_without_room_is_refused_at_the_end_that_comes_second(pool: Pool, late: int) -> None:
+    """Gloo would end the receiver's process."""
+    texts = pool.run(without_room, late, 5, ranks=2)
+    assert texts[1 - late] == ""
+    assert "message 1 with tag 5 from rank 0 to rank 1 on dp differs between its ends" in texts[late]
+    assert (
+        "rank 0 sends float32 (4) at " in texts[late] and "rank 1 has room for float32 (3) at " in texts[late]
+    )
