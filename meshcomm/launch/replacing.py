@@ -111,10 +111,12 @@ class Replacing:
         self.due |= dict.fromkeys(returning, self._now() + elastic.delay_s)
         if waits:
             self._awaited |= dict.fromkeys(members, (self._now() + elastic.patience_s, self.number))
-        what = f"replaced, replacements left: {self._left}" if waits else f"continues with {self._size()}"
-        if not members:
-            what = "it was not in the mesh"
-        for failure in failures.values():
+        what = "it was not in the mesh" if not members else f"continues with {self._size()}"
+        left = self._left + len(returning)
+        for process, failure in failures.items():
+            if members and waits and process in returning:
+                left -= 1
+                what = f"replaced, replacements left: {left}"
             lines = [failure.text] if failure.text else []
             self._say(*lines, f"meshcomm: {failure.summary}; {what}")
         return True

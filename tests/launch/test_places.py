@@ -153,6 +153,12 @@ def test_a_process_is_replaced_at_once() -> None:
     assert not job.replacing.lost(lost(2), False)
 
 
+def test_two_at_once_take_two_replacements(capsys: pytest.CaptureFixture[str]) -> None:
+    assert Job(ElasticConfig(replace=3)).replacing.lost(lost(1) | lost(2), False)
+    left = [line.rpartition(": ")[2] for line in capsys.readouterr().err.splitlines()]
+    assert left == ["2", "1"]
+
+
 @pytest.mark.parametrize("failures", [lost(1, follows=True), lost(1, code=2), lost(1, code=130)])
 def test_what_would_fail_again_is_not_replaced(failures: dict[int, Failure]) -> None:
     assert not Job(ElasticConfig(replace=2)).replacing.lost(failures, False)
