@@ -119,6 +119,7 @@ def check_tensor(x: object, kinds: tuple[str, ...], where: Callable[[], str], pl
 # Classes with operators of their own, by name, so that a program that uses none of them does not import them.
 _FOR_OPERATORS: Final = ("FakeTensor", "FunctionalTensor", "AsyncCollectiveTensor")
 _PLAIN_FORMS: Final = {
+    "UninitializedParameter": "a forward pass of its module, which gives it a shape",
     "DTensor": "x.to_local(), or x.redistribute(...), which is DTensor's own communication",
     "MaskedTensor": "x.to_tensor(0), and x.get_mask() in a call of its own",
     "FakeTensor": "a tensor made outside FakeTensorMode, or mesh.functional; meshcomm dryrun takes plain tensors",
@@ -126,8 +127,12 @@ _PLAIN_FORMS: Final = {
 
 
 def is_wrapper(x: Tensor) -> bool:
-    """Return whether the class of `x` has operators of its own, so that its memory need not hold its values."""
-    return type(x) is not Tensor and type(x).__torch_dispatch__ is not Tensor.__torch_dispatch__
+    """Return whether the class of `x` has operators of its own, so that its memory need not hold its values, or `x` has no
+    values yet.
+    """
+    return type(x) is not Tensor and (
+        type(x).__torch_dispatch__ is not Tensor.__torch_dispatch__ or torch.nn.parameter.is_lazy(x)
+    )
 
 
 def _is_a(x: Tensor, names: Collection[str]) -> str | None:
@@ -154,6 +159,8 @@ def _packed(x: Tensor) -> bool:
 
 
 def _described(x: Tensor) -> str:
+    if torch.nn.parameter.is_lazy(x):
+        return f"a {type(x).__name__}, which has no shape yet"
     if x.is_nested:  # it has no shape
         return f"a nested tensor of {x.size(0)} tensors"
     kind = "quantized tensor" if x.is_quantized else type(x).__name__ if is_wrapper(x) else "tensor"

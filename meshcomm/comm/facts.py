@@ -187,7 +187,7 @@ def sent_as(x: Tensor, op: str) -> str | None:
 
 def _one(values: list[Any]) -> Any:
     """Return the value of a single tensor, or the values of several. Equal dtypes are one."""
-    if len(values) == 1 or (isinstance(values[0], str) and len(set(values)) == 1):
+    if len(values) == 1 or (values and isinstance(values[0], str) and len(set(values)) == 1):
         return values[0]
     return values
 

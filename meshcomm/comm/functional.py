@@ -172,7 +172,15 @@ def mean_message(values: Tensor, weights: Tensor | float, where: str) -> tuple[T
             hint="weights.detach()",
         )
     kind = torch.float64 if values.dtype == torch.float64 else torch.float32
-    counts = torch.as_tensor(weights, device=values.device).detach().to(kind)
+    try:
+        counts = torch.as_tensor(weights, device=values.device).detach().to(kind)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise ShapeError(
+            f"mean on {where} was given a {type(weights).__name__} as weights",
+            given=repr(weights),
+            expected="a number, or a tensor of weights",
+            hint="mesh.mean(dims, losses.sum(), tokens)",
+        ) from error
     if counts.shape not in (values.shape, ()):
         raise ShapeError(
             f"mean on {where}: the shapes of values and weights do not match",

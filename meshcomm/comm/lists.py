@@ -56,12 +56,14 @@ def collective(
         check_tensor(x, comm.kinds, where)
         check_in_place(x, where, row.with_gradient)
         check_written(x, where)
-    messages = _messages(tensors, dense)
+    # An empty list is a call, too: another rank may pass one that is not empty.
+    messages = _messages(tensors, dense) or [[]]
     if len(messages) > 1 and not (dense and _lie_apart(tensors)):
         check_apart(tensors, (), where, lambda one, other: one.dtype == other.dtype)
 
     def started(group: list[Tensor], async_op: bool = False) -> Any:
-        x = pack(group if dense else [materialised(x) for x in group])
+        whole = group or [torch.empty(0, device=comm.transport.device)]
+        x = pack(whole if dense else [materialised(x) for x in whole])
         found = comm.collective(row, x, async_op, **options, **packed(comm, tensors, group))
         if comm.recorder.span is not None:
             comm.recorder.span.of(group)
@@ -96,6 +98,8 @@ def _finish(
 
 
 def _write(packed: Tensor, group: list[Tensor], dense: bool) -> None:
+    if not group:
+        return
     values = unpack(packed, group)
     with unwatched(*group):
         # Written separately if a tensor's memory does not hold its values.

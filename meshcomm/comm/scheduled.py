@@ -21,7 +21,7 @@ from meshcomm.algorithms import (
 )
 from meshcomm.algorithms.schedule import bounds
 from meshcomm.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
-from meshcomm.comm.checks import OWN_TAGS, check_in_place, check_tensor, check_written, value_of
+from meshcomm.comm.checks import OWN_TAGS, check_in_place, check_tensor, check_written, is_wrapper, value_of
 from meshcomm.comm.communicator import Communicator
 from meshcomm.comm.handle import Handle
 from meshcomm.comm.shapes import into, materialised, unwatched
@@ -84,7 +84,7 @@ def all_reduce(
     operands in the same order.
     """
     # Even with nothing to reduce, the ranks synchronize, so that a skipped call is noticed.
-    chosen = algorithm if x.numel() > 0 else None
+    chosen = algorithm if is_wrapper(x) or x.numel() > 0 else None
     reduced: Tensor = comm.collective(ALL_REDUCE, x, False, op, factor=factor, algorithm=chosen)
     return reduced
 

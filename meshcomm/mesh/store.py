@@ -100,6 +100,8 @@ class MeshStore:
         Raises StoreError if the key does not hold an integer. In that case, torch's TCPStore would drop the job's
         connections.
         """
+        if not hasattr(amount, "__index__"):
+            raise self._refused("add", [key], f"an amount of type {type(amount).__name__}", "int")
         held = self._peek("add", key)
         if held is not None and not re.fullmatch(rb"[+-]?[0-9]+", held):
             raise self._refused("add", [key], f"the value {held[:40]!r}", "an integer, as add stores it")

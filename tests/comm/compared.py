@@ -139,6 +139,7 @@ OPERATIONS: Final[dict[str, Operation]] = {
             "order": {"xs": [ones(2), ones(4)]},
             "shape of one": {"xs": [ones(2, 2), ones(2)]},
             "number of tensors": {"xs": [ones(4), ones(1), ones(1)]},
+            "no tensors": {"xs": []},
             "dtype of one": {"xs": [ones(4), ones(2, dtype=F64)]},
             "op": {"op": "max"},
             "a tensor": {"xs": [ones(6)]},
@@ -147,7 +148,7 @@ OPERATIONS: Final[dict[str, Operation]] = {
     "`mesh.all_reduce` of a list of two dtypes": Operation(
         lambda m, xs: m.all_reduce("dp", [x.clone() for x in xs]),
         {"xs": [ones(4), ones(2, dtype=F64), ones(3)]},
-        {"order": {"xs": [ones(4), ones(3), ones(2, dtype=F64)]}},
+        {"order": {"xs": [ones(4), ones(3), ones(2, dtype=F64)]}, "no tensors": {"xs": []}},
     ),
     "`mesh.mean`": Operation(
         lambda m, values, weights: m.mean("dp", values, weights),
@@ -187,6 +188,7 @@ OPERATIONS: Final[dict[str, Operation]] = {
             "order": {"xs": [ones(2), ones(4)]},
             "shape of one": {"xs": [ones(3), ones(3)]},
             "dtype of one": {"xs": [ones(4), ones(2, dtype=F64)]},
+            "no tensors": {"xs": []},
             "src": {"src": 1},
         },
     ),

@@ -66,6 +66,7 @@ WRAPPERS: dict[str, Callable[[], Tensor]] = {
     "MaskedTensor": lambda: masked_tensor(torch.ones(4), torch.tensor([True, False, True, True])),
     "NestedTensor": lambda: torch.nested.nested_tensor([torch.ones(2, 2), torch.ones(3, 2)], layout=torch.jagged),
     "FakeTensor": fake,
+    "UninitializedParameter": lambda: torch.nn.parameter.UninitializedParameter(requires_grad=False),
 }  # fmt: skip
 # Words of the hint.
 HINTS = {
@@ -74,6 +75,7 @@ HINTS = {
     "MaskedTensor": "x.get_mask()",
     "NestedTensor": "x.unbind()",
     "FakeTensor": "outside FakeTensorMode",
+    "UninitializedParameter": "a forward pass of its module",
 }
 
 
