@@ -321,7 +321,10 @@ def _unmatched(blocked: BlockedCall, part: Sequence[Any], statuses: Statuses) ->
             said = f"{count} of {number} with tag {tag}"
         else:
             continue
-        others = ", ".join(f"{count} with tag {other}" for other, count in sorted(done.items()))
+        # What it waits for now has not moved.
+        for way, other, begun, _ in (_waiting_in(status, label) or {}).get("parts", ()):
+            done[begun] = done.get(begun, 0) - (way == half and other == rank)
+        others = ", ".join(f"{count} with tag {other}" for other, count in sorted(done.items()) if count > 0)
         said += f", and {others}" if others else ""
         found.append((peer, f"has {has} {said}; it {doing_of(status, label)}"))
     # One message is enough, but a rank that does not answer may have prevented it from arriving.
@@ -493,6 +496,12 @@ def _messages_begun(status: Status, label: str, half: str, peer: int) -> dict[in
     if group is None:
         return {}
     return {tag: n for way, other, tag, n in group["messages"]["begun"] if way == half and other == peer}
+
+
+def _waiting_in(status: Status, label: str) -> Any:
+    """Return the messages that a rank waits for in a group; None if there are none."""
+    group = _group(status, label)
+    return None if group is None else group["messages"]["waiting"]
 
 
 def _group(status: Status | None, label: str | None) -> Any:
