@@ -501,7 +501,7 @@ def _messages_begun(status: Status, label: str, half: str, peer: int) -> dict[in
 def _waiting_in(status: Status, label: str) -> Any:
     """Return the messages that a rank waits for in a group; None if there are none."""
     group = _group(status, label)
-    return None if group is None else group["messages"]["waiting"]
+    return None if group is None else group["messages"].get("waiting")
 
 
 def _group(status: Status | None, label: str | None) -> Any:
