@@ -748,7 +748,7 @@ def test_no_backend_is_asked_while_a_cuda_graph_is_captured(monkeypatch: pytest.
     counter = counter_of(recorder.counters, "dp", "all_gather")
     with recorder.call(recorder, counter, 8, None):  # type: ignore[arg-type]
         recorder.work = work = _Work(False)
-    sent = recorder.messages.past("dp", "send", 1, [torch.ones(1)], sys._getframe())
+    sent = recorder.messages.past("dp", "send", 1, 0, [torch.ones(1)], sys._getframe())
     recorder.messages.posted(sent, work)
 
     def ask() -> int:
