@@ -223,7 +223,7 @@ mesh.barrier("dp")
 """
     code, lines, err = told(pool, tmp_path, script, 3)
     assert code == 1 and lines[0].startswith("rank 2 (dp=2) failed: KeyError: 'second'"), err
-    assert lines[1] == "rank 0 (dp=0) raised ValueError: first, at script.py:13 in <module> and had not ended"
+    assert lines[1] == "rank 0 (dp=0) raised ValueError: first, at script.py:18 in <module> and had not ended"
 
 
 @pytest.mark.faults
@@ -243,7 +243,7 @@ mesh.barrier("dp")
     code, lines, err = told(pool, tmp_path, script, 3)
     assert code == 1
     assert lines[0] == (
-        "rank 0 (dp=0), thread feeder raised KeyError: 'no shard', at script.py:12 in lost, "
+        "rank 0 (dp=0), thread feeder raised KeyError: 'no shard', at script.py:17 in lost, "
         "then it ended with exit code 0 while ranks 1 2 waited for it"
     ), err
 
