@@ -242,10 +242,9 @@ mesh.barrier("dp")
 """
     code, lines, err = told(pool, tmp_path, script, 3)
     assert code == 1
-    # On a busy machine, the other ranks may report before rank 0 has ended.
-    said = "rank 0 (dp=0), thread feeder raised KeyError: 'no shard', at script.py:17 in lost"
-    ends = ", then it ended with exit code 0 while ranks 1 2 waited for it", " and had not ended"
-    assert lines[0] in [said + each for each in ends], err
+    # Only one of the other ranks may have reported by then.
+    said = "rank 0 (dp=0), thread feeder raised KeyError: 'no shard', at script.py:17 in lost, "
+    assert lines[0].startswith(f"{said}then it ended with exit code 0 while rank"), err
 
 
 @pytest.mark.faults
@@ -256,7 +255,7 @@ if os.environ["RANK"] == "0":
 meshcomm.init(dims={{"dp": 3}}, device="cpu", timeout_s=2)
 """
     code, lines, err = told(pool, tmp_path, script, 3)
-    assert code == 2 and lines[0] == "rank 0 ended with exit code 0 while ranks 1 2 waited for it", err
+    assert code == 2 and lines[0].startswith("rank 0 ended with exit code 0 while rank"), err
     assert "MeshMismatchError: rank 0 of 3 never arrived" in lines[1]
 
 
