@@ -92,6 +92,11 @@ def is_library(file: str) -> bool:
     return is_ours(file) or (file.startswith(_LIBRARY) and "-packages" not in file)
 
 
+def is_program(file: str) -> bool:
+    """Return whether a file is none of a library, installed packages included."""
+    return not is_library(file) and "-packages" not in file and not file.startswith("<frozen")
+
+
 def is_inside(files: str | tuple[str, ...], but: str = "") -> bool:
     """Return whether another thread is inside a call into the given files. A thread that runs user code during the call,
     such as a signal handler, does not count.

@@ -70,16 +70,24 @@ def reason_of(error: BaseException) -> Reason:
         return Reason.TIMEOUT
     if isinstance(error, ConnectionError):
         return Reason.CLOSED
-    text = str(error).lower()
+    text = text_of(error).lower()
     found = next((why for why, texts in _TEXTS if any(said in text for said in texts)), Reason.OTHER)
     if found is Reason.OTHER and error.__cause__ is not None:
         return reason_of(error.__cause__)
     return found
 
 
+def text_of(error: BaseException) -> str:
+    """Return an error's text, or what Python prints in its place if the error's own `__str__` raises an exception."""
+    try:
+        return str(error)
+    except Exception:
+        return "<exception str() failed>"
+
+
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's text."""
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+    return next(iter(text_of(error).strip().splitlines()), type(error).__name__)
 
 
 # -- from statuses to a diagnosis --------------------------------------------------------------------------

@@ -6,7 +6,11 @@ import io
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Callable
+from functools import partial
+from types import TracebackType
+from typing import final
 
 from meshcomm.launch.reaper import end_with_parent
 from meshcomm.mesh.environment import Launch, speak_for_rank
@@ -30,6 +34,8 @@ def as_rank(body: Callable[[], None], launch: Launch, label: Callable[[], str]) 
         end_with_parent()
     speak_for_rank(os.environ)
     leave_stack_on_signal()
+    shows = _Shows()
+    sys.excepthook = sys.__excepthook__ = shows
     own = os.getpid()
     if launch.rank:
         # Only rank 0 reports an interrupt.
@@ -49,4 +55,31 @@ def as_rank(body: Callable[[], None], launch: Launch, label: Callable[[], str]) 
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         leave_all()
         code = error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else None
-        end_rank(found, launch, latest_label() or label(), code=code)
+        shows.ends_rank = True
+        own_hook = sys.excepthook is not shows and not isinstance(error, SystemExit)
+        hook = partial(_call_hook, found) if own_hook else None
+        end_rank(found, launch, latest_label() or label(), code=code, hook=hook)
+
+
+@final
+class _Shows:
+    """Python's own hook for exceptions, until one ends this rank: the job prints that error. The program's hook may call this."""
+
+    def __init__(self) -> None:
+        self.ends_rank = False
+        self._usual = sys.__excepthook__
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if not self.ends_rank:
+            self._usual(kind, error, trace)
+
+
+def _call_hook(error: BaseException) -> None:
+    """Call the hook that the program has set, as Python does for an exception that ends a program."""
+    try:
+        sys.excepthook(type(error), error, trace_of(error))
+    except SystemExit:
+        pass
+    except BaseException:
+        print("Error in sys.excepthook:", file=sys.stderr)
+        traceback.print_exc(chain=False)

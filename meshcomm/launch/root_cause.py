@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from operator import attrgetter
+from types import MappingProxyType
 
 from meshcomm.comm.waits import ChainEnd, chain_ends
 from meshcomm.launch.reaper import signal_text
@@ -23,11 +24,13 @@ def root_cause(
     world_size: int,
     label: Callable[[int], str],
     ended: Collection[int] = (),
+    raised: Mapping[int, Failure] = MappingProxyType({}),
 ) -> tuple[Failure, list[str]]:
     """Return the root cause among `failures`, and lines about the other failures. `failures` has at least one entry, and
     contains no rank that was asked to end.
 
-    label: returns the name of a rank, with its coords. ended: ranks that had ended with exit code 0.
+    label: returns the name of a rank, with its coords. ended: ranks that had ended with exit code 0. raised: the errors that were
+        seen on these ranks, as in a thread.
 
     The first candidates are errors that no other rank's error caused, and ranks ended by a signal or an unknown error. The
     root cause is a candidate whose call is reported as mismatched, or else the earliest candidate. A rank ended by SIGABRT,
@@ -36,7 +39,8 @@ def root_cause(
     and had not ended. Second, the rank whose operation differs at a group's sequence number. Third, the end of the chains of
     waiting, see `chain_ends`: a circle of ranks, or a rank that waits for no other, with the error of a rank that waited for
     it. Fourth, the earliest failure. If a rank waited for another rank that had already ended, the ended rank is the cause,
-    with the error of the waiting rank.
+    with the error that was seen on it, or else that of the waiting rank. Unless there is a candidate, an error that a failed
+    rank was handling is named: it may be the cause.
     """
     failures = sorted(failures, key=attrgetter("rank"))
     missing = {rank for failure in failures for rank in failure.missing}
@@ -58,7 +62,11 @@ def root_cause(
     else:
         root = min(
             causes or [failure for failure in failures if failure.follows],
-            key=lambda failure: (not (failure.mismatched or failure.rank in mismatched), failure.time),
+            key=lambda failure: (
+                not (failure.mismatched or failure.rank in mismatched),
+                (failure.mismatched or failure.follows) and not failure.held,
+                failure.time,
+            ),
         )
     told |= {root.rank, *root.missing, *ended}
     others = [
@@ -68,29 +76,41 @@ def root_cause(
         and (not failure.follows or (not root.follows and failure.what == root.what))
     ]
     for what in dict.fromkeys(failure.what for failure in others):
-        ranks = [failure.rank for failure in others if failure.what == what]
-        lines.append(f"{_ranks(ranks)}: {'the same' if what == root.what else what}")
+        same = [failure for failure in others if failure.what == what]
+        seen = [failure.summary for failure in same if failure.seen and what != root.what]
+        told_so = "the same" if what == root.what else what
+        lines += seen or [f"{_ranks(failure.rank for failure in same)}: {told_so}"]
     if _aborted(root):
         lines += _calls_beside(root, failures)
-    last = (
-        ends[0].ranks[0] if ends else sorted(ended)[0] if root.follows and ended and not mismatched else None
-    )
+    gone = sorted({*root.missing} & {*ended}) or (sorted(ended) if root.follows and not mismatched else [])
+    last = ends[0].ranks[0] if ends else gone[0] if gone else None
+    # Once a rank has ended by an error of its own, what the others were handling explains nothing.
+    handling = {each.rank: each.handling for each in failures if root.follows or root.mismatched}
     if ends and ends[0].is_circle:
         # The headline is about the circle.
         what = "; ".join(
-            _waited(rank, [] if rank in places else failures, waits, places) for rank in ends[0].ranks[:4]
+            _waited(rank, [], waits, places) + handling.get(rank, "")
+            if rank in places
+            else _waited(rank, failures, waits, places)
+            for rank in ends[0].ranks[:4]
         )
-        root = replace(
-            root, who=_ranks(ends[0].ranks), what=f"waited for each other: {what}", frame="", raised=False
-        )
+        what = f"waited for each other: {what}"
+        root = replace(root, who=_ranks(ends[0].ranks), what=what, frame="", raised=False, held="")
     elif last is not None and last != root.rank and (last in ended or last in places):
         # The headline is about the rank at the end of the chain, and the text is that of a rank that waited for it.
         how = "ended with exit code 0 while" if last in ended else f"{places[last][1]}, and"
-        waiters = ends[0].waiters if ends else [root.rank]
+        own = raised.get(last) if last in ended else None
+        if own is not None:
+            how = f"raised {own.what}, at {own.frame}, then it {how}"
+        waiters = ends[0].waiters if ends else [each.rank for each in failures if last in each.missing]
+        waiters = waiters or [root.rank]
         told |= {*waiters}
         lines = [_waited(root.rank, [*failures, root], waits, places), *lines]
         what = f"{how} {ranks_text(waiters)} waited for it"
-        root = replace(root, rank=last, who=label(last), what=what, frame="", missing=(), raised=False)
+        who, text = (label(last), root.text) if own is None else (own.who, own.text)
+        root = replace(
+            root, rank=last, who=who, what=what, frame="", text=text, missing=(), raised=False, held=""
+        )
     elif root.missing:
         lines.append(f"it waited for {', '.join(label(rank) for rank in root.missing[:4])}")
     for end in ends[1:]:
@@ -99,6 +119,9 @@ def root_cause(
                 f"{label(rank)} {places[rank][1] if rank in places else ''}".rstrip() for rank in end.ranks
             ]
             lines.append(f"{_ranks(end.waiters or end.ranks)} waited for {', '.join(where)}")
+    for held in dict.fromkeys(handling.values()):
+        if not any(held in line for line in (root.summary, *lines)):
+            lines.append(f"{_ranks(rank for rank in handling if handling[rank] == held)} failed{held[1:]}")
     accounted = {*told, *(failure.rank for failure in others)}
     if after := [rank for rank in range(world_size) if rank not in accounted]:
         lines.append(f"{_ranks(after)} {_FOLLOWED}")
@@ -135,7 +158,10 @@ def _at_end(
     # A rank that waits for the last rank alone says more than one that also waits for others.
     known = own or [failure for failure in failures if failure.rank in near]
     if known:
-        return min(known, key=lambda each: ({*each.missing} != {last} and not end.is_circle, each.time))
+        return min(
+            known,
+            key=lambda each: ({*each.missing} != {last} and not end.is_circle, not each.held, each.time),
+        )
     rank = min(near)
     asked = min(
         (each for each in failures if any(rank == entry[0] for entry in each.chain)), key=attrgetter("time")

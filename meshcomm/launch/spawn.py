@@ -108,10 +108,12 @@ def launch(
             # Use the ranks of the current mesh, like the ranks' own messages.
             failed = replacing.numbered(failures)
             names = ranks.name_of_rank if failed else ranks.name
-            ended = [rank for rank, process in enumerate(replacing.places.processes) if process in ended]
-            root, others = root_cause(
-                failed or failures.values(), len(replacing.places.processes), names, ended
-            )
+            members = replacing.places.processes
+            raised = {
+                members.index(each): seen for each, seen in ranks.raised(ended).items() if each in members
+            }
+            ended = [rank for rank, process in enumerate(members) if process in ended]
+            root, others = root_cause(failed or failures.values(), len(members), names, ended, raised)
             restart = f"; restart {attempt + 1} of {max_restarts}" if attempt < max_restarts else ""
             lines = [root.text] if root.text else []
             others += replacing.notes(failed, ended, root.rank)
@@ -255,6 +257,11 @@ class _Ranks:
         if any(not each.follows for each in found.values()):
             return found
         return {**self._replacing.recent, **found}
+
+    def raised(self, ended: Sequence[int]) -> dict[int, Failure]:
+        """Return the errors that were seen on processes that have ended with exit code 0."""
+        found = collect(self._folder, self._attempt)
+        return {failure.rank: failure for failure in found if failure.seen and failure.rank in ended}
 
     def _tell_places(self, number: int) -> None:
         """Print where the ranks are that have an open mesh, and which ranks they wait for: afterward, nobody can tell."""

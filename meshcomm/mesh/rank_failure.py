@@ -21,11 +21,11 @@ from typing import Any, Final, NoReturn, final
 
 import torch.distributed as dist
 
-from meshcomm.comm.callsite import is_library, is_ours
-from meshcomm.comm.diagnosis import Reason, reason_of
+from meshcomm.comm.callsite import is_ours, is_program
+from meshcomm.comm.diagnosis import Reason, reason_of, text_of
 from meshcomm.errors import CommunicationError, MeshcommError, RankLost, StoreTimeout
 from meshcomm.mesh.environment import Launch, attempt_of, is_helper
-from meshcomm.mesh.rank_record import one_line
+from meshcomm.mesh.rank_record import frames_of, handled_by, one_line, place_of
 from meshcomm.mesh.rendezvous import of_this_attempt
 from meshcomm.mesh.store import within
 
@@ -71,6 +71,8 @@ class Failure:
     chain: the ranks that this rank waited for, directly or through others; see `CommunicationError.chain`.
     raised: whether `what` is an error of this rank.
     seen: whether the rank had raised the error but not ended, as in a long `finally` block.
+    held: the error that the rank had raised before this one, with its line, if a `finally` or `except` block made the call that
+        failed. It may be the cause, or one that the program has handled.
     """
 
     rank: int
@@ -87,13 +89,20 @@ class Failure:
     chain: Sequence[Sequence[Any]] = ()
     raised: bool = True
     seen: bool = False
+    held: str = ""
 
     @property
     def summary(self) -> str:
         """One line with the rank, the error and the source line."""
         failed = "" if not self.raised else " raised" if self.seen else " failed:"
         ended = " and had not ended" if self.seen else ""
-        return f"{self.who}{failed} {self.what}{f', at {self.frame}' if self.frame else ''}{ended}"
+        at = f", at {self.frame}" if self.frame else ""
+        return f"{self.who}{failed} {self.what}{at}{self.handling}{ended}"
+
+    @property
+    def handling(self) -> str:
+        """The end of a line that names the error that the rank was handling, if any."""
+        return f", while handling {self.held}" if self.held else ""
 
 
 def failure_of(error: BaseException, rank: int, who: str) -> Failure:
@@ -106,29 +115,32 @@ def failure_of(error: BaseException, rank: int, who: str) -> Failure:
     # In other libraries' errors, attributes with these names may have a different meaning.
     facts = vars(first) if isinstance(first, MeshcommError) else {}
     mismatched = facts.get("mismatched_ranks", ())
-    frames = _frames(main)
-    # For an error raised in another library, the line of user code that called the library is more useful.
-    own = [each for each in frames if "site-packages" not in each.filename] or frames
+    frames = frames_of(main)
     text = (
-        f" {type(error).__name__}: {error}" if isinstance(error, MeshcommError) else f"\n{_traceback(error)}"
+        f" {type(error).__name__}: {text_of(error)}"
+        if isinstance(error, MeshcommError)
+        else f"\n{_traceback(error)}"
     )
     what = one_line(main)
     if of_others and first is not error:
         what = f"{what}, after {one_line(first)}"
-        if str(first) not in text:
+        if text_of(first) not in text:
             # As after `raise ... from None`.
-            text = f"{text}\nafter {type(first).__name__}: {first}"
+            text = f"{text}\nafter {type(first).__name__}: {text_of(first)}"
     elif main is not error:
         what = f"{what} (in {type(error).__name__})"
     if isinstance(error, CommunicationError) and frames:
         # If another rank is the cause, the call stack shows how the program reached its call.
         text = f"{text}\ncalled from:\n{''.join(traceback.format_list(frames))}".rstrip()
+    held = _held(first) if isinstance(first, MeshcommError) or of_others else None
+    if held is not None and (isinstance(error, MeshcommError) or one_line(held) not in text):
+        text = f"{text}\nwhile handling:\n{_traceback(held)}"
     return Failure(
         rank,
         who,
         time.time(),
         what,
-        f"{own[-1].filename}:{own[-1].lineno} in {own[-1].name}" if own else "",
+        place_of(main),
         f"{who}:{text}",
         code=_INTERRUPTED if isinstance(error, KeyboardInterrupt) else 2 if misused else 1,
         follows=of_others and rank not in mismatched,
@@ -136,6 +148,7 @@ def failure_of(error: BaseException, rank: int, who: str) -> Failure:
         missing=[*facts.get("missing", ())],
         call=facts.get("call"),
         chain=[[*each[:-1], [*each[-1]]] for each in facts.get("chain", ())],
+        held="" if held is None else f"{one_line(held)}, at {place_of(held)}",
     )
 
 
@@ -147,17 +160,45 @@ def _first_cause(error: BaseException) -> BaseException:
     if isinstance(error, BaseExceptionGroup):
         found = [_first_cause(each) for each in error.exceptions]
         return next((each for each in found if not _about_others(each)), found[0])
-    chain = [error]
-    for link in chain:
+    for link in _chain(error):
         if isinstance(link, BaseExceptionGroup) and link is not error:
             link = _first_cause(link)
         if _about_others(link):
             return link
+    return error
+
+
+def _held(error: BaseException) -> BaseException | None:
+    """Return the error that the program was raising or handling when it made the call that raised `error`, if any."""
+    links = _chain(error)
+    contexts = [link.__context__ for link in links if link.__context__ is not link.__cause__]
+    # The traceback of an error that a library has raised and handled by itself has no line of the program.
+    return next(
+        (
+            link
+            for link in links[1:]
+            if any(link is each for each in contexts)
+            and not _about_others(link)
+            and any(is_program(frame.filename) for frame in frames_of(link))
+        ),
+        None,
+    )
+
+
+def _chain(error: BaseException) -> list[BaseException]:
+    """Return an error with all errors that it was raised from, or while they were handled."""
+    chain = [error]
+    for link in chain:
         # `raise ... from None` hides the context, but does not change the cause. A program that has handled the loss of ranks,
         # by a new mesh, goes on.
         handled = None if isinstance(link.__context__, RankLost) else link.__context__
-        chain += [each for each in (link.__cause__, handled) if each is not None and each not in chain]
-    return error
+        # By identity: an error's own `__eq__` may raise an exception.
+        chain += [
+            each
+            for each in (link.__cause__, handled)
+            if each is not None and not any(each is other for other in chain)
+        ]
+    return chain
 
 
 def _about_others(error: BaseException) -> bool:
@@ -175,7 +216,7 @@ def _of_torch(error: BaseException) -> bool:
         return False
     innermost = traceback.extract_tb(cause.__traceback__)[-1:]
     # If the program itself waits for a Work, the frame is the program's, but the text begins with a line of C++.
-    return any(is_ours(frame.filename) for frame in innermost) or _CPP.search(str(cause)) is not None
+    return any(is_ours(frame.filename) for frame in innermost) or _CPP.search(text_of(cause)) is not None
 
 
 def _traceback(error: BaseException) -> str:
@@ -192,15 +233,6 @@ def trace_of(error: BaseException) -> TracebackType | None:
 
 def _starts_scripts(file: str) -> bool:
     return "runpy" in file or file.startswith(_STARTERS)
-
-
-def _frames(error: BaseException) -> list[traceback.FrameSummary]:
-    """Return the frames of the error's traceback, except those of meshcomm and torch."""
-    return [
-        each
-        for each in traceback.extract_tb(error.__traceback__)
-        if not is_ours(each.filename) and not _starts_scripts(each.filename)
-    ]
 
 
 def leave(failure: Failure, folder: Path, attempt: int) -> bool:
@@ -314,7 +346,7 @@ def frame_at_signal(folder: Path, attempt: int, rank: int) -> tuple[str, bool]:
     own = next((each for each in threads if each.startswith("Current thread")), None)
     # Without one, a thread of a backend caused it. The main thread is last.
     frames = re.findall(r'File "(.+)", line (\d+) in (\S+)', own or "\n".join(threads))
-    users = [frame for frame in frames if not is_library(frame[0]) and not frame[0].startswith("<frozen")]
+    users = [frame for frame in frames if is_program(frame[0])]
     found = (users[0] if own else users[-1]) if users else None
     return ("" if found is None else f"{found[0]}:{found[1]} in {found[2]}"), own is not None
 
@@ -365,21 +397,28 @@ def end_rank(
     *,
     patience_s: float = _PATIENCE_S,
     code: int | None = None,
+    hook: Callable[[], None] | None = None,
 ) -> NoReturn:
     """Make the job print a single error, and end this process. May be called from any thread.
 
     label: this rank with its coords.
     patience_s: how long a rank whose error has another cause waits for that cause to be reported first.
     code: the exit code, if it differs from the error's own.
+    hook: called when the error has been left for the launcher; it may end this process itself.
     """
+    if threading.current_thread() is not threading.main_thread() and error.__context__ is None:
+        error.__context__ = handled_by(threading.main_thread().ident or 0)
     failure = failure_of(error, launch.rank, label)
     if code is not None:
         failure = replace(failure, code=code)
     folder = _folder_of_job()
     attempt = attempt_of(os.environ)
+    left = folder is not None and leave(failure, folder, attempt)
+    if hook is not None:
+        hook()
     if is_helper(os.environ):
         print(failure.text, file=sys.stderr)
-    elif folder is not None and leave(failure, folder, attempt):
+    elif folder is not None and left:
         if failure.follows:
             await_cause(folder, attempt, patience_s)
     elif failure.code != _INTERRUPTED and _speaks_first(launch, patience_s if failure.follows else 0.0):

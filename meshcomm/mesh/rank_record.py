@@ -13,11 +13,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from traceback import extract_tb
+from traceback import FrameSummary, extract_tb
 from typing import Any, Final, NamedTuple, TypeVar, final
 
-from meshcomm.comm.callsite import C10D, is_library, stack_of
-from meshcomm.comm.diagnosis import BARRIER
+from meshcomm.comm.callsite import C10D, is_library, is_ours, is_program, stack_of
+from meshcomm.comm.diagnosis import BARRIER, text_of
 from meshcomm.comm.flight_recorder import FlightRecorder
 from meshcomm.comm.spans import host
 from meshcomm.layout.sizes import rank_text
@@ -72,7 +72,7 @@ class RankRecord:
         self._reports = reports
         # The exception that the main thread is handling, by its id, and the number of calls when it was first seen. A program
         # may open its mesh while it handles an exception.
-        self._handled = (id(_handled_by(self._main)), -1)
+        self._handled = (id(handled_by(self._main)), -1)
 
     @property
     def main_line(self) -> str:
@@ -87,7 +87,7 @@ class RankRecord:
     def _in_barrier(self) -> bool:
         """Whether the main thread is in `dist.monitored_barrier`, or handles its error."""
         stack = stack_of(self._main)
-        error = _handled_by(self._main)
+        error = handled_by(self._main)
         return any(file in C10D and name == BARRIER for file, _, name in stack) or (
             error is not None and failed_barrier(error) is not None
         )
@@ -106,7 +106,7 @@ class RankRecord:
             if recorder.inside or recorder.messages.waiting is not None:
                 return None
             calls += sum(total.calls for total in list(recorder.counters.values()))
-        error = _handled_by(self._main)
+        error = handled_by(self._main)
         if error is not None and not isinstance(error, (SystemExit, KeyboardInterrupt, GeneratorExit)):
             if id(error) != self._handled[0]:
                 self._handled = (id(error), calls)
@@ -294,17 +294,25 @@ def error_under_way() -> str:
 
 def one_line(error: BaseException) -> str:
     """Return the type of an error and the first line of its message."""
-    return ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])
+    return ": ".join([type(error).__name__, *text_of(error).strip().splitlines()[:1]])
 
 
 def place_of(error: BaseException) -> str:
-    """Return the innermost line of the program in the traceback of an error; "" if there is none."""
-    frames = extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not is_library(frame.filename)] or frames
+    """Return the innermost line of the program in the traceback of an error or, if a library raised the error without the
+    program, the innermost line outside of meshcomm and torch; "" if there is none.
+    """
+    frames = frames_of(error)
+    own = [frame for frame in frames if is_program(frame.filename)] or frames
     return "".join(f"{frame.filename}:{frame.lineno} in {frame.name}" for frame in own[-1:])
 
 
-def _handled_by(thread: int) -> BaseException | None:
+def frames_of(error: BaseException) -> list[FrameSummary]:
+    """Return the frames of the error's traceback, except those of meshcomm and torch, and those that started the script."""
+    frames = extract_tb(error.__traceback__)
+    return [frame for frame in frames if not is_ours(frame.filename) and "runpy" not in frame.filename]
+
+
+def handled_by(thread: int) -> BaseException | None:
     """Return the exception that a thread is handling, if any."""
     collects = gc.isenabled()
     # As in `thread_frames`: Python holds a lock meanwhile.

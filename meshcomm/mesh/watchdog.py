@@ -78,7 +78,7 @@ _ASKS_S: Final = 10.0
 _CLOSES_S: Final = 10.0
 
 # After how long an exception that the program has raised, but that has not ended it, is left for the launcher, and printed.
-_SEEN_S: Final = 1.0
+_SEEN_S: Final = 0.2
 _TELLS_RAISED_S: Final = 10.0
 
 # After this many seconds of asking, no further rank is asked.

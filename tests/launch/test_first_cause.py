@@ -144,6 +144,146 @@ if mesh.rank == 0:
     ), err
 
 
+HELD = """
+mesh = meshcomm.init(dims={"dp": 3}, device="cpu", timeout_s=3)
+mesh.barrier("dp")
+def step():
+    if mesh.rank == 0:
+        raise ValueError("the true cause")
+    mesh.recv("dp", torch.empty(4), src=0)
+"""
+PLAIN = """
+dist.init_process_group("gloo")
+dist.all_reduce(torch.ones(4))
+def step():
+    if dist.get_rank() == 0:
+        raise ValueError("the true cause")
+    dist.all_reduce(torch.ones(4))
+"""
+CALLS = {
+    "a barrier in finally": HELD + 'try:\n    step()\nfinally:\n    mesh.barrier("dp")\n',
+    "a call in except": HELD
+    + 'try:\n    step()\nexcept ValueError:\n    mesh.all_reduce("dp", torch.ones(1))\n    raise\n',
+    "a misuse in finally": HELD + 'try:\n    step()\nfinally:\n    mesh.barrier("tp")\n',
+    "without a mesh": PLAIN + "try:\n    step()\nfinally:\n    dist.barrier()\n",
+    "a call that does not return": HELD.replace("mesh.recv", "time.sleep(60) #")
+    + "try:\n    step()\nfinally:\n    dist.barrier()\n",
+}
+
+
+@needs_group_hooks
+@pytest.mark.faults
+@pytest.mark.parametrize("name", CALLS)
+def test_an_error_is_told_though_the_program_communicates_while_it_handles_it(
+    pool: Pool, tmp_path: Path, name: str
+) -> None:
+    code, lines, err = told(pool, tmp_path, BEGIN + CALLS[name], 3)
+    place = 1 + (BEGIN + CALLS[name]).split('raise ValueError("the true cause")')[0].count("\n")
+    assert code != 0
+    assert f"while handling ValueError: the true cause, at script.py:{place} in step" in "".join(lines[:2]), (
+        err
+    )
+    assert 'raise ValueError("the true cause")\nValueError: the true cause' in err
+
+
+@needs_group_hooks
+@pytest.mark.faults
+def test_an_error_that_a_program_has_handled_is_not_the_cause(pool: Pool, tmp_path: Path) -> None:
+    script = f"""{BEGIN}
+dist.init_process_group("gloo")
+try:
+    import no_such_module
+except ImportError:
+    for step in range(9):
+        dist.all_reduce(torch.ones(1))
+        if dist.get_rank() == 1 and step == 4:
+            os.kill(os.getpid(), 9)
+"""
+    code, lines, err = told(pool, tmp_path, script, 3)
+    assert code == 137 and lines[0].startswith("rank 1 was ended by SIGKILL"), err
+    assert "no_such_module" not in "".join(lines)
+
+
+@pytest.mark.faults
+def test_an_earlier_error_that_has_not_ended_is_told_beside_the_one_that_has(
+    pool: Pool, tmp_path: Path
+) -> None:
+    script = f"""{BEGIN}
+mesh = meshcomm.init(dims={{"dp": 3}}, device="cpu", timeout_s=20)
+mesh.barrier("dp")
+if mesh.rank == 0:
+    try:
+        raise ValueError("first")
+    finally:
+        time.sleep(30)
+if mesh.rank == 2:
+    time.sleep(1)
+    raise KeyError("second")
+mesh.barrier("dp")
+"""
+    code, lines, err = told(pool, tmp_path, script, 3)
+    assert code == 1 and lines[0].startswith("rank 2 (dp=2) failed: KeyError: 'second'"), err
+    assert lines[1] == "rank 0 (dp=0) raised ValueError: first, at script.py:18 in <module> and had not ended"
+
+
+@pytest.mark.faults
+def test_the_error_of_a_thread_whose_rank_then_ends_well(pool: Pool, tmp_path: Path) -> None:
+    script = f"""{BEGIN}
+mesh = meshcomm.init(dims={{"dp": 3}}, device="cpu", timeout_s=20)
+mesh.barrier("dp")
+def lost():
+    raise KeyError("no shard")
+if mesh.rank == 0:
+    feeder = threading.Thread(target=lost, name="feeder")
+    feeder.start()
+    feeder.join()
+    sys.exit(0)
+mesh.barrier("dp")
+"""
+    code, lines, err = told(pool, tmp_path, script, 3)
+    assert code == 1
+    # Only one of the other ranks may have reported by then.
+    said = "rank 0 (dp=0), thread feeder raised KeyError: 'no shard', at script.py:17 in lost, "
+    assert lines[0].startswith(f"{said}then it ended with exit code 0 while rank"), err
+
+
+@pytest.mark.faults
+def test_a_rank_that_ends_well_before_the_ranks_meet(pool: Pool, tmp_path: Path) -> None:
+    script = f"""{BEGIN}
+if os.environ["RANK"] == "0":
+    sys.exit(0)
+meshcomm.init(dims={{"dp": 3}}, device="cpu", timeout_s=2)
+"""
+    code, lines, err = told(pool, tmp_path, script, 3)
+    assert code == 2 and lines[0].startswith("rank 0 ended with exit code 0 while rank"), err
+    assert "MeshMismatchError: rank 0 of 3 never arrived" in lines[1]
+
+
+# -- the program's own hook ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("then", ["before(*given)", "sys.__excepthook__(*given)", "1 / 0", "os._exit(7)"])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_the_programs_own_hook_is_called(pool: Pool, tmp_path: Path, then: str, when: str) -> None:
+    opens = 'mesh = meshcomm.init(dims={"dp": 2}, device="cpu", timeout_s=20)\n'
+    script = f"""{BEGIN}
+{opens if when == "after" else ""}
+before = sys.excepthook
+def hook(*given):
+    print("hook of", given[0].__name__, given[1], flush=True)
+    {then}
+sys.excepthook = hook
+{opens if when == "before" else ""}
+if mesh.rank == 1:
+    raise ValueError("planted")
+time.sleep(60)
+"""
+    code, out, err = job(pool, tmp_path, script, 2).finish()
+    assert (code, out) == (1, "hook of ValueError planted\n"), err
+    assert err.count('raise ValueError("planted")') == 1, err
+    assert "meshcomm: rank 1 (dp=1) failed: ValueError: planted, at script.py:" in err
+
+
 # -- helpers --------------------------------------------------------------------------------------------
 
 HELPS = """

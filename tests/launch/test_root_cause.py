@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 from typing import Any
@@ -363,6 +364,47 @@ def test_only_the_users_frames_count() -> None:
     with pytest.raises(MeshcommError) as caught:
         layout_of_nothing()
     assert failure_of(caught.value, 0, "rank 0").frame.endswith(" in layout_of_nothing")
+
+
+def test_the_frame_is_the_programs_and_not_of_a_library() -> None:
+    def in_library() -> None:
+        json.loads("{")
+
+    with pytest.raises(json.JSONDecodeError) as caught:
+        in_library()
+    found = failure_of(caught.value, 0, "rank 0")
+    assert found.frame.startswith(f"{__file__}:") and found.frame.endswith(" in in_library")
+
+
+@pytest.mark.parametrize("kind", [Exception, RuntimeError, MeshcommError])
+def test_an_error_without_a_text_is_told_as_python_tells_it(kind: type[Exception]) -> None:
+    def fails(self: Exception) -> str:
+        raise ValueError
+
+    error = raised(type("Bad", (kind,), {"__str__": fails})("b"))
+    found = failure_of(error, 0, "rank 0")
+    assert found.what == "Bad: <exception str() failed>" and "Bad: <exception str() failed>" in found.text
+    while_handled = raised(PeerLost("lost"))
+    while_handled.__context__ = error
+    assert "Bad: <exception str() failed>" in failure_of(while_handled, 0, "rank 0").summary
+
+
+def test_what_a_rank_held_is_named_only_if_no_error_explains_the_failure() -> None:
+    lost = failure(0, 9.0, "PeerLost", follows=True)
+    held = failure(1, 9.5, "PeerLost", follows=True, held="ValueError: true, at train.py:3 in f")
+    assert told([lost, held])[0][0].endswith(
+        "PeerLost: planted, at train.py:88 in step, while handling ValueError: true, at train.py:3 in f"
+    )
+    lines, _, _ = told([failure(0, 9.9, follows=False), held])
+    assert lines[0].startswith("rank 0 ") and "true" not in "".join(lines)
+    # An earlier error comes first.
+    lines, _, _ = told([failure(0, 9.0), failure(1, 9.5, "ShapeError", held="KeyError: later")])
+    assert lines[0].startswith("rank 0 ")
+    mismatched = failure(2, 9.0, "CallMismatchError", mismatched=True)
+    lines, _, _ = told([mismatched, held])
+    assert lines[0].startswith("rank 2 ") and any(
+        line == "rank 1 failed while handling ValueError: true, at train.py:3 in f" for line in lines
+    ), lines
 
 
 def layout_of_nothing() -> None:
