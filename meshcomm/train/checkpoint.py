@@ -25,6 +25,7 @@ from meshcomm.train.checkpoint_folder import (
     FOLDER,
     LATEST,
     check_free,
+    check_step,
     checkpoints_in,
     commit,
     is_complete,
@@ -134,14 +135,19 @@ def write(mesh: Mesh, state: Mapping[str, Tensor | Kept], folder: Path, lock: Lo
 
     lock:      the lock that `resume` requires; `read` does not use it.
     Called by: every rank of the mesh. Returns when all files are on disk. Metadata and lock are written last.
-    Raises:    TrainingError on every rank if one rank cannot write, or if the folder has files already.
+    Raises:    TrainingError on every rank if one rank cannot write, or if the folder has files already or is named after another step.
     """
-    _check_free(mesh, folder)
+    _check_free(mesh, folder, lock.step)
     Save(mesh, state, divide(mesh, state), folder, complete=partial(lock.write, folder)).now()
 
 
-def _check_free(mesh: Mesh, folder: Path) -> None:
-    on_all_ranks(mesh, f"save into {folder}", lambda: check_free(folder) if is_first(mesh) else None)
+def _check_free(mesh: Mesh, folder: Path, step: int) -> None:
+    def check() -> None:
+        check_step(folder, step)
+        if is_first(mesh):
+            check_free(folder)
+
+    on_all_ranks(mesh, f"save into {folder}", check)
 
 
 @final
@@ -221,7 +227,7 @@ class Checkpoints:
         self.finish()
         self._lease.hold(self._mesh)
         path = self.folder / name_of(lock.step)
-        _check_free(self._mesh, path)
+        _check_free(self._mesh, path, lock.step)
         draft, beside = saving(path), self._train.checkpoint_async
 
         def complete() -> None:

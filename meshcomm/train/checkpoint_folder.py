@@ -94,6 +94,18 @@ def has(folder: Path, step: int) -> bool:
     return is_complete(folder / name_of(step))
 
 
+def check_step(path: Path, step: int) -> None:
+    """Raise TrainingError if the folder of the checkpoint of `step` is named after another step."""
+    if step_of(path) not in (-1, step):
+        there = f"; or move it away; {go_on_without(path)}" if path.is_dir() else ""
+        raise TrainingError(
+            f"a folder named after step {step_of(path)} for the checkpoint of step {step}",
+            given=f"{path}, and step {step}",
+            expected=f"the checkpoint of step {step_of(path)}",
+            hint=f"name it {name_of(step)}, or not after a step{there}",
+        )
+
+
 def go_on_without(path: Path) -> str:
     """Return advice for when the checkpoint `path` was not written: use the newest earlier checkpoint, or start a new run."""
     older = [each for each in complete(path.parent) if each != path and step_of(each) <= step_of(path)]

@@ -19,7 +19,7 @@ from meshcomm.config import Config
 from meshcomm.config.write import toml
 from meshcomm.errors import ConfigError, TrainingError
 from meshcomm.mesh import Mesh
-from meshcomm.train.checkpoint_folder import LOCK, METADATA, instead_of, step_of, write
+from meshcomm.train.checkpoint_folder import LOCK, METADATA, check_step, instead_of, write
 
 _FORMAT = 4
 
@@ -123,13 +123,7 @@ class Lock:
                 expected=f"format {_FORMAT}, as written by this version of meshcomm, readable on every host",
                 hint=f"{f'restore {path.name}, or ' if missing else ''}{instead_of(folder)}",
             ) from error
-        if step_of(folder) not in (-1, lock.step):
-            raise TrainingError(
-                f"a folder named after step {step_of(folder)} contains the checkpoint of step {lock.step}",
-                given=f"{folder}, with step {lock.step} in its {LOCK}",
-                expected=f"the checkpoint of step {step_of(folder)}",
-                hint=instead_of(folder),
-            )
+        check_step(folder, lock.step)
         return lock
 
     @classmethod

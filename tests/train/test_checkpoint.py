@@ -700,7 +700,7 @@ def test_a_damaged_last_checkpoint_is_not_passed_over(pool: Pool, at_step_4: Pat
             lambda: shutil.copytree(folder / "step-000004", last, ignore=shutil.ignore_patterns(".*")),
             "missing",
         ),
-        (lambda: shutil.copytree(folder / "step-000004", last), "named after step 8 contains .* step 4"),
+        (lambda: shutil.copytree(folder / "step-000004", last), "named after step 8 for .* step 4"),
         (lambda: last.write_text("a note"), "lock.json cannot be read"),
     ):
         damage()
@@ -708,7 +708,7 @@ def test_a_damaged_last_checkpoint_is_not_passed_over(pool: Pool, at_step_4: Pat
         for source in (at_step_4, folder, last):
             with pytest.raises(TrainingError, match=words) as caught:
                 export_weights(source, tmp_path / "w.safetensors")
-            assert str(last) in caught.value.given and "step-000008" in (caught.value.hint or "")
+            assert str(last) in caught.value.given
         with meshcomm.init(config) as mesh, pytest.raises(TrainingError, match=words):
             run(mesh, config, Callback())
         assert (
@@ -780,6 +780,8 @@ def saved_twice(config: Config, folder: Path) -> str:
         with pytest.raises(TrainingError) as caught:
             trainer.save(folder)
         trainer.load(folder)
+        with pytest.raises(TrainingError, match="a folder named after step 4 for the checkpoint of step 0"):
+            trainer.save(folder.with_name("step-000004"))
     return str(caught.value)
 
 
