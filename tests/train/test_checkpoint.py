@@ -848,3 +848,19 @@ def test_metrics_that_cannot_be_written_end_the_run_with_an_error_that_names_the
         file._file = open("/dev/full", "a", encoding="utf-8")  # noqa: SIM115
         file.write(Step(1, 1.0, 2.0, 0.1, 10, 5.0, 2.0))
     assert caught.value.given == str(tmp_path / "metrics.jsonl") and caught.value.hint
+
+
+@pytest.mark.parametrize(
+    "more", ["train.checkpoint_every=0", "train.checkpoint_every=2", "train.trace_steps=[1, 9]"]
+)
+def test_a_folder_removed_while_training_ends_the_run_with_one_error(tmp_path: Path, more: str) -> None:
+    config = tiny(tmp_path / "run", ONE, "train.warmup_steps=1", more)
+
+    class Remove(Callback):
+        def on_step(self, step: Step) -> None:
+            if step.step == 1:
+                shutil.rmtree(tmp_path / "run")
+
+    with meshcomm.init(config) as mesh, pytest.raises(TrainingError, match="cannot be written") as caught:
+        run(mesh, config, Remove())
+    assert caught.value.given == str(tmp_path / "run" / "metrics.jsonl") and caught.value.hint
