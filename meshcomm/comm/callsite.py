@@ -1,4 +1,6 @@
-"""Finds the line of the user's program that made a call."""
+"""Finds the line of the user's program that made a call. In a command of meshcomm that runs no code of the user there, it is a
+line of meshcomm's training.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +9,7 @@ import gc
 import os
 import sys
 import threading
+from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate, chain, islice, repeat
 from operator import methodcaller
@@ -31,14 +34,21 @@ _DISTRIBUTED: Final = f"{Path(torch.__file__).parent / 'distributed'}{os.sep}"
 C10D: Final = (f"{_DISTRIBUTED}distributed_c10d.py", f"{_DISTRIBUTED}_functional_collectives.py")
 # This part of the package counts as user code.
 _BENCH: Final = f"{Path(__file__).parents[1] / 'bench'}{os.sep}"
+# A command of meshcomm starts here. The frames outside it belong to the library that parses its arguments.
+_COMMANDS: Final = f"{Path(__file__).parents[1] / 'cli'}{os.sep}"
+_TRAINING: Final = f"{Path(__file__).parents[1] / 'train'}{os.sep}"
+_COMMAND: Final = -1
 
 
 @final
-class _Ours(dict[str, bool]):
-    """Maps a file's name to whether its frames lie between the user's code and the call."""
+class _Ours(dict[str, int]):
+    """Maps a file's name to whether its frames lie between the user's code and the call: True, False, or _COMMAND if there
+    is no user code outside such a frame.
+    """
 
-    def __missing__(self, file: str) -> bool:
-        found = self[file] = file.startswith(_OURS) and not file.startswith(_BENCH)
+    def __missing__(self, file: str) -> int:
+        ours = file.startswith(_OURS) and not file.startswith(_BENCH)
+        found = self[file] = _COMMAND if file.startswith(_COMMANDS) else ours
         return found
 
 
@@ -47,16 +57,34 @@ is_ours = _ours.__getitem__
 
 
 def users_frame(depth: int = 1) -> FrameType:
-    """Return the innermost frame of the user's code, starting `depth` frames up. Return the outermost frame
-    if there is none.
+    """Return the innermost frame of the user's code, starting `depth` frames up. If there is none, return the frame that
+    `place_in` names, or the outermost frame.
     """
     frame = sys._getframe(depth)
-    while _ours[frame.f_code.co_filename]:
+    while (ours := _ours[frame.f_code.co_filename]) > 0:
         outer = frame.f_back
         if outer is None:
             break
         frame = outer
+    if ours == _COMMAND:
+        frames = [sys._getframe(depth)]
+        while frames[-1] is not frame:
+            frames.append(frames[-1].f_back or frame)
+        return frames[place_in([each.f_code.co_filename for each in frames]) or -1]
     return frame
+
+
+def place_in(files: Sequence[str]) -> int | None:
+    """Return the index of the line to show of a stack, by the file of each frame, innermost first.
+
+    This is the innermost frame of the program or, if there is none, of an installed package. In a command of meshcomm without
+    either, it is the innermost one of meshcomm's training. Returns None if there is none.
+    """
+    until = next((at for at, file in enumerate(files) if _ours[file] == _COMMAND), len(files))
+    program = (at for at, file in enumerate(files[:until]) if is_program(file))
+    installed = (at for at, file in enumerate(files[:until]) if not is_library(file))
+    training = (at for at, file in enumerate(files) if file.startswith(_TRAINING))
+    return next(chain(program, installed, training), None)
 
 
 def stack_of(thread: int) -> list[tuple[str, int, str]]:
@@ -89,12 +117,12 @@ def is_library(file: str) -> bool:
     """Return whether a file belongs to this package, to torch, or to the standard library, whose code runs
     during waits for the store.
     """
-    return is_ours(file) or (file.startswith(_LIBRARY) and "-packages" not in file)
+    return bool(is_ours(file)) or (file.startswith((_LIBRARY, "<frozen")) and "-packages" not in file)
 
 
 def is_program(file: str) -> bool:
     """Return whether a file is none of a library, installed packages included."""
-    return not is_library(file) and "-packages" not in file and not file.startswith("<frozen")
+    return not is_library(file) and "-packages" not in file
 
 
 def is_inside(files: str | tuple[str, ...], but: str = "") -> bool:

@@ -8,7 +8,7 @@ from typing import Annotated
 from pydantic import Field
 
 from meshcomm.config.problems import Problem
-from meshcomm.config.section import FrozenTable, NoEffect, Section, Table
+from meshcomm.config.section import FrozenTable, NoEffect, Seconds, Section, Table
 
 
 def _one_dim(elastic: ElasticConfig) -> Iterator[Problem]:
@@ -39,9 +39,9 @@ class ElasticConfig(Section):
     """Smallest size of a dim, by dim name, at which the job continues if a rank cannot be replaced. The global batch
     size does not change. The mesh grows back when a new process joins. Default: the job ends.
     """
-    patience_s: float = Field(default=0.0, ge=0)
+    patience_s: Seconds = Field(default=0.0, ge=0)
     """With min: seconds to wait for a new process before continuing with fewer ranks. Default 0."""
-    delay_s: float = Field(default=0.0, ge=0)
+    delay_s: Seconds = Field(default=0.0, ge=0)
     """With replace: seconds between the loss of a rank and the start of its new process, for example to let a device
     recover. Default 0.
     """

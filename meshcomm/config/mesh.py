@@ -9,7 +9,7 @@ from pydantic import Field, PrivateAttr
 
 from meshcomm.config.problems import Problem, refused, report
 from meshcomm.config.rules_mesh import MOST_RANKS, RULES, sizes_fit
-from meshcomm.config.section import FrozenList, FrozenTable, Section, Table, Text, run
+from meshcomm.config.section import FrozenList, FrozenTable, Seconds, Section, Table, Text, run
 from meshcomm.errors import LayoutError
 from meshcomm.layout import GroupOptions, Layout, Plan
 from meshcomm.layout.names import merged_name
@@ -23,7 +23,7 @@ class DimOptions(Section):
     """`[mesh.options.NAME]`: options for the groups along one dim, merged dim or dim of a view."""
 
     place = "mesh.options"
-    timeout_s: float | None = Field(default=None, gt=0)
+    timeout_s: Annotated[Seconds, Field(gt=0)] | None = None
     """Seconds after which an unfinished operation raises an error. If omitted, mesh.timeout_s applies."""
     backend: Text | None = None
     """Backend for this dim, in the format of mesh.backend. If omitted, mesh.backend is used."""
@@ -76,7 +76,7 @@ class MeshConfig(Section):
     """Device type: "cpu", "cuda", ... Default "auto": cuda if available, else cpu."""
     backend: Text = "auto"
     """A torch.distributed backend, or "cpu:gloo,cuda:nccl". Default "auto": nccl on cuda, gloo on cpu."""
-    timeout_s: float = Field(default=600.0, gt=0)
+    timeout_s: Seconds = Field(default=600.0, gt=0)
     """Seconds after which an unfinished operation raises an error. Default 600."""
     validate_calls: Annotated[int, Field(ge=0)] | Literal["always"] = 64
     """Number of initial calls on each group that are compared across the group's ranks before any data is sent. 0

@@ -49,8 +49,16 @@ def _parse(language: str, text: str, label: str) -> Any:
         raise report(label, [_syntax_error(language, text, error)]) from None
     if inner:
         what = f"not a configuration in {language}: tables or lists more than {_DEEPEST} deep"
-        raise report(label, [Problem("the file", what, "settings, which are at most 4 deep")])
+        ways = [f"short, flat settings, as in  {_EXAMPLES[language]}"]
+        raise report(
+            label, [Problem("the file", what, "settings, which are at most 4 deep", ways, _start(text))]
+        )
     return data
+
+
+def _start(text: str) -> str:
+    line = " ".join(text[:60].split())
+    return line + ("..." if len(text) > 60 else "")
 
 
 def _within(value: Any) -> Iterable[Any]:
@@ -121,7 +129,10 @@ def _syntax_error(language: str, text: str, error: Exception) -> Problem:
         numbers = [int(number) for number in re.findall(r"\d+", place)]
         line, column = numbers or (len(lines), len(lines[-1]) + 1)
     else:  # too many digits, or nested too deep: the parser gives no position
-        return Problem("the file", f"not {language}: {str(error).split(';')[0]}", expected)
+        ways = [f"short, flat settings, as in  {_EXAMPLES[language]}"]
+        return Problem(
+            "the file", f"not {language}: {str(error).split(';')[0]}", expected, ways, _start(text)
+        )
     # Tabs are one character for the parser and several on the screen.
     shown = lines[line - 1].replace("\t", " ") if 0 < line <= len(lines) else ""
     start = max(0, column - 60)

@@ -169,7 +169,10 @@ def read(path: Path) -> dict[str, Any]:
     """Return the content of the config.json at `path`. Raises OSError if there is no such file, ValueError if it is not
     a JSON object.
     """
-    return _read(path, path.stat().st_mtime_ns)
+    changed = path.stat().st_mtime_ns
+    if path.is_fifo():
+        raise ValueError(f"{path} is a pipe, not a file")
+    return _read(path, changed)
 
 
 @lru_cache(maxsize=16)

@@ -102,6 +102,13 @@ def _read(path: Path, label: str) -> dict[str, Any]:
             expected="one of " + ", ".join(PARSERS),
             hint=str(path.with_suffix(".toml")) if path.suffix else f"{label}.toml",
         )
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise ConfigError(
+            f"{label}: cannot be read: not a file",
+            given=f"{label}, a pipe, a socket or a device",
+            expected="a TOML, JSON or YAML file",
+            hint="save the configuration as a file",
+        )
     try:
         text = path.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -139,7 +146,11 @@ def near_file(path: Path, script: bool = False) -> str:
     """
     endings = [".py"] if script else [*PARSERS]
     try:
-        present = [entry.name for entry in path.parent.iterdir() if entry.suffix.lower() in endings]
+        present = [
+            entry.name
+            for entry in path.parent.iterdir()
+            if entry.suffix.lower() in endings and not entry.is_fifo()
+        ]
     except OSError:
         return f"the folder {path.parent} cannot be read either"
     # If two file names differ only in the extension, the one with the extension of `path` comes last and is kept.

@@ -89,6 +89,8 @@ Pair: TypeAlias = Annotated[tuple[T, T], BeforeValidator(_as_tuple)]
 Text: TypeAlias = Annotated[str, Field(min_length=1)]
 Function: TypeAlias = Annotated[Text, AfterValidator(_function)]
 Arguments: TypeAlias = FrozenTable[str | int | float | bool]
+# Backends count milliseconds in 32 bits.
+Seconds: TypeAlias = Annotated[float, Field(le=1_000_000)]
 Fraction: TypeAlias = Annotated[float, Field(ge=0, lt=1)]
 
 

@@ -313,8 +313,9 @@ def _not_found(
         f"rank {rank} of {world_size} could not meet the others at {where}",
         given=given,
         expected=f"the store of rank 0 to answer within {timeout.total_seconds():g} s",
-        hint="check whether rank 0 is running, and which program has the port on its host: "
-        f"ss -ltnp 'sport = :{next(iter(found))}'",
+        hint=("look" if rank == 0 else "check whether rank 0 is running, and look on its host")
+        + f" which program has the port: ss -ltnp 'sport = :{next(iter(found))}'"
+        + (", or use another MASTER_PORT" if rank == 0 else ""),
     )
 
 

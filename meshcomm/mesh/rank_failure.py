@@ -21,7 +21,7 @@ from typing import Any, Final, NoReturn, final
 
 import torch.distributed as dist
 
-from meshcomm.comm.callsite import is_ours, is_program
+from meshcomm.comm.callsite import is_ours, is_program, place_in
 from meshcomm.comm.diagnosis import Reason, reason_of, text_of
 from meshcomm.errors import CommunicationError, MeshcommError, RankLost, StoreTimeout
 from meshcomm.mesh.environment import Launch, attempt_of, is_helper
@@ -340,15 +340,15 @@ def frame_at_signal(folder: Path, attempt: int, rank: int) -> tuple[str, bool]:
     line caused the signal. Return "" if the rank has left no stack.
     """
     try:
-        threads = (folder / _STACK.format(attempt, rank)).read_text().split("\n\n")
+        text = (folder / _STACK.format(attempt, rank)).read_text()
     except OSError:
         return "", False
+    threads = [each for each in text.split("\n\n") if 'File "' in each]
     own = next((each for each in threads if each.startswith("Current thread")), None)
     # Without one, a thread of a backend caused it. The main thread is last.
-    frames = re.findall(r'File "(.+)", line (\d+) in (\S+)', own or "\n".join(threads))
-    users = [frame for frame in frames if is_program(frame[0])]
-    found = (users[0] if own else users[-1]) if users else None
-    return ("" if found is None else f"{found[0]}:{found[1]} in {found[2]}"), own is not None
+    frames = re.findall(r'File "(.+)", line (\d+) in (\S+)', own or "".join(threads[-1:]))
+    at = place_in([file for file, _, _ in frames])
+    return "" if at is None else "{}:{} in {}".format(*frames[at]), own is not None
 
 
 # -- where the ranks are, for a launcher that is about to end them ---------------------------------------

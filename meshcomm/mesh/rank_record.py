@@ -16,7 +16,7 @@ from pathlib import Path
 from traceback import FrameSummary, extract_tb
 from typing import Any, Final, NamedTuple, TypeVar, final
 
-from meshcomm.comm.callsite import C10D, is_library, is_ours, is_program, stack_of
+from meshcomm.comm.callsite import C10D, is_ours, place_in, stack_of
 from meshcomm.comm.diagnosis import BARRIER, text_of
 from meshcomm.comm.flight_recorder import FlightRecorder
 from meshcomm.comm.spans import host
@@ -76,12 +76,12 @@ class RankRecord:
 
     @property
     def main_line(self) -> str:
-        """The file:line and function of the innermost frame of the user's program."""
+        """The file:line and function to show of the main thread, see `place_in`."""
         stack = stack_of(self._main)
-        own = [place for place in stack if not is_library(place[0])]
-        for file, line, name in (own or stack)[:1]:
-            return f"{file}:{line} in {name}"
-        return "an unknown line"
+        if not stack:
+            return "an unknown line"
+        file, line, name = stack[place_in([file for file, _, _ in stack]) or 0]
+        return f"{file}:{line} in {name}"
 
     @property
     def _in_barrier(self) -> bool:
@@ -298,12 +298,15 @@ def one_line(error: BaseException) -> str:
 
 
 def place_of(error: BaseException) -> str:
-    """Return the innermost line of the program in the traceback of an error or, if a library raised the error without the
-    program, the innermost line outside of meshcomm and torch; "" if there is none.
+    """Return the line to show of the traceback of an error, see `place_in`; if there is none, the innermost line outside of
+    meshcomm and torch, or the innermost one. Returns "" if the error has no traceback.
     """
-    frames = frames_of(error)
-    own = [frame for frame in frames if is_program(frame.filename)] or frames
-    return "".join(f"{frame.filename}:{frame.lineno} in {frame.name}" for frame in own[-1:])
+    frames = extract_tb(error.__traceback__)[::-1]
+    if not frames:
+        return ""
+    at = place_in([each.filename for each in frames])
+    frame = frames[at] if at is not None else [frames[0], *frames_of(error)][-1]
+    return f"{frame.filename}:{frame.lineno} in {frame.name}"
 
 
 def frames_of(error: BaseException) -> list[FrameSummary]:

@@ -24,8 +24,11 @@ from meshcomm.train.callbacks import Resumed
 from meshcomm.train.checkpoint_folder import (
     FOLDER,
     LATEST,
+    check_free,
+    check_step,
+    checkpoints_in,
     commit,
-    complete,
+    is_complete,
     keep_last,
     name_of,
     replace,
@@ -132,9 +135,19 @@ def write(mesh: Mesh, state: Mapping[str, Tensor | Kept], folder: Path, lock: Lo
 
     lock:      the lock that `resume` requires; `read` does not use it.
     Called by: every rank of the mesh. Returns when all files are on disk. Metadata and lock are written last.
-    Raises:    TrainingError on every rank if one rank cannot write.
+    Raises:    TrainingError on every rank if one rank cannot write, or if the folder has files already or is named after another step.
     """
+    _check_free(mesh, folder, lock.step)
     Save(mesh, state, divide(mesh, state), folder, complete=partial(lock.write, folder)).now()
+
+
+def _check_free(mesh: Mesh, folder: Path, step: int) -> None:
+    def check() -> None:
+        check_step(folder, step)
+        if is_first(mesh):
+            check_free(folder)
+
+    on_all_ranks(mesh, f"save into {folder}", check)
 
 
 @final
@@ -208,12 +221,13 @@ class Checkpoints:
         Called by: every rank, with the state that it holds. Waits for an earlier save to complete.
         Returns:   the path of the complete checkpoint. If the checkpoint is written in the background, the path
                    appears later, but `state` may already be modified.
-        Raises:    TrainingError on every rank if one rank cannot write, or if another job writes into `train.out`. Earlier
-                   checkpoints stay intact in any case, even if the job ends during the save.
+        Raises:    TrainingError on every rank if one rank cannot write, if another job writes into `train.out`, or if the
+                   path is taken. Earlier checkpoints stay intact in any case, even if the job ends during the save.
         """
         self.finish()
         self._lease.hold(self._mesh)
         path = self.folder / name_of(lock.step)
+        _check_free(self._mesh, path, lock.step)
         draft, beside = saving(path), self._train.checkpoint_async
 
         def complete() -> None:
@@ -273,7 +287,8 @@ class Checkpoints:
         known = marker.read_text(encoding="utf-8").strip() if marker.is_file() else None
         restarted = bool(every and restarts and job and known == job)
         continues = self._train.resume or restarted
-        found = [path.name for path in complete(self.folder)]
+        # If the last one is damaged, the run must not continue from an earlier one, whose later steps it would save again.
+        found = [path.name for path in checkpoints_in(self.folder)]
         if not restarted and not (continues and found):
             put_aside(Path(self._train.out), with_checkpoints=bool(found))
             found = []
@@ -283,6 +298,6 @@ class Checkpoints:
             self.folder.mkdir(parents=True, exist_ok=True)
             # Write the name last: until an earlier run's files are renamed, they could be mistaken for this job's files.
             replace(marker, job)
-        if found:
+        if found and is_complete(self.folder / found[-1]):
             replace(self.folder / LATEST, found[-1])
         return continues, found[-1] if found else "", restarts if restarted else 0

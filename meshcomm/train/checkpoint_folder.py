@@ -9,7 +9,9 @@
         step-000020.removing/
 
 A checkpoint is complete when it has its final name. A single rename gives it that name, after the files
-of all ranks have been synced to disk. Everything else in this folder is removed at the next start.
+of all ranks have been synced to disk. A folder with such a name that lacks one of its files was damaged later.
+It is never used, passed over or removed: who needs its place gets an error. Everything else in this folder is
+removed at the next start.
 """
 
 from __future__ import annotations
@@ -19,6 +21,8 @@ import re
 import shutil
 from pathlib import Path
 from typing import Final
+
+from meshcomm.errors import TrainingError
 
 FOLDER: Final = "checkpoints"
 LATEST: Final = "latest"
@@ -52,18 +56,54 @@ def is_complete(path: Path) -> bool:
     return path.suffix != _SAVING and (path / METADATA).is_file() and (path / LOCK).is_file()
 
 
-def complete(folder: Path) -> list[Path]:
-    """Return the complete checkpoints in `folder`, oldest first."""
+def checkpoints_in(folder: Path) -> list[Path]:
+    """Return the checkpoints in `folder`, complete or damaged, oldest first. An empty folder is none."""
     if not folder.is_dir():
         return []
-    return sorted(
-        (path for path in folder.iterdir() if step_of(path) >= 0 and is_complete(path)), key=step_of
-    )
+    named = (path for path in folder.iterdir() if step_of(path) >= 0 and path.suffix != _SAVING)
+    return sorted((path for path in named if is_taken(path)), key=step_of)
+
+
+def complete(folder: Path) -> list[Path]:
+    """Return the complete checkpoints in `folder`, oldest first."""
+    return [path for path in checkpoints_in(folder) if is_complete(path)]
+
+
+def is_taken(path: Path) -> bool:
+    """Return whether something other than an empty folder has the path."""
+    return any(path.iterdir()) if path.is_dir() else os.path.lexists(path)
+
+
+def check_free(path: Path) -> None:
+    """Raise TrainingError if a checkpoint cannot get the path, because something is there."""
+    if is_taken(path):
+        there = sorted(each.name for each in path.iterdir()) if path.is_dir() else []
+        more = f" and {len(there) - 3} more" if len(there) > 3 else ""
+        raise TrainingError(
+            f"a checkpoint cannot be saved as {path}, which is there already",
+            given=f"{path}, " + (f"with {', '.join(there[:3])}{more}" if there else "which is not a folder"),
+            expected="a new folder, or an empty one",
+            hint=f"move {path} away; {go_on_without(path)}"
+            if step_of(path) >= 0
+            else f"move {path} away, or save into another folder",
+        )
 
 
 def has(folder: Path, step: int) -> bool:
     """Return whether there is a complete checkpoint of this step in `folder`."""
     return is_complete(folder / name_of(step))
+
+
+def check_step(path: Path, step: int) -> None:
+    """Raise TrainingError if the folder of the checkpoint of `step` is named after another step."""
+    if step_of(path) not in (-1, step):
+        there = f"; or move it away; {go_on_without(path)}" if path.is_dir() else ""
+        raise TrainingError(
+            f"a folder named after step {step_of(path)} for the checkpoint of step {step}",
+            given=f"{path}, and step {step}",
+            expected=f"the checkpoint of step {step_of(path)}",
+            hint=f"name it {name_of(step)}, or not after a step{there}",
+        )
 
 
 def go_on_without(path: Path) -> str:
@@ -84,7 +124,10 @@ def instead_of(path: Path) -> str:
 
 
 def commit(path: Path) -> None:
-    """Rename `saving(path)`, whose files have been synced, to the complete checkpoint `path`. Raises OSError."""
+    """Rename `saving(path)`, whose files have been synced, to the complete checkpoint `path`. Raises OSError, or
+    TrainingError if `path` is taken.
+    """
+    check_free(path)
     draft = saving(path)
     sync(draft)
     draft.rename(path)

@@ -25,7 +25,7 @@ from meshcomm.models.spec_model import SpecModel
 from meshcomm.models.weights import INDEX, SINGLE, Conversions
 from meshcomm.parallel.state import OF_MODULE, OF_PARAMETER
 from meshcomm.train import checkpoint
-from meshcomm.train.checkpoint_folder import FOLDER, complete, is_complete, name_of
+from meshcomm.train.checkpoint_folder import FOLDER, checkpoints_in, is_complete, name_of
 from meshcomm.train.checkpoint_reader import Kind, Saved
 from meshcomm.train.export_adapters import ADAPTER_FILE, adapter_pieces, write_adapter_config, write_merged
 from meshcomm.train.lock import PRETRAINED, Lock
@@ -64,10 +64,13 @@ class Exported(NamedTuple):
 
 
 def find_checkpoint(path: Path) -> Path:
-    """Return `path` if it is a complete checkpoint, or the last checkpoint of the run in `path`. Raises TrainingError."""
-    if is_complete(path):
+    """Return `path` if it is a checkpoint, or the last checkpoint of the run in `path`. Raises TrainingError if there is none.
+
+    The checkpoint may be damaged, in which case `Lock.read` raises.
+    """
+    found = checkpoints_in(path / FOLDER) or checkpoints_in(path)
+    if is_complete(path) or (not found and path in checkpoints_in(path.parent)):
         return path
-    found = complete(path / FOLDER) or complete(path)
     if not found:
         raise TrainingError(
             f"there is no complete checkpoint in {path}",

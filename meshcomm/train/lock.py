@@ -19,7 +19,7 @@ from meshcomm.config import Config
 from meshcomm.config.write import toml
 from meshcomm.errors import ConfigError, TrainingError
 from meshcomm.mesh import Mesh
-from meshcomm.train.checkpoint_folder import LOCK, METADATA, instead_of, write
+from meshcomm.train.checkpoint_folder import LOCK, METADATA, check_step, instead_of, write
 
 _FORMAT = 4
 
@@ -106,7 +106,9 @@ class Lock:
 
     @classmethod
     def read(cls, folder: Path) -> Lock:
-        """Return the lock of the checkpoint `folder`, and check the metadata against it. Raises TrainingError."""
+        """Return the lock of the checkpoint `folder`, and check the metadata and the folder's name against it. Raises
+        TrainingError.
+        """
         path = folder / LOCK
         try:
             lock = cls.parse(path.read_text(encoding="utf-8"))
@@ -114,12 +116,14 @@ class Lock:
             if lock.metadata != _sha256(path.read_bytes()):
                 raise ValueError("the file has changed since it was written: its SHA-256 differs")
         except (OSError, ValueError) as error:
+            missing = isinstance(error, FileNotFoundError) and folder.is_dir()
             raise TrainingError(
-                f"a checkpoint's {path.name} cannot be read",
+                f"a checkpoint's {path.name} {'is missing' if missing else 'cannot be read'}",
                 given=f"{path}: {error}",
                 expected=f"format {_FORMAT}, as written by this version of meshcomm, readable on every host",
-                hint=instead_of(folder),
+                hint=f"{f'restore {path.name}, or ' if missing else ''}{instead_of(folder)}",
             ) from error
+        check_step(folder, lock.step)
         return lock
 
     @classmethod

@@ -165,13 +165,14 @@ def recorded(
         yield ended
     except BaseException as error:
         # The error that ended the run matters more than this file.
-        with contextlib.suppress(TrainingError):
+        with contextlib.suppress(TrainingError), naming(folder / RUN):
             check()
             reason = f"{type(error).__name__}: {error}".partition("\n")[0].removesuffix(": ")
             reason = "interrupted" if isinstance(error, KeyboardInterrupt) else reason
             _end(folder, about, "stopped", ended, reason)
         raise
-    check()
+    with naming(folder / RUN):
+        check()
     _end(folder, about, "finished", ended, (ended[-1].stopped or None) if ended else None)
 
 

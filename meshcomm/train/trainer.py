@@ -463,7 +463,8 @@ class Trainer:
         """Write the training state into a new folder, which `load` can read on any mesh.
 
         Called by: every rank.
-        Raises:    TrainingError on every rank if one rank cannot write, or holds state that cannot be saved.
+        Raises:    TrainingError on every rank if one rank cannot write, or holds state that cannot be saved, or if the folder
+                   has files already or is named after another step, as step-000040.
         """
         checkpoint.write(self.mesh, checkpoint.state_of(self.mesh, self.engine), Path(folder), self._lock())
 

@@ -55,6 +55,8 @@ def made(folder: Path, kind: str, ending: str) -> str:
     path = folder / f"{kind}{ending}"
     if kind == "folder":
         path.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(path)
     elif kind != "missing":
         path.write_bytes({"empty": b"", "noise": NOISE, "list": b"[1, 2]"}[kind])
     return path.name
@@ -64,7 +66,7 @@ def test_every_command_is_tried() -> None:
     assert sorted(WORDS) == sorted(name for names in GROUPS.values() for name in names)
 
 
-@pytest.mark.parametrize("kind", ["missing", "folder", "empty", "noise", "list"])
+@pytest.mark.parametrize("kind", ["missing", "folder", "pipe", "empty", "noise", "list"])
 @pytest.mark.parametrize("command", [name for name, words in WORDS.items() if words])
 def test_a_wrong_file_is_an_error_that_names_it(folder: Path, command: str, kind: str) -> None:
     for ending in (".toml", ".json", ".py", ".safetensors", ""):

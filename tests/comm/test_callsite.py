@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import meshcomm
-from meshcomm.comm.callsite import is_ours, stack_of
+from meshcomm.comm.callsite import is_ours, place_in, stack_of, users_frame
 from meshcomm.testing import Pool
 
 TORCH, OWN = Path(torch.__file__).parent, Path(meshcomm.__file__).parent
@@ -34,6 +34,41 @@ TORCH, OWN = Path(torch.__file__).parent, Path(meshcomm.__file__).parent
 )
 def test_a_package_whose_name_begins_alike_is_the_users(file: str | Path, ours: bool) -> None:
     assert is_ours(str(file)) is ours
+
+
+TYPER, USER = "/env/lib/python3.11/site-packages/typer/main.py", "/home/me/model.py"
+CLI, STEPS, ALONG = str(OWN / "cli/running.py"), str(OWN / "train/steps.py"), str(OWN / "comm/along.py")
+
+
+@pytest.mark.parametrize(
+    ("files", "shown"),
+    [
+        ([TYPER, CLI, STEPS, ALONG], STEPS),
+        (
+            [TYPER, CLI, str(OWN / "train/trainer.py"), STEPS, str(TORCH / "nn/modules/module.py"), ALONG],
+            STEPS,
+        ),
+        ([TYPER, CLI, STEPS, USER, ALONG], USER),
+        ([TYPER, CLI, "<frozen runpy>", USER, STEPS, ALONG], USER),
+        ([TYPER, USER, STEPS, ALONG], USER),
+    ],
+)
+def test_the_line_of_a_command_is_the_users_or_the_training_s(files: list[str], shown: str) -> None:
+    """Never one of the library that parses the command's arguments, in the stack of frames, of files, or of an error."""
+
+    def called_from(left: list[str]) -> str:
+        if not left:
+            frame = users_frame(1)
+            stack = [file for file, _, _ in stack_of(threading.get_ident())]
+            index = place_in(stack)
+            assert index is not None and stack[index] == frame.f_code.co_filename
+            return frame.f_code.co_filename
+        space = {"called_from": called_from, "left": left[1:]}
+        exec(compile("found = called_from(left)", left[0], "exec"), space)
+        return str(space["found"])
+
+    called_from.__code__ = called_from.__code__.replace(co_filename=ALONG)
+    assert called_from(files) == shown
 
 
 def test_the_stack_of_a_thread_and_one_s_own() -> None:

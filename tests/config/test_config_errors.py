@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import random
 import re
 import sys
@@ -117,6 +118,12 @@ TABLE = [
         {"topology.links.node.bandwidth_gbytes_s": ""}, ["topology.links.node.bandwidth_gbytes_s = 50.0"]),
     Bad("size in quotes", MESH, ["mesh.dims.tp='2'"], ["mesh.dims.tp=2"], {"mesh.dims.tp": "2"},
         ["mesh.dims.tp = 2"]),
+    *(
+        Bad(f"a time that no timer can hold: {key}", MESH, [f"{key}=1e300", *more], [f"{key}=1e6", *more],
+            {key: "1e+300"}, [f"{key} = 1000000.0"])
+        for key, more in (("mesh.timeout_s", []), ("mesh.options.dp.timeout_s", []),
+            ("elastic.delay_s", ["elastic.replace=3"]), ("elastic.patience_s", ["elastic.replace=3", "elastic.min={ dp = 1 }"]))
+    ),
     Bad("zero where above zero", MESH, ["mesh.timeout_s=0"], ["mesh.timeout_s=0.5"], {"mesh.timeout_s": "0"},
         ["mesh.timeout_s = 600.0"]),
     Bad("wrong choice", TRAIN, ["train.dtype='float23'"], ["train.dtype='float64'"], {"train.dtype": "23"},
@@ -424,6 +431,17 @@ def test_a_file_that_is_too_deep_or_stands_for_a_larger_one_is_refused(
     Path(name).write_text(content)
     report = report_of(name)
     assert said in report and report.startswith(f"{name}: 1 problem\n")
+    assert all(f"\n    {word}" in report for word in ("given:    ", "expected: ", "try:      "))
+
+
+def test_a_pipe_is_no_file_and_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    os.mkfifo("mesh.toml")
+    assert report_of("mesh.toml").startswith(
+        "mesh.toml: cannot be read: not a file\n  given:    mesh.toml, a pipe"
+    )
+    # Nor is it read for the advice about a name that is not there.
+    assert report_of("mesh2.toml").endswith("  try:      a path to a file")
 
 
 def test_a_file_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -732,3 +732,15 @@ def test_torchs_spawn(pool: Pool, tmp_path: Path) -> None:
     code, out, err = Job(pool, tmp_path, "-c", JOB).finish()
     assert code == 0, err
     assert sorted(out.splitlines()) == ["rank 0 (dp=0): [0, 1]", "rank 1 (dp=1): [0, 1]"]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_port_whose_program_never_answers_is_told_to_each_rank(rank: int) -> None:
+    """Only another rank is told to look for rank 0."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        with pytest.raises(LaunchError, match=f"rank {rank} of 2 could not meet the others at ") as unmet:
+            find_job("127.0.0.1", [port], "a job", rank, 2, timedelta(seconds=0.3))
+    hint = unmet.value.hint or ""
+    assert hint.startswith("check whether rank 0 is running" if rank else "look which program has the port")
+    assert f"ss -ltnp 'sport = :{port}'" in hint

@@ -32,6 +32,7 @@ from meshcomm.testing import Pool
 from meshcomm.train import Attempt, Callback, Resumed, Start, Step, Summary, Trainer, checkpoint_writer, run
 from meshcomm.train.checkpoint import Checkpoints, resume
 from meshcomm.train.checkpoint_reader import Saved, unpickle
+from meshcomm.train.export import export_weights
 from meshcomm.train.lease import find_attempt
 from meshcomm.train.lock import Lock, resume_differences
 from meshcomm.train.run_files import MetricsFile
@@ -668,22 +669,125 @@ def test_a_damaged_checkpoint_ends_every_rank_and_names_the_one_before(pool: Poo
     (folder / "step-000008.saving").rename(folder / "step-000008")
     files = [
         *("__3_0.distcp flipped", "__3_0.distcp cut short", "__3_0.distcp gone"),
-        *(".metadata flipped", "lock.json cut short"),
+        *(".metadata flipped", ".metadata gone", "lock.json cut short", "lock.json gone"),
     ]
     config = tiny(at_step_4, TWO, "train.resume=true")
     told = pool.run(refused_each, config, files, ranks=2)
     for name, texts in zip(files, zip(*told, strict=True), strict=True):
         for text in texts:
             assert f"{folder}/step-000008/{name.split()[0]}: " in text
+            file, _, damage = name.partition(" ")
+            lost = damage == "gone" and ".distcp" not in file
             assert text.endswith(
-                f"  try:      move {folder}/step-000008 away; "
+                f"  try:      {f'restore {file}, or ' * lost}move {folder}/step-000008 away; "
                 f"train.resume = true continues from {folder}/step-000004"
             )
+            assert not lost or f"a checkpoint's {file} is missing" in text
             if ".distcp" in name:
                 what = r"the checkpoint is damaged: (model|optimizer)\.\S+ in __3_0\.distcp\n"
                 assert re.search(what, text)
     # And whole again, it is read.
     assert {resumed.step for _, resumed in pool.run(run_once, config, ranks=2) if resumed} == {8}
+
+
+def test_a_damaged_last_checkpoint_is_not_passed_over(pool: Pool, at_step_4: Path, tmp_path: Path) -> None:
+    """Neither by a resumed run nor by an export; a new run moves it away with the others; an empty folder is none."""
+    folder = at_step_4 / "checkpoints"
+    last = folder / "step-000008"
+    config = tiny(at_step_4, ONE, "train.resume=true", "train.checkpoint_every=4")
+    for damage, words in (
+        (
+            lambda: shutil.copytree(folder / "step-000004", last, ignore=shutil.ignore_patterns(".*")),
+            "missing",
+        ),
+        (lambda: shutil.copytree(folder / "step-000004", last), "named after step 8 for .* step 4"),
+        (lambda: last.write_text("a note"), "lock.json cannot be read"),
+    ):
+        damage()
+        before = content(folder)
+        for source in (at_step_4, folder, last):
+            with pytest.raises(TrainingError, match=words) as caught:
+                export_weights(source, tmp_path / "w.safetensors")
+            assert str(last) in caught.value.given
+        with meshcomm.init(config) as mesh, pytest.raises(TrainingError, match=words):
+            run(mesh, config, Callback())
+        assert (
+            content(folder).items()
+            >= {
+                name: value
+                for name, value in before.items()
+                if name.startswith(("step-000004/", "step-000008/"))
+            }.items()
+        )
+        shutil.rmtree(last) if last.is_dir() else last.unlink()
+    last.mkdir()
+    assert export_weights(at_step_4, tmp_path / "w.safetensors").step == 4
+    assert run_once(config)[1].step == 4  # type: ignore[union-attr]
+    for path in folder.glob("step-*"):
+        (path / "lock.json").unlink()
+    again = tiny(at_step_4, ONE, "train.steps=8", "train.checkpoint_every=8")
+    assert run_once(again)[1] is None
+    assert names(at_step_4) == ["job", "latest", "step-000008"]
+    assert not (at_step_4 / "checkpoints.1" / "step-000008" / "lock.json").exists()
+
+
+@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize("when", ["before", "during"])
+def test_a_save_whose_name_is_taken_says_so_and_harms_nothing(
+    tmp_path: Path, when: str, beside: bool
+) -> None:
+    config = tiny(
+        tmp_path,
+        ONE,
+        "train.steps=3",
+        "train.warmup_steps=1",
+        "train.checkpoint_every=1",
+        f"train.checkpoint_async={str(beside).lower()}",
+    )
+    taken = tmp_path / "checkpoints" / "step-000002"
+
+    def take() -> None:
+        taken.mkdir()
+        (taken / "foreign").write_text("kept")
+
+    class Take(Callback):
+        def on_step(self, step: Step) -> None:
+            if step.step == 2 and when == "before":
+                take()
+
+    write = checkpoint_writer.write_metadata
+
+    def in_between(folder: Path, ranks: Any) -> None:
+        write(folder, ranks)
+        if when == "during" and folder.name.startswith(taken.name):
+            take()
+
+    with pytest.MonkeyPatch.context() as patch, meshcomm.init(config) as mesh:
+        patch.setattr(checkpoint_writer, "write_metadata", in_between)
+        with pytest.raises(TrainingError) as caught:
+            run(mesh, config, Take())
+    text = str(caught.value)
+    assert f"a checkpoint cannot be saved as {taken}, which is there already" in text and "foreign" in text
+    assert f"move {taken} away; train.resume = true continues from {taken.with_name('step-000001')}" in text
+    assert names(tmp_path) == ["job", "latest", "step-000001", "step-000002"]
+    assert [each.name for each in taken.iterdir()] == ["foreign"]
+
+
+def saved_twice(config: Config, folder: Path) -> str:
+    with meshcomm.init(config) as mesh:
+        trainer = Trainer(mesh, config)
+        trainer.save(folder)
+        with pytest.raises(TrainingError) as caught:
+            trainer.save(folder)
+        trainer.load(folder)
+        with pytest.raises(TrainingError, match="a folder named after step 4 for the checkpoint of step 0"):
+            trainer.save(folder.with_name("step-000004"))
+    return str(caught.value)
+
+
+def test_a_trainer_does_not_save_over_its_own_checkpoint(pool: Pool, tmp_path: Path) -> None:
+    for text in pool.run(saved_twice, tiny(tmp_path, TWO), tmp_path / "mine", ranks=2):
+        assert "which is there already" in text and "or save into another folder" in text
 
 
 def test_a_tensor_of_another_shape_is_refused(undisturbed: tuple[Path, Summary]) -> None:
@@ -744,3 +848,19 @@ def test_metrics_that_cannot_be_written_end_the_run_with_an_error_that_names_the
         file._file = open("/dev/full", "a", encoding="utf-8")  # noqa: SIM115
         file.write(Step(1, 1.0, 2.0, 0.1, 10, 5.0, 2.0))
     assert caught.value.given == str(tmp_path / "metrics.jsonl") and caught.value.hint
+
+
+@pytest.mark.parametrize(
+    "more", ["train.checkpoint_every=0", "train.checkpoint_every=2", "train.trace_steps=[1, 9]"]
+)
+def test_a_folder_removed_while_training_ends_the_run_with_one_error(tmp_path: Path, more: str) -> None:
+    config = tiny(tmp_path / "run", ONE, "train.warmup_steps=1", more)
+
+    class Remove(Callback):
+        def on_step(self, step: Step) -> None:
+            if step.step == 1:
+                shutil.rmtree(tmp_path / "run")
+
+    with meshcomm.init(config) as mesh, pytest.raises(TrainingError, match="cannot be written") as caught:
+        run(mesh, config, Remove())
+    assert caught.value.given == str(tmp_path / "run" / "metrics.jsonl") and caught.value.hint

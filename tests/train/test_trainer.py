@@ -347,7 +347,7 @@ def loaded(config: Config, folder: Path, damage: str) -> str:
     [
         ("larger", "the checkpoint does not fit: model.", "4 of 8 tensors in "),
         ("older", "a checkpoint's lock.json cannot be read", "format 3, which only the version"),
-        ("missing", "a checkpoint's lock.json cannot be read", "No such file"),
+        ("missing", "a checkpoint's lock.json is missing", "No such file"),
         ("changed", "a checkpoint's lock.json cannot be read", "its SHA-256 differs"),
         ("elsewhere", "a checkpoint's lock.json cannot be read", "nowhere is not one"),
     ],

@@ -540,7 +540,7 @@ def saved_fused(config: Config, out: Path) -> dict[str, Tensor]:
         tensor_parallel(module, mesh, "tp", {"qkv": "column:3", "down": "row"})
         trainer = Trainer(mesh, config, module, loss=loss, optimizer=OPTIMIZERS["adam"])
         trainer.step(*mine(trainer)(1))
-        trainer.save(out / "checkpoints" / "step-000001")
+        trainer.save(out / "checkpoints" / "step-000000")
         return unsplit_state(trainer.modules[0])
 
 
@@ -557,7 +557,7 @@ def test_exported_weights_are_those_of_the_module_s_state_dict(pool: Pool, tmp_p
 
 def saved_counting(config: Config, out: Path) -> None:
     with meshcomm.init(config) as mesh:
-        trainer_of(mesh, config, Counting, OPTIMIZERS["adam"], None).save(out / "checkpoints" / "step-000001")
+        trainer_of(mesh, config, Counting, OPTIMIZERS["adam"], None).save(out / "checkpoints" / "step-000000")
 
 
 def test_weights_without_an_extra_state_that_they_need_are_refused(pool: Pool, tmp_path: Path) -> None:
