@@ -100,7 +100,8 @@ class GroupHooks:
         self, group: dist.ProcessGroup, before: Callable[[Any], None], after: Callable[[Any], None]
     ) -> None:
         hooks: Any = group
-        self.before, self.after = before, after
+        # Compilers trace what runs between two graphs: a call made there is made, and its hooks are no part of a graph.
+        self.before, self.after = outside_graphs(before), outside_graphs(after)
         self.group: Any = hooks if hasattr(hooks, "register_pre_hook") else None
         _HOOKED_GROUPS[str(group.group_name)] = self
         if self.group is not None:
