@@ -103,14 +103,16 @@ def is_refused(kind: str, given: Any, size: int, gloo: bool, arguments: Mapping[
     Such a call is none: the program may catch torch's error and go on with the call that the other ranks make.
     kind: the call's name in group hooks. For the other arguments, see `facts_of_hook`.
     """
-    inputs, outputs = given.input_tensors, given.output_tensors
+    inputs: list[Tensor] = given.input_tensors
+    outputs: list[Tensor] = given.output_tensors
     row = HOOKED.get(kind)
     if row is BARRIER:
         return False
     if row is None or row.root is not None:
         # A message from any source has no root.
         lowest = -1 if row is None else 0
-        if not lowest <= given.root < size:
+        root: int = given.root
+        if not lowest <= root < size:
             return True
     odd = [x for x in (*inputs, *outputs) if x.layout is not torch.strided or x.is_nested or x.is_quantized]
     if odd:
@@ -129,7 +131,8 @@ def is_refused(kind: str, given: Any, size: int, gloo: bool, arguments: Mapping[
         # Only the root has the list of a gather or scatter.
         return unlike or len(many) not in (size, 0 if row is not None and row.root else size)
     if kind == "REDUCE_SCATTER":
-        return len(many) != size or many[0].shape != one.shape
+        # Gloo looks at the part that stays on this rank, whichever that is.
+        return len(many) != size or all(x.shape != one.shape for x in many)
     if kind == "REDUCE_SCATTER_BASE" and one.ndim and many[0].ndim:
         return many[0].dtype != one.dtype or many[0].shape[0] != one.shape[0] * size
     if kind == "ALLTOALL_BASE" and one.ndim and many[0].ndim:

@@ -111,7 +111,9 @@ class GroupHooks:
             # Compilers trace the code between two graphs. Calls made there are real, but hooks belong to no graph.
             @outside_graphs
             def made(given: Any) -> None:
-                traced[0] = any(x.is_meta or is_fake(x) for x in (*given.input_tensors, *given.output_tensors))
+                traced[0] = any(
+                    x.is_meta or is_fake(x) for x in (*given.input_tensors, *given.output_tensors)
+                )
                 if not traced[0]:
                     before(given)
 
