@@ -114,9 +114,6 @@ def is_refused(kind: str, given: Any, size: int, gloo: bool, arguments: Mapping[
         root: int = given.root
         if not lowest <= root < size:
             return True
-    odd = [x for x in (*inputs, *outputs) if x.layout is not torch.strided or x.is_nested or x.is_quantized]
-    if odd:
-        return kind != "ALLREDUCE" or any(x.layout is not torch.sparse_coo for x in odd)
     if not gloo:
         return False
     if kind == "ALLTOALL":

@@ -317,7 +317,7 @@ class FlightRecorder:
         self._issued, self._past = False, None
         kind = HOOK_NAMES[int(given.name)]
         row = HOOKED.get(kind)
-        arguments = arguments_of(sys._getframe(3))
+        arguments = arguments_of(sys._getframe(2))
         if is_refused(kind, given, len(self.ranks), not self.ordered, arguments):
             return
         tensors = given.input_tensors
@@ -328,7 +328,7 @@ class FlightRecorder:
                 direction: Direction = "send" if kind == "SEND" else "recv"
                 # NCCL has no tags, and cannot receive what another size was sent for.
                 tag = 0 if self.ordered else arguments.get("tag")
-                self._past = self.messages.past(name, direction, peer, tag, tensors, users_frame(4))
+                self._past = self.messages.past(name, direction, peer, tag, tensors, users_frame(3))
             return
         # A barrier may pass a tensor that is never read.
         tensors = [] if row is BARRIER else tensors

@@ -33,7 +33,6 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 from torch._higher_order_ops.effects import with_effects
-from torch._subclasses.fake_tensor import is_fake
 from torch.distributed.device_mesh import DeviceMesh
 from torch.futures import Future
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -94,7 +93,7 @@ class GroupHooks:
 
     before: receives name, input_tensors, output_tensors, root, async_op. If it raises, nothing is sent.
     after: receives name, work. Older torch has no such hooks, so only dry runs call them.
-    Neither is called for a call that is only traced: of fake tensors and those on the device "meta", torch sends nothing.
+    Neither is called for a call that is only traced, of fake tensors or on the device "meta".
     group: None if it has no hooks.
     """
 
@@ -106,24 +105,9 @@ class GroupHooks:
         self.group: Any = hooks if hasattr(hooks, "register_pre_hook") else None
         _HOOKED_GROUPS[str(group.group_name)] = self
         if self.group is not None:
-            traced = [False]
-
             # Compilers trace the code between two graphs. Calls made there are real, but hooks belong to no graph.
-            @outside_graphs
-            def made(given: Any) -> None:
-                traced[0] = any(
-                    x.is_meta or is_fake(x) for x in (*given.input_tensors, *given.output_tensors)
-                )
-                if not traced[0]:
-                    before(given)
-
-            @outside_graphs
-            def issued(given: Any) -> None:
-                if not traced[0]:
-                    after(given)
-
-            self.group.register_pre_hook(_HOOK, made)
-            self.group.register_post_hook(_HOOK, issued)
+            self.group.register_pre_hook(_HOOK, outside_graphs(before))
+            self.group.register_post_hook(_HOOK, outside_graphs(after))
             # A group outlives Python in torch's registry, and would release the hooks after Python has shut down.
             atexit.register(self.remove)
 
