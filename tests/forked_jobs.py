@@ -18,7 +18,7 @@ import types
 import warnings
 import weakref
 from collections.abc import Mapping, Sequence
-from multiprocessing import get_context
+from multiprocessing import get_context, resource_tracker
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
@@ -95,6 +95,8 @@ def _become(arguments: Sequence[str], env: Mapping[str, str]) -> NoReturn:
     try:
         os.setsid()
         os.closerange(3, 4096)
+        # It would close the descriptor of its tracker, whose number is another file's by then.
+        resource_tracker._resource_tracker._fd = None  # type: ignore[attr-defined]
         os.environ.clear()
         os.environ.update(env)
         for each in signal.valid_signals():

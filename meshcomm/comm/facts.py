@@ -7,9 +7,10 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+import torch
 from torch import Tensor
 
-from meshcomm.collectives import ALL_TO_ALL, BARRIER, SCATTER, Collective
+from meshcomm.collectives import ALL_TO_ALL, BARRIER, HOOKED, SCATTER, Collective
 from meshcomm.comm.shapes import is_ordered
 from meshcomm.transport.support import WIDENED, name_of
 
@@ -22,6 +23,17 @@ _PRIME: Final = (1 << 61) - 1
 _WEIGHT: Final = 0x9E3779B97F4A7C15 % _PRIME
 
 
+def kind_of(x: Tensor) -> str:
+    """Return the dtype of a tensor, and its layout if it is sparse."""
+    layout = "" if x.layout is torch.strided else f"{x.layout} ".removeprefix("torch.")
+    return f"{layout}{name_of(x.dtype)}"
+
+
+def bytes_of(x: Tensor) -> int:
+    """Return the bytes of a tensor. A sparse one counts as if it were dense: ranks may have other numbers of non-zeros."""
+    return x.numel() * x.dtype.itemsize
+
+
 def facts_of(row: Collective, tensors: Sequence[Tensor], op: str | None, root: int) -> dict[str, Any]:
     """Return the facts that calls of the mesh and calls made outside it have in common.
 
@@ -29,8 +41,8 @@ def facts_of(row: Collective, tensors: Sequence[Tensor], op: str | None, root: i
     """
     facts: dict[str, Any] = {}
     if tensors:
-        facts["dtype"] = _one([name_of(x.dtype) for x in tensors])
-        facts["elements"] = _one([x.numel() for x in tensors])
+        facts["dtype"] = _one([kind_of(x) for x in tensors])
+        facts["elements"] = _one([x.numel() if x.layout is torch.strided else list(x.shape) for x in tensors])
     if op is not None:
         facts["op"] = op
     if row.reduces:
@@ -83,6 +95,51 @@ def facts_of_hook(
     if not fit and parts == wholes[coord : coord + 1]:
         facts["elements"] = None
     return shortened(facts)
+
+
+def is_refused(kind: str, given: Any, size: int, gloo: bool, arguments: Mapping[str, Any]) -> bool:
+    """Return whether torch refuses a call outside the mesh on this rank before it sends anything, as in torch 2.15.
+
+    Such a call is none: the program may catch torch's error and go on with the call that the other ranks make.
+    kind: the call's name in group hooks. For the other arguments, see `facts_of_hook`.
+    """
+    inputs: list[Tensor] = given.input_tensors
+    outputs: list[Tensor] = given.output_tensors
+    row = HOOKED.get(kind)
+    if row is BARRIER:
+        return False
+    if row is None or row.root is not None:
+        # A message from any source has no root.
+        lowest = -1 if row is None else 0
+        root: int = given.root
+        if not lowest <= root < size:
+            return True
+    if not gloo:
+        return False
+    if kind == "ALLTOALL":
+        return not len(inputs) == len(outputs) == size
+    if len(small := outputs if kind == "SCATTER" or kind.startswith("REDUCE_SCATTER") else inputs) != 1:
+        return False
+    one, many = small[0], list(inputs if small is outputs else outputs)
+    if kind in ("ALLGATHER", "ALLGATHER_BASE", "GATHER", "SCATTER"):
+        if kind == "ALLGATHER_BASE" and many[0].ndim:
+            many = list(many[0].detach().chunk(size))
+        unlike = any((x.shape, x.dtype) != (one.shape, one.dtype) for x in many)
+        # Only the root has the list of a gather or scatter.
+        return unlike or len(many) not in (size, 0 if row is not None and row.root else size)
+    if kind == "REDUCE_SCATTER":
+        # Gloo looks at the part that stays on this rank, whichever that is.
+        return len(many) != size or all(x.shape != one.shape for x in many)
+    if kind == "REDUCE_SCATTER_BASE" and one.ndim and many[0].ndim:
+        return many[0].dtype != one.dtype or many[0].shape[0] != one.shape[0] * size
+    if kind == "ALLTOALL_BASE" and one.ndim and many[0].ndim:
+        pairs = ((one, "input_split_sizes"), (many[0], "output_split_sizes"))
+        return any(_is_split_badly(x.shape[0], arguments[key], size) for x, key in pairs if key in arguments)
+    return False
+
+
+def _is_split_badly(rows: int, sizes: Sequence[int] | None, size: int) -> bool:
+    return (len(sizes), sum(sizes)) != (size, rows) if sizes else rows % size > 0
 
 
 def _exchanged(

@@ -18,7 +18,7 @@ from torch.autograd.profiler import record_function
 from meshcomm.collectives import BARRIER, HOOKED, ROWS, Call
 from meshcomm.comm.callsite import C10D, is_inside, line_of, users_frame
 from meshcomm.comm.counters import CallCounter, Counters, Entry, PendingCall, counter_of
-from meshcomm.comm.facts import facts_of_hook, shortened
+from meshcomm.comm.facts import bytes_of, facts_of_hook, is_refused, shortened
 from meshcomm.comm.mismatch import CallCheck, StepHistory
 from meshcomm.comm.p2p_log import MessageCheck, MessageLog, PendingMessage
 from meshcomm.comm.spans import Span, Spans
@@ -317,6 +317,9 @@ class FlightRecorder:
         self._issued, self._past = False, None
         kind = HOOK_NAMES[int(given.name)]
         row = HOOKED.get(kind)
+        arguments = arguments_of(sys._getframe(2))
+        if is_refused(kind, given, len(self.ranks), not self.ordered, arguments):
+            return
         tensors = given.input_tensors
         if row is None:
             if kind in ("SEND", "RECV"):
@@ -324,13 +327,13 @@ class FlightRecorder:
                 tensors = tensors or given.output_tensors
                 direction: Direction = "send" if kind == "SEND" else "recv"
                 # NCCL has no tags, and cannot receive what another size was sent for.
-                tag = 0 if self.ordered else arguments_of(sys._getframe(2)).get("tag")
+                tag = 0 if self.ordered else arguments.get("tag")
                 self._past = self.messages.past(name, direction, peer, tag, tensors, users_frame(3))
             return
         # A barrier may pass a tensor that is never read.
         tensors = [] if row is BARRIER else tensors
         one = tensors[0] if len(tensors) == 1 else None
-        nbytes = sum(each.nbytes for each in tensors) if one is None else one.nbytes
+        nbytes = sum(map(bytes_of, tensors))
         counter = counter_of(self.counters, name, row.name, True)
         op, root = getattr(given, "op", None), given.root if row.root is not None else -1
         _LATEST[0] = id(self)
@@ -339,7 +342,6 @@ class FlightRecorder:
             self.span.of(tensors)
         try:
             if self.check is not None:
-                arguments = arguments_of(sys._getframe(2))
                 facts = facts_of_hook(row, given, self.check.coord, len(self.ranks), arguments)
                 waits = not given.async_op and row.waits_for_all(nbytes)
                 self.announce_call(name, row.name, facts, waits)

@@ -93,6 +93,7 @@ class GroupHooks:
 
     before: receives name, input_tensors, output_tensors, root, async_op. If it raises, nothing is sent.
     after: receives name, work. Older torch has no such hooks, so only dry runs call them.
+    Neither is called for a call that is only traced, of fake tensors or on the device "meta".
     group: None if it has no hooks.
     """
 
@@ -104,8 +105,9 @@ class GroupHooks:
         self.group: Any = hooks if hasattr(hooks, "register_pre_hook") else None
         _HOOKED_GROUPS[str(group.group_name)] = self
         if self.group is not None:
-            self.group.register_pre_hook(_HOOK, before)
-            self.group.register_post_hook(_HOOK, after)
+            # Compilers trace the code between two graphs. Calls made there are real, but hooks belong to no graph.
+            self.group.register_pre_hook(_HOOK, outside_graphs(before))
+            self.group.register_post_hook(_HOOK, outside_graphs(after))
             # A group outlives Python in torch's registry, and would release the hooks after Python has shut down.
             atexit.register(self.remove)
 
@@ -609,11 +611,13 @@ def end_wait_by(work: Any, error: Callable[[bool], Exception | None]) -> None:
     bindings.Work.wait = _wait
 
 
+@outside_graphs
 def wait_until(work: Any, error: Callable[[bool], Exception | None]) -> None:
     """Wait for a Work of Gloo now, as after `end_wait_by`."""
     _wait_in_slices(work, timedelta(0), error)
 
 
+@outside_graphs
 def _wait(work: Any, timeout: timedelta = timedelta(0)) -> bool:
     error = _ENDED_BY.get(work)
     if error is None:

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import json
+import sys
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from meshcomm.collectives import ALL_GATHER, ALL_TO_ALL, REDUCE_SCATTER, Collective
-from meshcomm.comm.facts import balanced, facts_match, facts_of_hook, shortened
+from meshcomm.comm.facts import balanced, facts_match, facts_of_hook, is_refused, shortened
+from meshcomm.comm.torch_private import arguments_of
 from meshcomm.testing import Pool
+from meshcomm.transport.torch_private import HOOK_NAMES
 from tests.comm import compared
 from tests.comm.compared import ALONE, DONE, EVERY, OPERATIONS, OWN, PAGE, TOLD
 from tests.group_hooks import needs_group_hooks
+from tests.mesh.right_programs import WORLD, refused_calls
 
 # The only ones of which the other ranks learn nothing: they have the right results.
 ALONE_IN = {
@@ -79,6 +85,58 @@ def test_lists_of_unequal_sizes_that_nccl_takes() -> None:
     for wrong in ([4], [4, 4, 4]), ([3], [4, 3, 4]), ([2], sizes):
         assert not facts_match([gathered[0], told(ALL_GATHER, *wrong, 1, 3), gathered[2]])
     assert not facts_match([scattered[0], told(REDUCE_SCATTER, [4, 4, 4], [4], 1, 3)])
+
+
+def odd_calls_of_which_torch_sends_something(rank: int) -> list[Callable[[], Any]]:
+    one, n = torch.ones, WORLD
+    return [
+        lambda: dist.all_gather([one(4)[::2] for _ in range(n)], one(4)[::2]),
+        lambda: dist.all_gather_into_tensor(one(4 * n)[::2], one(2)),
+        lambda: dist.all_gather_into_tensor(one(2 * n, 3), one(2, 3)),
+        lambda: dist.gather(one(2), [one(2)] * n if rank == 1 else None, 1),
+        lambda: dist.scatter(one(2), [one(2)] * n if rank == 1 else None, 1),
+        lambda: dist.reduce_scatter(one(2), [one(2)] * n),
+        lambda: dist.reduce_scatter_tensor(one(1, 2), one(n, 2)),
+        lambda: dist.all_to_all([one(1)] * n, [one(1)] * n),
+        lambda: dist.all_to_all_single(one(n), one(n)),
+        lambda: dist.all_to_all_single(one(n), one(n), [1] * n, [1] * n),
+        lambda: dist.all_reduce(one(3).to_sparse()),
+        lambda: dist.all_reduce_coalesced([one(3), one(2)]),
+        lambda: dist.send(one(1), 1) if rank == 0 else dist.recv(one(1)) if rank == 1 else None,
+        dist.barrier,
+    ]
+
+
+def predicted_and_sent() -> tuple[list[Any], list[Any]]:
+    """For each call, whether it is said that torch refuses it, and whether torch did; no entry for no call of the group."""
+    dist.init_process_group("gloo")
+    rank, said, sent = dist.get_rank(), [], []
+    group: Any = dist.group.WORLD
+
+    def before(given: Any) -> None:
+        arguments = arguments_of(sys._getframe(1))
+        said[-1].append(is_refused(HOOK_NAMES[int(given.name)], given, WORLD, True, arguments))
+
+    group.register_pre_hook(1, before)
+    group.register_post_hook(1, lambda given: sent[-1].append(False))
+    for call in (*refused_calls(rank), *odd_calls_of_which_torch_sends_something(rank)):
+        said.append([])
+        sent.append([])
+        try:
+            call()
+        except (RuntimeError, ValueError):
+            sent[-1] += [True] * len(said[-1])
+    group.unregister_pre_hook(1)
+    group.unregister_post_hook(1)
+    dist.barrier()
+    dist.destroy_process_group()
+    return said, sent
+
+
+@needs_group_hooks
+def test_what_torch_refuses_is_known_before(pool: Pool) -> None:
+    for said, sent in pool.run(predicted_and_sent, ranks=WORLD):
+        assert said == sent
 
 
 @pytest.mark.parametrize("size", [2, 3, 300])

@@ -360,6 +360,115 @@ def a_future_of_a_call(rank: int) -> Any:
     return work.get_future().then(lambda future: future.value()[0] * 2).wait().tolist(), x.tolist()
 
 
+def compiled(rank: int) -> Any:
+    """Calls that a compiled program makes inside a graph, between two graphs, and in C++ after a graph."""
+    torch.manual_seed(0)
+    models: list[Any] = [nn.parallel.DistributedDataParallel(nn.Linear(3, 2)) for _ in range(3)]
+    whole, part = models[0], models[2]
+    models[1].compile(backend="eager")
+    runs = [torch.compile(whole, backend="aot_eager"), models[1]]
+    runs.append(torch.compile(lambda x: part(x) * 2, backend="eager"))
+    for run in runs:
+        for step in range(2):
+            run(full(rank + step).repeat(2, 1)).square().sum().backward()
+    group = dist.group.WORLD
+    assert group is not None
+
+    def between(x: torch.Tensor) -> Any:
+        works = [dist.all_reduce(x, async_op=True), dist.isend(x * 0 + rank, rank ^ 1)]
+        dist.recv(y := torch.zeros(3), rank ^ 1)
+        for work in works:
+            assert work is not None
+            work.wait()
+        dist.broadcast(y, 1)
+        return functional.all_reduce(x, "sum", group) + y
+
+    found = [torch.compile(between, backend="aot_eager")(full(rank)).tolist() for _ in range(2)]
+    torch.compiler.reset()
+    return found, [[p.grad.tolist() for p in model.parameters()] for model in models]
+
+
+def traced(rank: int) -> Any:
+    """Some ranks only trace calls: nothing is sent."""
+    from torch._subclasses import FakeTensorMode
+
+    if rank == 1:
+        dist.all_reduce(torch.ones(5, device="meta"))
+        with FakeTensorMode():
+            dist.broadcast(torch.ones(5), 0)
+            dist.send(torch.ones(5), 0)
+    dist.all_reduce(x := full(rank))
+    return x.tolist()
+
+
+def sparse(rank: int) -> Any:
+    """Each rank has its own number of non-zeros, one of them none."""
+    found = []
+    for row in ((), (2,)):
+        x = torch.eye(4).to_sparse() if rank else torch.zeros(4, 4).to_sparse()
+        y = torch.sparse_coo_tensor([[0] * rank], torch.ones(rank, *row), (3, *row))
+        dist.all_reduce(x)
+        dist.all_reduce(y, async_op=True).wait()
+        found += [x.to_dense().tolist(), y.to_dense().tolist()]
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.EmbeddingBag(4, 3, sparse=True, mode="sum"), nn.Linear(3, 2))
+    parallel = nn.parallel.DistributedDataParallel(model)
+    for _ in range(2):
+        parallel(torch.tensor([[0, rank]])).sum().backward()
+    return found, [p.grad.to_dense().tolist() for p in model.parameters()]
+
+
+def refused_calls(rank: int) -> list[Callable[[], Any]]:
+    """Calls that torch refuses on this rank before it sends anything."""
+    one, ints, n = torch.ones, torch.int32, WORLD
+    csr = one(2, 2).to_sparse_csr()
+    return [
+        lambda: dist.broadcast(one(1), 99),
+        lambda: dist.reduce(one(1), 99),
+        lambda: dist.gather(one(1), None, 99),
+        lambda: dist.scatter(one(1), None, 99),
+        lambda: dist.broadcast(one(1), group_src=-1),
+        lambda: dist.all_gather([one(2)], one(2)),
+        lambda: dist.all_gather([one(2)] * (n - 1) + [one(3)], one(2)),
+        lambda: dist.all_gather([one(1, 2)] * n, one(2)),
+        lambda: dist.all_gather([one(2, dtype=ints)] * n, one(2)),
+        lambda: dist.all_gather_into_tensor(one(2 * n + 1), one(2)),
+        lambda: dist.all_gather_into_tensor(one(2 * n), one(2, dtype=ints)),
+        lambda: dist.all_gather_into_tensor(one(1, 2 * n), one(2)),
+        lambda: dist.all_gather_into_tensor(one(1), one(2)),
+        lambda: dist.gather(one(2), [one(2)], rank),
+        lambda: dist.gather(one(2), [one(3)] * n, rank),
+        lambda: dist.scatter(one(2), [one(2)], rank),
+        lambda: dist.scatter(one(2), [one(1, 2)] * n, rank),
+        lambda: dist.reduce_scatter(one(2), [one(2)]),
+        lambda: dist.reduce_scatter(one(2), [one(3)] * n),
+        lambda: dist.reduce_scatter_tensor(one(2), one(2 * n + 1)),
+        lambda: dist.reduce_scatter_tensor(one(2), one(2 * n, dtype=ints)),
+        lambda: dist.all_to_all([one(2)], [one(2)]),
+        lambda: dist.all_to_all_single(one(2 * n + 1), one(2 * n + 1)),
+        lambda: dist.all_to_all_single(one(2 * n), one(2 * n), [1] * n, [1] * n),
+        lambda: dist.all_to_all_single(one(2 * n), one(2 * n), [2 * n], [2 * n]),
+        lambda: dist.all_reduce(csr),
+        lambda: dist.broadcast(one(2).to_sparse(), 0),
+        lambda: dist.all_reduce(torch.nested.nested_tensor([one(2), one(3)])),
+        lambda: dist.send(one(2).to_sparse(), rank ^ 1),
+    ]
+
+
+def calls_that_torch_refuses(rank: int) -> Any:
+    """A rank catches torch's error and goes on with what the others do."""
+    found = []
+    for call in refused_calls(rank):
+        if rank == 1:
+            try:
+                call()
+            except Exception as error:
+                found.append(type(error).__name__.removesuffix("Error"))
+        dist.all_reduce(x := full(rank))
+        found.append(x.tolist())
+    return found
+
+
 PROGRAMS: dict[str, Program] = {
     program.__name__: program
     for program in (
@@ -386,6 +495,10 @@ PROGRAMS: dict[str, Program] = {
         groups_made_late_and_again,
         many_calls_in_flight,
         a_future_of_a_call,
+        compiled,
+        traced,
+        sparse,
+        calls_that_torch_refuses,
     )
 }
 
