@@ -540,7 +540,7 @@ def saved_fused(config: Config, out: Path) -> dict[str, Tensor]:
         tensor_parallel(module, mesh, "tp", {"qkv": "column:3", "down": "row"})
         trainer = Trainer(mesh, config, module, loss=loss, optimizer=OPTIMIZERS["adam"])
         trainer.step(*mine(trainer)(1))
-        trainer.save(out / "checkpoints" / "step-000000")
+        trainer.save(out / "checkpoints" / "step-000001")
         return unsplit_state(trainer.modules[0])
 
 
