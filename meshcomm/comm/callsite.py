@@ -70,7 +70,8 @@ def users_frame(depth: int = 1) -> FrameType:
         frames = [sys._getframe(depth)]
         while frames[-1] is not frame:
             frames.append(frames[-1].f_back or frame)
-        return frames[place_in([each.f_code.co_filename for each in frames]) or -1]
+        at = place_in([each.f_code.co_filename for each in frames])
+        return frame if at is None else frames[at]
     return frame
 
 

@@ -317,9 +317,12 @@ class FlightRecorder:
         self._issued, self._past = False, None
         kind = HOOK_NAMES[int(given.name)]
         row = HOOKED.get(kind)
-        arguments = arguments_of(sys._getframe(2))
-        if is_refused(kind, given, len(self.ranks), not self.ordered, arguments):
-            return
+        arguments: dict[str, Any] = {}
+        if self.check is not None or row is None:
+            # Not of every call: a call that is no longer compared is only recorded.
+            arguments = arguments_of(sys._getframe(2))
+            if is_refused(kind, given, len(self.ranks), not self.ordered, arguments):
+                return
         tensors = given.input_tensors
         if row is None:
             if kind in ("SEND", "RECV"):

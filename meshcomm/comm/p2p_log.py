@@ -463,8 +463,8 @@ class MessageCheck:
         frame: FrameType,
         keys: Sequence[str] | str,
     ) -> tuple[Any, str]:
-        """Announce this end's message. Return None if the other end has not arrived, or what it has announced as `keys`, and
-        how the two ends differ, "" if they do not.
+        """Announce this end's message. Return the `keys` that the other end has announced, None if it has not arrived; and how
+        the two ends differ, "" if they do not.
         """
         facts = [
             name_of(tensors[0].dtype),
@@ -532,7 +532,7 @@ class MessageCheck:
             f"message {number} with tag {tag} from rank {src} to rank {dst} on {self._label} "
             "differs between its ends; nothing was sent",
             given=told,
-            expected="the same dtype and number of elements at both ends, or room for the message outside the mesh",
-            hint="handshake=True on the send and no out on the receive, if the receiver cannot know the shape",
+            expected="the same dtype and number of elements at both ends; outside the mesh, room for all bytes that are sent",
+            hint="handshake=True on mesh.send and no out on mesh.recv, if the receiver cannot know the shape",
             mismatched_ranks=(src, dst),
         )

@@ -220,9 +220,8 @@ def unprofiled(start: Callable[[], T]) -> T:
     if profiling():
         with ThreadPoolExecutor(1) as thread:
             return thread.submit(start).result()
-    torch.autograd._enable_record_function(
-        False
-    )  # for profilers of all threads, of which `profiling` knows nothing
+    # `profiling` knows nothing of profilers of all threads.
+    torch.autograd._enable_record_function(False)
     try:
         return start()
     finally:
