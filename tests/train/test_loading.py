@@ -19,7 +19,7 @@ import meshcomm
 from meshcomm.config import Config, load_config
 from meshcomm.errors import ConfigError, MeshcommError, ShapeError, TrainingError, UnsupportedOp
 from meshcomm.testing import Pool
-from meshcomm.train import Callback, Trainer
+from meshcomm.train import Callback, Trainer, run
 from meshcomm.train.data.corpus import IGNORED
 from meshcomm.train.data.given import tensors_of
 from tests.sizes import model_of, train_of
@@ -119,6 +119,15 @@ class _Hangs(_Fails):
         return [index] * (SEQUENCE + 1)
 
 
+class _Reads(_Fails):
+    def __getitem__(self, index: int) -> list[int]:
+        return [index] * (SEQUENCE + 1)
+
+
+def reads() -> Dataset[Any]:
+    return _Reads()
+
+
 def fails() -> Dataset[Any]:
     return _Fails()
 
@@ -147,6 +156,43 @@ def test_a_worker_that_ends_or_hangs_is_named(pool: Pool, tmp_path: Path, build:
     (said,) = pool.run(losses_or_error, on("one=1", tmp_path, data=data, mesh=mesh), ranks=1)
     assert said.startswith("a worker process that reads samples has ended or is not responding")
     assert says in said and "data.workers = 2" in said
+
+
+class _Unlucky:
+    """torch's handler of SIGCHLD raises while this object is pickled."""
+
+    def __reduce__(self) -> Any:
+        raise RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. ")
+
+
+class _Exchanges(Callback):
+    def __init__(self, mesh: meshcomm.Mesh, caught: bool) -> None:
+        self._mesh, self._caught = mesh, caught
+
+    def on_step(self, step: Any) -> None:
+        """See Callback."""
+        try:
+            self._mesh.objects.all_gather("one", _Unlucky(), pickle=True)
+        finally:
+            if self._caught:
+                raise ValueError("an error of the program, in a finally block")
+
+
+def exchanged(config: Config, caught: bool) -> str:
+    with meshcomm.init(config) as mesh:
+        try:
+            run(mesh, config, _Exchanges(mesh, caught))
+        except MeshcommError as error:
+            return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("caught", [False, True])
+def test_a_worker_that_ends_during_a_call_is_named(pool: Pool, tmp_path: Path, caught: bool) -> None:
+    data = {"seq_len": SEQUENCE, "build": f"{__name__}:reads", "workers": 2}
+    (said,) = pool.run(exchanged, on("one=1", tmp_path, data=data), caught, ranks=1)
+    assert said.startswith("a worker process that reads samples has ended or is not responding")
+    assert "DataLoader worker (pid 7)" in said
 
 
 class _Kills(_Watch):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from meshcomm.errors import CommunicationError, MeshcommError, TrainingError
+from meshcomm.errors import MeshcommError, TrainingError
 from meshcomm.launch.reaper import end_with_parent
 from meshcomm.train.data.batches import Batches
 
@@ -55,10 +55,10 @@ class ReadAhead:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._steps = None
-        # torch raises the error at any point in the program. Within a call, it is the cause of that call's error.
-        if isinstance(error, CommunicationError) and error.__cause__ is not None:
-            error = error.__cause__
-        if isinstance(error, RuntimeError) and str(error).startswith(_WORKER):
+        # torch raises the error from a signal handler, at any line of the program: within a call, another error follows it.
+        while error is not None and not (isinstance(error, RuntimeError) and str(error).startswith(_WORKER)):
+            error = error.__cause__ or error.__context__
+        if error is not None:
             raise TrainingError(
                 "a worker process that reads samples has ended or is not responding",
                 given=f"data.workers = {self._workers}: {str(error).splitlines()[0]}",
