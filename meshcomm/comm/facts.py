@@ -105,15 +105,11 @@ def is_refused(kind: str, given: Any, size: int, gloo: bool, arguments: Mapping[
     """
     inputs: list[Tensor] = given.input_tensors
     outputs: list[Tensor] = given.output_tensors
-    row = HOOKED.get(kind)
+    row = HOOKED[kind]
     if row is BARRIER:
         return False
-    if row is None or row.root is not None:
-        # A message from any source has no root.
-        lowest = -1 if row is None else 0
-        root: int = given.root
-        if not lowest <= root < size:
-            return True
+    if row.root is not None and not 0 <= given.root < size:
+        return True
     if not gloo:
         return False
     if kind == "ALLTOALL":
@@ -126,7 +122,7 @@ def is_refused(kind: str, given: Any, size: int, gloo: bool, arguments: Mapping[
             many = list(many[0].detach().chunk(size))
         unlike = any((x.shape, x.dtype) != (one.shape, one.dtype) for x in many)
         # Only the root has the list of a gather or scatter.
-        return unlike or len(many) not in (size, 0 if row is not None and row.root else size)
+        return unlike or len(many) not in (size, 0 if row.root else size)
     if kind == "REDUCE_SCATTER":
         # Gloo looks at the part that stays on this rank, whichever that is.
         return len(many) != size or all(x.shape != one.shape for x in many)

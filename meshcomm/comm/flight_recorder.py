@@ -22,7 +22,7 @@ from meshcomm.comm.facts import bytes_of, facts_of_hook, is_refused, shortened
 from meshcomm.comm.mismatch import CallCheck, StepHistory
 from meshcomm.comm.p2p_log import MessageCheck, MessageLog, PendingMessage
 from meshcomm.comm.spans import Span, Spans
-from meshcomm.comm.torch_private import arguments_of
+from meshcomm.comm.torch_private import arguments_of, tag_of
 from meshcomm.errors import MeshcommError
 from meshcomm.transport.base import Direction, Transport, Work
 from meshcomm.transport.torch_private import (
@@ -317,26 +317,26 @@ class FlightRecorder:
         self._issued, self._past = False, None
         kind = HOOK_NAMES[int(given.name)]
         row = HOOKED.get(kind)
-        arguments: dict[str, Any] = {}
-        if self.check is not None or row is None:
+        tensors = given.input_tensors
+        if row is None:
+            # A message from any source has no root. torch refuses other roots that the group does not have.
+            if kind in ("SEND", "RECV") and (root := given.root) < len(self.ranks):
+                peer = root if root >= 0 else None
+                tensors = tensors or given.output_tensors
+                direction: Direction = "send" if kind == "SEND" else "recv"
+                # NCCL has no tags, and cannot receive what another size was sent for.
+                tag = 0 if self.ordered else tag_of(sys._getframe(2))
+                self._past = self.messages.past(name, direction, peer, tag, tensors, users_frame(3))
+            return
+        if self.check is not None:
             # Not of every call: a call that is no longer compared is only recorded.
             arguments = arguments_of(sys._getframe(2))
             if is_refused(kind, given, len(self.ranks), not self.ordered, arguments):
                 return
-        tensors = given.input_tensors
-        if row is None:
-            if kind in ("SEND", "RECV"):
-                peer = given.root if given.root >= 0 else None
-                tensors = tensors or given.output_tensors
-                direction: Direction = "send" if kind == "SEND" else "recv"
-                # NCCL has no tags, and cannot receive what another size was sent for.
-                tag = 0 if self.ordered else arguments.get("tag")
-                self._past = self.messages.past(name, direction, peer, tag, tensors, users_frame(3))
-            return
         # A barrier may pass a tensor that is never read.
         tensors = [] if row is BARRIER else tensors
         one = tensors[0] if len(tensors) == 1 else None
-        nbytes = sum(map(bytes_of, tensors))
+        nbytes = sum(map(bytes_of, tensors)) if one is None else bytes_of(one)
         counter = counter_of(self.counters, name, row.name, True)
         op, root = getattr(given, "op", None), given.root if row.root is not None else -1
         _LATEST[0] = id(self)
@@ -361,7 +361,8 @@ class FlightRecorder:
             self._issued = False
             self.end()
             self.queued(given.work)
-            self.issued([given.work])
+            if self.check is not None:
+                self.issued([given.work])
         elif self._past is not None:
             self.messages.posted(self._past, given.work)
             if self.ordered:

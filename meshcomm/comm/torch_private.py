@@ -46,15 +46,15 @@ unpack_dual: Any = torch._VF._unpack_dual
 
 
 def arguments_of(frame: FrameType) -> dict[str, Any]:
-    """Return what group hooks do not report of the torch.distributed call that this frame makes: `op`, `input_split_sizes`,
-    `output_split_sizes` and `tag`, as far as it has them; {} for the frame of another function, such as one that C++ has called.
+    """Return what group hooks do not report of the collective that this frame makes: `op`, `input_split_sizes` and
+    `output_split_sizes`, as far as it has them; {} for the frame of another function, such as one that C++ has called.
 
     frame: a function of distributed_c10d, or the call of a functional collective's operator.
     """
     given = frame.f_locals
     operator = given.get("self")
     if frame.f_code.co_filename == c10d.__file__:
-        found = {name: given[name] for name in (*_SPLITS, "tag") if name in given}
+        found = {name: given[name] for name in _SPLITS if name in given}
         ops = (
             value.reduceOp
             for name, value in given.items()
@@ -71,6 +71,11 @@ def arguments_of(frame: FrameType) -> dict[str, Any]:
     if op is not None:
         found["op"] = op if isinstance(op, str) else getattr(op, "op", op).name.lower()
     return found
+
+
+def tag_of(frame: FrameType) -> int | None:
+    """Return the tag of the message that this frame of distributed_c10d sends or receives; None for another frame."""
+    return frame.f_locals.get("tag") if frame.f_code.co_filename == c10d.__file__ else None
 
 
 _SPLITS = ("input_split_sizes", "output_split_sizes")
