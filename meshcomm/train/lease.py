@@ -137,8 +137,12 @@ class Lease:
 
     def _take(self) -> None:
         if self._path is not None:
-            self.check()
-            return
+            # While this rank was outside the mesh, another rank of the job may have taken over its file.
+            if _newest(self.folder)[2].get("token") != self._token:
+                self.check()
+            if _read(self._path):
+                return
+            self._let_go()
         check_folder(self.folder)
         while True:
             number, path, facts = _newest(self.folder)

@@ -216,6 +216,25 @@ def test_a_job_that_has_lost_its_lease_stops(tmp_path: Path) -> None:
     assert other.read_text() == before and [*tmp_path.iterdir()] == [other]
 
 
+def test_a_rank_that_was_outside_the_mesh_takes_the_lease_back(tmp_path: Path) -> None:
+    with (
+        meshcomm.init(dims={"one": 1}) as mesh,
+        Lease(tmp_path, Attempt()) as first,
+        Lease(tmp_path, Attempt()) as second,
+    ):
+        first.hold(mesh)
+        # A smaller mesh without that rank: another rank of the job is the first one.
+        second._token = first._token
+        second.hold(mesh)
+        with pytest.raises(LeaseLost):
+            first.check()
+        first.hold(mesh)
+        first.check()
+        with pytest.raises(LeaseLost):
+            second.check()
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_lease_is_renewed_and_read_by_people(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lease, "RENEWED_S", 0.05)
     made = hold(tmp_path, Attempt("job 1"))
