@@ -228,7 +228,7 @@ class CallCheck:
     def difference(self) -> CallMismatchError | None:
         """Return the error if the ranks of the group have made different calls, some of which are under way."""
         if self._difference is None and self._shared is not None and self._number:
-            with suppress(RuntimeError):
+            with suppress(RuntimeError, TimeoutError):
                 self._difference = self._shared.published(self._key)
         return None if self._difference is None else error_of(self._difference)
 

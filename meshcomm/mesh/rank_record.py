@@ -29,6 +29,9 @@ T = TypeVar("T")
 # How long a rank whose call failed waits for answers from other ranks.
 _ANSWER_S: Final = 1.5
 
+# How long a store that has not answered is not asked again.
+_AGAIN_S: Final = 5.0
+
 # How long a rank whose call differs waits until it knows the calls of the others.
 _MEETS_S: Final = 1.0
 
@@ -172,10 +175,11 @@ class RecordExchange:
         self._rank = rank
         self._within_s = max(_ANSWER_S, 2 * look_s)
         self._answered = 0
+        self._silent_until = 0.0
 
     def limited(self, call: Callable[[], T]) -> T:
         """Return the result of `call`, which uses this exchange. Raises TimeoutError if the store does not answer."""
-        within(self._within_s, partial(self._store.check, ["asked"]))
+        self._soon(partial(self._store.check, ["asked"]))
         # `shared` waits for another rank's diagnosis, then for answers. A longer silence means that the store has stopped.
         return within(3 * _LONGER * self._within_s, call)
 
@@ -196,12 +200,28 @@ class RecordExchange:
         return make()
 
     def published(self, call: str) -> dict[str, Any] | None:
-        """Return the result of `shared` if there is one already."""
+        """Return the result of `shared` if there is one already.
+
+        Raises TimeoutError if the store does not answer.
+        """
         key = f"diagnosis/{call}"
-        if not self._store.check([key]):
+        if not self._soon(partial(self._store.check, [key])):
             return None
-        found: dict[str, Any] = json.loads(self._store.get(key))
+        found: dict[str, Any] = json.loads(self._soon(partial(self._store.get, key)))
         return found
+
+    def _soon(self, call: Callable[[], T]) -> T:
+        """Return the result of one operation on the store, which must come soon: a lost host does not refuse connections.
+
+        Raises TimeoutError, and then at once for a while, so that a rank waits for a lost store only once.
+        """
+        if time.monotonic() < self._silent_until:
+            raise TimeoutError("no answer")
+        try:
+            return within(self._within_s, call)
+        except TimeoutError:
+            self._silent_until = time.monotonic() + _AGAIN_S
+            raise
 
     def ask(self, ranks: Sequence[int]) -> dict[int, Any]:
         """Return the records of the `ranks` that answer in time. Takes a few store operations per rank."""
