@@ -220,7 +220,7 @@ class StepLoss:
         sliced = [x for x in tensors_of(outputs) if self._divided and x.ndim and x.shape[-1] == self._logits]
         if len(sliced) > 1 and self._hidden_size == self._logits:
             raise UnsupportedOp(
-                "the logits cannot be told from hidden states, so they cannot be gathered for the loss",
+                "the logits look like hidden states, so they cannot be gathered for the loss",
                 given=f"{len(sliced)} outputs whose last axis has {self._logits} elements",
                 expected="one such output: a rank's slice of the logits",
                 hint="return only the logits; or ModelSpec(loss_takes_slices=True), with a loss that is given slices",
