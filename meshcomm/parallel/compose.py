@@ -95,8 +95,9 @@ class Engine:
                 hint="ModelSpec(attention=...), or remove data.document_mask",
             )
         self.mesh, self.model = mesh, model
-        # The first steps compare the samples of ranks along tensor, pipeline and context.
+        # The first steps compare the samples of all ranks.
         self.checked_steps = 2
+        self._digests: dict[int, str] = {}
         # The number of the most recent step.
         self.done = 0
         self.reached = Reached()
@@ -174,10 +175,10 @@ class Engine:
         lr:        the value of train.lr for this step. If None, the current lr of each optimizer group is used.
         number:    the step's number, which determines its random numbers. If None, `done` + 1.
         documents: see Batch.
-        Called by: every rank. inputs and targets must be equal along tensor, pipeline and context; the first
-                   `checked_steps` steps check this.
+        Called by: every rank. inputs and targets must be equal along tensor, pipeline and context, and differ along
+                   data and shard; the first `checked_steps` steps check this.
         Raises:    ShapeError for a wrong number of samples; TrainingError if a parameter got no gradient, or if samples differ
-                   between ranks that must have the same samples. A step whose loss or gradient norm is not finite is not
+                   between ranks that must have the same samples, or are equal between ranks that must not. A step whose loss or gradient norm is not finite is not
                    applied. With train.on_nonfinite = "stop", later steps are not applied either.
         """
         number = self.done + 1 if number is None else number
@@ -283,7 +284,8 @@ class Engine:
         train, inputs, targets = self.sections.train, batch.inputs, batch.targets
         if self.checked_steps and not self.mesh.is_fake:
             self.checked_steps -= 1
-            check_inputs(self.mesh, self.sections.parallel, *(each for each in batch if each is not None))
+            given = (each for each in batch if each is not None)
+            self._digests = check_inputs(self.mesh, self.sections.parallel, *given, before=self._digests)
         share = self.microbatches * train.micro_batch_size
         if {len(inputs), len(targets)} != {share}:
             hint = f"train.global_batch_size = {len(inputs) * self.data_size}"
