@@ -20,6 +20,7 @@ from meshcomm.parallel.context.documents import check_documents
 from meshcomm.parallel.data import Sharded
 from meshcomm.parallel.norm import GradientNorm
 from meshcomm.parallel.optimizer import MakeOptimizer, Update, check_patterns, check_some_learn
+from meshcomm.parallel.pipeline import Pipelined
 from meshcomm.parallel.results import Done, Results, check_inputs
 from meshcomm.parallel.state import Kinds, State, as_before
 from meshcomm.parallel.tensor.parameters import Kept, fused_parts
@@ -311,10 +312,18 @@ class Engine:
     def evaluate(self, batches: Iterable[tuple[Tensor, ...]]) -> float:
         """Return the mean loss over the tokens of several global batches, from forward passes with the modules in eval mode.
 
-        batches:   this rank's share of each global batch, shaped as for `step`. Every rank passes the same number of batches.
+        batches:   this rank's share of each global batch, shaped as for `step`, or with fewer samples, or none. Every rank
+                   passes the same number of batches.
         Called by: every rank.
         Returns:   the mean, equal on every rank, or nan if no target counts. Waits for the device.
+        Raises:    ShapeError for more samples than in a step; UnsupportedOp for fewer samples through a pipeline with a loss
+                   that does not ignore targets of -100.
         """
+        # Tensors that are made in inference mode could not be used in training.
+        with torch.inference_mode(False):
+            return self._evaluate(batches)
+
+    def _evaluate(self, batches: Iterable[tuple[Tensor, ...]]) -> float:
         parallel, context = self.sections.parallel, self.splits.context
         # The mode of each part, because a user may have put some of them into eval mode permanently.
         were = {part: part.training for part in self.modules.modules()}
@@ -323,13 +332,15 @@ class Engine:
         sums = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
         self.modules.eval()
         try:
-            for number, batch in enumerate(Batch(*each) for each in batches):
-                more = self._packed(batch)
+            for number, given in enumerate(Batch(*each) for each in batches):
+                batch, short = self._filled(given)
+                more: dict[str, Any] = {**self._packed(batch), **short}
                 with self._drawing(f"evaluation {number}"):
-                    split = (context.split(each, 1) for each in batch[:2])
-                    loss = self._run.forward(*split, **more)
+                    inputs, targets = (context.split(each, 1) for each in batch[:2])
+                    loss = self._run.forward(inputs, targets, **more)
                 sums[0] += 0 if loss is None else loss.double()
-                sums[1] += self.model.count(batch.targets, self.microbatches)
+                count = self.model.count(batch.targets, self.microbatches).double()
+                sums[1] += count * (short["samples"] / len(batch.inputs) if short else 1)
         finally:
             self._tokens = before
             for part, was in were.items():
@@ -404,6 +415,46 @@ class Engine:
         return int(self.mesh.all_reduce(self.sections.parallel.pipeline, total).item())
 
     # -- inside ---------------------------------------------------------------------------------
+
+    def _filled(self, batch: Batch) -> tuple[Batch, dict[str, int]]:
+        """Return a batch of an evaluation with as many samples as in a step, of which the added ones do not count.
+
+        Their targets are -100. If the loss does not ignore these, also return the number of samples as an argument of the run.
+        """
+        count, share = len(batch.inputs), self.microbatches * self.sections.train.micro_batch_size
+        if count > share or count != len(batch.targets):
+            raise ShapeError(
+                "an evaluation's batch has the wrong number of samples for this rank",
+                given=f"{count} inputs and {len(batch.targets)} targets on {self.mesh.label}",
+                expected=f"at most {share} of both, as in a step",
+                hint=f"batches of {share} samples on each rank",
+            )
+        if count == share:
+            return batch, {}
+        added = [
+            torch.cat(
+                [
+                    each,
+                    each[:1].expand(share - count, *each.shape[1:])
+                    if count
+                    else each.new_zeros(share, *each.shape[1:]),
+                ]
+            )
+            for each in batch
+            if each is not None
+        ]
+        ignored = added[1].clone()
+        ignored[count:] = -100
+        if not self.model.count(torch.full_like(ignored, -100), self.microbatches):
+            return Batch(added[0], ignored, *added[2:]), {}
+        if isinstance(self._run, Pipelined):
+            raise UnsupportedOp(
+                "a short batch cannot be evaluated through a pipeline with this loss",
+                given=f"{count} of {share} samples on {self.mesh.label}, and a loss of your own",
+                expected="full batches, because the loss does not say which samples count",
+                hint="drop_last=True in the DataLoader",
+            )
+        return Batch(*added), {"samples": count}
 
     def _loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return a microbatch's share of the mean loss."""

@@ -60,12 +60,20 @@ class Accumulate:
         return self._run(inputs, targets, more)
 
     @torch.no_grad()
-    def forward(self, inputs: Tensor, targets: Tensor, **more: Tensor) -> Tensor:
-        """Run forward passes only, without saving anything for backward."""
-        return self._run(inputs, targets, more, backward=False)
+    def forward(self, inputs: Tensor, targets: Tensor, samples: int | None = None, **more: Tensor) -> Tensor:
+        """Run forward passes only, without saving anything for backward.
+
+        samples: if given, only the first samples count: a microbatch's loss is weighted by its share of them.
+        """
+        return self._run(inputs, targets, more, backward=False, samples=samples)
 
     def _run(
-        self, inputs: Tensor, targets: Tensor, more: Mapping[str, Tensor], backward: bool = True
+        self,
+        inputs: Tensor,
+        targets: Tensor,
+        more: Mapping[str, Tensor],
+        backward: bool = True,
+        samples: int | None = None,
     ) -> Tensor:
         count, losses = self._microbatches, []
         parts = {name: tensor.tensor_split(count) for name, tensor in more.items()}
@@ -76,13 +84,21 @@ class Accumulate:
             if self._draws is not None:
                 self._draws.microbatch(i, START)
             here = {name: part[i] for name, part in parts.items()}
+            weight = 1.0
+            if samples is not None:
+                # Without samples that count, the pass still takes part in the calls of the other ranks.
+                size, left = len(x), min(len(x), max(0, samples - i * len(x)))
+                weight, end = left / size, left or size
+                x, target, here = x[:end], target[:end], {name: part[:end] for name, part in here.items()}
             spans = self._mesh.metrics.spans if backward and self._mesh is not None else None
             with stretch(spans, PASSES, f"forward {i}"):
                 loss = self._loss(self._module(x, **here), target)
             if backward:
                 with stretch(spans, PASSES, f"backward {i}"):
                     loss.backward()
-            losses.append(loss.detach())
+            losses.append(
+                loss.detach() if weight == 1 else (loss * weight if weight else torch.zeros_like(loss))
+            )
         return torch.stack(losses).sum()
 
 
