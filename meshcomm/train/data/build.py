@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import random
 from collections.abc import Mapping, Sequence
 from typing import Any, final
 
@@ -19,6 +20,8 @@ from meshcomm.train.data.batches import permuted
 from meshcomm.train.data.corpus import IGNORED, Corpus, Samples, held_back, outside
 from meshcomm.train.data.given import tensors_of
 
+# The number of samples that the digest of a dataset covers.
+_LOOKS = 16
 _EXPECTED = (
     "tokens (up to seq_len + 1 integers), a pair of inputs and targets, or a dict with input_ids and, "
     "as in transformers, labels"
@@ -57,10 +60,28 @@ def built(config: DataConfig, seed: int, vocab_size: int | None) -> Corpus:
             if loader
             else "for an iterable of batches, use a script with Trainer.run",
         )
-    digest = hashlib.sha256(f"{name} {len(found)}".encode()).digest()
     part = Indexed(found, SampleForm(name, config.seq_len, vocab_size, config.document_mask))
     part.read(np.zeros(1, dtype=np.int64))
+    digest = hashlib.sha256(f"{name} {len(found)}".encode() + _content(part)).digest()
     return Corpus((part,), digest, len(found), "samples").cut(config.validation)
+
+
+def _content(part: Indexed) -> bytes:
+    """Return a digest of up to `_LOOKS` samples, equally spaced; or nothing if samples are random, and so differ if they are
+    read twice.
+    """
+    numbers = np.unique(np.linspace(0, len(part) - 1, _LOOKS).astype(np.int64))
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    try:
+        first, again = (
+            [hashlib.sha256(each.tobytes()).digest() for row in numbers for each in part.read(row[None])]
+            for _ in range(2)
+        )
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])
+    return b"".join(first) if first == again else b""
 
 
 class SampleForm:

@@ -303,7 +303,7 @@ def check_epoch(data: Any, engine: Engine) -> None:
     what, hint = "", "drop_last=True in the DataLoader"
     if last and not chosen.drop_last:
         what = f"has only {last} samples on this rank"
-    elif type(sampler) is DistributedSampler and read > len(sampler.dataset):
+    elif type(sampler) is DistributedSampler and read > (_length(sampler.dataset) or 0):
         what, hint = "repeats samples of the epoch", "DistributedSampler(..., drop_last=True)"
     if what:
         raise TrainingError(
