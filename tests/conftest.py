@@ -88,7 +88,7 @@ FURTHER = {
     "train/test_documents.py": r"\[llama, pp2 tp2\]|\[cp2 ulysses\]",
     "train/test_evaluate.py": r"every_mesh\[pp=2 fsdp=2",
     "train/test_frozen.py": r"a_model_has_frozen_itself|one_process\[fsdp4",
-    "train/test_loading.py": r"without_reading_again\[(3-its|3-torchdata|[57])|workers_stay",
+    "train/test_loading.py": r"without_reading_again\[(3-(its|torchdata|wraps)|5-(its|torchdata|without)|7)|workers_stay",
     "train/test_lora.py": r"goes_on_elsewhere|\[dropout|frozen_weights_are_held|one_process\[own, pp2 tp2 seq",
     "train/test_nonfinite.py": r"is_not_saved\[\{ pp = 2, dp = 2",
     "train/test_number_types.py": r"\[(pp2 tp2 sequence recompute|True-1f1b|False-zero_bubble)",

@@ -21,6 +21,7 @@ from meshcomm.parallel.data import Sharded
 from meshcomm.parallel.loss import StepLoss
 from meshcomm.parallel.norm import GradientNorm
 from meshcomm.parallel.optimizer import MakeOptimizer, Update, check_patterns, check_some_learn
+from meshcomm.parallel.pipeline import Pipelined
 from meshcomm.parallel.results import Done, Results, check_inputs
 from meshcomm.parallel.state import Kinds, State, as_before
 from meshcomm.parallel.tensor.parameters import Kept, fused_parts
@@ -93,8 +94,9 @@ class Engine:
                 hint="ModelSpec(attention=...), or remove data.document_mask",
             )
         self.mesh, self.model = mesh, model
-        # The first steps compare the samples of ranks along tensor, pipeline and context.
+        # The first steps compare the samples of all ranks.
         self.checked_steps = 2
+        self._digests: dict[int, str] = {}
         # The number of the most recent step.
         self.done = 0
         self.reached = Reached()
@@ -175,11 +177,11 @@ class Engine:
         lr:        the value of train.lr for this step. If None, the current lr of each optimizer group is used.
         number:    the step's number, which determines its random numbers. If None, `done` + 1.
         documents: see Batch.
-        Called by: every rank. inputs and targets must be equal along tensor, pipeline and context; the first
-                   `checked_steps` steps check this.
+        Called by: every rank. inputs and targets must be equal along tensor, pipeline and context, and differ along
+                   data and shard; the first `checked_steps` steps check this.
         Raises:    ShapeError for a wrong number of samples; TrainingError if a parameter got no gradient, or if samples differ
-                   between ranks that must have the same samples. A step whose loss or gradient norm is not finite is not
-                   applied. With train.on_nonfinite = "stop", later steps are not applied either.
+                   between ranks that must have the same samples, or are equal between ranks that must not. A step whose
+                   loss or gradient norm is not finite is not applied. With train.on_nonfinite = "stop", later steps are not applied either.
         """
         number = self.done + 1 if number is None else number
         batch = Batch(inputs, targets, documents)
@@ -288,7 +290,8 @@ class Engine:
         train, inputs, targets = self.sections.train, batch.inputs, batch.targets
         if self.checked_steps and not self.mesh.is_fake:
             self.checked_steps -= 1
-            check_inputs(self.mesh, self.sections.parallel, *(each for each in batch if each is not None))
+            given = (each for each in batch if each is not None)
+            self._digests = check_inputs(self.mesh, self.sections.parallel, *given, before=self._digests)
         share = self.microbatches * train.micro_batch_size
         if {len(inputs), len(targets)} != {share}:
             hint = f"train.global_batch_size = {len(inputs) * self.data_size}"
@@ -314,10 +317,18 @@ class Engine:
     def evaluate(self, batches: Iterable[tuple[Tensor, ...]]) -> float:
         """Return the mean loss over the tokens of several global batches, from forward passes with the modules in eval mode.
 
-        batches:   this rank's share of each global batch, shaped as for `step`. Every rank passes the same number of batches.
+        batches:   this rank's share of each global batch, shaped as for `step`, or with fewer samples, or none. Every rank
+                   passes the same number of batches.
         Called by: every rank.
         Returns:   the mean, equal on every rank, or nan if no target counts. Waits for the device.
+        Raises:    ShapeError for more samples than in a step; UnsupportedOp for fewer samples through a pipeline with a loss
+                   that does not ignore targets of -100.
         """
+        # Tensors that are made in inference mode could not be used in training.
+        with torch.inference_mode(False):
+            return self._evaluate(batches)
+
+    def _evaluate(self, batches: Iterable[tuple[Tensor, ...]]) -> float:
         parallel = self.sections.parallel
         # The mode of each part, because a user may have put some of them into eval mode permanently.
         were = {part: part.training for part in self.modules.modules()}
@@ -325,8 +336,9 @@ class Engine:
         mine: Tensor | None = None
         self.modules.eval()
         try:
-            for number, batch in enumerate(Batch(*each) for each in batches):
-                more = self._packed(batch)
+            for number, given in enumerate(Batch(*each) for each in batches):
+                batch, short = self._filled(given)
+                more: dict[str, Any] = {**self._packed(batch), **short}
                 with self._drawing(f"evaluation {number}"):
                     loss = self._run.forward(*self._loss.split(*batch[:2]), **more)
                 if loss is not None:
@@ -406,6 +418,46 @@ class Engine:
         return int(self.mesh.all_reduce(self.sections.parallel.pipeline, total).item())
 
     # -- inside ---------------------------------------------------------------------------------
+
+    def _filled(self, batch: Batch) -> tuple[Batch, dict[str, int]]:
+        """Return a batch of an evaluation with as many samples as in a step, of which the added ones do not count.
+
+        Their targets are -100. If the loss does not ignore these, also return the number of samples as an argument of the run.
+        """
+        count, share = len(batch.inputs), self.microbatches * self.sections.train.micro_batch_size
+        if count > share or count != len(batch.targets):
+            raise ShapeError(
+                "an evaluation's batch has the wrong number of samples for this rank",
+                given=f"{count} inputs and {len(batch.targets)} targets on {self.mesh.label}",
+                expected=f"at most {share} of both, as in a step",
+                hint=f"batches of {share} samples on each rank",
+            )
+        if count == share:
+            return batch, {}
+        added = [
+            torch.cat(
+                [
+                    each,
+                    each[:1].expand(share - count, *each.shape[1:])
+                    if count
+                    else each.new_zeros(share, *each.shape[1:]),
+                ]
+            )
+            for each in batch
+            if each is not None
+        ]
+        ignored = added[1].clone()
+        ignored[count:] = -100
+        if self.model.own_loss is None:
+            return Batch(added[0], ignored, *added[2:]), {}
+        if isinstance(self._run, Pipelined):
+            raise UnsupportedOp(
+                "a short batch cannot be evaluated through a pipeline with this loss",
+                given=f"{count} of {share} samples on {self.mesh.label}, and a loss of your own",
+                expected="full batches, because the loss does not say which samples count",
+                hint="drop_last=True in the DataLoader",
+            )
+        return Batch(*added), {"samples": count}
 
     def _drawing(self, step: str) -> AbstractContextManager[None]:
         """In this context, the seed and the step determine the random numbers that forward passes draw."""

@@ -121,8 +121,11 @@ class StepLoss:
                 self._mesh.all_reduce(dim, divisor)
         self._divisor = divisor.to(self._mesh.device, self._dtype)
 
-    def __call__(self, outputs: Any, targets: Tensor) -> Tensor:
-        """Return a microbatch's share of the step's loss, up to the factor of `finish`."""
+    def __call__(self, outputs: Any, targets: Tensor, weight: float = 1.0) -> Tensor:
+        """Return a microbatch's share of the step's loss, up to the factor of `finish`.
+
+        weight: of a mean of the own loss; 0 if the microbatch has no samples that count.
+        """
         if self._own is None:
             logits = logits_of(outputs)
             split = self._splits.tensor
@@ -144,9 +147,9 @@ class StepLoss:
             raise _refused(
                 f'a dictionary with {", ".join(map(repr, terms)) or "nothing"}, but no "loss"', _FORMS
             )
-        loss, count = self._pair("loss", terms.pop("loss"))
+        loss, count = self._pair("loss", terms.pop("loss"), weight)
         self._name([*terms])
-        pairs = [self._pair(name, term) for name, term in terms.items()]
+        pairs = [self._pair(name, term, weight) for name, term in terms.items()]
         row = [count, *(each for pair in pairs for each in pair)]
         self._rows.append(torch.stack([each.detach().double() for each in row]))
         return loss.to(self._dtype) / self._divisor
@@ -198,9 +201,9 @@ class StepLoss:
                 "the same terms, in the same order, for every microbatch",
             )
 
-    def _pair(self, name: str, found: Any) -> tuple[Tensor, Tensor]:
+    def _pair(self, name: str, found: Any, weight: float) -> tuple[Tensor, Tensor]:
         """Return the sum and the count of a term."""
-        total, count = found if isinstance(found, tuple) and len(found) == 2 else (found, 1)
+        total, count = found if (both := isinstance(found, tuple) and len(found) == 2) else (found, 1)
         if not isinstance(total, Tensor) or total.ndim:
             given = (
                 f"shape {tuple(total.shape)}" if isinstance(total, Tensor) else f"a {type(total).__name__}"
@@ -211,7 +214,10 @@ class StepLoss:
                 "a loss that does not depend on the outputs by operations with gradients",
                 "a loss through which gradients reach the parameters",
             )
-        return total, torch.as_tensor(count, device=total.device).reshape(())
+        count = torch.as_tensor(count, device=total.device).reshape(())
+        if not weight:
+            return torch.zeros_like(total), torch.zeros_like(count)
+        return (total, count) if both or weight == 1 else (total * weight, count * weight)
 
     def _whole(self, outputs: Any) -> Any:
         """Return the outputs of the model on one process, on every rank along tensor and context."""

@@ -31,7 +31,7 @@ __all__ = ["Accumulate", "Pipelined", "Stage", "split_layers"]
 
 # The name under which the default generators are seeded first, in one process and on the first stage.
 START: Final = "start"
-Loss: TypeAlias = Callable[[Tensor, Tensor], Tensor]
+Loss: TypeAlias = Callable[..., Tensor]
 Shape: TypeAlias = tuple[int, ...]
 
 
@@ -60,12 +60,21 @@ class Accumulate:
         return self._run(inputs, targets, more)
 
     @torch.no_grad()
-    def forward(self, inputs: Tensor, targets: Tensor, **more: Tensor) -> Tensor:
-        """Run forward passes only, without saving anything for backward."""
-        return self._run(inputs, targets, more, backward=False)
+    def forward(self, inputs: Tensor, targets: Tensor, samples: int | None = None, **more: Tensor) -> Tensor:
+        """Run forward passes only, without saving anything for backward.
+
+        samples: if given, only the first samples count. The loss is called with the weight of its microbatch, if that is not 1:
+            the share of its samples that count.
+        """
+        return self._run(inputs, targets, more, backward=False, samples=samples)
 
     def _run(
-        self, inputs: Tensor, targets: Tensor, more: Mapping[str, Tensor], backward: bool = True
+        self,
+        inputs: Tensor,
+        targets: Tensor,
+        more: Mapping[str, Tensor],
+        backward: bool = True,
+        samples: int | None = None,
     ) -> Tensor:
         count, losses = self._microbatches, []
         parts = {name: tensor.tensor_split(count) for name, tensor in more.items()}
@@ -76,9 +85,16 @@ class Accumulate:
             if self._draws is not None:
                 self._draws.microbatch(i, START)
             here = {name: part[i] for name, part in parts.items()}
+            weight = 1.0
+            if samples is not None:
+                # Without samples that count, the pass still takes part in the calls of the other ranks.
+                size, left = len(x), min(len(x), max(0, samples - i * len(x)))
+                weight, end = left / size, left or size
+                x, target, here = x[:end], target[:end], {name: part[:end] for name, part in here.items()}
             spans = self._mesh.metrics.spans if backward and self._mesh is not None else None
             with stretch(spans, PASSES, f"forward {i}"):
-                loss = self._loss(self._module(x, **here), target)
+                y = self._module(x, **here)
+                loss = self._loss(y, target) if weight == 1 else self._loss(y, target, weight)
             if backward:
                 with stretch(spans, PASSES, f"backward {i}"):
                     loss.backward()

@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple, final
 
 import torch
@@ -24,11 +25,19 @@ from meshcomm.parallel.tensor import local
 _MOST = 100
 
 
-def check_inputs(mesh: Mesh, parallel: ParallelConfig, *batch: Tensor) -> None:
-    """Compare this rank's batch with the batches of the ranks along tensor, pipeline and context.
+def check_inputs(
+    mesh: Mesh, parallel: ParallelConfig, *batch: Tensor, before: Mapping[int, str] = MappingProxyType({})
+) -> dict[int, str]:
+    """Compare this rank's batch with the other ranks' batches: equal along tensor, pipeline and context, not along data and
+    shard.
 
+    Equal batches along data and shard are an error only if they are equal in two steps and differ between these steps. A
+    batch that stays the same, as in a benchmark, is no evidence: its mean is that of one process.
+
+    before:    the result of the previous step's call. If empty, ranks along data and shard are not compared.
     Called by: every rank of the mesh. Gathers objects along each dim, and waits for the device.
-    Raises:    TrainingError, the same on every rank, that names the ranks whose samples differ, and the dim.
+    Returns:   a digest of each rank's batch.
+    Raises:    TrainingError, the same on every rank, that names the ranks, and the dim.
     """
     sums = hashlib.sha256()
     for tensor in batch:
@@ -53,6 +62,22 @@ def check_inputs(mesh: Mesh, parallel: ParallelConfig, *batch: Tensor) -> None:
                     "two arguments, it divides samples among all ranks of the job. "
                     "Also use the same seed and epoch on all ranks",
                 )
+    readers: dict[tuple[str, str], int] = {}
+    for rank in sorted(found) if before else ():
+        # Ranks along all other dims have equal batches.
+        if any(coord for dim, coord in mesh.get_coords(rank).items() if dim not in parallel.data_dims):
+            continue
+        first = readers.setdefault((before[rank], found[rank]), rank)
+        if first != rank and before[rank] != found[rank]:
+            dims = ", ".join(parallel.data_dims)
+            raise TrainingError(
+                f"ranks along {dims} read the same samples",
+                given=f"the batch of rank {rank} equals that of rank {first}, in two steps with different batches",
+                expected=f"different samples on each rank along {dims}: its share of the global batch",
+                hint="DataLoader(..., sampler=DistributedSampler(dataset, num_replicas=mesh.data_world_size, "
+                "rank=mesh.data_rank)); or trainer.engine.checked_steps = 0 if this is intended",
+            )
+    return found
 
 
 class Done(NamedTuple):

@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from meshcomm.config import Config
 from meshcomm.errors import ConfigError, TrainingError, UnsupportedOp
 from meshcomm.mesh import Mesh
-from meshcomm.mesh.all_ranks import is_first, on_all_ranks
+from meshcomm.mesh.all_ranks import is_first, of_every_rank, on_all_ranks
 from meshcomm.mesh.source import with_sizes
 from meshcomm.models import ModelSpec
 from meshcomm.parallel.build import Model
@@ -443,16 +443,36 @@ class Trainer:
     def evaluate(self, batches: Iterable[GivenBatch]) -> float:
         """Return the mean loss over the given global batches, computed in eval mode without backward passes.
 
-        batches:   this rank's share of each global batch, shaped as in `step`. The number of batches must be
-                   the same on every rank.
+        batches:   this rank's share of each global batch, shaped as in `step`, or with fewer samples: each counts once. If
+                   the iterables have no length, their number of batches must be the same on every rank.
         Called by: every rank.
         Returns:   the same value on every rank. Waits for the device.
+        Raises:    TrainingError if only some ranks have batches, and the errors of `Engine.evaluate`.
         """
         return self.engine.evaluate(self._placed(batches))
 
     def _placed(self, batches: Iterable[GivenBatch]) -> Iterator[tuple[Tensor, ...]]:
+        try:
+            length = len(batches)  # type: ignore[arg-type]
+        except TypeError:
+            length = None
+        lengths = [length] if self.mesh.is_fake else of_every_rank(self.mesh, length)
+        known = [each for each in lengths if each is not None]
+        most = max(known) if len(known) == len(lengths) else 0
+        if most and not min(known):
+            raise TrainingError(
+                "some ranks have nothing to evaluate",
+                given=f"0 to {most} batches on the ranks of the mesh",
+                expected="at least one batch on each rank",
+                hint="more data, or fewer ranks along data and shard",
+            )
+        last: tuple[Tensor, ...] = ()
+        count = 0
         for batch in batches:
-            yield placed(self.engine, batch, "an evaluation")
+            last, count = placed(self.engine, batch, "an evaluation"), count + 1
+            yield last
+        for _ in range(count, most):
+            yield tuple(each[:0] for each in last)
 
     def state(self) -> dict[str, Tensor]:
         """Return the full training state by global name; see Engine.state. The state is not modified.
@@ -504,7 +524,9 @@ class Trainer:
             holds = filled
             # Parameters that a checkpoint does not have are read or initialized at each start.
             filled = filled or not self._model.saves_all
-            engine = Engine(self.mesh, self._config, self._model, self._optimizer, filled=filled)
+            # Parameters that are made in inference mode could not be trained.
+            with torch.inference_mode(False):
+                engine = Engine(self.mesh, self._config, self._model, self._optimizer, filled=filled)
             if self._scheduler is not None:
                 engine.scheduler = scheduler_for(self._scheduler, engine.optimizer)
             self._made, self._holds = engine, holds

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import bz2
+import gzip
 import json
+import lzma
 import sys
 import sysconfig
 from collections.abc import Iterator
@@ -277,6 +280,65 @@ def test_token_files_that_cannot_be_trained_on_are_told(tmp_path: Path) -> None:
         assert what in caught.value.what and given in str(caught.value.given), str(caught.value)
 
 
+def test_files_of_other_formats_are_named(tmp_path: Path) -> None:
+    ids = np.random.default_rng(0).integers(0, 50_000, 400)
+    plain = b"a line of text that is not one token\n" * 400
+    files: dict[str, tuple[bytes, str]] = {
+        "a.txt.gz": (gzip.compress(plain), "a gzip file"),
+        "b.bz2": (bz2.compress(plain), "a bzip2 file"),
+        "c.xz": (lzma.compress(plain), "an xz file"),
+        "d.parquet": (b"PAR1" + ids.tobytes() + b"PAR1", "a Parquet file"),
+        "e.idx": (b"MMIDIDX\0\0" + ids.tobytes(), "the index of a Megatron dataset"),
+        "f.bin": (
+            np.array([20240520, 1, 400, *[0] * 253], "<i4").tobytes() + ids.astype("<u2").tobytes(),
+            "llm.c",
+        ),
+        "g.bin": (b"\x93NUMPY\x01\x00" + ids.tobytes(), "needs the suffix .npy"),
+    }
+    for name, (content, form) in files.items():
+        (tmp_path / name).write_bytes(content + b"\n" * (len(content) % 2))
+        for config in (
+            DataConfig(files=(f"{tmp_path}/{name}",), seq_len=8),
+            DataConfig(tokens=(f"{tmp_path}/{name}",), seq_len=8),
+        ):
+            with pytest.raises(
+                TrainingError, match="not text" if config.files else "cannot be read"
+            ) as caught:
+                text.load(config)
+            assert form in str(caught.value.given)
+    for name, content, form in (
+        ("h.jsonl", b'{"text": "one"}\n' * 9, "JSON lines"),
+        ("i.txt", plain.decode().encode("utf-16"), "bytes of 0"),
+        ("j.safetensors", np.arange(9).tobytes(), "bytes of 0"),
+    ):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(TrainingError) as caught:
+            text.load(DataConfig(files=(f"{tmp_path}/{name}",), seq_len=8))
+        assert form in str(caught.value.given) and "data.build" in str(caught.value.hint)
+
+
+@pytest.mark.parametrize("wide", ["<u4", ">u4", "<i8"])
+@pytest.mark.parametrize("kind", ["uint16", "uint32"])
+@pytest.mark.parametrize("most", [300, 50_000, 128_000])
+def test_tokens_of_another_width_are_not_misread(tmp_path: Path, wide: str, kind: str, most: int) -> None:
+    ids = np.random.default_rng(0).integers(0, most, 4000)
+    ids.astype(wide).tofile(tmp_path / "a.bin")
+    config = DataConfig(tokens=(f"{tmp_path}/a.bin",), token_type=kind, seq_len=8)  # type: ignore[arg-type]
+    if (wide, kind) == ("<u4", "uint32"):
+        assert tokens_of(text.load(config, vocab_size=most))[:8] == ids[:8].tolist()
+        return
+    with pytest.raises(TrainingError, match=r"as if tokens were wider|the model's vocabulary"):
+        text.load(config, vocab_size=most)
+
+
+def test_narrow_tokens_are_read(tmp_path: Path) -> None:
+    for most in (2, 300, 65_536):
+        ids = np.random.default_rng(0).integers(0, most, 4000)
+        ids.astype("<u2").tofile(tmp_path / "a.bin")
+        config = DataConfig(tokens=(f"{tmp_path}/a.bin",), seq_len=8)
+        assert tokens_of(text.load(config))[:8] == ids[:8].tolist()
+
+
 # -- functions ------------------------------------------------------------------------------------
 
 SOURCE = """
@@ -300,6 +362,12 @@ def sample(kind):
         "long": list(range(6)), "empty": [], "text": "abc", "triple": (1, 2, 3), "nameless": {"x": 1},
         "negative": [3, -1, 3], "high": [3, 999, 3], "uneven": ([1, 2], [1]), "alone": torch.zeros(2, 2),
     }[kind]]
+
+def rows(add, drawn):
+    class Rows(Squares):
+        def __getitem__(self, index):
+            return super().__getitem__(index) + (add if index > 9 else 0) + (torch.randint(9, ()) if drawn else 0)
+    return Rows()
 
 def raises():
     raise ValueError("no such folder")
@@ -347,6 +415,19 @@ def test_a_dataset_by_index_is_padded_and_read_in_epochs(loaders: None) -> None:
         for row in tokens
     ]
     assert sorted([*seen, *map(int, held)]) == list(range(20))
+
+
+def test_the_content_of_a_dataset_is_in_its_digest_unless_it_is_random(loaders: None) -> None:
+    torch.manual_seed(0)
+    state = torch.get_rng_state()
+    same, again, other = (
+        text.load(named("rows", args={"add": add, "drawn": False})).digest for add in (0, 0, 1)
+    )
+    assert same == again != other
+    drawn = {text.load(named("rows", args={"add": add, "drawn": True})).digest for add in (0, 1)}
+    assert len(drawn) == 1
+    text.load(named("rows", args={"add": 0, "drawn": False}))
+    torch.set_rng_state(state)
 
 
 @pytest.mark.parametrize(

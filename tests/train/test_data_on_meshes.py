@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import islice, repeat
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from meshcomm.mesh import Mesh
 from meshcomm.parallel.results import check_inputs
 from meshcomm.testing import Pool
 from meshcomm.train import Trainer
+from tests.sizes import train_of
 from tests.train.runs import config_on, losses_or_error, trained
 from tests.train.test_data import tokenizer
 
@@ -186,6 +188,66 @@ def test_a_sampler_by_role_trains_and_one_of_the_whole_job_is_named(pool: Pool) 
     assert text.startswith("ranks along tp (tensor) have different samples")
     assert "rank 1 against rank 0, which differ only in their coord along tp" in text
     assert "DistributedSampler(dataset, num_replicas=mesh.data_world_size, rank=mesh.data_rank)" in text
+
+
+class Numbers(Dataset[tuple[torch.Tensor, torch.Tensor]]):
+    def __init__(self, constant: bool = False) -> None:
+        self._constant = constant
+
+    def __len__(self) -> int:
+        return 32
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        x = torch.full((3,), 0.0 if self._constant else index + 1.0)
+        return x, x[:1]
+
+
+def steps_on(config: Config) -> list[str]:
+    """Train on DataLoaders whose samplers may not divide the samples among the ranks along dp and fsdp."""
+    with meshcomm.init(config) as mesh:
+        world, rank, dp = mesh.data_world_size, mesh.data_rank, mesh.coord("dp")
+        samplers = {
+            "none": (1, 0),
+            "dp only": (2, dp),
+            "sum": (world, dp + mesh.coord("fsdp")),
+            "by role": (world, rank),
+        }
+        found = []
+        for kind in (*samplers, "constant", "one batch"):
+            data = Numbers(kind == "constant")
+            replicas, part = samplers.get(kind, (1, 0))
+            sampler: Any = DistributedSampler(
+                data, num_replicas=replicas, rank=part, shuffle=kind != "one batch"
+            )
+            loader: Any = DataLoader(data, batch_size=2, sampler=sampler)
+            trainer = Trainer(mesh, config, torch.nn.Linear(3, 1), loss=torch.nn.functional.mse_loss)
+            text = ""
+            try:
+                for batch in islice(repeat(next(iter(loader))) if kind == "one batch" else loader, 3):
+                    trainer.step(*batch)
+            except TrainingError as error:
+                text = str(error)
+            found.append(text)
+        return found
+
+
+def test_ranks_along_data_that_read_the_same_samples_are_named(pool: Pool) -> None:
+    base = {"mesh": {"device": "cpu", "timeout_s": 60.0}, "train": train_of(4, 8, 2, dtype="float64")}
+    first, *others = pool.run(steps_on, config_on(base, "dp=2 fsdp=2"), ranks=4)
+    assert all(each == first for each in others)
+    # Equal samples, or the same batch in each step, are no evidence.
+    pairs = [
+        "rank 1 equals that of rank 0",
+        "rank 1 equals that of rank 0",
+        "rank 2 equals that of rank 1",
+        "",
+        "",
+        "",
+    ]
+    for text, pair in zip(first, pairs, strict=True):
+        assert pair in text and bool(pair) == text.startswith("ranks along dp, fsdp read the same samples"), (
+            text
+        )
 
 
 # -- resuming -------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,13 @@ from torch import Tensor
 
 import meshcomm
 from meshcomm.config import Config, DataConfig, load_config
-from meshcomm.errors import MeshcommError, TrainingError
+from meshcomm.errors import MeshcommError, TrainingError, UnsupportedOp
 from meshcomm.parallel.compose import Batch
 from meshcomm.testing import Pool
 from meshcomm.train import Trainer
 from meshcomm.train.data.build import SampleForm
 from meshcomm.train.data.corpus import IGNORED, Stream
+from meshcomm.train.data.given import tensors_of
 from meshcomm.train.data.load import load
 from meshcomm.train.parity import Record, _recorded, compare, reference
 from tests.models.families import config_of, folder_of
@@ -160,4 +162,33 @@ def test_a_function_gives_packed_documents_as_transformers_does() -> None:
     inputs, targets, numbers = form.joined([(0, sample), (1, [1, 2, 3])])
     assert inputs.tolist() == [[5, 6, 7, 8, 9, 0], [1, 2, 0, 0, 0, 0]]
     assert targets.tolist() == [[6, 7, IGNORED, 9, IGNORED, IGNORED], [2, 3, *[IGNORED] * 4]]
-    assert numbers.tolist() == [[0, 0, 0, 1, 1, 2], [0] * 6]
+    assert numbers.tolist() == [[0, 0, 0, 1, 1, 1], [0] * 6]
+    with pytest.raises(UnsupportedOp, match="consists of several documents"):
+        SampleForm("samples", 6, 256).joined([(0, sample)])
+
+
+def test_a_function_and_a_loop_read_dictionaries_alike() -> None:
+    tokens = [5, 6, 7, 8, 9, 4, 0, 0]
+    mask, positions = [1] * 6 + [0] * 2, [0, 1, 2, 0, 1, 2, 0, 0]
+    for names in itertools.product((False, True), repeat=3):
+        given = zip(
+            ("attention_mask", "position_ids", "labels"), (mask, positions, tokens[::-1]), names, strict=True
+        )
+        sample = {"input_ids": tokens, **{name: values for name, values, is_given in given if is_given}}
+        arrays = {name: np.array(values, np.int32) for name, values in sample.items()}
+        if names[1] and not names[0]:
+            # Without the mask, the padding is two documents.
+            assert SampleForm("samples", 7, 256, packed=True).joined([(0, arrays)])[2][0, -1] == 2
+        here = SampleForm("samples", 7, 256, packed=names[1]).joined([(0, arrays)])
+        there = tensors_of({name: torch.tensor(each)[None] for name, each in arrays.items()}, "step 1")
+        assert len(here) == len(there) == 2 + names[1]
+        for ours, theirs in zip(here, there, strict=True):
+            assert ours.tolist() == theirs[:, :-1].tolist()
+    masked = SampleForm("samples", 7, 256).joined([(0, {"input_ids": tokens, "attention_mask": mask})])
+    assert masked[1].tolist() == [[6, 7, 8, 9, 4, IGNORED, IGNORED]]
+    for more, match in (
+        ({"attention_mask": [0] + [1] * 7}, "padded at the start"),
+        ({"text": [1] * 8}, "inputs and targets"),
+    ):
+        with pytest.raises(MeshcommError, match=match):
+            SampleForm("samples", 7, 256).joined([(0, {"input_ids": tokens, **more})])

@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import meshcomm
 from meshcomm.config import Config
-from meshcomm.errors import ConfigError
+from meshcomm.errors import ConfigError, MeshcommError
+from meshcomm.mesh import Mesh
 from meshcomm.testing import Pool
 from meshcomm.train import Summary, Trainer, learning_rate
 from meshcomm.train.agree import agree, agreed_corpus
@@ -123,3 +125,107 @@ def test_too_little_or_nothing_to_evaluate_is_told(pool: Pool, tmp_path: Path) -
             tmp_path,
             *("data.validation=", 'data.validation_files=["x"]', "train.eval_every=0", "train.eval_batches="),
         )
+
+
+# -- short batches --------------------------------------------------------------------------------
+
+
+def rows_of(mesh: Mesh, count: int, *shape: int) -> Tensor:
+    """This rank's rows of `count`, dealt in turn, which leaves ranks with different numbers of them."""
+    tokens = torch.randint(64, (count, *shape), generator=torch.Generator().manual_seed(count))
+    return tokens[mesh.data_rank :: mesh.data_world_size]
+
+
+def uneven(config: Config, counts: list[int]) -> list[float]:
+    """Losses of a built-in model over tails of several lengths, the first in inference mode; then a step, which trains."""
+    with meshcomm.init(config) as mesh:
+        trainer, found = Trainer(mesh, config), list[float]()
+        share = 8 // mesh.data_world_size
+        for count in counts:
+            mine = rows_of(mesh, count, 17)
+            with torch.inference_mode(not found):
+                found.append(trainer.evaluate([(each[:, :-1], each[:, 1:]) for each in mine.split(share)]))
+        (x,) = rows_of(mesh, 8, 17).split(share)
+        trainer.step(x[:, :-1], x[:, 1:])
+        return [*found, *(done.loss for done in trainer.results())]
+
+
+def uneven_by_hand(config: Config, counts: list[int]) -> list[float]:
+    """The same with the module of one process and torch's cross-entropy over all samples at once."""
+    with meshcomm.init(config) as mesh:
+        module, found = Trainer(mesh, config).modules[0].eval(), []
+        for count in [*counts, 8]:
+            tokens = rows_of(mesh, count, 17)
+            logits = module(tokens[:, :-1])
+            found.append(
+                float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()))
+            )
+        return found
+
+
+COUNTS = [11, 9, 16, 5]
+
+
+@pytest.fixture(scope="module")
+def tails(pool: Pool) -> list[float]:
+    found: list[float] = pool.run(
+        uneven_by_hand, on("one=1", "unused", "model.dropout=0.0"), COUNTS, ranks=1
+    )[0]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("dims", "parallel"),
+    [
+        ("one=1", {}),
+        ("dp=2 tp=2", {"sequence_parallel": True}),
+        ("fsdp=2 cp=2", {}),
+        ("pp=2 dp=2", {}),
+        ("dp=2 fsdp=2", {}),
+    ],
+)
+def test_uneven_tails_are_the_mean_over_all_samples(
+    pool: Pool, tails: list[float], dims: str, parallel: dict[str, Any]
+) -> None:
+    config = on(dims, "unused", "model.dropout=0.0", **parallel)
+    for found in pool.run(uneven, config, COUNTS, ranks=config.mesh.layout(None).world_size):
+        assert found == pytest.approx(tails, rel=1e-10)
+
+
+def distance(y: Tensor, targets: Tensor) -> Tensor:
+    return (y - targets).abs().sum(-1).mean()
+
+
+def uneven_of_its_own(config: Config, counts: list[int]) -> list[Any]:
+    with meshcomm.init(config) as mesh:
+        torch.manual_seed(0)
+        trainer = Trainer(mesh, config, torch.nn.Linear(3, 3), loss=distance)
+        found: list[Any] = []
+        for count in counts:
+            mine = rows_of(mesh, count, 3).double()
+            found.append(
+                trainer.evaluate([(each, each.sin()) for each in mine.split(8 // mesh.data_world_size)])
+            )
+        for rows in ([], [torch.ones(9, 3)]):
+            try:
+                trainer.evaluate([(each, each) for each in rows or [torch.ones(2, 3)] * (not mesh.rank)])
+            except MeshcommError as error:
+                found.append(error.what)
+        return found
+
+
+def test_uneven_tails_of_a_loss_of_ones_own(pool: Pool) -> None:
+    torch.manual_seed(0)
+    module, wanted = torch.nn.Linear(3, 3).double(), []
+    for count in COUNTS:
+        x = torch.randint(64, (count, 3), generator=torch.Generator().manual_seed(count)).double()
+        wanted.append(distance(module(x), x.sin()).item())
+    base = {"mesh": {"device": "cpu", "timeout_s": 60.0}, "train": train_of(4, 8, 2, dtype="float64")}
+    for dims in ("dp=2", "fsdp=2", "fsdp=2 dp=2"):
+        config = config_on(base, dims)
+        for *found, nothing, many in pool.run(
+            uneven_of_its_own, config, COUNTS, ranks=config.mesh.layout(None).world_size
+        ):
+            assert found == pytest.approx(wanted, rel=1e-12)
+            assert nothing == "some ranks have nothing to evaluate"
+            assert many == "an evaluation's batch has the wrong number of samples for this rank"

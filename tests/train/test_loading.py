@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, Subset
 
 import meshcomm
 from meshcomm.config import Config, load_config
@@ -21,7 +23,7 @@ from meshcomm.errors import ConfigError, MeshcommError, ShapeError, TrainingErro
 from meshcomm.testing import Pool
 from meshcomm.train import Callback, Trainer, run
 from meshcomm.train.data.corpus import IGNORED
-from meshcomm.train.data.given import tensors_of
+from meshcomm.train.data.given import check_epoch, tensors_of
 from tests.sizes import model_of, train_of
 from tests.train.runs import config_on, losses_or_error, metrics, trained
 
@@ -353,10 +355,24 @@ class Counted:
         self._at = 0
 
 
+class Wraps(Counted):
+    """Its state at the end of an epoch is that of the next one's start."""
+
+    def __len__(self) -> int:
+        return 5
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self._at % 40}
+
+
 def loader_of(kind: str, rows: Rows, coord: int, size: int) -> Any:
     sampler: DistributedSampler[Any] = DistributedSampler(rows, num_replicas=size, rank=coord, seed=5)
     if kind == "its own":
         return Counted(rows, coord, size)
+    if kind == "wraps":
+        return Wraps(rows, coord, size)
+    if kind == "a batch sampler":
+        return DataLoader(rows, batch_sampler=BatchSampler(sampler, 8 // size, drop_last=True))
     if kind == "torchdata":
         from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -373,7 +389,7 @@ def loaded(config: Config, kind: str) -> tuple[list[float], int]:
 
 
 # Steps before the end: within the first epoch of five steps, at its end, and in the second one.
-@pytest.mark.parametrize("kind", ["its own", "torchdata", "without a state"])
+@pytest.mark.parametrize("kind", ["its own", "wraps", "torchdata", "without a state"])
 @pytest.mark.parametrize("stopped", [3, 5, 7])
 def test_a_loader_with_a_state_goes_on_without_reading_again(
     pool: Pool, tmp_path: Path, kind: str, stopped: int
@@ -398,6 +414,68 @@ def test_on_another_number_of_shares_the_batches_before_are_taken_first(pool: Po
     rest = on("dp=4", tmp_path / "b", "train.steps=7", *saving)
     losses, read = pool.run(loaded, rest, "its own", ranks=4)[0]
     assert losses == pytest.approx(whole, rel=1e-12) and read == 2 * 7
+
+
+def test_a_sampler_within_a_batch_sampler_is_told_the_epoch(pool: Pool, tmp_path: Path) -> None:
+    plain, nested = (
+        pool.run(loaded, on("dp=2", tmp_path / kind, "train.steps=7"), kind, ranks=2)[0]
+        for kind in ("without a state", "a batch sampler")
+    )
+    assert plain == nested
+
+
+def epoch_of(samples: int, size: int, drops: bool, sampler_drops: bool) -> tuple[list[Any], bool]:
+    """The loaders of all ranks, and whether a rank's last batch is short or an epoch repeats a sample."""
+    rows = torch.utils.data.TensorDataset(torch.arange(samples))
+    loaders = [
+        DataLoader(
+            rows,
+            batch_size=8 // size,
+            drop_last=drops,
+            sampler=DistributedSampler(rows, num_replicas=size, rank=rank, drop_last=sampler_drops),
+        )
+        for rank in range(size)
+    ]
+    read = [[batch.tolist() for (batch,) in loader] for loader in loaders]
+    numbers = [number for each in read for batch in each for number in batch]
+    short = any(len(batch) < 8 // size for each in read for batch in each)
+    return loaders, short or len(set(numbers)) < len(numbers)
+
+
+def test_an_epoch_whose_last_batch_is_short_or_repeats_samples_is_refused_at_the_start() -> None:
+    refused = 0
+    for samples, size, drops, sampler_drops in itertools.product(
+        range(8, 34), (1, 2, 4), (False, True), (False, True)
+    ):
+        loaders, wrong = epoch_of(samples, size, drops, sampler_drops)
+        for loader in loaders:
+            for steps in (len(loader) - 1, len(loader)):
+                train = SimpleNamespace(steps=steps, global_batch_size=8)
+                mesh = SimpleNamespace(label="rank 0")
+                engine: Any = SimpleNamespace(
+                    sections=SimpleNamespace(train=train), data_size=size, mesh=mesh
+                )
+                said = ""
+                try:
+                    check_epoch(loader, engine)
+                except TrainingError as error:
+                    said = str(error)
+                assert bool(said) == (wrong and steps == len(loader)), (samples, size, drops, sampler_drops)
+                refused += bool(said)
+    assert refused > 100
+
+
+def with_a_short_end(config: Config) -> str:
+    with meshcomm.init(config) as mesh, pytest.raises(TrainingError) as error:
+        Trainer(mesh, config).run(DataLoader(Subset(Rows(), range(38)), batch_size=8))
+    return str(error.value)
+
+
+def test_a_run_names_the_step_of_a_short_batch_before_it_trains(pool: Pool, tmp_path: Path) -> None:
+    (said,) = pool.run(with_a_short_end, on("one=1", tmp_path), ranks=1)
+    assert (
+        said.startswith("the last batch of an epoch, step 5, has only 6 samples") and "drop_last=True" in said
+    )
 
 
 class Odd(Counted):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import random
 from collections.abc import Mapping, Sequence
 from typing import Any, final
 
@@ -13,11 +14,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from meshcomm.config import DataConfig
-from meshcomm.errors import MeshcommError, TrainingError
+from meshcomm.errors import MeshcommError, TrainingError, UnsupportedOp
 from meshcomm.models.build import function_of
 from meshcomm.train.data.batches import permuted
 from meshcomm.train.data.corpus import IGNORED, Corpus, Samples, held_back, outside
+from meshcomm.train.data.given import tensors_of
 
+# The number of samples that the digest of a dataset covers.
+_LOOKS = 16
 _EXPECTED = (
     "tokens (up to seq_len + 1 integers), a pair of inputs and targets, or a dict with input_ids and, "
     "as in transformers, labels"
@@ -56,10 +60,28 @@ def built(config: DataConfig, seed: int, vocab_size: int | None) -> Corpus:
             if loader
             else "for an iterable of batches, use a script with Trainer.run",
         )
-    digest = hashlib.sha256(f"{name} {len(found)}".encode()).digest()
     part = Indexed(found, SampleForm(name, config.seq_len, vocab_size, config.document_mask))
     part.read(np.zeros(1, dtype=np.int64))
+    digest = hashlib.sha256(f"{name} {len(found)}".encode() + _content(part)).digest()
     return Corpus((part,), digest, len(found), "samples").cut(config.validation)
+
+
+def _content(part: Indexed) -> bytes:
+    """Return a digest of up to `_LOOKS` samples, equally spaced; or nothing if samples are random, and so differ if they are
+    read twice.
+    """
+    numbers = np.unique(np.linspace(0, len(part) - 1, _LOOKS).astype(np.int64))
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    try:
+        first, again = (
+            [hashlib.sha256(each.tobytes()).digest() for row in numbers for each in part.read(row[None])]
+            for _ in range(2)
+        )
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])
+    return b"".join(first) if first == again else b""
 
 
 class SampleForm:
@@ -75,32 +97,42 @@ class SampleForm:
 
         Token samples are padded to the sequence length, with targets that the loss ignores.
         """
-        pairs = [self._pair(number, sample) for number, sample in samples]
+        found = [self._arrays(number, sample) for number, sample in samples]
         try:
-            inputs, targets = (np.stack(each) for each in zip(*pairs, strict=True))
+            inputs, targets, documents = (np.stack(each) for each in zip(*found, strict=True))
         except ValueError as error:
             raise self._wrong(samples[0][0], f"samples of different shapes: {error}") from error
-        if not self._packed:
-            return inputs, targets
-        documents = np.zeros(inputs.shape, dtype=np.int64)
-        for row, (number, sample) in enumerate(samples):
-            said = sample.get("position_ids") if isinstance(sample, Mapping) else None
-            if said is not None:
-                begins = (self._array(number, said) == 0)[: inputs.shape[1]]
-                documents[row, : len(begins)] = np.maximum(begins.cumsum() - 1, 0)
-                documents[row, len(begins) :] = documents[row, len(begins) - 1]
-                # The first token of a document is not predicted from the document before it.
-                targets[row, : len(begins) - 1][begins[1:]] = IGNORED
-        return inputs, targets, documents
+        return (inputs, targets, documents) if self._packed else (inputs, targets)
+
+    def _arrays(self, number: int, sample: Any) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
+        """Return inputs, targets, and the document number of each token."""
+        documents: NDArray[Any] = np.zeros(0, dtype=np.int64)
+        if isinstance(sample, Mapping) and "input_ids" in sample:
+            # A batch of one sample has the meaning that it has in Trainer.step.
+            arrays = {name: self._array(number, each) for name, each in sample.items()}
+            if arrays["input_ids"].dtype.kind not in "ui":
+                raise self._wrong(number, f"input_ids of {arrays['input_ids'].dtype}")
+            rows = {name: torch.from_numpy(each.astype(np.int64))[None] for name, each in arrays.items()}
+            # The last token has no target.
+            given = [each[0, :-1].numpy() for each in tensors_of(rows, f"sample {number} of {self._name}")]
+            sample, documents = (given[0], given[1]), given[2] if len(given) > 2 else documents
+            if len(documents) and not self._packed:
+                raise UnsupportedOp(
+                    f"sample {number} of data.build consists of several documents",
+                    given=f"{self._name}: position_ids that restart at 0, and data.document_mask = false",
+                    expected="samples of one document each; or data.document_mask = true",
+                    hint="data.document_mask = true",
+                )
+        inputs, targets = self._pair(number, sample)
+        more = inputs.shape[-1] - len(documents) if self._packed else 0
+        return inputs, targets, np.pad(documents, (0, more), mode="edge" if len(documents) else "constant")
 
     def _pair(self, number: int, sample: Any) -> tuple[NDArray[Any], NDArray[Any]]:
         targets: Any = None
         shifted = False
         if isinstance(sample, Mapping):
-            if "input_ids" not in sample:
-                raise self._wrong(number, f"a dict with {', '.join(map(str, sample)) or 'nothing'}")
-            targets, sample, shifted = sample.get("labels"), sample["input_ids"], True
-        elif isinstance(sample, tuple):
+            raise self._wrong(number, f"a dict with {', '.join(map(str, sample)) or 'nothing'}")
+        if isinstance(sample, tuple):
             if len(sample) != 2:
                 raise self._wrong(number, f"a tuple of {len(sample)}")
             sample, targets = sample

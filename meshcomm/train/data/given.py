@@ -7,6 +7,7 @@ from typing import Any, Final, TypeAlias, final
 
 import torch
 from torch import Tensor
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Sampler
 
 from meshcomm.comm.codec import decode, encode
 from meshcomm.errors import ObjectError, ShapeError, TrainingError, UnsupportedOp
@@ -154,8 +155,11 @@ class GivenBatches:
         if not isinstance(data, Iterable):
             self._of = data
             return
+        check_epoch(data, engine)
         self._resumes = all(callable(getattr(data, name, None)) for name in ("state_dict", "load_state_dict"))
         goes_on = saved is not None and self._resumes
+        # The number of batches read in this epoch, and whether a saved state is that of an epoch's end.
+        self._read, self._at_end = 0, False
         if saved is not None and goes_on:
             self._put_back(saved)
         follow = self._repeated(data, goes_on)
@@ -207,8 +211,10 @@ class GivenBatches:
         """Return the loader's state for a checkpoint, under the name of this rank's share. Raises TrainingError."""
         if not self._resumes:
             return {}
+        at_end = _length(self._data) == self._read
+        facts = {"epoch": self._epoch + at_end, "read": 0 if at_end else self._read, "at_end": at_end}
         try:
-            state = encode({"epoch": self._epoch, "loader": self._data.state_dict()})  # type: ignore[union-attr]
+            state = encode({**facts, "loader": self._data.state_dict()})  # type: ignore[union-attr]
         except ObjectError as error:
             raise TrainingError(
                 f"the state of the {type(self._data).__name__} cannot be saved",
@@ -220,7 +226,8 @@ class GivenBatches:
 
     def _put_back(self, saved: Tensor) -> None:
         held = decode(saved, torch.device("cpu"))
-        self._epoch = held["epoch"]
+        self._epoch, self._read, self._at_end = held["epoch"], held.get("read", 0), held.get("at_end", False)
+        # At the end of an epoch, a loader may start the next one itself, with the sampler's epoch.
         self._set_epoch()
         try:
             self._data.load_state_dict(held["loader"])  # type: ignore[union-attr]
@@ -238,9 +245,11 @@ class GivenBatches:
         while True:
             if not goes_on:
                 self._set_epoch()
+                self._read = 0
             empty = True
             for item in data:
                 empty = False
+                self._read += 1
                 yield item
             # A loader that continues may have been at the end of an epoch.
             if empty and not goes_on:
@@ -250,11 +259,56 @@ class GivenBatches:
                     expected="enough data for train.steps, or an iterable that can restart, such as a DataLoader or a list",
                     hint="use a class with __iter__ instead of a generator",
                 )
-            goes_on = False
-            self._epoch += 1
+            if not (empty and self._at_end):
+                self._epoch += 1
+            goes_on = self._at_end = False
 
     def _set_epoch(self) -> None:
-        parts = (getattr(self._data, name, None) for name in ("sampler", "batch_sampler"))
-        for each in (self._data, *parts):
+        """Tell the loader, its dataset and its samplers, one within the other, which epoch begins."""
+        told: list[Any] = []
+        left: list[Any] = [self._data]
+        while left:
+            each = left.pop(0)
+            if each is None or any(each is other for other in told):
+                continue
+            told.append(each)
             if callable(of_epoch := getattr(each, "set_epoch", None)):
                 of_epoch(self._epoch)
+            if isinstance(each, (DataLoader, Sampler)) or each is self._data:
+                left += [getattr(each, name, None) for name in ("sampler", "batch_sampler", "dataset")]
+
+
+def _length(data: Any) -> int | None:
+    try:
+        return len(data)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def check_epoch(data: Any, engine: Engine) -> None:
+    """Raise TrainingError if training reaches the end of a DataLoader whose last batch is short or repeats samples.
+
+    A DistributedSampler repeats samples until every rank has the same number, so the batches of an epoch would depend on the
+    number of ranks.
+    """
+    train, chosen = engine.sections.train, getattr(data, "batch_sampler", None)
+    # A batch sampler of one's own decides itself.
+    if not isinstance(data, DataLoader) or type(chosen) is not BatchSampler:
+        return
+    sampler: Any = chosen.sampler
+    share, batches, samples = train.global_batch_size // engine.data_size, _length(chosen), _length(sampler)
+    if not batches or samples is None or train.steps < batches:
+        return
+    last, read = samples % chosen.batch_size, batches * train.global_batch_size
+    what, hint = "", "drop_last=True in the DataLoader"
+    if last and not chosen.drop_last:
+        what = f"has only {last} samples on this rank"
+    elif type(sampler) is DistributedSampler and read > (_length(sampler.dataset) or 0):
+        what, hint = "repeats samples of the epoch", "DistributedSampler(..., drop_last=True)"
+    if what:
+        raise TrainingError(
+            f"the last batch of an epoch, step {batches}, {what}",
+            given=f"a DataLoader of {batches} batches from {samples} samples on {engine.mesh.label}, with train.steps = {train.steps}",
+            expected=f"{share} samples that the epoch has not read before in each of the steps",
+            hint=hint,
+        )

@@ -185,6 +185,12 @@ def _token_file(path: Path, config: DataConfig, vocab_size: int | None) -> Strea
                     f"{path.stat().st_size} bytes are not a whole number of {kind.itemsize}-byte tokens"
                 )
             tokens = np.memmap(path, dtype=kind, mode="r")
+            if form := _foreign(tokens[:4].tobytes()):
+                raise ValueError(f"it begins like {form}")
+            if _other_width(tokens):
+                raise ValueError(
+                    f"every second token is below 16, as if tokens were wider than {config.token_type}"
+                )
         if tokens.ndim != 1 or tokens.dtype.kind not in "ui":
             raise ValueError(f"an array of shape {tokens.shape} and type {tokens.dtype}")
     except (OSError, ValueError) as error:
@@ -196,6 +202,40 @@ def _token_file(path: Path, config: DataConfig, vocab_size: int | None) -> Strea
         # Check both ends, so that a wrong type or vocabulary is found before the first step.
         stream.read(np.unique(np.linspace(0, len(stream) - 1, 256).astype(np.int64)))
     return stream
+
+
+# How files begin that are not plain tokens or text, and how to read them.
+_FORMATS: Final = {
+    b"PAR1": "a Parquet file",
+    b"ARROW1": "an Arrow file",
+    b"\x1f\x8b\x08": "a gzip file",
+    b"BZh": "a bzip2 file",
+    b"\xfd7zXZ": "an xz file",
+    b"\x28\xb5\x2f\xfd": "a zstd file",
+    b"PK\x03\x04": "a zip archive, such as .npz or a file of torch.save",
+    b"\x93NUMPY": "a NumPy array, which needs the suffix .npy",
+    b"MMIDIDX": "the index of a Megatron dataset, whose tokens are in its .bin file",
+    b"TNTIDX": "the index of a fairseq dataset",
+    b"LITPKDS": "a packed dataset of LitGPT",
+    b"\x89HDF": "an HDF5 file",
+    # llm.c: int32 20240520 for uint16 tokens, 20240801 for uint32 tokens.
+    (20240520).to_bytes(4, "little"): "a token file of llm.c, with a header of 1024 bytes",
+    (20240801).to_bytes(4, "little"): "a token file of llm.c, with a header of 1024 bytes",
+}
+
+
+def _foreign(start: bytes) -> str:
+    """Return the format of a file that starts like this, or "" if it is none of `_FORMATS`."""
+    return next((name for magic, name in _FORMATS.items() if start.startswith(magic)), "")
+
+
+def _other_width(tokens: NDArray[Any]) -> bool:
+    """Return whether the file's tokens seem to be wider: every second value is tiny, as the upper half of a small integer."""
+    some = tokens[: 2 * (min(len(tokens), 65_536) // 2)]
+    # In either byte order.
+    halves = ((half, half.byteswap()) for half in (some[::2], some[1::2]))
+    highs = sorted(min(int(each.max(initial=0)) for each in half) for half in halves)
+    return len(some) >= 64 and highs[0] < 16 <= highs[1]
 
 
 class Document(NamedTuple):
@@ -221,6 +261,15 @@ def texts_of(files: Iterable[Path], most: int | None) -> Iterator[Document]:
                 f"the training data cannot be read: {error.strerror}", given=f"data.files: {path}"
             ) from error
         left -= len(text)
+        form = "JSON lines" if path.suffix in (".jsonl", ".ndjson") else _foreign(text[:8])
+        if form or b"\0" in text[:8000]:
+            raise TrainingError(
+                "a file of the training data is not text",
+                given=f"data.files: {path} is {form or 'binary: it has bytes of 0'}",
+                expected="plain text, all of which is trained on",
+                hint="data.tokens for token files, data.chat for conversations, or a function in data.build that reads "
+                "the texts in other formats",
+            )
         yield Document(str(path), text, cut)
 
 
