@@ -136,6 +136,31 @@ def check_model(
                     _compare(setting, name, f"the gradient of {key}", value, gradients[key], most)
 
 
+def check_causal(spec: ModelSpec, name: str) -> None:
+    """Raise UnsupportedOp if a token's logits depend on later tokens, which the loss would teach them to copy."""
+    module, _ = _original(spec)
+    tokens = torch.randint(spec.vocab_size, (_SAMPLES, _TOKENS), generator=torch.Generator().manual_seed(0))
+    changed, half = tokens.clone(), _TOKENS // 2
+    changed[:, half:] = (changed[:, half:] + 1) % spec.vocab_size
+    try:
+        with torch.no_grad(), wide(torch.float64):
+            before, after = (logits_of(module(each))[:, :half] for each in (tokens, changed))
+    except Exception:
+        return  # Only full sizes run. `check_model` needs small ones, and says so.
+    off, most = float((before - after).abs().max()), float(before.abs().max())
+    if off <= _ROOM * most:
+        return
+    config: Any = getattr(module, "config", None)
+    encoder = getattr(config, "is_decoder", True) is False
+    raise UnsupportedOp(
+        f"{name} is not causal: it would learn to copy the next token from its input",
+        given=f"later tokens change earlier logits by {off:.2g} in a small model, where the largest is {most:.2g}"
+        + (", and is_decoder = false in its config.json" if encoder else ""),
+        expected="logits that depend on no later token",
+        hint='"is_decoder": true in config.json' if encoder else "use a causal language model",
+    )
+
+
 def _is_of_tokens(spec: ModelSpec, use: Use, build: Callable[[], nn.Module], name: str) -> bool:
     """Return whether the inputs are tokens. Raises UnsupportedOp if they seem to be tokens of an unknown vocabulary.
 
@@ -273,6 +298,7 @@ def _compare(setting: str, name: str, what: str, ours: Tensor, theirs: Tensor, l
 
 def check_once(model: SpecModel, parallel: ParallelConfig, sizes: Mapping[str, int]) -> None:
     """Run `check_model` for the configured kinds of parallelism, unless the same check has already passed on this host.
+    Models of transformers are also checked to be causal, on every mesh.
 
     A model without `ModelSpec.small` is itself compared if it is small enough. Models with batch norms are not compared.
     Passed checks are recorded in $XDG_CACHE_HOME/meshcomm/checked (default: ~/.cache/meshcomm/checked), with a digest of all
@@ -281,14 +307,25 @@ def check_once(model: SpecModel, parallel: ParallelConfig, sizes: Mapping[str, i
     sizes: the sizes of all dims, including those of views. Raises the same errors as `check_model`.
     """
     use = _use_of(parallel, sizes)
-    if not use.kinds:
+    if not use.kinds and not model.family:
         return
-    spec = model.spec.small() if model.spec.small is not None else model.spec
-    with on_meta():
-        module = spec.module()
+    try:
+        spec = model.spec.small() if model.spec.small is not None else model.spec
+        with on_meta():
+            module = spec.module()
+    except Exception as error:
+        if not use.kinds:
+            return
+        raise UnsupportedOp(
+            f"this model cannot be trained with {', '.join(use.kinds)}: it is compared as a small model first",
+            given=f"no small model: {type(error).__name__}: {error}",
+            expected="a model whose sizes can be reduced",
+            hint=f"remove {', '.join(use.kinds)}; or use a ModelSpec with small=",
+        ) from error
     if not _is_of_tokens(spec, use, lambda: module, type(module).__name__):
         return
-    large = model.spec.small is None and sum(each.numel() for each in module.parameters()) > _LARGEST
+    count = sum(each.numel() for each in module.parameters())
+    large = model.spec.small is None and count > _LARGEST
     if large or batch_norms(module):
         return
     name = type(module).__name__
@@ -297,7 +334,11 @@ def check_once(model: SpecModel, parallel: ParallelConfig, sizes: Mapping[str, i
     mark = home / "meshcomm" / "checked" / hashlib.sha256(text.encode()).hexdigest()
     if mark.is_file():
         return
-    check_model(replace(spec, weights=None), use, family=model.family, name=name, said_later=True)
+    # A family whose sizes `small` cannot reduce may not fit into memory.
+    if model.family and count <= 5 * _LARGEST:
+        check_causal(spec, name)
+    if use.kinds:
+        check_model(replace(spec, weights=None), use, family=model.family, name=name, said_later=True)
     with suppress(OSError):
         mark.parent.mkdir(parents=True, exist_ok=True)
         mark.touch()
