@@ -231,6 +231,10 @@ class TrainConfig(Section):
     """Factors for lr and weight_decay, by patterns of parameter names. The first pattern that matches applies."""
     frozen: FrozenList[Text] = Field(default=(), examples=[["*.indexer.*", "model.embed_tokens.*"]])
     """Name patterns of parameters to freeze. Frozen parameters have no gradient and no optimizer state. Default []: none."""
+    label_smoothing: Fraction = 0.0
+    """Share of each target that the built-in cross-entropy spreads evenly over the vocabulary, as in torch."""
+    z_loss: float = Field(default=0.0, ge=0, examples=[1e-4])
+    """Factor of the squared log-sum-exp of the logits, which the built-in cross-entropy adds for each target."""
     clip_norm: float | None = Field(default=None, gt=0)
     """Maximum gradient norm over all weights. Larger gradients are scaled down to this norm. If omitted, gradients are not
     clipped.

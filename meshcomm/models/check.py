@@ -27,13 +27,14 @@ from meshcomm.errors import MeshcommError, RankFailed, TrainingError, Unsupporte
 from meshcomm.mesh import Mesh
 from meshcomm.models.family_code import wide
 from meshcomm.models.spec import ModelSpec, default_values
-from meshcomm.models.spec_model import SpecModel, logits_of
+from meshcomm.models.spec_model import SpecModel
 from meshcomm.models.weights import write
 from meshcomm.parallel.batch_norm import batch_norms
 from meshcomm.parallel.build import Splits, cast, materialise, on_meta
 from meshcomm.parallel.context import ContextSplit
 from meshcomm.parallel.context.split import AttentionKind
 from meshcomm.parallel.expert import separate
+from meshcomm.parallel.loss import logits_of
 from meshcomm.parallel.pipeline import Stage
 from meshcomm.parallel.tensor import TensorSplit, local, whole
 from meshcomm.parallel.tensor.parameters import fused_parts, joined
@@ -241,6 +242,7 @@ def _on_a_mesh(
     x = context.split(tokens[mine], 1)
     for module in modules:
         x = module(x)
+    x = logits_of(x)
     weights = context.split(factors[mine], 1)
     divided = x.shape[-1] != weights.shape[-1]
     if divided:

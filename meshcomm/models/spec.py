@@ -16,6 +16,7 @@ from meshcomm.errors import ConfigError
 from meshcomm.models.weights import Conversions, Names
 from meshcomm.parallel.context import ByHeads
 from meshcomm.parallel.expert.packed import Axes
+from meshcomm.parallel.loss import LossOf
 from meshcomm.parallel.pipeline import Stage
 from meshcomm.parallel.tensor.plan import Entry, matches
 from meshcomm.predict.stages import PartCosts
@@ -110,8 +111,10 @@ class ModelSpec:
                 parameter with three axes, such as an experts' weight, the name is a tuple of rows of names: see
                 meshcomm.models.weights.Names. `stored` may also be an object that converts in both directions:
                 see meshcomm.models.weights.Conversions.
-    loss:       (outputs, targets) -> mean over a microbatch. If None, cross-entropy of logits, averaged over
-                all targets of the global batch except -100.
+    loss:       (outputs, targets) of a microbatch -> its mean, (sum, count), or a dictionary with "loss" and terms to log;
+                see `meshcomm.parallel.loss.OwnLoss`. If None, cross-entropy of logits, averaged over all targets of the
+                global batch except -100.
+    loss_takes_slices: whether `loss` is given this rank's slices of the logits and the sequence, not whole outputs.
     costs:      (seq_len) -> the costs of the parts, for balancing stages. If None, all layers cost the same.
     small:      builds the same model with few, narrow layers. Before training, the split small model is compared
                 with the unsplit small model; see `meshcomm.models.check`. If None, the model itself is compared if it
@@ -140,7 +143,8 @@ class ModelSpec:
     original: Callable[[Mapping[str, Tensor] | None], nn.Module] | None = None
     weights: Path | None = None
     stored: Callable[[str], tuple[Names, bool]] | Conversions | None = None
-    loss: Callable[[Any, Tensor], Tensor] | None = None
+    loss: LossOf | None = None
+    loss_takes_slices: bool = False
     costs: Callable[[int], PartCosts] | None = None
     small: Callable[[], ModelSpec] | None = None
     cannot: Mapping[str, str] = field(default_factory=dict)

@@ -34,9 +34,10 @@ from meshcomm.parallel.build import Model, Splits, along, cast, on_meta
 from meshcomm.parallel.context.documents import places, within
 from meshcomm.parallel.dropout import DROPOUTS, Dropout, Drops, check_dropouts
 from meshcomm.parallel.expert import spread_experts
+from meshcomm.parallel.loss import OwnLoss, logits_of
 from meshcomm.parallel.pipeline import Stage
 from meshcomm.parallel.recompute import compile_blocks, run
-from meshcomm.parallel.tensor import TensorSplit, cross_entropy, tensor_parallel
+from meshcomm.parallel.tensor import TensorSplit, tensor_parallel
 from meshcomm.parallel.tensor.example import Calls, explained
 from meshcomm.parallel.tensor.plan import Rule, matches, rules_of
 from meshcomm.predict.stages import PartCosts
@@ -73,6 +74,7 @@ class SpecModel(Model):
         self.tied = spec.tied[0] if spec.tied else ""
         self.drops = any(spec.dropped.values())
         self.saves_all = not spec.added
+        self.own_loss = None if spec.loss is None else OwnLoss(spec.loss, spec.loss_takes_slices)
         self._batch_norms = batch_norms(whole)
         self._dropouts = [pair for pair in whole.named_modules() if isinstance(pair[1], DROPOUTS)]
         self._names = [name for name, _ in whole.named_parameters() if not spec.tied or name != spec.tied[1]]
@@ -202,14 +204,6 @@ class SpecModel(Model):
         names = (*self._names, *(self.spec.tied or ())[1:], *set(self._buffers).intersection(folder.names))
         return {name: Source(name) if stored is None else Source(*stored(name)) for name in names}
 
-    def loss(self, splits: Splits, logits: Tensor, targets: Tensor) -> Tensor:
-        """See Model."""
-        if self.spec.loss is not None:
-            return self.spec.loss(logits, targets)
-        alone = TensorSplit(splits.mesh, None, splits.tensor.dtype)
-        split = splits.tensor if self._divides(splits) else alone
-        return cross_entropy(split, logits, targets, reduction="sum")
-
     def outputs(self, splits: Splits) -> int:
         """See Model."""
         return super().outputs(splits) if self._divides(splits) else self.vocab_size
@@ -218,12 +212,6 @@ class SpecModel(Model):
         spec = self.spec
         whole = spec.undivided and all(spec.split.get(name) == how for name, how in spec.undivided.items())
         return not whole and self.vocab_size % splits.tensor.size == 0
-
-    def count(self, targets: Tensor, microbatches: int) -> Tensor:
-        """See Model."""
-        if self.spec.loss is None:
-            return super().count(targets, microbatches)
-        return torch.tensor(microbatches, device=targets.device)
 
     def check(self, splits: Splits, stages: int) -> None:
         """See Model."""
@@ -422,19 +410,6 @@ def _with_drops(block: nn.Module, drops: tuple[Drops, ...]) -> Callable[..., Any
             _DROPS.reset(token)
 
     return call
-
-
-def logits_of(found: Any) -> Tensor:
-    """Return the logits in a model's output. Raises UnsupportedOp if there are none."""
-    logits = found[0] if isinstance(found, tuple) and found else getattr(found, "logits", found)
-    if not isinstance(logits, Tensor):
-        raise UnsupportedOp(
-            "the model returns no logits",
-            given=f"a {type(found).__name__}",
-            expected="a tensor, a tuple that begins with a tensor, or an object with .logits",
-            hint="use ModelSpec(loss=...), which takes any output of the model",
-        )
-    return logits
 
 
 def _cast(dtype: torch.dtype, part: Any, args: object, output: Tensor) -> Tensor:

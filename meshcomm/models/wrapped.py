@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any, final
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshcomm.config import ParallelConfig, TrainConfig
@@ -14,6 +13,7 @@ from meshcomm.errors import UnsupportedOp
 from meshcomm.parallel.batch_norm import synchronise
 from meshcomm.parallel.build import Model, Splits, along, cast
 from meshcomm.parallel.dropout import check_dropouts
+from meshcomm.parallel.loss import LossOf, OwnLoss
 from meshcomm.parallel.pipeline import Stage
 from meshcomm.parallel.tensor import local
 from meshcomm.parallel.tensor.parameters import split_dims
@@ -26,7 +26,7 @@ class WrappedModule(Model):
     """A module that already has weights. The first rank along the data and shard dims broadcasts its weights to the other
     ranks.
 
-    loss: (outputs, targets) -> mean over a microbatch. If None, cross-entropy of logits (batch, ..., classes), over all
+    loss: see `meshcomm.parallel.loss.OwnLoss`. If None, cross-entropy of logits (batch, ..., classes), over all
           targets in the full batch that are not -100.
 
     If there is a tensor dim, `tensor_parallel` must have split the module along it. `check` raises UnsupportedOp for
@@ -40,9 +40,10 @@ class WrappedModule(Model):
         module: nn.Module,
         parallel: ParallelConfig,
         train: TrainConfig,
-        loss: Callable[[Any, Tensor], Tensor] | None = None,
+        loss: LossOf | None = None,
     ) -> None:
-        self._module, self._parallel, self._train, self._loss = module, parallel, train, loss
+        self._module, self._parallel, self._train = module, parallel, train
+        self.own_loss = None if loss is None else OwnLoss(loss)
 
     def stage(self, splits: Splits, stage: Stage) -> nn.Module:
         """See Model. Called by every rank, because the method broadcasts the weights."""
@@ -61,20 +62,6 @@ class WrappedModule(Model):
 
     def fill(self, module: nn.Module, stage: Stage) -> None:
         """See Model. The module already has its weights."""
-
-    def loss(self, splits: Splits, logits: Tensor, targets: Tensor) -> Tensor:
-        """See Model."""
-        if self._loss is not None:
-            return self._loss(logits, targets)
-        if logits.dtype in (torch.bfloat16, torch.float16):
-            logits = logits.float()
-        return F.cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=-100, reduction="sum")
-
-    def count(self, targets: Tensor, microbatches: int) -> Tensor:
-        """See Model."""
-        if self._loss is not None:
-            return torch.tensor(microbatches, device=targets.device)
-        return super().count(targets, microbatches)
 
     def check(self, splits: Splits, stages: int) -> None:
         """See Model."""

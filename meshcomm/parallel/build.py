@@ -29,8 +29,9 @@ from meshcomm.parallel.context import ContextSplit
 from meshcomm.parallel.data import GradientSync, Sharded, broadcast_values
 from meshcomm.parallel.dropout import Draws
 from meshcomm.parallel.expert import separate
+from meshcomm.parallel.loss import OwnLoss
 from meshcomm.parallel.pipeline import Accumulate, Pipelined, TiedWeight
-from meshcomm.parallel.tensor import TensorSplit, cross_entropy
+from meshcomm.parallel.tensor import TensorSplit
 from meshcomm.parallel.torch_private import unsaved_buffers
 from meshcomm.predict.passes import schedule_properties
 from meshcomm.predict.stages import PartCosts, Stage, split_layers, stages_of_rank
@@ -79,6 +80,7 @@ class Model(ABC):
     draws:      whether its modules may draw from torch's default generators.
     packed:     whether samples are packed documents. If so, stages receive document numbers, and attention is per document.
     saves_all:  whether all parameters are saved. If not, only trainable ones are saved, and the rest are filled at each start.
+    own_loss:   the loss; None for the cross-entropy of logits. See `meshcomm.parallel.loss`.
     drops:      whether its stages use dropout by sample number. If so, stages receive sample numbers and an attribute `step`.
     """
 
@@ -90,6 +92,7 @@ class Model(ABC):
     drops: bool = False
     packed: bool = False
     saves_all: bool = True
+    own_loss: OwnLoss | None = None
 
     @abstractmethod
     def stage(self, splits: Splits, stage: Stage) -> nn.Module:
@@ -116,14 +119,6 @@ class Model(ABC):
     def costs(self, seq_len: int) -> PartCosts:
         """Return the relative costs of the parts, used to divide layers among stages."""
         return PartCosts(0, (1,) * self.num_layers, 0)
-
-    def loss(self, splits: Splits, logits: Tensor, targets: Tensor) -> Tensor:
-        """Return the sum of the cross-entropy over a microbatch's targets. Targets of -100 do not count."""
-        return cross_entropy(splits.tensor, logits, targets, reduction="sum")
-
-    def count(self, targets: Tensor, microbatches: int) -> Tensor:
-        """Return this rank's share of the divisor of the summed loss, as a scalar of any dtype."""
-        return (targets != -100).sum()
 
 
 class Sections(NamedTuple):

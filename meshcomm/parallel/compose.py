@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
-from typing import Any, NamedTuple, TypeAlias, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
@@ -18,15 +18,13 @@ from meshcomm.mesh.all_ranks import of_every_rank
 from meshcomm.parallel.build import LocalModel, Model, sections
 from meshcomm.parallel.context.documents import check_documents
 from meshcomm.parallel.data import Sharded
+from meshcomm.parallel.loss import StepLoss
 from meshcomm.parallel.norm import GradientNorm
 from meshcomm.parallel.optimizer import MakeOptimizer, Update, check_patterns, check_some_learn
 from meshcomm.parallel.results import Done, Results, check_inputs
 from meshcomm.parallel.state import Kinds, State, as_before
 from meshcomm.parallel.tensor.parameters import Kept, fused_parts
 from meshcomm.parallel.torch_private import shared_casts
-
-# (outputs, targets) of a microbatch -> the mean of its losses.
-LossOf: TypeAlias = Callable[[Any, Tensor], Tensor]
 
 
 class Batch(NamedTuple):
@@ -109,7 +107,9 @@ class Engine:
         self.microbatches = local.microbatches
         self.splits, self.split, self.stages = local.splits, local.splits.tensor, local.stages
         self.modules, self.gradients = local.modules, local.gradients
-        self._tokens = torch.ones((), dtype=self.split.dtype, device=mesh.device)
+        self._loss = StepLoss(local.splits, (parallel, train), model, local.microbatches, local.data_size)
+        # The divisor of the step's loss.
+        self._count = torch.ones((), dtype=torch.float64, device=mesh.device)
         self._run = local.runner(self._loss)
         named, copies = self.named_parameters(), local.copies()
         if train.groups or train.frozen:
@@ -125,7 +125,8 @@ class Engine:
         self._state = State(list(self.modules), self.optimizer, self._saved_parameters, model.tied)
         self._norm = GradientNorm(mesh, named, pipeline=parallel.pipeline, skip=copies)
         stage = self.stages[-1].index
-        self._results = Results(mesh, (parallel, train), self._norm, named, stage, model.vocab_size)
+        vocab_size, names = model.vocab_size, self._loss.names
+        self._results = Results(mesh, (parallel, train), self._norm, named, stage, vocab_size, names)
 
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Return this rank's parameters with their global names, each once, stage by stage.
@@ -183,24 +184,28 @@ class Engine:
         number = self.done + 1 if number is None else number
         batch = Batch(inputs, targets, documents)
         self._check(batch)
-        self._tokens = self._sum_over_data(self.model.count(targets, self.microbatches))
+        self._loss.start(targets)
         reached, self._lr = self.reached, lr
         self._begin(number)
         self._local.start_step(number)
-        context, more = self.splits.context, self._packed(batch)
+        more = self._packed(batch)
         if self.model.drops:
             first = self.data_coord * len(inputs)
             more["samples"] = torch.arange(first, first + len(inputs), device=inputs.device)
         with self._drawing(f"{number}"), shared_casts():
-            loss = self._run(context.split(inputs, 1), context.split(targets, 1), **more)
+            loss = self._run(*self._loss.split(inputs, targets), **more)
         self._local.finish_step()
+        found = self._loss.finish(loss)
+        if found.factor is not None:
+            self._norm.multiply_(found.factor)
+        self._count = found.divisor
         reached.summed = number
         norm = self._norm.norm()
         lr = self._update.set_rate(lr)
         # The range of ids is known only for tokens; other data is checked by the layers.
         looks = self.model.vocab_size and self.mesh.is_async
         ids = (inputs, targets.where(targets != -100, 0)) if looks else ()
-        spoilt = self._results.add(number, lr, loss, norm, self._tokens, *ids)
+        spoilt = self._results.add(number, lr, found, norm, *ids)
         if self._recovers and self.mesh.is_async:
             # Queued calls may still be abandoned, so the step is decided only after they have finished.
             self._value(spoilt)
@@ -244,7 +249,7 @@ class Engine:
         lr = self._update.set_rate(self._lr)
         reached.scaled = reached.decided = number
         self._abandon()
-        self._update.step(number, self._results.take(number, lr, self._tokens, outcome))
+        self._update.step(number, self._results.take(number, lr, self._count, outcome))
         reached.applied = self.done = number
 
     def undo(self) -> None:
@@ -313,34 +318,33 @@ class Engine:
         Called by: every rank.
         Returns:   the mean, equal on every rank, or nan if no target counts. Waits for the device.
         """
-        parallel, context = self.sections.parallel, self.splits.context
+        parallel = self.sections.parallel
         # The mode of each part, because a user may have put some of them into eval mode permanently.
         were = {part: part.training for part in self.modules.modules()}
-        # `_loss` divides by `_tokens`.
-        before, self._tokens = self._tokens, torch.ones_like(self._tokens)
-        sums = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
+        self._loss.start(None)
+        mine: Tensor | None = None
         self.modules.eval()
         try:
             for number, batch in enumerate(Batch(*each) for each in batches):
                 more = self._packed(batch)
                 with self._drawing(f"evaluation {number}"):
-                    split = (context.split(each, 1) for each in batch[:2])
-                    loss = self._run.forward(*split, **more)
-                sums[0] += 0 if loss is None else loss.double()
-                sums[1] += self.model.count(batch.targets, self.microbatches)
+                    loss = self._run.forward(*self._loss.split(*batch[:2]), **more)
+                if loss is not None:
+                    mine = loss.double() if mine is None else mine + loss
         finally:
-            self._tokens = before
             for part, was in were.items():
                 part.training = was
             for gradients in self.gradients:
                 if isinstance(gradients, Sharded):
                     gradients.reshard()
-        # Ranks along context have different tokens, but each rank has counted the tokens on all of them.
-        for dim in parallel.gradient_dims:
-            self.mesh.all_reduce(dim, sums)
+        mean = self._loss.finish(mine).loss
+        total = torch.zeros((), dtype=torch.float64, device=self.mesh.device) if mean is None else mean
+        if mean is not None:
+            for dim in parallel.gradient_dims:
+                total = self.mesh.all_reduce(dim, total)
         if parallel.pipeline is not None:
-            sums = self.mesh.broadcast(parallel.pipeline, sums, src=self.mesh.size(parallel.pipeline) - 1)
-        return self._value(sums[0] / (sums[1] / context.size))
+            total = self.mesh.broadcast(parallel.pipeline, total, src=self.mesh.size(parallel.pipeline) - 1)
+        return self._value(total)
 
     def state(self) -> dict[str, Tensor]:
         """Return all state that a step changes, by global name: this rank's weights, and the state of the optimizer,
@@ -403,20 +407,9 @@ class Engine:
 
     # -- inside ---------------------------------------------------------------------------------
 
-    def _loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return a microbatch's share of the mean loss."""
-        return self.model.loss(self.splits, outputs, targets) / self._tokens
-
     def _drawing(self, step: str) -> AbstractContextManager[None]:
         """In this context, the seed and the step determine the random numbers that forward passes draw."""
         draws = self.splits.draws
         if draws is None:
             return nullcontext()
         return draws.step(step, self.data_coord * self.microbatches)
-
-    def _sum_over_data(self, count: Tensor) -> Tensor:
-        """Return the sum of `count` over the ranks with different samples, a scalar in the losses' dtype."""
-        total = count.to(torch.float64)
-        for dim in self.sections.parallel.data_dims:
-            self.mesh.all_reduce(dim, total)
-        return total.to(self.split.dtype)

@@ -141,13 +141,18 @@ class GradientNorm:
     @torch.no_grad()
     def scale_(self, max_norm: float, norm: Tensor) -> None:
         """Scale all gradients in place as `clip_` does, for a known norm. Does not communicate."""
-        scale = torch.where(norm.isfinite(), (max_norm / norm).clamp(max=1.0), 1.0)
-        # If calls are queued, reading the scale would wait for them; multiplying by 1 does not.
-        if not self._mesh.is_async and scale.item() == 1.0:
+        self.multiply_(torch.where(norm.isfinite(), (max_norm / norm).clamp(max=1.0), 1.0))
+
+    @torch.no_grad()
+    def multiply_(self, factor: Tensor) -> None:
+        """Multiply all gradients by a scalar, in place. Does not communicate. Raises TrainingError for missing gradients."""
+        # If calls are queued, reading the factor would wait for them; multiplying by 1 does not.
+        if not self._mesh.is_async and factor.item() == 1.0:
             return
+        self._complete()
         gradients = [held.gradient() for held in self._held]
         for (device, dtype), places in _by_kind(gradients).items():
-            scale_all([gradients[place] for place in places], scale.to(device, dtype))
+            scale_all([gradients[place] for place in places], factor.to(device, dtype))
 
     def _complete(self) -> None:
         if unfrozen := [held.name for held in self._frozen if held.parameter.requires_grad]:

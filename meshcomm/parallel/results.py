@@ -16,6 +16,7 @@ from meshcomm.errors import TrainingError
 from meshcomm.layout.sizes import fold
 from meshcomm.mesh import Mesh
 from meshcomm.mesh.all_ranks import of_every_rank, ranks_of
+from meshcomm.parallel.loss import StepSum
 from meshcomm.parallel.norm import GradientNorm
 from meshcomm.parallel.tensor import local
 
@@ -59,7 +60,8 @@ class Done(NamedTuple):
 
     loss: the mean over the global batch's tokens, before the step. gradient_norm: the norm of all gradients together,
     before clipping. lr: the step's learning rate. fault: "" if the step was applied. If the step was skipped because its
-    loss or norm is not finite, a message that names the rank and the parameter whose gradient is not finite.
+    loss or norm is not finite, a message that names the rank and the parameter whose gradient is not finite. terms: the
+    further terms that the loss function returned, by name.
     """
 
     number: int
@@ -67,10 +69,11 @@ class Done(NamedTuple):
     gradient_norm: float
     fault: str = ""
     lr: float = 0.0
+    terms: Mapping[str, float] = {}
 
 
 class _Pending(NamedTuple):
-    """A step whose results have not been read. values: the loss, the second value that `add` sends, and the norm.
+    """A step whose results have not been read. values: the loss, the second value that `add` sends, the norm and the terms.
     counted: the number of targets on all ranks. ids: the lowest and the highest id.
     """
 
@@ -92,6 +95,7 @@ class Results:
         norm: computes the gradient norm of `parameters`, which are in the order of the forward pass.
         stage: the stage that contains the last parameter.
         vocab_size: the exclusive upper bound of the ids.
+        names: the names of the loss's terms; see `StepLoss.names`.
     """
 
     def __init__(
@@ -102,8 +106,10 @@ class Results:
         parameters: Sequence[tuple[str, nn.Parameter]],
         stage: int,
         vocab_size: int,
+        names: Sequence[str] = (),
     ) -> None:
         self._parallel, train = settings
+        self._names = names
         self._mesh, self._norm, self._parameters, self._stage = mesh, norm, parameters, stage
         self._vocab_size, self._lr, self._stop = vocab_size, train.lr, train.on_nonfinite == "stop"
         self._spoilt = torch.zeros((), dtype=torch.float32, device=mesh.device)
@@ -130,22 +136,22 @@ class Results:
         """Return the steps that `collect` has not returned, without asking other ranks why a value is not finite."""
         found = [*self._seen]
         for step in self._steps:
-            mean, elsewhere, norm = step.values.tolist()
-            found.append(Done(step.number, mean, norm + elsewhere, lr=step.lr))
+            mean, elsewhere, norm, *terms = step.values.tolist()
+            found.append(self._done(step, mean, norm + elsewhere, terms))
             if not math.isfinite(mean + norm + elsewhere):
                 found[-1] = found[-1]._replace(fault="its loss or gradient norm is not finite")
         return found
 
+    def _done(self, step: _Pending, loss: float, norm: float, terms: Sequence[float]) -> Done:
+        return Done(step.number, loss, norm, lr=step.lr, terms=dict(zip(self._names, terms, strict=True)))
+
     @torch.no_grad()
-    def add(
-        self, number: int, lr: float, loss: Tensor | None, norm: Tensor, count: Tensor, *ids: Tensor
-    ) -> Tensor:
-        """Add a step: this rank's share of the loss, if it has one, and the norm of all gradients.
+    def add(self, number: int, lr: float, found: StepSum, norm: Tensor, *ids: Tensor) -> Tensor:
+        """Add a step: what its losses add up to, and the norm of all gradients.
 
         If a value is not finite on one rank, all ranks receive a value that is not finite: through the norm along the tensor
         and pipeline dims, and through a second value, sent with the loss, along the dims along which gradients are summed.
 
-        count:     the number by which the losses on all ranks were divided, in the losses' dtype.
         ids:       tokens and targets. If calls are queued, the ids are checked here, because layers then cannot check them.
         Called by: every rank of the mesh. Does not wait for the device, except once in a hundred steps.
         Returns:   float32 (): 0, or 1 if the step must not be applied; the same on every rank.
@@ -153,7 +159,8 @@ class Results:
         if len(self._steps) >= _MOST:
             self._seen = self.collect()
         pipeline = self._parallel.pipeline
-        own = torch.zeros_like(norm, dtype=count.dtype) if loss is None else loss
+        loss, count = found.loss, found.divisor
+        own = torch.zeros_like(norm) if loss is None else loss.double()
         spoilt = torch.where(norm.isfinite(), 0.0, norm)
         values = torch.stack([own, spoilt.to(own.dtype)])
         if loss is not None:
@@ -163,9 +170,9 @@ class Results:
             values = self._mesh.broadcast(pipeline, values, src=self._mesh.size(pipeline) - 1)
         values = torch.cat([values.double(), norm.reshape(1)])
         ends = torch.stack([end for each in ids for end in each.aminmax()]) if ids else None
-        self._last = values
-        self._steps.append(_Pending(number, lr, values, self._norm.each, count, loss, ends))
         now = (~values.isfinite().all()).float()
+        self._last = values = torch.cat([values, found.terms])
+        self._steps.append(_Pending(number, lr, values, self._norm.each, count, loss, ends))
         self._spoilt = torch.maximum(self._spoilt, now) if self._stop else now
         return self._spoilt
 
@@ -180,10 +187,10 @@ class Results:
         found, self._seen = self._seen, []
         if not steps:
             return found
-        for step, (mean, elsewhere, norm) in zip(
+        for step, (mean, elsewhere, norm, *terms) in zip(
             steps, torch.stack([step.values for step in steps]).tolist(), strict=True
         ):
-            done = Done(step.number, mean, norm + elsewhere, lr=step.lr)
+            done = self._done(step, mean, norm + elsewhere, terms)
             if not math.isfinite(mean + done.gradient_norm):
                 done = done._replace(fault=self._fault(step))
                 if self._stop:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any, final
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 _CPU = torch.device("cpu")
 
@@ -46,6 +47,16 @@ _storage_at: Any = torch._C._construct_storage_from_data_pointer
 def storage_without_memory(nbytes: int) -> Any:
     """Return a CPU storage of this size, with a unique address and no memory. The storage cannot be resized."""
     return _storage_at(_addresses().take(nbytes), _CPU, nbytes)
+
+
+def tensors_of(tree: Any) -> list[torch.Tensor]:
+    """Return the tensors in a tree of tuples, lists, dictionaries, and registered classes such as transformers' outputs."""
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def with_tensors(function: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
+    """Return a copy of a tree in which `function` replaces each tensor. See `tensors_of`."""
+    return tree_map_only(torch.Tensor, function, tree)
 
 
 def has_memory(x: torch.Tensor) -> bool:

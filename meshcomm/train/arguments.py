@@ -23,7 +23,7 @@ from meshcomm.models.check import check_once
 from meshcomm.models.spec_model import SpecModel
 from meshcomm.models.wrapped import WrappedModule
 from meshcomm.parallel.build import Model, Sections, sections
-from meshcomm.parallel.compose import LossOf
+from meshcomm.parallel.loss import LossOf
 
 MakeScheduler: TypeAlias = Callable[[Optimizer], LRScheduler]
 

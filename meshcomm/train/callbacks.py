@@ -80,11 +80,14 @@ class Step:
     """The highest peak memory on any rank when ranks were last compared; see `Cost.memory`."""
     peak_memory_rank: int | None = None
     """The rank with that peak."""
+    terms: Mapping[str, float] = field(default_factory=dict)
+    """Further terms that the loss function returned, by name, added up like the loss."""
 
     @property
     def facts(self) -> dict[str, Any]:
-        """The fields by name, as in metrics.jsonl."""
-        return dict(vars(self))
+        """The fields by name, as in metrics.jsonl. Entries of `terms` are named `loss_NAME`."""
+        facts = {name: value for name, value in vars(self).items() if name != "terms"}
+        return facts | {f"loss_{name}": value for name, value in self.terms.items()}
 
 
 @dataclass(frozen=True)

@@ -361,6 +361,7 @@ class Steps:
                 seconds=self._seconds,
                 skipped=self._skipped,
                 fault=done.fault,
+                terms=done.terms,
                 **({} if rates is None else rates._asdict()),
                 peak_memory_bytes=None if memory is None else memory.nbytes,
                 peak_memory_rank=None if memory is None else memory.rank,

@@ -24,7 +24,8 @@ from meshcomm.mesh.all_ranks import is_first, on_all_ranks
 from meshcomm.mesh.source import with_sizes
 from meshcomm.models import ModelSpec
 from meshcomm.parallel.build import Model
-from meshcomm.parallel.compose import Batch, Engine, LossOf
+from meshcomm.parallel.compose import Batch, Engine
+from meshcomm.parallel.loss import LossOf
 from meshcomm.parallel.optimizer import MakeOptimizer
 from meshcomm.parallel.results import Done
 from meshcomm.train import checkpoint
@@ -105,9 +106,10 @@ class Trainer:
             shard broadcasts its weights to the other ranks along these dims.
         optimizer: a function that maps parameter groups to an optimizer. If None, the optimizer in [train] is used.
             Vectors are in a parameter group with weight_decay 0. The schedule scales the optimizer's lr instead of train.lr.
-        loss: a function of outputs and targets that returns the mean loss over a microbatch. The loss of a step is
-            the mean over all microbatches on all ranks. If None, the model's own loss is used, or the cross-entropy
-            over all targets of the global batch except -100.
+        loss: a function of whole outputs and targets of a microbatch. It returns the mean over the microbatch; or
+            (sum, count), which are added over all microbatches and ranks before they are divided; or a dictionary with
+            "loss" and further terms to log. If None, the model's own loss is used, or the cross-entropy over all
+            targets of the global batch except -100.
         scheduler: a function that maps the optimizer to a torch LRScheduler, which replaces the schedule in [train]
             and advances after each step. On resume, it advances once per completed step and then loads the saved
             state. If its settings have changed, the new settings apply, and its state is computed only from the

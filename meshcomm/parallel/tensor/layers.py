@@ -180,6 +180,8 @@ def cross_entropy(
     *,
     ignore_index: int = -100,
     reduction: Reduction = "mean",
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
 ) -> Tensor:
     """Compute the mean or sum over targets of -log softmax(logits)[target], for logits split over the vocabulary.
 
@@ -189,9 +191,11 @@ def cross_entropy(
                 to any gradient. As in torch, the mean over no targets is nan.
     reduction:  "sum" for callers that divide by a different number of tokens, such as the total over all ranks and
                 microbatches.
+    label_smoothing: as in torch: the share of a target that is spread evenly over the vocabulary.
+    z_loss:     the factor of log(sum(exp(logits)))^2, which is added for each target (PaLM, Chowdhery et al. 2022).
     Called by:  every rank along the dim, with equal targets. All ranks return the same value.
-    Gradient:   exact, for this rank's logits. Forward runs two small all_reduces: one for the maximum, and one for the sum and
-                the target's logit. Backward runs none. Logits are never gathered. For half-precision logits, the
+    Gradient:   exact, for this rank's logits. Forward runs two small all_reduces: one for the maximum, and one for the sums
+                and the target's logit. Backward runs none. Logits are never gathered. For half-precision logits, the
                 loss is computed in float32.
     Raises:     ShapeError for any other target. If checking would wait for the device, the loss is nan instead.
     """
@@ -202,11 +206,18 @@ def cross_entropy(
             expected='reduction="mean" or reduction="sum"',
             hint='reduction="sum", and divide by your own count',
         )
+    if targets.is_floating_point():
+        raise ShapeError(
+            f"cross_entropy takes no probabilities as targets on {split.mesh.label}",
+            given=f"{targets.dtype} targets of shape {tuple(targets.shape)}",
+            expected=f"int64 targets of shape {tuple(logits.shape[:-1])}",
+            hint="a loss of your own, such as torch.nn.functional.cross_entropy",
+        )
     counted = targets != ignore_index
     outside = outside_of(split, targets.where(counted, 0), logits.shape[-1] * split.size, "targets")
     if outside is not None:
         counted = counted & ~outside
-    total: Tensor = _CrossEntropy.apply(logits, targets, counted, split)
+    total: Tensor = _CrossEntropy.apply(logits, targets, counted, split, label_smoothing, z_loss)
     if outside is not None:
         total = torch.where(outside.any(), torch.nan, total)
     return total / counted.sum() if reduction == "mean" else total
@@ -221,7 +232,15 @@ class _CrossEntropy(torch.autograd.Function):
     full."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, counted: Tensor, split: TensorSplit) -> Tensor:
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        targets: Tensor,
+        counted: Tensor,
+        split: TensorSplit,
+        smoothing: float,
+        z_loss: float,
+    ) -> Tensor:
         rows, wide = logits.flatten(0, -2), _wide(logits.dtype)
         place, mine = owned(targets.flatten(), logits.shape[-1], split.coord)
         counted = counted.flatten()
@@ -237,23 +256,41 @@ class _CrossEntropy(torch.autograd.Function):
         target = (rows.gather(-1, place.unsqueeze(-1)).squeeze(-1).to(wide) - highest).where(
             mine & counted, 0
         )
+        sums = [total, target]
+        vocab = rows.shape[-1] * split.size
+        if smoothing:
+            # The mean of all logits of a row, less the highest one.
+            sums.append(
+                torch.cat([part.sum(-1, dtype=wide) for part in _parts(rows)]) / vocab - highest / split.size
+            )
         if split.size > 1:
-            both = split.mesh.all_reduce(split.dim, torch.stack([total, target]), op="sum")
-            total, target = both.unbind()
+            sums = [*split.mesh.all_reduce(split.dim, torch.stack(sums), op="sum").unbind()]
+        total, target, *mean = sums
         ctx.save_for_backward(logits, highest, total, place, mine & counted, counted)
-        return (total.log() - target).where(counted, 0).sum()
+        ctx.smoothing, ctx.z_loss, ctx.vocab = smoothing, z_loss, vocab
+        loss = total.log() - target
+        if mean:
+            loss = loss.lerp(total.log() - mean[0], smoothing)
+        if z_loss:
+            loss = loss + z_loss * (total.log() + highest).square()
+        return loss.where(counted, 0).sum()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         logits, *of_rows = ctx.saved_tensors
         rows, made = logits.flatten(0, -2), torch.empty_like(logits)
         every = _parts(rows), _parts(made.flatten(0, -2), rows), *(_parts(each, rows) for each in of_rows)
         for part, into, most, total, place, mine, counted in zip(*every, strict=True):
             softmax = (part.to(most.dtype) - most.unsqueeze(-1)).exp_().div_(total.unsqueeze(-1))
-            softmax.scatter_add_(-1, place.unsqueeze(-1), -mine.unsqueeze(-1).to(most.dtype))
+            if ctx.z_loss:
+                softmax *= (1 + 2 * ctx.z_loss * (total.log() + most)).unsqueeze(-1)
+            if ctx.smoothing:
+                softmax -= ctx.smoothing / ctx.vocab
+            target = mine.unsqueeze(-1).to(most.dtype) * (ctx.smoothing - 1)
+            softmax.scatter_add_(-1, place.unsqueeze(-1), target)
             torch.mul(softmax, (grad * counted).unsqueeze(-1), out=into)
-        return made, None, None, None
+        return made, None, None, None, None, None
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

@@ -1,0 +1,267 @@
+"""The loss of a step: what a loss function is given, what it may return, and how microbatches and ranks add up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, final
+
+import torch
+from torch import Tensor
+
+from meshcomm.config import ParallelConfig, TrainConfig
+from meshcomm.errors import ConfigError, ShapeError, TrainingError, UnsupportedOp
+from meshcomm.parallel.tensor import TensorSplit, cross_entropy
+from meshcomm.parallel.torch_private import tensors_of, with_tensors
+
+if TYPE_CHECKING:
+    from meshcomm.parallel.build import Model, Splits
+
+IGNORED: Final = -100
+_FORMS: Final = 'a scalar tensor, (sum, count), or a dictionary with "loss"'
+# (outputs, targets) of a microbatch -> a mean, (a sum, a count), or named terms: see OwnLoss.
+LossOf: TypeAlias = Callable[[Any, Tensor], Any]
+
+
+class OwnLoss(NamedTuple):
+    """A loss function of the user's own, called once for each microbatch.
+
+    function: `(outputs, targets)`, as in a program on one process. Outputs are whole: logits are gathered over the vocabulary
+        along the tensor dim, and outputs over the sequence along the context dim. It runs under the autocast of
+        train.compute_dtype and returns one of:
+        - a scalar, the mean over the microbatch. The step's loss is the mean over all microbatches on all ranks.
+        - (sum, count), scalars. The step's loss is the sum of all sums, divided by the sum of all counts, and so are gradients.
+        - a dictionary with "loss", which is one of the two, and further terms by name, which are logged and not trained.
+    takes_slices: whether `function` is given this rank's slice of the logits and of the sequence, and communicates along the
+        tensor dim itself. Its results then also add up along the context dim.
+    """
+
+    function: LossOf
+    takes_slices: bool = False
+
+
+class StepSum(NamedTuple):
+    """What the losses of a step add up to.
+
+    loss: this rank's share of the step's loss; None if its stages have none. divisor: the number by which the sum of all
+    losses is divided. factor: what the step's gradients must be multiplied by; None for 1. terms: float64 (terms,).
+    """
+
+    loss: Tensor | None
+    divisor: Tensor
+    factor: Tensor | None
+    terms: Tensor
+
+
+@final
+class StepLoss:
+    """Computes the losses of a step's microbatches and adds them up, exactly as one process would.
+
+    Without an own loss, the loss is the cross-entropy of logits, averaged over all targets of the global batch that are not
+    -100. The divisor is then known before the first forward pass. The divisor of an own loss is known after the last one.
+
+    names: the names of the own loss's terms, known after the first step.
+    """
+
+    def __init__(
+        self,
+        splits: Splits,
+        settings: tuple[ParallelConfig, TrainConfig],
+        model: Model,
+        microbatches: int,
+        data_size: int,
+    ) -> None:
+        self._parallel, train = settings
+        self._mesh, self._splits, self._own = splits.mesh, splits, model.own_loss
+        self._mixed = None if train.compute_dtype is None else getattr(torch, train.compute_dtype)
+        self._dtype = splits.tensor.dtype
+        self._logits = model.outputs(splits) if model.vocab_size else 0
+        self._divided = 0 < self._logits < model.vocab_size
+        self._hidden_size = model.hidden_size
+        self._smoothing, self._z_loss = train.label_smoothing, train.z_loss
+        own = self._own
+        if own is not None and (self._smoothing or self._z_loss):
+            raise ConfigError(
+                "this setting has no effect on a loss of your own",
+                given=f"label_smoothing = {self._smoothing:g}, z_loss = {self._z_loss:g}, and a loss function",
+                expected="settings of the built-in cross-entropy without a loss function, or a loss function without them",
+                hint="remove train.label_smoothing and train.z_loss, or the loss",
+            )
+        self._slices = own is None or own.takes_slices
+        self._pieces = microbatches * data_size * (splits.context.size if self._slices else 1)
+        self.names: list[str] = []
+        self._knows_names = False
+        self._counts = False
+        self._divisor = torch.ones((), dtype=self._dtype, device=self._mesh.device)
+        # For each microbatch: the count of the loss, and the sum and the count of each term.
+        self._rows: list[Tensor] = []
+        self._tokens = 0
+
+    def split(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Return this rank's slices of the inputs along the context dim, and the targets that the loss is given."""
+        context = self._splits.context
+        mine = context.split(inputs, 1)
+        self._tokens = mine.shape[1] if mine.ndim > 1 else 0
+        return mine, context.split(targets, 1) if self._slices else targets
+
+    def start(self, targets: Tensor | None) -> None:
+        """Begin a step with these targets on this rank; None for an evaluation, whose divisor is not known yet.
+
+        Called by: every rank.
+        """
+        self._rows = []
+        self._counts = self._own is not None or targets is None
+        if targets is None:
+            divisor = torch.ones((), dtype=torch.float64)
+        elif self._own is not None:
+            divisor = torch.tensor(self._pieces, dtype=torch.float64)
+        else:
+            divisor = (targets != IGNORED).sum().to(torch.float64)
+            for dim in self._parallel.data_dims:
+                self._mesh.all_reduce(dim, divisor)
+        self._divisor = divisor.to(self._mesh.device, self._dtype)
+
+    def __call__(self, outputs: Any, targets: Tensor) -> Tensor:
+        """Return a microbatch's share of the step's loss, up to the factor of `finish`."""
+        if self._own is None:
+            logits = logits_of(outputs)
+            split = self._splits.tensor
+            loss = cross_entropy(
+                split if self._divided else TensorSplit(split.mesh, None, split.dtype),
+                logits,
+                targets,
+                reduction="sum",
+                label_smoothing=self._smoothing,
+                z_loss=self._z_loss,
+            )
+            if self._counts:
+                self._rows.append((targets != IGNORED).sum().double().reshape(1))
+            return loss / self._divisor
+        with self._autocast(targets):
+            found = self._own.function(outputs if self._slices else self._whole(outputs), targets)
+        terms = dict(found) if isinstance(found, Mapping) else {"loss": found}
+        if "loss" not in terms:
+            raise _refused(
+                f'a dictionary with {", ".join(map(repr, terms)) or "nothing"}, but no "loss"', _FORMS
+            )
+        loss, count = self._pair("loss", terms.pop("loss"))
+        self._name([*terms])
+        pairs = [self._pair(name, term) for name, term in terms.items()]
+        row = [count, *(each for pair in pairs for each in pair)]
+        self._rows.append(torch.stack([each.detach().double() for each in row]))
+        return loss.to(self._dtype) / self._divisor
+
+    @torch.no_grad()
+    def finish(self, loss: Tensor | None) -> StepSum:
+        """Return what the microbatches' losses since `start` add up to. loss: their sum on this rank, if it has them.
+
+        Called by: every rank.
+        """
+        none = torch.zeros(0, dtype=torch.float64, device=self._mesh.device)
+        if not self._counts:
+            return StepSum(loss, self._divisor, None, none)
+        pipeline = self._parallel.pipeline
+        last = 0 if pipeline is None else self._mesh.size(pipeline) - 1
+        if not self._knows_names and self._own is not None:
+            # Only the last stage calls the loss.
+            if pipeline is not None and last and not self._mesh.is_fake:
+                self.names[:] = self._mesh.objects.broadcast(pipeline, [*self.names], src=last)
+            self._knows_names = True
+        totals = torch.zeros(1 + 2 * len(self.names), dtype=torch.float64, device=self._mesh.device)
+        if loss is not None:
+            totals = torch.stack(self._rows).sum(0)
+            for dim in self._parallel.gradient_dims if self._slices else self._parallel.data_dims:
+                totals = self._mesh.all_reduce(dim, totals)
+        if pipeline is not None:
+            totals = self._mesh.broadcast(pipeline, totals, src=last)
+        factor = self._divisor.double() / totals[0]
+        if loss is not None:
+            # The ranks along context have the same whole loss, and later add their shares.
+            loss = (loss * factor / (1 if self._slices else self._splits.context.size)).to(loss.dtype)
+        return StepSum(loss, totals[0], factor, totals[1::2] / totals[2::2])
+
+    # -- inside ---------------------------------------------------------------------------------
+
+    def _autocast(self, targets: Tensor) -> AbstractContextManager[Any]:
+        return nullcontext() if self._mixed is None else torch.autocast(targets.device.type, self._mixed)
+
+    def _name(self, names: list[str]) -> None:
+        """Raise TrainingError if the terms differ from those of earlier microbatches."""
+        if not self._knows_names and not self._rows:
+            wrong = [name for name in names if not isinstance(name, str) or not name.isidentifier()]
+            if wrong:
+                raise _refused(f"a term named {wrong[0]!r}", "names that are Python identifiers")
+            self.names[:] = names
+        if names != self.names:
+            raise _refused(
+                f"terms {', '.join(names) or '(none)'} on {self._mesh.label}, and {', '.join(self.names) or '(none)'} before",
+                "the same terms, in the same order, for every microbatch",
+            )
+
+    def _pair(self, name: str, found: Any) -> tuple[Tensor, Tensor]:
+        """Return the sum and the count of a term."""
+        total, count = found if isinstance(found, tuple) and len(found) == 2 else (found, 1)
+        if not isinstance(total, Tensor) or total.ndim:
+            given = (
+                f"shape {tuple(total.shape)}" if isinstance(total, Tensor) else f"a {type(total).__name__}"
+            )
+            raise _refused(f"{name}: {given}", _FORMS)
+        if name == "loss" and torch.is_grad_enabled() and not total.requires_grad:
+            raise _refused(
+                "a loss that does not depend on the outputs by operations with gradients",
+                "a loss through which gradients reach the parameters",
+            )
+        return total, torch.as_tensor(count, device=total.device).reshape(())
+
+    def _whole(self, outputs: Any) -> Any:
+        """Return the outputs of the model on one process, on every rank along tensor and context."""
+        if not self._divided and self._splits.context.size == 1:
+            return outputs
+        sliced = [x for x in tensors_of(outputs) if self._divided and x.ndim and x.shape[-1] == self._logits]
+        if len(sliced) > 1 and self._hidden_size == self._logits:
+            raise UnsupportedOp(
+                "the logits look like hidden states, so they cannot be gathered for the loss",
+                given=f"{len(sliced)} outputs whose last axis has {self._logits} elements",
+                expected="one such output: a rank's slice of the logits",
+                hint="return only the logits; or ModelSpec(loss_takes_slices=True), with a loss that is given slices",
+            )
+        return with_tensors(self._gathered, outputs)
+
+    def _gathered(self, x: Tensor) -> Tensor:
+        split, context = self._splits.tensor, self._splits.context
+        if self._divided and x.ndim and x.shape[-1] == self._logits:
+            # Every rank computes the same loss, so its own slice of the gradient is complete.
+            x = self._mesh.functional.all_gather(split.dim, x, -1, grad="slice")
+        if context.size == 1:
+            return x
+        if x.ndim < 2 or x.shape[1] != self._tokens:
+            raise ShapeError(
+                f"an output of the model is not split along the sequence on {self._mesh.label}",
+                given=f"shape {tuple(x.shape)}, {self._tokens} tokens on this rank",
+                expected=f"(samples, {self._tokens}, ...), which is gathered along {context.dim} for the loss",
+                hint="return outputs for each token; or remove parallel.context",
+            )
+        return context.gather(x, 1, grad="slice")
+
+
+def logits_of(found: Any) -> Tensor:
+    """Return the logits in a model's output. Raises UnsupportedOp if there are none."""
+    logits = found[0] if isinstance(found, tuple) and found else getattr(found, "logits", found)
+    logits = logits.get("logits") if isinstance(logits, Mapping) else logits
+    if not isinstance(logits, Tensor):
+        raise UnsupportedOp(
+            "the model returns no logits",
+            given=f"a {type(found).__name__}",
+            expected="a tensor, a tuple that begins with a tensor, or logits by this name",
+            hint="use a loss of your own, which takes any output of the model",
+        )
+    return logits
+
+
+def _refused(given: str, expected: str) -> TrainingError:
+    return TrainingError(
+        "the loss function returned something that cannot be trained",
+        given=given,
+        expected=expected,
+        hint="return F.mse_loss(outputs, targets); or (losses.sum(), mask.sum()); or a dictionary",
+    )

@@ -1,0 +1,352 @@
+"""Losses of a program's own on every kind of parallelism, beside plain torch on one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import meshcomm
+from meshcomm.config import Config, load_config
+from meshcomm.errors import MeshcommError
+from meshcomm.parallel.tensor import TensorSplit, cross_entropy
+from meshcomm.testing import Pool
+from meshcomm.train import Trainer
+from tests.models.own import Own, spec
+from tests.train.runs import parallel_of, roles_of, sizes_of
+
+STEPS, BATCH, TOKENS, RATE = 4, 8, 8, 0.5
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    """Tokens and targets of a global batch."""
+    drawn = torch.randint(256, (BATCH, TOKENS + 1), generator=torch.Generator().manual_seed(step))
+    return drawn[:, :-1], drawn[:, 1:]
+
+
+def z_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    return (
+        F.cross_entropy(logits.flatten(0, 1), targets.flatten()) + 0.1 * logits.logsumexp(-1).square().mean()
+    )
+
+
+def smoothed(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), label_smoothing=0.2)
+
+
+def distilled(logits: Tensor, targets: Tensor) -> Tensor:
+    teacher = torch.randn(256, 256, generator=torch.Generator().manual_seed(5), dtype=logits.dtype)
+    wanted = teacher[targets].softmax(-1)
+    return F.kl_div(logits.log_softmax(-1), wanted, reduction="none").sum() / targets.numel()
+
+
+def masked(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Of a sample, more or fewer targets count."""
+    counts = targets % 7 < targets[:, :1] % 7
+    each = F.cross_entropy(logits.transpose(1, 2), targets, reduction="none")
+    return (each * counts).sum(), counts.sum()
+
+
+def along_the_sequence(logits: Tensor, targets: Tensor) -> Tensor:
+    """What one token is charged depends on its neighbours."""
+    each = F.cross_entropy(logits.transpose(1, 2), targets, reduction="none")
+    return each.mean() + logits.diff(dim=1).square().mean()
+
+
+def named(logits: Tensor, targets: Tensor) -> dict[str, Any]:
+    total, count = masked(logits, targets)
+    squares = logits.logsumexp(-1).square()
+    return {
+        "loss": (total + 0.01 * (squares * (targets % 7 < targets[:, :1] % 7)).sum(), count),
+        "plain": (total, count),
+        "square": squares.mean(),
+    }
+
+
+def _set(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """What label_smoothing = 0.2 and z_loss = 0.1 ask for."""
+    smooth = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), label_smoothing=0.2, reduction="sum")
+    return smooth + 0.1 * logits.logsumexp(-1).square().sum(), torch.tensor(targets.numel())
+
+
+LOSSES: Final[dict[str, Callable[[Tensor, Tensor], Any]]] = {
+    "z_loss": z_loss,
+    "smoothed": smoothed,
+    "distilled": distilled,
+    "masked": masked,
+    "along_the_sequence": along_the_sequence,
+    "named": named,
+    "built-in": _set,
+}
+MESHES: Final = {
+    "dp=2": {},
+    "fsdp=2": {},
+    "tp=2": {},
+    "cp=2": {"attention": "ring"},
+    "cp=2 ": {"attention": "ulysses"},
+    "pp=2": {},
+    "tp=2 cp=2": {"attention": "ulysses"},
+    "pp=2 tp=2": {"schedule": "gpipe"},
+}
+
+
+def plain(
+    loss: Callable[[Tensor, Tensor], Any], dtype: torch.dtype = torch.float64
+) -> list[dict[str, float]]:
+    """The losses, norms and terms of a program in plain torch on one process, and its loss of a last batch."""
+    torch.manual_seed(3)
+    module = Own().to(dtype)
+    sgd = torch.optim.SGD(module.parameters(), RATE)
+    found = []
+    for step in range(1, STEPS + 2):
+        inputs, targets = batch(step)
+        terms = loss(module(inputs), targets)
+        terms = terms if isinstance(terms, dict) else {"loss": terms}
+        means = {name: each[0] / each[1] if isinstance(each, tuple) else each for name, each in terms.items()}
+        sgd.zero_grad()
+        means["loss"].backward()
+        norm = torch.cat(
+            [each.grad.flatten() for each in module.parameters() if each.grad is not None]
+        ).norm()
+        found.append({name: float(value.detach()) for name, value in {**means, "norm": norm}.items()})
+        sgd.step()
+    return found
+
+
+def config_for(dims: str, out: str, **settings: Any) -> Config:
+    sizes = sizes_of(dims)
+    options = dict(MESHES.get(dims, {}))
+    train = {
+        "steps": STEPS,
+        "global_batch_size": BATCH,
+        "micro_batch_size": 2,
+        "lr": RATE,
+        "schedule": "constant",
+        "optimizer": "sgd",
+        "weight_decay": 0.0,
+        "dtype": "float64",
+        "seed": 3,
+        "out": out,
+        **settings,
+    }
+    return load_config(
+        {
+            "mesh": {"dims": sizes, "device": "cpu", "timeout_s": 60.0},
+            "parallel": parallel_of(**roles_of(sizes), **options),
+            "data": {"seq_len": TOKENS, "max_bytes": 20_000},
+            "train": train,
+        }
+    )
+
+
+def trained(config: Config, name: str) -> list[dict[str, float]]:
+    """Like `plain`, on a mesh."""
+    with meshcomm.init(config) as mesh:
+        own = spec() if name == "built-in" else replace(spec(), loss=LOSSES[name])
+        trainer = Trainer(mesh, config, own)
+
+        def mine(step: int) -> tuple[Tensor, Tensor]:
+            share = slice(mesh.data_rank * BATCH // mesh.data_world_size, None)
+            inputs, targets = (x[share][: BATCH // mesh.data_world_size] for x in batch(step))
+            return inputs, targets
+
+        for step in range(1, STEPS + 1):
+            trainer.step(*mine(step))
+        found = [{"loss": each.loss, "norm": each.gradient_norm, **each.terms} for each in trainer.results()]
+        return [*found, {"loss": trainer.evaluate([mine(STEPS + 1)])}]
+
+
+@pytest.mark.parametrize("dims", MESHES)
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_is_that_of_one_process(pool: Pool, tmp_path: Path, name: str, dims: str) -> None:
+    settings: dict[str, Any] = {"label_smoothing": 0.2, "z_loss": 0.1} if name == "built-in" else {}
+    config = config_for(dims, str(tmp_path), **settings)
+    ranks = 4 if ("cp=2" in dims and "tp" in dims) or "pp=2 tp" in dims else 2
+    expected = plain(LOSSES[name])
+    for found in pool.run(trained, config, name, ranks=ranks):
+        for ours, theirs in zip(found, expected, strict=True):
+            for key, value in ours.items():
+                assert value == pytest.approx(theirs[key], rel=1e-9), (key, found, expected)
+        assert set(found[0]) == set(expected[0])
+
+
+# -- other contracts ------------------------------------------------------------------------------
+
+
+def over_all_samples(mesh: meshcomm.Mesh, outputs: Tensor, targets: Tensor) -> Tensor:
+    """Each sample against all samples of the global batch (Chen et al. 2020): mean tokens, told apart."""
+    x, y = outputs.mean(1), F.one_hot(targets[:, 0], 256).to(outputs.dtype)
+    if mesh.size("dp") > 1:
+        y = mesh.all_gather("dp", y, axis=0)
+    mine = mesh.coord("dp") * len(x)
+    return F.cross_entropy(x @ y.T, torch.arange(mine, mine + len(x)))
+
+
+def contrasted(config: Config) -> list[dict[str, float]]:
+    with meshcomm.init(config) as mesh:
+        trainer = Trainer(mesh, config, spec(), loss=lambda *each: over_all_samples(mesh, *each))
+        for step in range(1, STEPS + 1):
+            trainer.step(*(x.chunk(mesh.size("dp"))[mesh.coord("dp")] for x in batch(step)))
+        return [{"loss": each.loss, "norm": each.gradient_norm} for each in trainer.results()]
+
+
+def test_a_loss_may_communicate(pool: Pool, tmp_path: Path) -> None:
+    config = config_for("dp=2", str(tmp_path), micro_batch_size=BATCH // 2)
+    expected = plain(
+        lambda outputs, targets: F.cross_entropy(
+            outputs.mean(1) @ F.one_hot(targets[:, 0], 256).to(outputs.dtype).T, torch.arange(len(outputs))
+        )
+    )
+    for found in pool.run(contrasted, config, ranks=2):
+        for ours, theirs in zip(found, expected, strict=False):
+            assert ours == pytest.approx(theirs, rel=1e-9)
+
+
+def on_slices(config: Config) -> list[dict[str, float]]:
+    with meshcomm.init(config) as mesh:
+        split = TensorSplit(mesh, "tp", torch.float64)
+
+        def loss(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+            assert tuple(logits.shape) == (2, TOKENS // 2, 128) and targets.shape == logits.shape[:2]
+            kept = targets.where(targets % 7 < 4, -100)
+            return cross_entropy(split, logits, kept, reduction="sum"), (kept != -100).sum()
+
+        trainer = Trainer(mesh, config, replace(spec(), loss=loss, loss_takes_slices=True))
+        for step in range(1, STEPS + 1):
+            trainer.step(*batch(step))
+        return [{"loss": each.loss, "norm": each.gradient_norm} for each in trainer.results()]
+
+
+def test_a_loss_may_take_slices(pool: Pool, tmp_path: Path) -> None:
+    expected = plain(
+        lambda logits, targets: F.cross_entropy(
+            logits.flatten(0, 1), targets.where(targets % 7 < 4, -100).flatten()
+        )
+    )
+    for found in pool.run(on_slices, config_for("tp=2 cp=2", str(tmp_path)), ranks=4):
+        for ours, theirs in zip(found, expected, strict=False):
+            assert ours == pytest.approx(theirs, rel=1e-9)
+
+
+class Tree(Own):
+    """Returns more than logits."""
+
+    def forward(self, x: Tensor) -> Any:
+        logits = super().forward(x)
+        return {"logits": logits, "states": (logits.square(),)}
+
+
+def of_trees(config: Config) -> list[float]:
+    def loss(outputs: Any, targets: Tensor) -> Tensor:
+        return smoothed(outputs["logits"], targets) + outputs["states"][0].mean()
+
+    with meshcomm.init(config) as mesh:
+        trainer = Trainer(mesh, config, replace(spec(), module=Tree, forward=None, attention=None, loss=loss))
+        for step in range(1, STEPS + 1):
+            trainer.step(*batch(step))
+        return [each.loss for each in trainer.results()]
+
+
+def test_a_loss_is_given_whole_trees(pool: Pool, tmp_path: Path) -> None:
+    expected = plain(lambda logits, targets: smoothed(logits, targets) + logits.square().mean())
+    for found in pool.run(of_trees, config_for("tp=2", str(tmp_path)), ranks=2):
+        assert found == pytest.approx([each["loss"] for each in expected[:-1]], rel=1e-9)
+
+
+def mixed(config: Config) -> list[float]:
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        # A matmul, which autocast runs in bfloat16.
+        return F.cross_entropy((outputs @ torch.eye(256)).flatten(0, 1).float(), targets.flatten())
+
+    with meshcomm.init(config) as mesh:
+        trainer = Trainer(mesh, config, spec(), loss=loss)
+        for step in range(1, STEPS + 1):
+            trainer.step(*batch(step))
+        return [each.loss for each in trainer.results()]
+
+
+def test_a_loss_runs_under_the_autocast_of_the_model(pool: Pool, tmp_path: Path) -> None:
+    settings = {"dtype": "float32", "compute_dtype": "bfloat16", "micro_batch_size": BATCH}
+    (found,) = pool.run(mixed, config_for("dp=1", str(tmp_path), **settings), ranks=1)
+    torch.manual_seed(3)
+    module = Own()
+    sgd = torch.optim.SGD(module.parameters(), RATE)
+    for step, ours in enumerate(found, 1):
+        inputs, targets = batch(step)
+        with torch.autocast("cpu", torch.bfloat16):
+            outputs = module(inputs)
+            loss = F.cross_entropy((outputs @ torch.eye(256)).flatten(0, 1).float(), targets.flatten())
+        sgd.zero_grad()
+        loss.backward()
+        sgd.step()
+        assert ours == pytest.approx(float(loss.detach()), rel=1e-4)
+
+
+_CALLS = iter(range(100))
+WRONG: Final[dict[str, tuple[Any, str]]] = {
+    "a vector": (lambda y, t: F.cross_entropy(y.transpose(1, 2), t, reduction="none"), "loss: shape (2, 8)"),
+    "a number": (lambda y, t: 1.0, "loss: a float"),
+    "nothing": (lambda y, t: None, "loss: a NoneType"),
+    "no gradient": (lambda y, t: y.detach().mean(), "does not depend on the outputs"),
+    "without loss": (lambda y, t: {"ce": y.mean()}, 'no "loss"'),
+    "changing terms": (lambda y, t: {"loss": y.mean(), f"z{next(_CALLS)}": y.mean()}, "and z0 before"),
+    "no name": (lambda y, t: {"loss": y.mean(), "a b": y.mean()}, "a term named 'a b'"),
+    "three": (lambda y, t: (y.mean(), 1, 2), "loss: a tuple"),
+    "no count": (lambda y, t: (y.sum() * 0, 0), "loss of step 1 is nan"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_what_a_loss_may_not_return(tmp_path: Path, what: str) -> None:
+    loss, says = WRONG[what]
+    config = config_for("dp=1", str(tmp_path))
+    (said,) = meshcomm.simulate(lambda mesh: _refused_on(mesh, config, loss), config)
+    assert says in said, said
+
+
+def _refused_on(mesh: meshcomm.Mesh, config: Config, loss: Callable[[Tensor, Tensor], Any]) -> str:
+    try:
+        trainer = Trainer(mesh, config, spec(), loss=loss)
+        trainer.step(*batch(1))
+        trainer.results()
+    except MeshcommError as error:
+        return str(error)
+    return ""
+
+
+def test_settings_of_the_cross_entropy_are_refused_with_another_loss(tmp_path: Path) -> None:
+    config = config_for("dp=1", str(tmp_path), label_smoothing=0.1)
+    (said,) = meshcomm.simulate(lambda mesh: _refused_on(mesh, config, smoothed), config)
+    assert "has no effect on a loss of your own" in said
+
+
+@pytest.mark.parametrize(("smoothing", "z"), [(0.1, 0.0), (0.0, 0.3), (0.2, 0.1)])
+def test_cross_entropy_on_split_logits(smoothing: float, z: float) -> None:
+    drawn = torch.Generator().manual_seed(2)
+    logits = torch.randn(6, 5, 12, dtype=torch.float64, generator=drawn) * 3
+    targets = torch.randint(12, (6, 5), generator=drawn).where(torch.rand(6, 5, generator=drawn) < 0.7, -100)
+    whole = logits.clone().requires_grad_()
+    flat, kept = whole.flatten(0, 1), targets.flatten()
+    expected = F.cross_entropy(flat, kept, reduction="sum", label_smoothing=smoothing)
+    expected = expected + z * (flat.logsumexp(-1).square() * (kept != -100)).sum()
+    expected.backward()
+
+    def on(mesh: meshcomm.Mesh) -> tuple[Tensor, Tensor]:
+        mine = logits.chunk(3, -1)[mesh.coord("tp")].clone().requires_grad_()
+        split = TensorSplit(mesh, "tp", torch.float64)
+        loss = cross_entropy(split, mine, targets, reduction="sum", label_smoothing=smoothing, z_loss=z)
+        loss.backward()
+        assert mine.grad is not None
+        return loss.detach(), mine.grad
+
+    found = meshcomm.simulate(on, dims={"tp": 3})
+    assert whole.grad is not None
+    torch.testing.assert_close(torch.cat([grad for _, grad in found], -1), whole.grad, rtol=1e-12, atol=1e-12)
+    for loss, _ in found:
+        torch.testing.assert_close(loss, expected.detach(), rtol=1e-12, atol=1e-12)
