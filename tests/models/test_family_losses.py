@@ -115,8 +115,13 @@ def test_the_auxiliary_loss_of_routers_counts(pool: Pool, tmp_path: Path, kind: 
         {"pretrained": str(tmp_path)},
         dims,
         train={
-            **{"steps": STEPS, "global_batch_size": SAMPLES, "micro_batch_size": PIECE},
-            **{"clip_norm": None, "weight_decay": 0.0, "schedule": "constant", "lr": LR},
+            "steps": STEPS,
+            "global_batch_size": SAMPLES,
+            "micro_batch_size": PIECE,
+            "clip_norm": None,
+            "weight_decay": 0.0,
+            "schedule": "constant",
+            "lr": LR,
         },
         **more,
     )
