@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -34,7 +34,7 @@ from meshcomm.parallel.build import Splits, cast, materialise, on_meta
 from meshcomm.parallel.context import ContextSplit
 from meshcomm.parallel.context.split import AttentionKind
 from meshcomm.parallel.expert import separate
-from meshcomm.parallel.loss import logits_of
+from meshcomm.parallel.loss import IGNORED, logits_of
 from meshcomm.parallel.pipeline import Stage
 from meshcomm.parallel.tensor import TensorSplit, local, whole
 from meshcomm.parallel.tensor.parameters import fused_parts, joined
@@ -106,8 +106,11 @@ def check_model(
         values[spec.tied[1]] = values[spec.tied[0]]
     with torch.enable_grad(), wide(torch.float64) if family else nullcontext():
         positions = {spec.positions: torch.arange(_TOKENS).unsqueeze(0)} if spec.positions else {}
-        expected = logits_of(original(tokens, **positions))
-        (expected * factors).sum().backward()
+        # One by one, as each rank along an expert dim has an auxiliary loss of its own samples.
+        parts = tokens.split(1) if spec.loss is not None and family else (tokens,)
+        found = [original(part, **positions) for part in parts]
+        expected = torch.cat([logits_of(each) for each in found])
+        _objective(expected, factors, found).backward()
     most = max(float(each.grad.abs().max()) for each in original.parameters() if each.grad is not None)
     gradients = {key: each.grad for key, each in original.named_parameters() if each.grad is not None}
     for setting, each in use.kinds.items():
@@ -135,6 +138,58 @@ def check_model(
             for key, value in own.items():
                 if key in gradients:
                     _compare(setting, name, f"the gradient of {key}", value, gradients[key], most)
+
+
+def check_alone(spec: ModelSpec, name: str) -> None:
+    """Raise UnsupportedOp for a model of transformers that cannot be trained to predict the next token on any mesh.
+
+    Its logits may depend on later tokens, which it would learn to copy, or its own loss may have terms that `spec.loss` lacks.
+    """
+    tokens = torch.randint(spec.vocab_size, (_SAMPLES, _TOKENS), generator=torch.Generator().manual_seed(0))
+    changed, half = tokens.clone(), _TOKENS // 2
+    changed[:, half:] = (changed[:, half:] + 1) % spec.vocab_size
+    with torch.no_grad(), wide(torch.float64):
+        try:
+            module, _ = _original(spec)
+            found, later = module(tokens), logits_of(module(changed))
+        except Exception:
+            return  # Only full sizes run. `check_model` needs small ones, and says so.
+        with suppress(TypeError):
+            _compare_losses(spec, name, found, tokens, float(module(tokens, labels=tokens)))
+    logits = logits_of(found)
+    off, most = float((logits - later)[:, :half].abs().max()), float(logits.abs().max())
+    if off <= _ROOM * most:
+        return
+    config: Any = getattr(module, "config", None)
+    encoder = getattr(config, "is_decoder", True) is False
+    raise UnsupportedOp(
+        f"{name} is not causal: it would learn to copy the next token from its input",
+        given=f"later tokens change earlier logits by {off:.2g} in a small model, where the largest is {most:.2g}"
+        + (", and is_decoder = false in its config.json" if encoder else ""),
+        expected="logits that depend on no later token",
+        hint='"is_decoder": true in config.json' if encoder else "use a causal language model",
+    )
+
+
+def _compare_losses(spec: ModelSpec, name: str, found: Any, tokens: Tensor, theirs: float) -> None:
+    """Raise UnsupportedOp if a family's own loss is not the one that training computes."""
+    # Most families shift the labels; some expect shifted ones.
+    following = nn.functional.pad(tokens[:, 1:], [0, 1], value=IGNORED)
+    losses = []
+    for targets in (following, tokens):
+        if spec.loss is None:
+            loss = nn.functional.cross_entropy(logits_of(found).flatten(0, -2), targets.flatten())
+        else:
+            total, count = spec.loss(found, targets)["loss"]
+            loss = total / count
+        losses.append(float(loss))
+    if all(abs(loss - theirs) > _ROOM * max(1.0, abs(theirs)) for loss in losses):
+        raise UnsupportedOp(
+            f"the loss of a {name} has terms that training would leave out",
+            given=f"{theirs:.6g} in a small model, by transformers; {losses[0]:.6g} by the loss for training",
+            expected="the cross-entropy of the next tokens, or with router_aux_loss_coef times the routers' aux_loss",
+            hint="set the factors of further terms in config.json to 0, such as z_loss_coefficient",
+        )
 
 
 def _is_of_tokens(spec: ModelSpec, use: Use, build: Callable[[], nn.Module], name: str) -> bool:
@@ -215,15 +270,16 @@ def _on_a_mesh(
         modules.append(module)
     mine = slice(mesh.coord("dp"), mesh.coord("dp") + 1) if use.expert else slice(None)
     x = context.split(tokens[mine], 1)
+    found = list(x.split(1) if model.family and model.spec.loss is not None else (x,))
     for module in modules:
-        x = module(x)
-    x = logits_of(x)
+        found = [module(part) for part in found]
+    x = torch.cat([logits_of(each) for each in found])
     weights = context.split(factors[mine], 1)
     divided = x.shape[-1] != weights.shape[-1]
     if divided:
         weights = weights.chunk(tensor.size, -1)[tensor.coord]
     with torch.enable_grad():
-        (x * weights).sum().backward()
+        _objective(x, weights, found).backward()
     outputs = x.detach()
     if divided:
         outputs = mesh.all_gather("tp", outputs, -1)
@@ -231,6 +287,12 @@ def _on_a_mesh(
     if use.expert:
         outputs = mesh.all_gather("dp", outputs, 0)
     return outputs, _gradients(modules, splits, model.spec.tied)
+
+
+def _objective(logits: Tensor, factors: Tensor, found: Iterable[Any]) -> Tensor:
+    """Return a scalar that every output enters. found: a family's outputs, with auxiliary losses if it has them."""
+    auxiliary = [each[1] for each in found if isinstance(each, tuple) and len(each) > 1 and each[1].ndim == 0]
+    return sum(auxiliary, start=(logits * factors).sum())
 
 
 def _gradients(modules: nn.ModuleList, splits: Splits, tied: tuple[str, str] | None) -> dict[str, Tensor]:
@@ -275,6 +337,7 @@ def _compare(setting: str, name: str, what: str, ours: Tensor, theirs: Tensor, l
 
 def check_once(model: SpecModel, parallel: ParallelConfig, sizes: Mapping[str, int]) -> None:
     """Run `check_model` for the configured kinds of parallelism, unless the same check has already passed on this host.
+    On every mesh, models of transformers are also checked by `check_alone`.
 
     A model without `ModelSpec.small` is itself compared if it is small enough. Models with batch norms are not compared.
     Passed checks are recorded in $XDG_CACHE_HOME/meshcomm/checked (default: ~/.cache/meshcomm/checked), with a digest of all
@@ -283,14 +346,25 @@ def check_once(model: SpecModel, parallel: ParallelConfig, sizes: Mapping[str, i
     sizes: the sizes of all dims, including those of views. Raises the same errors as `check_model`.
     """
     use = _use_of(parallel, sizes)
-    if not use.kinds:
+    if not use.kinds and not model.family:
         return
-    spec = model.spec.small() if model.spec.small is not None else model.spec
-    with on_meta():
-        module = spec.module()
+    try:
+        spec = model.spec.small() if model.spec.small is not None else model.spec
+        with on_meta():
+            module = spec.module()
+    except Exception as error:
+        if not use.kinds:
+            return
+        raise UnsupportedOp(
+            f"this model cannot be trained with {', '.join(use.kinds)}: it is compared as a small model first",
+            given=f"no small model: {type(error).__name__}: {error}",
+            expected="a model whose sizes can be reduced",
+            hint=f"remove {', '.join(use.kinds)}; or use a ModelSpec with small=",
+        ) from error
     if not _is_of_tokens(spec, use, lambda: module, type(module).__name__):
         return
-    large = model.spec.small is None and sum(each.numel() for each in module.parameters()) > _LARGEST
+    count = sum(each.numel() for each in module.parameters())
+    large = model.spec.small is None and count > _LARGEST
     if large or batch_norms(module):
         return
     name = type(module).__name__
@@ -299,7 +373,11 @@ def check_once(model: SpecModel, parallel: ParallelConfig, sizes: Mapping[str, i
     mark = home / "meshcomm" / "checked" / hashlib.sha256(text.encode()).hexdigest()
     if mark.is_file():
         return
-    check_model(replace(spec, weights=None), use, family=model.family, name=name, said_later=True)
+    # A family whose sizes `small` cannot reduce may not fit into memory.
+    if model.family and count <= 5 * _LARGEST:
+        check_alone(spec, name)
+    if use.kinds:
+        check_model(replace(spec, weights=None), use, family=model.family, name=name, said_later=True)
     with suppress(OSError):
         mark.parent.mkdir(parents=True, exist_ok=True)
         mark.touch()

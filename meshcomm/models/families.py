@@ -22,7 +22,7 @@ from meshcomm.config.model import FACTS
 from meshcomm.config.pretrained import DROPPED
 from meshcomm.errors import UnsupportedOp
 from meshcomm.models.conversion import Conversion
-from meshcomm.models.hf import Whole, attended, make, not_made, unmodified
+from meshcomm.models.hf import Whole, attended, loss_with, make, not_made, unmodified
 from meshcomm.models.plans import (
     WHOLE,
     UnknownStyle,
@@ -130,6 +130,10 @@ def spec_of(of: Whole) -> ModelSpec:
     else:
         cannot["pipeline"] = "its blocks are not a single list of modules"
     cannot |= _without_context(whole, config)
+    auxiliary = _auxiliary_of(config)
+    if auxiliary:
+        why = "the routers' auxiliary loss (output_router_logits) is a function of all {} of a sample"
+        cannot |= {"pipeline": why.format("layers"), "context": why.format("tokens")}
     return ModelSpec(
         module=partial(make, config, of.exact),
         hidden_size=getattr(config, "hidden_size", 0),
@@ -145,6 +149,7 @@ def spec_of(of: Whole) -> ModelSpec:
         experts=experts,
         tied=tied,
         stored=Conversion(of),
+        loss=partial(loss_with, auxiliary) if auxiliary else None,
         cannot=cannot,
     )
 
@@ -173,6 +178,14 @@ def _check(config: Any, seq_len: int) -> None:
                 expected="no jitter",
                 hint=f"{name} = 0.0",
             )
+
+
+def _auxiliary_of(config: Any) -> float:
+    """Return the factor of the routers' auxiliary loss; 0 if it is not added. `check_alone` finds losses with other names."""
+    if not getattr(config, "output_router_logits", False):
+        return 0.0
+    names = ("router_aux_loss_coef", "aux_loss_coef")
+    return next((value for name in names if (value := getattr(config, name, None)) is not None), 0.0)
 
 
 def _layers(whole: Any) -> str:

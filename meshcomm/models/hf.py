@@ -30,6 +30,7 @@ from meshcomm.models.torch_private import draw
 from meshcomm.parallel.build import on_meta
 from meshcomm.parallel.context.block import same_document
 from meshcomm.parallel.context.documents import current_documents
+from meshcomm.parallel.loss import IGNORED
 
 ATTENTION: Final = "meshcomm"
 # Arguments of an attention layer that do not affect its result.
@@ -150,12 +151,34 @@ masking_utils.find_packed_sequence_indices = _borders_of_packed_samples
 
 
 class _Logits:
-    """A causal language model that returns only logits."""
+    """A causal language model that returns only what a loss needs."""
 
-    def forward(self, input_ids: Tensor, **named: Any) -> Tensor:
-        """(batch, tokens) int64 -> (batch, tokens, vocabulary)."""
-        found: Tensor = super().forward(input_ids, **named).logits  # type: ignore[misc]
-        return found
+    def forward(self, input_ids: Tensor, **named: Any) -> Any:
+        """(batch, tokens) int64 -> logits (batch, tokens, vocabulary). With an auxiliary loss of the routers: both. With
+        labels: the family's own loss.
+        """
+        found = super().forward(input_ids, **named)  # type: ignore[misc]
+        if "labels" in named:
+            return found.loss
+        auxiliary = getattr(found, "aux_loss", None)
+        return (found.logits, auxiliary) if isinstance(auxiliary, Tensor) else found.logits
+
+
+def loss_with(coefficient: float, outputs: Any, targets: Tensor) -> Any:
+    """Return the cross-entropy of a microbatch and the routers' auxiliary loss, as transformers adds them.
+
+    The auxiliary loss is not linear in the tokens. Each microbatch has its own, which counts by the microbatch's targets, so
+    ranks along data change nothing.
+    """
+    logits, auxiliary = outputs if isinstance(outputs, tuple) else (outputs, outputs.new_zeros(()))
+    if logits.dtype in (torch.bfloat16, torch.float16):
+        logits = logits.float()
+    total = nn.functional.cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction="sum")
+    count = (targets != IGNORED).sum()
+    return {
+        "loss": (total + coefficient * auxiliary * count, count),
+        "aux_loss": (auxiliary.detach() * count, count),
+    }
 
 
 def make(config: PreTrainedConfig, exact: bool = False) -> nn.Module:

@@ -37,9 +37,13 @@ _PACKED: Final = {
     "rowwise": (-1, 1),
     "packed_rowwise": (-1, 2),
 }
-# Missing from published plans: parameters used after column-parallel layers, on this rank's part of the features.
+# Missing from published plans: parameters used after column-parallel layers, on this rank's part of the features. Norms
+# of queries and keys exist only with some settings, such as qk_layernorm.
 _LEFT_OUT: Final[Mapping[str, Mapping[str, Entry]]] = {
     "apertus": {"model.layers.*.mlp.act_fn": "heads"},
+    "cohere": {f"model.layers.*.self_attn.{each}_norm.weight": "split" for each in "qk"},
+    "glm4_moe": {f"model.layers.*.self_attn.{each}_norm": "heads" for each in "qk"},
+    "phi": {f"model.layers.*.self_attn.{each}_layernorm": "heads" for each in "qk"},
 }
 # Plans for families that do not publish one.
 _UNPUBLISHED: Final[Mapping[str, Mapping[str, Entry]]] = {

@@ -16,7 +16,7 @@ SIZES: Final = {
     ),
     **dict.fromkeys(("num_attention_heads", "n_head", "num_heads"), 4),
     "num_key_value_heads": 2,
-    "head_dim": 16,
+    **dict.fromkeys(("head_dim", "d_head"), 16),
     **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), 128),
     "hidden_size_per_layer_input": 16,
     **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx"), 64),
@@ -65,6 +65,10 @@ def tiny(config: Any) -> PreTrainedConfig:
             small[name] = {place: each[layer] for place, layer in enumerate(kept) if layer in each}
         elif isinstance(value, list) and len(value) == layers and not isinstance(value[0], dict):
             small[name] = [value[place] for place in kept]
+    width = said.get("head_dim") or said.get("hidden_size", 0) // max(1, heads or 1)
+    if width and said.get("rope_parameters"):
+        narrow = small.get("head_dim") or SIZES["hidden_size"] // SIZES["num_attention_heads"]
+        small["rope_parameters"] = _fewer(said["rope_parameters"], narrow, width)
     small |= {name: token for name, token in _TOKENS.items() if isinstance(said.get(name), int)}
     made: PreTrainedConfig = type(config)(**{**said, **{k: v for k, v in small.items() if k in said}})
     return made
@@ -77,6 +81,18 @@ def _smaller(said: Any, sizes: Mapping[str, int]) -> Any:
         name: sizes[name] if name in sizes and isinstance(value, int) and value > 0 else value
         for name, value in said.items()
     }
+
+
+def _fewer(rope: Any, narrow: int, width: int) -> Any:
+    """Return the rotary settings for heads of `narrow` features in place of `width`: factors are listed by frequency."""
+    if not isinstance(rope, dict):
+        return rope
+    found = {name: _fewer(value, narrow, width) for name, value in rope.items()}
+    for name, factors in rope.items():
+        if name.endswith("_factor") and isinstance(factors, list):
+            count = len(factors) * narrow // width
+            found[name] = [factors[place * len(factors) // count] for place in range(count)]
+    return found
 
 
 def _kept(kinds: Sequence[str] | None, layers: int) -> list[int]:

@@ -35,6 +35,15 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 _PLAIN = ("dp4", "fsdp4")
 # What the defaults of a family leave open, or have and no mesh trains.
 _SAID: dict[str, dict[str, Any]] = {
+    # Encoders, unless told otherwise: see `check_alone`.
+    **{
+        name: {"is_decoder": True}
+        for name in (
+            *("bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra", "ernie"),
+            *("megatron-bert", "rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer"),
+            *("xlm-roberta", "xlm-roberta-xl", "xmod"),
+        )
+    },
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
     "mamba2": {"expand": 1, "n_groups": 1, "num_heads": 64, "head_dim": 64},
     "phimoe": {"router_jitter_noise": 0.0, "input_jitter_noise": 0.0},

@@ -26,6 +26,7 @@ from meshcomm.models.check import Use, check_model, check_once
 from meshcomm.models.families import spec_of
 from meshcomm.models.hf import Whole
 from meshcomm.models.spec_model import SpecModel
+from meshcomm.models.tiny import tiny
 from meshcomm.parallel import TensorSplit
 from meshcomm.parallel.expert import spread_experts
 from meshcomm.testing import Pool
@@ -68,6 +69,83 @@ def test_a_family_in_parts_is_itself(name: str) -> None:
         done.append(kind)
     assert {"pipeline", "tensor", "sequence_parallel"} <= set(done)
     assert ("expert" in done) == (name in FAMILIES[8:])
+
+
+def _longrope(frequencies: int, **more: Any) -> dict[str, Any]:
+    factors = {
+        f"{kind}_factor": [start + place / 10 for place in range(frequencies)]
+        for kind, start in (("short", 1.0), ("long", 1.5))
+    }
+    more = {"rope_theta": 10000.0, "factor": 2.0, "original_max_position_embeddings": 32, **more}
+    return {"rope_parameters": {"rope_type": "longrope", **factors, **more}}
+
+
+# Lists with an entry per rotary frequency, and norms that exist only with a setting, so that no published plan has them.
+SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "longrope": ("Phi3Config", _longrope(6)),
+    "longrope, partial": ("Phi3Config", {**_longrope(6, partial_rotary_factor=0.75), "hidden_size": 128}),
+    "longrope, latent attention": ("MiniCPM3Config", {**_longrope(4), "qk_rope_head_dim": 8}),
+    "longrope, head_dim": ("LlamaConfig", {**_longrope(16), "head_dim": 32}),
+    "phi, norms of heads": ("PhiConfig", {"qk_layernorm": True}),
+    "cohere, norms of heads": ("CohereConfig", {"use_qk_norm": True}),
+    "glm4_moe, norms of heads": ("Glm4MoeConfig", {"use_qk_norm": True, "n_routed_experts": 4}),
+}
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_a_setting_of_a_family_in_parts_is_itself(setting: str) -> None:
+    kind, more = SETTINGS[setting]
+    said = {
+        "hidden_size": 96,
+        "num_hidden_layers": 2,
+        "vocab_size": 128,
+        "pad_token_id": 0,
+        "use_cache": False,
+    }
+    config = getattr(transformers, kind)(
+        **{**said, "num_attention_heads": 8, "num_key_value_heads": 8, **more}
+    )
+    whole = Whole(tiny(config), exact=True)
+    spec = replace(spec_of(whole), initialise=partial(whole.initialise, 0))
+    for each in ("pipeline", "tensor", "sequence_parallel"):
+        check_model(spec, USES[each], family=True, name=setting)
+
+
+BERT = {
+    "vocab_size": 256,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "said", "given"),
+    [
+        ("BertConfig", BERT, "is_decoder = false"),
+        ("XLMRobertaConfig", BERT, "is_decoder = false"),
+        ("ElectraConfig", BERT, "is_decoder = false"),
+        # Its configuration does not say so.
+        ("XLNetConfig", {"vocab_size": 256, "d_model": 32, "n_layer": 2, "n_head": 4, "dropout": 0.0}, ""),
+    ],
+)
+def test_a_model_that_sees_later_tokens_is_refused(
+    kind: str, said: dict[str, Any], given: str, tmp_path: Path
+) -> None:
+    getattr(transformers, kind)(**said).save_pretrained(tmp_path)
+    config = config_of({"pretrained": str(tmp_path), "random_weights": True}, "dp=1")
+    with meshcomm.init(config) as mesh, pytest.raises(UnsupportedOp, match="is not causal") as caught:
+        Trainer(mesh, config)
+    assert given in str(caught.value)
+
+
+def test_an_encoder_that_is_a_decoder_trains(tmp_path: Path) -> None:
+    transformers.BertConfig(**BERT, is_decoder=True).save_pretrained(tmp_path)
+    config = config_of({"pretrained": str(tmp_path), "random_weights": True}, "dp=1", train={"steps": 1})
+    with meshcomm.init(config) as mesh:
+        Trainer(mesh, config).run()
 
 
 @pytest.mark.deep
