@@ -280,7 +280,8 @@ class GradientSync:
 def _described(named: tuple[str, nn.Parameter]) -> str:
     name, value = named[0], local(named[1].detach())
     frozen = "" if named[1].requires_grad else ", frozen"
-    return f"{name}, {name_of(value.dtype)} {tuple(value.shape)}{frozen}"
+    strides = "" if value.is_contiguous() else f", strides {value.stride()}"
+    return f"{name}, {name_of(value.dtype)} {tuple(value.shape)}{strides}{frozen}"
 
 
 def _compare(mesh: Mesh, dims: Dims, mine: list[str]) -> None:
@@ -374,11 +375,20 @@ class _Bucket:
         sizes = [value.numel() for value in values]
         self.flat = torch.zeros(sum(sizes), dtype=values[0].dtype, device=values[0].device)
         triples = zip(parameters, values, self.flat.split(sizes), strict=True)
+        # Fused optimizers read a gradient in the layout of its parameter, such as channels_last.
         self.slots = [
-            _Slot(*named, place, self.flat, part.view(value.shape)) for named, value, part in triples
+            _Slot(
+                *named, place, self.flat, part.as_strided(value.shape, _strides(value), part.storage_offset())
+            )
+            for named, value, part in triples
         ]
         self.waiting = len(self.slots)
         self.work: Any = None
+
+
+def _strides(value: Tensor) -> tuple[int, ...]:
+    """Return the strides of a dense tensor with the order of axes of `value`, as torch gives a gradient."""
+    return torch.empty_like(value, device="meta").stride()
 
 
 def _cut(tensors: Iterable[Tensor], most_mb: float) -> list[list[Any]]:
@@ -511,7 +521,8 @@ def _blocks(module: nn.Module) -> tuple[nn.Module, ...]:
     if blocks is None:
         layers = getattr(module, "layers", None)
         blocks = layers.children() if isinstance(layers, (nn.ModuleDict, nn.ModuleList)) else ()
-    return tuple(blocks)
+    # A block may be in the list several times.
+    return tuple(dict.fromkeys(blocks))
 
 
 def _expert_axis(part: nn.Module, ranks: int) -> Callable[[nn.Parameter], Shard]:

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from meshcomm.config import TrainConfig
 from meshcomm.errors import ConfigError, UnsupportedOp
-from meshcomm.layout.names import did_you_mean
+from meshcomm.layout.names import did_you_mean, listed
 from meshcomm.mesh import Mesh
 from meshcomm.parallel.dropout import Draws
 from meshcomm.parallel.narrow_state import narrowed
@@ -168,6 +168,24 @@ def made_of(make: MakeOptimizer, groups: list[dict[str, Any]]) -> torch.optim.Op
     return optimizer
 
 
+def _check_held(optimizer: torch.optim.Optimizer, modules: nn.Module) -> None:
+    """Raise ConfigError if a parameter that needs a gradient is in no optimizer: it would never be trained."""
+    inner = [
+        each for value in vars(optimizer).values() for each in (value if type(value) is list else [value])
+    ]
+    every = [optimizer, *(each for each in inner if isinstance(each, torch.optim.Optimizer))]
+    held = {id(each) for one in every for group in one.param_groups for each in group["params"]}
+    named = modules.named_parameters()
+    missing = [name.partition(".")[2] for name, each in named if each.requires_grad and id(each) not in held]
+    if missing:
+        raise ConfigError(
+            f"the {type(optimizer).__name__} would not train the whole model",
+            given=f"no group has {listed(missing)}",
+            expected="every parameter of the given groups in a group of the optimizer",
+            hint=f"train.frozen = [{missing[0]!r}], if a parameter is not to learn",
+        )
+
+
 @final
 class Update:
     """Creates the optimizer for this rank's parameters, and runs its steps.
@@ -187,6 +205,7 @@ class Update:
         patterns = {pattern: dict(factors) for pattern, factors in train.groups.items()}
         groups = decay_groups(modules, patterns)
         self.optimizer = made_of(optimizer_of(train, mesh.device) if make is None else make, groups)
+        _check_held(self.optimizer, modules)
         for group in self.optimizer.param_groups:
             group["lr"] = group["lr"] * group.pop("lr_factor", 1.0)
             factor = group.pop("decay_factor", 1.0)
