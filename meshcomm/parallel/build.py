@@ -380,24 +380,25 @@ class LocalModel:
                     expected=f"no {option}: it is {what}, and a rank sees only its samples",
                     hint=f"{option} = {None if option == 'max_norm' else False}",
                 )
-        for name, each in self.named_parameters() if self._parallel.shard is not None else ():
-            if not local(each.detach()).is_contiguous():
+        if self._parallel.shard is None:
+            return
+        parts = [pair for module in self.modules for pair in module.named_modules()]
+        held = [(name, local(each.detach())) for name, each in self.named_parameters()]
+        for what, names in (
+            ("scalar parameters", [name for name, each in held if not each.ndim]),
+            ("parameters that are not contiguous", [name for name, each in held if not each.is_contiguous()]),
+            ("complex parameters", [name for name, each in held if each.is_complex()]),
+            ("sparse gradients", [name for name, part in parts if getattr(part, "sparse", False) is True]),
+            ("recurrent layers of torch", [name for name, part in parts if isinstance(part, nn.RNNBase)]),
+        ):
+            if names:
                 raise UnsupportedOp(
-                    "a parameter that is not contiguous cannot be sharded",
-                    given=f"{name}, of shape {tuple(each.shape)} and strides {each.stride()}",
-                    expected="contiguous parameters, of which FSDP2 keeps rows",
-                    hint=f"{name}.data = {name}.data.contiguous(), or parallel.data in place of parallel.shard",
+                    f"a model with {what} cannot be sharded",
+                    given=listed(names),
+                    expected="dense, contiguous, real parameters with at least one axis, which layers read in each forward pass",
+                    hint="parallel.data in place of parallel.shard; or torch.ones(1) for a scalar, sparse=False, "
+                    ".contiguous(), torch.view_as_real",
                 )
-        recurrent = [
-            name for m in self.modules for name, part in m.named_modules() if isinstance(part, nn.RNNBase)
-        ]
-        if recurrent and self._parallel.shard is not None:
-            raise UnsupportedOp(
-                "a recurrent layer of torch cannot be sharded",
-                given=listed(recurrent),
-                expected="layers that read their parameters in each forward pass; torch's RNN, LSTM and GRU keep a second list",
-                hint="parallel.data in place of parallel.shard",
-            )
 
     def _sharded(self) -> Sharded:
         mesh, parallel = self.mesh, self._parallel

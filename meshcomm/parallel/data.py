@@ -517,12 +517,27 @@ class Sharded:
 
 
 def _blocks(module: nn.Module) -> tuple[nn.Module, ...]:
+    """Return the parts of `module` that are gathered one at a time. The rest is gathered as one."""
     blocks = getattr(module, "meshcomm_blocks", None)
     if blocks is None:
         layers = getattr(module, "layers", None)
         blocks = layers.children() if isinstance(layers, (nn.ModuleDict, nn.ModuleList)) else ()
-    # A block may be in the list several times.
-    return tuple(dict.fromkeys(blocks))
+    # A block may be in the list several times, or be itself a list, which has no forward.
+    lists = (nn.ModuleDict, nn.ModuleList)
+    while any(isinstance(block, lists) for block in blocks):
+        blocks = [
+            one for block in blocks for one in (block.children() if isinstance(block, lists) else [block])
+        ]
+    owners: dict[nn.Parameter, set[nn.Module]] = {}
+    for part in module.modules():
+        for parameter in part.parameters(recurse=False):
+            owners.setdefault(parameter, set()).add(part)
+    # FSDP2 keeps a weight shared only within what is gathered as one.
+    return tuple(
+        block
+        for block in dict.fromkeys(blocks)
+        if all(owners[parameter] <= {*block.modules()} for parameter in block.parameters())
+    )
 
 
 def _expert_axis(part: nn.Module, ranks: int) -> Callable[[nn.Parameter], Shard]:

@@ -454,9 +454,9 @@ def of_some(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     return torch.optim.SGD([{**group, "params": group["params"][:1]} for group in groups], lr=0.1)
 
 
-def optimized(config: Config, make: Any) -> str:
+def optimized(config: Config, make: Any, module: Any = Repeated) -> str:
     with meshcomm.init(config) as mesh, pytest.raises(MeshcommError) as caught:
-        trainer = Trainer(mesh, config, ModelSpec(module=Repeated), loss=loss_of, optimizer=make)
+        trainer = Trainer(mesh, config, ModelSpec(module=module), loss=loss_of, optimizer=make)
         trainer.engine.step(*(each[: SAMPLES // mesh.layout.world_size] for each in batch(1)), 0.1, 1)
     return str(caught.value)
 
@@ -464,3 +464,78 @@ def optimized(config: Config, make: Any) -> str:
 def test_a_parameter_that_no_optimizer_has_is_named(pool: Pool) -> None:
     (told,) = pool.run(optimized, config_of("dp=1"), of_some, ranks=1)
     assert "blocks.1.weight" in told and "blocks.1.bias" in told and "train.frozen" in told
+
+
+class Lists(nn.Module):
+    """Whose blocks are lists, two of which share a weight."""
+
+    def __init__(self, tied: bool) -> None:
+        super().__init__()
+        pairs = [nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)]) for _ in range(2)]
+        self.layers = nn.ModuleList(pairs)
+        if tied:
+            pairs[1][1].weight = pairs[0][0].weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        for pair in self.layers:
+            for part in pair.children():
+                x = torch.tanh(part(x))
+        return x
+
+
+@pytest.mark.parametrize("object_", [False, True])
+@pytest.mark.parametrize("tied", [False, True])
+def test_blocks_that_are_lists_or_share_weights_are_sharded(pool: Pool, tied: bool, object_: bool) -> None:
+    check(pool, partial(Lists, tied), "fsdp=2", object_=object_)
+
+
+class Odd(nn.Module):
+    """With one parameter of a kind."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 4)
+        values = {"scalar": torch.ones(()), "complex": torch.ones(4, dtype=torch.complex128)}
+        self.odd = nn.Parameter(values.get(kind, torch.ones(2, 4).t()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.head(x) * self.odd.abs().sum()
+        return y
+
+
+@pytest.mark.parametrize("kind", ["scalar", "complex", "turned"])
+def test_odd_parameters_train_along_data_and_are_refused_on_shards(pool: Pool, kind: str) -> None:
+    check(pool, partial(Odd, kind))
+    check_refused(pool, partial(Odd, kind), "odd", "cannot be sharded", "parallel.data", dims="fsdp=2")
+
+
+def test_sparse_gradients_train_along_data_and_are_refused_on_shards(pool: Pool) -> None:
+    make = partial(Tokens, sparse=True)
+    check(pool, make, tokens=True)
+    check_refused(pool, make, "embed", "sparse", "parallel.data", dims="fsdp=2", tokens=True)
+
+
+class Matrices(nn.Module):
+    """Without vectors, for optimizers of matrices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8, bias=False), nn.Linear(8, 4, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(torch.tanh(self.up(x)))
+        return y
+
+
+def muon(groups: Any) -> torch.optim.Optimizer:
+    return torch.optim.Muon(groups, lr=0.1)
+
+
+def adafactor(groups: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adafactor(groups, lr=0.1)
+
+
+@pytest.mark.parametrize("make", [muon, adafactor])
+def test_optimizers_of_whole_matrices_are_refused_on_shards(pool: Pool, make: Any) -> None:
+    for told in pool.run(partial(optimized, module=Matrices), config_of("fsdp=2"), make, ranks=2):
+        assert "cannot update parameters that are split" in told and "parallel.data" in told
