@@ -16,7 +16,7 @@ from meshcomm.errors import ConfigError, MeshcommError
 from meshcomm.models.spec import ModelSpec
 from meshcomm.models.spec_model import SpecModel
 from meshcomm.models.transformer import BuiltIn
-from meshcomm.parallel.build import Model, on_meta
+from meshcomm.parallel.build import Model, on_meta, seeded
 
 
 def model_of(config: ModelConfig, data: DataConfig, train: TrainConfig) -> Model:
@@ -31,7 +31,7 @@ def model_of(config: ModelConfig, data: DataConfig, train: TrainConfig) -> Model
         spec = with_lora(hugging_face(config, data.seq_len, train), config, train)
         return SpecModel(spec, train, data.seq_len, family=True, packed=data.document_mask)
     if config.build is not None:
-        made = _built(config)
+        made = _built(config, train.seed)
         if isinstance(made, ModelSpec):
             made = with_lora(made, config, train)
         elif config.lora is not None:
@@ -73,11 +73,12 @@ def function_of(name: str) -> Callable[..., Any]:
     return found
 
 
-def _built(config: ModelConfig) -> ModelSpec | Model:
+def _built(config: ModelConfig, seed: int) -> ModelSpec | Model:
     assert config.build is not None
     try:
         build = partial(function_of(config.build), **config.args)
-        with on_meta():
+        # A ModelSpec may refer to tensors that its function draws.
+        with on_meta(), seeded(seed):
             made = build()
     except MeshcommError:
         raise

@@ -30,7 +30,7 @@ from meshcomm.models.spec import ModelSpec, default_values
 from meshcomm.models.spec_model import SpecModel
 from meshcomm.models.weights import write
 from meshcomm.parallel.batch_norm import batch_norms
-from meshcomm.parallel.build import Splits, cast, materialise, on_meta
+from meshcomm.parallel.build import Splits, cast, materialise, on_meta, seeded
 from meshcomm.parallel.context import ContextSplit
 from meshcomm.parallel.context.split import AttentionKind
 from meshcomm.parallel.expert import separate
@@ -231,7 +231,8 @@ def _original(spec: ModelSpec) -> tuple[nn.Module, dict[str, Tensor]]:
 
     Noise is added, so that norm weights are not exactly 1 and biases are not 0, and each of them has an effect.
     """
-    module = spec.module().eval()
+    with seeded(0):
+        module = spec.module().eval()
     cast(module, torch.float64)
     generator = torch.Generator().manual_seed(1)
     drawn = default_values(spec, 0) if spec.initialise is None else {}

@@ -75,7 +75,7 @@ def absent_parts(
 
     module: the unsplit module. layers, first: as in ModelSpec. dtype, device: the dtype and device of hidden states.
     """
-    blocks = module.get_submodule(layers).named_children()
+    blocks: Any = module.get_submodule(layers)._modules.items()
     found: dict[str, nn.Module | Tensor] = {
         f"{layers}.{key}": AbsentBlock(block)
         for place, (key, block) in enumerate(blocks)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from meshcomm.errors import ConfigError
 from meshcomm.models.weights import Conversions, Names
+from meshcomm.parallel.build import on_meta, seeded, without_values
 from meshcomm.parallel.context import ByHeads
 from meshcomm.parallel.expert.packed import Axes
 from meshcomm.parallel.loss import LossOf
@@ -151,8 +152,11 @@ class ModelSpec:
 
 
 def blocks_of(module: nn.Module, layers: str) -> dict[str, nn.Module]:
-    """Return the blocks of a module by key, in order. The result is empty if `layers` is ""."""
-    return dict(module.get_submodule(layers).named_children()) if layers else {}
+    """Return the blocks of a module by key, in order. One object may be there several times. The result is empty if
+    `layers` is "".
+    """
+    held: dict[str, Any] = module.get_submodule(layers)._modules if layers else {}
+    return dict(held)
 
 
 def cut(module: nn.Module, spec: ModelSpec, stage: Stage) -> tuple[nn.Module, ...]:
@@ -171,9 +175,26 @@ def cut(module: nn.Module, spec: ModelSpec, stage: Stage) -> tuple[nn.Module, ..
 
 def default_values(spec: ModelSpec, seed: int) -> Mapping[str, Tensor]:
     """Return the values that `module` writes into its parameters, generated from the seed."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    with seeded(seed):
         return {name: parameter.detach() for name, parameter in spec.module().named_parameters()}
+
+
+def unfilled(spec: ModelSpec, seed: int, family: bool = False) -> nn.Module:
+    """Return the full module with its parameters on the meta device. All its other tensors have the values that one
+    process generates from the seed: a table of random features is part of the function, as a weight is.
+
+    family: whether the module belongs to a family of transformers, which computes such tensors from its config. The full
+            module is then never built.
+    """
+    with seeded(seed):
+        start = torch.get_rng_state()
+        with on_meta():
+            module = spec.module()
+        if family or torch.equal(torch.get_rng_state(), start):
+            return module
+        # Initializing a parameter on the meta device draws nothing, so later draws differ from those of one process.
+        torch.manual_seed(seed)
+        return without_values(spec.module())
 
 
 def normal(seed: int, name: str, shape: tuple[int, ...], std: float) -> Tensor:

@@ -27,10 +27,11 @@ from meshcomm.models.spec import (
     check_names,
     cut,
     default_values,
+    unfilled,
 )
 from meshcomm.models.weights import Folder, Source, write
 from meshcomm.parallel.batch_norm import batch_norms, synchronise
-from meshcomm.parallel.build import Model, Splits, along, cast, on_meta
+from meshcomm.parallel.build import Model, Splits, along, cast, check_loss, on_meta, seeded
 from meshcomm.parallel.context.documents import places, within
 from meshcomm.parallel.dropout import DROPOUTS, Dropout, Drops, check_dropouts
 from meshcomm.parallel.expert import spread_experts
@@ -65,7 +66,7 @@ class SpecModel(Model):
     ) -> None:
         self.spec, self._train, self._seq_len, self.family, self.packed = spec, train, seq_len, family, packed
         check_kinds(spec)
-        with on_meta():
+        with on_meta(), seeded(train.seed):
             whole = spec.module()
         if not family:
             check_names(spec, whole)
@@ -76,6 +77,8 @@ class SpecModel(Model):
         self.saves_all = not spec.added
         self.own_loss = None if spec.loss is None else OwnLoss(spec.loss, spec.loss_takes_slices)
         self._batch_norms = batch_norms(whole)
+        blocks = list(blocks_of(whole, spec.layers).values())
+        self._repeated = len(blocks) - len({*blocks})
         self._dropouts = [pair for pair in whole.named_modules() if isinstance(pair[1], DROPOUTS)]
         self._names = [name for name, _ in whole.named_parameters() if not spec.tied or name != spec.tied[1]]
         saved = whole.state_dict()
@@ -91,8 +94,7 @@ class SpecModel(Model):
     def stage(self, splits: Splits, stage: Stage) -> nn.Module:
         """See Model."""
         spec, train = self.spec, self._train
-        with on_meta():
-            module: Any = spec.module()
+        module: Any = unfilled(spec, train.seed, self.family)
         cast(module, getattr(torch, train.dtype))
         if spec.added and train.compute_dtype:
             hold_frozen(module, getattr(torch, train.compute_dtype), spec.tied or ())
@@ -139,7 +141,9 @@ class SpecModel(Model):
                     part.register_forward_hook(partial(_cast, dtype))
         if train.compile:
             facts = module.meshcomm_stage
-            facts.activation_checkpointing = compile_blocks(layers, facts.activation_checkpointing)
+            facts.activation_checkpointing = compile_blocks(
+                dict.fromkeys(layers), facts.activation_checkpointing
+            )
         return module  # type: ignore[no-any-return]
 
     def _spread(self, module: nn.Module, splits: Splits) -> dict[str, nn.Module]:
@@ -216,6 +220,7 @@ class SpecModel(Model):
     def check(self, splits: Splits, stages: int) -> None:
         """See Model."""
         spec, train, split = self.spec, self._train, splits.tensor
+        check_loss(spec.loss)
         used = {
             "parallel.tensor": split.size > 1,
             "parallel.options.sequence_parallel": split.sequence_parallel,
@@ -230,6 +235,9 @@ class SpecModel(Model):
         if "context" in spec.cannot:
             # If a model cannot attend to the tokens of other ranks, its attention cannot be limited to documents either.
             cannot["data.document_mask"] = spec.cannot["context"]
+        if self._repeated:
+            why = f"{self._repeated} entries of {spec.layers!r} are blocks that are in it before, and share their weights"
+            cannot |= {"parallel.pipeline": why, "parallel.options.sequence_parallel": why}
         if self._batch_norms:
             norm = self._batch_norms[0]
             why = f"{norm} averages over all tokens of a batch, of which each rank has only a part"

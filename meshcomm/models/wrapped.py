@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from meshcomm.config import ParallelConfig, TrainConfig
 from meshcomm.errors import UnsupportedOp
 from meshcomm.parallel.batch_norm import synchronise
-from meshcomm.parallel.build import Model, Splits, along, cast
+from meshcomm.parallel.build import Model, Splits, along, cast, check_loss
 from meshcomm.parallel.dropout import check_dropouts
 from meshcomm.parallel.loss import LossOf, OwnLoss
 from meshcomm.parallel.pipeline import Stage
@@ -66,6 +66,7 @@ class WrappedModule(Model):
     def check(self, splits: Splits, stages: int) -> None:
         """See Model."""
         module, parallel, train = self._module, self._parallel, self._train
+        check_loss(None if self.own_loss is None else self.own_loss.function, module)
         split = {dim for each in module.parameters() for dim in split_dims(each)}
         asked = {
             "parallel.pipeline": stages > 1,

@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from meshcomm.config import Config, DataConfig, ModelConfig, ParallelConfig, TrainConfig, load_config
-from meshcomm.errors import ConfigError, LayoutError
-from meshcomm.layout.names import merged_name
+from meshcomm.errors import ConfigError, LayoutError, UnsupportedOp
+from meshcomm.layout.names import listed, merged_name
 from meshcomm.layout.sizes import toml_dims
 from meshcomm.mesh import Mesh
 from meshcomm.mesh.all_ranks import on_all_ranks
@@ -31,7 +31,7 @@ from meshcomm.parallel.dropout import Draws
 from meshcomm.parallel.expert import separate
 from meshcomm.parallel.loss import OwnLoss
 from meshcomm.parallel.pipeline import Accumulate, Pipelined, TiedWeight
-from meshcomm.parallel.tensor import TensorSplit
+from meshcomm.parallel.tensor import TensorSplit, local
 from meshcomm.parallel.torch_private import unsaved_buffers
 from meshcomm.predict.passes import schedule_properties
 from meshcomm.predict.stages import PartCosts, Stage, split_layers, stages_of_rank
@@ -121,6 +121,20 @@ class Model(ABC):
         return PartCosts(0, (1,) * self.num_layers, 0)
 
 
+def check_loss(loss: object, model: nn.Module | None = None) -> None:
+    """Raise UnsupportedOp for a loss module, or a method of one, with parameters that learn. Those of `model` are trained."""
+    own = {id(each) for each in (() if model is None else model.parameters())}
+    for part in (loss, getattr(loss, "__self__", None), getattr(loss, "func", None)):
+        named = part.named_parameters() if isinstance(part, nn.Module) else ()
+        if names := [name for name, each in named if each.requires_grad and id(each) not in own]:
+            raise UnsupportedOp(
+                "the parameters of this loss would never be trained",
+                given=f"a {type(part).__name__} with {listed(names)}",
+                expected="parameters in the model, or a loss whose parameters need no gradient",
+                hint="compute the part that learns in the model's forward; or loss.requires_grad_(False)",
+            )
+
+
 class Sections(NamedTuple):
     """The configuration sections that training needs. The model and the data may be given in code instead."""
 
@@ -200,6 +214,11 @@ class LocalModel:
         self.splits = self._split(known.model)
         self.stages = self._divide()
         self.modules = nn.ModuleList([model.stage(self.splits, stage) for stage in self.stages])
+        for module in self.modules:
+            # Not from_pretrained's eval mode. A part that is in eval mode inside a module in train mode stays so.
+            if not module.training:
+                module.train()
+        self._check_parts()
         for name, parameter in self.named_parameters():
             if any(fnmatchcase(name, pattern) for pattern in train.frozen):
                 parameter.requires_grad_(False)
@@ -214,6 +233,7 @@ class LocalModel:
         if model.tied and self._ranks > 1:
             self._tied = TiedWeight(mesh, parallel.pipeline or "", self._tied_weight())
             self._tied.copy()
+        self._unchanged = self.named_parameters() if self._divided else []
         # Synchronized batch norms already have equal statistics on all ranks. A buffer that is not saved is a constant
         # table, for example of angles.
         self._buffers = [
@@ -260,9 +280,21 @@ class LocalModel:
             gradients.start()
         for module in self.modules if self.model.drops else ():
             module.step = number  # type: ignore[assignment]
+        self._versions = [each._version for _, each in self._unchanged]
 
     def finish_step(self) -> None:
-        """Called after the last backward pass. Sums gradients and, as DDP does, broadcasts the first rank's buffers."""
+        """Called after the last backward pass. Sums gradients and, as DDP does, broadcasts the first rank's buffers.
+
+        Raises UnsupportedOp if a forward pass has changed a parameter.
+        """
+        pairs = zip(self._unchanged, self._versions, strict=True)
+        if written := [name for (name, each), version in pairs if each._version != version]:
+            raise UnsupportedOp(
+                "a forward pass of this model changes its parameters",
+                given=listed(written),
+                expected="changes that do not depend on how samples are divided among ranks",
+                hint="register_buffer, of which all ranks take the first rank's values after each step",
+            )
         for gradients in self.gradients:
             gradients.finish()
         for module in self.modules:
@@ -288,6 +320,11 @@ class LocalModel:
         """Return the parameters that another rank owns: the last stage's copy of a weight shared with the first stage."""
         weight = self._tied_weight()
         return [] if self._tied is None or self._tied.is_owner or weight is None else [weight]
+
+    @property
+    def _divided(self) -> bool:
+        """Whether other ranks have other samples, or other tokens of the same samples."""
+        return self.data_size * self.splits.context.size > 1
 
     # -- how it is built ----------------------------------------------------------------------------
 
@@ -318,6 +355,45 @@ class LocalModel:
         layers = split_layers(model.num_layers, count, costs.layers, first=costs.embedding, last=costs.head)
         coord = self.mesh.coord(parallel.pipeline) if parallel.pipeline else 0
         return [Stage(index, count, layers[index]) for index in stages_of_rank(coord, self._ranks, each)]
+
+    def _check_parts(self) -> None:
+        """Raise UnsupportedOp for embeddings whose results depend on which samples a rank has."""
+        kinds = (nn.Embedding, nn.EmbeddingBag)
+        parts = [
+            pair for module in self.modules for pair in module.named_modules() if isinstance(pair[1], kinds)
+        ]
+        several = self.mesh.layout.world_size > 1 or self._parallel.shard is not None
+        for option, what, refused in (
+            ("max_norm", "a forward pass that changes the weight", several),
+            ("scale_grad_by_freq", "gradients divided by the counts of the global batch", self._divided),
+        ):
+            names = [name for name, part in parts if getattr(part, option)]
+            if refused and names:
+                raise UnsupportedOp(
+                    f"an embedding with {option} cannot be trained on this mesh",
+                    given=listed(names),
+                    expected=f"no {option}: it is {what}, and a rank sees only its samples",
+                    hint=f"{option} = {None if option == 'max_norm' else False}",
+                )
+        if self._parallel.shard is None:
+            return
+        parts = [pair for module in self.modules for pair in module.named_modules()]
+        held = [(name, local(each.detach())) for name, each in self.named_parameters()]
+        for what, names in (
+            ("scalar parameters", [name for name, each in held if not each.ndim]),
+            ("parameters that are not contiguous", [name for name, each in held if not each.is_contiguous()]),
+            ("complex parameters", [name for name, each in held if each.is_complex()]),
+            ("sparse gradients", [name for name, part in parts if getattr(part, "sparse", False) is True]),
+            ("recurrent layers of torch", [name for name, part in parts if isinstance(part, nn.RNNBase)]),
+        ):
+            if names:
+                raise UnsupportedOp(
+                    f"a model with {what} cannot be sharded",
+                    given=listed(names),
+                    expected="dense, contiguous, real parameters with at least one axis, which layers read in each forward pass",
+                    hint="parallel.data in place of parallel.shard; or torch.ones(1) for a scalar, sparse=False, "
+                    ".contiguous(), torch.view_as_real",
+                )
 
     def _sharded(self) -> Sharded:
         mesh, parallel = self.mesh, self._parallel
@@ -386,6 +462,28 @@ def on_meta() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """In this context, the CPU's default generator starts from `seed`. It is restored afterwards. Only one thread can be in
+    this context at a time.
+    """
+    with _ALONE, torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        yield
+
+
+def without_values(module: nn.Module) -> nn.Module:
+    """Move the parameters of `module` to the meta device, in place, and return it. Shared parameters stay shared."""
+    made: dict[int, nn.Parameter] = {}
+    for part in module.modules():
+        for name, parameter in part._parameters.items():
+            if parameter is not None:
+                if id(parameter) not in made:
+                    made[id(parameter)] = _like(parameter, parameter.detach().to("meta"))
+                part._parameters[name] = made[id(parameter)]
+    return module
+
+
 class _MetaWhereRefused(TorchFunctionMode):
     """Creates an uninitialized tensor on the meta device if the host has no memory for it, as can happen with a layer's
     experts."""
@@ -424,6 +522,10 @@ def materialise(module: nn.Module, device: torch.device) -> None:
     finally:
         for (part, name), parameter in plain.items():
             part._parameters[name] = parameter
+    for part in module.modules():
+        if isinstance(part, nn.RNNBase):
+            # It keeps a second list of its parameters, which this renews.
+            part._apply(lambda x: x)
 
 
 def cast(module: nn.Module, dtype: torch.dtype, device: torch.device | None = None) -> None:

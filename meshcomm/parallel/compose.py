@@ -103,6 +103,7 @@ class Engine:
         self._lr: float | None = None
         # A step is undone only if lost ranks are replaced.
         self._recovers = mesh.recovers
+        self._skips = train.on_nonfinite == "skip"
         self._before: dict[str, Any] = {}
         self._local = local = LocalModel(mesh, self.sections, model, filled)
         self.data_size, self.data_coord = local.data_size, local.data_coord
@@ -217,8 +218,14 @@ class Engine:
         if clip is not None:
             self._norm.scale_(clip, norm)
         reached.scaled = number
+        self._apply(number, spoilt)
+
+    def _apply(self, number: int, spoilt: Tensor) -> None:
+        """Update the weights. If the step is spoilt, restore what its forward passes have changed instead."""
+        if self._skips:
+            self._state.put_back_forward(self._before, spoilt)
         self._update.step(number, spoilt)
-        reached.applied = self.done = number
+        self.reached.applied = self.done = number
 
     def _value(self, x: Tensor) -> float:
         """Wait for a scalar on the device and return its value.
@@ -234,7 +241,7 @@ class Engine:
     def _begin(self, number: int) -> None:
         self._state.given_lr = self._lr is not None
         self.reached.begun = number
-        if self._recovers:
+        if self._recovers or self._skips:
             self._before = self._state.of_forward()
 
     # -- after a loss of ranks ------------------------------------------------------------------------
@@ -251,8 +258,7 @@ class Engine:
         lr = self._update.set_rate(self._lr)
         reached.scaled = reached.decided = number
         self._abandon()
-        self._update.step(number, self._results.take(number, lr, self._count, outcome))
-        reached.applied = self.done = number
+        self._apply(number, self._results.take(number, lr, self._count, outcome))
 
     def undo(self) -> None:
         """Restore the state after the last applied step: undo the changes that forward passes made."""

@@ -280,7 +280,8 @@ class GradientSync:
 def _described(named: tuple[str, nn.Parameter]) -> str:
     name, value = named[0], local(named[1].detach())
     frozen = "" if named[1].requires_grad else ", frozen"
-    return f"{name}, {name_of(value.dtype)} {tuple(value.shape)}{frozen}"
+    strides = "" if value.is_contiguous() else f", strides {value.stride()}"
+    return f"{name}, {name_of(value.dtype)} {tuple(value.shape)}{strides}{frozen}"
 
 
 def _compare(mesh: Mesh, dims: Dims, mine: list[str]) -> None:
@@ -374,11 +375,20 @@ class _Bucket:
         sizes = [value.numel() for value in values]
         self.flat = torch.zeros(sum(sizes), dtype=values[0].dtype, device=values[0].device)
         triples = zip(parameters, values, self.flat.split(sizes), strict=True)
+        # Fused optimizers read a gradient in the layout of its parameter, such as channels_last.
         self.slots = [
-            _Slot(*named, place, self.flat, part.view(value.shape)) for named, value, part in triples
+            _Slot(
+                *named, place, self.flat, part.as_strided(value.shape, _strides(value), part.storage_offset())
+            )
+            for named, value, part in triples
         ]
         self.waiting = len(self.slots)
         self.work: Any = None
+
+
+def _strides(value: Tensor) -> tuple[int, ...]:
+    """Return the strides of a dense tensor with the order of axes of `value`, as torch gives a gradient."""
+    return torch.empty_like(value, device="meta").stride()
 
 
 def _cut(tensors: Iterable[Tensor], most_mb: float) -> list[list[Any]]:
@@ -507,11 +517,27 @@ class Sharded:
 
 
 def _blocks(module: nn.Module) -> tuple[nn.Module, ...]:
+    """Return the parts of `module` that are gathered one at a time. The rest is gathered as one."""
     blocks = getattr(module, "meshcomm_blocks", None)
     if blocks is None:
         layers = getattr(module, "layers", None)
         blocks = layers.children() if isinstance(layers, (nn.ModuleDict, nn.ModuleList)) else ()
-    return tuple(blocks)
+    # A block may be in the list several times, or be itself a list, which has no forward.
+    lists = (nn.ModuleDict, nn.ModuleList)
+    while any(isinstance(block, lists) for block in blocks):
+        blocks = [
+            one for block in blocks for one in (block.children() if isinstance(block, lists) else [block])
+        ]
+    owners: dict[nn.Parameter, set[nn.Module]] = {}
+    for part in module.modules():
+        for parameter in part.parameters(recurse=False):
+            owners.setdefault(parameter, set()).add(part)
+    # FSDP2 keeps a weight shared only within what is gathered as one.
+    return tuple(
+        block
+        for block in dict.fromkeys(blocks)
+        if all(owners[parameter] <= {*block.modules()} for parameter in block.parameters())
+    )
 
 
 def _expert_axis(part: nn.Module, ranks: int) -> Callable[[nn.Parameter], Shard]:

@@ -24,9 +24,10 @@ class _Named(NamedTuple):
     parameter: nn.Parameter
 
     def gradient(self) -> Tensor:
-        """Return this rank's part of the gradient, which must exist."""
+        """Return this rank's part of the gradient, which must exist. A complex one is viewed as pairs of real numbers."""
         assert self.parameter.grad is not None
-        return local(self.parameter.grad)
+        part = local(self.parameter.grad)
+        return torch.view_as_real(part) if part.is_complex() else part
 
 
 @final

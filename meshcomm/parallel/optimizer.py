@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from fnmatch import fnmatchcase
 from typing import Any, Final, TypeAlias, final
 
@@ -13,11 +14,12 @@ from torch.distributed.tensor import DTensor
 
 from meshcomm.config import TrainConfig
 from meshcomm.errors import ConfigError, UnsupportedOp
-from meshcomm.layout.names import did_you_mean
+from meshcomm.layout.names import did_you_mean, listed
 from meshcomm.mesh import Mesh
 from meshcomm.parallel.dropout import Draws
 from meshcomm.parallel.narrow_state import narrowed
 from meshcomm.parallel.tensor.parameters import fused_parts
+from meshcomm.transport.torch_private import DispatchMode
 
 # Creates an optimizer from parameter groups, like the classes of torch.optim.
 MakeOptimizer: TypeAlias = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
@@ -30,6 +32,8 @@ KINDS: Final[Mapping[str, type[torch.optim.Optimizer]]] = {
     )
 }
 _EXAMPLE: Final = "lambda groups: torch.optim.AdamW(groups, lr=1e-3)"
+# Operators of whole matrices.
+_PRODUCTS: Final = frozenset(("mm", "bmm", "addmm", "addmm_", "baddbmm", "mv", "addmv"))
 # Arguments that have separate settings in [train], or that meshcomm chooses.
 _OWN: Final = ("params", "lr", "weight_decay", "betas", "eps", "differentiable", "capturable")
 
@@ -168,6 +172,59 @@ def made_of(make: MakeOptimizer, groups: list[dict[str, Any]]) -> torch.optim.Op
     return optimizer
 
 
+def _check_held(optimizer: torch.optim.Optimizer, modules: nn.Module) -> None:
+    """Raise ConfigError if a parameter that needs a gradient is in no optimizer: it would never be trained."""
+    inner = [
+        each for value in vars(optimizer).values() for each in (value if type(value) is list else [value])
+    ]
+    every = [optimizer, *(each for each in inner if isinstance(each, torch.optim.Optimizer))]
+    held = {id(each) for one in every for group in one.param_groups for each in group["params"]}
+    named = modules.named_parameters()
+    missing = [name.partition(".")[2] for name, each in named if each.requires_grad and id(each) not in held]
+    if missing:
+        raise ConfigError(
+            f"the {type(optimizer).__name__} would not train the whole model",
+            given=f"no group has {listed(missing)}",
+            expected="every parameter of the given groups in a group of the optimizer",
+            hint=f"train.frozen = [{missing[0]!r}], if a parameter is not to learn",
+        )
+
+
+def _is_part(x: object) -> bool:
+    """Return whether a rank has only a part of a tensor."""
+    return isinstance(x, DTensor) and any(not each.is_replicate() for each in x.placements)
+
+
+@final
+class _Elementwise(DispatchMode):  # type: ignore[misc]
+    """In this context, matrix products of split tensors raise UnsupportedOp, and so does what DTensor cannot compute.
+
+    A norm of a DTensor is that of the full tensor. A product is computed in other sums, which Muon, in bfloat16, amplifies.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self._name = name
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """See TorchDispatchMode."""
+        operator, failed = func.overloadpacket.__name__, None
+        parts = any(_is_part(each) for each in args)
+        if not parts or not (operator in _PRODUCTS or operator.startswith("linalg_")):
+            try:
+                return func(*args, **(kwargs or {}))
+            except (RuntimeError, NotImplementedError) as error:
+                if not parts or type(error) not in (RuntimeError, NotImplementedError):
+                    raise
+                failed = error
+        raise UnsupportedOp(
+            f"{self._name} cannot update parameters that are split over ranks: {operator}",
+            given=f"parts of matrices{'' if failed is None else f'; {str(failed).splitlines()[0]}'}",
+            expected="an optimizer that treats each element separately, like SGD and AdamW",
+            hint="parallel.data, with which every rank has whole matrices; or another optimizer",
+        ) from failed
+
+
 @final
 class Update:
     """Creates the optimizer for this rank's parameters, and runs its steps.
@@ -187,6 +244,7 @@ class Update:
         patterns = {pattern: dict(factors) for pattern, factors in train.groups.items()}
         groups = decay_groups(modules, patterns)
         self.optimizer = made_of(optimizer_of(train, mesh.device) if make is None else make, groups)
+        _check_held(self.optimizer, modules)
         for group in self.optimizer.param_groups:
             group["lr"] = group["lr"] * group.pop("lr_factor", 1.0)
             factor = group.pop("decay_factor", 1.0)
@@ -194,6 +252,8 @@ class Update:
                 group["weight_decay"] = group["weight_decay"] * factor
         self._seed = train.seed
         self._draws = None if make is None else Draws(mesh, train.seed, apart)
+        # Whether the next step is checked: the first one of a user's optimizer, if parameters are split.
+        self._watched = make is not None and any(map(_is_part, modules.parameters()))
         self._rates = [float(group["lr"]) / train.lr for group in self.optimizer.param_groups]
         # torch's fused Adam and AdamW can skip a step and its state update themselves, also for DTensors.
         fused = bool(self.optimizer.defaults.get("fused"))
@@ -226,4 +286,6 @@ class Update:
             self.optimizer.found_inf = spoilt  # type: ignore[attr-defined]
             self.optimizer.step()
         elif not spoilt.item():
-            self.optimizer.step()
+            watched, self._watched = self._watched, False
+            with _Elementwise(type(self.optimizer).__name__) if watched else nullcontext():
+                self.optimizer.step()

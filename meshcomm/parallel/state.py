@@ -74,8 +74,6 @@ class State:
         self.scheduler: LRScheduler | None = None
         # Whether each step is given its learning rate. If so, the groups' rates are not state.
         self.given_lr = False
-        # The names of the saved buffers, because reading state dicts in each step would be slow.
-        self._saved: set[str] | None = None
         self._note()
 
     def follow(self, scheduler: LRScheduler) -> None:
@@ -151,27 +149,34 @@ class State:
         }
 
     def of_forward(self) -> dict[str, Any]:
-        """Return copies of the state that a forward pass changes: saved buffers, and extra state."""
-        if self._saved is None:
-            self._saved = {*self.buffers()}
-        buffers: dict[str, Any] = {name: each.clone() for name, each in self._saved_buffers()}
+        """Return copies of the state that a forward pass changes: buffers, with their versions, and extra state."""
+        buffers: dict[str, Any] = {
+            name: (each, each._version, each.clone()) for name, each in self._all_buffers()
+        }
         return buffers | {
             _extra(name): deepcopy(part.get_extra_state()) for name, part in self._with_extra_state()
         }
 
     @torch.no_grad()
-    def put_back_forward(self, before: Mapping[str, Any]) -> None:
-        """Restore buffers and extra state from the result of `of_forward`."""
-        for name, buffer in self._saved_buffers():
-            buffer.copy_(before[name])
-        for name, part in self._with_extra_state():
-            part.set_extra_state(before[_extra(name)])
+    def put_back_forward(self, before: Mapping[str, Any], spoilt: Tensor | None = None) -> None:
+        """Restore buffers and extra state from the result of `of_forward`.
 
-    def _saved_buffers(self) -> Iterator[tuple[str, Tensor]]:
-        for module in self._modules if self._saved else ():
+        spoilt: if given, they are restored only if this scalar is nonzero. Waits for its value only if there is extra state.
+        """
+        for name, buffer in self._all_buffers():
+            held, version, value = before[name]
+            # A buffer without changes, such as a table, may be a view that cannot be written.
+            if buffer is not held or buffer._version != version:
+                buffer.copy_(value if spoilt is None else torch.where(spoilt != 0, value, buffer))
+        extra = list(self._with_extra_state())
+        if extra and (spoilt is None or spoilt.item()):
+            for name, part in extra:
+                part.set_extra_state(before[_extra(name)])
+
+    def _all_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        for module in self._modules:
             for name, buffer in module.named_buffers():
-                if f"model.{name}" in (self._saved or ()):
-                    yield f"model.{name}", buffer
+                yield f"model.{name}", buffer
 
     def _fused(self) -> dict[str, Parts]:
         return {name: each for module in self._modules for name, each in fused_parts(module).items()}
@@ -281,12 +286,14 @@ class State:
             name: decode(room[OF_PARAMETER + name], parameter.device) if OF_PARAMETER + name in room else {}
             for name, parameter in named
         }
+        learning = {id(each) for group in self._optimizer.param_groups for each in group["params"]}
         optimizer, kind = self._optimizer, type(self._optimizer).__name__
         if (own or any("state" in each for each in facts.values())) and training["optimizer"] != kind:
             raise _unfit("the optimizer's state", f"that of {training['optimizer']}", f"that of {kind}")
         optimizer.state.clear()
         for name, parameter in named:
-            if state := {**own.get(name, {}), **facts[name].get("state", {})}:
+            state = {**own.get(name, {}), **facts[name].get("state", {})}
+            if state and id(parameter) in learning:
                 optimizer.state[parameter] = _fitting(optimizer, parameter, state)
         optimizer.state.update(training.get("state", {}))
         vars(optimizer).update(_values(self._attributes))
@@ -296,13 +303,14 @@ class State:
     def _room_for_optimizer(
         self, named: list[tuple[str, nn.Parameter]], kinds: Kinds, fused: Mapping[str, Parts]
     ) -> dict[str, dict[str, Tensor]]:
-        parameters = dict(named)
         hosted = {
             id(each): not (group.get("capturable") or group.get("fused"))
             for group in self._optimizer.param_groups
             for each in group["params"]
         }
         own: dict[str, dict[str, Tensor]] = {}
+        # The optimizer has no state for a parameter that was frozen after the checkpoint was saved.
+        parameters = {name: each for name, each in named if id(each) in hosted}
         for full, kind in kinds.items():
             kept, *parts = full.split(".")
             # No parameter's name is a prefix of another's.
@@ -310,7 +318,7 @@ class State:
             name = next((each for each in names if each in parameters), None)
             if kept == "optimizer" and name is not None:
                 key = full.removeprefix(f"optimizer.{name}.")
-                host = hosted.get(id(parameters[name]), True)
+                host = hosted[id(parameters[name])]
                 own.setdefault(name, {})[key] = _room(parameters[name], key, kind, host, fused.get(name))
         return own
 

@@ -24,7 +24,7 @@ from meshcomm.mesh import Mesh
 from meshcomm.models.family_code import wide
 from meshcomm.models.spec_model import SpecModel
 from meshcomm.parallel.batch_norm import batch_norms
-from meshcomm.parallel.build import cast
+from meshcomm.parallel.build import cast, seeded
 from meshcomm.parallel.compose import Engine
 from meshcomm.parallel.data import Sharded
 from meshcomm.parallel.results import Done
@@ -250,7 +250,8 @@ def compare_forward(engine: Engine, inputs: Tensor, *, from_folder: bool) -> str
             None if from_folder and spec.weights is not None else _as_stored(engine, model)
         )
     else:
-        theirs = spec.module()
+        with seeded(model._train.seed):
+            theirs = spec.module()
         name = f"{type(theirs).__name__}.forward"
         if missing := _fill(theirs, _values(engine), spec.tied):
             return f"not compared with {name}: the ModelSpec has no parameter that matches {missing}"
