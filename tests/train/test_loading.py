@@ -92,22 +92,22 @@ def test_workers_read_what_the_rank_would(pool: Pool, tmp_path: Path) -> None:
 
 
 class _Fails(Dataset[Any]):
-    """Sample 40 is damaged."""
+    """Sample 41, which is not among those that the digest covers, is damaged."""
 
     def __len__(self) -> int:
         return 48
 
     def __getitem__(self, index: int) -> list[int]:
-        if index == 40:
-            raise MeshcommError("sample 40 is damaged", given="nothing", expected="a sample")
+        if index == 41:
+            raise MeshcommError("sample 41 is damaged", given="nothing", expected="a sample")
         return [index] * (SEQUENCE + 1)
 
 
 class _Ends(_Fails):
-    """It ends the process that reads sample 40, as a host without memory does."""
+    """It ends the process that reads sample 41, as a host without memory does."""
 
     def __getitem__(self, index: int) -> list[int]:
-        if index == 40:
+        if index == 41:
             os.kill(os.getpid(), signal.SIGKILL)
         return [index] * (SEQUENCE + 1)
 
@@ -116,7 +116,7 @@ class _Hangs(_Fails):
     """It waits for a disk that is gone."""
 
     def __getitem__(self, index: int) -> list[int]:
-        if index == 40:
+        if index == 41:
             time.sleep(3600)
         return [index] * (SEQUENCE + 1)
 
@@ -146,7 +146,7 @@ def hangs() -> Dataset[Any]:
 def test_an_error_of_a_sample_is_the_same_in_a_worker(pool: Pool, tmp_path: Path, workers: int) -> None:
     data = {"seq_len": SEQUENCE, "build": f"{__name__}:fails", "workers": workers}
     (said,) = pool.run(losses_or_error, on("one=1", tmp_path, data=data), ranks=1)
-    assert "sample 40 is damaged" in said and "Traceback" not in said
+    assert "sample 41 is damaged" in said and "Traceback" not in said
 
 
 @pytest.mark.parametrize(
