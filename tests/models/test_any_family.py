@@ -83,8 +83,8 @@ def _longrope(frequencies: int, **more: Any) -> dict[str, Any]:
 # Lists with an entry per rotary frequency, and norms that exist only with a setting, so that no published plan has them.
 SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "longrope": ("Phi3Config", _longrope(6)),
-    "longrope, partial": ("Phi3Config", {**_longrope(6, partial_rotary_factor=0.75), "hidden_size": 128}),
-    "longrope, latent attention": ("MiniCPM3Config", {**_longrope(4), "qk_rope_head_dim": 8}),
+    "longrope, partial": ("Phi3Config", {**_longrope(12, partial_rotary_factor=0.75), "hidden_size": 256}),
+    "longrope, latent attention": ("MiniCPM3Config", {**_longrope(8), "qk_rope_head_dim": 16}),
     "longrope, head_dim": ("LlamaConfig", {**_longrope(16), "head_dim": 32}),
     "phi, norms of heads": ("PhiConfig", {"qk_layernorm": True}),
     "cohere, norms of heads": ("CohereConfig", {"use_qk_norm": True}),
