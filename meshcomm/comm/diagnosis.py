@@ -464,7 +464,11 @@ def find_hung(statuses: Statuses, processes: Mapping[int, str]) -> dict[int, str
         if status is None:
             if process != "ended":
                 found[rank] = _SILENT[process]
-        elif not (status.get("closed") or status.get("failed") or any(map(_blocked_in, status["groups"]))):
+        # A rank whose own call has just failed waits for nobody any longer, and does not hang either.
+        elif not (
+            any(map(status.get, ("closed", "failed", "call_failed")))
+            or any(map(_blocked_in, status["groups"]))
+        ):
             found[rank] = doing_of(status)
     return found
 

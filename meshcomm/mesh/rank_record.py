@@ -17,7 +17,7 @@ from traceback import FrameSummary, extract_tb
 from typing import Any, Final, NamedTuple, TypeVar, final
 
 from meshcomm.comm.callsite import C10D, is_ours, place_in, stack_of
-from meshcomm.comm.diagnosis import BARRIER, text_of
+from meshcomm.comm.diagnosis import BARRIER, Reason, reason_of, text_of
 from meshcomm.comm.flight_recorder import FlightRecorder
 from meshcomm.comm.spans import host
 from meshcomm.layout.sizes import rank_text
@@ -119,6 +119,8 @@ class RankRecord:
 
     def data(self, differs: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Return the record as plain data. `differs` is a difference between the ranks' steps; see `find_desync`."""
+        raised = self.raised()
+        failed = isinstance(raised and raised.error, RuntimeError | OSError)
         return {
             "rank": self.rank,
             "coords": self.coords,
@@ -127,7 +129,9 @@ class RankRecord:
             "time": time.time(),
             "main": self.main_line,
             "thread": self.thread,
-            "raised": str(self.raised() or ""),
+            "raised": str(raised or ""),
+            # A backend's error that the rank has not passed on yet, for example within a backward pass.
+            "call_failed": raised is not None and failed and reason_of(raised.error) is not Reason.OTHER,
             "barrier": self._in_barrier,
             "failed": self.failed,
             "differs": differs,

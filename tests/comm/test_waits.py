@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from meshcomm.comm.diagnosis import BlockedCall, diagnose, root_cause, unasked, whereabouts
+from meshcomm.comm.diagnosis import BlockedCall, diagnose, find_hung, root_cause, unasked, whereabouts
 from meshcomm.comm.waits import chain_ends, ends_of
 
 Waits = dict[int, Sequence[int]]
@@ -212,3 +212,12 @@ def test_a_rank_that_has_raised_and_goes_on_is_said_to() -> None:
         "rank 1 (r=1) has not arrived: it is at train.py:1 in step, after all_gather, call 2; it "
         "raised KeyError: 'x', at train.py:7 in load, and goes on"
     ]
+
+
+def test_a_rank_whose_call_has_just_failed_does_not_hang() -> None:
+    # Rank 3 is stopped. Rank 2 has waited for it and handles the timeout, while 0 still waits for 2, and 1 for 3.
+    statuses = {0: record(0, "dp0", dp0=9), 1: record(1, "dp1", dp1=9), 2: record(2, tp1=9, dp0=8)}
+    hung = {2: "is at train.py:2 in step", 3: "does not answer: its process is stopped"}
+    assert find_hung(statuses, {3: "stopped"}) == hung
+    statuses[2]["call_failed"] = True
+    assert find_hung(statuses, {3: "stopped"}) == {3: hung[3]}
