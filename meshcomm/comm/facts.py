@@ -105,7 +105,10 @@ def is_refused(kind: str, given: Any, size: int, gloo: bool, arguments: Mapping[
     """
     inputs: list[Tensor] = given.input_tensors
     outputs: list[Tensor] = given.output_tensors
-    row = HOOKED[kind]
+    row = HOOKED.get(kind)
+    if row is None:
+        # A message from any source has no root.
+        return not -1 <= given.root < size
     if row is BARRIER:
         return False
     if row.root is not None and not 0 <= given.root < size:

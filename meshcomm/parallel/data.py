@@ -524,6 +524,7 @@ def _blocks(module: nn.Module) -> tuple[nn.Module, ...]:
         blocks = layers.children() if isinstance(layers, (nn.ModuleDict, nn.ModuleList)) else ()
     # A block may be in the list several times, or be itself a list, which has no forward.
     lists = (nn.ModuleDict, nn.ModuleList)
+    blocks = list(blocks)
     while any(isinstance(block, lists) for block in blocks):
         blocks = [
             one for block in blocks for one in (block.children() if isinstance(block, lists) else [block])

@@ -104,17 +104,18 @@ def found(config: Config) -> Found:
     """Bytes that lie between the forward and the backward pass of a microbatch; products; each block's passes; gradients."""
     with meshcomm.init(config) as mesh:
         engine = Trainer(mesh, config).engine
-        model, loss, watched = engine.model, engine.model.loss, Watched()
+        run: Any = engine._run
+        loss, watched = run._loss, Watched()
         kept, before = [], [0]
         there = [*engine.modules.parameters(), *engine.modules.buffers()]
 
-        def looked(splits: Any, logits: Tensor, targets: Tensor) -> Tensor:
+        def looked(logits: Tensor, targets: Tensor) -> Any:
             kept.append(watched.held([*there, logits]) - before[0])
-            return loss(splits, logits, targets)
+            return loss(logits, targets)
 
         engine.modules[0].register_forward_pre_hook(lambda *_: before.insert(0, watched.held(there)))
 
-        model.loss = looked  # type: ignore[method-assign]
+        run._loss = looked
         blocks = [each for each in engine.modules.modules() if type(each).__name__ == "Block"]
         passes = dict.fromkeys(blocks, 0)
         for block in blocks:
