@@ -63,9 +63,17 @@ def shell_loop(job: int, rank: int) -> Mapping[str, str]:
 
 
 def of_three(variables: Mapping[str, str]) -> dict[str, str]:
-    """The launchers of two ranks that another test has, with as many as here."""
+    """The launchers of two ranks that another test has, with as many as here, and jobs that are not those of the other test,
+    which may run at the same time.
+    """
     sizes = ("SIZE", "TASKS", "NRANKS")
-    return {name: str(WORLD) if name.endswith(sizes) else value for name, value in variables.items()}
+    more = {name: str(WORLD) for name in variables if name.endswith(sizes)}
+    jobs = {
+        name: f"{value}{os.getpid()}"
+        for name, value in variables.items()
+        if name.endswith(("JOB_ID", "NAMESPACE"))
+    }
+    return {**variables, **more, **jobs}
 
 
 def outcomes(pool: Pool, folder: Path, launcher: Launcher, late: str, times: int, port: int) -> list[object]:
