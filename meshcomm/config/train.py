@@ -243,6 +243,10 @@ class TrainConfig(Section):
     """What happens if a step's loss or gradient norm is not finite. The step is never applied. With "stop", the run ends.
     With "skip", the run continues with the next step, and ends after 10 such steps in a row.
     """
+    check: bool = True
+    """Before training, compare two steps of a small copy of the model, loss and optimizer with plain torch on one process. See
+    docs/guide/step.md.
+    """
     seed: int = Field(default=0, ge=0)
     """Seed for the weights and the order of the samples."""
     dtype: Literal["float32", "float64"] = "float32"

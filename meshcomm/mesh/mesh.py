@@ -6,8 +6,8 @@ import hashlib
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from gc import collect
 from operator import index
@@ -641,6 +641,17 @@ class Mesh(AlongDims):
         if WORLD.get() is None:
             check_backends(plan)
         return plan
+
+    @contextmanager
+    def without_calls(self) -> Iterator[None]:
+        """In this context, calls on this rank raise `MeshClosed`, because other ranks do not make them."""
+        self._usable()
+        self._at.clear()
+        self.closed = True
+        try:
+            yield
+        finally:
+            self.closed = False
 
     def close(self) -> None:
         """Destroy the groups in reverse order of creation. Closing a mesh twice is harmless.

@@ -1,53 +1,40 @@
-"""Checks that a split model computes the same results as the unsplit model. The check runs before training, in one process.
+"""Checks that a split model trains as the unsplit model does. The check runs before training, in one process.
 
-A small copy of the model runs unsplit, then cut into stages, then split along a tensor dim, and so on. Each kind of
-parallelism is checked separately, in float64, on simulated ranks. Outputs and all gradients are compared. If a
-specification or a published plan is incomplete, the error names the kind of parallelism and the difference.
+A small copy of the program runs two steps in plain torch, and then, for each kind of parallelism that is used, on two simulated
+ranks, in float64. Losses, gradients, buffers and updated weights are compared. If a specification or a published plan is
+incomplete, or if a model or a loss computes something else on a part of the samples, the error names the kind of parallelism
+and the difference.
 """
 
 from __future__ import annotations
 
-import hashlib
-import inspect
-import os
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib.metadata import version
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any, Final, final
 
 import torch
 from torch import Tensor, nn
 
-from meshcomm.config import ParallelConfig, TrainConfig
-from meshcomm.errors import MeshcommError, RankFailed, TrainingError, UnsupportedOp
-from meshcomm.mesh import Mesh
+from meshcomm.config import Config, load_config
+from meshcomm.errors import MeshClosed, MeshcommError, RankFailed, TrainingError, UnsupportedOp
+from meshcomm.layout.names import listed
 from meshcomm.models.family_code import wide
+from meshcomm.models.one_step import STEPS, Communicates, Outcome, Small, on_a_mesh, plain
 from meshcomm.models.spec import ModelSpec, default_values
 from meshcomm.models.spec_model import SpecModel
-from meshcomm.models.weights import write
-from meshcomm.parallel.batch_norm import batch_norms
-from meshcomm.parallel.build import Splits, cast, materialise, on_meta, seeded
-from meshcomm.parallel.context import ContextSplit
+from meshcomm.parallel.build import cast, seeded
 from meshcomm.parallel.context.split import AttentionKind
-from meshcomm.parallel.expert import separate
 from meshcomm.parallel.loss import IGNORED, logits_of
-from meshcomm.parallel.pipeline import Stage
-from meshcomm.parallel.tensor import TensorSplit, local, whole
-from meshcomm.parallel.tensor.parameters import fused_parts, joined
-from meshcomm.predict.stages import split_layers
-from meshcomm.simulator import simulate
 
 # Tolerance, relative to the largest output or the largest element of a gradient.
 _ROOM: Final = 1e-9
+# The same for a program that casts to shorter dtypes.
+_NARROW_ROOM: Final = 1e-4
 # Gradients smaller than this fraction of the largest gradient have relative rounding errors above _ROOM.
 _SMALL: Final = 1e-6
-_SAMPLES, _TOKENS = 2, 16
-# Maximum number of parameters. A larger model is compared only if ModelSpec.small creates a small one.
-_LARGEST: Final = 4_000_000
+_SAMPLES, _TOKENS = 4, 16
 
 
 @final
@@ -55,6 +42,7 @@ _LARGEST: Final = 4_000_000
 class Use:
     """The kinds of parallelism used to train a model. attention: the kind of attention for context parallelism."""
 
+    data: bool = False
     pipeline: bool = False
     tensor: bool = False
     sequence_parallel: bool = False
@@ -66,12 +54,62 @@ class Use:
     def kinds(self) -> dict[str, Use]:
         """A separate `Use` for each kind of parallelism, by the setting that enables that kind."""
         found = {
+            "parallel.data": (self.data, Use(data=True)),
             "parallel.pipeline": (self.pipeline, Use(pipeline=True)),
             "parallel.tensor": (self.tensor, Use(tensor=True, sequence_parallel=self.sequence_parallel)),
             "parallel.context": (self.context, Use(context=True, attention=self.attention)),
             "parallel.expert": (self.expert, Use(expert=True)),
         }
         return {name: use for name, (used, use) in found.items() if used}
+
+
+@final
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes of a small program. samples: of the global batch. tokens: of a sample, at least 1. microbatches: per step and
+    rank. layers: that a pipeline divides. norms: whether there are batch norms.
+    """
+
+    samples: int = _SAMPLES
+    tokens: int = _TOKENS
+    microbatches: int = 2
+    layers: int = 2
+    norms: bool = False
+
+
+def config_for(use: Use, sizes: Sizes, train: Mapping[str, Any]) -> Config:
+    """Return the configuration of a mesh of two ranks along the dim of `use`, or of one rank if there is none."""
+    mesh: dict[str, Any] = {"dims": {"dp": 2 if use.data or use.expert else 1}, "device": "cpu"}
+    parallel: dict[str, Any] = {"data": "dp"}
+    options: dict[str, Any] = {}
+    for dim, name, used in (
+        ("tp", "tensor", use.tensor),
+        ("cp", "context", use.context),
+    ):
+        if used:
+            mesh["dims"][dim], parallel[name] = 2, dim
+    if use.expert:
+        mesh["views"], parallel["expert"] = {"expert": {"ep": 2}}, "ep"
+    if use.context:
+        options["attention"] = use.attention
+    if use.tensor:
+        options["sequence_parallel"] = use.sequence_parallel
+    ranks = mesh["dims"]["dp"]
+    return load_config(
+        {
+            "mesh": mesh,
+            "parallel": {**parallel, "options": options},
+            "data": {"seq_len": sizes.tokens},
+            "train": {
+                "schedule": "constant",
+                "dtype": "float64",
+                **train,
+                "steps": STEPS,
+                "global_batch_size": sizes.samples,
+                "micro_batch_size": sizes.samples // (ranks * sizes.microbatches),
+            },
+        }
+    )
 
 
 class _SaidByItself(Exception):
@@ -85,46 +123,159 @@ class _SaidByItself(Exception):
 def check_model(
     spec: ModelSpec, use: Use, *, family: bool = False, name: str = "the model", said_later: bool = False
 ) -> None:
-    """Compare the results of a small model before and after it is cut into stages and split.
+    """Compare two steps of a small model before and after it is cut into stages and split.
 
     spec:   describes a model that fits into one process. Models with other inputs than tokens (`vocab_size` is 0) are not
-            compared.
+            compared, and a loss other than that of a family is not called: `Trainer` compares these with its first batch.
     family: whether the model belongs to a model family of the transformers library.
     said_later: whether to ignore errors that the model raises before it runs, because training will raise them too.
-    Raises: TrainingError, which names the kind of parallelism and the difference in outputs or gradients; UnsupportedOp if
-            the specification lacks a part.
+    Raises: TrainingError, which names the kind of parallelism and the difference in losses, gradients or weights;
+            UnsupportedOp if the specification lacks a part.
     """
-    if not use.kinds or not _is_of_tokens(spec, use, spec.module, name):
+    if not use.kinds or not is_of_tokens(spec, use, spec.module, name):
         return
-    train = TrainConfig(steps=1, global_batch_size=1, micro_batch_size=1, dtype="float64")
-    model = SpecModel(spec, train, _TOKENS, family=family)
+    spec = spec if family else replace(spec, loss=None)
+    small = small_of(spec, family=family)
+    sizes = Sizes(layers=small.model(config_for(Use(), Sizes(), _PLAIN)).num_layers)
+    check_steps(small, use, sizes, _PLAIN, name, said_later=said_later)
+
+
+# Plain steps: every gradient has an effect in proportion to its size.
+_PLAIN: Final[Mapping[str, Any]] = {"optimizer": "sgd", "lr": 0.1, "weight_decay": 0.0}
+
+
+def small_of(
+    spec: ModelSpec,
+    batches: list[tuple[Tensor, Tensor]] | None = None,
+    *,
+    family: bool = False,
+    **more: Any,
+) -> Small:
+    """Return the small program of a spec. batches: see Small; if None, random tokens."""
+    values = values_of(spec)
+    # Dropout by element position is not part of the module.
+    spec = replace(spec, weights=None, dropped={}, initialise=lambda name, shape: values[name])
+
+    def module() -> nn.Module:
+        with seeded(0):
+            made = spec.module()
+        cast(made, torch.float64)
+        with torch.no_grad():
+            for name, parameter in made.named_parameters():
+                parameter.copy_(values[name])
+        return made
+
+    def model(config: Config) -> SpecModel:
+        assert config.train is not None and config.data is not None
+        return SpecModel(spec, config.train, config.data.seq_len, family=family)
+
+    batches = tokens_of(spec.vocab_size) if batches is None else batches
+    positions = {spec.positions: torch.arange(batches[0][0].shape[1]).unsqueeze(0)} if spec.positions else {}
+    return Small(module, model, batches, spec.loss, named=positions, family=family, **more)
+
+
+def tokens_of(vocab_size: int) -> list[tuple[Tensor, Tensor]]:
+    """Return random tokens, and targets of which different numbers count in each sample."""
     generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(spec.vocab_size, (_SAMPLES, _TOKENS), generator=generator)
-    factors = torch.randn(_SAMPLES, _TOKENS, spec.vocab_size, generator=generator, dtype=torch.float64)
-    original, values = _original(spec)
+    found = []
+    for _ in range(STEPS):
+        drawn = torch.randint(vocab_size, (2, _SAMPLES, _TOKENS), generator=generator)
+        skipped = torch.arange(_TOKENS) < torch.arange(_SAMPLES)[:, None]
+        found.append((drawn[0], drawn[1].masked_fill(skipped, IGNORED)))
+    return found
+
+
+def values_of(spec: ModelSpec) -> dict[str, Tensor]:
+    """Return the values of all parameters in float64.
+
+    Noise is added, so that norm weights are not exactly 1 and biases are not 0, and each of them has an effect.
+    """
+    with seeded(0):
+        module = spec.module()
+    generator = torch.Generator().manual_seed(1)
+    drawn = default_values(spec, 0) if spec.initialise is None else {}
+    values: dict[str, Tensor] = {}
+    seen: dict[int, str] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if id(parameter) in seen:
+            values[name] = values[seen[id(parameter)]]
+            continue
+        seen[id(parameter)] = name
+        value = drawn[name] if spec.initialise is None else spec.initialise(name, tuple(parameter.shape))
+        noise = torch.randn(value.shape, generator=generator, dtype=torch.float64) * 0.05
+        values[name] = value + noise if value.is_complex() else value.double() + noise
     if spec.tied is not None:
         values[spec.tied[1]] = values[spec.tied[0]]
-    with torch.enable_grad(), wide(torch.float64) if family else nullcontext():
-        positions = {spec.positions: torch.arange(_TOKENS).unsqueeze(0)} if spec.positions else {}
-        # One by one, as each rank along an expert dim has an auxiliary loss of its own samples.
-        parts = tokens.split(1) if spec.loss is not None and family else (tokens,)
-        found = [original(part, **positions) for part in parts]
-        expected = torch.cat([logits_of(each) for each in found])
-        _objective(expected, factors, found).backward()
-    most = max(float(each.grad.abs().max()) for each in original.parameters() if each.grad is not None)
-    gradients = {key: each.grad for key, each in original.named_parameters() if each.grad is not None}
-    for setting, each in use.kinds.items():
-        body = partial(_on_a_mesh, model, each, values, tokens, factors)
-        dims = {"dp": 2} if each.expert else {"tp": 2 if each.tensor else 1, "cp": 2 if each.context else 1}
-        views: dict[str, Any] = {"views": {"expert": {"ep": 2}}} if each.expert else {}
+    return values
+
+
+def check_steps(
+    small: Small,
+    use: Use,
+    sizes: Sizes,
+    train: Mapping[str, Any],
+    name: str,
+    *,
+    said_later: bool = False,
+) -> str:
+    """Compare two steps of a small program on one process with those on two ranks, for each kind of parallelism in `use`.
+
+    train: settings of [train]. Without a kind of parallelism, only the division into microbatches is compared.
+    Returns why the program is not compared, or "". Raises the errors of `check_model`.
+    """
+    kinds = use.kinds or {"train.micro_batch_size": Use()}
+    # A family's own loss may be a function of all samples of a microbatch, as the auxiliary loss of routers is.
+    coupled = small.family and small.loss is not None
+    found: dict[tuple[int, bool], Outcome] = {}
+    # A pipeline's stages are run in turn, under other names.
+    unnamed = {key: value for key, value in train.items() if key not in ("groups", "frozen")}
+
+    def alone(pieces: int, pipeline: bool = False) -> Outcome:
+        key = (pieces, pipeline and unnamed != train)
+        if key not in found:
+            settings = {**unnamed, "frozen": train.get("frozen", ())} if pipeline else train
+            found[key] = plain(small, config_for(Use(), sizes, settings), pieces=pieces)
+        return found[key]
+
+    try:
+        alone(1)
+        noisy = plain(small, config_for(Use(), sizes, train), silent=False).draws
+    except (Communicates, MeshClosed):
+        return "the model or the loss communicates"
+    except MeshcommError:
+        raise
+    except Exception as error:
+        words = str(error).splitlines()
+        return (
+            f"a small copy does not run on one process: {type(error).__name__}: {words[0] if words else ''}"
+        )
+    _check_all_learn(name, alone(1), train)
+    # Noise other than dropout: one process draws it for the whole batch at once, which no mesh can do.
+    compares = not alone(1).draws
+    drawn: dict[int, Outcome] = {}
+
+    def one_rank(pieces: int) -> Outcome:
+        if pieces not in drawn:
+            same = replace(sizes, microbatches=pieces)
+            drawn[pieces] = on_a_mesh(small, config_for(Use(), same, train), silent=False)[0]
+        return drawn[pieces]
+
+    for setting, each in kinds.items():
+        if each.pipeline and sizes.layers < 2:
+            continue
+        config = config_for(each, sizes, unnamed if each.pipeline else train)
+        pieces = sizes.samples // config.train.micro_batch_size if config.train is not None else 1
+        run = partial(on_a_mesh, small, config, cut=train.get("frozen", ()) if each.pipeline else None)
+        # Ranks along context have other tokens, and draw other random numbers for them. The statistics of batch norms cover
+        # all ranks.
+        draws = noisy and not each.context and not (each.data and sizes.norms)
         try:
-            found = simulate(body, dims=dims, **views)
+            ranks = run() if compares else []
+            louder = run(silent=False) if draws else []
         except Exception as error:
             cause = _cause(error)
-            if isinstance(cause, _SaidByItself) and said_later:
-                return
-            if isinstance(cause, _SaidByItself):
-                cause = cause.error
+            if isinstance(cause, UnsupportedOp) and said_later:
+                return cause.what
             if isinstance(cause, MeshcommError):
                 raise cause from error
             raise UnsupportedOp(
@@ -133,11 +284,149 @@ def check_model(
                 expected="a model that computes the same results when it is split",
                 hint=f"remove {setting}, or use your own ModelSpec",
             ) from error
-        for outputs, own in found:
-            _compare(setting, name, "outputs", outputs, expected.detach())
-            for key, value in own.items():
-                if key in gradients:
-                    _compare(setting, name, f"the gradient of {key}", value, gradients[key], most)
+        expected = alone(pieces if coupled else 1, each.pipeline)
+        for outcome in ranks:
+            difference = _difference(outcome, expected)
+            if not difference:
+                continue
+            again = alone(pieces, each.pipeline)
+            raise _differs(name, setting, difference, bool(_difference(outcome, again)))
+        for outcome in louder:
+            if difference := _difference(outcome, one_rank(pieces)):
+                raise _noise_differs(name, setting, difference)
+        if (
+            louder
+            and ranks
+            and not _difference(louder[0], ranks[0])
+            and noisy_differs(small, sizes, train, alone(1))
+        ):
+            raise _noise_differs(name, setting, "random numbers have no effect, as in eval mode")
+    return "" if compares else "the model or the loss draws random numbers other than dropout"
+
+
+def noisy_differs(small: Small, sizes: Sizes, train: Mapping[str, Any], silent: Outcome) -> bool:
+    """Return whether dropout changes what the program computes on one process."""
+    return bool(_difference(plain(small, config_for(Use(), sizes, train), silent=False), silent))
+
+
+def _check_all_learn(name: str, outcome: Outcome, train: Mapping[str, Any]) -> None:
+    """Raise UnsupportedOp for parameters that have gradients and that the optimizer does not change."""
+    if any(not factors.get("lr", 1.0) for factors in train.get("groups", {}).values()):
+        return
+    still = outcome.unchanged
+    if still:
+        raise UnsupportedOp(
+            f"the optimizer never changes parameters of {name}",
+            given=f"{listed(still)}, after {STEPS} steps on one process in which they have gradients",
+            expected="parameters that learn, or that need no gradient",
+            hint=f"train.frozen = [{still[0]!r}], if a parameter is not to learn",
+        )
+
+
+def _difference(ours: Outcome, theirs: Outcome) -> str:
+    """Return the first difference between what a rank and what one process computed, or "" if there is none."""
+    room = _NARROW_ROOM if theirs.narrow else _ROOM
+    if (names := sorted(ours.results)) != (expected := sorted(theirs.results)):
+        return f"results {listed(names)}, but {listed(expected)} in the unsplit model"
+    for name in theirs.results:
+        mine, other = ours.results[name], theirs.results[name]
+        if not abs(mine - other) <= room * max(1.0, abs(other)) and mine == mine:
+            return f"the {name} is {mine:.6g}, but {other:.6g} in the unsplit model"
+    most = max((float(each.abs().max()) for each in theirs.gradients.values() if each.numel()), default=0.0)
+    for name, value in ours.gradients.items():
+        if name not in theirs.gradients:
+            if bool(value.any()):
+                return f"{name} has a gradient, but none in the unsplit model"
+        elif text := _off(f"the gradient of {name}", value, theirs.gradients[name], room, most):
+            return text
+    for name, value in ours.after.items():
+        if name in theirs.after and (
+            text := _off(f"{name} after {STEPS} steps", value, theirs.after[name], room)
+        ):
+            # An optimizer that divides by the gradient turns rounding errors of a tiny one into an update.
+            gradient = theirs.gradients.get(name)
+            if gradient is not None and gradient.shape == value.shape:
+                counts = (gradient == 0) | (gradient.abs() > (1e-3 if theirs.narrow else _SMALL) * most)
+                if not _off(name, value[counts], theirs.after[name][counts], room):
+                    continue
+            return text
+    return ""
+
+
+def _off(what: str, ours: Tensor, theirs: Tensor, room: float, largest: float = 0.0) -> str:
+    """Return by how much tensors differ, or "" if they do not. largest: the largest element of all gradients."""
+    if ours.shape != theirs.shape:
+        return f"{what}: shape {tuple(ours.shape)}, but {tuple(theirs.shape)} in the unsplit model"
+    if torch.equal(ours, theirs) or not ours.numel():
+        return ""
+    wide_ = torch.complex128 if theirs.is_complex() else torch.float64
+    most = max(float(theirs.abs().max()), largest * _SMALL) or 1.0
+    off = float((ours.to(wide_) - theirs.to(wide_)).abs().max())
+    if off <= room * most:
+        return ""
+    return f"{what} off by {off:.2g} in a small float64 model, where the largest element is {most:.2g}"
+
+
+def _differs(name: str, setting: str, difference: str, alone: bool) -> TrainingError:
+    """alone: whether the difference remains if one process runs the microbatches one by one."""
+    if not alone:
+        return TrainingError(
+            f"a step of {name} depends on how its samples are divided among microbatches and ranks",
+            given=difference + "; it is the same if one process runs the microbatches one by one",
+            expected="the mean over the global batch. The model and the loss are given one microbatch at a time",
+            hint="return (sum, count) from the loss if samples count differently; if it compares samples with each other, gather "
+            "them along data and shard. train.check = false trains with the mean over microbatches",
+        )
+    return TrainingError(
+        f"{name} computes different results with {setting}",
+        given=difference,
+        expected=f"the same results as in the unsplit model, up to {_ROOM:g} of the largest",
+        hint=f"remove {setting}; for a ModelSpec: add the missing parts to its forward, split, attention and so on, such as a "
+        "multiplier, a soft cap, or positions of another stage",
+    )
+
+
+def _noise_differs(name: str, setting: str, difference: str) -> UnsupportedOp:
+    return UnsupportedOp(
+        f"the random numbers that {name} draws depend on the mesh with {setting}",
+        given=difference,
+        expected="the numbers that one process draws for the same microbatches",
+        hint=f"remove {setting}; or ModelSpec(dropped=...), which drops the same elements on every mesh",
+    )
+
+
+def _cause(error: BaseException) -> BaseException:
+    """Return the exception that a simulated rank raised."""
+    while isinstance(error, RankFailed) and error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
+def is_of_tokens(spec: ModelSpec, use: Use, build: Callable[[], nn.Module], name: str) -> bool:
+    """Return whether the inputs are tokens. Raises UnsupportedOp if they seem to be tokens of an unknown vocabulary.
+
+    Training raises its own errors if the specification lacks the parts that `use` needs.
+    """
+    declared = (
+        (use.tensor and spec.split)
+        or (use.pipeline and spec.layers)
+        or (use.context and (spec.attention or spec.forward))
+        or (use.expert and spec.experts)
+    )
+    if not declared:
+        return bool(spec.vocab_size)
+    if (
+        not spec.vocab_size
+        and spec.loss is None
+        and any(isinstance(each, nn.Embedding) for each in build().modules())
+    ):
+        raise UnsupportedOp(
+            f"{name} cannot be compared with the unsplit model before training: its ModelSpec has no vocab_size",
+            given="vocab_size = 0, no loss, and a module with an nn.Embedding",
+            expected="vocab_size: the number of token IDs, and of logits that the head outputs",
+            hint="ModelSpec(vocab_size=...); if the inputs are not tokens, ModelSpec(loss=...)",
+        )
+    return bool(spec.vocab_size)
 
 
 def check_alone(spec: ModelSpec, name: str) -> None:
@@ -150,7 +439,7 @@ def check_alone(spec: ModelSpec, name: str) -> None:
     changed[:, half:] = (changed[:, half:] + 1) % spec.vocab_size
     with torch.no_grad(), wide(torch.float64):
         try:
-            module, _ = _original(spec)
+            module = _module_of(spec)
             found, later = module(tokens), logits_of(module(changed))
         except Exception:
             return  # Only full sizes run. `check_model` needs small ones, and says so.
@@ -192,232 +481,5 @@ def _compare_losses(spec: ModelSpec, name: str, found: Any, tokens: Tensor, thei
         )
 
 
-def _is_of_tokens(spec: ModelSpec, use: Use, build: Callable[[], nn.Module], name: str) -> bool:
-    """Return whether the inputs are tokens. Raises UnsupportedOp if they seem to be tokens of an unknown vocabulary.
-
-    Training raises its own errors if the specification lacks the parts that `use` needs.
-    """
-    declared = (
-        (use.tensor and spec.split)
-        or (use.pipeline and spec.layers)
-        or (use.context and (spec.attention or spec.forward))
-        or (use.expert and spec.experts)
-    )
-    if not declared:
-        return bool(spec.vocab_size)
-    if (
-        not spec.vocab_size
-        and spec.loss is None
-        and any(isinstance(each, nn.Embedding) for each in build().modules())
-    ):
-        raise UnsupportedOp(
-            f"{name} cannot be compared with the unsplit model before training: its ModelSpec has no vocab_size",
-            given="vocab_size = 0, no loss, and a module with an nn.Embedding",
-            expected="vocab_size: the number of token IDs, and of logits that the head outputs",
-            hint="ModelSpec(vocab_size=...); if the inputs are not tokens, ModelSpec(loss=...)",
-        )
-    return bool(spec.vocab_size)
-
-
-def _cause(error: BaseException) -> BaseException:
-    """Return the exception that a simulated rank raised."""
-    while isinstance(error, RankFailed) and error.__cause__ is not None:
-        error = error.__cause__
-    return error
-
-
-def _original(spec: ModelSpec) -> tuple[nn.Module, dict[str, Tensor]]:
-    """Return the unsplit module in float64, and its parameters.
-
-    Noise is added, so that norm weights are not exactly 1 and biases are not 0, and each of them has an effect.
-    """
-    with seeded(0):
-        module = spec.module().eval()
-    cast(module, torch.float64)
-    generator = torch.Generator().manual_seed(1)
-    drawn = default_values(spec, 0) if spec.initialise is None else {}
-    values: dict[str, Tensor] = {}
-    seen: dict[int, str] = {}
-    with torch.no_grad():
-        for name, parameter in module.named_parameters(remove_duplicate=False):
-            if id(parameter) in seen:
-                values[name] = values[seen[id(parameter)]]
-                continue
-            seen[id(parameter)] = name
-            value = drawn[name] if spec.initialise is None else spec.initialise(name, tuple(parameter.shape))
-            noise = torch.randn(value.shape, generator=generator, dtype=torch.float64)
-            values[name] = value.double() + noise * 0.05
-            parameter.copy_(values[name])
-    return module, values
-
-
-def _on_a_mesh(
-    model: SpecModel, use: Use, values: Mapping[str, Tensor], tokens: Tensor, factors: Tensor, mesh: Mesh
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the full outputs and the full gradients of all parameters, computed by the split model."""
-    tensor = TensorSplit(mesh, "tp" if use.tensor else None, torch.float64, use.sequence_parallel)
-    context = ContextSplit(mesh, "cp" if use.context else None, use.attention)
-    splits = Splits(tensor, context, "ep" if use.expert else None)
-    count = min(2, model.num_layers) if use.pipeline else 1
-    try:
-        model.check(splits, count)
-    except UnsupportedOp as error:
-        raise _SaidByItself(error) from error
-    modules = nn.ModuleList()
-    for index, layers in enumerate(split_layers(model.num_layers, count)):
-        module = model.stage(splits, Stage(index, count, layers)).eval()
-        materialise(module, mesh.device)
-        write(module, lambda name, shape: values[name])
-        modules.append(module)
-    mine = slice(mesh.coord("dp"), mesh.coord("dp") + 1) if use.expert else slice(None)
-    x = context.split(tokens[mine], 1)
-    found = list(x.split(1) if model.family and model.spec.loss is not None else (x,))
-    for module in modules:
-        found = [module(part) for part in found]
-    x = torch.cat([logits_of(each) for each in found])
-    weights = context.split(factors[mine], 1)
-    divided = x.shape[-1] != weights.shape[-1]
-    if divided:
-        weights = weights.chunk(tensor.size, -1)[tensor.coord]
-    with torch.enable_grad():
-        _objective(x, weights, found).backward()
-    outputs = x.detach()
-    if divided:
-        outputs = mesh.all_gather("tp", outputs, -1)
-    outputs = context.gather(outputs, 1)
-    if use.expert:
-        outputs = mesh.all_gather("dp", outputs, 0)
-    return outputs, _gradients(modules, splits, model.spec.tied)
-
-
-def _objective(logits: Tensor, factors: Tensor, found: Iterable[Any]) -> Tensor:
-    """Return a scalar that every output enters. found: a family's outputs, with auxiliary losses if it has them."""
-    auxiliary = [each[1] for each in found if isinstance(each, tuple) and len(each) > 1 and each[1].ndim == 0]
-    return sum(auxiliary, start=(logits * factors).sum())
-
-
-def _gradients(modules: nn.ModuleList, splits: Splits, tied: tuple[str, str] | None) -> dict[str, Tensor]:
-    mesh, found = splits.mesh, dict[str, Tensor]()
-    for module in modules:
-        splits.tensor.finish_gradients(module)
-        fused, (_, experts) = fused_parts(module), separate(module)
-        for name, parameter in module.named_parameters():
-            grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            if splits.expert is not None and name not in experts:
-                grad = mesh.all_reduce("dp", grad.clone())
-            if splits.context.size > 1:
-                grad = mesh.all_reduce("cp", local(grad).clone())
-            value = whole(grad, of=parameter)
-            value = joined(value, fused[name]) if name in fused else value
-            if tied and name == tied[1]:
-                name = tied[0]
-            found[name] = found[name] + value if name in found else value
-    return found
-
-
-def _compare(setting: str, name: str, what: str, ours: Tensor, theirs: Tensor, largest: float = 0.0) -> None:
-    """Raise TrainingError if the tensors differ. largest: the largest element of all gradients."""
-    given = f"shape {tuple(ours.shape)}, but {tuple(theirs.shape)} in the unsplit model"
-    if ours.shape == theirs.shape:
-        most = max(float(theirs.abs().max()), largest * _SMALL) or 1.0
-        off = float((ours - theirs).abs().max())
-        if off <= _ROOM * most:
-            return
-        given = f"{what} off by {off:.2g} in a small float64 model, where the largest element is {most:.2g}"
-    raise TrainingError(
-        f"{name} computes different results with {setting}",
-        given=given,
-        expected=f"the same results as in the unsplit model, up to {_ROOM:g} of the largest",
-        hint=f"remove {setting}; for a ModelSpec: add the missing parts to its forward, split, attention and so on, such as a "
-        "multiplier, a soft cap, or positions of another stage",
-    )
-
-
-# -- once ----------------------------------------------------------------------------------------------
-
-
-def check_once(model: SpecModel, parallel: ParallelConfig, sizes: Mapping[str, int]) -> None:
-    """Run `check_model` for the configured kinds of parallelism, unless the same check has already passed on this host.
-    On every mesh, models of transformers are also checked by `check_alone`.
-
-    A model without `ModelSpec.small` is itself compared if it is small enough. Models with batch norms are not compared.
-    Passed checks are recorded in $XDG_CACHE_HOME/meshcomm/checked (default: ~/.cache/meshcomm/checked), with a digest of all
-    code involved.
-
-    sizes: the sizes of all dims, including those of views. Raises the same errors as `check_model`.
-    """
-    use = _use_of(parallel, sizes)
-    if not use.kinds and not model.family:
-        return
-    try:
-        spec = model.spec.small() if model.spec.small is not None else model.spec
-        with on_meta():
-            module = spec.module()
-    except Exception as error:
-        if not use.kinds:
-            return
-        raise UnsupportedOp(
-            f"this model cannot be trained with {', '.join(use.kinds)}: it is compared as a small model first",
-            given=f"no small model: {type(error).__name__}: {error}",
-            expected="a model whose sizes can be reduced",
-            hint=f"remove {', '.join(use.kinds)}; or use a ModelSpec with small=",
-        ) from error
-    if not _is_of_tokens(spec, use, lambda: module, type(module).__name__):
-        return
-    count = sum(each.numel() for each in module.parameters())
-    large = model.spec.small is None and count > _LARGEST
-    if large or batch_norms(module):
-        return
-    name = type(module).__name__
-    text = repr((use, _described(spec, module), _versions(), _sources(spec, module)))
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    mark = home / "meshcomm" / "checked" / hashlib.sha256(text.encode()).hexdigest()
-    if mark.is_file():
-        return
-    # A family whose sizes `small` cannot reduce may not fit into memory.
-    if model.family and count <= 5 * _LARGEST:
-        check_alone(spec, name)
-    if use.kinds:
-        check_model(replace(spec, weights=None), use, family=model.family, name=name, said_later=True)
-    with suppress(OSError):
-        mark.parent.mkdir(parents=True, exist_ok=True)
-        mark.touch()
-
-
-def _use_of(parallel: ParallelConfig, sizes: Mapping[str, int]) -> Use:
-    used = {
-        part: (dim := getattr(parallel, part)) is not None and sizes.get(dim, 1) > 1
-        for part in ("pipeline", "tensor", "context", "expert")
-    }
-    options = parallel.options
-    sequence = used["tensor"] and options.sequence_parallel
-    attention = options.attention if used["context"] else "ring"
-    return Use(**used, sequence_parallel=sequence, attention=attention)
-
-
-def _described(spec: ModelSpec, module: nn.Module) -> list[object]:
-    """Return a description of a model, excluding its code."""
-    plain = (str, int, float, tuple, dict, type(None))
-    said = [(key, value) for key, value in vars(spec).items() if isinstance(value, plain)]
-    numbers = [
-        (name, sorted((k, v) for k, v in vars(part).items() if isinstance(v, int | float | str)))
-        for name, part in module.named_modules()
-    ]
-    config: Any = getattr(module, "config", None)
-    return [said, repr(module), numbers, config.to_dict() if hasattr(config, "to_dict") else None]
-
-
-def _versions() -> list[str]:
-    return [f"{name} {version(name)}" for name in ("torch", "transformers") if find_spec(name) is not None]
-
-
-def _sources(spec: ModelSpec, module: nn.Module) -> list[tuple[str, str]]:
-    """Return the source files of the module's classes, the specification's functions and meshcomm, with their digests."""
-    functions = [getattr(each, "func", each) for each in vars(spec).values() if callable(each)]
-    found: dict[str, str] = {}
-    for kind in {*map(type, module.modules()), *functions}:
-        with suppress(TypeError, OSError):
-            if (file := inspect.getsourcefile(kind)) is not None:
-                found[file] = ""
-    found |= {str(path): "" for path in Path(__file__).parent.parent.rglob("*.py")}
-    return [(file, hashlib.sha256(Path(file).read_bytes()).hexdigest()) for file in sorted(found)]
+def _module_of(spec: ModelSpec) -> nn.Module:
+    return small_of(spec).module().eval()

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from meshcomm.errors import UnsupportedOp
 from meshcomm.parallel.pipeline import Stage
 from meshcomm.parallel.tensor import TensorSplit
+from meshcomm.parallel.tree import called, first_tensor
 
 # The current pass.
 _PASS: Final[ContextVar[OwnForward | None]] = ContextVar("pass", default=None)
@@ -154,15 +155,16 @@ class OwnForward:
         # Only hidden states can be passed between stages. If there is one stage, it may call its blocks in any order.
         self._waiting: Iterator[nn.Module] | None = iter(blocks) if stage.count > 1 else None
 
-    def run(self, forward: Callable[..., Any], tokens: Tensor, named: Mapping[str, Any]) -> Any:
+    def run(self, forward: Callable[..., Any], tokens: Any, named: Mapping[str, Any]) -> Any:
         """Return the result of `forward` on the last stage, and the hidden states on all other stages.
 
         Raises UnsupportedOp if there are several stages and `forward` does not call each block once, in order.
         """
-        self._tokens = tokens.shape[1] if tokens.ndim > 1 else 0
+        first = first_tensor(tokens)
+        self._tokens = first.shape[1] if first.ndim > 1 else 0
         token = _PASS.set(self)
         try:
-            y = forward(tokens, **named)
+            y = called(forward, tokens, **named)
         except _Ended as ended:
             return ended.y
         finally:

@@ -41,6 +41,7 @@ from meshcomm.parallel.recompute import compile_blocks, run
 from meshcomm.parallel.tensor import TensorSplit, tensor_parallel
 from meshcomm.parallel.tensor.example import Calls, explained
 from meshcomm.parallel.tensor.plan import Rule, matches, rules_of
+from meshcomm.parallel.tree import called, with_tensors
 from meshcomm.predict.stages import PartCosts
 
 
@@ -310,13 +311,13 @@ class _Facts:
     def __deepcopy__(self, memo: dict[int, Any]) -> _Facts:
         return self
 
-    def unsplit_calls(self, x: Tensor) -> Calls:
+    def unsplit_calls(self, x: Any) -> Calls:
         """Run the full module on `x` without values, and return the calls to its parts up to the first error."""
         calls = Calls()
         with contextlib.suppress(Exception), torch.device("meta"), torch.no_grad():
             module = self.spec.module()
             with calls.watching(module):
-                module(x.to("meta"))
+                called(module, with_tensors(lambda each: each.to("meta"), x))
         return calls
 
     def exact(self) -> contextlib.AbstractContextManager[Any]:
@@ -358,7 +359,7 @@ class _Facts:
         return self.positions if documents is None else places(documents)[:, self.positions]
 
     def own_forward(
-        self, forward: Callable[..., Any], through: Callable[..., Any], x: Tensor, positions: Tensor
+        self, forward: Callable[..., Any], through: Callable[..., Any], x: Any, positions: Tensor
     ) -> Any:
         """Return the result of the module's own forward function for x on this stage."""
         first = self.stage.is_first
@@ -475,7 +476,7 @@ class _Stage:
                 return found  # type: ignore[no-any-return]
         return None
 
-    def forward(self, x: Tensor, samples: Tensor | None = None, documents: Tensor | None = None) -> Any:
+    def forward(self, x: Any, samples: Tensor | None = None, documents: Tensor | None = None) -> Any:
         """Run the parts of the module on this stage.
 
         samples: int64 (batch,), the samples' indices in the global batch; see Model.drops.
@@ -501,9 +502,9 @@ class _Stage:
         facts.rules = None
         return y
 
-    def _computed(self, x: Tensor, samples: Tensor | None, documents: Tensor | None) -> Any:
+    def _computed(self, x: Any, samples: Tensor | None, documents: Tensor | None) -> Any:
         facts: _Facts = self.meshcomm_stage
-        kind = x.device.type
+        kind = facts.splits.mesh.device.type
         mixed = torch.autocast(kind, facts.compute) if facts.compute else contextlib.nullcontext()
         with mixed, facts.exact():
             drops = None if samples is None else (self.step, samples)
@@ -511,7 +512,7 @@ class _Stage:
             positions = facts.positions_in(documents)
             if facts.spec.forward is None:
                 if not facts.layers:
-                    y = super().forward(x)  # type: ignore[misc]
+                    y = called(super().forward, x)  # type: ignore[misc]
                 else:
                     y = facts.own_forward(super().forward, through, x, positions)  # type: ignore[misc]
                 if not facts.stage.is_last:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, final
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from meshcomm.config import ParallelConfig, TrainConfig
 from meshcomm.errors import UnsupportedOp
@@ -17,6 +18,7 @@ from meshcomm.parallel.loss import LossOf, OwnLoss
 from meshcomm.parallel.pipeline import Stage
 from meshcomm.parallel.tensor import local
 from meshcomm.parallel.tensor.parameters import split_dims
+from meshcomm.parallel.tree import called
 
 _SPEC = "meshcomm.models.ModelSpec(module=..., ...), which describes how to build it in parts"
 
@@ -42,12 +44,12 @@ class WrappedModule(Model):
         train: TrainConfig,
         loss: LossOf | None = None,
     ) -> None:
-        self._module, self._parallel, self._train = module, parallel, train
+        self.module, self._parallel, self._train = module, parallel, train
         self.own_loss = None if loss is None else OwnLoss(loss)
 
     def stage(self, splits: Splits, stage: Stage) -> nn.Module:
         """See Model. Called by every rank, because the method broadcasts the weights."""
-        module, train = self._module, self._train
+        module, train = self.module, self._train
         cast(module, getattr(torch, train.dtype), splits.mesh.device)
         with torch.no_grad():
             held = [local(each) for each in (*module.parameters(), *module.buffers())]
@@ -57,15 +59,19 @@ class WrappedModule(Model):
         synchronise(module, splits.mesh, along(splits.mesh, splits.data))
         if train.compute_dtype is not None:
             compute = getattr(torch, train.compute_dtype)
-            module.forward = _mixed(module.forward, compute)
+            module.forward = _mixed(module.forward, compute, splits.mesh.device.type)
         return module
+
+    def call(self, module: nn.Module) -> Callable[..., Any]:
+        """See Model."""
+        return partial(called, module)
 
     def fill(self, module: nn.Module, stage: Stage) -> None:
         """See Model. The module already has its weights."""
 
     def check(self, splits: Splits, stages: int) -> None:
         """See Model."""
-        module, parallel, train = self._module, self._parallel, self._train
+        module, parallel, train = self.module, self._parallel, self._train
         check_loss(None if self.own_loss is None else self.own_loss.function, module)
         split = {dim for each in module.parameters() for dim in split_dims(each)}
         asked = {
@@ -93,9 +99,9 @@ class WrappedModule(Model):
             )
 
 
-def _mixed(forward: Callable[..., Any], compute: torch.dtype) -> Callable[..., Any]:
-    def mixed(x: Tensor, *args: Any, **named: Any) -> Any:
-        with torch.autocast(x.device.type, compute):
-            return forward(x, *args, **named)
+def _mixed(forward: Callable[..., Any], compute: torch.dtype, kind: str) -> Callable[..., Any]:
+    def mixed(*args: Any, **named: Any) -> Any:
+        with torch.autocast(kind, compute):
+            return forward(*args, **named)
 
     return mixed

@@ -109,6 +109,10 @@ class Model(ABC):
     def fill(self, module: nn.Module, stage: Stage) -> None:
         """Write the values of a stage's parameters, or of this rank's parts of them. Does not communicate."""
 
+    def call(self, module: nn.Module) -> Callable[..., Any]:
+        """Return a function that calls the only stage with inputs, which may be a tree, and further named arguments."""
+        return module
+
     def check(self, splits: Splits, stages: int) -> None:  # noqa: B027
         """Called before any stage is built. Raises UnsupportedOp, with the reason, for unsupported settings."""
 
@@ -250,7 +254,8 @@ class LocalModel:
         mesh, parallel, train, draws = self.mesh, self._parallel, self._train, self.splits.draws
         if not parallel.pipeline or self._ranks == 1:
             before = next((each.microbatch for each in self.gradients if isinstance(each, Sharded)), None)
-            return Accumulate(self.modules[0], loss, self.microbatches, before, mesh, draws)
+            run = self.model.call(self.modules[0])
+            return Accumulate(run, loss, self.microbatches, before, mesh, draws)
         if self._data is None:
             raise ConfigError(
                 "a pipeline needs the sample length",

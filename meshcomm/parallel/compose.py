@@ -26,15 +26,16 @@ from meshcomm.parallel.results import Done, Results, check_inputs
 from meshcomm.parallel.state import Kinds, State, as_before
 from meshcomm.parallel.tensor.parameters import Kept, fused_parts
 from meshcomm.parallel.torch_private import shared_casts
+from meshcomm.parallel.tree import check_samples, first_tensor, samples_of, tensors_of, with_tensors
 
 
 class Batch(NamedTuple):
-    """This rank's samples for a step. documents: int64 (samples, tokens), each token's document number, ascending along the
+    """This rank's samples for a step, as trees of tensors: see `meshcomm.parallel.tree`. documents: int64 (samples, tokens), each token's document number, ascending along the
     sequence. Attention stays within documents, and positions restart in each document. If None, each sample is one document.
     """
 
-    inputs: Tensor
-    targets: Tensor
+    inputs: Any
+    targets: Any
     documents: Tensor | None = None
 
 
@@ -97,6 +98,8 @@ class Engine:
         # The first steps compare the samples of all ranks.
         self.checked_steps = 2
         self._digests: dict[int, str] = {}
+        # Called with the first batch, on every rank.
+        self.look: Callable[[Batch], None] | None = None
         # The number of the most recent step.
         self.done = 0
         self.reached = Reached()
@@ -162,8 +165,8 @@ class Engine:
 
     def step(
         self,
-        inputs: Tensor,
-        targets: Tensor,
+        inputs: Any,
+        targets: Any,
         lr: float | None = None,
         number: int | None = None,
         documents: Tensor | None = None,
@@ -173,7 +176,7 @@ class Engine:
         If calls are queued, as with NCCL, this method queues them without waiting. It waits once per step if the optimizer
         cannot skip a step itself; only torch's fused optimizers can.
 
-        Shape:     (microbatches * microbatch, ...). Tokens and their targets are int64 (.., sequence). Targets of -100 do
+        Shape:     (microbatches * microbatch, ...), for each tensor of a tree that is not a scalar. Tokens and their targets are int64 (.., sequence). Targets of -100 do
                    not count.
         lr:        the value of train.lr for this step. If None, the current lr of each optimizer group is used.
         number:    the step's number, which determines its random numbers. If None, `done` + 1.
@@ -193,8 +196,9 @@ class Engine:
         self._local.start_step(number)
         more = self._packed(batch)
         if self.model.drops:
-            first = self.data_coord * len(inputs)
-            more["samples"] = torch.arange(first, first + len(inputs), device=inputs.device)
+            each = samples_of(inputs)
+            first = self.data_coord * each
+            more["samples"] = torch.arange(first, first + each, device=self.mesh.device)
         with self._drawing(f"{number}"), shared_casts():
             loss = self._run(*self._loss.split(inputs, targets), **more)
         self._local.finish_step()
@@ -296,20 +300,34 @@ class Engine:
         train, inputs, targets = self.sections.train, batch.inputs, batch.targets
         if self.checked_steps and not self.mesh.is_fake:
             self.checked_steps -= 1
-            given = (each for each in batch if each is not None)
+            given = tensors_of(batch)
             self._digests = check_inputs(self.mesh, self.sections.parallel, *given, before=self._digests)
         share = self.microbatches * train.micro_batch_size
-        if {len(inputs), len(targets)} != {share}:
-            hint = f"train.global_batch_size = {len(inputs) * self.data_size}"
-            if len(inputs) < share:
+        if isinstance(self._run, Pipelined) and not isinstance(inputs, Tensor):
+            raise UnsupportedOp(
+                "a pipeline's first stage takes one tensor",
+                given=f"inputs that are a {type(inputs).__name__}",
+                expected="a tensor of tokens",
+                hint="remove parallel.pipeline",
+            )
+        first_tensor(inputs)
+        have = (samples_of(inputs), samples_of(targets))
+        if set(have) != {share}:
+            hint = f"train.global_batch_size = {have[0] * self.data_size}"
+            if have[0] < share:
                 hint = f"drop_last=True in the DataLoader if this is the short last batch; else {hint}"
             raise ShapeError(
                 "the step has the wrong number of samples for this rank",
-                given=f"{len(inputs)} inputs and {len(targets)} targets on {self.mesh.label}",
+                given=f"{have[0]} inputs and {have[1]} targets on {self.mesh.label}",
                 expected=f"{share} of both: train.global_batch_size = {train.global_batch_size} / {self.data_size} ranks along "
                 "data and shard",
                 hint=hint,
             )
+        for name, tree in (("inputs", inputs), ("targets", targets)):
+            check_samples(tree, name, share, "the global batch, divided among the ranks along data and shard")
+        if self.look is not None:
+            look, self.look = self.look, None
+            look(batch)
 
     def results(self) -> list[Done]:
         """Return the results of the steps since the previous call, in order. Waits for the device.
@@ -430,32 +448,28 @@ class Engine:
 
         Their targets are -100. If the loss does not ignore these, also return the number of samples as an argument of the run.
         """
-        count, share = len(batch.inputs), self.microbatches * self.sections.train.micro_batch_size
-        if count > share or count != len(batch.targets):
+        count, share = samples_of(batch.inputs), self.microbatches * self.sections.train.micro_batch_size
+        if count > share or count != samples_of(batch.targets):
             raise ShapeError(
                 "an evaluation's batch has the wrong number of samples for this rank",
-                given=f"{count} inputs and {len(batch.targets)} targets on {self.mesh.label}",
+                given=f"{count} inputs and {samples_of(batch.targets)} targets on {self.mesh.label}",
                 expected=f"at most {share} of both, as in a step",
                 hint=f"batches of {share} samples on each rank",
             )
         if count == share:
             return batch, {}
-        added = [
-            torch.cat(
-                [
-                    each,
-                    each[:1].expand(share - count, *each.shape[1:])
-                    if count
-                    else each.new_zeros(share, *each.shape[1:]),
-                ]
-            )
-            for each in batch
-            if each is not None
-        ]
-        ignored = added[1].clone()
-        ignored[count:] = -100
+
+        def filled(x: Tensor) -> Tensor:
+            if not x.ndim:
+                return x
+            more = x[:1].expand(share - count, *x.shape[1:]) if count else x.new_zeros(share, *x.shape[1:])
+            return torch.cat([x, more])
+
+        added: Batch = with_tensors(filled, batch)
         if self.model.own_loss is None:
-            return Batch(added[0], ignored, *added[2:]), {}
+            ignored = added.targets.clone()
+            ignored[count:] = -100
+            return added._replace(targets=ignored), {}
         if isinstance(self._run, Pipelined):
             raise UnsupportedOp(
                 "a short batch cannot be evaluated through a pipeline with this loss",
@@ -463,7 +477,7 @@ class Engine:
                 expected="full batches, because the loss does not say which samples count",
                 hint="drop_last=True in the DataLoader",
             )
-        return Batch(*added), {"samples": count}
+        return added, {"samples": count}
 
     def _drawing(self, step: str) -> AbstractContextManager[None]:
         """In this context, the seed and the step determine the random numbers that forward passes draw."""

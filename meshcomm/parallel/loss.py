@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from inspect import Parameter, signature
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, final
 
 import torch
@@ -12,21 +14,21 @@ from torch import Tensor
 from meshcomm.config import ParallelConfig, TrainConfig
 from meshcomm.errors import ConfigError, ShapeError, TrainingError, UnsupportedOp
 from meshcomm.parallel.tensor import TensorSplit, cross_entropy
-from meshcomm.parallel.torch_private import tensors_of, with_tensors
+from meshcomm.parallel.tree import tensors_of, with_tensors
 
 if TYPE_CHECKING:
     from meshcomm.parallel.build import Model, Splits
 
 IGNORED: Final = -100
 _FORMS: Final = 'a scalar tensor, (sum, count), or a dictionary with "loss"'
-# (outputs, targets) of a microbatch -> a mean, (a sum, a count), or named terms: see OwnLoss.
-LossOf: TypeAlias = Callable[[Any, Tensor], Any]
+# (outputs, targets) or (outputs, targets, inputs) of a microbatch -> a mean, (a sum, a count), or named terms: see OwnLoss.
+LossOf: TypeAlias = Callable[..., Any]
 
 
 class OwnLoss(NamedTuple):
     """A loss function of the user's own, called once for each microbatch.
 
-    function: `(outputs, targets)`, as in a program on one process. Outputs are whole: logits are gathered over the vocabulary
+    function: `(outputs, targets)`, as in a program on one process, or `(outputs, targets, inputs)`. Outputs are whole: logits are gathered over the vocabulary
         along the tensor dim, and outputs over the sequence along the context dim. It runs under the autocast of
         train.compute_dtype and returns one of:
         - a scalar, the mean over the microbatch. The step's loss is the mean over all microbatches on all ranks.
@@ -88,6 +90,7 @@ class StepLoss:
                 hint="remove train.label_smoothing and train.z_loss, or the loss",
             )
         self._slices = own is None or own.takes_slices
+        self._takes_inputs = own is not None and takes_inputs(own.function)
         self._pieces = microbatches * data_size * (splits.context.size if self._slices else 1)
         self.names: list[str] = []
         self._knows_names = False
@@ -97,14 +100,24 @@ class StepLoss:
         self._rows: list[Tensor] = []
         self._tokens = 0
 
-    def split(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Return this rank's slices of the inputs along the context dim, and the targets that the loss is given."""
-        context = self._splits.context
-        mine = context.split(inputs, 1)
-        self._tokens = mine.shape[1] if mine.ndim > 1 else 0
-        return mine, context.split(targets, 1) if self._slices else targets
+    def split(self, inputs: Any, targets: Any) -> tuple[Any, Any]:
+        """Return this rank's slices of the inputs along the context dim, and what the loss is given with the outputs.
 
-    def start(self, targets: Tensor | None) -> None:
+        Of a tree, the tensors are split whose axis 1 is as long as that of the first one.
+        """
+        context = self._splits.context
+        if context.size == 1:
+            return inputs, _Given(targets, inputs) if self._takes_inputs else targets
+        tokens = next((x.shape[1] for x in tensors_of(inputs) if x.ndim > 1), 0)
+        self._tokens = tokens // context.size
+
+        def mine(x: Tensor) -> Tensor:
+            return context.split(x, 1) if x.ndim > 1 and x.shape[1] == tokens else x
+
+        given = with_tensors(mine, targets) if self._slices else targets
+        return with_tensors(mine, inputs), _Given(given, inputs) if self._takes_inputs else given
+
+    def start(self, targets: Any) -> None:
         """Begin a step with these targets on this rank; None for an evaluation, whose divisor is not known yet.
 
         Called by: every rank.
@@ -116,12 +129,14 @@ class StepLoss:
         elif self._own is not None:
             divisor = torch.tensor(self._pieces, dtype=torch.float64)
         else:
+            if not isinstance(targets, Tensor):
+                raise _no_tree(targets)
             divisor = (targets != IGNORED).sum().to(torch.float64)
             for dim in self._parallel.data_dims:
                 self._mesh.all_reduce(dim, divisor)
         self._divisor = divisor.to(self._mesh.device, self._dtype)
 
-    def __call__(self, outputs: Any, targets: Tensor, weight: float = 1.0) -> Tensor:
+    def __call__(self, outputs: Any, targets: Any, weight: float = 1.0) -> Tensor:
         """Return a microbatch's share of the step's loss, up to the factor of `finish`.
 
         weight: of a mean of the own loss; 0 if the microbatch has no samples that count.
@@ -140,8 +155,9 @@ class StepLoss:
             if self._counts:
                 self._rows.append((targets != IGNORED).sum().double().reshape(1))
             return loss / self._divisor
-        with self._autocast(targets):
-            found = self._own.function(outputs if self._slices else self._whole(outputs), targets)
+        given = (targets.targets, targets.inputs) if isinstance(targets, _Given) else (targets,)
+        with self._autocast():
+            found = self._own.function(outputs if self._slices else self._whole(outputs), *given)
         terms = dict(found) if isinstance(found, Mapping) else {"loss": found}
         if "loss" not in terms:
             raise _refused(
@@ -185,8 +201,9 @@ class StepLoss:
 
     # -- inside ---------------------------------------------------------------------------------
 
-    def _autocast(self, targets: Tensor) -> AbstractContextManager[Any]:
-        return nullcontext() if self._mixed is None else torch.autocast(targets.device.type, self._mixed)
+    def _autocast(self) -> AbstractContextManager[Any]:
+        kind = self._mesh.device.type
+        return nullcontext() if self._mixed is None else torch.autocast(kind, self._mixed)
 
     def _name(self, names: list[str]) -> None:
         """Raise TrainingError if the terms differ from those of earlier microbatches."""
@@ -250,6 +267,24 @@ class StepLoss:
         return context.gather(x, 1, grad="slice")
 
 
+@dataclass
+class _Given:
+    """What a loss with three arguments is given with the outputs."""
+
+    targets: Any
+    inputs: Any
+
+
+def takes_inputs(loss: Callable[..., Any]) -> bool:
+    """Return whether a loss has a third argument without a default, which is the inputs of the microbatch."""
+    try:
+        arguments = [*signature(loss).parameters.values()]
+    except (TypeError, ValueError):
+        return False
+    placed = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+    return sum(each.kind in placed and each.default is each.empty for each in arguments) == 3
+
+
 def logits_of(found: Any) -> Tensor:
     """Return the logits in a model's output. Raises UnsupportedOp if there are none."""
     logits = found[0] if isinstance(found, tuple) and found else getattr(found, "logits", found)
@@ -262,6 +297,15 @@ def logits_of(found: Any) -> Tensor:
             hint="use a loss of your own, which takes any output of the model",
         )
     return logits
+
+
+def _no_tree(targets: object) -> TrainingError:
+    return TrainingError(
+        "the built-in loss takes one tensor of targets",
+        given=f"targets that are a {type(targets).__name__}",
+        expected="int64 targets with one class for each logit vector; or a loss of your own",
+        hint="Trainer(..., loss=lambda outputs, targets: ...), which is given the tree",
+    )
 
 
 def _refused(given: str, expected: str) -> TrainingError:

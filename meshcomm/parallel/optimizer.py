@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from fnmatch import fnmatchcase
 from typing import Any, Final, TypeAlias, final
 
@@ -18,8 +17,8 @@ from meshcomm.layout.names import did_you_mean, listed
 from meshcomm.mesh import Mesh
 from meshcomm.parallel.dropout import Draws
 from meshcomm.parallel.narrow_state import narrowed
+from meshcomm.parallel.split_update import check_split
 from meshcomm.parallel.tensor.parameters import fused_parts
-from meshcomm.transport.torch_private import DispatchMode
 
 # Creates an optimizer from parameter groups, like the classes of torch.optim.
 MakeOptimizer: TypeAlias = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
@@ -32,8 +31,6 @@ KINDS: Final[Mapping[str, type[torch.optim.Optimizer]]] = {
     )
 }
 _EXAMPLE: Final = "lambda groups: torch.optim.AdamW(groups, lr=1e-3)"
-# Operators of whole matrices.
-_PRODUCTS: Final = frozenset(("mm", "bmm", "addmm", "addmm_", "baddbmm", "mv", "addmv"))
 # Arguments that have separate settings in [train], or that meshcomm chooses.
 _OWN: Final = ("params", "lr", "weight_decay", "betas", "eps", "differentiable", "capturable")
 
@@ -172,6 +169,22 @@ def made_of(make: MakeOptimizer, groups: list[dict[str, Any]]) -> torch.optim.Op
     return optimizer
 
 
+def grouped(make: MakeOptimizer, train: TrainConfig, modules: nn.Module) -> torch.optim.Optimizer:
+    """Return the optimizer that `make` creates for the parameters of `modules`, with the factors of train.groups applied.
+
+    Raises the errors of `made_of`, and ConfigError if a parameter that needs a gradient is in no group of the optimizer.
+    """
+    patterns = {pattern: dict(factors) for pattern, factors in train.groups.items()}
+    optimizer = made_of(make, decay_groups(modules, patterns))
+    _check_held(optimizer, modules)
+    for group in optimizer.param_groups:
+        group["lr"] = group["lr"] * group.pop("lr_factor", 1.0)
+        factor = group.pop("decay_factor", 1.0)
+        if factor != 1.0 and "weight_decay" in group:
+            group["weight_decay"] = group["weight_decay"] * factor
+    return optimizer
+
+
 def _check_held(optimizer: torch.optim.Optimizer, modules: nn.Module) -> None:
     """Raise ConfigError if a parameter that needs a gradient is in no optimizer: it would never be trained."""
     inner = [
@@ -190,41 +203,6 @@ def _check_held(optimizer: torch.optim.Optimizer, modules: nn.Module) -> None:
         )
 
 
-def _is_part(x: object) -> bool:
-    """Return whether a rank has only a part of a tensor."""
-    return isinstance(x, DTensor) and any(not each.is_replicate() for each in x.placements)
-
-
-@final
-class _Elementwise(DispatchMode):  # type: ignore[misc]
-    """In this context, matrix products of split tensors raise UnsupportedOp, and so does what DTensor cannot compute.
-
-    A norm of a DTensor is that of the full tensor. A product is computed in other sums, which Muon, in bfloat16, amplifies.
-    """
-
-    def __init__(self, name: str) -> None:
-        super().__init__()
-        self._name = name
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """See TorchDispatchMode."""
-        operator, failed = func.overloadpacket.__name__, None
-        parts = any(_is_part(each) for each in args)
-        if not parts or not (operator in _PRODUCTS or operator.startswith("linalg_")):
-            try:
-                return func(*args, **(kwargs or {}))
-            except (RuntimeError, NotImplementedError) as error:
-                if not parts or type(error) not in (RuntimeError, NotImplementedError):
-                    raise
-                failed = error
-        raise UnsupportedOp(
-            f"{self._name} cannot update parameters that are split over ranks: {operator}",
-            given=f"parts of matrices{'' if failed is None else f'; {str(failed).splitlines()[0]}'}",
-            expected="an optimizer that treats each element separately, like SGD and AdamW",
-            hint="parallel.data, with which every rank has whole matrices; or another optimizer",
-        ) from failed
-
-
 @final
 class Update:
     """Creates the optimizer for this rank's parameters, and runs its steps.
@@ -241,19 +219,11 @@ class Update:
         make: MakeOptimizer | None,
         apart: Iterable[str],
     ) -> None:
-        patterns = {pattern: dict(factors) for pattern, factors in train.groups.items()}
-        groups = decay_groups(modules, patterns)
-        self.optimizer = made_of(optimizer_of(train, mesh.device) if make is None else make, groups)
-        _check_held(self.optimizer, modules)
-        for group in self.optimizer.param_groups:
-            group["lr"] = group["lr"] * group.pop("lr_factor", 1.0)
-            factor = group.pop("decay_factor", 1.0)
-            if factor != 1.0 and "weight_decay" in group:
-                group["weight_decay"] = group["weight_decay"] * factor
+        self.optimizer = grouped(optimizer_of(train, mesh.device) if make is None else make, train, modules)
         self._seed = train.seed
         self._draws = None if make is None else Draws(mesh, train.seed, apart)
-        # Whether the next step is checked: the first one of a user's optimizer, if parameters are split.
-        self._watched = make is not None and any(map(_is_part, modules.parameters()))
+        if make is not None:
+            check_split(make, decay_groups, modules)
         self._rates = [float(group["lr"]) / train.lr for group in self.optimizer.param_groups]
         # torch's fused Adam and AdamW can skip a step and its state update themselves, also for DTensors.
         fused = bool(self.optimizer.defaults.get("fused"))
@@ -286,6 +256,4 @@ class Update:
             self.optimizer.found_inf = spoilt  # type: ignore[attr-defined]
             self.optimizer.step()
         elif not spoilt.item():
-            watched, self._watched = self._watched, False
-            with _Elementwise(type(self.optimizer).__name__) if watched else nullcontext():
-                self.optimizer.step()
+            self.optimizer.step()

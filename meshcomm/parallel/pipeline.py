@@ -24,6 +24,7 @@ from meshcomm.mesh import Mesh
 from meshcomm.parallel.dropout import Draws
 from meshcomm.parallel.tensor import local
 from meshcomm.parallel.torch_private import is_view
+from meshcomm.parallel.tree import in_parts, samples_of, sliced
 from meshcomm.predict.passes import schedule_properties
 from meshcomm.predict.stages import Stage, split_layers, stages_of_rank
 
@@ -41,7 +42,7 @@ class Accumulate:
 
     def __init__(
         self,
-        module: nn.Module,
+        module: Callable[..., Any],
         loss: Loss,
         microbatches: int,
         before: Callable[[bool], None] | None = None,
@@ -52,7 +53,7 @@ class Accumulate:
         # `before` is called before each microbatch, with whether it is the last. `mesh` records spans.
         self._before, self._mesh, self._draws = before, mesh, draws
 
-    def __call__(self, inputs: Tensor, targets: Tensor, **more: Tensor) -> Tensor:
+    def __call__(self, inputs: Any, targets: Any, **more: Tensor) -> Tensor:
         """Accumulate gradients over this rank's batch, split along axis 0 into microbatches. Return the sum of the losses.
 
         more: further arguments of the module, by name, split in the same way.
@@ -60,7 +61,7 @@ class Accumulate:
         return self._run(inputs, targets, more)
 
     @torch.no_grad()
-    def forward(self, inputs: Tensor, targets: Tensor, samples: int | None = None, **more: Tensor) -> Tensor:
+    def forward(self, inputs: Any, targets: Any, samples: int | None = None, **more: Tensor) -> Tensor:
         """Run forward passes only, without saving anything for backward.
 
         samples: if given, only the first samples count. The loss is called with the weight of its microbatch, if that is not 1:
@@ -70,15 +71,15 @@ class Accumulate:
 
     def _run(
         self,
-        inputs: Tensor,
-        targets: Tensor,
+        inputs: Any,
+        targets: Any,
         more: Mapping[str, Tensor],
         backward: bool = True,
         samples: int | None = None,
     ) -> Tensor:
         count, losses = self._microbatches, []
         parts = {name: tensor.tensor_split(count) for name, tensor in more.items()}
-        pairs = zip(inputs.tensor_split(count), targets.tensor_split(count), strict=True)
+        pairs = zip(in_parts(inputs, count), in_parts(targets, count), strict=True)
         for i, (x, target) in enumerate(pairs):
             if backward and self._before is not None:
                 self._before(i == count - 1)
@@ -88,9 +89,10 @@ class Accumulate:
             weight = 1.0
             if samples is not None:
                 # Without samples that count, the pass still takes part in the calls of the other ranks.
-                size, left = len(x), min(len(x), max(0, samples - i * len(x)))
-                weight, end = left / size, left or size
-                x, target, here = x[:end], target[:end], {name: part[:end] for name, part in here.items()}
+                size = samples_of(x)
+                left = min(size, max(0, samples - i * size))
+                weight, kept = left / size, slice(left or size)
+                x, target, here = sliced(x, kept), sliced(target, kept), sliced(here, kept)
             spans = self._mesh.metrics.spans if backward and self._mesh is not None else None
             with stretch(spans, PASSES, f"forward {i}"):
                 y = self._module(x, **here)
@@ -163,19 +165,29 @@ class Pipelined:
         self._mesh, self._dim, self._loss, self._microbatches = mesh, dim, loss, microbatches
         self._stages, self._between = stages, (between, dtype)
         self._first, self._last = stages[0].is_first, stages[-1].is_last
-        self._schedule = _schedule(schedule, stages, microbatches, loss)
+        self._targets: list[Any] = []
+        self._schedule = _schedule(schedule, stages, microbatches, self._loss_of)
 
-    def __call__(self, inputs: Tensor, targets: Tensor, **more: Tensor) -> Tensor | None:
+    def _loss_of(self, outputs: Tensor, target: Tensor) -> Tensor:
+        """Return the loss of a microbatch. target: its targets; or its number, if they are a tree, which torch does not split."""
+        return self._loss(outputs, self._targets[int(target)] if self._targets else target)
+
+    def __call__(self, inputs: Tensor, targets: Any, **more: Tensor) -> Tensor | None:
         """Like `Accumulate`, but returns None except on the last stage.
 
         Called by: every rank along the dim, with equal inputs and targets.
         """
         losses: list[Tensor] = []
+        target: Any = targets if self._last else None
+        self._targets = []
+        if self._last and not isinstance(targets, Tensor):
+            self._targets = in_parts(targets, self._microbatches)
+            target = torch.arange(self._microbatches)
         try:
             self._schedule.step(
                 # torch 2.11 expects each microbatch to have the same strides as the first.
                 *((inputs.contiguous(),) if self._first else ()),
-                target=targets if self._last else None,
+                target=target,
                 losses=losses if self._last else None,
                 return_outputs=False,
                 **more,
@@ -188,7 +200,7 @@ class Pipelined:
         return torch.stack([loss.detach() for loss in losses]).sum() if self._last else None
 
     @torch.no_grad()
-    def forward(self, inputs: Tensor, targets: Tensor, **more: Tensor) -> Tensor | None:
+    def forward(self, inputs: Tensor, targets: Any, **more: Tensor) -> Tensor | None:
         """Run forward passes only. Every rank along the dim calls this. One message is sent per microbatch and stage boundary.
 
         A rank runs all its stages on a microbatch before it starts the next microbatch. With one stage per rank, all
@@ -198,7 +210,7 @@ class Pipelined:
         coord, ranks = mesh.coord(dim), mesh.size(dim)
         shape, dtype = self._between
         losses: list[Tensor] = []
-        pairs = zip(inputs.tensor_split(count), targets.tensor_split(count), strict=True)
+        pairs = zip(inputs.tensor_split(count), in_parts(targets, count), strict=True)
         parts = {name: tensor.tensor_split(count) for name, tensor in more.items()}
         for microbatch, (tokens, target) in enumerate(pairs):
             here = {name: part[microbatch] for name, part in parts.items()}

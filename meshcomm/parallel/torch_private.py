@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any, final
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import keystr, tree_leaves_with_path
+from torch.utils._pytree import tree_map as tree_map
 
 _CPU = torch.device("cpu")
 
@@ -49,14 +50,9 @@ def storage_without_memory(nbytes: int) -> Any:
     return _storage_at(_addresses().take(nbytes), _CPU, nbytes)
 
 
-def tensors_of(tree: Any) -> list[torch.Tensor]:
-    """Return the tensors in a tree of tuples, lists, dictionaries, and registered classes such as transformers' outputs."""
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
-
-
-def with_tensors(function: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
-    """Return a copy of a tree in which `function` replaces each tensor. See `tensors_of`."""
-    return tree_map_only(torch.Tensor, function, tree)
+def paths_of(tree: Any) -> list[tuple[str, Any]]:
+    """Return the leaves of a tree with their paths, such as `["ids"][0]`."""
+    return [(keystr(path), leaf) for path, leaf in tree_leaves_with_path(tree)]
 
 
 def has_memory(x: torch.Tensor) -> bool:

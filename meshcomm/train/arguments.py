@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import TypeAlias
 
 from torch import nn
@@ -19,11 +18,13 @@ from meshcomm.mesh.all_ranks import is_first, on_all_ranks
 from meshcomm.mesh.source import CONFIG_VARIABLE, OVERRIDES_VARIABLE
 from meshcomm.models import ModelSpec, model_of
 from meshcomm.models.build import no_adapters, with_lora
-from meshcomm.models.check import check_once
 from meshcomm.models.spec_model import SpecModel
+from meshcomm.models.step_check import StepCheck
 from meshcomm.models.wrapped import WrappedModule
 from meshcomm.parallel.build import Model, Sections, sections
+from meshcomm.parallel.compose import Batch
 from meshcomm.parallel.loss import LossOf
+from meshcomm.parallel.optimizer import MakeOptimizer
 
 MakeScheduler: TypeAlias = Callable[[Optimizer], LRScheduler]
 
@@ -55,13 +56,30 @@ def model_for(
     return WrappedModule(given, known.parallel, known.train, loss)
 
 
-def check_model(mesh: Mesh, config: Config, model: Model) -> None:
-    """Compare a small model built in parts with the same model in one piece, on one rank. All ranks raise if they differ."""
-    parallel = sections(mesh, config).parallel
-    if isinstance(model, SpecModel) and not mesh.is_fake:
-        sizes = {**mesh.layout.dims, **{name: mesh.size(name) for name in mesh.layout.names}}
-        check = partial(check_once, model, parallel, sizes)
-        on_all_ranks(mesh, "check the model", lambda: check() if is_first(mesh) else None)
+def checked(
+    mesh: Mesh, config: Config, model: Model, optimizer: MakeOptimizer | None
+) -> Callable[[Batch], None] | None:
+    """Compare a small copy of the program with plain torch on the first rank, if that is possible without a batch.
+
+    Returns a function that does so with the first batch, or None. All ranks call both. All ranks raise if results differ.
+    """
+    known = sections(mesh, config)
+    if mesh.is_fake or not known.train.check:
+        return None
+    sizes = {**mesh.layout.dims, **{name: mesh.size(name) for name in mesh.layout.names}}
+    check = StepCheck(model, known, sizes, optimizer) if is_first(mesh) else None
+    if isinstance(model, SpecModel):
+        on_all_ranks(mesh, "check the model", check.before_building if check else lambda: None)
+
+    def look(batch: Batch) -> None:
+        def compare() -> None:
+            if check is not None:
+                with mesh.without_calls():
+                    check.before_first_step(batch.inputs, batch.targets)
+
+        on_all_ranks(mesh, "check the first step", compare)
+
+    return look
 
 
 def config_of_the_job(config: Config | None) -> Config:

@@ -30,6 +30,7 @@ from meshcomm.parallel.data import Sharded
 from meshcomm.parallel.results import Done
 from meshcomm.parallel.tensor import whole
 from meshcomm.parallel.tensor.parameters import Parts, fused_parts, joined
+from meshcomm.parallel.tree import called, sliced
 from meshcomm.train import checkpoint_reader
 from meshcomm.train.export import pieces_of
 from meshcomm.train.trainer import RECORDER, StepRecorder, Trainer
@@ -140,10 +141,10 @@ class _ParityRecorder(StepRecorder):
         self._found: Record | None = None
         self._error: TrainingError | None = None
 
-    def begins(self, engine: Engine, inputs: Tensor) -> None:
+    def begins(self, engine: Engine, inputs: Any) -> None:
         """See StepRecorder."""
         if self._compares and all(size == 1 for size in engine.mesh.dims.values()):
-            some = inputs[: engine.sections.train.micro_batch_size]
+            some = sliced(inputs, slice(engine.sections.train.micro_batch_size))
             try:
                 self._original = compare_forward(engine, some, from_folder=not self._script)
             except TrainingError as error:
@@ -231,7 +232,7 @@ def _recorded(engine: Engine, done: Sequence[Done]) -> Record:
 
 
 @torch.no_grad()
-def compare_forward(engine: Engine, inputs: Tensor, *, from_folder: bool) -> str:
+def compare_forward(engine: Engine, inputs: Any, *, from_folder: bool) -> str:
     """Compare, in eval mode, the outputs of the engine's model with those of the module that it was built from.
 
     engine:      an engine on one process, in float64, before its first step.
@@ -256,11 +257,11 @@ def compare_forward(engine: Engine, inputs: Tensor, *, from_folder: bool) -> str
         if missing := _fill(theirs, _values(engine), spec.tied):
             return f"not compared with {name}: the ModelSpec has no parameter that matches {missing}"
     # Buffers that are not saved may still be in float32.
-    cast(theirs, torch.float64, inputs.device)
+    cast(theirs, torch.float64, engine.mesh.device)
     theirs.eval()
     try:
         with wide(torch.float64) if model.family else nullcontext():
-            expected = _first(theirs(inputs))
+            expected = _first(called(theirs, inputs))
     except Exception as error:
         if spec.original is not None:
             raise TrainingError(

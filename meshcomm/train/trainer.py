@@ -28,11 +28,12 @@ from meshcomm.parallel.compose import Batch, Engine
 from meshcomm.parallel.loss import LossOf
 from meshcomm.parallel.optimizer import MakeOptimizer
 from meshcomm.parallel.results import Done
+from meshcomm.parallel.tree import sliced
 from meshcomm.train import checkpoint
 from meshcomm.train.agree import agree, agreed_corpus, corpus_of
 from meshcomm.train.arguments import (
     MakeScheduler,
-    check_model,
+    checked,
     config_of_the_job,
     model_for,
     scheduler_for,
@@ -76,7 +77,7 @@ class StepRecorder(ABC):
 
     config: Config | None = None
 
-    def begins(self, engine: Engine, inputs: Tensor) -> None:  # noqa: B027
+    def begins(self, engine: Engine, inputs: Any) -> None:  # noqa: B027
         """Called before each step."""
 
     @abstractmethod
@@ -163,7 +164,8 @@ class Trainer:
             self._survivor.settle(mesh)
         self._facts = agree(mesh, config)
         self._model = model_for(mesh, config, model, self._loss)
-        check_model(mesh, config, self._model)
+        recorded = self._recorder is not None
+        self._look = None if recorded else checked(mesh, config, self._model, self._optimizer)
         if isinstance(model, nn.Module):
             self._make(True)
 
@@ -389,13 +391,14 @@ class Trainer:
 
     def step(
         self,
-        inputs: Tensor | Mapping[str, Tensor],
-        targets: Tensor | None = None,
+        inputs: Any,
+        targets: Any = None,
         documents: Tensor | None = None,
     ) -> None:
         """Run one step of a custom training loop. `results` returns the losses.
 
-        inputs:    a tensor; or, as the only argument, a dictionary with inputs and targets. The collators in transformers
+        inputs:    a tensor, or a tree of tensors: a tuple or list is the module's arguments, a dictionary its named arguments, and
+                   a dataclass its only argument. As the only argument of step: a dictionary with inputs and targets. The collators in transformers
                    return such dictionaries, with input_ids and labels for the same tokens. An attention_mask that masks tokens
                    at the end, and position_ids that are 0 where a document starts, are optional.
         Shape:     (global_batch_size / ranks along data and shard, ...): this rank's share of the global batch,
@@ -451,7 +454,7 @@ class Trainer:
         """
         return self.engine.evaluate(self._placed(batches))
 
-    def _placed(self, batches: Iterable[GivenBatch]) -> Iterator[tuple[Tensor, ...]]:
+    def _placed(self, batches: Iterable[GivenBatch]) -> Iterator[tuple[Any, ...]]:
         try:
             length = len(batches)  # type: ignore[arg-type]
         except TypeError:
@@ -466,13 +469,13 @@ class Trainer:
                 expected="at least one batch on each rank",
                 hint="more data, or fewer ranks along data and shard",
             )
-        last: tuple[Tensor, ...] = ()
+        last: tuple[Any, ...] = ()
         count = 0
         for batch in batches:
             last, count = placed(self.engine, batch, "an evaluation"), count + 1
             yield last
         for _ in range(count, most):
-            yield tuple(each[:0] for each in last)
+            yield sliced(last, slice(0))
 
     def state(self) -> dict[str, Tensor]:
         """Return the full training state by global name; see Engine.state. The state is not modified.
@@ -529,6 +532,7 @@ class Trainer:
                 engine = Engine(self.mesh, self._config, self._model, self._optimizer, filled=filled)
             if self._scheduler is not None:
                 engine.scheduler = scheduler_for(self._scheduler, engine.optimizer)
+            engine.look = self._look
             self._made, self._holds = engine, holds
         return self._made
 

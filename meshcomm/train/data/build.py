@@ -18,7 +18,7 @@ from meshcomm.errors import MeshcommError, TrainingError, UnsupportedOp
 from meshcomm.models.build import function_of
 from meshcomm.train.data.batches import permuted
 from meshcomm.train.data.corpus import IGNORED, Corpus, Samples, held_back, outside
-from meshcomm.train.data.given import tensors_of
+from meshcomm.train.data.given import named_of
 
 # The number of samples that the digest of a dataset covers.
 _LOOKS = 16
@@ -114,7 +114,7 @@ class SampleForm:
                 raise self._wrong(number, f"input_ids of {arrays['input_ids'].dtype}")
             rows = {name: torch.from_numpy(each.astype(np.int64))[None] for name, each in arrays.items()}
             # The last token has no target.
-            given = [each[0, :-1].numpy() for each in tensors_of(rows, f"sample {number} of {self._name}")]
+            given = [each[0, :-1].numpy() for each in named_of(rows, f"sample {number} of {self._name}")]
             sample, documents = (given[0], given[1]), given[2] if len(given) > 2 else documents
             if len(documents) and not self._packed:
                 raise UnsupportedOp(

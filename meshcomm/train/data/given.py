@@ -12,10 +12,11 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Sampl
 from meshcomm.comm.codec import decode, encode
 from meshcomm.errors import ObjectError, ShapeError, TrainingError, UnsupportedOp
 from meshcomm.parallel.compose import Engine
+from meshcomm.parallel.tree import tensors_of, with_tensors
 from meshcomm.train.data.corpus import IGNORED
 
-# Inputs and targets, and, if given, the document number of each token; or a dictionary: see `tensors_of`.
-GivenBatch: TypeAlias = tuple[Tensor, ...] | Mapping[str, Tensor]
+# Inputs and targets, which may be trees, and, if given, the document number of each token; or a dictionary: see `named_of`.
+GivenBatch: TypeAlias = tuple[Any, ...] | Mapping[str, Any]
 # A function of the number of a step, from 1, that returns the step's batch; or an iterable of one batch per step.
 Data: TypeAlias = Callable[[int], GivenBatch] | Iterable[GivenBatch]
 
@@ -26,39 +27,37 @@ _PLAIN: Final = ("inputs", "targets", "documents")
 _OF_TRANSFORMERS: Final = ("input_ids", "labels", "attention_mask", "position_ids")
 
 
-def placed(engine: Engine, batch: Any, whose: str) -> tuple[Tensor, ...]:
+def placed(engine: Engine, batch: Any, whose: str) -> tuple[Any, ...]:
     """Return inputs, targets and, if given, documents on the mesh's device. Floating-point tensors are cast to train.dtype.
 
-    whose: a name such as "step 3", for errors. Raises TrainingError unless `batch` is two or three tensors, or a dictionary
-    of tensors.
+    whose: a name such as "step 3", for errors. Raises TrainingError unless `batch` is inputs and targets, or a dictionary
+    of them.
     """
     if isinstance(batch, Mapping):
-        batch = tensors_of(batch, whose)
+        batch = named_of(batch, whose)
     if isinstance(batch, (tuple, list)) and len(batch) == 3 and batch[2] is None:
         batch = batch[:2]
-    if (
-        not isinstance(batch, (tuple, list))
-        or len(batch) not in (2, 3)
-        or not all(map(torch.is_tensor, batch))
-    ):
+    if not isinstance(batch, (tuple, list)) or len(batch) not in (2, 3) or not all(map(tensors_of, batch)):
         held = batch if isinstance(batch, (tuple, list)) else ()
         kinds = ", ".join(type(each).__name__ for each in held[:4])
         raise TrainingError(
             f"the data of {whose} are not inputs and targets",
             given=f"a {type(batch).__name__}" + (f" of {len(held)}: {kinds}" if held else ""),
-            expected="two tensors, each with this rank's samples along axis 0, and optionally a third that numbers "
-            f"documents; or a dictionary with {', '.join(_PLAIN[:2])}, or with {', '.join(_OF_TRANSFORMERS[:2])}",
+            expected="two tensors or trees of tensors, each with this rank's samples along axis 0, and optionally a third that "
+            f"numbers documents; or a dictionary with {', '.join(_PLAIN[:2])}, or with {', '.join(_OF_TRANSFORMERS[:2])}",
             hint="a generator that yields (inputs, targets)",
         )
     device, dtype = engine.mesh.device, engine.split.dtype
     # The engine rejects documents if the model's attention crosses document boundaries.
     return tuple(
-        each.to(device, dtype if each.is_floating_point() else each.dtype, non_blocking=True)
+        with_tensors(
+            lambda x: x.to(device, dtype if x.is_floating_point() else x.dtype, non_blocking=True), each
+        )
         for each in batch
     )
 
 
-def tensors_of(batch: Mapping[str, Any], whose: str) -> tuple[Tensor, ...]:
+def named_of(batch: Mapping[str, Any], whose: str) -> tuple[Any, ...]:
     """Return inputs, targets and, if given, documents from a dictionary that uses these names or the names in
     transformers.
 
@@ -70,7 +69,8 @@ def tensors_of(batch: Mapping[str, Any], whose: str) -> tuple[Tensor, ...]:
     known = _OF_TRANSFORMERS if "input_ids" in batch else _PLAIN
     missing = [] if "input_ids" in batch else [name for name in _PLAIN[:2] if name not in batch]
     unknown = [str(name) for name in batch if name not in known]
-    if missing or unknown or not all(map(torch.is_tensor, batch.values())):
+    are = torch.is_tensor if "input_ids" in batch else tensors_of
+    if missing or unknown or not all(map(are, batch.values())):
         kinds = ", ".join(f"{name}: {type(value).__name__}" for name, value in batch.items())
         raise TrainingError(
             f"the data of {whose} are not inputs and targets",
@@ -167,7 +167,7 @@ class GivenBatches:
             next(follow)
         self._of = lambda step: next(follow)
 
-    def __call__(self, step: int) -> tuple[Tensor, ...]:
+    def __call__(self, step: int) -> tuple[Any, ...]:
         """Return this rank's share of the step. Raises TrainingError if there are no data, and the errors of `placed`."""
         if self._held is _NOTHING or step != self._last:
             self._held, self._last = self._of(step), step

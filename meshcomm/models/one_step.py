@@ -1,0 +1,327 @@
+"""Two training steps of a small program: in plain torch on one process, and by an Engine on the simulated ranks of a mesh.
+
+The plain program is written without the code that it judges: one forward pass over the whole global batch, one call of the
+loss, `backward`, clipping, the optimizer.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any, Final, NamedTuple, final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from meshcomm.config import Config
+from meshcomm.mesh import Mesh
+from meshcomm.models.family_code import wide
+from meshcomm.models.spec_model import SpecModel
+from meshcomm.parallel.build import Model, Splits
+from meshcomm.parallel.compose import Engine
+from meshcomm.parallel.loss import IGNORED, LossOf, logits_of, takes_inputs
+from meshcomm.parallel.optimizer import MakeOptimizer, grouped, optimizer_of
+from meshcomm.parallel.pipeline import Stage
+from meshcomm.parallel.tensor import whole
+from meshcomm.parallel.tensor.parameters import fused_parts, joined
+from meshcomm.parallel.tree import called, in_parts
+from meshcomm.predict.stages import split_layers
+from meshcomm.simulator import simulate
+from meshcomm.transport.torch_private import DispatchMode
+
+STEPS: Final = 2
+_CPU: Final = torch.device("cpu")
+
+
+@dataclass
+class Outcome:
+    """What the steps computed. In `results`, the losses, further terms and gradient norms, by name and step. gradients: of the
+    first step, after clipping. after: weights and buffers after the last step. draws: whether random numbers were drawn.
+    narrow: whether the module or the loss casts float64 to a shorter dtype. unchanged: the parameters that kept their values.
+    """
+
+    results: dict[str, float] = field(default_factory=dict)
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+    after: dict[str, Tensor] = field(default_factory=dict)
+    draws: bool = False
+    narrow: bool = False
+    unchanged: list[str] = field(default_factory=list)
+
+
+class Small(NamedTuple):
+    """A small copy of a training program.
+
+    module:    returns a new copy of the unsplit module in float64, with its values. Each call returns equal ones.
+    model:     returns a Model with the same values, for a configuration.
+    batches:   inputs and targets of the global batch of each of the steps.
+    loss:      the own loss; None for the built-in cross-entropy.
+    optimizer: see Trainer.
+    named:     arguments for each call of the module.
+    family:    whether the module belongs to a family of transformers, whose code casts to float32 in places.
+    """
+
+    module: Callable[[], nn.Module]
+    model: Callable[[Config], Model]
+    batches: Sequence[tuple[Any, Any]]
+    loss: LossOf | None = None
+    optimizer: MakeOptimizer | None = None
+    named: Mapping[str, Any] = {}
+    family: bool = False
+
+
+class Communicates(Exception):
+    """A model or a loss calls other ranks, which one process cannot do."""
+
+
+@final
+class _Alone(DispatchMode):  # type: ignore[misc]
+    """In this context, collectives of torch raise `Communicates`. narrow: see Outcome."""
+
+    narrow = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """See TorchDispatchMode."""
+        if func.namespace in ("c10d", "_c10d_functional", "c10d_functional"):
+            raise Communicates(func.overloadpacket.__name__)
+        found = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default and args[0].dtype == torch.float64:
+            self.narrow = self.narrow or (found.is_floating_point() and found.itemsize < 8)
+        return found
+
+
+@final
+class _WithoutDropout(TorchFunctionMode):
+    """In this context, dropout returns its input: its random numbers depend on how samples are divided among calls."""
+
+    _FUNCTIONS: Final = frozenset(
+        getattr(F, name)
+        for name in (
+            *("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"),
+        )
+    ) | {torch.dropout, torch.alpha_dropout, torch.feature_dropout, torch.feature_alpha_dropout}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """See TorchFunctionMode."""
+        kwargs = kwargs or {}
+        if func in self._FUNCTIONS:
+            return args[0] if args else kwargs["input"]
+        if "dropout_p" in kwargs:
+            kwargs = {**kwargs, "dropout_p": 0.0}
+        return func(*args, **kwargs)
+
+
+def _quiet(module: nn.Module) -> None:
+    """Switch off the dropout of recurrent layers, which torch computes within one operator."""
+    for part in module.modules():
+        if isinstance(part, nn.RNNBase):
+            part.dropout = 0.0
+
+
+@contextmanager
+def _settings(silent: bool, family: bool) -> Iterator[None]:
+    with ExitStack() as stack:
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(wide(torch.float64) if family else nullcontext())
+        stack.enter_context(_WithoutDropout() if silent else nullcontext())
+        yield
+
+
+def plain(small: Small, config: Config, *, silent: bool = True, pieces: int = 1) -> Outcome:
+    """Return what a program in plain torch computes on one process.
+
+    config: its [train] has the settings of the steps.
+    silent: whether dropout is switched off.
+    pieces: the number of equal parts in which the model and the loss get each batch. The loss is then the mean over the parts.
+    """
+    train, outcome = config.train, Outcome()
+    assert train is not None
+    module = small.module().train()
+    if silent:
+        _quiet(module)
+    named = dict(module.named_parameters())
+    for name, parameter in named.items():
+        if any(fnmatchcase(name, pattern) for pattern in train.frozen):
+            parameter.requires_grad_(False)
+    first = {name: each.detach().clone() for name, each in named.items()}
+    optimizer = grouped(small.optimizer or optimizer_of(train, _CPU), train, nn.ModuleList([module]))
+    loss_of = copied(small.loss)
+    with torch.random.fork_rng([]), _settings(silent, small.family), _Alone() as alone:
+        torch.manual_seed(0)
+        before = torch.get_rng_state()
+        for number, (inputs, targets) in enumerate(small.batches, 1):
+            optimizer.zero_grad()
+            results: dict[str, Any] = {}
+            for x, y in zip(in_parts(inputs, pieces), in_parts(targets, pieces), strict=True):
+                means = _means(loss_of, called(module, x, **small.named), x, y, config)
+                (means["loss"] / pieces).backward()
+                for name, mean in means.items():
+                    results[name] = results.get(name, 0.0) + float(mean.detach()) / pieces
+            grads = {name: each.grad for name, each in named.items() if each.grad is not None}
+            dense = [each.to_dense() if each.is_sparse else each for each in grads.values()]
+            norm = torch.stack([each.norm() for each in dense]).norm()
+            if train.clip_norm is not None:
+                torch.nn.utils.clip_grad_norm_(list(named.values()), train.clip_norm)
+            outcome.results |= {f"{name} of step {number}": value for name, value in results.items()}
+            outcome.results[f"gradient norm of step {number}"] = float(norm)
+            if number == 1:
+                outcome.gradients = {name: each.to_dense().clone() for name, each in grads.items()}
+            outcome.draws = outcome.draws or not torch.equal(before, torch.get_rng_state())
+            optimizer.step()
+    outcome.narrow = alone.narrow
+    outcome.unchanged = [
+        name
+        for name, each in named.items()
+        if name in outcome.gradients and bool(outcome.gradients[name].any()) and torch.equal(each, first[name])
+    ]
+    if isinstance(loss_of, nn.Module):
+        own = {id(each) for each in named.values()}
+        outcome.unchanged += [
+            f"loss.{name}"
+            for name, each in loss_of.named_parameters()
+            if each.grad is not None and id(each) not in own
+        ]
+    outcome.after = {name: each.detach() for name, each in (*named.items(), *module.named_buffers())}
+    return outcome
+
+
+def _means(
+    loss_of: LossOf | None, outputs: Any, inputs: Any, targets: Any, config: Config
+) -> dict[str, Tensor]:
+    """Return the loss, and the terms to log, as means over the batch."""
+    train = config.train
+    assert train is not None
+    if loss_of is None:
+        logits = logits_of(outputs).flatten(0, -2)
+        loss = F.cross_entropy(logits, targets.flatten(), label_smoothing=train.label_smoothing)
+        if train.z_loss:
+            counts = targets.flatten() != IGNORED
+            loss = loss + train.z_loss * logits.logsumexp(-1)[counts].square().mean()
+        return {"loss": loss}
+    found = loss_of(outputs, targets, inputs) if takes_inputs(loss_of) else loss_of(outputs, targets)
+    terms = dict(found) if isinstance(found, Mapping) else {"loss": found}
+    return {name: each[0] / each[1] if isinstance(each, tuple) else each for name, each in terms.items()}
+
+
+def on_a_mesh(
+    small: Small, config: Config, *, silent: bool = True, cut: Sequence[str] | None = None
+) -> list[Outcome]:
+    """Return what an Engine computes on each simulated rank of the mesh of `config`.
+
+    cut: if given, the model is cut into two stages, and the parameters whose names match these patterns are frozen.
+    """
+
+    def body(mesh: Mesh) -> Outcome:
+        with _settings(silent, False):
+            model = small.model(config)
+            if cut is not None:
+                assert isinstance(model, SpecModel)
+                model = InTurn(model, cut)
+            engine = Engine(mesh, config, model, small.optimizer)
+            if silent:
+                for module in engine.modules:
+                    _quiet(module)
+            engine.checked_steps = 0
+            outcome = Outcome()
+            for number, batch in enumerate(small.batches, 1):
+                mine = [in_parts(each, engine.data_size)[engine.data_coord] for each in batch]
+                engine.step(mine[0], mine[1], None, number)
+                if number == 1:
+                    grads = [(name, each, each.grad) for name, each in engine.named_parameters()]
+                    outcome.gradients = _whole(
+                        engine, {name: (each, grad) for name, each, grad in grads if grad is not None}
+                    )
+            for done in engine.results():
+                terms = {"loss": done.loss, **done.terms}
+                outcome.results |= {f"{name} of step {done.number}": value for name, value in terms.items()}
+                outcome.results[f"gradient norm of step {done.number}"] = done.gradient_norm
+            weights = {name: (each, each.detach()) for name, each in engine.named_parameters()}
+            outcome.after = _whole(engine, weights)
+            for module in engine.modules:
+                outcome.after |= {
+                    plain_name(name): each.detach().clone() for name, each in module.named_buffers()
+                }
+        return outcome
+
+    return simulate(body, config)
+
+
+@final
+class InTurn(Model):
+    """A model that is cut into two stages, which one rank runs in turn: torch's pipelines do not run in the simulator."""
+
+    num_layers = 1
+
+    def __init__(self, model: SpecModel, frozen: Sequence[str]) -> None:
+        self._model, self._frozen = model, frozen
+        self.hidden_size, self.vocab_size = model.hidden_size, model.vocab_size
+        self.own_loss = model.own_loss
+        layers = split_layers(model.num_layers, 2)
+        self._stages = [Stage(index, 2, each) for index, each in enumerate(layers)]
+
+    def stage(self, splits: Splits, stage: Stage) -> nn.Module:
+        """See Model."""
+        first, last = (self._model.stage(splits, each) for each in self._stages)
+        for name in self._model.spec.tied or ():
+            part, _, key = name.rpartition(".")
+            with suppress(AttributeError):
+                if (weight := last.get_parameter(name)) is not None and first.tied_weight is not None:
+                    del weight
+                    setattr(last.get_submodule(part), key, first.tied_weight)
+        module = _InTurn(first, last)
+        for name, parameter in module.named_parameters():
+            if any(fnmatchcase(plain_name(name), pattern) for pattern in self._frozen):
+                parameter.requires_grad_(False)
+        return module
+
+    def fill(self, module: nn.Module, stage: Stage) -> None:
+        """See Model."""
+        assert isinstance(module, _InTurn)
+        for part, each in zip(module.parts, self._stages, strict=True):
+            self._model.fill(part, each)
+
+    def check(self, splits: Splits, stages: int) -> None:
+        """See Model."""
+        self._model.check(splits, len(self._stages))
+
+    def outputs(self, splits: Splits) -> int:
+        """See Model."""
+        return self._model.outputs(splits)
+
+
+class _InTurn(nn.Module):
+    def __init__(self, *parts: nn.Module) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(parts)
+
+    def forward(self, x: Any) -> Any:
+        for part in self.parts:
+            x = part(x)
+        return x
+
+
+def plain_name(name: str) -> str:
+    """Return a parameter's name in the original module."""
+    return name.removeprefix("parts.0.").removeprefix("parts.1.")
+
+
+def _whole(engine: Engine, parts: Mapping[str, tuple[nn.Parameter, Tensor]]) -> dict[str, Tensor]:
+    """Return the full tensors of which each rank has the parts that its parameters have."""
+    fused = {name: each for module in engine.modules for name, each in fused_parts(module).items()}
+    found: dict[str, Tensor] = {}
+    for name, (parameter, part) in parts.items():
+        value = whole(part.to_dense() if part.is_sparse else part, of=parameter)
+        found[plain_name(name)] = (joined(value, fused[name]) if name in fused else value).detach().clone()
+    return found
+
+
+def copied(loss: LossOf | None) -> LossOf | None:
+    """Return a copy of a loss that has buffers, so that the real one does not notice that it was called."""
+    if not isinstance(loss, nn.Module):
+        return loss
+    made: Any = copy.deepcopy(loss)
+    return made.double()  # type: ignore[no-any-return]

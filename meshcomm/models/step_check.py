@@ -1,0 +1,351 @@
+"""Decides which small copy of a trainer's program is checked before its first step, and remembers checks that have passed."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import inspect
+import os
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Final, final
+
+import torch
+from torch import Tensor, nn
+
+from meshcomm.config import Config, ParallelConfig
+from meshcomm.errors import UnsupportedOp
+from meshcomm.models.check import Sizes, Use, check_alone, check_steps, is_of_tokens, small_of, tokens_of
+from meshcomm.models.one_step import STEPS, Small
+from meshcomm.models.spec_model import SpecModel
+from meshcomm.models.wrapped import WrappedModule
+from meshcomm.parallel.batch_norm import batch_norms
+from meshcomm.parallel.build import Model, Sections, cast, on_meta
+from meshcomm.parallel.optimizer import MakeOptimizer
+from meshcomm.parallel.tensor.parameters import split_dims
+from meshcomm.parallel.tree import first_tensor, named_tensors, samples_of, with_tensors
+
+# Maximum number of parameters. A larger model is compared only if ModelSpec.small creates a small one.
+_LARGEST: Final = 4_000_000
+# Tokens of a sample, if samples can be cut.
+_TOKENS: Final = 16
+# The settings of [train] that determine what a step computes.
+_SETTINGS: Final = (
+    *("optimizer", "optimizer_args", "lr", "weight_decay", "betas", "eps", "groups", "frozen"),
+    *("label_smoothing", "z_loss", "clip_norm"),
+)
+
+
+@final
+class StepCheck:
+    """The check of a trainer's model, loss and optimizer, on one rank.
+
+    A model of tokens with a built-in loss is compared on random tokens, before it is built. Any other program is compared on
+    its first batch. A program is not compared if train.check is false, or if no small copy of it can be made: see `why`.
+    Passed checks are recorded in $XDG_CACHE_HOME/meshcomm/checked (default: ~/.cache/meshcomm/checked), with a digest of all
+    code involved.
+
+    sizes: the sizes of all dims, including those of views.
+    why:   why the program is not compared; "" if it is, or if that is not known yet.
+    """
+
+    def __init__(
+        self, model: Model, known: Sections, sizes: Mapping[str, int], optimizer: MakeOptimizer | None
+    ) -> None:
+        self._model, self._optimizer = model, optimizer
+        self._parallel, self._train = known.parallel, known.train
+        self._copies = known.parallel.copies(sizes)
+        self._use = _use_of(known.parallel, sizes, self._copies)
+        self._module: nn.Module | None = None
+        self._done = False
+        self.why = ""
+        if isinstance(model, WrappedModule):
+            self._module = self._copy_of(model.module)
+        elif not isinstance(model, SpecModel):
+            self._leave("the model is a meshcomm.parallel Model")
+        elif model.packed:
+            self._leave("samples are packed documents")
+
+    def _leave(self, why: str) -> None:
+        self._done, self.why = True, why
+
+    def _copy_of(self, module: nn.Module) -> nn.Module | None:
+        count = sum(each.numel() for each in module.parameters())
+        if count > _LARGEST:
+            self._leave(f"the module has {count:,} parameters")
+        elif any(split_dims(each) for each in module.parameters()):
+            self._leave("the module is split already")
+        else:
+            try:
+                return copy.deepcopy(module).cpu()
+            except Exception as error:
+                self._leave(f"the module cannot be copied: {type(error).__name__}: {error}")
+        return None
+
+    def before_building(self) -> None:
+        """Check a model of tokens with a built-in loss. Raises the errors of `check_model`."""
+        model = self._model
+        if not isinstance(model, SpecModel):
+            return
+        use = self._use
+        if not use.kinds and not model.family:
+            return
+        try:
+            spec = model.spec.small() if model.spec.small is not None else model.spec
+            with on_meta():
+                module = spec.module()
+        except Exception as error:
+            self._leave("it has no small copy")
+            if not use.kinds or use == Use(data=True):
+                return
+            raise UnsupportedOp(
+                f"this model cannot be trained with {', '.join(use.kinds)}: it is compared as a small model first",
+                given=f"no small model: {type(error).__name__}: {error}",
+                expected="a model whose sizes can be reduced",
+                hint=f"remove {', '.join(use.kinds)}; or use a ModelSpec with small=",
+            ) from error
+        name = type(module).__name__
+        if not is_of_tokens(spec, use, lambda: module, name):
+            return
+        count = sum(each.numel() for each in module.parameters())
+        # A family whose sizes `small` cannot reduce may not fit into memory.
+        alone = model.family and count <= 5 * _LARGEST
+        if self._done or (model.spec.small is None and count > _LARGEST):
+            self._leave(self.why or f"the model has {count:,} parameters, and no small=")
+            return
+        if spec.loss is not None and not model.family:
+            return
+        self._done = True
+        spec = replace(spec, weights=None)
+        batches = tokens_of(spec.vocab_size)
+        sizes = self._sizes_for(batches[0][0], batch_norms(module), model.num_layers)
+
+        def check() -> str:
+            if alone:
+                check_alone(spec, name)
+            if not use.kinds:
+                return ""
+            small = small_of(spec, batches, family=model.family, optimizer=self._optimizer)
+            return check_steps(small, use, sizes, self._settings(small), name, said_later=True)
+
+        self._once(check, spec, module, sizes)
+
+    def before_first_step(self, inputs: Any, targets: Any) -> None:
+        """Check a program with its first batch, unless it is checked already. Raises the errors of `check_model`.
+
+        Shape: as for `Trainer.step`: this rank's share of a global batch.
+        """
+        if self._done or (not self._use.kinds and self._microbatches() == 1):
+            return
+        self._done = True
+        model, use = self._model, self._use
+        batch = with_tensors(lambda x: _wide(x.detach().cpu()), (inputs, targets))
+        first = first_tensor(inputs)
+        if isinstance(model, SpecModel):
+            spec = model.spec if model.spec.small is None else model.spec.small()
+            spec = replace(
+                spec, weights=None, loss=model.spec.loss, loss_takes_slices=model.spec.loss_takes_slices
+            )
+            with on_meta():
+                module = spec.module()
+            if spec.loss_takes_slices:
+                self.why = "the loss is given slices"
+                return
+            if sum(each.numel() for each in module.parameters()) > _LARGEST:
+                self.why = "the model is large, and its ModelSpec has no small="
+                return
+            if spec.vocab_size and isinstance(inputs, Tensor) and inputs.ndim > 1:
+                batch = _cut(batch, spec.vocab_size if model.spec.small is not None else 0)
+                first = batch[0]
+            sizes = self._sizes_for(first, batch_norms(module), model.num_layers)
+            made: Callable[[], Small] = partial(
+                small_of, spec, sizes_of(batch, sizes.samples), optimizer=self._optimizer
+            )
+        else:
+            assert self._module is not None
+            module = self._module
+            sizes = self._sizes_for(first, batch_norms(module), 1)
+            made = partial(self._given, sizes_of(batch, sizes.samples))
+        name = type(module).__name__
+
+        def check() -> str:
+            small = made()
+            return check_steps(small, use, sizes, self._settings(small), name)
+
+        kinds = [(name, tuple(x.shape), x.dtype) for name, x in named_tensors(batch, "")]
+        self._once(check, model.own_loss, module, sizes, kinds)
+        self._module = None
+
+    # -- inside -----------------------------------------------------------------------------------
+
+    def _given(self, batches: list[tuple[Any, Any]]) -> Small:
+        """Return the small program of a module that is already built."""
+        given, own = self._module, self._model.own_loss
+        assert given is not None
+        cast(given, torch.float64)
+        loss = None if own is None else own.function
+
+        def model(config: Config) -> Model:
+            assert config.parallel is not None and config.train is not None
+            return WrappedModule(copy.deepcopy(given), config.parallel, config.train, loss)
+
+        return Small(lambda: copy.deepcopy(given), model, batches, loss, self._optimizer)
+
+    def _microbatches(self) -> int:
+        train = self._train
+        return train.global_batch_size // (self._copies * train.micro_batch_size)
+
+    def _sizes_for(self, first: Tensor, norms: object, layers: int) -> Sizes:
+        """Return the sizes of the small program. A batch norm averages over a microbatch, so there is one per step."""
+        microbatches = 1 if norms else 2 if self._model.vocab_size else min(2, self._microbatches())
+        samples = 2 * microbatches * min(2, self._train.micro_batch_size)
+        return Sizes(samples, first.shape[1] if first.ndim > 1 else 1, microbatches, layers, bool(norms))
+
+    def _settings(self, small: Small) -> dict[str, Any]:
+        """Return the settings of [train] for the small program, without patterns that match none of its parameters."""
+        train = self._train
+        found = {name: getattr(train, name) for name in _SETTINGS if train.given(name)}
+        from fnmatch import fnmatchcase
+
+        with on_meta():
+            names = [name for name, _ in small.module().named_parameters()]
+        for setting in ("groups", "frozen"):
+            if setting in found:
+                kept = [each for each in found[setting] if any(fnmatchcase(name, each) for name in names)]
+                found[setting] = (
+                    {each: dict(found[setting][each]) for each in kept} if setting == "groups" else kept
+                )
+        if "optimizer_args" in found:
+            found["optimizer_args"] = dict(found["optimizer_args"])
+        return found
+
+    def _once(self, check: Callable[[], str], given: Any, module: nn.Module, *more: object) -> None:
+        """Run a check, unless the same one has already passed on this host."""
+        settings = [(name, getattr(self._train, name)) for name in _SETTINGS]
+        text = repr(
+            (
+                *(self._use, more, settings, self._train.micro_batch_size, _described(given, module)),
+                *(_versions(), _sources(given, module, self._optimizer)),
+            )
+        )
+        home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        mark = home / "meshcomm" / "checked" / hashlib.sha256(text.encode()).hexdigest()
+        with suppress(OSError):
+            if mark.is_file():
+                self.why = mark.read_text()
+                return
+        self.why = check()
+        with suppress(OSError):
+            mark.parent.mkdir(parents=True, exist_ok=True)
+            mark.write_text(self.why)
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.double() if x.is_floating_point() else x
+
+
+def _cut(batch: tuple[Any, Any], vocab_size: int) -> tuple[Any, Any]:
+    """Return a batch of tokens with short samples, for a small vocabulary. vocab_size: 0 if ids are unchanged."""
+    length = batch[0].shape[1]
+
+    def short(x: Tensor) -> Tensor:
+        if x.ndim < 2 or x.shape[1] != length:
+            return x
+        x = x[:, :_TOKENS]
+        return x if not vocab_size or x.is_floating_point() else x.where(x < 0, x % vocab_size)
+
+    found: tuple[Any, Any] = with_tensors(short, batch)
+    return found
+
+
+def sizes_of(batch: tuple[Any, Any], samples: int) -> list[tuple[Any, Any]]:
+    """Return the batches of all steps, with `samples` samples each, made of those of `batch`."""
+    have = samples_of(batch)
+    generator = torch.Generator().manual_seed(0)
+    found = []
+    for step in range(STEPS):
+        places = torch.arange(step * samples, (step + 1) * samples)
+        others = torch.randint(have, (samples,), generator=generator)
+        mix = partial(_mixed, places=places, others=others, have=have, generator=generator)
+        found.append(with_tensors(mix, batch))
+    return found
+
+
+def _mixed(x: Tensor, places: Tensor, others: Tensor, have: int, generator: torch.Generator) -> Tensor:
+    """Return the samples at `places`. Where there are no more samples, two are mixed into a new one."""
+    if not x.ndim:
+        return x
+    mine, other = x[places % have], x[others]
+    new = (places >= have).view(-1, *[1] * (x.ndim - 1)).expand_as(mine)
+    if x.is_floating_point() or x.is_complex():
+        return mine.where(~new, 0.7 * mine + 0.3 * other)
+    chosen = torch.rand(x.shape[1:], generator=generator).expand(mine.shape) < 0.5
+    return mine.where(~new | chosen, other)
+
+
+def _use_of(parallel: ParallelConfig, sizes: Mapping[str, int], copies: int) -> Use:
+    used = {
+        part: (dim := getattr(parallel, part)) is not None and sizes.get(dim, 1) > 1
+        for part in ("pipeline", "tensor", "context", "expert")
+    }
+    options = parallel.options
+    sequence = used["tensor"] and options.sequence_parallel
+    attention = options.attention if used["context"] else "ring"
+    return Use(**used, data=copies > 1, sequence_parallel=sequence, attention=attention)
+
+
+def _described(given: Any, module: nn.Module) -> list[object]:
+    """Return a description of a model, excluding its code."""
+    plain = (str, int, float, tuple, dict, type(None))
+    said = [(key, value) for key, value in getattr(given, "__dict__", {}).items() if isinstance(value, plain)]
+    numbers = [
+        (name, sorted((k, v) for k, v in vars(part).items() if isinstance(v, int | float | str)))
+        for name, part in module.named_modules()
+    ]
+    config: Any = getattr(module, "config", None)
+    return [said, repr(module), numbers, config.to_dict() if hasattr(config, "to_dict") else None]
+
+
+def _versions() -> list[str]:
+    return [f"{name} {version(name)}" for name in ("torch", "transformers") if find_spec(name) is not None]
+
+
+def _sources(given: Any, module: nn.Module, optimizer: object) -> list[tuple[str, str]]:
+    """Return the source files of the module's classes, of the functions of a specification or loss, of the optimizer and of
+    meshcomm, with their digests; and what the functions hold.
+    """
+    values = [
+        *getattr(given, "__dict__", {}).values(),
+        *(given if isinstance(given, tuple) else ()),
+        optimizer,
+    ]
+    functions = [getattr(each, "func", each) for each in values if callable(each)]
+    found: dict[str, str] = {}
+    for kind in {*map(type, module.modules()), *map(type, functions), *(each for each in functions)}:
+        with suppress(TypeError, OSError):
+            if (file := inspect.getsourcefile(kind)) is not None:
+                found[file] = ""
+    held = [(getattr(each, "__qualname__", ""), repr(_held(each))) for each in values if callable(each)]
+    found |= {str(path): "" for path in Path(__file__).parent.parent.rglob("*.py")}
+    return [
+        *held,
+        *((file, hashlib.sha256(Path(file).read_bytes()).hexdigest()) for file in sorted(found)),
+    ]
+
+
+def _held(function: Any) -> list[object]:
+    """Return the numbers and texts that a function, a partial or a callable object holds."""
+    cells = [each.cell_contents for each in getattr(function, "__closure__", None) or () if each is not None]
+    values = [
+        *cells,
+        *getattr(function, "args", ()),
+        *getattr(function, "keywords", {}).items(),
+        *getattr(function, "__dict__", {}).items(),
+        *(getattr(function, "__defaults__", None) or ()),
+    ]
+    return [each for each in values if isinstance(each, str | int | float | tuple)]

@@ -1,0 +1,92 @@
+"""Checks that an optimizer updates split parameters as it updates whole ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from meshcomm.errors import MeshcommError, UnsupportedOp
+
+_STEPS: Final = 2
+# Elementwise steps are equal to the bit. Norms and means are summed in another order.
+_ROOM: Final = 1e-6
+
+
+def check_split(
+    make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
+    groups_of: Callable[[nn.Module], list[dict[str, Any]]],
+    modules: nn.Module,
+) -> None:
+    """Compare two steps of an optimizer on small split parameters with those on whole ones, for each way in which the
+    parameters of `modules` are split.
+
+    Called by: every rank that has a part of these parameters.
+    Raises:    UnsupportedOp if the results differ, or if the optimizer fails on split parameters only.
+    """
+    kinds = {
+        (each.device_mesh, tuple(map(_plain, each.placements)), min(each.ndim, 2)): each
+        for each in modules.parameters()
+        if isinstance(each, DTensor) and each.requires_grad and each.ndim
+    }
+    with torch.random.fork_rng(), torch.enable_grad():
+        for (where, placements, axes), like in kinds.items():
+            shape = _shape(axes, where, placements)
+            draw = torch.Generator().manual_seed(0)
+            values = torch.randn(1 + _STEPS, *shape, generator=draw, dtype=torch.float32)
+            values = values.to(like.device, like.dtype)
+            expected = _stepped(make, groups_of, [*values])
+            given = [distribute_tensor(each, where, placements, src_data_rank=None) for each in values]
+            name = ""
+            try:
+                name, found = _stepped(make, groups_of, given)
+                off = float((found - expected[1]).abs().max())
+                why = f"an update of a {'matrix' if axes > 1 else 'vector'} is off by {off:.2g}"
+                if off <= _ROOM * float(expected[1].abs().max()):
+                    continue
+            except MeshcommError:
+                raise
+            except Exception as error:
+                why = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            raise UnsupportedOp(
+                f"{name or expected[0]} cannot update parameters that are split over ranks",
+                given=f"{why}, if it is split by {', '.join(map(str, placements))}",
+                expected="the update of the whole parameter, as by an optimizer that treats each element separately",
+                hint="parallel.data, with which every rank has whole parameters; or another optimizer, like AdamW",
+            )
+
+
+def _stepped(
+    make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
+    groups_of: Callable[[nn.Module], list[dict[str, Any]]],
+    values: Sequence[Tensor],
+) -> tuple[str, Tensor]:
+    """Return the optimizer's name and the whole parameter after steps with the gradients values[1:]."""
+    module = nn.Module()
+    module.weight = nn.Parameter(values[0].detach().clone())
+    optimizer = make(groups_of(module))
+    for gradient in values[1:]:
+        # Noise that an optimizer draws must not depend on how parameters are split.
+        torch.manual_seed(0)
+        module.weight.grad = gradient.detach().clone()
+        optimizer.step()
+    found = module.weight.detach()
+    return type(optimizer).__name__, found.full_tensor() if isinstance(found, DTensor) else found
+
+
+def _plain(placement: Any) -> Any:
+    """Return a placement that distribute_tensor accepts: FSDP and tensor parallelism together give strided ones."""
+    return Shard(placement.dim) if placement.is_shard() or hasattr(placement, "split_factor") else Replicate()
+
+
+def _shape(axes: int, where: Any, placements: tuple[Any, ...]) -> list[int]:
+    """Return a shape whose axes each rank has several elements of, and of which one has an uneven part."""
+    parts = [
+        prod(where.size(dim) for dim, each in enumerate(placements) if each == Shard(axis))
+        for axis in range(axes)
+    ]
+    return [2 * count + 1 if count > 1 else 5 for count in parts]

@@ -1,0 +1,1 @@
+"""Training programs in plain torch, for other kinds of models than language models. Nothing here imports meshcomm."""

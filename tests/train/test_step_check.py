@@ -1,0 +1,464 @@
+"""The check before training: what it finds if nothing else does, and what it leaves alone."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from meshcomm.config import ParallelConfig, TrainConfig
+from meshcomm.errors import MeshcommError
+from meshcomm.models import ModelSpec, spec_model, wrapped
+from meshcomm.models.spec_model import SpecModel
+from meshcomm.models.step_check import StepCheck
+from meshcomm.models.wrapped import WrappedModule
+from meshcomm.parallel import build, data, loss, optimizer
+from meshcomm.parallel.build import Sections
+from tests.models.own import Own, spec
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+def told(
+    given: nn.Module | ModelSpec,
+    batch: tuple[Any, Any],
+    dims: Mapping[str, int] = {"data": 2},
+    *,
+    own: Any = None,
+    make: Any = None,
+    micro: int = 2,
+    **settings: Any,
+) -> tuple[str, str]:
+    """The text of the error, and why a program was not compared."""
+    train = {"steps": 2, "global_batch_size": 8, "micro_batch_size": micro, "lr": 0.1, **settings}
+    known = TrainConfig(**train)
+    options = {key: value for key, value in settings.items() if key == "attention"}
+    parallel = ParallelConfig(**{role: role for role in dims}, **options)
+    if isinstance(given, ModelSpec):
+        seq_len = batch[0].shape[1] if batch[0].ndim > 1 else 1
+        model: Any = SpecModel(given if own is None else replace(given, loss=own), known, seq_len)
+    else:
+        model = WrappedModule(given, parallel, known, own)
+    check = StepCheck(model, Sections(parallel, None, None, known), dims, make)
+    try:
+        check.before_building()
+        check.before_first_step(*batch)
+    except MeshcommError as error:
+        return str(error), check.why
+    return "", check.why
+
+
+def rows(seed: int = 0, width: int = 4) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(8, width, generator=generator), torch.randn(8, 3, generator=generator)
+
+
+def tokens(seed: int = 0) -> tuple[Tensor, Tensor]:
+    drawn = torch.randint(256, (8, 17), generator=torch.Generator().manual_seed(seed))
+    return drawn[:, :-1], drawn[:, 1:]
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 6), nn.GELU(), nn.Linear(6, 3))
+
+
+def of_tokens(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+# -- what is right, and stays untouched -----------------------------------------------------------------
+
+
+def in_a_dictionary(outputs: Tensor, targets: Tensor) -> dict[str, Any]:
+    squares = (outputs - targets).square() * (targets > 0)
+    return {"loss": (squares.sum(), (targets > 0).sum()), "largest": outputs.square().mean()}
+
+
+def in_float32(logits: Tensor, targets: Tensor) -> Tensor:
+    """As many programs do under autocast."""
+    return of_tokens(logits.float(), targets)
+
+
+class TwoInputs(nn.Module):
+    """Of a dictionary of inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.users, self.items = nn.Embedding(9, 5), nn.Linear(4, 5)
+
+    def forward(self, user: Tensor, item: Tensor) -> dict[str, Tensor]:
+        """(samples,), (samples, 4) -> scores (samples,)."""
+        return {"score": (self.users(user) * self.items(item)).sum(-1)}
+
+
+def two_inputs() -> tuple[Any, Any]:
+    x, _ = rows()
+    return {"user": torch.arange(8) % 9, "item": x}, {"score": x.sum(1)}
+
+
+def of_scores(outputs: Any, targets: Any) -> Tensor:
+    return F.mse_loss(outputs["score"], targets["score"])
+
+
+RIGHT: dict[str, tuple[Any, ...]] = {
+    "a mean": (mlp, rows, {"data": 2}, {"own": F.mse_loss}),
+    "sums and terms": (mlp, rows, {"data": 2}, {"own": in_a_dictionary}),
+    "dropout": (lambda: nn.Sequential(mlp(), nn.Dropout(0.5)), rows, {"data": 2}, {"own": F.mse_loss}),
+    "batch norm": (
+        lambda: nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)),
+        rows,
+        {"data": 2},
+        {"own": F.mse_loss},
+    ),
+    "a dictionary of inputs": (TwoInputs, two_inputs, {"data": 2}, {"own": of_scores}),
+    "float32 in the loss, tensor": (spec, tokens, {"tensor": 2}, {"own": in_float32}),
+    "adam, context": (spec, tokens, {"context": 2}, {"own": of_tokens, "optimizer": "adam"}),
+    "clipping, pipeline": (spec, tokens, {"pipeline": 2}, {"own": of_tokens, "clip_norm": 0.1}),
+    "groups and frozen, pipeline": (
+        spec,
+        tokens,
+        {"pipeline": 2},
+        {"own": of_tokens, "groups": {"blocks.0*": {"lr": 0.5}}, "frozen": ["tokens*"]},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", RIGHT)
+def test_right_programs_pass(case: str) -> None:
+    make, batch, dims, more = RIGHT[case]
+    torch.manual_seed(0)
+    assert told(make(), batch(), dims, **more) == ("", "")
+
+
+# -- what is wrong, with the code that would find it earlier taken back -----------------------------------
+
+
+def a_mean_of_means(outputs: Tensor, targets: Tensor) -> Tensor:
+    kept = targets > 0
+    found: Tensor = ((outputs - targets).square() * kept).sum() / kept.sum()
+    return found
+
+
+def between_samples(outputs: Tensor, targets: Tensor) -> Tensor:
+    """A contrastive loss within each microbatch."""
+    scores = F.normalize(outputs, dim=-1) @ F.normalize(targets, dim=-1).T
+    return F.cross_entropy(scores, torch.arange(len(outputs)))
+
+
+def z_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    return of_tokens(logits, targets) + 0.1 * logits.logsumexp(-1).square().mean()
+
+
+class Scaled(nn.Module):
+    """A loss that would learn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return F.mse_loss(outputs * self.scale, targets)
+
+
+class Ids(nn.Module):
+    """Logits of a class from ids, of which one occurs often."""
+
+    def __init__(self, **more: Any) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(8, 4, **more), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.head(self.embed(x).mean(1))
+        return y
+
+
+def ids() -> tuple[Tensor, Tensor]:
+    drawn = torch.randint(8, (8, 5), generator=torch.Generator().manual_seed(0))
+    return drawn.where(drawn > 3, 1), torch.arange(8) % 3
+
+
+class Moving(nn.Module):
+    """Subtracts a moving mean of its inputs."""
+
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 3)
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.head(x - self.mean)
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        return y
+
+
+class MovingWeight(nn.Module):
+    """The same, with a parameter that needs no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.mean = nn.Linear(4, 3), nn.Parameter(torch.zeros(4), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.head(x - self.mean)
+        with torch.no_grad():
+            self.mean.mul_(0.9).add_(0.1 * x.mean(0))
+        return y
+
+
+class Features(nn.Module):
+    """With random features."""
+
+    table: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.randn(4, 6))
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.head(torch.cos(x @ self.table))
+        return y
+
+
+class Noise(nn.Module):
+    """Of tokens, with noise within a part that tensor parallelism splits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.up = nn.Embedding(256, 8), nn.Linear(8, 16)
+        self.down, self.logits = nn.Linear(16, 8), nn.Linear(8, 256)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.up(self.tokens(x))
+        z: Tensor = self.logits(self.down(y + torch.randn_like(y)))
+        return z
+
+
+class Twice(nn.Module):
+    """One block that is in the list of blocks twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        block = nn.Linear(8, 8)
+        self.tokens, self.blocks = nn.Embedding(256, 8), nn.ModuleList([block, block])
+        self.logits = nn.Linear(8, 256)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.tokens(x)
+        for block in self.blocks:
+            y = y + torch.tanh(block(y))
+        z: Tensor = self.logits(y)
+        return z
+
+
+class OnlyMatrices(torch.optim.SGD):
+    """Forgets the vectors."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for each in group["params"]:
+                if each.ndim > 1:
+                    each.data.add_(each.grad, alpha=-0.1)
+
+
+class Normed(torch.optim.SGD):
+    """Divides each gradient by its norm, as LARS does: a function of the whole matrix."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for each in group["params"]:
+                each.data.add_(each.grad / each.grad.norm(), alpha=-0.1)
+
+
+def _twice() -> ModelSpec:
+    return ModelSpec(
+        module=Twice, layers="blocks", hidden_size=8, vocab_size=256, first=("tokens",), last=("logits",)
+    )
+
+
+def _noisy() -> ModelSpec:
+    return ModelSpec(module=Noise, vocab_size=256, split={"up": "column", "down": "row"})
+
+
+def _not_split_right() -> ModelSpec:
+    plan = {**spec().split}
+    plan.pop("blocks.*.down", None)
+    return replace(spec(), split=plan)
+
+
+def _no_train_mode(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(nn.Module, "train", lambda self, mode=True: self)
+
+
+def _nothing(*given: Any, **named: Any) -> None:
+    return None
+
+
+# what: given, batch, dims, arguments, what is taken back, words of the refusal.
+WRONG: dict[str, tuple[Any, ...]] = {
+    "own loss, mean of means": (mlp, rows, {"data": 2}, {"own": a_mean_of_means}, None, "(sum, count)"),
+    "own loss, one rank": (mlp, rows, {}, {"own": a_mean_of_means}, None, "(sum, count)"),
+    "own loss, between samples": (mlp, rows, {"data": 2}, {"own": between_samples}, None, "divided"),
+    "own loss, slices of logits": (
+        spec,
+        tokens,
+        {"tensor": 2},
+        {"own": z_loss},
+        lambda patch: patch.setattr(loss.StepLoss, "_whole", lambda self, outputs: outputs),
+        "the loss of step 1",
+    ),
+    "own loss, once per context rank": (
+        spec,
+        tokens,
+        {"context": 2},
+        {"own": of_tokens},
+        lambda patch: patch.setattr(loss.StepLoss, "finish", _each_for_itself),
+        "parallel.context",
+    ),
+    "own loss that learns": (
+        mlp,
+        rows,
+        {"data": 2},
+        {"own": Scaled()},
+        lambda patch: patch.setattr(wrapped, "check_loss", _nothing),
+        "loss.scale",
+    ),
+    "max_norm": (
+        lambda: Ids(max_norm=0.5),
+        ids,
+        {"data": 2},
+        {},
+        lambda patch: (
+            patch.setattr(build.LocalModel, "_check_parts", _nothing),
+            patch.setattr(build.LocalModel, "_divided", False),
+        ),
+        "embed.weight",
+    ),
+    "scale_grad_by_freq": (
+        lambda: Ids(scale_grad_by_freq=True),
+        ids,
+        {"data": 2},
+        {},
+        lambda patch: patch.setattr(build.LocalModel, "_check_parts", _nothing),
+        "divided among microbatches and ranks",
+    ),
+    "a moving buffer": (Moving, rows, {"data": 2}, {"own": F.mse_loss}, None, "mean"),
+    "a parameter that forward changes": (
+        MovingWeight,
+        rows,
+        {"data": 2},
+        {"own": F.mse_loss},
+        lambda patch: patch.setattr(build.LocalModel, "_divided", False),
+        "step 2",
+    ),
+    "random buffers": (
+        lambda: ModelSpec(module=Features),
+        rows,
+        {"data": 2},
+        {"own": F.mse_loss},
+        lambda patch: patch.setattr(spec_model, "unfilled", lambda spec, seed, family: spec.module()),
+        "parallel.data",
+    ),
+    "batch norms of each rank": (
+        lambda: nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)),
+        rows,
+        {"data": 2},
+        {"own": F.mse_loss},
+        lambda patch: patch.setattr(wrapped, "synchronise", _nothing),
+        "the loss of step 1",
+    ),
+    "eval mode": (
+        lambda: nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)).eval(),
+        rows,
+        {"data": 2},
+        {"own": F.mse_loss},
+        lambda patch: patch.setattr(build.nn.ModuleList, "__iter__", _iter_without_train),
+        "the loss of step 1",
+    ),
+    "noise in split activations": (_noisy, tokens, {"tensor": 2}, {"own": of_tokens}, None, "random numbers"),
+    "repeated blocks": (
+        _twice,
+        tokens,
+        {"pipeline": 2},
+        {"own": of_tokens},
+        lambda patch: patch.setattr(SpecModel, "_repeated", 0, raising=False),
+        "parallel.pipeline",
+    ),
+    "a plan with a layer missing": (_not_split_right, tokens, {"tensor": 2}, {}, None, "parallel.tensor"),
+    "parameters that nobody trains": (
+        mlp,
+        rows,
+        {"data": 2},
+        {"own": F.mse_loss, "make": lambda groups: OnlyMatrices(groups, lr=0.1)},
+        None,
+        "0.bias, 2.bias",
+    ),
+    "parameters in no group": (
+        mlp,
+        rows,
+        {"data": 2},
+        {"own": F.mse_loss, "make": lambda groups: torch.optim.SGD(groups[:1], lr=0.1)},
+        lambda patch: patch.setattr(optimizer, "_check_held", _nothing),
+        "0.bias, 2.bias",
+    ),
+    "an optimizer of whole matrices": (
+        spec,
+        tokens,
+        {"tensor": 2},
+        {"own": of_tokens, "make": lambda groups: Normed(groups, lr=0.1)},
+        None,
+        "after 2 steps",
+    ),
+    "gradients that are added and not averaged": (
+        mlp,
+        rows,
+        {"data": 2},
+        {"own": F.mse_loss},
+        lambda patch: patch.setattr(loss.StepLoss, "start", _start_without_ranks),
+        "gradient norm of step 1",
+    ),
+}
+
+
+def _each_for_itself(self: Any, found: Any) -> Any:
+    step = _FINISH(self, found)
+    return step._replace(factor=step.factor * self._splits.context.size)
+
+
+def _start_without_ranks(self: Any, targets: Any) -> None:
+    _START(self, targets)
+    self._pieces = self._pieces // 2 or 1
+    _START(self, targets)
+    self._pieces *= 2
+
+
+def _iter_without_train(self: Any) -> Any:
+    for each in self._modules.values():
+        each.training = True
+        yield each
+
+
+_FINISH, _START = loss.StepLoss.finish, loss.StepLoss.start
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_programs_are_refused(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    make, batch, dims, more, taken_back, words = WRONG[case]
+    torch.manual_seed(0)
+    given = make()
+    if taken_back is not None:
+        taken_back(monkeypatch)
+    error, why = told(given, batch(), dims, **more)
+    assert words in error, (error, why)
