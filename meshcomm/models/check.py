@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Final, final
 
 import torch
@@ -30,6 +29,8 @@ from meshcomm.parallel.loss import IGNORED, logits_of
 
 # Tolerance, relative to the largest output or the largest element of a gradient.
 _ROOM: Final = 1e-9
+# The same for weights and buffers after the last step.
+_AFTER_ROOM: Final = 1e-7
 # The same for a program that casts to shorter dtypes.
 _NARROW_ROOM: Final = 1e-4
 # Gradients smaller than this fraction of the largest gradient have relative rounding errors above _ROOM.
@@ -136,12 +137,13 @@ def check_model(
         return
     spec = spec if family else replace(spec, loss=None)
     small = small_of(spec, family=family)
-    sizes = Sizes(layers=small.model(config_for(Use(), Sizes(), _PLAIN)).num_layers)
-    check_steps(small, use, sizes, _PLAIN, name, said_later=said_later)
+    model = small.model(config_for(Use(), Sizes(), PLAIN))
+    sizes = Sizes(layers=model.num_layers)
+    check_steps(small, use, sizes, PLAIN, name, said_later=said_later)
 
 
 # Plain steps: every gradient has an effect in proportion to its size.
-_PLAIN: Final[Mapping[str, Any]] = {"optimizer": "sgd", "lr": 0.1, "weight_decay": 0.0}
+PLAIN: Final[Mapping[str, Any]] = {"optimizer": "sgd", "lr": 0.1, "weight_decay": 0.0}
 
 
 def small_of(
@@ -223,23 +225,10 @@ def check_steps(
     train: settings of [train]. Without a kind of parallelism, only the division into microbatches is compared.
     Returns why the program is not compared, or "". Raises the errors of `check_model`.
     """
-    kinds = use.kinds or {"train.micro_batch_size": Use()}
-    # A family's own loss may be a function of all samples of a microbatch, as the auxiliary loss of routers is.
-    coupled = small.family and small.loss is not None
-    found: dict[tuple[int, bool], Outcome] = {}
-    # A pipeline's stages are run in turn, under other names.
-    unnamed = {key: value for key, value in train.items() if key not in ("groups", "frozen")}
-
-    def alone(pieces: int, pipeline: bool = False) -> Outcome:
-        key = (pieces, pipeline and unnamed != train)
-        if key not in found:
-            settings = {**unnamed, "frozen": train.get("frozen", ())} if pipeline else train
-            found[key] = plain(small, config_for(Use(), sizes, settings), pieces=pieces)
-        return found[key]
-
+    plainly = _Plain(small, sizes, train)
     try:
-        alone(1)
-        noisy = plain(small, config_for(Use(), sizes, train), silent=False).draws
+        alone = plainly.run()
+        noisy = plainly.run(silent=False).draws
     except (Communicates, MeshClosed):
         return "the model or the loss communicates"
     except MeshcommError:
@@ -249,64 +238,96 @@ def check_steps(
         return (
             f"a small copy does not run on one process: {type(error).__name__}: {words[0] if words else ''}"
         )
-    _check_all_learn(name, alone(1), train)
+    _check_all_learn(name, alone, train)
+    try:
+        for setting, each in (use.kinds or {"train.micro_batch_size": Use()}).items():
+            if not each.pipeline or sizes.layers > 1:
+                _check_kind(plainly, each, name, setting, noisy)
+    except UnsupportedOp as error:
+        if said_later and error.__cause__ is not None:
+            return error.what
+        raise
     # Noise other than dropout: one process draws it for the whole batch at once, which no mesh can do.
-    compares = not alone(1).draws
-    drawn: dict[int, Outcome] = {}
-
-    def one_rank(pieces: int) -> Outcome:
-        if pieces not in drawn:
-            same = replace(sizes, microbatches=pieces)
-            drawn[pieces] = on_a_mesh(small, config_for(Use(), same, train), silent=False)[0]
-        return drawn[pieces]
-
-    for setting, each in kinds.items():
-        if each.pipeline and sizes.layers < 2:
-            continue
-        config = config_for(each, sizes, unnamed if each.pipeline else train)
-        pieces = sizes.samples // config.train.micro_batch_size if config.train is not None else 1
-        run = partial(on_a_mesh, small, config, cut=train.get("frozen", ()) if each.pipeline else None)
-        # Ranks along context have other tokens, and draw other random numbers for them. The statistics of batch norms cover
-        # all ranks.
-        draws = noisy and not each.context and not (each.data and sizes.norms)
-        try:
-            ranks = run() if compares else []
-            louder = run(silent=False) if draws else []
-        except Exception as error:
-            cause = _cause(error)
-            if isinstance(cause, UnsupportedOp) and said_later:
-                return cause.what
-            if isinstance(cause, MeshcommError):
-                raise cause from error
-            raise UnsupportedOp(
-                f"{name} cannot be trained with {setting}",
-                given=f"a small model fails with {type(cause).__name__}: {cause}",
-                expected="a model that computes the same results when it is split",
-                hint=f"remove {setting}, or use your own ModelSpec",
-            ) from error
-        expected = alone(pieces if coupled else 1, each.pipeline)
-        for outcome in ranks:
-            difference = _difference(outcome, expected)
-            if not difference:
-                continue
-            again = alone(pieces, each.pipeline)
-            raise _differs(name, setting, difference, bool(_difference(outcome, again)))
-        for outcome in louder:
-            if difference := _difference(outcome, one_rank(pieces)):
-                raise _noise_differs(name, setting, difference)
-        if (
-            louder
-            and ranks
-            and not _difference(louder[0], ranks[0])
-            and noisy_differs(small, sizes, train, alone(1))
-        ):
-            raise _noise_differs(name, setting, "random numbers have no effect, as in eval mode")
-    return "" if compares else "the model or the loss draws random numbers other than dropout"
+    return "the model or the loss draws random numbers other than dropout" if alone.draws else ""
 
 
-def noisy_differs(small: Small, sizes: Sizes, train: Mapping[str, Any], silent: Outcome) -> bool:
-    """Return whether dropout changes what the program computes on one process."""
-    return bool(_difference(plain(small, config_for(Use(), sizes, train), silent=False), silent))
+@final
+class _Plain:
+    """The plain program of a small program, with its outcomes."""
+
+    def __init__(self, small: Small, sizes: Sizes, train: Mapping[str, Any]) -> None:
+        self.small, self.sizes, self.train = small, sizes, train
+        self._found: dict[Any, Outcome] = {}
+
+    def of(self, use: Use) -> _Plain:
+        """Return the program that is compared for a kind of parallelism."""
+        train = self.train
+        if use.pipeline and "groups" in train:
+            # The stages are run in turn, under other names.
+            return _Plain(
+                self.small, self.sizes, {key: each for key, each in train.items() if key != "groups"}
+            )
+        if (use.tensor or use.expert) and self.small.optimizer is not None:
+            # Ranks have parts of the parameters, for which `split_update` checks an optimizer.
+            return _Plain(self.small._replace(optimizer=None), self.sizes, {**train, **PLAIN})
+        return self
+
+    def run(self, pieces: int = 1, silent: bool = True) -> Outcome:
+        """Return what one process computes. Arguments: see `plain`."""
+        if (pieces, silent) not in self._found:
+            config = config_for(Use(), self.sizes, self.train)
+            self._found[pieces, silent] = plain(self.small, config, silent=silent, pieces=pieces)
+        return self._found[pieces, silent]
+
+    def on_one_rank(self, pieces: int) -> Outcome:
+        """Return what an Engine computes on one rank, with dropout."""
+        if pieces not in self._found:
+            config = config_for(Use(), replace(self.sizes, microbatches=pieces), self.train)
+            self._found[pieces] = on_a_mesh(self.small, config, silent=False)[0]
+        return self._found[pieces]
+
+    def on_two_ranks(self, use: Use, silent: bool) -> list[Outcome]:
+        """Return what an Engine computes on each of two ranks."""
+        if not use.pipeline:
+            return on_a_mesh(self.small, config_for(use, self.sizes, self.train), silent=silent)
+        settings = {key: each for key, each in self.train.items() if key != "frozen"}
+        config = config_for(use, self.sizes, settings)
+        return on_a_mesh(self.small, config, silent=silent, cut=self.train.get("frozen", ()))
+
+
+def _check_kind(plainly: _Plain, use: Use, name: str, setting: str, noisy: bool) -> None:
+    """Compare one kind of parallelism. noisy: whether the program draws random numbers."""
+    plainly = plainly.of(use)
+    small, sizes = plainly.small, plainly.sizes
+    alone = plainly.run()
+    # Ranks along context have other tokens, and draw other random numbers for them. The statistics of batch norms cover all
+    # ranks.
+    draws = noisy and not use.context and not (use.data and sizes.norms)
+    try:
+        ranks = [] if alone.draws else plainly.on_two_ranks(use, True)
+        louder = plainly.on_two_ranks(use, False) if draws else []
+    except Exception as error:
+        cause = _cause(error)
+        if isinstance(cause, MeshcommError):
+            raise cause from error
+        raise UnsupportedOp(
+            f"{name} cannot be trained with {setting}",
+            given=f"a small model fails with {type(cause).__name__}: {cause}",
+            expected="a model that computes the same results when it is split",
+            hint=f"remove {setting}, or use your own ModelSpec",
+        ) from error
+    pieces = sizes.microbatches * (2 if use.data or use.expert else 1)
+    # A family's own loss may be a function of all samples of a microbatch, as the auxiliary loss of routers is.
+    coupled = small.family and small.loss is not None
+    for outcome in ranks:
+        if difference := _difference(outcome, plainly.run(pieces if coupled else 1)):
+            raise _differs(name, setting, difference, bool(_difference(outcome, plainly.run(pieces))))
+    for outcome in louder:
+        if difference := _difference(outcome, plainly.on_one_rank(pieces)):
+            raise _noise_differs(name, setting, difference)
+    matters = bool(louder and ranks) and bool(_difference(plainly.run(silent=False), alone))
+    if matters and not _difference(louder[0], ranks[0]):
+        raise _noise_differs(name, setting, "random numbers have no effect, as in eval mode")
 
 
 def _check_all_learn(name: str, outcome: Outcome, train: Mapping[str, Any]) -> None:
@@ -331,7 +352,13 @@ def _difference(ours: Outcome, theirs: Outcome) -> str:
     for name in theirs.results:
         mine, other = ours.results[name], theirs.results[name]
         if not abs(mine - other) <= room * max(1.0, abs(other)) and mine == mine:
-            return f"the {name} is {mine:.6g}, but {other:.6g} in the unsplit model"
+            moved = [
+                key
+                for key in theirs.buffers
+                if key in ours.after and _off("", ours.after[key], theirs.after[key], room)
+            ]
+            also = f"; the buffer {listed(moved)} differs after {STEPS} steps" if moved else ""
+            return f"the {name} is {mine:.6g}, but {other:.6g} in the unsplit model{also}"
     most = max((float(each.abs().max()) for each in theirs.gradients.values() if each.numel()), default=0.0)
     for name, value in ours.gradients.items():
         if name not in theirs.gradients:
@@ -339,11 +366,12 @@ def _difference(ours: Outcome, theirs: Outcome) -> str:
                 return f"{name} has a gradient, but none in the unsplit model"
         elif text := _off(f"the gradient of {name}", value, theirs.gradients[name], room, most):
             return text
+    # An optimizer that divides by the gradient turns rounding errors of a tiny one into an update.
+    room = max(room, _AFTER_ROOM)
     for name, value in ours.after.items():
         if name in theirs.after and (
             text := _off(f"{name} after {STEPS} steps", value, theirs.after[name], room)
         ):
-            # An optimizer that divides by the gradient turns rounding errors of a tiny one into an update.
             gradient = theirs.gradients.get(name)
             if gradient is not None and gradient.shape == value.shape:
                 counts = (gradient == 0) | (gradient.abs() > (1e-3 if theirs.narrow else _SMALL) * most)

@@ -43,6 +43,7 @@ class Outcome:
     """What the steps computed. In `results`, the losses, further terms and gradient norms, by name and step. gradients: of the
     first step, after clipping. after: weights and buffers after the last step. draws: whether random numbers were drawn.
     narrow: whether the module or the loss casts float64 to a shorter dtype. unchanged: the parameters that kept their values.
+    buffers: the names of the buffers.
     """
 
     results: dict[str, float] = field(default_factory=dict)
@@ -51,6 +52,7 @@ class Outcome:
     draws: bool = False
     narrow: bool = False
     unchanged: list[str] = field(default_factory=list)
+    buffers: list[str] = field(default_factory=list)
 
 
 class Small(NamedTuple):
@@ -173,10 +175,13 @@ def plain(small: Small, config: Config, *, silent: bool = True, pieces: int = 1)
             outcome.draws = outcome.draws or not torch.equal(before, torch.get_rng_state())
             optimizer.step()
     outcome.narrow = alone.narrow
+    outcome.buffers = [name for name, _ in module.named_buffers()]
     outcome.unchanged = [
         name
         for name, each in named.items()
-        if name in outcome.gradients and bool(outcome.gradients[name].any()) and torch.equal(each, first[name])
+        if name in outcome.gradients
+        and bool(outcome.gradients[name].any())
+        and torch.equal(each, first[name])
     ]
     if isinstance(loss_of, nn.Module):
         own = {id(each) for each in named.values()}

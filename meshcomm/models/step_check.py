@@ -123,7 +123,10 @@ class StepCheck:
         self._done = True
         spec = replace(spec, weights=None)
         batches = tokens_of(spec.vocab_size)
-        sizes = self._sizes_for(batches[0][0], batch_norms(module), model.num_layers)
+        sizes = Sizes(layers=model.num_layers, norms=bool(batch_norms(module)))
+        if sizes.norms:
+            # A batch norm averages over a microbatch.
+            sizes = replace(sizes, microbatches=1)
 
         def check() -> str:
             if alone:
@@ -202,7 +205,7 @@ class StepCheck:
 
     def _sizes_for(self, first: Tensor, norms: object, layers: int) -> Sizes:
         """Return the sizes of the small program. A batch norm averages over a microbatch, so there is one per step."""
-        microbatches = 1 if norms else 2 if self._model.vocab_size else min(2, self._microbatches())
+        microbatches = 1 if norms else min(2, self._microbatches())
         samples = 2 * microbatches * min(2, self._train.micro_batch_size)
         return Sizes(samples, first.shape[1] if first.ndim > 1 else 1, microbatches, layers, bool(norms))
 

@@ -142,7 +142,9 @@ class GradientNorm:
     @torch.no_grad()
     def scale_(self, max_norm: float, norm: Tensor) -> None:
         """Scale all gradients in place as `clip_` does, for a known norm. Does not communicate."""
-        self.multiply_(torch.where(norm.isfinite(), (max_norm / norm).clamp(max=1.0), 1.0))
+        # torch.nn.utils.clip_grad_norm_ adds the same 1e-6.
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        self.multiply_(torch.where(norm.isfinite(), factor, 1.0))
 
     @torch.no_grad()
     def multiply_(self, factor: Tensor) -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,9 +18,9 @@ from meshcomm.models import ModelSpec, spec_model, wrapped
 from meshcomm.models.spec_model import SpecModel
 from meshcomm.models.step_check import StepCheck
 from meshcomm.models.wrapped import WrappedModule
-from meshcomm.parallel import build, data, loss, optimizer
+from meshcomm.parallel import build, loss, norm, optimizer
 from meshcomm.parallel.build import Sections
-from tests.models.own import Own, spec
+from tests.models.own import spec
 
 
 @pytest.fixture(autouse=True)
@@ -175,7 +174,7 @@ class Ids(nn.Module):
 
     def __init__(self, **more: Any) -> None:
         super().__init__()
-        self.embed, self.head = nn.Embedding(8, 4, **more), nn.Linear(4, 3)
+        self.embed, self.head = nn.Embedding(64, 4, **more), nn.Linear(4, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.head(self.embed(x).mean(1))
@@ -183,8 +182,8 @@ class Ids(nn.Module):
 
 
 def ids() -> tuple[Tensor, Tensor]:
-    drawn = torch.randint(8, (8, 5), generator=torch.Generator().manual_seed(0))
-    return drawn.where(drawn > 3, 1), torch.arange(8) % 3
+    drawn = torch.randint(64, (8, 5), generator=torch.Generator().manual_seed(0))
+    return drawn.where(drawn > 20, 1), torch.arange(8) % 3
 
 
 class Moving(nn.Module):
@@ -273,15 +272,6 @@ class OnlyMatrices(torch.optim.SGD):
                     each.data.add_(each.grad, alpha=-0.1)
 
 
-class Normed(torch.optim.SGD):
-    """Divides each gradient by its norm, as LARS does: a function of the whole matrix."""
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for each in group["params"]:
-                each.data.add_(each.grad / each.grad.norm(), alpha=-0.1)
-
-
 def _twice() -> ModelSpec:
     return ModelSpec(
         module=Twice, layers="blocks", hidden_size=8, vocab_size=256, first=("tokens",), last=("logits",)
@@ -292,14 +282,22 @@ def _noisy() -> ModelSpec:
     return ModelSpec(module=Noise, vocab_size=256, split={"up": "column", "down": "row"})
 
 
-def _not_split_right() -> ModelSpec:
-    plan = {**spec().split}
-    plan.pop("blocks.*.down", None)
-    return replace(spec(), split=plan)
+class Gated(nn.Module):
+    """With a weight of two parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.up = nn.Embedding(256, 8), nn.Linear(8, 32)
+        self.down, self.logits = nn.Linear(16, 8), nn.Linear(8, 256)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.up(self.tokens(x)).chunk(2, -1)
+        y: Tensor = self.logits(self.down(F.silu(gate) * up))
+        return y
 
 
-def _no_train_mode(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(nn.Module, "train", lambda self, mode=True: self)
+def _gated() -> ModelSpec:
+    return ModelSpec(module=Gated, vocab_size=256, split={"up": "column", "down": "row"})
 
 
 def _nothing(*given: Any, **named: Any) -> None:
@@ -317,7 +315,7 @@ WRONG: dict[str, tuple[Any, ...]] = {
         {"tensor": 2},
         {"own": z_loss},
         lambda patch: patch.setattr(loss.StepLoss, "_whole", lambda self, outputs: outputs),
-        "the loss of step 1",
+        "parallel.tensor",
     ),
     "own loss, once per context rank": (
         spec,
@@ -344,7 +342,7 @@ WRONG: dict[str, tuple[Any, ...]] = {
             patch.setattr(build.LocalModel, "_check_parts", _nothing),
             patch.setattr(build.LocalModel, "_divided", False),
         ),
-        "embed.weight",
+        "parallel.data",
     ),
     "scale_grad_by_freq": (
         lambda: Ids(scale_grad_by_freq=True),
@@ -361,7 +359,7 @@ WRONG: dict[str, tuple[Any, ...]] = {
         {"data": 2},
         {"own": F.mse_loss},
         lambda patch: patch.setattr(build.LocalModel, "_divided", False),
-        "step 2",
+        "parallel.data",
     ),
     "random buffers": (
         lambda: ModelSpec(module=Features),
@@ -396,7 +394,7 @@ WRONG: dict[str, tuple[Any, ...]] = {
         lambda patch: patch.setattr(SpecModel, "_repeated", 0, raising=False),
         "parallel.pipeline",
     ),
-    "a plan with a layer missing": (_not_split_right, tokens, {"tensor": 2}, {}, None, "parallel.tensor"),
+    "a plan that cuts a weight wrongly": (_gated, tokens, {"tensor": 2}, {}, None, "parallel.tensor"),
     "parameters that nobody trains": (
         mlp,
         rows,
@@ -413,20 +411,12 @@ WRONG: dict[str, tuple[Any, ...]] = {
         lambda patch: patch.setattr(optimizer, "_check_held", _nothing),
         "0.bias, 2.bias",
     ),
-    "an optimizer of whole matrices": (
-        spec,
-        tokens,
-        {"tensor": 2},
-        {"own": of_tokens, "make": lambda groups: Normed(groups, lr=0.1)},
-        None,
-        "after 2 steps",
-    ),
-    "gradients that are added and not averaged": (
+    "the norm of one rank": (
         mlp,
         rows,
         {"data": 2},
         {"own": F.mse_loss},
-        lambda patch: patch.setattr(loss.StepLoss, "start", _start_without_ranks),
+        lambda patch: patch.setattr(norm.GradientNorm, "norm", _half_of_the_norm),
         "gradient norm of step 1",
     ),
 }
@@ -437,11 +427,9 @@ def _each_for_itself(self: Any, found: Any) -> Any:
     return step._replace(factor=step.factor * self._splits.context.size)
 
 
-def _start_without_ranks(self: Any, targets: Any) -> None:
-    _START(self, targets)
-    self._pieces = self._pieces // 2 or 1
-    _START(self, targets)
-    self._pieces *= 2
+def _half_of_the_norm(self: Any) -> Tensor:
+    found: Tensor = _NORM(self) / 2
+    return found
 
 
 def _iter_without_train(self: Any) -> Any:
@@ -450,7 +438,7 @@ def _iter_without_train(self: Any) -> Any:
         yield each
 
 
-_FINISH, _START = loss.StepLoss.finish, loss.StepLoss.start
+_FINISH, _NORM = loss.StepLoss.finish, norm.GradientNorm.norm
 
 
 @pytest.mark.parametrize("case", WRONG)
