@@ -144,8 +144,10 @@ class StepLoss:
         if self._own is None:
             logits = logits_of(outputs)
             split = self._splits.tensor
+            # A plan may leave the head whole.
+            divided = self._divided and logits.shape[-1] == self._logits
             loss = cross_entropy(
-                split if self._divided else TensorSplit(split.mesh, None, split.dtype),
+                split if divided else TensorSplit(split.mesh, None, split.dtype),
                 logits,
                 targets,
                 reduction="sum",

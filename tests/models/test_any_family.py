@@ -22,12 +22,14 @@ from meshcomm.config import Config, ParallelConfig, TrainConfig
 from meshcomm.errors import ShapeError, TrainingError, UnsupportedOp
 from meshcomm.mesh import Mesh
 from meshcomm.models import ModelSpec, StageContext
-from meshcomm.models.check import Use, check_model, check_once
+from meshcomm.models.check import Use, check_model
 from meshcomm.models.families import spec_of
 from meshcomm.models.hf import Whole
 from meshcomm.models.spec_model import SpecModel
+from meshcomm.models.step_check import StepCheck
 from meshcomm.models.tiny import tiny
 from meshcomm.parallel import TensorSplit
+from meshcomm.parallel.build import Sections
 from meshcomm.parallel.expert import spread_experts
 from meshcomm.testing import Pool
 from meshcomm.train import Trainer, save_pretrained
@@ -186,7 +188,7 @@ def test_a_multiplier_on_each_stage_is_refused() -> None:
     spec = replace(own.spec(), module=Multiplied, forward=forward)
     found = _refused(spec, USES["pipeline"])
     assert (
-        "the model computes different results with parallel.pipeline" in found and "outputs off by" in found
+        "the model computes different results with parallel.pipeline" in found and "the loss of step 1 is" in found
     )
     check_model(replace(spec, forward=None), USES["pipeline"])
 
@@ -215,9 +217,7 @@ def test_a_model_of_tokens_is_compared_or_refused() -> None:
     with pytest.raises(UnsupportedOp, match="its ModelSpec has no vocab_size"):
         check_model(ModelSpec(module=Gated, split=split), USES["tensor"])
     with pytest.raises(UnsupportedOp, match="Gated cannot be compared"):
-        check_once(
-            SpecModel(ModelSpec(module=Gated, split=split), train, 16), ParallelConfig(tensor="tp"), {"tp": 2}
-        )
+        _checked(SpecModel(ModelSpec(module=Gated, split=split), train, 16), ParallelConfig(tensor="tp"), 2)
     # Its inputs may be anything.
     check_model(ModelSpec(module=Gated, split=split, loss=nn.functional.mse_loss), USES["tensor"])
 
@@ -371,22 +371,31 @@ def test_weights_that_went_through_a_mesh_are_the_same_bits(pool: Pool, tmp_path
 # -- once --------------------------------------------------------------------------------------------
 
 
+def _checked(model: SpecModel, parallel: ParallelConfig, ranks: int) -> None:
+    train = TrainConfig(steps=1, global_batch_size=1, micro_batch_size=1)
+    sizes = dict.fromkeys(parallel.parts.values(), ranks)
+    StepCheck(model, Sections(parallel, None, None, train), sizes, None).before_building()
+
+
 @pytest.mark.parametrize("name", ["llama", "granite"])
 def test_what_is_once_checked_is_noted(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from meshcomm.models import check
+    from meshcomm.models import step_check
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     calls: list[str] = []
-    monkeypatch.setattr(check, "check_model", lambda spec, use, **named: calls.append(named["name"]))
+
+    def counted(small: Any, use: Any, sizes: Any, train: Any, name: str, **more: Any) -> str:
+        calls.append(name)
+        return ""
+
+    monkeypatch.setattr(step_check, "check_steps", counted)
     spec = replace(small(name), small=partial(small, name))
-    model = check.SpecModel(
-        spec, check.TrainConfig(steps=1, global_batch_size=1, micro_batch_size=1), 16, family=True
-    )
-    parallel = ParallelConfig(tensor="tp")
+    train = TrainConfig(steps=1, global_batch_size=1, micro_batch_size=1)
+    model = SpecModel(spec, train, 16, family=True)
     for _ in range(2):
-        check.check_once(model, parallel, {"tp": 2})
+        _checked(model, ParallelConfig(tensor="tp"), 2)
     assert len(calls) == 1
-    check.check_once(model, parallel, {"tp": 1})
+    _checked(model, ParallelConfig(tensor="tp"), 1)
     assert len(calls) == 1
-    check.check_once(model, ParallelConfig(pipeline="pp"), {"pp": 2})
+    _checked(model, ParallelConfig(pipeline="pp"), 2)
     assert len(calls) == 2
