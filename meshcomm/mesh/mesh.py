@@ -643,7 +643,7 @@ class Mesh(AlongDims):
         return plan
 
     @contextmanager
-    def without_calls(self) -> Iterator[None]:
+    def _without_calls(self) -> Iterator[None]:
         """In this context, calls on this rank raise `MeshClosed`, because other ranks do not make them."""
         self._usable()
         self._at.clear()

@@ -74,7 +74,7 @@ def checked(
     def look(batch: Batch) -> None:
         def compare() -> None:
             if check is not None:
-                with mesh.without_calls():
+                with mesh._without_calls():
                     check.before_first_step(batch.inputs, batch.targets)
 
         on_all_ranks(mesh, "check the first step", compare)
