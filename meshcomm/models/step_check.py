@@ -41,6 +41,13 @@ _SETTINGS: Final = (
 )
 
 
+def needs_batch(model: Model) -> bool:
+    """Return whether a model can be checked only with its first batch."""
+    if isinstance(model, SpecModel):
+        return not model.family and (not model.vocab_size or model.own_loss is not None)
+    return isinstance(model, WrappedModule)
+
+
 @final
 class StepCheck:
     """The check of a trainer's model, loss and optimizer, on one rank.
@@ -67,7 +74,7 @@ class StepCheck:
         if isinstance(model, WrappedModule):
             self._module = self._copy_of(model.module)
         elif not isinstance(model, SpecModel):
-            self._leave("the model is a meshcomm.parallel Model")
+            self._done = True
         elif model.packed:
             self._leave("samples are packed documents")
 
@@ -118,7 +125,7 @@ class StepCheck:
         if self._done or (model.spec.small is None and count > _LARGEST):
             self._leave(self.why or f"the model has {count:,} parameters, and no small=")
             return
-        if spec.loss is not None and not model.family:
+        if needs_batch(model):
             return
         self._done = True
         spec = replace(spec, weights=None)

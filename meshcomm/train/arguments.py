@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from torch import nn
 from torch.optim import Optimizer
@@ -19,7 +19,7 @@ from meshcomm.mesh.source import CONFIG_VARIABLE, OVERRIDES_VARIABLE
 from meshcomm.models import ModelSpec, model_of
 from meshcomm.models.build import no_adapters, with_lora
 from meshcomm.models.spec_model import SpecModel
-from meshcomm.models.step_check import StepCheck
+from meshcomm.models.step_check import StepCheck, needs_batch
 from meshcomm.models.wrapped import WrappedModule
 from meshcomm.parallel.build import Model, Sections, sections
 from meshcomm.parallel.compose import Batch
@@ -56,20 +56,27 @@ def model_for(
     return WrappedModule(given, known.parallel, known.train, loss)
 
 
-def checked(
-    mesh: Mesh, config: Config, model: Model, optimizer: MakeOptimizer | None
-) -> Callable[[Batch], None] | None:
+class Checked(NamedTuple):
+    """The check of a trainer's program. check: on the first rank. look: checks the first batch; None if that is not needed."""
+
+    check: StepCheck | None = None
+    look: Callable[[Batch], None] | None = None
+
+
+def checked(mesh: Mesh, config: Config, model: Model, optimizer: MakeOptimizer | None) -> Checked:
     """Compare a small copy of the program with plain torch on the first rank, if that is possible without a batch.
 
-    Returns a function that does so with the first batch, or None. All ranks call both. All ranks raise if results differ.
+    All ranks call this and the result's `look`, and raise if results differ.
     """
     known = sections(mesh, config)
     if mesh.is_fake or not known.train.check:
-        return None
+        return Checked()
     sizes = {**mesh.layout.dims, **{name: mesh.size(name) for name in mesh.layout.names}}
     check = StepCheck(model, known, sizes, optimizer) if is_first(mesh) else None
     if isinstance(model, SpecModel):
         on_all_ranks(mesh, "check the model", check.before_building if check else lambda: None)
+    if not needs_batch(model):
+        return Checked(check)
 
     def look(batch: Batch) -> None:
         def compare() -> None:
@@ -79,7 +86,7 @@ def checked(
 
         on_all_ranks(mesh, "check the first step", compare)
 
-    return look
+    return Checked(check, look)
 
 
 def config_of_the_job(config: Config | None) -> Config:

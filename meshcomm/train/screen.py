@@ -36,6 +36,7 @@ class TrainingReporter(Callback):
         self._task = progress.TaskID(0)
         self._steps = 0
         self._said: Step | None = None
+        self._first = True
 
     def on_start(self, start: Start) -> None:
         """Print a description of the run, and open the bar."""
@@ -69,6 +70,9 @@ class TrainingReporter(Callback):
 
     def on_step(self, step: Step) -> None:
         """Update the bar, or print a line from time to time. Also print a line for each skipped step."""
+        first, self._first = self._first, False
+        if first and self.trainer is not None and (why := self.trainer.not_checked):
+            self._say(f"not compared with one process before the first step: {why}")
         if step.fault:
             self._say(f"step {step.step} is skipped: " + step.fault.partition("\n")[0])
         mfu = "" if step.mfu is None else f"  MFU {100 * step.mfu:.3g}%"

@@ -32,6 +32,7 @@ from meshcomm.parallel.tree import sliced
 from meshcomm.train import checkpoint
 from meshcomm.train.agree import agree, agreed_corpus, corpus_of
 from meshcomm.train.arguments import (
+    Checked,
     MakeScheduler,
     checked,
     config_of_the_job,
@@ -165,7 +166,7 @@ class Trainer:
         self._facts = agree(mesh, config)
         self._model = model_for(mesh, config, model, self._loss)
         recorded = self._recorder is not None
-        self._look = None if recorded else checked(mesh, config, self._model, self._optimizer)
+        self._checked = Checked() if recorded else checked(mesh, config, self._model, self._optimizer)
         if isinstance(model, nn.Module):
             self._make(True)
 
@@ -260,6 +261,15 @@ class Trainer:
         Every rank must make this first access.
         """
         return self._make(True)
+
+    @property
+    def not_checked(self) -> str:
+        """Why no small copy of the program is compared with plain torch before the first step; "" if it is. See `train.check`.
+
+        Known on the first rank, and, for a program that is compared on its first batch, after the first step.
+        """
+        check = self._checked.check
+        return "" if check is None else check.why
 
     @property
     def scheduler(self) -> LRScheduler | None:
@@ -532,7 +542,7 @@ class Trainer:
                 engine = Engine(self.mesh, self._config, self._model, self._optimizer, filled=filled)
             if self._scheduler is not None:
                 engine.scheduler = scheduler_for(self._scheduler, engine.optimizer)
-            engine.look = self._look
+            engine.look = self._checked.look
             self._made, self._holds = engine, holds
         return self._made
 
