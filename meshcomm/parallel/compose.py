@@ -43,15 +43,27 @@ class Batch(NamedTuple):
 class Reached:
     """A rank's progress: for each phase, the number of the last step that reached it. Between steps, all fields are equal.
 
-    summed: the gradients are summed over all ranks. scaled: the gradients are clipped. decided: every rank has summed its
-    gradients, and the outcome is known. applied: the weights are updated.
+    summed: the gradients are summed over all ranks. decided: every rank has summed its gradients, and the outcome is known.
+    scaled: the gradients are clipped. restored: the changes of a spoilt step's forward passes are undone. applied: the weights
+    are updated.
     """
 
     begun: int = 0
     summed: int = 0
-    scaled: int = 0
     decided: int = 0
+    scaled: int = 0
+    restored: int = 0
     applied: int = 0
+
+
+class Decided(NamedTuple):
+    """The outcome of a step, the same on every rank: what its phases need. norm: of all gradients, before clipping. spoilt:
+    nonzero if the step must not be applied.
+    """
+
+    number: int
+    norm: Tensor
+    spoilt: Tensor
 
 
 @final
@@ -216,20 +228,33 @@ class Engine:
         if self._recovers and self.mesh.is_async:
             # Queued calls may still be abandoned, so the step is decided only after they have finished.
             self._value(spoilt)
+        # The phases come after the decision: a norm from abandoned calls would corrupt gradients that may still complete the step.
         reached.decided = number
-        # Not earlier: a norm from abandoned calls would corrupt gradients that may still complete the step.
-        clip = self.sections.train.clip_norm
-        if clip is not None:
-            self._norm.scale_(clip, norm)
-        reached.scaled = number
-        self._apply(number, spoilt)
+        self._run_phases(Decided(number, norm, spoilt))
 
-    def _apply(self, number: int, spoilt: Tensor) -> None:
-        """Update the weights. If the step is spoilt, restore what its forward passes have changed instead."""
+    def _run_phases(self, step: Decided) -> None:
+        """Run the phases of a decided step that this rank has not run. What changes gradients or weights is a phase, so that a
+        step that other ranks have applied is completed as they applied it.
+        """
+        for phase, run in (("scaled", self._clip), ("restored", self._restore), ("applied", self._apply)):
+            if getattr(self.reached, phase) < step.number:
+                run(step)
+                setattr(self.reached, phase, step.number)
+        self.done = step.number
+
+    def _clip(self, step: Decided) -> None:
+        """Scale the gradients to a norm of at most train.clip_norm."""
+        if (most := self.sections.train.clip_norm) is not None:
+            self._norm.scale_(most, step.norm)
+
+    def _restore(self, step: Decided) -> None:
+        """If the step is spoilt, restore what its forward passes have changed."""
         if self._skips:
-            self._state.put_back_forward(self._before, spoilt)
-        self._update.step(number, spoilt)
-        self.reached.applied = self.done = number
+            self._state.put_back_forward(self._before, step.spoilt)
+
+    def _apply(self, step: Decided) -> None:
+        """Update the weights, unless the step is spoilt."""
+        self._update.step(step.number, step.spoilt)
 
     def _value(self, x: Tensor) -> float:
         """Wait for a scalar on the device and return its value.
@@ -256,13 +281,11 @@ class Engine:
 
     def complete(self, number: int, outcome: tuple[Sequence[float], float]) -> None:
         """Apply the step whose gradients are already summed, as other ranks have done. Does not communicate."""
-        reached, clip = self.reached, self.sections.train.clip_norm
-        if clip is not None and reached.scaled < number:
-            self._norm.scale_(clip, torch.tensor(outcome[0][2], dtype=torch.float64, device=self.mesh.device))
-        lr = self._update.set_rate(self._lr)
-        reached.scaled = reached.decided = number
         self._abandon()
-        self._apply(number, self._results.take(number, lr, self._count, outcome))
+        lr = self._update.set_rate(self._lr)
+        norm = torch.tensor(outcome[0][2], dtype=torch.float64, device=self.mesh.device)
+        self.reached.decided = number
+        self._run_phases(Decided(number, norm, self._results.take(number, lr, self._count, outcome)))
 
     def undo(self) -> None:
         """Restore the state after the last applied step: undo the changes that forward passes made."""
