@@ -20,7 +20,7 @@ from meshcomm.config import Config, load_config
 from meshcomm.errors import MeshClosed, MeshcommError, RankFailed, TrainingError, UnsupportedOp
 from meshcomm.layout.names import listed
 from meshcomm.models.family_code import wide
-from meshcomm.models.one_step import STEPS, Communicates, Outcome, Small, on_a_mesh, plain
+from meshcomm.models.one_step import STEPS, Communicates, Outcome, Small, copied, on_a_mesh, plain
 from meshcomm.models.spec import ModelSpec, default_values
 from meshcomm.models.spec_model import SpecModel
 from meshcomm.parallel.build import cast, seeded
@@ -169,7 +169,9 @@ def small_of(
 
     def model(config: Config) -> SpecModel:
         assert config.train is not None and config.data is not None
-        return SpecModel(spec, config.train, config.data.seq_len, family=family)
+        return SpecModel(
+            replace(spec, loss=copied(spec.loss)), config.train, config.data.seq_len, family=family
+        )
 
     batches = tokens_of(spec.vocab_size) if batches is None else batches
     positions = {spec.positions: torch.arange(batches[0][0].shape[1]).unsqueeze(0)} if spec.positions else {}

@@ -7,12 +7,14 @@ loss, `backward`, clipping, the optimizer.
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, Final, NamedTuple, final
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -325,8 +327,21 @@ def _whole(engine: Engine, parts: Mapping[str, tuple[nn.Parameter, Tensor]]) -> 
 
 
 def copied(loss: LossOf | None) -> LossOf | None:
-    """Return a copy of a loss that has buffers, so that the real one does not notice that it was called."""
-    if not isinstance(loss, nn.Module):
+    """Return a copy of a loss, so that the state of the real one does not change. Variables that a function encloses are shared."""
+    try:
+        made: Any = copy.deepcopy(loss)
+    except Exception:
         return loss
-    made: Any = copy.deepcopy(loss)
-    return made.double()  # type: ignore[no-any-return]
+    return made.double() if isinstance(made, nn.Module) else made  # type: ignore[no-any-return]
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """In this context, compiled functions run eagerly. Afterwards, all random generators are as before."""
+    state, numbers = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(), torch.compiler.set_stance("force_eager"):
+        try:
+            yield
+        finally:
+            random.setstate(state)
+            np.random.set_state(numbers)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from meshcomm.config import Config, ParallelConfig
 from meshcomm.errors import UnsupportedOp
 from meshcomm.models.check import Sizes, Use, check_alone, check_steps, is_of_tokens, small_of, tokens_of
-from meshcomm.models.one_step import STEPS, Small
+from meshcomm.models.one_step import STEPS, Small, copied, undisturbed
 from meshcomm.models.spec_model import SpecModel
 from meshcomm.models.wrapped import WrappedModule
 from meshcomm.parallel.batch_norm import batch_norms
@@ -202,7 +202,7 @@ class StepCheck:
 
         def model(config: Config) -> Model:
             assert config.parallel is not None and config.train is not None
-            return WrappedModule(copy.deepcopy(given), config.parallel, config.train, loss)
+            return WrappedModule(copy.deepcopy(given), config.parallel, config.train, copied(loss))
 
         return Small(lambda: copy.deepcopy(given), model, batches, loss, self._optimizer)
 
@@ -249,7 +249,8 @@ class StepCheck:
             if mark.is_file():
                 self.why = mark.read_text()
                 return
-        self.why = check()
+        with undisturbed():
+            self.why = check()
         with suppress(OSError):
             mark.parent.mkdir(parents=True, exist_ok=True)
             mark.write_text(self.why)
