@@ -332,7 +332,7 @@ def copied(loss: LossOf | None) -> LossOf | None:
         made: Any = copy.deepcopy(loss)
     except Exception:
         return loss
-    return made.double() if isinstance(made, nn.Module) else made  # type: ignore[no-any-return]
+    return made.double() if isinstance(made, nn.Module) else made
 
 
 @contextmanager
