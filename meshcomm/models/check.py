@@ -407,6 +407,14 @@ def _differs(name: str, setting: str, difference: str, alone: bool) -> TrainingE
             hint="return (sum, count) from the loss if samples count differently; if it compares samples with each other, gather "
             "them along data and shard. train.check = false trains with the mean over microbatches",
         )
+    if setting in ("parallel.data", "train.micro_batch_size"):
+        return TrainingError(
+            f"a step of {name} on several ranks is not that of one process",
+            given=difference,
+            expected=f"results of the global batch, up to {_ROOM:g} of the largest. Each rank sees only its samples",
+            hint="sum the statistic of a buffer along data and shard with mesh.all_reduce; or use torch.nn.BatchNorm, which does so. "
+            "train.check = false trains with the first rank's buffers",
+        )
     return TrainingError(
         f"{name} computes different results with {setting}",
         given=difference,

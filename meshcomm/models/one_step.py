@@ -159,12 +159,16 @@ def plain(small: Small, config: Config, *, silent: bool = True, pieces: int = 1)
         before = torch.get_rng_state()
         for number, (inputs, targets) in enumerate(small.batches, 1):
             optimizer.zero_grad()
-            results: dict[str, Any] = {}
+            parts: dict[str, list[tuple[Tensor, Any]]] = {}
             for x, y in zip(in_parts(inputs, pieces), in_parts(targets, pieces), strict=True):
-                means = _means(loss_of, called(module, x, **small.named), x, y, config)
-                (means["loss"] / pieces).backward()
-                for name, mean in means.items():
-                    results[name] = results.get(name, 0.0) + float(mean.detach()) / pieces
+                for name, pair in _pairs(loss_of, called(module, x, **small.named), x, y, config).items():
+                    parts.setdefault(name, []).append(pair)
+            means = {
+                name: torch.stack([total for total, _ in pairs]).sum() / sum(count for _, count in pairs)
+                for name, pairs in parts.items()
+            }
+            means["loss"].backward()
+            results = {name: float(mean.detach()) for name, mean in means.items()}
             grads = {name: each.grad for name, each in named.items() if each.grad is not None}
             dense = [each.to_dense() if each.is_sparse else each for each in grads.values()]
             norm = torch.stack([each.norm() for each in dense]).norm()
@@ -196,22 +200,23 @@ def plain(small: Small, config: Config, *, silent: bool = True, pieces: int = 1)
     return outcome
 
 
-def _means(
+def _pairs(
     loss_of: LossOf | None, outputs: Any, inputs: Any, targets: Any, config: Config
-) -> dict[str, Tensor]:
-    """Return the loss, and the terms to log, as means over the batch."""
+) -> dict[str, tuple[Tensor, Any]]:
+    """Return the sum and the count of the loss, and of each term to log."""
     train = config.train
     assert train is not None
     if loss_of is None:
-        logits = logits_of(outputs).flatten(0, -2)
-        loss = F.cross_entropy(logits, targets.flatten(), label_smoothing=train.label_smoothing)
+        logits, counts = logits_of(outputs).flatten(0, -2), targets.flatten() != IGNORED
+        total = F.cross_entropy(
+            logits, targets.flatten(), label_smoothing=train.label_smoothing, reduction="sum"
+        )
         if train.z_loss:
-            counts = targets.flatten() != IGNORED
-            loss = loss + train.z_loss * logits.logsumexp(-1)[counts].square().mean()
-        return {"loss": loss}
+            total = total + train.z_loss * logits.logsumexp(-1)[counts].square().sum()
+        return {"loss": (total, counts.sum())}
     found = loss_of(outputs, targets, inputs) if takes_inputs(loss_of) else loss_of(outputs, targets)
     terms = dict(found) if isinstance(found, Mapping) else {"loss": found}
-    return {name: each[0] / each[1] if isinstance(each, tuple) else each for name, each in terms.items()}
+    return {name: each if isinstance(each, tuple) else (each, 1) for name, each in terms.items()}
 
 
 def on_a_mesh(

@@ -237,11 +237,14 @@ class StepCheck:
     def _once(self, check: Callable[[], str], given: Any, module: nn.Module, *more: object) -> None:
         """Run a check, unless the same one has already passed on this host."""
         settings = [(name, getattr(self._train, name)) for name in _SETTINGS]
+        sources = _sources(given, module, self._optimizer)
+        if sources is None:
+            with undisturbed():
+                self.why = check()
+            return
+        described = _described(given, module)
         text = repr(
-            (
-                *(self._use, more, settings, self._train.micro_batch_size, _described(given, module)),
-                *(_versions(), _sources(given, module, self._optimizer)),
-            )
+            (self._use, more, settings, self._train.micro_batch_size, described, _versions(), sources)
         )
         home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         mark = home / "meshcomm" / "checked" / hashlib.sha256(text.encode()).hexdigest()
@@ -326,8 +329,8 @@ def _versions() -> list[str]:
     return [f"{name} {version(name)}" for name in ("torch", "transformers") if find_spec(name) is not None]
 
 
-def _sources(given: Any, module: nn.Module, optimizer: object) -> list[tuple[str, str]]:
-    """Return the source files of the module's classes, of the functions of a specification or loss, of the optimizer and of
+def _sources(given: Any, module: nn.Module, optimizer: object) -> list[tuple[str, str]] | None:
+    """Return None if code is in no file, as in a notebook; else the source files of the module's classes, of the functions of a specification or loss, of the optimizer and of
     meshcomm, with their digests; and what the functions hold.
     """
     values = [
@@ -340,6 +343,8 @@ def _sources(given: Any, module: nn.Module, optimizer: object) -> list[tuple[str
     for kind in {*map(type, module.modules()), *map(type, functions), *(each for each in functions)}:
         with suppress(TypeError, OSError):
             if (file := inspect.getsourcefile(kind)) is not None:
+                if not Path(file).is_file():
+                    return None
                 found[file] = ""
     held = [(getattr(each, "__qualname__", ""), repr(_held(each))) for each in values if callable(each)]
     found |= {str(path): "" for path in Path(__file__).parent.parent.rglob("*.py")}

@@ -19,7 +19,7 @@ from meshcomm.testing import Pool
 from meshcomm.train import Trainer
 from meshcomm.train.data.build import SampleForm
 from meshcomm.train.data.corpus import IGNORED, Stream
-from meshcomm.train.data.given import tensors_of
+from meshcomm.train.data.given import named_of
 from meshcomm.train.data.load import load
 from meshcomm.train.parity import Record, _recorded, compare, reference
 from tests.models.families import config_of, folder_of
@@ -180,7 +180,7 @@ def test_a_function_and_a_loop_read_dictionaries_alike() -> None:
             # Without the mask, the padding is two documents.
             assert SampleForm("samples", 7, 256, packed=True).joined([(0, arrays)])[2][0, -1] == 2
         here = SampleForm("samples", 7, 256, packed=names[1]).joined([(0, arrays)])
-        there = tensors_of({name: torch.tensor(each)[None] for name, each in arrays.items()}, "step 1")
+        there = named_of({name: torch.tensor(each)[None] for name, each in arrays.items()}, "step 1")
         assert len(here) == len(there) == 2 + names[1]
         for ours, theirs in zip(here, there, strict=True):
             assert ours.tolist() == theirs[:, :-1].tolist()

@@ -23,7 +23,7 @@ from meshcomm.errors import ConfigError, MeshcommError, ShapeError, TrainingErro
 from meshcomm.testing import Pool
 from meshcomm.train import Callback, Trainer, run
 from meshcomm.train.data.corpus import IGNORED
-from meshcomm.train.data.given import check_epoch, tensors_of
+from meshcomm.train.data.given import check_epoch, named_of
 from tests.sizes import model_of, train_of
 from tests.train.runs import config_on, losses_or_error, metrics, trained
 
@@ -250,22 +250,22 @@ def rows(*values: list[int]) -> Tensor:
 def test_a_dictionary_of_transformers_is_inputs_targets_and_documents() -> None:
     tokens = rows([5, 6, 7, 8, 9], [1, 2, 3, 0, 0])
     mask = rows([1, 1, 1, 1, 1], [1, 1, 1, 0, 0])
-    inputs, targets = tensors_of({"input_ids": tokens, "attention_mask": mask}, "step 1")
+    inputs, targets = named_of({"input_ids": tokens, "attention_mask": mask}, "step 1")
     none = IGNORED
     assert inputs is tokens
     assert targets.tolist() == [[6, 7, 8, 9, none], [2, 3, none, none, none]]
     labels = rows([none, none, 7, 8, 9], [1, 2, 3, 4, 5])
-    _, targets = tensors_of({"input_ids": tokens, "labels": labels}, "step 1")
+    _, targets = named_of({"input_ids": tokens, "labels": labels}, "step 1")
     assert targets.tolist() == [[none, 7, 8, 9, none], [2, 3, 4, 5, none]]
-    _, targets, documents = tensors_of(
+    _, targets, documents = named_of(
         {"input_ids": tokens, "position_ids": rows([0, 1, 0, 1, 2], [0, 1, 2, 3, 4])}, "step 1"
     )
     assert documents.tolist() == [[0, 0, 1, 1, 1], [0, 0, 0, 0, 0]]
     assert targets.tolist() == [[6, none, 8, 9, none], [2, 3, 0, 0, none]]
     whole = {"input_ids": tokens, "position_ids": torch.arange(5).expand(2, 5), "attention_mask": mask}
-    assert len(tensors_of(whole, "step 1")) == 2
+    assert len(named_of(whole, "step 1")) == 2
     given = {"targets": tokens, "inputs": mask}
-    assert [each.tolist() for each in tensors_of(given, "step 1")] == [mask.tolist(), tokens.tolist()]
+    assert [each.tolist() for each in named_of(given, "step 1")] == [mask.tolist(), tokens.tolist()]
 
 
 TOKENS = rows([5, 6, 7])
@@ -287,7 +287,7 @@ def test_a_dictionary_that_would_be_misread_is_refused(
     batch: dict[str, Any], error: type[MeshcommError], says: str
 ) -> None:
     with pytest.raises(error, match=says):
-        tensors_of(batch, "step 1")
+        named_of(batch, "step 1")
 
 
 def by_dictionary(config: Config) -> list[list[float]]:

@@ -290,7 +290,7 @@ def test_a_loss_runs_under_the_autocast_of_the_model(pool: Pool, tmp_path: Path)
 
 _CALLS = iter(range(100))
 WRONG: Final[dict[str, tuple[Any, str]]] = {
-    "a vector": (lambda y, t: F.cross_entropy(y.transpose(1, 2), t, reduction="none"), "loss: shape (2, 8)"),
+    "a vector": (lambda y, t: F.cross_entropy(y.transpose(1, 2), t, reduction="none"), "loss: shape ("),
     "a number": (lambda y, t: 1.0, "loss: a float"),
     "nothing": (lambda y, t: None, "loss: a NoneType"),
     "no gradient": (lambda y, t: y.detach().mean(), "does not depend on the outputs"),

@@ -342,7 +342,7 @@ WRONG: dict[str, tuple[Any, ...]] = {
             patch.setattr(build.LocalModel, "_check_parts", _nothing),
             patch.setattr(build.LocalModel, "_divided", False),
         ),
-        "parallel.data",
+        "several ranks",
     ),
     "scale_grad_by_freq": (
         lambda: Ids(scale_grad_by_freq=True),
@@ -359,7 +359,7 @@ WRONG: dict[str, tuple[Any, ...]] = {
         {"data": 2},
         {"own": F.mse_loss},
         lambda patch: patch.setattr(build.LocalModel, "_divided", False),
-        "parallel.data",
+        "several ranks",
     ),
     "random buffers": (
         lambda: ModelSpec(module=Features),
@@ -367,7 +367,7 @@ WRONG: dict[str, tuple[Any, ...]] = {
         {"data": 2},
         {"own": F.mse_loss},
         lambda patch: patch.setattr(spec_model, "unfilled", lambda spec, seed, family: spec.module()),
-        "parallel.data",
+        "several ranks",
     ),
     "batch norms of each rank": (
         lambda: nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)),
