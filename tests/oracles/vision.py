@@ -1,4 +1,4 @@
-"""Models of images: a vision transformer, a network with batch norms, and a diffusion U-Net."""
+"""Models of images: a vision transformer, and a network with batch norms."""
 
 from __future__ import annotations
 

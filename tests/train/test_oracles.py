@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -16,11 +16,12 @@ from torch import Tensor
 import meshcomm
 from meshcomm.config import Config, load_config
 from meshcomm.errors import MeshcommError
+from meshcomm.mesh import Mesh
 from meshcomm.models import ModelSpec
 from meshcomm.parallel import whole
 from meshcomm.testing import Pool
 from meshcomm.train import Trainer
-from tests.oracles import vision
+from tests.oracles import diffusion, retrieval, sequence, vision
 from tests.oracles.kind import SAMPLES, SEED, STEPS, Kind, alone
 from tests.train.runs import parallel_of, roles_of, sizes_of
 
@@ -32,7 +33,8 @@ class Case:
     """A kind of model for a Trainer.
 
     given: what the Trainer is given; by default, the module as an object. refused: for each mesh, words of the error.
-    micro: samples of a microbatch on one rank. train: more settings of [train].
+    micro: samples of a microbatch on one rank. train: more settings of [train]. loss: on a mesh, if it communicates.
+    seq_len: the length of axis 1 that context divides.
     """
 
     kind: Kind
@@ -40,6 +42,8 @@ class Case:
     refused: dict[str, tuple[str, ...]] = field(default_factory=dict)
     micro: int = 2
     train: dict[str, Any] = field(default_factory=dict)
+    loss: Callable[[Mesh], Any] | None = None
+    seq_len: int = 8
 
 
 def vit() -> ModelSpec:
@@ -47,8 +51,72 @@ def vit() -> ModelSpec:
         **{f"blocks.*.{name}": "column" for name in ("query", "key", "value", "up")},
         **{f"blocks.*.{name}": "row" for name in ("out", "down")},
     }
-    return ModelSpec(module=vision.ViT, layers="blocks", split=block, loss=vision.VIT.loss)
+    return ModelSpec(module=vision.ViT, layers="blocks", split=block)
 
+
+def dit() -> ModelSpec:
+    block = {
+        **{f"blocks.*.{name}": "column" for name in ("query", "key", "value", "up")},
+        **{f"blocks.*.{name}": "row" for name in ("out", "down")},
+    }
+    return ModelSpec(
+        module=diffusion.DiT,
+        layers="blocks",
+        split=block,
+        attention=_attends_to_all,
+        positions="positions",
+    )
+
+
+def _attends_to_all(module: Any, attend: Any) -> None:
+    for block in module.blocks:
+        block.attend = partial(attend, causal=False)
+
+
+def encoder_decoder() -> ModelSpec:
+    split = {
+        **{f"**.{name}": "column" for name in ("query", "key", "value", "up", "head")},
+        **{f"**.{name}": "row" for name in ("out", "down")},
+        "embedding": "vocab",
+    }
+    split["head"] = split.pop("**.head")
+    return ModelSpec(
+        module=sequence.EncoderDecoder,
+        vocab_size=sequence.VOCABULARY,
+        hidden_size=16,
+        tied=("embedding.weight", "head.weight"),
+        split=split,
+    )
+
+
+def two_towers() -> ModelSpec:
+    return ModelSpec(
+        module=retrieval.TwoTowers,
+        split={
+            f"{name}.{part}": how
+            for name in ("image", "text")
+            for part, how in (("up", "column"), ("down", "row"))
+        },
+    )
+
+
+def among_all_ranks(mesh: Mesh, found: retrieval.Pairs, places: Tensor) -> Tensor:
+    """The loss of each pair of this rank's among the pairs of all ranks along dp."""
+
+    def gathered(x: Tensor) -> Tensor:
+        # Each rank compares other samples with them, so the gradients add up.
+        return mesh.functional.all_gather("dp", x, grad="reduce_scatter")
+
+    return retrieval.contrast(gathered(found.images), gathered(found.texts), found, places)
+
+
+# An object whose parts are not described.
+OBJECT: Final = {
+    "tp=2": ("tensor_parallel",),
+    "pp=2": ("parallel.pipeline",),
+    "cp=2": ("parallel.context",),
+    "dp=2 tp=2": ("tensor_parallel",),
+}
 
 CASES: Final[dict[str, Case]] = {
     "vision transformer": Case(
@@ -56,29 +124,60 @@ CASES: Final[dict[str, Case]] = {
     ),
     "batch norms": Case(
         vision.CONVNET,
-        refused={
-            "tp=2": ("tensor_parallel",),
+        refused=OBJECT,
+        micro=8,
+    ),
+    "diffusion u-net": Case(diffusion.UNET, refused=OBJECT),
+    "diffusion transformer": Case(diffusion.DIT, dit, {"pp=2": ("parallel.pipeline",)}, seq_len=16),
+    "encoder and decoder": Case(
+        sequence.ENCODER_DECODER,
+        encoder_decoder,
+        {"pp=2": ("parallel.pipeline",), "cp=2": ("parallel.context",)},
+    ),
+    "two towers": Case(
+        retrieval.TWO_TOWERS,
+        two_towers,
+        {
+            "fsdp=2": ("scalar parameters", "scale"),
             "pp=2": ("parallel.pipeline",),
             "cp=2": ("parallel.context",),
-            "dp=2 tp=2": ("tensor_parallel",),
         },
         micro=8,
+        loss=lambda mesh: partial(among_all_ranks, mesh) if "dp" in mesh.dims else retrieval.among_all,
+    ),
+    "two towers that do not communicate": Case(
+        retrieval.TWO_TOWERS,
+        two_towers,
+        {
+            "fsdp=2": ("scalar parameters", "scale"),
+            "pp=2": ("parallel.pipeline",),
+            "cp=2": ("parallel.context",),
+            "dp=2": ("divided among microbatches and ranks", "gather"),
+            "dp=2 tp=2": ("divided among microbatches and ranks", "gather"),
+        },
+        micro=8,
+    ),
+    "clicks from sparse tables": Case(
+        retrieval.CLICKS, refused={**OBJECT, "fsdp=2": ("sparse gradients", "tables.0")}
+    ),
+    "clicks with a lazy optimizer": Case(
+        retrieval.LAZY_CLICKS, refused={**OBJECT, "fsdp=2": ("sparse gradients", "tables.0")}
     ),
 }
 
 
 def config_of(dims: str, case: Case, out: str) -> Config:
     sizes = sizes_of(dims)
-    copies = math.prod(size for name, size in sizes.items() if name in ("dp", "fsdp"))
+    parts = math.prod(size for name, size in sizes.items() if name in ("dp", "fsdp", "pp"))
     return load_config(
         {
             "mesh": {"dims": sizes, "device": "cpu", "timeout_s": 60.0, "reports": ""},
             "parallel": parallel_of(**roles_of(sizes)),
-            "data": {"seq_len": 8},
+            "data": {"seq_len": case.seq_len},
             "train": {
                 "steps": STEPS,
                 "global_batch_size": SAMPLES,
-                "micro_batch_size": min(case.micro, SAMPLES // copies),
+                "micro_batch_size": min(case.micro, SAMPLES // parts),
                 "lr": 0.1,
                 "schedule": "constant",
                 "dtype": "float64",
@@ -98,7 +197,9 @@ def trained(config: Config, name: str) -> tuple[list[float], dict[str, Tensor]] 
         try:
             torch.manual_seed(SEED)
             given = kind.module() if case.given is None else case.given()
-            loss = None if isinstance(given, ModelSpec) else kind.loss
+            loss = kind.loss if case.loss is None else case.loss(mesh)
+            if isinstance(given, ModelSpec):
+                given, loss = replace(given, loss=loss), None
             trainer = Trainer(mesh, config, given, loss=loss, optimizer=kind.optimizer)
             engine = trainer.engine
             for step in range(1, STEPS + 1):
