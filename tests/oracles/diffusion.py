@@ -103,7 +103,9 @@ class DiTBlock(nn.Module):
             for each in (self.query, self.key, self.value)
         )
         x = x + gate * self.out(self.attend(q, k, v).transpose(1, 2).flatten(2))
-        return x + gate2 * self.down(F.gelu(self.up(self.norm(x) * (1 + scale2) + shift2)))
+        y = self.down(F.gelu(self.up(self.norm(x) * (1 + scale2) + shift2)))
+        found: Tensor = x + gate2 * y
+        return found
 
 
 class DiT(nn.Module):

@@ -48,24 +48,25 @@ class TwoTowers(nn.Module):
         return Pairs(self.image(image), self.text(self.words(words).mean(1)), self.scale)
 
 
-def pairs(step: int) -> tuple[dict[str, Tensor], Tensor]:
-    """Return images and words, and the place of each pair among all of them."""
+def pairs(step: int) -> tuple[dict[str, Tensor], None]:
+    """Return images and words. There are no targets."""
     generator = torch.Generator().manual_seed(400 + step)
     image = torch.randn(SAMPLES, 12, generator=generator, dtype=torch.float64)
     words = torch.randint(20, (SAMPLES, 5), generator=generator)
-    return {"image": image, "words": words}, torch.arange(SAMPLES)
+    return {"image": image, "words": words}, None
 
 
-def contrast(images: Tensor, texts: Tensor, found: Pairs, places: Tensor) -> Tensor:
-    """Return the mean over the pairs of `found`, which are at `places` among all images and texts."""
+def contrast(images: Tensor, texts: Tensor, found: Pairs, first: int = 0) -> Tensor:
+    """Return the mean over the pairs of `found`, which are among all images and texts from place `first`."""
+    places = first + torch.arange(len(found.images))
     factor = found.scale.exp()
     to_texts, to_images = factor * found.images @ texts.T, factor * found.texts @ images.T
     return (F.cross_entropy(to_texts, places) + F.cross_entropy(to_images, places)) / 2
 
 
-def among_all(found: Pairs, places: Tensor) -> Tensor:
+def among_all(found: Pairs, targets: None) -> Tensor:
     """The loss of a program on one process."""
-    return contrast(found.images, found.texts, found, places)
+    return contrast(found.images, found.texts, found)
 
 
 def named(module: nn.Module, inputs: Any) -> Any:
@@ -123,11 +124,12 @@ class Lazily(torch.optim.Optimizer):
         ]
         tables = [each for each in every if each.ndim == 2 and each.shape[1] == WIDTH]
         rest = [each for each in every if not any(each is table for table in tables)]
-        super().__init__([{"params": tables}, {"params": rest}], {"lr": 0.01})
+        super().__init__(every, {"lr": 0.01})
         self.lazy = torch.optim.SparseAdam(tables, lr=0.01)
         self.dense = torch.optim.Adam(rest, lr=0.01)
+        self.param_groups = [*self.lazy.param_groups, *self.dense.param_groups]
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Run both."""
         self.lazy.step()
         self.dense.step()

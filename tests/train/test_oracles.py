@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -39,7 +39,7 @@ class Case:
 
     kind: Kind
     given: Callable[[], Any] | None = None
-    refused: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    refused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     micro: int = 2
     train: dict[str, Any] = field(default_factory=dict)
     loss: Callable[[Mesh], Any] | None = None
@@ -100,14 +100,15 @@ def two_towers() -> ModelSpec:
     )
 
 
-def among_all_ranks(mesh: Mesh, found: retrieval.Pairs, places: Tensor) -> Tensor:
+def among_all_ranks(mesh: Mesh, found: retrieval.Pairs, targets: None) -> Tensor:
     """The loss of each pair of this rank's among the pairs of all ranks along dp."""
 
     def gathered(x: Tensor) -> Tensor:
         # Each rank compares other samples with them, so the gradients add up.
         return mesh.functional.all_gather("dp", x, grad="reduce_scatter")
 
-    return retrieval.contrast(gathered(found.images), gathered(found.texts), found, places)
+    first = mesh.coord("dp") * len(found.images)
+    return retrieval.contrast(gathered(found.images), gathered(found.texts), found, first)
 
 
 # An object whose parts are not described.
@@ -205,7 +206,9 @@ def trained(config: Config, name: str) -> tuple[list[float], dict[str, Tensor]] 
             for step in range(1, STEPS + 1):
                 inputs, targets = kind.batch(step)
                 size, coord = engine.data_size, engine.data_coord
-                mine = torch.utils._pytree.tree_map(lambda x: x.chunk(size)[coord], (inputs, targets))
+                mine = torch.utils._pytree.tree_map_only(
+                    Tensor, lambda x: x.chunk(size)[coord], (inputs, targets)
+                )
                 trainer.step(*mine)
             losses = [done.loss for done in trainer.results()]
             state = {key: whole(value).clone() for key, value in trainer.state().items()}
@@ -214,7 +217,7 @@ def trained(config: Config, name: str) -> tuple[list[float], dict[str, Tensor]] 
     return losses, {key[6:]: value for key, value in state.items() if key.startswith("model.")}
 
 
-def difference(found: Any, expected: Any) -> float:
+def difference(found: Any, expected: Any) -> Any:
     """The largest difference between losses, weights and buffers, relative to the largest element of each."""
     (losses, state), (theirs, values) = found, expected
     off = max(abs(a - b) / max(1.0, abs(b)) for a, b in zip(losses, theirs, strict=True))
