@@ -314,13 +314,20 @@ class Engine:
             raise UnsupportedOp(
                 "a pipeline's first stage takes one tensor",
                 given=f"inputs that are a {type(inputs).__name__}",
-                expected="a tensor of tokens",
-                hint="remove parallel.pipeline",
+                expected="one tensor: tokens, or what the function of ModelSpec(forward=...) takes",
+                hint="remove parallel.pipeline; later stages are given hidden states only",
             )
         first_tensor(inputs)
         # A loss of one's own may need no targets.
         targeted = bool(tensors_of(targets)) or self.model.own_loss is None
         have = (samples_of(inputs), samples_of(targets) if targeted else share)
+        lengths = {len(x) for x in tensors_of(batch) if x.ndim}
+        if share in lengths:
+            # Otherwise the batch has another size.
+            for name, tree in (("inputs", inputs), ("targets", targets)):
+                check_samples(
+                    tree, name, share, "the global batch, divided among the ranks along data and shard"
+                )
         if set(have) != {share}:
             hint = f"train.global_batch_size = {have[0] * self.data_size}"
             if have[0] < share:
@@ -332,8 +339,6 @@ class Engine:
                 "data and shard",
                 hint=hint,
             )
-        for name, tree in (("inputs", inputs), ("targets", targets)):
-            check_samples(tree, name, share, "the global batch, divided among the ranks along data and shard")
         if self.look is not None:
             look, self.look = self.look, None
             look(batch)

@@ -55,7 +55,8 @@ class SparseRows:
             for table, used, grad in zip(self._tables, self._used, dense, strict=True):
                 assert grad is not None
                 rows = used.nonzero()[:, 0]
-                table.grad = torch.sparse_coo_tensor(rows[None], grad[rows], grad.shape, is_coalesced=True)
+                kind = {"check_invariants": False, "is_coalesced": True}
+                table.grad = torch.sparse_coo_tensor(rows[None], grad[rows], grad.shape, **kind)
             yield
         finally:
             for table, grad in zip(self._tables, dense, strict=True):

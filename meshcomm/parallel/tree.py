@@ -62,7 +62,8 @@ def check_samples(tree: Any, name: str, count: int, expected: str) -> None:
                 "a tensor of the step does not have this rank's samples along axis 0",
                 given=f"{each} of shape {tuple(tensor.shape)}",
                 expected=f"{count} samples: {expected}",
-                hint="x.expand(samples, *x.shape) for a tensor that all samples share; a buffer of the module if it never changes",
+                hint="x.expand(samples, *x.shape) for a tensor that all samples share; a buffer of the module if it never changes; "
+                "padding to (samples, length), in place of all samples' values with offsets",
             )
 
 

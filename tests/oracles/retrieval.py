@@ -37,11 +37,11 @@ class Tower(nn.Module):
 class TwoTowers(nn.Module):
     """Radford et al. 2021, small."""
 
-    def __init__(self, width: int = 8) -> None:
+    def __init__(self, width: int = 8, axes: int = 1) -> None:
         super().__init__()
         self.image, self.text = Tower(12, 32, width), Tower(16, 32, width)
         self.words = nn.Embedding(20, 16)
-        self.scale = nn.Parameter(torch.tensor(1.0))
+        self.scale = nn.Parameter(torch.ones([1] * axes))
 
     def forward(self, image: Tensor, words: Tensor) -> Pairs:
         """(samples, 12), (samples, words) -> Pairs."""
@@ -73,7 +73,13 @@ def named(module: nn.Module, inputs: Any) -> Any:
     return module(**inputs)
 
 
+def scalar() -> TwoTowers:
+    """With a temperature without axes."""
+    return TwoTowers(axes=0)
+
+
 TWO_TOWERS = Kind(TwoTowers, pairs, among_all, named)
+SCALAR_TOWERS = Kind(scalar, pairs, among_all, named)
 
 TABLES, WIDTH = (30, 12, 50), 6
 

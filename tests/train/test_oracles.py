@@ -18,6 +18,7 @@ from meshcomm.config import Config, load_config
 from meshcomm.errors import MeshcommError
 from meshcomm.mesh import Mesh
 from meshcomm.models import ModelSpec
+from meshcomm.models.spec import StageContext
 from meshcomm.parallel import whole
 from meshcomm.testing import Pool
 from meshcomm.train import Trainer
@@ -34,7 +35,7 @@ class Case:
 
     given: what the Trainer is given; by default, the module as an object. refused: for each mesh, words of the error.
     micro: samples of a microbatch on one rank. train: more settings of [train]. loss: on a mesh, if it communicates.
-    seq_len: the length of axis 1 that context divides.
+    seq_len: the length of hidden states' axis 1, which context divides.
     """
 
     kind: Kind
@@ -51,7 +52,24 @@ def vit() -> ModelSpec:
         **{f"blocks.*.{name}": "column" for name in ("query", "key", "value", "up")},
         **{f"blocks.*.{name}": "row" for name in ("out", "down")},
     }
-    return ModelSpec(module=vision.ViT, layers="blocks", split=block)
+    return ModelSpec(
+        module=vision.ViT,
+        hidden_size=16,
+        layers="blocks",
+        first=("patches", "token", "places"),
+        last=("norm", "head"),
+        forward=_run_vit,
+        split=block,
+    )
+
+
+def _run_vit(module: Any, x: Tensor, here: StageContext) -> Tensor:
+    if here.stage.is_first:
+        x = module.patches(x).flatten(2).transpose(1, 2)
+        x = torch.cat([module.token.expand(len(x), -1, -1), x], 1) + module.places
+    for block in here.layers:
+        x = here.through(block, x)
+    return module.head(module.norm(x[:, 0])) if here.stage.is_last else x
 
 
 def dit() -> ModelSpec:
@@ -89,9 +107,10 @@ def encoder_decoder() -> ModelSpec:
     )
 
 
-def two_towers() -> ModelSpec:
+def two_towers(module: Any = retrieval.TwoTowers) -> ModelSpec:
     return ModelSpec(
-        module=retrieval.TwoTowers,
+        module=module,
+        forward=_run_towers,
         split={
             f"{name}.{part}": how
             for name in ("image", "text")
@@ -100,15 +119,26 @@ def two_towers() -> ModelSpec:
     )
 
 
-def among_all_ranks(mesh: Mesh, found: retrieval.Pairs, targets: None) -> Tensor:
-    """The loss of each pair of this rank's among the pairs of all ranks along dp."""
+def _run_towers(module: Any, x: Any, here: StageContext) -> Any:
+    texts = module.text(module.words(x["words"]).mean(1))
+    return retrieval.Pairs(module.image(x["image"]), texts, module.scale)
+
+
+def loss_among_ranks(mesh: Mesh) -> Callable[[retrieval.Pairs, None], Tensor]:
+    """Return the loss of this rank's pairs among the pairs of all ranks along data and shard."""
+    dim = next((dim for dim in ("dp", "fsdp") if dim in mesh.dims), None)
+    if dim is None:
+        return retrieval.among_all
 
     def gathered(x: Tensor) -> Tensor:
         # Each rank compares other samples with them, so the gradients add up.
-        return mesh.functional.all_gather("dp", x, grad="reduce_scatter")
+        return mesh.functional.all_gather(dim, x, grad="reduce_scatter")
 
-    first = mesh.coord("dp") * len(found.images)
-    return retrieval.contrast(gathered(found.images), gathered(found.texts), found, first)
+    def loss(found: retrieval.Pairs, targets: None) -> Tensor:
+        first = mesh.coord(dim) * len(found.images)
+        return retrieval.contrast(gathered(found.images), gathered(found.texts), found, first)
+
+    return loss
 
 
 # An object whose parts are not described.
@@ -120,9 +150,7 @@ OBJECT: Final = {
 }
 
 CASES: Final[dict[str, Case]] = {
-    "vision transformer": Case(
-        vision.VIT, vit, {"pp=2": ("parallel.pipeline",), "cp=2": ("parallel.context",)}
-    ),
+    "vision transformer": Case(vision.VIT, vit, {"cp=2": ("parallel.context",)}, seq_len=17),
     "batch norms": Case(
         vision.CONVNET,
         refused=OBJECT,
@@ -139,18 +167,17 @@ CASES: Final[dict[str, Case]] = {
         retrieval.TWO_TOWERS,
         two_towers,
         {
-            "fsdp=2": ("scalar parameters", "scale"),
             "pp=2": ("parallel.pipeline",),
             "cp=2": ("parallel.context",),
         },
         micro=8,
-        loss=lambda mesh: partial(among_all_ranks, mesh) if "dp" in mesh.dims else retrieval.among_all,
+        loss=loss_among_ranks,
     ),
     "two towers that do not communicate": Case(
-        retrieval.TWO_TOWERS,
-        two_towers,
+        retrieval.SCALAR_TOWERS,
+        partial(two_towers, retrieval.scalar),
         {
-            "fsdp=2": ("scalar parameters", "scale"),
+            "fsdp=2": ("scalar parameters", "scale", "torch.ones(1)"),
             "pp=2": ("parallel.pipeline",),
             "cp=2": ("parallel.context",),
             "dp=2": ("divided among microbatches and ranks", "gather"),
@@ -174,7 +201,7 @@ def config_of(dims: str, case: Case, out: str) -> Config:
         {
             "mesh": {"dims": sizes, "device": "cpu", "timeout_s": 60.0, "reports": ""},
             "parallel": parallel_of(**roles_of(sizes)),
-            "data": {"seq_len": case.seq_len},
+            "data": {"seq_len": case.seq_len + case.seq_len % sizes.get("cp", 1)},
             "train": {
                 "steps": STEPS,
                 "global_batch_size": SAMPLES,
