@@ -217,7 +217,8 @@ class Engine:
         norm = self._norm.norm()
         lr = self._update.set_rate(lr)
         # The range of ids is known only for tokens; other data is checked by the layers.
-        looks = self.model.vocab_size and self.mesh.is_async
+        are_ids = all(isinstance(x, Tensor) and not x.is_floating_point() for x in (inputs, targets))
+        looks = self.model.vocab_size and self.mesh.is_async and are_ids
         ids = (inputs, targets.where(targets != -100, 0)) if looks else ()
         spoilt = self._results.add(number, lr, found, norm, *ids)
         if self._recovers and self.mesh.is_async:

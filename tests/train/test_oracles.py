@@ -201,7 +201,7 @@ def config_of(dims: str, case: Case, out: str) -> Config:
         {
             "mesh": {"dims": sizes, "device": "cpu", "timeout_s": 60.0, "reports": ""},
             "parallel": parallel_of(**roles_of(sizes)),
-            "data": {"seq_len": case.seq_len + case.seq_len % sizes.get("cp", 1)},
+            "data": {"seq_len": case.seq_len + (-case.seq_len % 4 if "cp" in sizes else 0)},
             "train": {
                 "steps": STEPS,
                 "global_batch_size": SAMPLES,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import UserDict
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,8 +17,9 @@ import meshcomm
 from meshcomm.config import Config, load_config
 from meshcomm.errors import MeshcommError
 from meshcomm.mesh import Mesh
+from meshcomm.models import ModelSpec
 from meshcomm.train import Trainer
-from tests.oracles import retrieval
+from tests.oracles import retrieval, sequence
 from tests.oracles.kind import SEED, alone, sgd
 
 
@@ -188,3 +191,20 @@ def test_a_loss_that_counts_on_all_samples_is_refused(tmp_path: Path) -> None:
     config = config_of(2, tmp_path)
     for text in meshcomm.simulate(body, config):
         assert "on one of its microbatches, also on one process" in text
+
+
+def test_inputs_may_be_any_mapping_and_calls_may_be_queued(tmp_path: Path) -> None:
+    """A tokenizer returns a mapping of its own class. Where calls are queued, ids of tokens are looked at."""
+
+    def body(mesh: Mesh) -> list[float]:
+        torch.manual_seed(SEED)
+        spec = ModelSpec(module=sequence.EncoderDecoder, vocab_size=24, loss=sequence.of_tokens)
+        trainer = Trainer(mesh, config, spec, optimizer=sgd)
+        for step in range(1, 5):
+            inputs, targets = mine(mesh, sequence.translation(step))
+            with patch.object(Mesh, "is_async", True):
+                trainer.step(UserDict(inputs), targets)
+        return [done.loss for done in trainer.results()]
+
+    config = config_of(2, tmp_path)
+    assert meshcomm.simulate(body, config)[0] == pytest.approx(alone(sequence.ENCODER_DECODER)[0], abs=1e-9)
