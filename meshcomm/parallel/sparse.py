@@ -55,7 +55,7 @@ class SparseRows:
             for table, used, grad in zip(self._tables, self._used, dense, strict=True):
                 assert grad is not None
                 rows = used.nonzero()[:, 0]
-                kind = {"check_invariants": False, "is_coalesced": True}
+                kind: dict[str, Any] = {"check_invariants": False, "is_coalesced": True}
                 table.grad = torch.sparse_coo_tensor(rows[None], grad[rows], grad.shape, **kind)
             yield
         finally:

@@ -318,8 +318,8 @@ class State:
         optimizer, kind = self._optimizer, type(self._optimizer).__name__
         if (own or any("state" in each for each in facts.values())) and training["optimizer"] != kind:
             raise _unfit("the optimizer's state", f"that of {training['optimizer']}", f"that of {kind}")
-        for each in (*self._parts, optimizer):
-            each.state.clear()
+        for one in (*self._parts, optimizer):
+            one.state.clear()
         for name, parameter in named:
             state = {**own.get(name, {}), **facts[name].get("state", {})}
             if state and id(parameter) in learning:
