@@ -45,7 +45,7 @@ def check_split(
                 raise
             except Exception:
                 # An optimizer that takes only split parameters has no whole ones to be compared with.
-                return
+                continue
             given = [distribute_tensor(each, where, placements, src_data_rank=None) for each in values]
             name = ""
             try:
