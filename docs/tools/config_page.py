@@ -300,6 +300,7 @@ eps = 1e-8
 clip_norm = 1.0
 label_smoothing = 0.1
 z_loss = 1e-4
+check = false
 frozen = ["embed*"]
 on_nonfinite = "stop"
 seed = 1

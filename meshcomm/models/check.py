@@ -26,6 +26,7 @@ from meshcomm.models.spec_model import SpecModel
 from meshcomm.parallel.build import cast, seeded
 from meshcomm.parallel.context.split import AttentionKind
 from meshcomm.parallel.loss import IGNORED, logits_of
+from meshcomm.parallel.tree import first_tensor
 
 # Tolerance, relative to the largest output or the largest element of a gradient.
 _ROOM: Final = 1e-9
@@ -174,7 +175,8 @@ def small_of(
         )
 
     batches = tokens_of(spec.vocab_size) if batches is None else batches
-    positions = {spec.positions: torch.arange(batches[0][0].shape[1]).unsqueeze(0)} if spec.positions else {}
+    tokens = first_tensor(batches[0][0]).shape[1] if spec.positions else 0
+    positions = {spec.positions: torch.arange(tokens).unsqueeze(0)} if spec.positions else {}
     return Small(module, model, batches, spec.loss, named=positions, family=family, **more)
 
 
@@ -281,6 +283,14 @@ class _Plain:
             self._found[pieces, silent] = plain(self.small, config, silent=silent, pieces=pieces)
         return self._found[pieces, silent]
 
+    def why_not_in(self, pieces: int) -> str:
+        """Return the error if one process runs the microbatches one by one, or "" if there is none."""
+        try:
+            self.run(pieces)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        return ""
+
     def on_one_rank(self, pieces: int) -> Outcome:
         """Return what an Engine computes on one rank, with dropout."""
         if pieces not in self._found:
@@ -302,6 +312,7 @@ def _check_kind(plainly: _Plain, use: Use, name: str, setting: str, noisy: bool)
     plainly = plainly.of(use)
     small, sizes = plainly.small, plainly.sizes
     alone = plainly.run()
+    pieces = sizes.microbatches * (2 if use.data or use.expert else 1)
     # Ranks along context have other tokens, and draw other random numbers for them. The statistics of batch norms cover all
     # ranks.
     draws = noisy and not use.context and not (use.data and sizes.norms)
@@ -312,13 +323,20 @@ def _check_kind(plainly: _Plain, use: Use, name: str, setting: str, noisy: bool)
         cause = _cause(error)
         if isinstance(cause, MeshcommError):
             raise cause from error
+        if why := plainly.why_not_in(pieces):
+            raise TrainingError(
+                f"a step of {name} fails on one of its microbatches, also on one process",
+                given=f"{why}, for {sizes.samples // pieces} of {sizes.samples} samples",
+                expected="a model and a loss that are given one microbatch at a time, with any number of samples",
+                hint="compute what depends on the number of samples from the tensors given, like torch.arange(len(outputs)); "
+                "if the loss compares samples with each other, gather them along data and shard",
+            ) from error
         raise UnsupportedOp(
             f"{name} cannot be trained with {setting}",
             given=f"a small model fails with {type(cause).__name__}: {cause}",
             expected="a model that computes the same results when it is split",
             hint=f"remove {setting}, or use your own ModelSpec",
         ) from error
-    pieces = sizes.microbatches * (2 if use.data or use.expert else 1)
     # A family's own loss may be a function of all samples of a microbatch, as the auxiliary loss of routers is.
     coupled = small.family and small.loss is not None
     for outcome in ranks:

@@ -37,6 +37,8 @@ from meshcomm.simulator import simulate
 from meshcomm.transport.torch_private import DispatchMode
 
 STEPS: Final = 2
+# Gradients smaller than this fraction of the largest one may be rounding errors.
+_ROUNDING: Final = 1e-9
 _CPU: Final = torch.device("cpu")
 
 
@@ -182,12 +184,15 @@ def plain(small: Small, config: Config, *, silent: bool = True, pieces: int = 1)
             optimizer.step()
     outcome.narrow = alone.narrow
     outcome.buffers = [name for name, _ in module.named_buffers()]
+    sizes = {
+        name: float(each.abs().max()) if each.numel() else 0.0 for name, each in outcome.gradients.items()
+    }
+    # The bias of a key, for example, has no gradient except for rounding errors.
+    least = max(sizes.values(), default=0.0) * _ROUNDING
     outcome.unchanged = [
         name
         for name, each in named.items()
-        if name in outcome.gradients
-        and bool(outcome.gradients[name].any())
-        and torch.equal(each, first[name])
+        if sizes.get(name, 0.0) > least and torch.equal(each, first[name])
     ]
     if isinstance(loss_of, nn.Module):
         own = {id(each) for each in named.values()}

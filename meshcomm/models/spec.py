@@ -58,7 +58,7 @@ class StageContext(NamedTuple):
     through: Callable[..., Any]
 
 
-Forward: TypeAlias = Callable[[Any, Tensor, StageContext], Tensor]
+Forward: TypeAlias = Callable[[Any, Any, StageContext], Any]
 
 KINDS: Final[Mapping[str, str]] = {
     **{part: f"parallel.{part}" for part in ("tensor", "context", "pipeline", "expert")},
@@ -80,7 +80,8 @@ class ModelSpec:
                 `train.compile` apply to each of them. If "", the model cannot be divided.
     first:      dotted names of the modules that only the first stage needs, such as an embedding.
     last:       dotted names of the modules that only the last stage needs, such as a norm and a head.
-    forward:    (module, x, here) -> y: runs the parts of the module on this stage, on tokens or hidden states.
+    forward:    (module, x, here) -> y: runs the parts of the module on this stage, on inputs, which may be a tree, or hidden
+                states. The last stage may return a tree if `loss` is given and there is no pipeline.
                 Parts on other stages are None. If omitted, `module.forward` is used on every stage: see
                 `own_forward`.
     positions:  the argument of `module.forward` that takes positions, int64 (1, tokens); for context

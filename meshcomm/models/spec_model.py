@@ -41,7 +41,7 @@ from meshcomm.parallel.recompute import compile_blocks, run
 from meshcomm.parallel.tensor import TensorSplit, tensor_parallel
 from meshcomm.parallel.tensor.example import Calls, explained
 from meshcomm.parallel.tensor.plan import Rule, matches, rules_of
-from meshcomm.parallel.tree import called, with_tensors
+from meshcomm.parallel.tree import called, first_tensor, with_tensors
 from meshcomm.predict.stages import PartCosts
 
 
@@ -65,7 +65,7 @@ class SpecModel(Model):
         family: bool = False,
         packed: bool = False,
     ) -> None:
-        self.spec, self._train, self._seq_len, self.family, self.packed = spec, train, seq_len, family, packed
+        self.spec, self._train, self.seq_len, self.family, self.packed = spec, train, seq_len, family, packed
         check_kinds(spec)
         with on_meta(), seeded(train.seed):
             whole = spec.module()
@@ -281,7 +281,7 @@ class SpecModel(Model):
             ("data.document_mask", "layers", "blocks that receive document numbers", blocks),
             ("data.document_mask", "positions", "which argument takes positions", spec.positions or not own),
             ("parallel.pipeline", "layers", "which blocks are divided among stages", blocks),
-            ("parallel.pipeline", "forward", "how stages run on inputs that are not tokens", self.vocab_size or not own),
+            ("parallel.pipeline", "forward", "how stages run on inputs that are one tensor, but not tokens", self.vocab_size or not own),
             ("parallel.tensor", "undivided", f"an embedding and a head that stay unsplit, because {size}",
              self._divides(splits) or spec.undivided is not None),
             ("ModelSpec.dropped", "layers", "blocks that receive sample numbers", blocks or not self.drops),
@@ -302,7 +302,8 @@ class _Facts:
         self.activation_checkpointing = train.activation_checkpointing
         self.compute = None if train.compute_dtype is None else getattr(torch, train.compute_dtype)
         self.between = self.compute or getattr(torch, train.dtype)
-        self.positions = splits.context.positions(model._seq_len) if model.vocab_size else torch.empty(0)
+        length = model.seq_len if model.vocab_size or stage.count > 1 else 0
+        self.positions = splits.context.positions(length)
         # Set until a split stage has run for the first time.
         self.rules: Mapping[str, Rule] | None = None
         # Whether the norm and the head after the blocks take full sequences.
@@ -357,6 +358,12 @@ class _Facts:
         tokens).
         """
         return self.positions if documents is None else places(documents)[:, self.positions]
+
+    def positions_of(self, x: Any) -> Tensor:
+        """Return the positions of this rank's part of axis 1 of inputs that are not tokens. They may have any length."""
+        first, context = first_tensor(x), self.splits.context
+        sizes = first.shape[1] * context.size if first.ndim > 1 else 0
+        return context.positions(sizes) if self.stage.count == 1 else self.positions
 
     def own_forward(
         self, forward: Callable[..., Any], through: Callable[..., Any], x: Any, positions: Tensor
@@ -509,7 +516,7 @@ class _Stage:
         with mixed, facts.exact():
             drops = None if samples is None else (self.step, samples)
             through = partial(facts.through, drops, documents)
-            positions = facts.positions_in(documents)
+            positions = facts.positions_in(documents) if facts.spec.vocab_size else facts.positions_of(x)
             if facts.spec.forward is None:
                 if not facts.layers:
                     y = called(super().forward, x)  # type: ignore[misc]
@@ -520,7 +527,11 @@ class _Stage:
                 return y if facts.spec.loss is not None else logits_of(y)
             here = StageContext(facts.stage, facts.layers, positions, facts.between, through)
             y = facts.spec.forward(self, x, here)
-        return y.to(facts.between) if facts.stage.is_last else facts.passed_on(y, len(x))
+        if not facts.stage.is_last:
+            return facts.passed_on(y, len(x))
+        if isinstance(y, Tensor):
+            return y.to(facts.between)
+        return with_tensors(lambda each: each.to(facts.between) if each.is_floating_point() else each, y)
 
 
 def _has(module: nn.Module, pattern: str) -> bool:

@@ -173,6 +173,9 @@ class StepCheck:
                 batch = _cut(batch, spec.vocab_size if model.spec.small is not None else 0)
                 first = batch[0]
             sizes = self._sizes_for(first, batch_norms(module), model.num_layers)
+            if not spec.vocab_size:
+                # Axis 1 of the inputs may be the channels of an image, for example.
+                sizes = replace(sizes, tokens=model.seq_len)
             made: Callable[[], Small] = partial(
                 small_of, spec, sizes_of(batch, sizes.samples), optimizer=self._optimizer
             )

@@ -384,20 +384,35 @@ class LocalModel:
             return
         parts = [pair for module in self.modules for pair in module.named_modules()]
         held = [(name, local(each.detach())) for name, each in self.named_parameters()]
-        for what, names in (
-            ("scalar parameters", [name for name, each in held if not each.ndim]),
-            ("parameters that are not contiguous", [name for name, each in held if not each.is_contiguous()]),
-            ("complex parameters", [name for name, each in held if each.is_complex()]),
-            ("sparse gradients", [name for name, part in parts if getattr(part, "sparse", False) is True]),
-            ("recurrent layers of torch", [name for name, part in parts if isinstance(part, nn.RNNBase)]),
+        for what, hint, names in (
+            ("scalar parameters", "torch.ones(1)", [name for name, each in held if not each.ndim]),
+            (
+                "parameters that are not contiguous",
+                "parameter.contiguous()",
+                [name for name, each in held if not each.is_contiguous()],
+            ),
+            (
+                "complex parameters",
+                "torch.view_as_real(parameter)",
+                [name for name, each in held if each.is_complex()],
+            ),
+            (
+                "sparse gradients",
+                "sparse=False",
+                [name for name, part in parts if getattr(part, "sparse", False) is True],
+            ),
+            (
+                "recurrent layers of torch",
+                "",
+                [name for name, part in parts if isinstance(part, nn.RNNBase)],
+            ),
         ):
             if names:
                 raise UnsupportedOp(
                     f"a model with {what} cannot be sharded",
                     given=listed(names),
                     expected="dense, contiguous, real parameters with at least one axis, which layers read in each forward pass",
-                    hint="parallel.data in place of parallel.shard; or torch.ones(1) for a scalar, sparse=False, "
-                    ".contiguous(), torch.view_as_real",
+                    hint="parallel.data in place of parallel.shard" + (f"; or {hint}" if hint else ""),
                 )
 
     def _sharded(self) -> Sharded:

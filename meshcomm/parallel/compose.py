@@ -15,7 +15,7 @@ from meshcomm.config import Config
 from meshcomm.errors import ShapeError, UnsupportedOp
 from meshcomm.mesh import Mesh
 from meshcomm.mesh.all_ranks import of_every_rank
-from meshcomm.parallel.build import LocalModel, Model, sections
+from meshcomm.parallel.build import LocalModel, Model, along, sections
 from meshcomm.parallel.context.documents import check_documents
 from meshcomm.parallel.data import Sharded
 from meshcomm.parallel.loss import StepLoss
@@ -138,7 +138,9 @@ class Engine:
             check_some_learn(train.frozen, [name for name, learns in every if learns])
         # Ranks along the pipeline have different parameters.
         apart = [parallel.pipeline] if parallel.pipeline else []
-        self._update = Update(mesh, train, self.modules, optimizer, apart)
+        self._update = Update(
+            mesh, train, self.modules, optimizer, apart, along(mesh, parallel.gradient_dims)
+        )
         self.optimizer = self._update.optimizer
         self._state = State(list(self.modules), self.optimizer, self._saved_parameters, model.tied)
         self._norm = GradientNorm(mesh, named, pipeline=parallel.pipeline, skip=copies)
@@ -206,6 +208,9 @@ class Engine:
         reached, self._lr = self.reached, lr
         self._begin(number)
         self._local.start_step(number)
+        rows = self._update.rows
+        if rows is not None:
+            rows.start()
         more = self._packed(batch)
         if self.model.drops:
             each = samples_of(inputs)
@@ -214,6 +219,8 @@ class Engine:
         with self._drawing(f"{number}"), shared_casts():
             loss = self._run(*self._loss.split(inputs, targets), **more)
         self._local.finish_step()
+        if rows is not None:
+            rows.finish()
         found = self._loss.finish(loss)
         if found.factor is not None:
             self._norm.multiply_(found.factor)
@@ -222,7 +229,8 @@ class Engine:
         norm = self._norm.norm()
         lr = self._update.set_rate(lr)
         # The range of ids is known only for tokens; other data is checked by the layers.
-        looks = self.model.vocab_size and self.mesh.is_async
+        are_ids = all(isinstance(x, Tensor) and not x.is_floating_point() for x in (inputs, targets))
+        looks = self.model.vocab_size and self.mesh.is_async and are_ids
         ids = (inputs, targets.where(targets != -100, 0)) if looks else ()
         spoilt = self._results.add(number, lr, found, norm, *ids)
         if self._recovers and self.mesh.is_async:
@@ -330,11 +338,20 @@ class Engine:
             raise UnsupportedOp(
                 "a pipeline's first stage takes one tensor",
                 given=f"inputs that are a {type(inputs).__name__}",
-                expected="a tensor of tokens",
-                hint="remove parallel.pipeline",
+                expected="one tensor: tokens, or what the function of ModelSpec(forward=...) takes",
+                hint="remove parallel.pipeline; later stages are given hidden states only",
             )
         first_tensor(inputs)
-        have = (samples_of(inputs), samples_of(targets))
+        # A loss of one's own may need no targets.
+        targeted = bool(tensors_of(targets)) or self.model.own_loss is None
+        have = (samples_of(inputs), samples_of(targets) if targeted else share)
+        lengths = {len(x) for x in tensors_of(batch) if x.ndim}
+        if share in lengths:
+            # Otherwise the batch has another size.
+            for name, tree in (("inputs", inputs), ("targets", targets)):
+                check_samples(
+                    tree, name, share, "the global batch, divided among the ranks along data and shard"
+                )
         if set(have) != {share}:
             hint = f"train.global_batch_size = {have[0] * self.data_size}"
             if have[0] < share:
@@ -346,8 +363,6 @@ class Engine:
                 "data and shard",
                 hint=hint,
             )
-        for name, tree in (("inputs", inputs), ("targets", targets)):
-            check_samples(tree, name, share, "the global batch, divided among the ranks along data and shard")
         if self.look is not None:
             look, self.look = self.look, None
             look(batch)
@@ -379,7 +394,7 @@ class Engine:
         parallel = self.sections.parallel
         # The mode of each part, because a user may have put some of them into eval mode permanently.
         were = {part: part.training for part in self.modules.modules()}
-        self._loss.start(None)
+        self._loss.start(None, evaluates=True)
         mine: Tensor | None = None
         self.modules.eval()
         try:
@@ -472,7 +487,8 @@ class Engine:
         Their targets are -100. If the loss does not ignore these, also return the number of samples as an argument of the run.
         """
         count, share = samples_of(batch.inputs), self.microbatches * self.sections.train.micro_batch_size
-        if count > share or count != samples_of(batch.targets):
+        targeted = bool(tensors_of(batch.targets)) or self.model.own_loss is None
+        if count > share or (targeted and count != samples_of(batch.targets)):
             raise ShapeError(
                 "an evaluation's batch has the wrong number of samples for this rank",
                 given=f"{count} inputs and {samples_of(batch.targets)} targets on {self.mesh.label}",

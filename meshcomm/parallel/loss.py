@@ -117,14 +117,14 @@ class StepLoss:
         given = with_tensors(mine, targets) if self._slices else targets
         return with_tensors(mine, inputs), _Given(given, inputs) if self._takes_inputs else given
 
-    def start(self, targets: Any) -> None:
-        """Begin a step with these targets on this rank; None for an evaluation, whose divisor is not known yet.
+    def start(self, targets: Any, *, evaluates: bool = False) -> None:
+        """Begin a step with these targets on this rank; or an evaluation, whose divisor is not known yet.
 
         Called by: every rank.
         """
         self._rows = []
-        self._counts = self._own is not None or targets is None
-        if targets is None:
+        self._counts = self._own is not None or evaluates
+        if evaluates:
             divisor = torch.ones((), dtype=torch.float64)
         elif self._own is not None:
             divisor = torch.tensor(self._pieces, dtype=torch.float64)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from fnmatch import fnmatchcase
 from typing import Any, Final, TypeAlias, final
 
@@ -13,10 +14,12 @@ from torch.distributed.tensor import DTensor
 
 from meshcomm.config import TrainConfig
 from meshcomm.errors import ConfigError, UnsupportedOp
+from meshcomm.layout import Dims
 from meshcomm.layout.names import did_you_mean, listed
 from meshcomm.mesh import Mesh
 from meshcomm.parallel.dropout import Draws
 from meshcomm.parallel.narrow_state import narrowed
+from meshcomm.parallel.sparse import SparseRows, optimizers_in
 from meshcomm.parallel.split_update import check_split
 from meshcomm.parallel.tensor.parameters import fused_parts
 
@@ -187,11 +190,8 @@ def grouped(make: MakeOptimizer, train: TrainConfig, modules: nn.Module) -> torc
 
 def _check_held(optimizer: torch.optim.Optimizer, modules: nn.Module) -> None:
     """Raise ConfigError if a parameter that needs a gradient is in no optimizer: it would never be trained."""
-    inner = [
-        each for value in vars(optimizer).values() for each in (value if type(value) is list else [value])
-    ]
-    every = [optimizer, *(each for each in inner if isinstance(each, torch.optim.Optimizer))]
-    held = {id(each) for one in every for group in one.param_groups for each in group["params"]}
+    every = [group for one in optimizers_in(optimizer) for group in one.param_groups]
+    held = {id(each) for group in every for each in group["params"]}
     named = modules.named_parameters()
     missing = [name.partition(".")[2] for name, each in named if each.requires_grad and id(each) not in held]
     if missing:
@@ -209,6 +209,8 @@ class Update:
 
     make:  creates the optimizer. If None, the optimizer of `[train]` is created.
     apart: dims along which a user's optimizer draws different random numbers.
+    dims:  dims along which ranks have different samples, for sparse gradients.
+    rows:  the rows of a step for which `make` is given sparse gradients.
     """
 
     def __init__(
@@ -218,12 +220,15 @@ class Update:
         modules: nn.Module,
         make: MakeOptimizer | None,
         apart: Iterable[str],
+        dims: Dims | None = None,
     ) -> None:
         self.optimizer = grouped(optimizer_of(train, mesh.device) if make is None else make, train, modules)
         self._seed = train.seed
         self._draws = None if make is None else Draws(mesh, train.seed, apart)
+        self.rows: SparseRows | None = None
         if make is not None:
             check_split(make, decay_groups, modules)
+            self.rows = SparseRows(mesh, dims, modules, self.optimizer)
         self._rates = [float(group["lr"]) / train.lr for group in self.optimizer.param_groups]
         # torch's fused Adam and AdamW can skip a step and its state update themselves, also for DTensors.
         fused = bool(self.optimizer.defaults.get("fused"))
@@ -247,7 +252,7 @@ class Update:
         if self._draws is None:
             self._step(spoilt)
             return
-        with self._draws.step(f"optimizer {number}", 0):
+        with self._draws.step(f"optimizer {number}", 0), self.rows.handed() if self.rows else nullcontext():
             self._draws.seed(self._seed, "optimizer", number)
             self._step(spoilt)
 

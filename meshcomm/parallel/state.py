@@ -27,6 +27,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from meshcomm.comm.codec import decode, encode
 from meshcomm.errors import ObjectError, TrainingError
 from meshcomm.parallel.narrow_state import is_moment
+from meshcomm.parallel.sparse import optimizers_in
 from meshcomm.parallel.tensor.parameters import Kept, Parts, fused_parts, local, split_dims
 
 # The dtype and the shape of each tensor in a checkpoint, by name.
@@ -71,6 +72,17 @@ class State:
         tied: str = "",
     ) -> None:
         self._modules, self._optimizer, self._named, self._tied = modules, optimizer, named, tied
+        parts = optimizers_in(optimizer)[:-1]
+        # An optimizer that consists of others, and shares their groups, has their state.
+        self._parts = [
+            part
+            for part in parts
+            if type(part).__module__.startswith("torch.optim.")
+            and all(any(group is each for each in optimizer.param_groups) for group in part.param_groups)
+        ]
+        self._holders = {
+            id(each): part for part in self._parts for group in part.param_groups for each in group["params"]
+        }
         self.scheduler: LRScheduler | None = None
         # Whether each step is given its learning rate. If so, the groups' rates are not state.
         self.given_lr = False
@@ -125,7 +137,11 @@ class State:
 
     def _of_parameter(self, name: str, parameter: nn.Parameter) -> tuple[dict[str, Tensor], dict[Any, Any]]:
         """Return the optimizer's state for a parameter: tensors by name, and all other values."""
-        state = self._optimizer.state.get(parameter, {})
+        holder, state = self._holder(parameter), self._optimizer.state.get(parameter, {})
+        if holder is not self._optimizer:
+            if state:
+                raise _refused(f"the state of {name} in two optimizers", _type(holder), "use one of them")
+            state = holder.state.get(parameter, {})
         if not isinstance(state, Mapping):
             raise _refused(f"the optimizer's state of {name}", _type(state))
         own: dict[str, Tensor] = {}
@@ -207,6 +223,10 @@ class State:
                 found |= {id(each): {"now": changed, "made": before} for each in group["params"]}
         return found
 
+    def _holder(self, parameter: Tensor) -> torch.optim.Optimizer:
+        """Return the optimizer that has the state of a parameter."""
+        return self._holders.get(id(parameter), self._optimizer)
+
     def _of_training(self) -> dict[str, Any]:
         optimizer, kind = self._optimizer, type(self._optimizer).__name__
         if more := sorted(map(str, optimizer.state_dict().keys() - {"state", "param_groups"})):
@@ -215,8 +235,13 @@ class State:
             )
         changed: dict[str, Any] = {}
         for name, value in self._own_attributes():
-            inner = isinstance(value, torch.optim.Optimizer | torch.Generator)
-            if inner or _fingerprint(value) != self._attributes.get(name, ""):
+            if isinstance(value, torch.optim.Optimizer):
+                raise _refused(
+                    f"the attribute {name} of {kind}",
+                    f"{_type(value)}, whose groups {kind} does not share",
+                    f"self.param_groups = self.{name}.param_groups, or the groups of all of its optimizers of torch",
+                )
+            if isinstance(value, torch.Generator) or _fingerprint(value) != self._attributes.get(name, ""):
                 if not _is_plain(value):
                     raise _refused(f"the attribute {name} of {kind}", _type(value))
                 changed[name] = value
@@ -236,7 +261,10 @@ class State:
     def _own_attributes(self) -> Iterator[tuple[str, Any]]:
         """Yield the attributes of the optimizer that torch did not create."""
         for name, value in vars(self._optimizer).items():
-            if name not in _TORCHS_OWN and value is not self._optimizer:
+            parts = value if type(value) is list and value else [value]
+            if all(any(each is part for part in (*self._parts, self._optimizer)) for each in parts):
+                continue
+            if name not in _TORCHS_OWN:
                 yield name, value
 
     def _of_scheduler(self, scheduler: LRScheduler) -> dict[str, Any]:
@@ -290,11 +318,13 @@ class State:
         optimizer, kind = self._optimizer, type(self._optimizer).__name__
         if (own or any("state" in each for each in facts.values())) and training["optimizer"] != kind:
             raise _unfit("the optimizer's state", f"that of {training['optimizer']}", f"that of {kind}")
-        optimizer.state.clear()
+        for one in (*self._parts, optimizer):
+            one.state.clear()
         for name, parameter in named:
             state = {**own.get(name, {}), **facts[name].get("state", {})}
             if state and id(parameter) in learning:
-                optimizer.state[parameter] = _fitting(optimizer, parameter, state)
+                holder = self._holder(parameter)
+                holder.state[parameter] = _fitting(holder, parameter, state)
         optimizer.state.update(training.get("state", {}))
         vars(optimizer).update(_values(self._attributes))
         vars(optimizer).update(training.get("attributes", {}))

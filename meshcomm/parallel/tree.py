@@ -1,7 +1,7 @@
 """Trees of tensors: the inputs and outputs of a module, and the targets of a loss.
 
-A tree is a tensor, or a tuple, list, dictionary, dataclass or class registered with torch.utils._pytree, of trees and other
-values. transformers' outputs are registered.
+A tree is a tensor, or a tuple, list, dictionary or another mapping, dataclass or class registered with torch.utils._pytree, of
+trees and other values. transformers' outputs are registered; a tokenizer's BatchEncoding is a mapping.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ def with_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
             for each in fields(x):
                 object.__setattr__(made, each.name, with_tensors(function, getattr(x, each.name)))
             return made
-        return x
+        # pytree knows only some classes of mappings.
+        return with_tensors(function, dict(x)) if isinstance(x, Mapping) else x
 
     return function(tree) if isinstance(tree, Tensor) else tree_map(leaf, tree)
 
@@ -49,6 +50,8 @@ def named_tensors(tree: Any, name: str) -> list[tuple[str, Tensor]]:
         if is_dataclass(leaf) and not isinstance(leaf, type):
             for each in fields(leaf):
                 found += named_tensors(getattr(leaf, each.name), f"{name}{path}.{each.name}")
+        elif isinstance(leaf, Mapping):
+            found += named_tensors(dict(leaf), f"{name}{path}")
         elif isinstance(leaf, Tensor):
             found.append((f"{name}{path}", leaf))
     return found
@@ -62,7 +65,8 @@ def check_samples(tree: Any, name: str, count: int, expected: str) -> None:
                 "a tensor of the step does not have this rank's samples along axis 0",
                 given=f"{each} of shape {tuple(tensor.shape)}",
                 expected=f"{count} samples: {expected}",
-                hint="x.expand(samples, *x.shape) for a tensor that all samples share; a buffer of the module if it never changes",
+                hint="x.expand(samples, *x.shape) for a tensor that all samples share; a buffer of the module if it never changes; "
+                "padding to (samples, length), in place of all samples' values with offsets",
             )
 
 

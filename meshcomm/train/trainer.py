@@ -43,6 +43,7 @@ from meshcomm.train.callbacks import Callback, Summary
 from meshcomm.train.checkpoint import Checkpoints
 from meshcomm.train.copies import Copies
 from meshcomm.train.data import (
+    NAMED,
     Batches,
     Corpus,
     Data,
@@ -408,7 +409,7 @@ class Trainer:
         """Run one step of a custom training loop. `results` returns the losses.
 
         inputs:    a tensor, or a tree of tensors: a tuple or list is the module's arguments, a dictionary its named arguments, and
-                   a dataclass its only argument. As the only argument of step: a dictionary with inputs and targets. The collators in transformers
+                   a dataclass its only argument. As the only argument of step: inputs, for a loss of your own that needs no targets; or a dictionary with inputs and targets. The collators in transformers
                    return such dictionaries, with input_ids and labels for the same tokens. An attention_mask that masks tokens
                    at the end, and position_ids that are 0 where a document starts, are optional.
         Shape:     (global_batch_size / ranks along data and shard, ...): this rank's share of the global batch,
@@ -432,7 +433,11 @@ class Trainer:
         number = engine.done + 1
         lr = None if scheduler is not None else learning_rate(engine.sections.train, number)
         given: object = inputs
-        if not isinstance(inputs, Mapping) or targets is not None:
+        # Without targets, a dictionary is inputs and targets, or the named arguments of a model whose loss needs no targets.
+        arguments = (
+            engine.model.own_loss is not None and isinstance(inputs, Mapping) and not NAMED & {*inputs}
+        )
+        if not isinstance(inputs, Mapping) or targets is not None or arguments:
             given = (inputs, targets) if documents is None else (inputs, targets, documents)
         batch = Batch(*placed(engine, given, f"step {number}"))
         if self._recorder is not None:

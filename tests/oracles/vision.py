@@ -1,4 +1,4 @@
-"""Models of images: a vision transformer, a network with batch norms, and a diffusion U-Net."""
+"""Models of images: a vision transformer, and a network with batch norms."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ class Block(nn.Module):
             each(y).unflatten(-1, (-1, head)).transpose(1, 2) for each in (self.query, self.key, self.value)
         )
         x = x + self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
-        return x + self.down(F.gelu(self.up(self.after(x))))
+        down: Tensor = self.down(F.gelu(self.up(self.after(x))))
+        return x + down
 
 
 class ViT(nn.Module):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -16,11 +16,13 @@ from torch import Tensor
 import meshcomm
 from meshcomm.config import Config, load_config
 from meshcomm.errors import MeshcommError
+from meshcomm.mesh import Mesh
 from meshcomm.models import ModelSpec
+from meshcomm.models.spec import StageContext
 from meshcomm.parallel import whole
 from meshcomm.testing import Pool
 from meshcomm.train import Trainer
-from tests.oracles import vision
+from tests.oracles import diffusion, retrieval, sequence, vision
 from tests.oracles.kind import SAMPLES, SEED, STEPS, Kind, alone
 from tests.train.runs import parallel_of, roles_of, sizes_of
 
@@ -32,14 +34,17 @@ class Case:
     """A kind of model for a Trainer.
 
     given: what the Trainer is given; by default, the module as an object. refused: for each mesh, words of the error.
-    micro: samples of a microbatch on one rank. train: more settings of [train].
+    micro: samples of a microbatch on one rank. train: more settings of [train]. loss: on a mesh, if it communicates.
+    seq_len: the length of hidden states' axis 1, which context divides.
     """
 
     kind: Kind
     given: Callable[[], Any] | None = None
-    refused: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    refused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     micro: int = 2
     train: dict[str, Any] = field(default_factory=dict)
+    loss: Callable[[Mesh], Any] | None = None
+    seq_len: int = 8
 
 
 def vit() -> ModelSpec:
@@ -47,38 +52,160 @@ def vit() -> ModelSpec:
         **{f"blocks.*.{name}": "column" for name in ("query", "key", "value", "up")},
         **{f"blocks.*.{name}": "row" for name in ("out", "down")},
     }
-    return ModelSpec(module=vision.ViT, layers="blocks", split=block, loss=vision.VIT.loss)
+    return ModelSpec(
+        module=vision.ViT,
+        hidden_size=16,
+        layers="blocks",
+        first=("patches", "token", "places"),
+        last=("norm", "head"),
+        forward=_run_vit,
+        split=block,
+    )
 
+
+def _run_vit(module: Any, x: Tensor, here: StageContext) -> Tensor:
+    if here.stage.is_first:
+        x = module.patches(x).flatten(2).transpose(1, 2)
+        x = torch.cat([module.token.expand(len(x), -1, -1), x], 1) + module.places
+    for block in here.layers:
+        x = here.through(block, x)
+    return module.head(module.norm(x[:, 0])) if here.stage.is_last else x
+
+
+def dit() -> ModelSpec:
+    block = {
+        **{f"blocks.*.{name}": "column" for name in ("query", "key", "value", "up")},
+        **{f"blocks.*.{name}": "row" for name in ("out", "down")},
+    }
+    return ModelSpec(
+        module=diffusion.DiT,
+        layers="blocks",
+        split=block,
+        attention=_attends_to_all,
+        positions="positions",
+    )
+
+
+def _attends_to_all(module: Any, attend: Any) -> None:
+    for block in module.blocks:
+        block.attend = partial(attend, causal=False)
+
+
+def encoder_decoder() -> ModelSpec:
+    split = {
+        **{f"**.{name}": "column" for name in ("query", "key", "value", "up", "head")},
+        **{f"**.{name}": "row" for name in ("out", "down")},
+        "embedding": "vocab",
+    }
+    split["head"] = split.pop("**.head")
+    return ModelSpec(
+        module=sequence.EncoderDecoder,
+        vocab_size=sequence.VOCABULARY,
+        hidden_size=16,
+        tied=("embedding.weight", "head.weight"),
+        split=split,
+    )
+
+
+def two_towers(module: Any = retrieval.TwoTowers) -> ModelSpec:
+    return ModelSpec(
+        module=module,
+        forward=_run_towers,
+        split={
+            f"{name}.{part}": how
+            for name in ("image", "text")
+            for part, how in (("up", "column"), ("down", "row"))
+        },
+    )
+
+
+def _run_towers(module: Any, x: Any, here: StageContext) -> Any:
+    texts = module.text(module.words(x["words"]).mean(1))
+    return retrieval.Pairs(module.image(x["image"]), texts, module.scale)
+
+
+def loss_among_ranks(mesh: Mesh) -> Callable[[retrieval.Pairs, None], Tensor]:
+    """Return the loss of this rank's pairs among the pairs of all ranks along data and shard."""
+    dim = next((dim for dim in ("dp", "fsdp") if dim in mesh.dims), None)
+    if dim is None:
+        return retrieval.among_all
+
+    def gathered(x: Tensor) -> Tensor:
+        # Each rank compares other samples with them, so the gradients add up.
+        return mesh.functional.all_gather(dim, x, grad="reduce_scatter")
+
+    def loss(found: retrieval.Pairs, targets: None) -> Tensor:
+        first = mesh.coord(dim) * len(found.images)
+        return retrieval.contrast(gathered(found.images), gathered(found.texts), found, first)
+
+    return loss
+
+
+# An object whose parts are not described.
+OBJECT: Final = {
+    "tp=2": ("tensor_parallel",),
+    "pp=2": ("parallel.pipeline",),
+    "cp=2": ("parallel.context",),
+    "dp=2 tp=2": ("tensor_parallel",),
+}
 
 CASES: Final[dict[str, Case]] = {
-    "vision transformer": Case(
-        vision.VIT, vit, {"pp=2": ("parallel.pipeline",), "cp=2": ("parallel.context",)}
-    ),
+    "vision transformer": Case(vision.VIT, vit, {"cp=2": ("parallel.context",)}, seq_len=17),
     "batch norms": Case(
         vision.CONVNET,
-        refused={
-            "tp=2": ("tensor_parallel",),
+        refused=OBJECT,
+        micro=8,
+    ),
+    "diffusion u-net": Case(diffusion.UNET, refused=OBJECT),
+    "diffusion transformer": Case(diffusion.DIT, dit, {"pp=2": ("parallel.pipeline",)}, seq_len=16),
+    "encoder and decoder": Case(
+        sequence.ENCODER_DECODER,
+        encoder_decoder,
+        {"pp=2": ("parallel.pipeline",), "cp=2": ("parallel.context",)},
+    ),
+    "two towers": Case(
+        retrieval.TWO_TOWERS,
+        two_towers,
+        {
             "pp=2": ("parallel.pipeline",),
             "cp=2": ("parallel.context",),
-            "dp=2 tp=2": ("tensor_parallel",),
         },
         micro=8,
+        loss=loss_among_ranks,
+    ),
+    "two towers that do not communicate": Case(
+        retrieval.SCALAR_TOWERS,
+        partial(two_towers, retrieval.scalar),
+        {
+            "fsdp=2": ("scalar parameters", "scale", "torch.ones(1)"),
+            "pp=2": ("parallel.pipeline",),
+            "cp=2": ("parallel.context",),
+            "dp=2": ("divided among microbatches and ranks", "gather"),
+            "dp=2 tp=2": ("divided among microbatches and ranks", "gather"),
+        },
+        micro=8,
+    ),
+    "clicks from sparse tables": Case(
+        retrieval.CLICKS, refused={**OBJECT, "fsdp=2": ("sparse gradients", "tables.0")}
+    ),
+    "clicks with a lazy optimizer": Case(
+        retrieval.LAZY_CLICKS, refused={**OBJECT, "fsdp=2": ("sparse gradients", "tables.0")}
     ),
 }
 
 
 def config_of(dims: str, case: Case, out: str) -> Config:
     sizes = sizes_of(dims)
-    copies = math.prod(size for name, size in sizes.items() if name in ("dp", "fsdp"))
+    parts = math.prod(size for name, size in sizes.items() if name in ("dp", "fsdp", "pp"))
     return load_config(
         {
             "mesh": {"dims": sizes, "device": "cpu", "timeout_s": 60.0, "reports": ""},
             "parallel": parallel_of(**roles_of(sizes)),
-            "data": {"seq_len": 8},
+            "data": {"seq_len": case.seq_len + (-case.seq_len % 4 if "cp" in sizes else 0)},
             "train": {
                 "steps": STEPS,
                 "global_batch_size": SAMPLES,
-                "micro_batch_size": min(case.micro, SAMPLES // copies),
+                "micro_batch_size": min(case.micro, SAMPLES // parts),
                 "lr": 0.1,
                 "schedule": "constant",
                 "dtype": "float64",
@@ -98,13 +225,17 @@ def trained(config: Config, name: str) -> tuple[list[float], dict[str, Tensor]] 
         try:
             torch.manual_seed(SEED)
             given = kind.module() if case.given is None else case.given()
-            loss = None if isinstance(given, ModelSpec) else kind.loss
+            loss = kind.loss if case.loss is None else case.loss(mesh)
+            if isinstance(given, ModelSpec):
+                given, loss = replace(given, loss=loss), None
             trainer = Trainer(mesh, config, given, loss=loss, optimizer=kind.optimizer)
             engine = trainer.engine
             for step in range(1, STEPS + 1):
                 inputs, targets = kind.batch(step)
                 size, coord = engine.data_size, engine.data_coord
-                mine = torch.utils._pytree.tree_map(lambda x: x.chunk(size)[coord], (inputs, targets))
+                mine = torch.utils._pytree.tree_map_only(
+                    Tensor, lambda x: x.chunk(size)[coord], (inputs, targets)
+                )
                 trainer.step(*mine)
             losses = [done.loss for done in trainer.results()]
             state = {key: whole(value).clone() for key, value in trainer.state().items()}
@@ -113,7 +244,7 @@ def trained(config: Config, name: str) -> tuple[list[float], dict[str, Tensor]] 
     return losses, {key[6:]: value for key, value in state.items() if key.startswith("model.")}
 
 
-def difference(found: Any, expected: Any) -> float:
+def difference(found: Any, expected: Any) -> Any:
     """The largest difference between losses, weights and buffers, relative to the largest element of each."""
     (losses, state), (theirs, values) = found, expected
     off = max(abs(a - b) / max(1.0, abs(b)) for a, b in zip(losses, theirs, strict=True))

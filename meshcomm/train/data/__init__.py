@@ -2,11 +2,12 @@
 
 from meshcomm.train.data.batches import Batches, batches_of
 from meshcomm.train.data.corpus import Corpus, DataPart, Stream
-from meshcomm.train.data.given import STATE, Data, GivenBatch, GivenBatches, placed
+from meshcomm.train.data.given import NAMED, STATE, Data, GivenBatch, GivenBatches, placed
 from meshcomm.train.data.load import load
 from meshcomm.train.data.workers import ReadAhead
 
 __all__ = [
+    "NAMED",
     "STATE",
     "Batches",
     "Corpus",

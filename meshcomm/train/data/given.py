@@ -25,6 +25,8 @@ STATE: Final = "run.data.{}.of.{}"
 _NOTHING: Final[Any] = object()
 _PLAIN: Final = ("inputs", "targets", "documents")
 _OF_TRANSFORMERS: Final = ("input_ids", "labels", "attention_mask", "position_ids")
+# A dictionary with one of these keys is a batch.
+NAMED: Final = frozenset({*_PLAIN, *_OF_TRANSFORMERS})
 
 
 def placed(engine: Engine, batch: Any, whose: str) -> tuple[Any, ...]:
@@ -37,7 +39,14 @@ def placed(engine: Engine, batch: Any, whose: str) -> tuple[Any, ...]:
         batch = named_of(batch, whose)
     if isinstance(batch, (tuple, list)) and len(batch) == 3 and batch[2] is None:
         batch = batch[:2]
-    if not isinstance(batch, (tuple, list)) or len(batch) not in (2, 3) or not all(map(tensors_of, batch)):
+    if (
+        not isinstance(batch, (tuple, list))
+        or len(batch) not in (2, 3)
+        or not all(
+            tensors_of(each) or (place == 1 and engine.model.own_loss is not None)
+            for place, each in enumerate(batch)
+        )
+    ):
         held = batch if isinstance(batch, (tuple, list)) else ()
         kinds = ", ".join(type(each).__name__ for each in held[:4])
         raise TrainingError(
@@ -45,7 +54,7 @@ def placed(engine: Engine, batch: Any, whose: str) -> tuple[Any, ...]:
             given=f"a {type(batch).__name__}" + (f" of {len(held)}: {kinds}" if held else ""),
             expected="two tensors or trees of tensors, each with this rank's samples along axis 0, and optionally a third that "
             f"numbers documents; or a dictionary with {', '.join(_PLAIN[:2])}, or with {', '.join(_OF_TRANSFORMERS[:2])}",
-            hint="a generator that yields (inputs, targets)",
+            hint="a generator that yields (inputs, targets), or (inputs, None) for a loss of your own that needs no targets",
         )
     device, dtype = engine.mesh.device, engine.split.dtype
     # The engine rejects documents if the model's attention crosses document boundaries.
