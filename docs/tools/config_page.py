@@ -309,7 +309,6 @@ compute_dtype = "bfloat16"
 state_dtype = "bfloat16"
 float32_matmul_precision = "high"
 activation_checkpointing = "selective"
-check = false
 compile = false
 out = "runs/books"
 log_every = 10
