@@ -36,6 +36,8 @@ from meshcomm.transport.torch_private import DispatchMode
 
 STEPS: Final = 2
 _CPU: Final = torch.device("cpu")
+# Gradients below this fraction of the largest one are rounding errors in float64.
+_ROUNDING: Final = 1e-12
 
 
 @dataclass
@@ -176,12 +178,11 @@ def plain(small: Small, config: Config, *, silent: bool = True, pieces: int = 1)
             optimizer.step()
     outcome.narrow = alone.narrow
     outcome.buffers = [name for name, _ in module.named_buffers()]
+    sizes = {name: float(each.abs().max()) for name, each in outcome.gradients.items() if each.numel()}
+    most = max(sizes.values(), default=0.0)
+    # A smaller gradient is the rounding error of one that is 0, as that of a bias of the keys before a softmax.
     outcome.unchanged = [
-        name
-        for name, each in named.items()
-        if name in outcome.gradients
-        and bool(outcome.gradients[name].any())
-        and torch.equal(each, first[name])
+        name for name, size in sizes.items() if size > _ROUNDING * most and torch.equal(named[name], first[name])
     ]
     if isinstance(loss_of, nn.Module):
         own = {id(each) for each in named.values()}

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -18,28 +16,16 @@ from meshcomm.config import Config, load_config
 from meshcomm.errors import MeshcommError
 from meshcomm.models import ModelSpec
 from meshcomm.parallel import whole
+from meshcomm.parallel.tree import in_parts
 from meshcomm.testing import Pool
 from meshcomm.train import Trainer
 from tests.oracles import vision
-from tests.oracles.kind import SAMPLES, SEED, STEPS, Kind, alone
+from tests.oracles.kind import SAMPLES, SEED, STEPS, alone
+from tests.train import oracle_cases_b
+from tests.train.oracle_case import Case
 from tests.train.runs import parallel_of, roles_of, sizes_of
 
 MESHES: Final = ("dp=2", "fsdp=2", "tp=2", "pp=2", "cp=2", "dp=2 tp=2")
-
-
-@dataclass(frozen=True)
-class Case:
-    """A kind of model for a Trainer.
-
-    given: what the Trainer is given; by default, the module as an object. refused: for each mesh, words of the error.
-    micro: samples of a microbatch on one rank. train: more settings of [train].
-    """
-
-    kind: Kind
-    given: Callable[[], Any] | None = None
-    refused: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    micro: int = 2
-    train: dict[str, Any] = field(default_factory=dict)
 
 
 def vit() -> ModelSpec:
@@ -50,7 +36,7 @@ def vit() -> ModelSpec:
     return ModelSpec(module=vision.ViT, layers="blocks", split=block, loss=vision.VIT.loss)
 
 
-CASES: Final[dict[str, Case]] = {
+CASES: dict[str, Case] = {
     "vision transformer": Case(
         vision.VIT, vit, {"pp=2": ("parallel.pipeline",), "cp=2": ("parallel.context",)}
     ),
@@ -65,11 +51,14 @@ CASES: Final[dict[str, Case]] = {
         micro=8,
     ),
 }
+CASES |= oracle_cases_b.CASES
 
 
 def config_of(dims: str, case: Case, out: str) -> Config:
     sizes = sizes_of(dims)
     copies = math.prod(size for name, size in sizes.items() if name in ("dp", "fsdp"))
+    # A pipeline needs a microbatch for each stage.
+    largest = SAMPLES // (copies * sizes.get("pp", 1))
     return load_config(
         {
             "mesh": {"dims": sizes, "device": "cpu", "timeout_s": 60.0, "reports": ""},
@@ -78,7 +67,7 @@ def config_of(dims: str, case: Case, out: str) -> Config:
             "train": {
                 "steps": STEPS,
                 "global_batch_size": SAMPLES,
-                "micro_batch_size": min(case.micro, SAMPLES // copies),
+                "micro_batch_size": min(case.micro, largest),
                 "lr": 0.1,
                 "schedule": "constant",
                 "dtype": "float64",
@@ -97,15 +86,16 @@ def trained(config: Config, name: str) -> tuple[list[float], dict[str, Tensor]] 
     with meshcomm.init(config) as mesh:
         try:
             torch.manual_seed(SEED)
-            given = kind.module() if case.given is None else case.given()
+            if case.on_mesh is not None:
+                given = case.on_mesh(mesh)
+            else:
+                given = kind.module() if case.given is None else case.given()
             loss = None if isinstance(given, ModelSpec) else kind.loss
             trainer = Trainer(mesh, config, given, loss=loss, optimizer=kind.optimizer)
             engine = trainer.engine
             for step in range(1, STEPS + 1):
                 inputs, targets = kind.batch(step)
-                size, coord = engine.data_size, engine.data_coord
-                mine = torch.utils._pytree.tree_map(lambda x: x.chunk(size)[coord], (inputs, targets))
-                trainer.step(*mine)
+                trainer.step(*in_parts((inputs, targets), engine.data_size)[engine.data_coord])
             losses = [done.loss for done in trainer.results()]
             state = {key: whole(value).clone() for key, value in trainer.state().items()}
         except MeshcommError as error:
