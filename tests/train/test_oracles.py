@@ -16,7 +16,7 @@ from meshcomm.config import Config, load_config
 from meshcomm.errors import MeshcommError
 from meshcomm.models import ModelSpec
 from meshcomm.parallel import whole
-from meshcomm.parallel.tree import in_parts
+from meshcomm.parallel.tree import with_tensors
 from meshcomm.testing import Pool
 from meshcomm.train import Trainer
 from tests.oracles import vision
@@ -95,7 +95,12 @@ def trained(config: Config, name: str) -> tuple[list[float], dict[str, Tensor]] 
             engine = trainer.engine
             for step in range(1, STEPS + 1):
                 inputs, targets = kind.batch(step)
-                trainer.step(*in_parts((inputs, targets), engine.data_size)[engine.data_coord])
+                size, coord = engine.data_size, engine.data_coord
+
+                def mine(x: Tensor, size: int = size, coord: int = coord) -> Tensor:
+                    return x.chunk(size)[coord] if x.ndim and len(x) == SAMPLES else x
+
+                trainer.step(*with_tensors(mine, (inputs, targets)))
             losses = [done.loss for done in trainer.results()]
             state = {key: whole(value).clone() for key, value in trainer.state().items()}
         except MeshcommError as error:
