@@ -302,7 +302,8 @@ class _Facts:
         self.activation_checkpointing = train.activation_checkpointing
         self.compute = None if train.compute_dtype is None else getattr(torch, train.compute_dtype)
         self.between = self.compute or getattr(torch, train.dtype)
-        self.positions = splits.context.positions(model._seq_len) if model.vocab_size else torch.empty(0)
+        tokens = model._seq_len if model.vocab_size or stage.count > 1 else 0
+        self.positions = splits.context.positions(tokens) if tokens else torch.empty(0)
         # Set until a split stage has run for the first time.
         self.rules: Mapping[str, Rule] | None = None
         # Whether the norm and the head after the blocks take full sequences.

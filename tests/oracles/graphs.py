@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from tests.oracles.kind import SAMPLES, Kind
 
-NODES, FEATURES, CLASSES, EDGES = 6, 5, 3, 9
+NODES, FEATURES, CLASSES, EDGES = 8, 5, 3, 9
 
 
 @dataclass(frozen=True, slots=True)

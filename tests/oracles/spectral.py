@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from tests.oracles.kind import SAMPLES, Kind
 
-POINTS, MODES = 16, 4
+POINTS, MODES = 8, 3
 
 
 def _weights(*shape: int) -> nn.Parameter:
@@ -47,14 +47,14 @@ class Operator(nn.Module):
         super().__init__()
         self.lift = nn.Linear(1, width)
         self.layers = nn.ModuleList(Layer(width) for _ in range(layers))
-        self.out = nn.Linear(width, 1)
+        self.head = nn.Linear(width, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         """(samples, POINTS, 1) -> the same shape."""
         x = self.lift(x)
         for layer in self.layers:
             x = layer(x)
-        return self.out(x)  # type: ignore[no-any-return]
+        return self.head(x)  # type: ignore[no-any-return]
 
 
 class Filter(nn.Module):

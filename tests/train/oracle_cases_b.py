@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
 from torch import Tensor, nn
 
 from meshcomm.mesh import Mesh
-from meshcomm.models import Attend, ModelSpec
+from meshcomm.models import Attend, ModelSpec, StageContext
 from tests.oracles import codes, detection, graphs, sequences, shared, spectral
 from tests.oracles.kind import Kind
 from tests.train.oracle_case import Case
@@ -42,12 +43,27 @@ def _graph(kind: Kind) -> ModelSpec:
     )
 
 
+def _on_a_stage(module: Any, x: Tensor, here: StageContext) -> Tensor:
+    """Of the models with parts named lift and head."""
+    if here.stage.is_first:
+        x = module.lift(x)
+    for layer in here.layers:
+        x = here.through(layer, x, module.edges) if hasattr(module, "edges") else here.through(layer, x)
+    y: Tensor = module.head(x) if here.stage.is_last else x
+    return y
+
+
+def _one_graph() -> ModelSpec:
+    spec = _graph(graphs.EDGES_IN_A_BUFFER)
+    return replace(spec, hidden_size=8, first=("lift",), last=("head",), forward=_on_a_stage)
+
+
 def _autoencoder() -> ModelSpec:
     split = {"up": "column", "down": "row", "back": "column", "out": "row"}
     return ModelSpec(module=codes.Autoencoder, split=split, loss=codes.loss)
 
 
-def _summed(mesh: Mesh) -> nn.Module:
+def _summed(mesh: Mesh) -> ModelSpec:
     """The statistics of prototypes are summed over the ranks with other samples."""
 
     def total(x: Tensor) -> Tensor:
@@ -56,7 +72,7 @@ def _summed(mesh: Mesh) -> nn.Module:
                 x = mesh.all_reduce(dim, x)
         return x
 
-    return codes.Autoencoder(total)
+    return replace(_autoencoder(), module=lambda: codes.Autoencoder(total))
 
 
 def _detector(kind: Kind) -> ModelSpec:
@@ -74,6 +90,10 @@ def _filters() -> ModelSpec:
             "layers.*.down": "row",
         },
         loss=spectral.FILTERS.loss,
+        hidden_size=6,
+        first=("lift",),
+        last=("head",),
+        forward=_on_a_stage,
     )
 
 
@@ -109,6 +129,10 @@ def _transposed() -> ModelSpec:
     )
 
 
+def _transposed_split() -> ModelSpec:
+    return replace(_transposed(), split={"up": "column", "middle": "row"})
+
+
 _BUILT: Final[dict[str, tuple[str, ...]]] = {
     "tp=2": ("tensor_parallel",),
     "pp=2": ("parallel.pipeline",),
@@ -130,7 +154,7 @@ CASES: Final[dict[str, Case]] = {
     "graphs, adjacency": Case(graphs.DENSE, partial(_graph, graphs.DENSE)),
     "graphs, padded edges": Case(graphs.PADDED_EDGES, partial(_graph, graphs.PADDED_EDGES)),
     "graphs, shared edges": Case(graphs.SHARED_EDGES, partial(_graph, graphs.SHARED_EDGES)),
-    "one graph": Case(graphs.EDGES_IN_A_BUFFER, partial(_graph, graphs.EDGES_IN_A_BUFFER)),
+    "one graph": Case(graphs.EDGES_IN_A_BUFFER, _one_graph),
     "prototypes": Case(codes.VQ, _autoencoder, micro=8),
     "prototypes, microbatches": Case(codes.VQ, _autoencoder),
     "prototypes, summed": Case(codes.VQ, on_mesh=_summed, micro=8),
@@ -142,5 +166,6 @@ CASES: Final[dict[str, Case]] = {
     "repeated block": Case(shared.REPEATED, partial(_shared, shared.REPEATED)),
     "repeated in the list": Case(shared.LISTED, partial(_shared, shared.LISTED)),
     "tied layers": Case(shared.TIED_LAYERS, partial(_shared, shared.TIED_LAYERS)),
+    "transposed, split": Case(shared.TRANSPOSED, _transposed_split),
     "transposed": Case(shared.TRANSPOSED, _transposed),
 }
