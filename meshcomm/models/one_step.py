@@ -182,7 +182,9 @@ def plain(small: Small, config: Config, *, silent: bool = True, pieces: int = 1)
     most = max(sizes.values(), default=0.0)
     # A smaller gradient is the rounding error of one that is 0, as that of a bias of the keys before a softmax.
     outcome.unchanged = [
-        name for name, size in sizes.items() if size > _ROUNDING * most and torch.equal(named[name], first[name])
+        name
+        for name, size in sizes.items()
+        if size > _ROUNDING * most and torch.equal(named[name], first[name])
     ]
     if isinstance(loss_of, nn.Module):
         own = {id(each) for each in named.values()}

@@ -188,7 +188,8 @@ def test_a_multiplier_on_each_stage_is_refused() -> None:
     spec = replace(own.spec(), module=Multiplied, forward=forward)
     found = _refused(spec, USES["pipeline"])
     assert (
-        "the model computes different results with parallel.pipeline" in found and "the loss of step 1 is" in found
+        "the model computes different results with parallel.pipeline" in found
+        and "the loss of step 1 is" in found
     )
     check_model(replace(spec, forward=None), USES["pipeline"])
 

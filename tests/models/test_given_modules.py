@@ -297,8 +297,8 @@ def test_recurrent_layers_train(pool: Pool, kind: Any) -> None:
     check(pool, partial(Recurrent, kind), tokens=True)
 
 
-def test_recurrent_layers_are_refused_on_shards(pool: Pool) -> None:
-    check_refused(pool, partial(Recurrent, nn.LSTM), "layer", "parallel.shard", dims="fsdp=2", tokens=True)
+def test_recurrent_layers_train_on_shards(pool: Pool) -> None:
+    check(pool, partial(Recurrent, nn.LSTM), dims="fsdp=2", tokens=True)
 
 
 class Layouts(nn.Module):

@@ -80,7 +80,9 @@ class Masked:
 
 def of_masked(outputs: Tensor, targets: Masked) -> tuple[Tensor, Tensor]:
     """The same, of targets that have the mask."""
-    return F.cross_entropy(outputs[targets.mask], targets.classes[targets.mask], reduction="sum"), targets.mask.sum()
+    return F.cross_entropy(
+        outputs[targets.mask], targets.classes[targets.mask], reduction="sum"
+    ), targets.mask.sum()
 
 
 def with_mask(step: int) -> tuple[Graphs, Masked]:
@@ -90,6 +92,7 @@ def with_mask(step: int) -> tuple[Graphs, Masked]:
 
 
 DENSE = Kind(GraphNet, with_mask, of_masked)
+DENSE_WITH_INPUTS = Kind(GraphNet, drawn, of_nodes, of_inputs=True)
 
 
 class Along(nn.Module):
@@ -152,7 +155,9 @@ def _edges(step: int) -> Tensor:
 def of_graphs(step: int) -> tuple[tuple[Tensor, Tensor], Tensor]:
     """Nodes and padded edges, and a number for each graph."""
     nodes = drawn(step)[0].nodes
-    gone = torch.arange(EDGES) >= torch.randint(1, EDGES + 1, (SAMPLES, 1, 1), generator=torch.Generator().manual_seed(step))
+    gone = torch.arange(EDGES) >= torch.randint(
+        1, EDGES + 1, (SAMPLES, 1, 1), generator=torch.Generator().manual_seed(step)
+    )
     return (nodes, _edges(step).masked_fill(gone, -1)), nodes.square().mean((1, 2))[:, None]
 
 

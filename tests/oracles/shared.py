@@ -22,13 +22,16 @@ class Block(nn.Module):
         self.query, self.key, self.value = (nn.Linear(width, width, bias=False) for _ in range(3))
         self.out = nn.Linear(width, width)
         self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
-        self.attend: Callable[..., Tensor] = lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        self.attend: Callable[..., Tensor] = lambda q, k, v: F.scaled_dot_product_attention(
+            q, k, v, is_causal=True
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """(samples, tokens, width) -> the same shape."""
         y = self.before(x)
         q, k, v = (
-            each(y).unflatten(-1, (-1, self.head)).transpose(1, 2) for each in (self.query, self.key, self.value)
+            each(y).unflatten(-1, (-1, self.head)).transpose(1, 2)
+            for each in (self.query, self.key, self.value)
         )
         x = x + self.out(self.attend(q, k, v).transpose(1, 2).flatten(2))
         return x + self.down(F.gelu(self.up(self.after(x))))

@@ -74,7 +74,11 @@ class Filtered(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.up, self.filter, self.down = nn.Linear(width, 2 * width), Filter(2 * width), nn.Linear(2 * width, width)
+        self.up, self.filter, self.down = (
+            nn.Linear(width, 2 * width),
+            Filter(2 * width),
+            nn.Linear(2 * width, width),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """(samples, points, width) -> the same shape."""

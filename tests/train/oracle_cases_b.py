@@ -80,6 +80,10 @@ def _detector(kind: Kind) -> ModelSpec:
     return ModelSpec(module=kind.module, split={**columns, "out": "row", "down": "row"}, loss=kind.loss)
 
 
+def _operator() -> ModelSpec:
+    return replace(_filters(), module=spectral.Operator, split={})
+
+
 def _filters() -> ModelSpec:
     return ModelSpec(
         module=spectral.Filters,
@@ -133,39 +137,82 @@ def _transposed_split() -> ModelSpec:
     return replace(_transposed(), split={"up": "column", "middle": "row"})
 
 
-_BUILT: Final[dict[str, tuple[str, ...]]] = {
-    "tp=2": ("tensor_parallel",),
-    "pp=2": ("parallel.pipeline",),
-    "cp=2": ("parallel.context",),
-    "dp=2 tp=2": ("tensor_parallel",),
-}
-"""A module of which nothing is known."""
+_NO_CONTEXT: Final = {"cp=2": ("parallel.context", "attention")}
+_NO_STAGES: Final = {"pp=2": ("parallel.pipeline", "layers"), **_NO_CONTEXT}
+_NO_TREE: Final = {"pp=2": ("parallel.pipeline", "one tensor that is not of tokens"), **_NO_CONTEXT}
+_COMPLEX: Final = {"fsdp=2": ("complex parameters", "torch.view_as_complex"), **_NO_CONTEXT}
 
 
-def _but(*meshes: str, **more: Any) -> dict[str, tuple[str, ...]]:
-    """No pipeline and no context, without these meshes."""
-    return {name: words for name, words in (("pp=2", ("parallel.pipeline",)), ("cp=2", ("parallel.context",))) if name not in meshes}
+def _on(meshes: str, *words: str) -> dict[str, tuple[str, ...]]:
+    return dict.fromkeys(meshes.split(", "), words)
 
 
 CASES: Final[dict[str, Case]] = {
-    "LSTM": Case(sequences.LSTM, partial(_recurrent, sequences.LSTM)),
-    "LSTM, bare layers": Case(sequences.BARE_LSTM, partial(_recurrent, sequences.BARE_LSTM)),
-    "packed GRU": Case(sequences.TAGGER, _tagger),
-    "graphs, adjacency": Case(graphs.DENSE, partial(_graph, graphs.DENSE)),
-    "graphs, padded edges": Case(graphs.PADDED_EDGES, partial(_graph, graphs.PADDED_EDGES)),
-    "graphs, shared edges": Case(graphs.SHARED_EDGES, partial(_graph, graphs.SHARED_EDGES)),
-    "one graph": Case(graphs.EDGES_IN_A_BUFFER, _one_graph),
-    "prototypes": Case(codes.VQ, _autoencoder, micro=8),
-    "prototypes, microbatches": Case(codes.VQ, _autoencoder),
-    "prototypes, summed": Case(codes.VQ, on_mesh=_summed, micro=8),
-    "detection": Case(detection.DETECTION, partial(_detector, detection.DETECTION)),
-    "detection, by batch": Case(detection.DETECTION_BY_BATCH, partial(_detector, detection.DETECTION_BY_BATCH)),
-    "Fourier operator": Case(spectral.FNO),
-    "Fourier filters": Case(spectral.FILTERS, _filters),
+    "LSTM": Case(sequences.LSTM, partial(_recurrent, sequences.LSTM), _NO_CONTEXT),
+    "LSTM, residual around": Case(
+        sequences.BARE_LSTM,
+        partial(_recurrent, sequences.BARE_LSTM),
+        {"pp=2": ("y, _ = layer(x)", "take and return hidden states"), **_NO_CONTEXT},
+    ),
+    "GRU, packed": Case(sequences.TAGGER, _tagger, _NO_STAGES),
+    "graphs, adjacency": Case(graphs.DENSE, partial(_graph, graphs.DENSE), _NO_TREE),
+    "graphs, mask as input": Case(
+        graphs.DENSE_WITH_INPUTS, partial(_graph, graphs.DENSE_WITH_INPUTS), _NO_TREE
+    ),
+    "graphs, padded edges": Case(graphs.PADDED_EDGES, partial(_graph, graphs.PADDED_EDGES), _NO_TREE),
+    "graphs, edges as input": Case(
+        graphs.SHARED_EDGES,
+        partial(_graph, graphs.SHARED_EDGES),
+        {
+            **_on("dp=2, fsdp=2, tp=2, dp=2 tp=2", "inputs[1] of shape (2, 9)", "expand", "buffer"),
+            **_NO_TREE,
+        },
+    ),
+    "graphs, edges in a buffer": Case(graphs.EDGES_IN_A_BUFFER, _one_graph, _NO_CONTEXT),
+    "prototypes": Case(
+        codes.VQ,
+        _autoencoder,
+        {**_on("dp=2, fsdp=2, dp=2 tp=2", "codes.sizes", "parallel.data", "mesh.all_reduce"), **_NO_STAGES},
+        micro=8,
+    ),
+    "prototypes, microbatches": Case(
+        codes.VQ,
+        _autoencoder,
+        {
+            **_on("dp=2, fsdp=2, dp=2 tp=2", "codes.sizes", "parallel.data", "mesh.all_reduce"),
+            **_on("tp=2", "codes.sizes", "microbatches", "train.micro_batch_size"),
+            **_NO_STAGES,
+        },
+    ),
+    "prototypes, summed": Case(codes.VQ, refused=_NO_STAGES, micro=8, on_mesh=_summed),
+    "detection": Case(detection.DETECTION, partial(_detector, detection.DETECTION), _NO_STAGES),
+    "detection, by batch": Case(
+        detection.DETECTION_BY_BATCH,
+        partial(_detector, detection.DETECTION_BY_BATCH),
+        {**_on("dp=2, fsdp=2, tp=2, dp=2 tp=2", "microbatches", "scalars among the targets"), **_NO_STAGES},
+    ),
+    "Fourier operator": Case(
+        spectral.FNO,
+        _operator,
+        {**_on("tp=2, dp=2 tp=2", "parallel.tensor", "split"), **_COMPLEX},
+    ),
+    "Fourier filters": Case(spectral.FILTERS, _filters, _COMPLEX),
     "tied embeddings": Case(shared.TIED, partial(_shared, shared.TIED)),
-    "repeated block": Case(shared.REPEATED, partial(_shared, shared.REPEATED)),
-    "repeated in the list": Case(shared.LISTED, partial(_shared, shared.LISTED)),
-    "tied layers": Case(shared.TIED_LAYERS, partial(_shared, shared.TIED_LAYERS)),
-    "transposed, split": Case(shared.TRANSPOSED, _transposed_split),
-    "transposed": Case(shared.TRANSPOSED, _transposed),
+    "repeated block": Case(
+        shared.REPEATED, partial(_shared, shared.REPEATED), {"pp=2": ("1 layers cannot fill 2",)}
+    ),
+    "repeated in the list": Case(
+        shared.LISTED, partial(_shared, shared.LISTED), {"pp=2": ("blocks.1", "share their weights")}
+    ),
+    "tied layers": Case(
+        shared.TIED_LAYERS,
+        partial(_shared, shared.TIED_LAYERS),
+        {"pp=2": ("blocks.0.up.weight, blocks.1.up.weight are one weight",)},
+    ),
+    "transposed": Case(shared.TRANSPOSED, _transposed, _NO_STAGES),
+    "transposed, split": Case(
+        shared.TRANSPOSED,
+        _transposed_split,
+        {**_on("tp=2, dp=2 tp=2", "self.up.weight.t()", "set a style"), **_NO_STAGES},
+    ),
 }

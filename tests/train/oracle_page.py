@@ -36,7 +36,9 @@ def found(pool: Pool, name: str, dims: str) -> float | str:
 
 
 def main(names: Iterable[str]) -> None:
-    with contextlib.closing(Pool(("torch", "torch.distributed", "meshcomm.train", "torch.distributed.fsdp"))) as pool:
+    with contextlib.closing(
+        Pool(("torch", "torch.distributed", "meshcomm.train", "torch.distributed.fsdp"))
+    ) as pool:
         for name in names:
             for dims in MESHES:
                 try:
