@@ -366,7 +366,8 @@ class _Facts:
                 expected=f"{expected}: samples, tokens, hidden_size",
                 hint="remove parallel.pipeline; or use ModelSpec(forward=...), and the hidden_size of its blocks",
             )
-        return y.to(self.between)
+        # Sent tensors must be contiguous.
+        return y.to(self.between).contiguous()
 
     def in_float64(self, call: Callable[..., Any]) -> Callable[..., Any]:
         """Return `call` wrapped so that it keeps float64, even when it is called again in the backward pass."""

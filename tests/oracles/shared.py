@@ -34,7 +34,7 @@ class Block(nn.Module):
             for each in (self.query, self.key, self.value)
         )
         x = x + self.out(self.attend(q, k, v).transpose(1, 2).flatten(2))
-        return x + self.down(F.gelu(self.up(self.after(x))))
+        return x + self.down(F.gelu(self.up(self.after(x))))  # type: ignore[no-any-return]
 
 
 class LanguageModel(nn.Module):
@@ -85,7 +85,7 @@ class TiedLayers(LanguageModel):
     def __init__(self, width: int = 8, heads: int = 2) -> None:
         super().__init__(width, heads, 2)
         first, second = self.blocks
-        second.up.weight = first.up.weight  # type: ignore[union-attr,assignment]
+        second.up.weight = first.up.weight  # type: ignore[union-attr]
 
 
 TIED = Kind(LanguageModel, texts, of_tokens)

@@ -25,7 +25,9 @@ class Mix(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(samples, points, width) -> the same shape."""
         low = torch.fft.rfft(x, dim=1)[:, :MODES]
-        return torch.fft.irfft(torch.einsum("bmi,mio->bmo", low, self.weight), n=x.shape[1], dim=1)
+        mixed = torch.einsum("bmi,mio->bmo", low, self.weight)
+        y: Tensor = torch.fft.irfft(mixed, n=x.shape[1], dim=1)
+        return y
 
 
 class Layer(nn.Module):
@@ -66,7 +68,9 @@ class Filter(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(samples, points, width) -> the same shape."""
-        return torch.fft.irfft(torch.fft.rfft(x, dim=1)[:, :MODES] * self.weight, n=x.shape[1], dim=1)
+        low = torch.fft.rfft(x, dim=1)[:, :MODES] * self.weight
+        y: Tensor = torch.fft.irfft(low, n=x.shape[1], dim=1)
+        return y
 
 
 class Filtered(nn.Module):

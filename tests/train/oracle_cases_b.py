@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from torch import Tensor, nn
 
@@ -137,13 +137,15 @@ def _transposed_split() -> ModelSpec:
     return replace(_transposed(), split={"up": "column", "middle": "row"})
 
 
-_NO_CONTEXT: Final = {"cp=2": ("parallel.context", "attention")}
-_NO_STAGES: Final = {"pp=2": ("parallel.pipeline", "layers"), **_NO_CONTEXT}
-_NO_TREE: Final = {"pp=2": ("parallel.pipeline", "one tensor that is not of tokens"), **_NO_CONTEXT}
-_COMPLEX: Final = {"fsdp=2": ("complex parameters", "torch.view_as_complex"), **_NO_CONTEXT}
+Refused: TypeAlias = dict[str, tuple[str, ...]]
+
+_NO_CONTEXT: Final[Refused] = {"cp=2": ("parallel.context", "attention")}
+_NO_STAGES: Final[Refused] = {"pp=2": ("parallel.pipeline", "layers"), **_NO_CONTEXT}
+_NO_TREE: Final[Refused] = {"pp=2": ("parallel.pipeline", "one tensor that is not of tokens"), **_NO_CONTEXT}
+_COMPLEX: Final[Refused] = {"fsdp=2": ("complex parameters", "torch.view_as_complex"), **_NO_CONTEXT}
 
 
-def _on(meshes: str, *words: str) -> dict[str, tuple[str, ...]]:
+def _on(meshes: str, *words: str) -> Refused:
     return dict.fromkeys(meshes.split(", "), words)
 
 
