@@ -166,12 +166,13 @@ class StepCheck:
                 batch = _cut(batch, spec.vocab_size if model.spec.small is not None else 0)
                 first = batch[0]
             sizes = self._sizes_for(first, batch_norms(module), model.num_layers)
+            given: Any = spec
             made: Callable[[], Small] = partial(
                 small_of, spec, sizes_of(batch, sizes.samples), optimizer=self._optimizer
             )
         else:
             assert self._module is not None
-            module = self._module
+            given, module = model.own_loss, self._module
             sizes = self._sizes_for(first, batch_norms(module), 1)
             made = partial(self._given, sizes_of(batch, sizes.samples))
         name = type(module).__name__
@@ -181,7 +182,7 @@ class StepCheck:
             return check_steps(small, use, sizes, self._settings(small), name)
 
         kinds = [(name, tuple(x.shape), x.dtype) for name, x in named_tensors(batch, "")]
-        self._once(check, model.own_loss, module, sizes, kinds)
+        self._once(check, given, module, sizes, kinds)
         self._module = None
 
     # -- inside -----------------------------------------------------------------------------------

@@ -499,3 +499,10 @@ def test_wrong_programs_are_refused(case: str, monkeypatch: pytest.MonkeyPatch) 
         taken_back(monkeypatch)
     error, why = told(given, batch(), dims, **more)
     assert words in error, (error, why)
+
+
+def test_another_plan_of_the_same_module_is_checked_again() -> None:
+    right = replace(_gated(), split={"up": "column:2", "down": "row"})
+    assert told(right, tokens(), {"tensor": 2}, own=of_tokens) == ("", "")
+    text, _ = told(_gated(), tokens(), {"tensor": 2}, own=of_tokens)
+    assert "parallel.tensor" in text
