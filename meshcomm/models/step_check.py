@@ -336,10 +336,15 @@ def _sources(given: Any, module: nn.Module, optimizer: object) -> list[tuple[str
                 found[file] = ""
     held = [(getattr(each, "__qualname__", ""), repr(_held(each))) for each in values if callable(each)]
     found |= {str(path): "" for path in Path(__file__).parent.parent.rglob("*.py")}
-    return [
-        *held,
-        *((file, hashlib.sha256(Path(file).read_bytes()).hexdigest()) for file in sorted(found)),
-    ]
+    return [*held, *((file, _digest(file)) for file in sorted(found))]
+
+
+def _digest(file: str) -> str:
+    """Return a digest of a source file. Of one that cannot be read, such as a notebook's, it is never the same."""
+    try:
+        return hashlib.sha256(Path(file).read_bytes()).hexdigest()
+    except OSError:
+        return os.urandom(16).hex()
 
 
 def _held(function: Any) -> list[object]:

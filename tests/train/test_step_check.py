@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from meshcomm.config import ParallelConfig, TrainConfig
 from meshcomm.errors import MeshcommError
-from meshcomm.models import ModelSpec, spec_model, wrapped
+from meshcomm.models import ModelSpec, spec_model, step_check, wrapped
 from meshcomm.models.spec_model import SpecModel
 from meshcomm.models.step_check import StepCheck
 from meshcomm.models.wrapped import WrappedModule
@@ -506,3 +506,10 @@ def test_another_plan_of_the_same_module_is_checked_again() -> None:
     assert told(right, tokens(), {"tensor": 2}, own=of_tokens) == ("", "")
     text, _ = told(_gated(), tokens(), {"tensor": 2}, own=of_tokens)
     assert "parallel.tensor" in text
+
+
+def test_a_module_whose_source_is_gone_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_check.inspect, "getsourcefile", lambda kind: "gone.py")
+    for _ in range(2):
+        assert told(mlp(), rows(), own=F.mse_loss) == ("", "")
+        assert "(sum, count)" in told(mlp(), rows(), own=a_mean_of_means)[0]
