@@ -11,11 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from traceback import extract_tb
 from typing import Any, Final, final
 
 import torch
 from torch import Tensor, nn
 
+from meshcomm.comm.callsite import is_ours
 from meshcomm.config import Config, load_config
 from meshcomm.errors import MeshClosed, MeshcommError, RankFailed, TrainingError, UnsupportedOp
 from meshcomm.layout.names import listed
@@ -331,17 +333,27 @@ def _check_kind(plainly: _Plain, use: Use, name: str, setting: str, noisy: bool)
                 hint="compute what depends on the number of samples from the tensors given, like torch.arange(len(outputs)); "
                 "if the loss compares samples with each other, gather them along data and shard",
             ) from error
+        lines = [each for each in extract_tb(cause.__traceback__) if not is_ours(each.filename)]
+        at = [f"at {each.filename}:{each.lineno} in {each.name}: {each.line}" for each in lines[-1:]]
+        blocks = (
+            "blocks that take and return hidden states, because blocks of other stages return their first argument; "
+            "or ModelSpec(forward=...), which runs only the blocks of its stage"
+        )
         raise UnsupportedOp(
             f"{name} cannot be trained with {setting}",
-            given=f"a small model fails with {type(cause).__name__}: {cause}",
+            given="\n".join([f"a small model fails with {type(cause).__name__}: {cause}", *at]),
             expected="a model that computes the same results when it is split",
-            hint=f"remove {setting}, or use your own ModelSpec",
+            hint=f"{blocks}; or remove {setting}"
+            if use.pipeline
+            else f"remove {setting}, or use your own ModelSpec",
         ) from error
     # A family's own loss may be a function of all samples of a microbatch, as the auxiliary loss of routers is.
     coupled = small.family and small.loss is not None
     for outcome in ranks:
-        if difference := _difference(outcome, plainly.run(pieces if coupled else 1)):
-            raise _differs(name, setting, difference, bool(_difference(outcome, plainly.run(pieces))))
+        expected = plainly.run(pieces if coupled else 1)
+        if difference := _difference(outcome, expected):
+            remains = bool(_difference(outcome, plainly.run(pieces)))
+            raise _differs(name, setting, difference, remains, bool(_moved(outcome, expected)))
     for outcome in louder:
         if difference := _difference(outcome, plainly.on_one_rank(pieces)):
             raise _noise_differs(name, setting, difference)
@@ -372,12 +384,8 @@ def _difference(ours: Outcome, theirs: Outcome) -> str:
     for name in theirs.results:
         mine, other = ours.results[name], theirs.results[name]
         if not abs(mine - other) <= room * max(1.0, abs(other)) and mine == mine:
-            moved = [
-                key
-                for key in theirs.buffers
-                if key in ours.after and _off("", ours.after[key], theirs.after[key], room)
-            ]
-            also = f"; the buffer {listed(moved)} differs after {STEPS} steps" if moved else ""
+            moved = _moved(ours, theirs)
+            also = f"; after {STEPS} steps, buffers differ: {listed(moved)}" if moved else ""
             return f"the {name} is {mine:.6g}, but {other:.6g} in the unsplit model{also}"
     most = max((float(each.abs().max()) for each in theirs.gradients.values() if each.numel()), default=0.0)
     for name, value in ours.gradients.items():
@@ -401,6 +409,13 @@ def _difference(ours: Outcome, theirs: Outcome) -> str:
     return ""
 
 
+def _moved(ours: Outcome, theirs: Outcome) -> list[str]:
+    """Return the names of the buffers that differ after the last step."""
+    room = _NARROW_ROOM if theirs.narrow else _AFTER_ROOM
+    held = [key for key in theirs.buffers if key in ours.after]
+    return [key for key in held if _off("", ours.after[key], theirs.after[key], room)]
+
+
 def _off(what: str, ours: Tensor, theirs: Tensor, room: float, largest: float = 0.0) -> str:
     """Return by how much tensors differ, or "" if they do not. largest: the largest element of all gradients."""
     if ours.shape != theirs.shape:
@@ -415,30 +430,42 @@ def _off(what: str, ours: Tensor, theirs: Tensor, room: float, largest: float = 
     return f"{what} off by {off:.2g} in a small float64 model, where the largest element is {most:.2g}"
 
 
-def _differs(name: str, setting: str, difference: str, alone: bool) -> TrainingError:
-    """alone: whether the difference remains if one process runs the microbatches one by one."""
+# What helps if a buffer depends on the samples that a forward pass is given.
+_STATISTICS: Final = (
+    "sum a buffer's statistics in forward over the ranks along data and shard, with mesh.all_reduce, and set train.micro_batch_size "
+    "to all samples of a rank"
+)
+
+
+def _differs(name: str, setting: str, difference: str, alone: bool, moved: bool) -> TrainingError:
+    """alone: whether the difference remains if one process runs the microbatches one by one. moved: whether buffers differ."""
     if not alone:
         return TrainingError(
             f"a step of {name} depends on how its samples are divided among microbatches and ranks",
             given=difference + "; it is the same if one process runs the microbatches one by one",
             expected="the mean over the global batch. The model and the loss are given one microbatch at a time",
-            hint="return (sum, count) from the loss if samples count differently; if it compares samples with each other, gather "
-            "them along data and shard. train.check = false trains with the mean over microbatches",
+            hint=(f"{_STATISTICS}; " if moved else "")
+            + "return (sum, count) from the loss if samples count differently; divide terms with different counts by those of the "
+            "global batch, as scalars among the targets; if the loss compares samples with each other, gather them along data "
+            "and shard. train.check = false trains with the mean over microbatches",
         )
     if setting in ("parallel.data", "train.micro_batch_size"):
+        hint = (
+            _STATISTICS
+            if moved
+            else "compute each sample from that sample only, in the model and in the loss"
+        )
         return TrainingError(
             f"a step of {name} on several ranks is not that of one process",
             given=difference,
             expected=f"results of the global batch, up to {_ROOM:g} of the largest. Each rank sees only its samples",
-            hint="sum the statistic of a buffer along data and shard with mesh.all_reduce; or use torch.nn.BatchNorm, which does so. "
-            "train.check = false trains with the first rank's buffers",
+            hint=f"{hint}. train.check = false trains with what each rank computes from its own samples",
         )
     return TrainingError(
         f"{name} computes different results with {setting}",
         given=difference,
         expected=f"the same results as in the unsplit model, up to {_ROOM:g} of the largest",
-        hint=f"remove {setting}; for a ModelSpec: add the missing parts to its forward, split, attention and so on, such as a "
-        "multiplier, a soft cap, or positions of another stage",
+        hint=f"remove {setting}; {hint}",
     )
 
 

@@ -37,9 +37,9 @@ from meshcomm.simulator import simulate
 from meshcomm.transport.torch_private import DispatchMode
 
 STEPS: Final = 2
-# Gradients smaller than this fraction of the largest one may be rounding errors.
-_ROUNDING: Final = 1e-9
 _CPU: Final = torch.device("cpu")
+# Gradients below this fraction of the largest one are rounding errors in float64.
+_ROUNDING: Final = 1e-12
 
 
 @dataclass
@@ -184,15 +184,13 @@ def plain(small: Small, config: Config, *, silent: bool = True, pieces: int = 1)
             optimizer.step()
     outcome.narrow = alone.narrow
     outcome.buffers = [name for name, _ in module.named_buffers()]
-    sizes = {
-        name: float(each.abs().max()) if each.numel() else 0.0 for name, each in outcome.gradients.items()
-    }
-    # The bias of a key, for example, has no gradient except for rounding errors.
-    least = max(sizes.values(), default=0.0) * _ROUNDING
+    sizes = {name: float(each.abs().max()) for name, each in outcome.gradients.items() if each.numel()}
+    most = max(sizes.values(), default=0.0)
+    # A smaller gradient is the rounding error of one that is 0, as that of a bias of the keys before a softmax.
     outcome.unchanged = [
         name
-        for name, each in named.items()
-        if sizes.get(name, 0.0) > least and torch.equal(each, first[name])
+        for name, size in sizes.items()
+        if size > _ROUNDING * most and torch.equal(named[name], first[name])
     ]
     if isinstance(loss_of, nn.Module):
         own = {id(each) for each in named.values()}

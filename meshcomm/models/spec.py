@@ -175,9 +175,10 @@ def cut(module: nn.Module, spec: ModelSpec, stage: Stage) -> tuple[nn.Module, ..
 
 
 def default_values(spec: ModelSpec, seed: int) -> Mapping[str, Tensor]:
-    """Return the values that `module` writes into its parameters, generated from the seed."""
+    """Return the values that `module` writes into its parameters, generated from the seed. A shared parameter has several names."""
     with seeded(seed):
-        return {name: parameter.detach() for name, parameter in spec.module().named_parameters()}
+        named = spec.module().named_parameters(remove_duplicate=False)
+        return {name: parameter.detach() for name, parameter in named}
 
 
 def unfilled(spec: ModelSpec, seed: int, family: bool = False) -> nn.Module:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from meshcomm.config import TrainConfig
 from meshcomm.errors import ShapeError, UnsupportedOp
+from meshcomm.layout.names import listed
 from meshcomm.models.family_code import family_code
 from meshcomm.models.lora import hold_frozen
 from meshcomm.models.own_forward import OwnForward, absent_parts, put_in
@@ -79,7 +80,8 @@ class SpecModel(Model):
         self.own_loss = None if spec.loss is None else OwnLoss(spec.loss, spec.loss_takes_slices)
         self._batch_norms = batch_norms(whole)
         blocks = list(blocks_of(whole, spec.layers).values())
-        self._repeated = len(blocks) - len({*blocks})
+        self._repeated = [place for place, block in enumerate(blocks) if block in blocks[:place]]
+        self._shared = [] if self._repeated else _shared_by_stages(whole, spec)
         self._dropouts = [pair for pair in whole.named_modules() if isinstance(pair[1], DROPOUTS)]
         self._names = [name for name, _ in whole.named_parameters() if not spec.tied or name != spec.tied[1]]
         saved = whole.state_dict()
@@ -236,8 +238,14 @@ class SpecModel(Model):
         if "context" in spec.cannot:
             # If a model cannot attend to the tokens of other ranks, its attention cannot be limited to documents either.
             cannot["data.document_mask"] = spec.cannot["context"]
+        if self._shared:
+            why = f"{listed(self._shared)} are one weight, of which two stages would have copies"
+            if spec.tied is None and len(self._shared) == 2:
+                why += "; if they are an embedding and a head, ModelSpec.tied names them"
+            cannot |= {"parallel.pipeline": why}
         if self._repeated:
-            why = f"{self._repeated} entries of {spec.layers!r} are blocks that are in it before, and share their weights"
+            again = listed([f"{spec.layers}.{place}" for place in self._repeated])
+            why = f"blocks that are in {spec.layers!r} before, and share their weights: {again}"
             cannot |= {"parallel.pipeline": why, "parallel.options.sequence_parallel": why}
         if self._batch_norms:
             norm = self._batch_norms[0]
@@ -291,6 +299,24 @@ class SpecModel(Model):
         )  # fmt: skip
 
 
+def _shared_by_stages(module: nn.Module, spec: ModelSpec) -> list[str]:
+    """Return the names of one parameter that two stages may have: of two blocks, or of a block and a part of the first or the last
+    stage, or of parts of both, except those of `spec.tied`. Empty if there is none.
+    """
+    parts = {**dict.fromkeys(spec.first, "first"), **dict.fromkeys(spec.last, "last")}
+    parts |= {f"{spec.layers}.{key}": key for key in blocks_of(module, spec.layers)}
+    names: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    for each in names.values():
+        places = {
+            place for name in each for part, place in parts.items() if f"{name}.".startswith(f"{part}.")
+        }
+        if len(places) > 1 and {*each} != {*(spec.tied or ())}:
+            return each
+    return []
+
+
 class _Facts:
     """The data that a stage's module needs. Copies of the module share this object."""
 
@@ -340,7 +366,8 @@ class _Facts:
                 expected=f"{expected}: samples, tokens, hidden_size",
                 hint="remove parallel.pipeline; or use ModelSpec(forward=...), and the hidden_size of its blocks",
             )
-        return y.to(self.between)
+        # Sent tensors must be contiguous.
+        return y.to(self.between).contiguous()
 
     def in_float64(self, call: Callable[..., Any]) -> Callable[..., Any]:
         """Return `call` wrapped so that it keeps float64, even when it is called again in the backward pass."""

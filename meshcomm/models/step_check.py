@@ -176,12 +176,13 @@ class StepCheck:
             if not spec.vocab_size:
                 # Axis 1 of the inputs may be the channels of an image, for example.
                 sizes = replace(sizes, tokens=model.seq_len)
+            given: Any = spec
             made: Callable[[], Small] = partial(
                 small_of, spec, sizes_of(batch, sizes.samples), optimizer=self._optimizer
             )
         else:
             assert self._module is not None
-            module = self._module
+            given, module = model.own_loss, self._module
             sizes = self._sizes_for(first, batch_norms(module), 1)
             made = partial(self._given, sizes_of(batch, sizes.samples))
         name = type(module).__name__
@@ -191,7 +192,7 @@ class StepCheck:
             return check_steps(small, use, sizes, self._settings(small), name)
 
         kinds = [(name, tuple(x.shape), x.dtype) for name, x in named_tensors(batch, "")]
-        self._once(check, model.own_loss, module, sizes, kinds)
+        self._once(check, given, module, sizes, kinds)
         self._module = None
 
     # -- inside -----------------------------------------------------------------------------------
@@ -351,10 +352,15 @@ def _sources(given: Any, module: nn.Module, optimizer: object) -> list[tuple[str
                 found[file] = ""
     held = [(getattr(each, "__qualname__", ""), repr(_held(each))) for each in values if callable(each)]
     found |= {str(path): "" for path in Path(__file__).parent.parent.rglob("*.py")}
-    return [
-        *held,
-        *((file, hashlib.sha256(Path(file).read_bytes()).hexdigest()) for file in sorted(found)),
-    ]
+    return [*held, *((file, _digest(file)) for file in sorted(found))]
+
+
+def _digest(file: str) -> str:
+    """Return a digest of a source file. Of one that cannot be read, such as a notebook's, it is never the same."""
+    try:
+        return hashlib.sha256(Path(file).read_bytes()).hexdigest()
+    except OSError:
+        return os.urandom(16).hex()
 
 
 def _held(function: Any) -> list[object]:

@@ -382,37 +382,23 @@ class LocalModel:
                 )
         if self._parallel.shard is None:
             return
-        parts = [pair for module in self.modules for pair in module.named_modules()]
         held = [(name, local(each.detach())) for name, each in self.named_parameters()]
-        for what, hint, names in (
-            ("scalar parameters", "torch.ones(1)", [name for name, each in held if not each.ndim]),
-            (
-                "parameters that are not contiguous",
-                "parameter.contiguous()",
-                [name for name, each in held if not each.is_contiguous()],
-            ),
-            (
-                "complex parameters",
-                "torch.view_as_real(parameter)",
-                [name for name, each in held if each.is_complex()],
-            ),
-            (
-                "sparse gradients",
-                "sparse=False",
-                [name for name, part in parts if getattr(part, "sparse", False) is True],
-            ),
-            (
-                "recurrent layers of torch",
-                "",
-                [name for name, part in parts if isinstance(part, nn.RNNBase)],
-            ),
-        ):
+        sparse = [name for name, part in parts if getattr(part, "sparse", False) is True]
+        for what, names, expected, hint in (
+            ("scalar parameters", [name for name, each in held if not each.ndim],
+             "parameters with at least one axis", "torch.ones(1) in place of torch.ones(())"),
+            ("parameters that are not contiguous", [name for name, each in held if not each.is_contiguous()],
+             "contiguous parameters", "nn.Parameter(x.contiguous())"),
+            ("complex parameters", [name for name, each in held if each.is_complex()],
+             "real parameters", "a real parameter with a last axis of 2, and torch.view_as_complex in forward"),
+            ("sparse gradients", sparse, "dense gradients", "sparse=False"),
+        ):  # fmt: skip
             if names:
                 raise UnsupportedOp(
                     f"a model with {what} cannot be sharded",
                     given=listed(names),
-                    expected="dense, contiguous, real parameters with at least one axis, which layers read in each forward pass",
-                    hint="parallel.data in place of parallel.shard" + (f"; or {hint}" if hint else ""),
+                    expected=expected,
+                    hint=f"{hint}; or parallel.data in place of parallel.shard",
                 )
 
     def _sharded(self) -> Sharded:
@@ -549,11 +535,17 @@ def materialise(module: nn.Module, device: torch.device) -> None:
 
 
 def cast(module: nn.Module, dtype: torch.dtype, device: torch.device | None = None) -> None:
-    """Cast all floating-point parameters and buffers to `dtype`, in place.
+    """Cast all floating-point parameters and buffers to `dtype`, in place. For float64, complex parameters become complex128.
 
-    Complex tensors, such as rotary tables, keep their dtype: `module.to(dtype)` would drop their imaginary parts.
+    Other complex tensors, such as rotary tables, keep their dtype: `module.to(dtype)` would drop their imaginary parts.
     """
-    module._apply(lambda x: x.to(device=device, dtype=dtype if x.is_floating_point() else x.dtype))
+    learned = {id(each) for each in module.parameters() if each.is_complex() and dtype == torch.float64}
+
+    def as_cast(x: Tensor) -> Tensor:
+        own = torch.complex128 if id(x) in learned else x.dtype
+        return x.to(device=device, dtype=dtype if x.is_floating_point() else own)
+
+    module._apply(as_cast)
 
 
 def _like(parameter: nn.Parameter, data: Tensor) -> nn.Parameter:

@@ -119,13 +119,20 @@ def optimizer_of(train: TrainConfig, device: torch.device) -> MakeOptimizer:
         name for name in ("betas", "eps", "weight_decay") if train.optimizer == "adamw" or train.given(name)
     ]
     given: dict[str, Any] = {name: getattr(train, name) for name in ("lr", *names)}
-    if "fused" in known and issubclass(kind, torch.optim.Adam):
-        given["fused"] = True
-    elif "foreach" in known and device.type != "cpu":
-        given["foreach"] = True
+    fused = "fused" in known and issubclass(kind, torch.optim.Adam)
+    foreach = "foreach" in known and device.type != "cpu"
     if train.state_dtype is not None:
         kind = narrowed(kind, getattr(torch, train.state_dtype))
-    return lambda groups: kind(groups, **{**given, **train.optimizer_args})
+
+    def made(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        # Fused steps do not take complex parameters.
+        if fused and not any(each.is_complex() for group in groups for each in group["params"]):
+            how = {"fused": True}
+        else:
+            how = {"foreach": True} if foreach else {}
+        return kind(groups, **{**given, **how, **train.optimizer_args})
+
+    return made
 
 
 def made_of(make: MakeOptimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:

@@ -22,14 +22,15 @@ class Kind:
 
     module: builds the model, with values from torch's default generator. batch: (step) -> inputs and targets of the global
     batch, in float64. loss: (outputs, targets) -> a mean over the samples; or a sum and a count; or a dictionary. call: calls
-    the model with inputs. optimizer: of parameters or groups.
+    the model with inputs. optimizer: of parameters or groups. of_inputs: whether the loss also takes the inputs.
     """
 
     module: Callable[[], nn.Module]
     batch: Callable[[int], tuple[Any, Any]]
-    loss: Callable[[Any, Any], Any]
+    loss: Callable[..., Any]
     call: Callable[[nn.Module, Any], Any] = lambda module, inputs: module(inputs)
     optimizer: Callable[[Iterable[Any]], torch.optim.Optimizer] = sgd
+    of_inputs: bool = False
 
 
 def alone(kind: Kind) -> tuple[list[float], dict[str, Tensor]]:
@@ -41,7 +42,8 @@ def alone(kind: Kind) -> tuple[list[float], dict[str, Tensor]]:
     for step in range(1, STEPS + 1):
         inputs, targets = kind.batch(step)
         optimizer.zero_grad()
-        found = kind.loss(kind.call(module, inputs), targets)
+        given = (targets, inputs) if kind.of_inputs else (targets,)
+        found = kind.loss(kind.call(module, inputs), *given)
         found = found["loss"] if isinstance(found, dict) else found
         loss = found[0] / found[1] if isinstance(found, tuple) else found
         loss.backward()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -20,31 +20,16 @@ from meshcomm.mesh import Mesh
 from meshcomm.models import ModelSpec
 from meshcomm.models.spec import StageContext
 from meshcomm.parallel import whole
+from meshcomm.parallel.tree import with_tensors
 from meshcomm.testing import Pool
 from meshcomm.train import Trainer
 from tests.oracles import diffusion, retrieval, sequence, vision
-from tests.oracles.kind import SAMPLES, SEED, STEPS, Kind, alone
+from tests.oracles.kind import SAMPLES, SEED, STEPS, alone
+from tests.train import oracle_cases_b
+from tests.train.oracle_case import Case
 from tests.train.runs import parallel_of, roles_of, sizes_of
 
 MESHES: Final = ("dp=2", "fsdp=2", "tp=2", "pp=2", "cp=2", "dp=2 tp=2")
-
-
-@dataclass(frozen=True)
-class Case:
-    """A kind of model for a Trainer.
-
-    given: what the Trainer is given; by default, the module as an object. refused: for each mesh, words of the error.
-    micro: samples of a microbatch on one rank. train: more settings of [train]. loss: on a mesh, if it communicates.
-    seq_len: the length of hidden states' axis 1, which context divides.
-    """
-
-    kind: Kind
-    given: Callable[[], Any] | None = None
-    refused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    micro: int = 2
-    train: dict[str, Any] = field(default_factory=dict)
-    loss: Callable[[Mesh], Any] | None = None
-    seq_len: int = 8
 
 
 def vit() -> ModelSpec:
@@ -149,7 +134,7 @@ OBJECT: Final = {
     "dp=2 tp=2": ("tensor_parallel",),
 }
 
-CASES: Final[dict[str, Case]] = {
+CASES: dict[str, Case] = {
     "vision transformer": Case(vision.VIT, vit, {"cp=2": ("parallel.context",)}, seq_len=17),
     "batch norms": Case(
         vision.CONVNET,
@@ -194,6 +179,9 @@ CASES: Final[dict[str, Case]] = {
 }
 
 
+CASES |= oracle_cases_b.CASES
+
+
 def config_of(dims: str, case: Case, out: str) -> Config:
     sizes = sizes_of(dims)
     parts = math.prod(size for name, size in sizes.items() if name in ("dp", "fsdp", "pp"))
@@ -224,19 +212,23 @@ def trained(config: Config, name: str) -> tuple[list[float], dict[str, Tensor]] 
     with meshcomm.init(config) as mesh:
         try:
             torch.manual_seed(SEED)
-            given = kind.module() if case.given is None else case.given()
+            if case.on_mesh is not None:
+                given = case.on_mesh(mesh)
+            else:
+                given = kind.module() if case.given is None else case.given()
             loss = kind.loss if case.loss is None else case.loss(mesh)
             if isinstance(given, ModelSpec):
-                given, loss = replace(given, loss=loss), None
+                given, loss = (given if given.loss else replace(given, loss=loss)), None
             trainer = Trainer(mesh, config, given, loss=loss, optimizer=kind.optimizer)
             engine = trainer.engine
             for step in range(1, STEPS + 1):
                 inputs, targets = kind.batch(step)
                 size, coord = engine.data_size, engine.data_coord
-                mine = torch.utils._pytree.tree_map_only(
-                    Tensor, lambda x: x.chunk(size)[coord], (inputs, targets)
-                )
-                trainer.step(*mine)
+
+                def mine(x: Tensor, size: int = size, coord: int = coord) -> Tensor:
+                    return x.chunk(size)[coord] if x.ndim and len(x) == SAMPLES else x
+
+                trainer.step(*with_tensors(mine, (inputs, targets)))
             losses = [done.loss for done in trainer.results()]
             state = {key: whole(value).clone() for key, value in trainer.state().items()}
         except MeshcommError as error:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from meshcomm.config import ParallelConfig, TrainConfig
 from meshcomm.errors import MeshcommError
-from meshcomm.models import ModelSpec, spec_model, wrapped
+from meshcomm.models import ModelSpec, spec_model, step_check, wrapped
 from meshcomm.models.spec_model import SpecModel
 from meshcomm.models.step_check import StepCheck
 from meshcomm.models.wrapped import WrappedModule
@@ -109,7 +109,34 @@ def of_scores(outputs: Any, targets: Any) -> Tensor:
     return F.mse_loss(outputs["score"], targets["score"])
 
 
+class Complex(nn.Module):
+    """With complex weights of the usual precision."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.head = nn.Parameter(torch.randn(3, 3, dtype=torch.complex64)), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.head(torch.fft.irfft(torch.fft.rfft(x) @ self.weight, n=4))
+        return y
+
+
+class Keys(nn.Module):
+    """Attention over features. The gradient of a bias of the keys is 0, but for rounding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.head = nn.Linear(1, 4), nn.Linear(1, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k = self.query(x[..., None]), self.key(x[..., None])
+        y: Tensor = self.head(F.scaled_dot_product_attention(q, k, q).mean(1))
+        return y
+
+
 RIGHT: dict[str, tuple[Any, ...]] = {
+    "complex weights": (Complex, rows, {"data": 2}, {"own": F.mse_loss}),
+    "a bias of keys": (Keys, rows, {"data": 2}, {"own": F.mse_loss}),
     "a mean": (mlp, rows, {"data": 2}, {"own": F.mse_loss}),
     "sums and terms": (mlp, rows, {"data": 2}, {"own": in_a_dictionary}),
     "dropout": (lambda: nn.Sequential(mlp(), nn.Dropout(0.5)), rows, {"data": 2}, {"own": F.mse_loss}),
@@ -272,6 +299,27 @@ class OnlyMatrices(torch.optim.SGD):
                     each.data.add_(each.grad, alpha=-0.1)
 
 
+class Pairs(nn.Module):
+    """Blocks that return their state too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(256, 8)
+        self.blocks = nn.ModuleList(nn.GRU(8, 8, batch_first=True) for _ in range(2))
+        self.logits = nn.Linear(8, 256)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.tokens(x)
+        for block in self.blocks:
+            y, (_,) = block(y)
+        z: Tensor = self.logits(y)
+        return z
+
+
+def _pairs() -> ModelSpec:
+    return replace(_twice(), module=Pairs)
+
+
 def _twice() -> ModelSpec:
     return ModelSpec(
         module=Twice, layers="blocks", hidden_size=8, vocab_size=256, first=("tokens",), last=("logits",)
@@ -352,7 +400,8 @@ WRONG: dict[str, tuple[Any, ...]] = {
         lambda patch: patch.setattr(build.LocalModel, "_check_parts", _nothing),
         "divided among microbatches and ranks",
     ),
-    "a moving buffer": (Moving, rows, {"data": 2}, {"own": F.mse_loss}, None, "mean"),
+    "a moving buffer": (Moving, rows, {"data": 2}, {"own": F.mse_loss}, None, "mesh.all_reduce"),
+    "blocks that return pairs": (_pairs, tokens, {"pipeline": 2}, {"own": of_tokens}, None, "hidden states"),
     "a parameter that forward changes": (
         MovingWeight,
         rows,
@@ -450,3 +499,17 @@ def test_wrong_programs_are_refused(case: str, monkeypatch: pytest.MonkeyPatch) 
         taken_back(monkeypatch)
     error, why = told(given, batch(), dims, **more)
     assert words in error, (error, why)
+
+
+def test_another_plan_of_the_same_module_is_checked_again() -> None:
+    right = replace(_gated(), split={"up": "column:2", "down": "row"})
+    assert told(right, tokens(), {"tensor": 2}, own=of_tokens) == ("", "")
+    text, _ = told(_gated(), tokens(), {"tensor": 2}, own=of_tokens)
+    assert "parallel.tensor" in text
+
+
+def test_a_module_whose_source_is_gone_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_check.inspect, "getsourcefile", lambda kind: "gone.py")
+    for _ in range(2):
+        assert told(mlp(), rows(), own=F.mse_loss) == ("", "")
+        assert "(sum, count)" in told(mlp(), rows(), own=a_mean_of_means)[0]
