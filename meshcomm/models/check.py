@@ -458,9 +458,13 @@ def _differs(name: str, setting: str, difference: str, alone: bool, moved: bool)
         return TrainingError(
             f"a step of {name} on several ranks is not that of one process",
             given=difference,
-            expected=f"results of the global batch, up to {_ROOM:g} of the largest. Each rank sees only its samples",
+            expected=f"results of the global batch, up to {_ROOM:g} of the largest. With {setting}, the model sees a part of it",
             hint=f"{hint}. train.check = false trains with what each rank computes from its own samples",
         )
+    hint = (
+        "for a ModelSpec: add the missing parts to its forward, split, attention and so on, such as a multiplier, a soft cap, or "
+        "positions of another stage"
+    )
     return TrainingError(
         f"{name} computes different results with {setting}",
         given=difference,

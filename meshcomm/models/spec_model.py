@@ -289,7 +289,7 @@ class SpecModel(Model):
             ("data.document_mask", "layers", "blocks that receive document numbers", blocks),
             ("data.document_mask", "positions", "which argument takes positions", spec.positions or not own),
             ("parallel.pipeline", "layers", "which blocks are divided among stages", blocks),
-            ("parallel.pipeline", "forward", "how stages run on inputs that are one tensor, but not tokens", self.vocab_size or not own),
+            ("parallel.pipeline", "forward", "how stages run on one tensor that is not of tokens", self.vocab_size or not own),
             ("parallel.tensor", "undivided", f"an embedding and a head that stay unsplit, because {size}",
              self._divides(splits) or spec.undivided is not None),
             ("ModelSpec.dropped", "layers", "blocks that receive sample numbers", blocks or not self.drops),
