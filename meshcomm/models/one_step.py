@@ -31,7 +31,7 @@ from meshcomm.parallel.optimizer import MakeOptimizer, grouped, optimizer_of
 from meshcomm.parallel.pipeline import Stage
 from meshcomm.parallel.tensor import whole
 from meshcomm.parallel.tensor.parameters import fused_parts, joined
-from meshcomm.parallel.tree import called, in_parts
+from meshcomm.parallel.tree import called, in_parts, with_tensors
 from meshcomm.predict.stages import split_layers
 from meshcomm.simulator import simulate
 from meshcomm.transport.torch_private import DispatchMode
@@ -47,7 +47,7 @@ class Outcome:
     """What the steps computed. In `results`, the losses, further terms and gradient norms, by name and step. gradients: of the
     first step, after clipping. after: weights and buffers after the last step. draws: whether random numbers were drawn.
     narrow: whether the module or the loss casts float64 to a shorter dtype. unchanged: the parameters that kept their values.
-    buffers: the names of the buffers.
+    buffers: the names of the buffers. changed: whether the optimizer changed any parameter.
     """
 
     results: dict[str, float] = field(default_factory=dict)
@@ -57,6 +57,7 @@ class Outcome:
     narrow: bool = False
     unchanged: list[str] = field(default_factory=list)
     buffers: list[str] = field(default_factory=list)
+    changed: bool = False
 
 
 class Small(NamedTuple):
@@ -162,6 +163,8 @@ def plain(small: Small, config: Config, *, silent: bool = True, pieces: int = 1)
         for number, (inputs, targets) in enumerate(small.batches, 1):
             optimizer.zero_grad()
             parts: dict[str, list[tuple[Tensor, Any]]] = {}
+            # The program may change its inputs in place.
+            inputs, targets = with_tensors(torch.clone, (inputs, targets))
             for x, y in zip(in_parts(inputs, pieces), in_parts(targets, pieces), strict=True):
                 for name, pair in _pairs(loss_of, called(module, x, **small.named), x, y, config).items():
                     parts.setdefault(name, []).append(pair)
@@ -183,6 +186,7 @@ def plain(small: Small, config: Config, *, silent: bool = True, pieces: int = 1)
             outcome.draws = outcome.draws or not torch.equal(before, torch.get_rng_state())
             optimizer.step()
     outcome.narrow = alone.narrow
+    outcome.changed = any(not torch.equal(each, first[name]) for name, each in named.items())
     outcome.buffers = [name for name, _ in module.named_buffers()]
     sizes = {name: float(each.abs().max()) for name, each in outcome.gradients.items() if each.numel()}
     most = max(sizes.values(), default=0.0)
@@ -243,7 +247,8 @@ def on_a_mesh(
             engine.checked_steps = 0
             outcome = Outcome()
             for number, batch in enumerate(small.batches, 1):
-                mine = [in_parts(each, engine.data_size)[engine.data_coord] for each in batch]
+                whole_batch = with_tensors(torch.clone, tuple(batch))
+                mine = [in_parts(each, engine.data_size)[engine.data_coord] for each in whole_batch]
                 engine.step(mine[0], mine[1], None, number)
                 if number == 1:
                     grads = [(name, each, each.grad) for name, each in engine.named_parameters()]

@@ -369,6 +369,18 @@ class _Facts:
         # Sent tensors must be contiguous.
         return y.to(self.between).contiguous()
 
+    def last_output(self, y: Any) -> Any:
+        """Return what the loss is given. Raises UnsupportedOp for an output that a pipeline cannot return."""
+        found = logits_of(y) if self.spec.loss is None else y
+        if self.stage.count > 1 and not isinstance(found, Tensor):
+            raise UnsupportedOp(
+                "the last stage of a pipeline returns one tensor",
+                given=f"a {type(y).__name__}",
+                expected="a tensor, from which the loss is computed",
+                hint="ModelSpec(forward=...), which returns one; or remove parallel.pipeline",
+            )
+        return found
+
     def in_float64(self, call: Callable[..., Any]) -> Callable[..., Any]:
         """Return `call` wrapped so that it keeps float64, even when it is called again in the backward pass."""
         if not self.family or self.between != torch.float64:
@@ -551,7 +563,7 @@ class _Stage:
                     y = facts.own_forward(super().forward, through, x, positions)  # type: ignore[misc]
                 if not facts.stage.is_last:
                     return facts.passed_on(y, len(x))
-                return y if facts.spec.loss is not None else logits_of(y)
+                return facts.last_output(y)
             here = StageContext(facts.stage, facts.layers, positions, facts.between, through)
             y = facts.spec.forward(self, x, here)
         if not facts.stage.is_last:

@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -22,18 +23,21 @@ from meshcomm.config import Config, ParallelConfig
 from meshcomm.errors import UnsupportedOp
 from meshcomm.models.check import Sizes, Use, check_alone, check_steps, is_of_tokens, small_of, tokens_of
 from meshcomm.models.one_step import STEPS, Small, copied, undisturbed
+from meshcomm.models.own_process import in_a_copy
+from meshcomm.models.spec import ModelSpec
 from meshcomm.models.spec_model import SpecModel
 from meshcomm.models.wrapped import WrappedModule
 from meshcomm.parallel.batch_norm import batch_norms
 from meshcomm.parallel.build import Model, Sections, cast, on_meta
 from meshcomm.parallel.optimizer import MakeOptimizer
 from meshcomm.parallel.tensor.parameters import split_dims
-from meshcomm.parallel.tree import first_tensor, named_tensors, samples_of, with_tensors
+from meshcomm.parallel.tree import first_tensor, samples_of, with_tensors
 
 # Maximum number of parameters. A larger model is compared only if ModelSpec.small creates a small one.
 _LARGEST: Final = 4_000_000
 # Tokens of a sample, if samples can be cut.
 _TOKENS: Final = 16
+_TIMEOUT_S: Final = 120.0
 # The settings of [train] that determine what a step computes.
 _SETTINGS: Final = (
     *("optimizer", "optimizer_args", "lr", "weight_decay", "betas", "eps", "groups", "frozen"),
@@ -54,8 +58,8 @@ class StepCheck:
 
     A model of tokens with a built-in loss is compared on random tokens, before it is built. Any other program is compared on
     its first batch. A program is not compared if train.check is false, or if no small copy of it can be made: see `why`.
-    Passed checks are recorded in $XDG_CACHE_HOME/meshcomm/checked (default: ~/.cache/meshcomm/checked), with a digest of all
-    code involved.
+    A program's own code runs in a copy of the process. Passed checks of models of transformers are recorded in
+    $XDG_CACHE_HOME/meshcomm/checked (default: ~/.cache/meshcomm/checked), with a digest of all code involved.
 
     sizes: the sizes of all dims, including those of views.
     why:   why the program is not compared; "" if it is, or if that is not known yet.
@@ -143,7 +147,10 @@ class StepCheck:
             small = small_of(spec, batches, family=model.family, optimizer=self._optimizer)
             return check_steps(small, use, sizes, self._settings(small), name, said_later=True)
 
-        self._once(check, spec, module, sizes)
+        if model.family and self._optimizer is None:
+            self._once(check, spec, module, sizes)
+        else:
+            self._in_a_copy(check)
 
     def before_first_step(self, inputs: Any, targets: Any) -> None:
         """Check a program with its first batch, unless it is checked already. Raises the errors of `check_model`.
@@ -176,13 +183,12 @@ class StepCheck:
             if not spec.vocab_size:
                 # Axis 1 of the inputs may be the channels of an image, for example.
                 sizes = replace(sizes, tokens=model.seq_len)
-            given: Any = spec
             made: Callable[[], Small] = partial(
                 small_of, spec, sizes_of(batch, sizes.samples), optimizer=self._optimizer
             )
         else:
             assert self._module is not None
-            given, module = model.own_loss, self._module
+            module = self._module
             sizes = self._sizes_for(first, batch_norms(module), 1)
             made = partial(self._given, sizes_of(batch, sizes.samples))
         name = type(module).__name__
@@ -191,11 +197,15 @@ class StepCheck:
             small = made()
             return check_steps(small, use, sizes, self._settings(small), name)
 
-        kinds = [(name, tuple(x.shape), x.dtype) for name, x in named_tensors(batch, "")]
-        self._once(check, given, module, sizes, kinds)
+        self._in_a_copy(check)
         self._module = None
 
     # -- inside -----------------------------------------------------------------------------------
+
+    def _in_a_copy(self, check: Callable[[], str]) -> None:
+        """Run a check that calls the program's own code, which may change more than its arguments."""
+        with undisturbed():
+            self.why = in_a_copy(check, _TIMEOUT_S)
 
     def _given(self, batches: list[tuple[Any, Any]]) -> Small:
         """Return the small program of a module that is already built."""
@@ -224,8 +234,6 @@ class StepCheck:
         """Return the settings of [train] for the small program, without patterns that match none of its parameters."""
         train = self._train
         found = {name: getattr(train, name) for name in _SETTINGS if train.given(name)}
-        from fnmatch import fnmatchcase
-
         with on_meta():
             names = [name for name, _ in small.module().named_parameters()]
         for setting in ("groups", "frozen"):
@@ -238,17 +246,12 @@ class StepCheck:
             found["optimizer_args"] = dict(found["optimizer_args"])
         return found
 
-    def _once(self, check: Callable[[], str], given: Any, module: nn.Module, *more: object) -> None:
-        """Run a check, unless the same one has already passed on this host."""
+    def _once(self, check: Callable[[], str], spec: ModelSpec, module: nn.Module, sizes: Sizes) -> None:
+        """Run the check of a model of transformers, unless the same one has already passed on this host."""
         settings = [(name, getattr(self._train, name)) for name in _SETTINGS]
-        sources = _sources(given, module, self._optimizer)
-        if sources is None:
-            with undisturbed():
-                self.why = check()
-            return
-        described = _described(given, module)
+        described, sources = _described(spec, module), _sources(spec, module)
         text = repr(
-            (self._use, more, settings, self._train.micro_batch_size, described, _versions(), sources)
+            (self._use, sizes, settings, self._train.micro_batch_size, described, _versions(), sources)
         )
         home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         mark = home / "meshcomm" / "checked" / hashlib.sha256(text.encode()).hexdigest()
@@ -333,44 +336,13 @@ def _versions() -> list[str]:
     return [f"{name} {version(name)}" for name in ("torch", "transformers") if find_spec(name) is not None]
 
 
-def _sources(given: Any, module: nn.Module, optimizer: object) -> list[tuple[str, str]] | None:
-    """Return None if code is in no file, as in a notebook; else the source files of the module's classes, of the functions of a specification or loss, of the optimizer and of
-    meshcomm, with their digests; and what the functions hold.
-    """
-    values = [
-        *getattr(given, "__dict__", {}).values(),
-        *(given if isinstance(given, tuple) else ()),
-        optimizer,
-    ]
-    functions = [getattr(each, "func", each) for each in values if callable(each)]
+def _sources(spec: ModelSpec, module: nn.Module) -> list[tuple[str, str]]:
+    """Return the source files of the module's classes, the specification's functions and meshcomm, with their digests."""
+    functions = [getattr(each, "func", each) for each in vars(spec).values() if callable(each)]
     found: dict[str, str] = {}
-    for kind in {*map(type, module.modules()), *map(type, functions), *(each for each in functions)}:
+    for kind in {*map(type, module.modules()), *functions}:
         with suppress(TypeError, OSError):
             if (file := inspect.getsourcefile(kind)) is not None:
-                if not Path(file).is_file():
-                    return None
                 found[file] = ""
-    held = [(getattr(each, "__qualname__", ""), repr(_held(each))) for each in values if callable(each)]
     found |= {str(path): "" for path in Path(__file__).parent.parent.rglob("*.py")}
-    return [*held, *((file, _digest(file)) for file in sorted(found))]
-
-
-def _digest(file: str) -> str:
-    """Return a digest of a source file. Of one that cannot be read, such as a notebook's, it is never the same."""
-    try:
-        return hashlib.sha256(Path(file).read_bytes()).hexdigest()
-    except OSError:
-        return os.urandom(16).hex()
-
-
-def _held(function: Any) -> list[object]:
-    """Return the numbers and texts that a function, a partial or a callable object holds."""
-    cells = [each.cell_contents for each in getattr(function, "__closure__", None) or () if each is not None]
-    values = [
-        *cells,
-        *getattr(function, "args", ()),
-        *getattr(function, "keywords", {}).items(),
-        *getattr(function, "__dict__", {}).items(),
-        *(getattr(function, "__defaults__", None) or ()),
-    ]
-    return [each for each in values if isinstance(each, str | int | float | tuple)]
+    return [(file, hashlib.sha256(Path(file).read_bytes()).hexdigest()) for file in sorted(found)]

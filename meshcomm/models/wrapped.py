@@ -8,9 +8,11 @@ from typing import Any, final
 
 import torch
 from torch import nn
+from torch.nn.parameter import UninitializedParameter
 
 from meshcomm.config import ParallelConfig, TrainConfig
-from meshcomm.errors import UnsupportedOp
+from meshcomm.errors import ConfigError, UnsupportedOp
+from meshcomm.layout.names import listed
 from meshcomm.parallel.batch_norm import synchronise
 from meshcomm.parallel.build import Model, Splits, along, cast, check_loss
 from meshcomm.parallel.dropout import check_dropouts
@@ -44,6 +46,21 @@ class WrappedModule(Model):
         train: TrainConfig,
         loss: LossOf | None = None,
     ) -> None:
+        lazy = [name for name, each in module.named_parameters() if isinstance(each, UninitializedParameter)]
+        if lazy:
+            raise ConfigError(
+                "lazy layers have no weights yet",
+                given=listed(lazy),
+                expected="a module whose parameters have shapes",
+                hint="call the module once with a sample before it is given to the Trainer",
+            )
+        if isinstance(module, torch.jit.ScriptModule):
+            raise UnsupportedOp(
+                "a scripted module cannot be trained on a mesh",
+                given=f"a {type(module).__name__} of torch.jit",
+                expected="the nn.Module that it was made from",
+                hint="train.compile = true with a ModelSpec, in place of torch.jit",
+            )
         self.module, self._parallel, self._train = module, parallel, train
         self.own_loss = None if loss is None else OwnLoss(loss)
 

@@ -219,8 +219,9 @@ class LocalModel:
         self.stages = self._divide()
         self.modules = nn.ModuleList([model.stage(self.splits, stage) for stage in self.stages])
         for module in self.modules:
-            # Not from_pretrained's eval mode. A part that is in eval mode inside a module in train mode stays so.
-            if not module.training:
+            # Not from_pretrained's eval mode. A part that is in eval mode inside a module in train mode stays so. A train method of
+            # the module's own may keep parts in eval mode.
+            if not module.training or type(module).train is not nn.Module.train:
                 module.train()
         self._check_parts()
         for name, parameter in self.named_parameters():
@@ -380,12 +381,27 @@ class LocalModel:
                     expected=f"no {option}: it is {what}, and a rank sees only its samples",
                     hint=f"{option} = {None if option == 'max_norm' else False}",
                 )
+        if self._divided or self.microbatches > 1 or self._parallel.shard is not None:
+            hooked = [
+                name
+                for name, each in self.named_parameters()
+                if each._backward_hooks or getattr(each, "_post_accumulate_grad_hooks", None)
+            ]
+            if hooked:
+                raise UnsupportedOp(
+                    "a hook of a parameter would be called with other gradients than on one process",
+                    given=listed(hooked),
+                    expected="gradients that are changed only after they are summed over microbatches and ranks",
+                    hint="train.clip_norm; or change gradients in the step method of an optimizer",
+                )
         if self._parallel.shard is None:
             return
         held = [(name, local(each.detach())) for name, each in self.named_parameters()]
         sparse = [name for name, part in parts if getattr(part, "sparse", False) is True]
         for what, names, expected, hint in (
-            ("scalar parameters", [name for name, each in held if not each.ndim],
+            ("parameters without elements", [name for name, each in held if not each.numel()],
+              "at least one element", "remove them"),
+             ("scalar parameters", [name for name, each in held if not each.ndim],
              "parameters with at least one axis", "torch.ones(1) in place of torch.ones(())"),
             ("parameters that are not contiguous", [name for name, each in held if not each.is_contiguous()],
              "contiguous parameters", "nn.Parameter(x.contiguous())"),

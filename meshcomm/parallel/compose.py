@@ -363,6 +363,9 @@ class Engine:
                 "data and shard",
                 hint=hint,
             )
+        self._look(batch)
+
+    def _look(self, batch: Batch) -> None:
         if self.look is not None:
             look, self.look = self.look, None
             look(batch)
@@ -400,6 +403,7 @@ class Engine:
         try:
             for number, given in enumerate(Batch(*each) for each in batches):
                 batch, short = self._filled(given)
+                self._look(batch)
                 more: dict[str, Any] = {**self._packed(batch), **short}
                 with self._drawing(f"evaluation {number}"):
                     loss = self._run.forward(*self._loss.split(*batch[:2]), **more)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from inspect import Parameter, signature
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, final
 
@@ -79,7 +80,7 @@ class StepLoss:
         self._dtype = splits.tensor.dtype
         self._logits = model.outputs(splits) if model.vocab_size else 0
         self._divided = 0 < self._logits < model.vocab_size
-        self._hidden_size = model.hidden_size
+        self._vocab_size = model.vocab_size
         self._smoothing, self._z_loss = train.label_smoothing, train.z_loss
         own = self._own
         if own is not None and (self._smoothing or self._z_loss):
@@ -228,6 +229,8 @@ class StepLoss:
                 f"shape {tuple(total.shape)}" if isinstance(total, Tensor) else f"a {type(total).__name__}"
             )
             raise _refused(f"{name}: {given}", _FORMS)
+        if total.is_complex():
+            raise _refused(f"{name}: {total.dtype}", "real numbers")
         if name == "loss" and torch.is_grad_enabled() and not total.requires_grad:
             raise _refused(
                 "a loss that does not depend on the outputs by operations with gradients",
@@ -242,19 +245,22 @@ class StepLoss:
         """Return the outputs of the model on one process, on every rank along tensor and context."""
         if not self._divided and self._splits.context.size == 1:
             return outputs
-        sliced = [x for x in tensors_of(outputs) if self._divided and x.ndim and x.shape[-1] == self._logits]
-        if len(sliced) > 1 and self._hidden_size == self._logits:
+        widths = [x.shape[-1] for x in tensors_of(outputs) if x.ndim]
+        # A plan may leave the head whole.
+        divided = self._divided and self._vocab_size not in widths
+        if divided and widths.count(self._logits) > 1:
             raise UnsupportedOp(
-                "the logits look like hidden states, so they cannot be gathered for the loss",
-                given=f"{len(sliced)} outputs whose last axis has {self._logits} elements",
-                expected="one such output: a rank's slice of the logits",
-                hint="return only the logits; or ModelSpec(loss_takes_slices=True), with a loss that is given slices",
+                "several outputs may be this rank's slice of the logits, of which one is gathered for the loss",
+                given=f"{widths.count(self._logits)} outputs whose last axis has {self._logits} elements",
+                expected="one such output",
+                hint="return only the logits; or another hidden size; or ModelSpec(loss_takes_slices=True), with a loss that is given "
+                "slices",
             )
-        return with_tensors(self._gathered, outputs)
+        return with_tensors(partial(self._gathered, divided), outputs)
 
-    def _gathered(self, x: Tensor) -> Tensor:
+    def _gathered(self, divided: bool, x: Tensor) -> Tensor:
         split, context = self._splits.tensor, self._splits.context
-        if self._divided and x.ndim and x.shape[-1] == self._logits:
+        if divided and x.ndim and x.shape[-1] == self._logits:
             # Every rank computes the same loss, so its own slice of the gradient is complete.
             x = self._mesh.functional.all_gather(split.dim, x, -1, grad="slice")
         if context.size == 1:

@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from meshcomm.config import TrainConfig
-from meshcomm.errors import ConfigError, UnsupportedOp
+from meshcomm.errors import ConfigError, TrainingError, UnsupportedOp
 from meshcomm.layout import Dims
 from meshcomm.layout.names import did_you_mean, listed
 from meshcomm.mesh import Mesh
 from meshcomm.parallel.dropout import Draws
 from meshcomm.parallel.narrow_state import narrowed
 from meshcomm.parallel.sparse import SparseRows, optimizers_in
-from meshcomm.parallel.split_update import check_split
+from meshcomm.parallel.split_update import check_apart, check_split
 from meshcomm.parallel.tensor.parameters import fused_parts
 
 # Creates an optimizer from parameter groups, like the classes of torch.optim.
@@ -188,6 +188,13 @@ def grouped(make: MakeOptimizer, train: TrainConfig, modules: nn.Module) -> torc
     optimizer = made_of(make, decay_groups(modules, patterns))
     _check_held(optimizer, modules)
     for group in optimizer.param_groups:
+        if "lr" not in group:
+            raise ConfigError(
+                f"the {type(optimizer).__name__} has no learning rate",
+                given=f"groups with {listed([name for name in group if name != 'params']) or 'only params'}",
+                expected='"lr" in each group, as in torch.optim, which the schedule scales',
+                hint='super().__init__(params, {"lr": lr})',
+            )
         group["lr"] = group["lr"] * group.pop("lr_factor", 1.0)
         factor = group.pop("decay_factor", 1.0)
         if factor != 1.0 and "weight_decay" in group:
@@ -236,7 +243,11 @@ class Update:
         if make is not None:
             check_split(make, decay_groups, modules)
             self.rows = SparseRows(mesh, dims, modules, self.optimizer)
+            if any(mesh.size(dim) > 1 for dim in apart):
+                check_apart(make, decay_groups)
         self._rates = [float(group["lr"]) / train.lr for group in self.optimizer.param_groups]
+        # The rates that the schedule has set.
+        self._set: list[float] | None = None
         # torch's fused Adam and AdamW can skip a step and its state update themselves, also for DTensors.
         fused = bool(self.optimizer.defaults.get("fused"))
         self._takes_found_inf = fused and isinstance(self.optimizer, torch.optim.Adam)
@@ -246,12 +257,20 @@ class Update:
         groups = self.optimizer.param_groups
         if lr is None:
             return float(groups[0]["lr"])
+        if self._set is not None and (now := [float(group["lr"]) for group in groups]) != self._set:
+            raise TrainingError(
+                "a learning rate was changed between steps, and the schedule would change it back",
+                given=f"lr {now}, where the schedule had set {self._set}",
+                expected="rates of train.schedule, or of a scheduler",
+                hint="Trainer(..., scheduler=lambda optimizer: LambdaLR(optimizer, factor)), which sets the rates in each step",
+            )
         for group, rate in zip(groups, self._rates, strict=True):
             # A compiled step reads its rate from a tensor.
             if isinstance(group["lr"], Tensor):
                 group["lr"].fill_(lr * rate)
             else:
                 group["lr"] = lr * rate
+        self._set = [float(group["lr"]) for group in groups]
         return lr
 
     def step(self, number: int, spoilt: Tensor) -> None:

@@ -67,6 +67,46 @@ def check_split(
             )
 
 
+def check_apart(
+    make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
+    groups_of: Callable[[nn.Module], list[dict[str, Any]]],
+) -> None:
+    """Compare steps of one optimizer on several parameters with those of an optimizer for each, as pipeline stages have.
+
+    Raises UnsupportedOp if the results differ, as those of an optimizer do that divides by a norm of all gradients.
+    """
+    draw = torch.Generator().manual_seed(0)
+    values = [torch.randn(1 + _STEPS, *shape, generator=draw) for shape in ((4, 3), (3,), (5, 4), (5,))]
+
+    def stepped(part: list[Tensor]) -> list[Tensor]:
+        module = nn.Module()
+        module.weights = nn.ParameterList(nn.Parameter(each[0].clone()) for each in part)
+        optimizer = make(groups_of(module))
+        for step in range(1, 1 + _STEPS):
+            torch.manual_seed(0)
+            for parameter, each in zip(module.weights, part, strict=True):
+                parameter.grad = each[step].clone()
+            optimizer.step()
+        return [each.detach() for each in module.weights]
+
+    with torch.random.fork_rng(), torch.enable_grad():
+        try:
+            together = stepped(values)
+            apart = [*stepped(values[:2]), *stepped(values[2:])]
+        except MeshcommError:
+            raise
+        except Exception:
+            return  # Small parameters are not what it expects.
+    off = max(float((a - b).abs().max()) for a, b in zip(together, apart, strict=True))
+    if off > _ROOM * max(float(each.abs().max()) for each in together):
+        raise UnsupportedOp(
+            "this optimizer cannot update the stages of a pipeline separately",
+            given=f"an update of a parameter is off by {off:.2g} if the optimizer does not hold the others",
+            expected="an update of each parameter that does not depend on the others",
+            hint="train.clip_norm for clipping by the norm of all gradients; or remove parallel.pipeline",
+        )
+
+
 def _stepped(
     make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
     groups_of: Callable[[nn.Module], list[dict[str, Any]]],

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from meshcomm.errors import ShapeError, UnsupportedOp
@@ -60,6 +61,13 @@ def named_tensors(tree: Any, name: str) -> list[tuple[str, Tensor]]:
 def check_samples(tree: Any, name: str, count: int, expected: str) -> None:
     """Raise ShapeError unless axis 0 of each tensor of a tree, except scalars, has `count` samples."""
     for each, tensor in named_tensors(tree, name):
+        if tensor.layout != torch.strided:
+            raise UnsupportedOp(
+                "a step takes dense tensors, which are divided along axis 0",
+                given=f"{each} with layout {tensor.layout}",
+                expected="torch.strided",
+                hint=f"{each}.to_dense(); or indices and values as two tensors, padded to equally many for each sample",
+            )
         if tensor.ndim and len(tensor) != count:
             raise ShapeError(
                 "a tensor of the step does not have this rank's samples along axis 0",
