@@ -76,6 +76,7 @@ class SpecModel(Model):
         self.hidden_size, self.vocab_size = spec.hidden_size, spec.vocab_size
         self.tied = spec.tied[0] if spec.tied else ""
         self.drops = any(spec.dropped.values())
+        self.any_length = not self.drops and not packed
         self.saves_all = not spec.added
         self.own_loss = None if spec.loss is None else OwnLoss(spec.loss, spec.loss_takes_slices)
         self._batch_norms = batch_norms(whole)
@@ -399,10 +400,12 @@ class _Facts:
         return self.positions if documents is None else places(documents)[:, self.positions]
 
     def positions_of(self, x: Any) -> Tensor:
-        """Return the positions of this rank's part of axis 1 of inputs that are not tokens. They may have any length."""
+        """Return the positions of this rank's part of axis 1 of the inputs, which may have any length without a pipeline."""
         first, context = first_tensor(x), self.splits.context
-        sizes = first.shape[1] * context.size if first.ndim > 1 else 0
-        return context.positions(sizes) if self.stage.count == 1 else self.positions
+        length = first.shape[1] if first.ndim > 1 else 0
+        if self.stage.count > 1 or length == len(self.positions):
+            return self.positions
+        return context.positions(length * context.size)
 
     def own_forward(
         self, forward: Callable[..., Any], through: Callable[..., Any], x: Any, positions: Tensor
@@ -555,7 +558,7 @@ class _Stage:
         with mixed, facts.exact():
             drops = None if samples is None else (self.step, samples)
             through = partial(facts.through, drops, documents)
-            positions = facts.positions_in(documents) if facts.spec.vocab_size else facts.positions_of(x)
+            positions = facts.positions_of(x) if documents is None else facts.positions_in(documents)
             if facts.spec.forward is None:
                 if not facts.layers:
                     y = called(super().forward, x)  # type: ignore[misc]

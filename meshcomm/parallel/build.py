@@ -32,7 +32,7 @@ from meshcomm.parallel.expert import separate
 from meshcomm.parallel.loss import OwnLoss
 from meshcomm.parallel.pipeline import Accumulate, Pipelined, TiedWeight
 from meshcomm.parallel.tensor import TensorSplit, local
-from meshcomm.parallel.torch_private import unsaved_buffers
+from meshcomm.parallel.torch_private import has_hooks, unsaved_buffers
 from meshcomm.predict.passes import schedule_properties
 from meshcomm.predict.stages import PartCosts, Stage, split_layers, stages_of_rank
 
@@ -81,6 +81,7 @@ class Model(ABC):
     packed:     whether samples are packed documents. If so, stages receive document numbers, and attention is per document.
     saves_all:  whether all parameters are saved. If not, only trainable ones are saved, and the rest are filled at each start.
     own_loss:   the loss; None for the cross-entropy of logits. See `meshcomm.parallel.loss`.
+    any_length: whether samples of tokens may have another length than data.seq_len, without a pipeline.
     drops:      whether its stages use dropout by sample number. If so, stages receive sample numbers and an attribute `step`.
     """
 
@@ -90,6 +91,7 @@ class Model(ABC):
     tied: str = ""
     draws: bool = True
     drops: bool = False
+    any_length: bool = False
     packed: bool = False
     saves_all: bool = True
     own_loss: OwnLoss | None = None
@@ -382,11 +384,7 @@ class LocalModel:
                     hint=f"{option} = {None if option == 'max_norm' else False}",
                 )
         if self._divided or self.microbatches > 1 or self._parallel.shard is not None:
-            hooked = [
-                name
-                for name, each in self.named_parameters()
-                if each._backward_hooks or getattr(each, "_post_accumulate_grad_hooks", None)
-            ]
+            hooked = [name for name, each in self.named_parameters() if has_hooks(each)]
             if hooked:
                 raise UnsupportedOp(
                     "a hook of a parameter would be called with other gradients than on one process",

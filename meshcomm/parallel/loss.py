@@ -80,7 +80,7 @@ class StepLoss:
         self._dtype = splits.tensor.dtype
         self._logits = model.outputs(splits) if model.vocab_size else 0
         self._divided = 0 < self._logits < model.vocab_size
-        self._vocab_size = model.vocab_size
+        self._vocab_size, self._hidden_size = model.vocab_size, model.hidden_size
         self._smoothing, self._z_loss = train.label_smoothing, train.z_loss
         own = self._own
         if own is not None and (self._smoothing or self._z_loss):
@@ -144,6 +144,7 @@ class StepLoss:
         """
         if self._own is None:
             logits = logits_of(outputs)
+            _check_axis(logits, targets, self._vocab_size)
             split = self._splits.tensor
             # A plan may leave the head whole.
             divided = self._divided and logits.shape[-1] == self._logits
@@ -248,9 +249,9 @@ class StepLoss:
         widths = [x.shape[-1] for x in tensors_of(outputs) if x.ndim]
         # A plan may leave the head whole.
         divided = self._divided and self._vocab_size not in widths
-        if divided and widths.count(self._logits) > 1:
+        if divided and self._hidden_size == self._logits and widths.count(self._logits) > 1:
             raise UnsupportedOp(
-                "several outputs may be this rank's slice of the logits, of which one is gathered for the loss",
+                "the logits look like hidden states, so they cannot be gathered for the loss",
                 given=f"{widths.count(self._logits)} outputs whose last axis has {self._logits} elements",
                 expected="one such output",
                 hint="return only the logits; or another hidden size; or ModelSpec(loss_takes_slices=True), with a loss that is given "
@@ -305,6 +306,17 @@ def logits_of(found: Any) -> Tensor:
             hint="use a loss of your own, which takes any output of the model",
         )
     return logits
+
+
+def _check_axis(logits: Tensor, targets: Tensor, vocab_size: int) -> None:
+    """Raise ShapeError if axis 1 seems to be that of the classes, as in torch's cross-entropy of images."""
+    if not vocab_size and logits.ndim > 3 and tuple(targets.shape) == (len(logits), *logits.shape[2:]):
+        raise ShapeError(
+            "the built-in loss takes the classes along the last axis",
+            given=f"logits {tuple(logits.shape)}, targets {tuple(targets.shape)}",
+            expected="logits (samples, ..., classes), targets (samples, ...)",
+            hint="Trainer(..., loss=torch.nn.functional.cross_entropy), which takes them along axis 1",
+        )
 
 
 def _no_tree(targets: object) -> TrainingError:

@@ -88,6 +88,12 @@ def unsaved_buffers(module: Any) -> set[str]:
     return names
 
 
+def has_hooks(parameter: torch.Tensor) -> bool:
+    """Return whether a hook of a program would be called with the parameter's gradient."""
+    hooks: Any = getattr(parameter, "_post_accumulate_grad_hooks", None)
+    return bool(parameter._backward_hooks) or bool(hooks)
+
+
 def offsets(tensor: Any) -> tuple[int, ...]:
     """Return where this rank's part of a DTensor starts in the full tensor, or zeros if the rank has no part."""
     chunks = tensor.__create_chunk_list__()
