@@ -23,7 +23,7 @@ from meshcomm.config import Config, ParallelConfig
 from meshcomm.errors import UnsupportedOp
 from meshcomm.models.check import Sizes, Use, check_alone, check_steps, is_of_tokens, small_of, tokens_of
 from meshcomm.models.one_step import STEPS, Small, copied, undisturbed
-from meshcomm.models.own_process import in_a_copy
+from meshcomm.models.outside import functions_of, kept, modules_in
 from meshcomm.models.spec import ModelSpec
 from meshcomm.models.spec_model import SpecModel
 from meshcomm.models.wrapped import WrappedModule
@@ -37,7 +37,6 @@ from meshcomm.parallel.tree import first_tensor, samples_of, with_tensors
 _LARGEST: Final = 4_000_000
 # Tokens of a sample, if samples can be cut.
 _TOKENS: Final = 16
-_TIMEOUT_S: Final = 120.0
 # The settings of [train] that determine what a step computes.
 _SETTINGS: Final = (
     *("optimizer", "optimizer_args", "lr", "weight_decay", "betas", "eps", "groups", "frozen"),
@@ -58,7 +57,7 @@ class StepCheck:
 
     A model of tokens with a built-in loss is compared on random tokens, before it is built. Any other program is compared on
     its first batch. A program is not compared if train.check is false, or if no small copy of it can be made: see `why`.
-    A program's own code runs in a copy of the process. Passed checks of models of transformers are recorded in
+    What a program's own code changes outside of its module is put back. Passed checks of models of transformers are recorded in
     $XDG_CACHE_HOME/meshcomm/checked (default: ~/.cache/meshcomm/checked), with a digest of all code involved.
 
     sizes: the sizes of all dims, including those of views.
@@ -150,7 +149,7 @@ class StepCheck:
         if model.family and self._optimizer is None:
             self._once(check, spec, module, sizes)
         else:
-            self._in_a_copy(check)
+            self._run(check, module)
 
     def before_first_step(self, inputs: Any, targets: Any) -> None:
         """Check a program with its first batch, unless it is checked already. Raises the errors of `check_model`.
@@ -197,15 +196,25 @@ class StepCheck:
             small = made()
             return check_steps(small, use, sizes, self._settings(small), name)
 
-        self._in_a_copy(check)
+        self._run(check, module)
         self._module = None
 
     # -- inside -----------------------------------------------------------------------------------
 
-    def _in_a_copy(self, check: Callable[[], str]) -> None:
-        """Run a check that calls the program's own code, which may change more than its arguments."""
-        with undisturbed():
-            self.why = in_a_copy(check, _TIMEOUT_S)
+    def _run(self, check: Callable[[], str], module: nn.Module) -> None:
+        """Run a check that calls the program's own code."""
+        own = self._model.own_loss
+        functions = functions_of(module, None if own is None else own.function, self._optimizer)
+        trained = getattr(self._model, "module", None)
+        mine = set() if trained is None else {id(each) for each in trained.parameters()}
+        reached = [*modules_in(functions), getattr(None if own is None else own.function, "__self__", None)]
+        if any(
+            isinstance(each, nn.Module) and any(id(p) in mine for p in each.parameters()) for each in reached
+        ):
+            self.why = "the loss or the optimizer uses the module itself, and not a copy"
+            return
+        with undisturbed(), kept(functions, list({type(part) for part in module.modules()})):
+            self.why = check()
 
     def _given(self, batches: list[tuple[Any, Any]]) -> Small:
         """Return the small program of a module that is already built."""
