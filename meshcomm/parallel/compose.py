@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from meshcomm.config import Config
-from meshcomm.errors import ShapeError, UnsupportedOp
+from meshcomm.errors import ShapeError, TrainingError, UnsupportedOp
 from meshcomm.mesh import Mesh
 from meshcomm.mesh.all_ranks import of_every_rank
 from meshcomm.parallel.build import LocalModel, Model, along, sections
@@ -386,7 +386,7 @@ class Engine:
                    passes the same number of batches.
         Called by: every rank.
         Returns:   the mean, equal on every rank, or nan if no target counts. Waits for the device.
-        Raises:    ShapeError for more samples than in a step; UnsupportedOp for fewer samples through a pipeline with a loss
+        Raises:    TrainingError for no batches; ShapeError for more samples than in a step; UnsupportedOp for fewer samples through a pipeline with a loss
                    that does not ignore targets of -100.
         """
         # Tensors that are made in inference mode could not be used in training.
@@ -399,6 +399,7 @@ class Engine:
         were = {part: part.training for part in self.modules.modules()}
         self._loss.start(None, evaluates=True)
         mine: Tensor | None = None
+        number = -1
         self.modules.eval()
         try:
             for number, given in enumerate(Batch(*each) for each in batches):
@@ -415,6 +416,14 @@ class Engine:
             for gradients in self.gradients:
                 if isinstance(gradients, Sharded):
                     gradients.reshard()
+        if number < 0:
+            raise TrainingError(
+                f"there is nothing to evaluate, on {self.mesh.label}",
+                given="no batch",
+                expected="at least one batch on every rank",
+                hint="a list or a DataLoader, which can be read again, instead of a generator; or more data, where drop_last=True "
+                "leaves none",
+            )
         mean = self._loss.finish(mine).loss
         total = torch.zeros((), dtype=torch.float64, device=self.mesh.device) if mean is None else mean
         if mean is not None:

@@ -51,6 +51,9 @@ from meshcomm.train.data import (
     GivenBatches,
     ReadAhead,
     batches_of,
+    check_batches,
+    check_data,
+    check_lengths,
     placed,
 )
 from meshcomm.train.evaluation import Evaluator, evaluate_of
@@ -304,8 +307,12 @@ class Trainer:
         Raises:    ConfigError if the configuration does not match the checkpoint; TrainingError if ranks have different data,
                    a parameter gets no gradient, the loss or the gradient norm is not finite (see
                    train.on_nonfinite), a checkpoint cannot be written or read, or another job writes into train.out;
-                   CallMismatchError if ranks make different calls in a step.
+                   CallMismatchError if ranks make different calls in a step; UnsupportedOp under torch.no_grad and
+                   torch.inference_mode.
         """
+        self._check_gradients("run")
+        if data is not None:
+            check_data(data)
         self._runs, self._read = self._runs + 1, None
         self._copies.clear()
         if self._recorder is not None:
@@ -345,6 +352,9 @@ class Trainer:
             state = checkpoint.saved_data(self.mesh, engine, resumed.folder)
         batches: Batches | ReadAhead | GivenBatches
         if self._read is None or state is not None:
+            # After a loss of ranks, only the new ranks read from the start.
+            if isinstance(data, Iterable) and not self.mesh.is_fake and not self.mesh.generation.number:
+                check_lengths(data, self.mesh, engine.sections.train.steps)
             batches = self._batches(data, lock.step, lock.samples or 0, state)
         else:
             batches = self._read
@@ -421,13 +431,7 @@ class Trainer:
                    inputs and targets are not two tensors; UnsupportedOp under torch.no_grad and
                    torch.inference_mode.
         """
-        if not torch.is_grad_enabled():
-            raise UnsupportedOp(
-                f"a step needs gradients, on {self.mesh.label}",
-                given="Trainer.step within torch.no_grad or torch.inference_mode",
-                expected="gradients to be recorded",
-                hint="move the step out of the block; Trainer.evaluate computes only a loss",
-            )
+        self._check_gradients("step")
         engine = self.engine
         scheduler = engine.scheduler
         number = engine.done + 1
@@ -449,6 +453,15 @@ class Trainer:
         if self._recorder is not None:
             self._recorder.stepped(engine)
 
+    def _check_gradients(self, call: str) -> None:
+        if not torch.is_grad_enabled():
+            raise UnsupportedOp(
+                f"a step needs gradients, on {self.mesh.label}",
+                given=f"Trainer.{call} within torch.no_grad or torch.inference_mode",
+                expected="gradients to be recorded",
+                hint=f"move the {call} out of the block; Trainer.evaluate computes only a loss",
+            )
+
     def results(self) -> list[Done]:
         """Return the results of the steps since the last call, in order. Waits for the device.
 
@@ -465,11 +478,12 @@ class Trainer:
                    the iterables have no length, their number of batches must be the same on every rank.
         Called by: every rank.
         Returns:   the same value on every rank. Waits for the device.
-        Raises:    TrainingError if only some ranks have batches, and the errors of `Engine.evaluate`.
+        Raises:    TrainingError if a rank has no batches, and the errors of `Engine.evaluate`.
         """
         return self.engine.evaluate(self._placed(batches))
 
     def _placed(self, batches: Iterable[GivenBatch]) -> Iterator[tuple[Any, ...]]:
+        check_batches(batches)
         try:
             length = len(batches)  # type: ignore[arg-type]
         except TypeError:

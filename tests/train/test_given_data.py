@@ -89,3 +89,106 @@ def test_a_skipped_step_leaves_the_running_statistics_of_a_batch_norm(tmp_path: 
         assert all(torch.equal(each, skipped[name]) for name, each in first.items())
         assert not torch.equal(first["1.running_mean"], after["1.running_mean"])
         assert all(bool(each.isfinite().all()) for each in after.values())
+
+
+# -- evaluations of nothing -------------------------------------------------------------------------
+
+
+def nothing() -> Iterator[tuple[Tensor, Tensor]]:
+    yield from ()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    "batches", [list, nothing, lambda: DataLoader(TensorDataset(X[:3], Y[:3]), 4, drop_last=True)]
+)
+def test_an_evaluation_of_nothing_is_refused(tmp_path: Path, ranks: int, batches: Callable[[], Any]) -> None:
+    config = config_of(tmp_path, ranks)
+    for text in said_on(config, lambda mesh: trainer_of(mesh, config).evaluate(batches())):
+        assert text.startswith("there is nothing to evaluate") and "no batch" in text
+
+
+# -- not data ---------------------------------------------------------------------------------------
+
+NOT_DATA: dict[str, tuple[Callable[[Trainer], object], str]] = {
+    "a dataset": (lambda trainer: trainer.run(TensorDataset(X, Y)), "TensorDataset, which yields no batches"),  # type: ignore[arg-type]
+    "a number": (lambda trainer: trainer.run(42), "given:    42"),  # type: ignore[arg-type]
+    "a function without a step": (lambda trainer: trainer.run(lambda: (X, Y)), "lambda step:"),  # type: ignore[arg-type, misc]
+    "evaluate None": (lambda trainer: trainer.evaluate(None), "given:    None"),  # type: ignore[arg-type]
+    "evaluate a function": (
+        lambda trainer: trainer.evaluate(lambda step: (X, Y)),  # type: ignore[arg-type]
+        "a function, which yields no batches",
+    ),
+    "evaluate a dataset": (lambda trainer: trainer.evaluate(TensorDataset(X, Y)), "DataLoader(dataset"),  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize("case", NOT_DATA)
+def test_what_yields_no_batches_is_refused(tmp_path: Path, case: str) -> None:
+    config, (action, says) = config_of(tmp_path), NOT_DATA[case]
+    for text in said_on(config, lambda mesh: action(trainer_of(mesh, config))):
+        assert says in text and "expected:" in text and "try:" in text
+        assert text.startswith("the data ")
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_run_without_gradients_is_refused_as_a_step_is(tmp_path: Path, mode: Any) -> None:
+    config = config_of(tmp_path)
+
+    def run(mesh: Mesh) -> None:
+        trainer = trainer_of(mesh, config)
+        with mode():
+            trainer.run(lambda step: share(mesh, step))
+
+    for text in said_on(config, run):
+        assert (
+            text.startswith("a step needs gradients, on rank") and "Trainer.run within torch.no_grad" in text
+        )
+
+
+def test_a_module_made_in_inference_mode_is_refused(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+
+    def make(mesh: Mesh) -> None:
+        with torch.inference_mode():
+            trainer_of(mesh, config)
+
+    for text in said_on(config, make):
+        assert text.startswith("the module's tensors were made in inference mode") and "0.weight" in text
+
+
+def test_batches_made_in_inference_mode_train(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+
+    def losses(mesh: Mesh, inference: bool) -> list[float]:
+        trainer = trainer_of(mesh, config)
+        with torch.inference_mode(inference):
+            batches = [tuple(each * 1 for each in share(mesh, step)) for step in (1, 2)]
+        for batch in batches:
+            trainer.step(*batch)
+        return [done.loss for done in trainer.results()]
+
+    plain, made = (meshcomm.simulate(losses, config, args=(each,)) for each in (False, True))
+    assert plain == made
+
+
+# -- lengths ----------------------------------------------------------------------------------------
+
+
+def uneven(kind: str, mesh: Mesh) -> Any:
+    """Three batches on the first rank, and two on the second one."""
+    count = 3 - mesh.rank
+    if kind == "lists":
+        return [share(mesh, step) for step in range(1, count + 1)]
+    return DataLoader(TensorDataset(X, Y), 4, sampler=list(range(mesh.rank, 64, 2))[: 4 * count])
+
+
+@pytest.mark.parametrize("kind", ["lists", "loaders"])
+def test_data_of_different_lengths_are_refused_if_a_rank_would_restart_before_others(
+    tmp_path: Path, kind: str
+) -> None:
+    config, short = (config_of(tmp_path, steps=steps) for steps in (3, 2))
+    for text in said_on(config, lambda mesh: trainer_of(mesh, config).run(uneven(kind, mesh))):
+        assert text.startswith("the data have different numbers of batches")
+        assert "2 on rank 1; 3 on rank 0" in text and "DistributedSampler(..., drop_last=True)" in text
+    assert said_on(short, lambda mesh: trainer_of(mesh, short).run(uneven(kind, mesh))) == [""] * 2
