@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import meshcomm
 from meshcomm.config import Config, load_config
@@ -36,8 +36,14 @@ def config_of(out: Path, ranks: int = 2, **train: Any) -> Config:
             "mesh": {"dims": {"dp": ranks}, "device": "cpu", "timeout_s": 60.0},
             "parallel": {"data": "dp"},
             "train": {
-                **{"steps": 6, "global_batch_size": 8, "micro_batch_size": 2, "lr": 0.05, "dtype": "float64"},
-                **{"schedule": "constant", "out": str(out), **train},
+                "steps": 6,
+                "global_batch_size": 8,
+                "micro_batch_size": 2,
+                "lr": 0.05,
+                "dtype": "float64",
+                "schedule": "constant",
+                "out": str(out),
+                **train,
             },
         }
     )
