@@ -322,7 +322,8 @@ class Engine:
                 "document numbers were given, but this model's attention crosses documents",
                 given=f"documents {tuple(batch.documents.shape)}, data.document_mask = false",
                 expected="only inputs and targets; or data.document_mask = true",
-                hint="data.document_mask = true",
+                hint="data.document_mask = true; or, if a third element of a batch is not document numbers, put it into the targets: "
+                "(inputs, (targets, weights)), for a loss of your own",
             )
         check_documents(batch.documents, batch.inputs)
         return {"documents": batch.documents}
@@ -356,6 +357,8 @@ class Engine:
             hint = f"train.global_batch_size = {have[0] * self.data_size}"
             if have[0] < share:
                 hint = f"drop_last=True in the DataLoader if this is the short last batch; else {hint}"
+            if have[0] != have[1]:
+                hint = "one target for each input, along axis 0"
             raise ShapeError(
                 "the step has the wrong number of samples for this rank",
                 given=f"{have[0]} inputs and {have[1]} targets on {self.mesh.label}",

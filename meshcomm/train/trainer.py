@@ -58,7 +58,7 @@ from meshcomm.train.data import (
 )
 from meshcomm.train.evaluation import Evaluator, evaluate_of
 from meshcomm.train.lease import Attempt, Lease, find_attempt
-from meshcomm.train.lock import Lock, lock_of
+from meshcomm.train.lock import Lock, check_batch_size, lock_of
 from meshcomm.train.recovery import Survivor, nobody_holds, other_parts, refuse_shards
 from meshcomm.train.steps import (
     Progress,
@@ -343,7 +343,7 @@ class Trainer:
         start = lock_of(self.mesh, self._config, b"" if corpus is None else corpus.digest)
         progress = self._go_on(checkpoints, start)
         if progress is None:
-            progress = self._start(checkpoints, start, attempt)
+            progress = self._start(checkpoints, start, attempt, data)
         engine, lock, resumed = self.engine, progress.lock, progress.resumed
         evaluate = evaluate_of(engine.sections.train)
         evaluator = Evaluator(engine, corpus, None if evaluate is None else partial(evaluate, self))
@@ -368,12 +368,16 @@ class Trainer:
         self._survivor = None
         return self._steps.run()
 
-    def _start(self, checkpoints: Checkpoints, start: Lock, attempt: Attempt) -> Progress:
+    def _start(
+        self, checkpoints: Checkpoints, start: Lock, attempt: Attempt, data: Data | Corpus
+    ) -> Progress:
         """Start from the first step or from a checkpoint."""
         if self._survivor is not None:
             # No rank holds the lost parts: continue as after a restart.
             attempt, self._survivor, self._made = replace(attempt, restarts=attempt.restarts + 1), None, None
         resumed, lock = checkpoints.begin(attempt, start)
+        if resumed is not None and isinstance(data, Iterable) and not isinstance(data, Corpus):
+            check_batch_size(lock, start, type(data).__name__, resumed.folder)
         # Parameters of a checkpoint are not read from elsewhere or initialized before it is loaded.
         engine = self._make(not lock.step)
         losses: list[float] = []
@@ -560,7 +564,9 @@ class Trainer:
             with torch.inference_mode(False):
                 engine = Engine(self.mesh, self._config, self._model, self._optimizer, filled=filled)
             if self._scheduler is not None:
-                engine.scheduler = scheduler_for(self._scheduler, engine.optimizer)
+                engine.scheduler = scheduler_for(
+                    self._scheduler, engine.optimizer, engine.sections.train.steps
+                )
             engine.look = self._checked.look
             self._made, self._holds = engine, holds
         return self._made

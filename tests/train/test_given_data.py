@@ -18,6 +18,7 @@ from meshcomm.config import Config, load_config
 from meshcomm.errors import MeshcommError
 from meshcomm.mesh import Mesh
 from meshcomm.train import Trainer
+from meshcomm.train.evaluation import evaluate_of
 
 _GENERATOR = torch.Generator().manual_seed(0)
 X = torch.randn(64, 4, dtype=torch.float64, generator=_GENERATOR)
@@ -198,3 +199,80 @@ def test_data_of_different_lengths_are_refused_if_a_rank_would_restart_before_ot
         assert text.startswith("the data have different numbers of batches")
         assert "2 on rank 1; 3 on rank 0" in text and "DistributedSampler(..., drop_last=True)" in text
     assert said_on(short, lambda mesh: trainer_of(mesh, short).run(uneven(kind, mesh))) == [""] * 2
+
+
+# -- another batch size on resume -------------------------------------------------------------------
+
+
+def test_an_iterable_does_not_go_on_with_another_batch_size(tmp_path: Path) -> None:
+    first = config_of(tmp_path, steps=3, checkpoint_every=1)
+    more: dict[str, Any] = {"resume": True, "resume_changed": ["global_batch_size"], "checkpoint_every": 1}
+    other, same = (config_of(tmp_path, steps=4, global_batch_size=size, **more) for size in (4, 8))
+
+    def batches(mesh: Mesh, size: int) -> list[tuple[Tensor, Tensor]]:
+        return [share(mesh, step, size) for step in range(1, 5)]
+
+    assert said_on(first, lambda mesh: trainer_of(mesh, first).run(batches(mesh, 8))) == ["", ""]
+    for text in said_on(other, lambda mesh: trainer_of(mesh, other).run(batches(mesh, 4))):
+        assert text.startswith("a list cannot go on with another batch size") and "lambda step:" in text
+        assert "train.global_batch_size = 4, and 8 in" in text
+    assert said_on(same, lambda mesh: trainer_of(mesh, same).run(batches(mesh, 8))) == ["", ""]
+
+
+def test_a_function_of_the_step_goes_on_with_another_batch_size(tmp_path: Path) -> None:
+    first = config_of(tmp_path, steps=3, checkpoint_every=1)
+    more: dict[str, Any] = {"resume": True, "resume_changed": ["global_batch_size"], "checkpoint_every": 1}
+    other = config_of(tmp_path, steps=4, global_batch_size=4, **more)
+    for config, size in ((first, 8), (other, 4)):
+        assert said_on(
+            config, lambda mesh: trainer_of(mesh, config).run(lambda step: share(mesh, step, size))
+        ) == ["", ""]
+
+
+# -- schedulers and evaluations that would fail later -----------------------------------------------
+
+
+def test_a_scheduler_that_ends_before_the_training_is_refused(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+
+    def run(mesh: Mesh, steps: int) -> None:
+        scheduler = torch.optim.lr_scheduler.OneCycleLR
+        trainer_of(mesh, config, scheduler=lambda each: scheduler(each, 0.1, total_steps=steps)).run(
+            lambda step: share(mesh, step)
+        )
+
+    for text in said_on(config, lambda mesh: run(mesh, 5)):
+        assert text.startswith("the OneCycleLR ends before the training") and "total_steps = 5" in text
+    assert said_on(config, lambda mesh: run(mesh, 6)) == ["", ""]
+
+
+def without_a_parameter() -> float:
+    return 1.0
+
+
+def test_an_evaluation_that_takes_no_trainer_is_refused_at_the_start(tmp_path: Path) -> None:
+    train = config_of(tmp_path).train
+    assert train is not None
+    named = train.model_copy(update={"evaluate": f"{__name__}:without_a_parameter"})
+    with pytest.raises(MeshcommError, match="train.evaluate takes no trainer"):
+        evaluate_of(named)
+
+
+# -- hints ------------------------------------------------------------------------------------------
+
+
+def test_a_batch_of_unequal_parts_or_of_three_says_what_to_change(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+
+    def targets(mesh: Mesh) -> None:
+        x, y = share(mesh)
+        trainer_of(mesh, config).step(x[:3], y[:2])
+
+    def weights(mesh: Mesh) -> None:
+        x, y = share(mesh)
+        trainer_of(mesh, config).run([(x, y, y)])
+
+    for text in said_on(config, targets):
+        assert "3 inputs and 2 targets" in text and "try:      one target for each input" in text
+    for text in said_on(config, weights):
+        assert "a third element of a batch" in text and "(inputs, (targets, weights))" in text
