@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, TensorDataset
 
 import meshcomm
 from meshcomm.config import Config, load_config
@@ -120,7 +120,7 @@ def test_an_evaluation_of_nothing_is_refused(tmp_path: Path, ranks: int, batches
 NOT_DATA: dict[str, tuple[Callable[[Trainer], object], str]] = {
     "a dataset": (lambda trainer: trainer.run(TensorDataset(X, Y)), "TensorDataset, which yields no batches"),  # type: ignore[arg-type]
     "a number": (lambda trainer: trainer.run(42), "given:    42"),  # type: ignore[arg-type]
-    "a function without a step": (lambda trainer: trainer.run(lambda: (X, Y)), "lambda step:"),  # type: ignore[arg-type, misc]
+    "a function without a step": (lambda trainer: trainer.run(lambda: (X, Y)), "lambda step:"),  # type: ignore[arg-type]
     "evaluate None": (lambda trainer: trainer.evaluate(None), "given:    None"),  # type: ignore[arg-type]
     "evaluate a function": (
         lambda trainer: trainer.evaluate(lambda step: (X, Y)),  # type: ignore[arg-type]
@@ -254,7 +254,7 @@ def test_an_evaluation_that_takes_no_trainer_is_refused_at_the_start(tmp_path: P
     train = config_of(tmp_path).train
     assert train is not None
     named = train.model_copy(update={"evaluate": f"{__name__}:without_a_parameter"})
-    with pytest.raises(MeshcommError, match="train.evaluate takes no trainer"):
+    with pytest.raises(MeshcommError, match="takes no trainer"):
         evaluate_of(named)
 
 
@@ -276,3 +276,51 @@ def test_a_batch_of_unequal_parts_or_of_three_says_what_to_change(tmp_path: Path
         assert "3 inputs and 2 targets" in text and "try:      one target for each input" in text
     for text in said_on(config, weights):
         assert "a third element of a batch" in text and "(inputs, (targets, weights))" in text
+
+
+# -- shares -----------------------------------------------------------------------------------------
+
+
+def test_a_loader_whose_batch_size_is_not_the_share_is_refused_at_the_start(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    for text in said_on(
+        config, lambda mesh: trainer_of(mesh, config).run(DataLoader(TensorDataset(X, Y), batch_size=8))
+    ):
+        assert "batch_size = 8" in text and "try:      batch_size=4" in text
+
+
+def test_a_short_batch_in_a_list_is_refused_at_the_start(tmp_path: Path) -> None:
+    config, short = (config_of(tmp_path, steps=steps) for steps in (3, 2))
+
+    def run(mesh: Mesh, config: Config) -> None:
+        (x, y), last = share(mesh, 3), [share(mesh, step) for step in (1, 2)]
+        trainer_of(mesh, config).run([*last, (x[:3], y[:3])])
+
+    for text in said_on(config, lambda mesh: run(mesh, config)):
+        assert text.startswith("the batch of step 3 has 3 samples on this rank")
+    assert said_on(short, lambda mesh: run(mesh, short)) == ["", ""]
+
+
+class Rows(IterableDataset[Any]):
+    def __len__(self) -> int:
+        return 10
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(list(zip(X, Y, strict=True))[:10])
+
+
+@pytest.mark.parametrize(
+    "loader",
+    [
+        lambda rows: DataLoader(rows, batch_size=None, sampler=BatchSampler(range(10), 4, drop_last=False)),
+        lambda rows: DataLoader(Rows(), batch_size=4),
+    ],
+)
+def test_the_short_end_of_a_sampler_of_batches_or_of_a_stream_is_refused(
+    tmp_path: Path, loader: Callable[[TensorDataset], Any]
+) -> None:
+    config = config_of(tmp_path)
+    for text in said_on(
+        config, lambda mesh: trainer_of(mesh, config).run(loader(TensorDataset(X[:10], Y[:10])))
+    ):
+        assert text.startswith("the last batch of an epoch, step 3, has only 2 samples")

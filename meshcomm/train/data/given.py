@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, TypeAlias, final
 
 import torch
@@ -15,6 +15,7 @@ from torch.utils.data import (
     DistributedSampler,
     IterableDataset,
     Sampler,
+    default_collate,
 )
 
 from meshcomm.comm.codec import decode, encode
@@ -384,18 +385,57 @@ def check_lengths(data: Data, mesh: Mesh, steps: int) -> None:
         )
 
 
+def _check_shares(batches: Sequence[Any], steps: int, share: int, label: str) -> None:
+    """Raise TrainingError if a step would train on a batch of a list that is not this rank's share."""
+    for number, batch in enumerate(batches[:steps], 1):
+        if isinstance(batch, Mapping):
+            first = batch.get("input_ids", batch.get("inputs"))
+        else:
+            first = batch[0] if isinstance(batch, (tuple, list)) and batch else None
+        lengths = [len(each) for each in tensors_of(first) if each.ndim]
+        if lengths and share not in lengths:
+            raise TrainingError(
+                f"the batch of step {number} has {lengths[0]} samples on this rank",
+                given=f"{lengths[0]} samples in batch {number} of {len(batches)} on {label}",
+                expected=f"{share} samples: this rank's share of train.global_batch_size",
+                hint="leave out a short last batch",
+            )
+
+
 def check_epoch(data: Any, engine: Engine) -> None:
     """Raise TrainingError if training reaches the end of a DataLoader whose last batch is short or repeats samples.
 
     A DistributedSampler repeats samples until every rank has the same number, so the batches of an epoch would depend on the
     number of ranks.
     """
-    train, chosen = engine.sections.train, getattr(data, "batch_sampler", None)
-    # A batch sampler of one's own decides itself.
-    if not isinstance(data, DataLoader) or type(chosen) is not BatchSampler:
+    train = engine.sections.train
+    share = train.global_batch_size // engine.data_size
+    if isinstance(data, (list, tuple)):
+        _check_shares(data, train.steps, share, engine.mesh.label)
+    if not isinstance(data, DataLoader):
         return
+    # With batch_size=None, the sampler may choose whole batches.
+    chosen: Any = (
+        data.sampler if data.batch_size is None and data.batch_sampler is None else data.batch_sampler
+    )
+    # A batch sampler of one's own decides itself.
+    if type(chosen) is not BatchSampler:
+        return
+    if (
+        data.batch_size is not None
+        and data.collate_fn is default_collate
+        and share != (size := chosen.batch_size)
+    ):
+        raise TrainingError(
+            "the DataLoader's batches are not this rank's share of the global batch",
+            given=f"batch_size = {size} on {engine.mesh.label}",
+            expected=f"{share}: train.global_batch_size = {train.global_batch_size} / {engine.data_size} ranks along data and shard",
+            hint=f"batch_size={share}, or {SHARE}",
+        )
     sampler: Any = chosen.sampler
-    share, batches, samples = train.global_batch_size // engine.data_size, _length(chosen), _length(sampler)
+    batches, samples = _length(chosen), _length(sampler)
+    if isinstance(data.dataset, IterableDataset) and not data.num_workers:
+        batches, samples = _length(data), _length(data.dataset)
     if not batches or samples is None or train.steps < batches:
         return
     last, read = samples % chosen.batch_size, batches * train.global_batch_size
