@@ -54,6 +54,14 @@ class WrappedModule(Model):
                 expected="a module whose parameters have shapes",
                 hint="call the module once with a sample before it is given to the Trainer",
             )
+        tensors = (*module.named_parameters(), *module.named_buffers())
+        if made := [name for name, each in tensors if each.is_inference()]:
+            raise UnsupportedOp(
+                "the module's tensors were made in inference mode, so they cannot be trained",
+                given=listed(made),
+                expected="a module that is made or copied outside torch.inference_mode",
+                hint="move its construction out of the block",
+            )
         if isinstance(module, torch.jit.ScriptModule):
             raise UnsupportedOp(
                 "a scripted module cannot be trained on a mesh",

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from meshcomm.config import Config
-from meshcomm.errors import ShapeError, UnsupportedOp
+from meshcomm.errors import ShapeError, TrainingError, UnsupportedOp
 from meshcomm.mesh import Mesh
 from meshcomm.mesh.all_ranks import of_every_rank
 from meshcomm.parallel.build import LocalModel, Model, along, sections
@@ -322,7 +322,8 @@ class Engine:
                 "document numbers were given, but this model's attention crosses documents",
                 given=f"documents {tuple(batch.documents.shape)}, data.document_mask = false",
                 expected="only inputs and targets; or data.document_mask = true",
-                hint="data.document_mask = true",
+                hint="data.document_mask = true; or, if a third element of a batch is not document numbers, put it into the targets: "
+                "(inputs, (targets, weights)), for a loss of your own",
             )
         check_documents(batch.documents, batch.inputs)
         return {"documents": batch.documents}
@@ -364,6 +365,8 @@ class Engine:
             hint = f"train.global_batch_size = {have[0] * self.data_size}"
             if have[0] < share:
                 hint = f"drop_last=True in the DataLoader if this is the short last batch; else {hint}"
+            if have[0] != have[1]:
+                hint = "one target for each input, along axis 0"
             raise ShapeError(
                 "the step has the wrong number of samples for this rank",
                 given=f"{have[0]} inputs and {have[1]} targets on {self.mesh.label}",
@@ -394,7 +397,7 @@ class Engine:
                    passes the same number of batches.
         Called by: every rank.
         Returns:   the mean, equal on every rank, or nan if no target counts. Waits for the device.
-        Raises:    ShapeError for more samples than in a step; UnsupportedOp for fewer samples through a pipeline with a loss
+        Raises:    TrainingError for no batches; ShapeError for more samples than in a step; UnsupportedOp for fewer samples through a pipeline with a loss
                    that does not ignore targets of -100.
         """
         # Tensors that are made in inference mode could not be used in training.
@@ -407,6 +410,7 @@ class Engine:
         were = {part: part.training for part in self.modules.modules()}
         self._loss.start(None, evaluates=True)
         mine: Tensor | None = None
+        number = -1
         self.modules.eval()
         try:
             for number, given in enumerate(Batch(*each) for each in batches):
@@ -423,6 +427,14 @@ class Engine:
             for gradients in self.gradients:
                 if isinstance(gradients, Sharded):
                     gradients.reshard()
+        if number < 0:
+            raise TrainingError(
+                f"there is nothing to evaluate, on {self.mesh.label}",
+                given="no batch",
+                expected="at least one batch on every rank",
+                hint="a list or a DataLoader, which can be read again, instead of a generator; or more data, where drop_last=True "
+                "leaves none",
+            )
         mean = self._loss.finish(mine).loss
         total = torch.zeros((), dtype=torch.float64, device=self.mesh.device) if mean is None else mean
         if mean is not None:

@@ -182,7 +182,7 @@ class State:
         for name, buffer in self._all_buffers():
             held, version, value = before[name]
             # A buffer without changes, such as a table, may be a view that cannot be written.
-            if buffer is not held or buffer._version != version:
+            if buffer is not held or buffer._version != version or _differs(buffer, value):
                 buffer.copy_(value if spoilt is None else torch.where(spoilt != 0, value, buffer))
         extra = list(self._with_extra_state())
         if extra and (spoilt is None or spoilt.item()):
@@ -410,6 +410,16 @@ class State:
                     "equal entries, because both parameters are in one group on this mesh",
                 )
         return found
+
+
+def _differs(buffer: Tensor, before: Tensor) -> bool:
+    """Return whether a buffer whose version is unchanged may have other values: torch's batch norm does not count its writes.
+
+    Does not wait for a device.
+    """
+    if type(buffer) is not Tensor or buffer.layout is not torch.strided or not buffer.is_contiguous():
+        return False
+    return buffer.device.type != "cpu" or not torch.equal(buffer, before)
 
 
 def _entries(group: Mapping[str, Any]) -> dict[str, Any]:

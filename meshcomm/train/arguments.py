@@ -115,8 +115,10 @@ def _configured(config: Config, known: Sections) -> Model:
     return model_of(known.model, known.data, known.train)
 
 
-def scheduler_for(make: MakeScheduler, optimizer: Optimizer) -> LRScheduler:
-    """Return the scheduler that `make` creates for the optimizer. Raises ConfigError or UnsupportedOp if it is invalid."""
+def scheduler_for(make: MakeScheduler, optimizer: Optimizer, steps: int) -> LRScheduler:
+    """Return the scheduler that `make` creates for the optimizer. Raises ConfigError or UnsupportedOp if it is invalid, or
+    cannot be advanced `steps` times.
+    """
     example = "lambda optimizer: LambdaLR(optimizer, lambda step: 1 / (1 + step))"
     try:
         found = make(optimizer)
@@ -141,5 +143,13 @@ def scheduler_for(make: MakeScheduler, optimizer: Optimizer) -> LRScheduler:
             given=f"a {kind} of another {type(found.optimizer).__name__}",
             expected="a scheduler for the optimizer that is passed to the function",
             hint=example,
+        )
+    total = getattr(found, "total_steps", None)
+    if isinstance(total, int) and total < steps:
+        raise ConfigError(
+            f"the {kind} ends before the training",
+            given=f"total_steps = {total}, train.steps = {steps}",
+            expected="total_steps of train.steps or more",
+            hint=f"total_steps={steps}",
         )
     return found

@@ -11,15 +11,18 @@ from meshcomm.errors import ConfigError, MeshcommError, TrainingError
 from meshcomm.models.build import function_of
 from meshcomm.parallel.compose import Engine
 from meshcomm.train.callbacks import Evaluation
-from meshcomm.train.data import Batches, Corpus, batches_of
+from meshcomm.train.data import Batches, Corpus, batches_of, takes_one
 
 
 def evaluate_of(train: TrainConfig) -> Callable[[Any], Any] | None:
-    """Return the function that train.evaluate names, or None if it is not set. Raises ConfigError if the import fails."""
+    """Return the function that train.evaluate names, or None if it is not set.
+
+    Raises ConfigError if the import fails, or if the function does not take one argument.
+    """
     if train.evaluate is None:
         return None
     try:
-        return function_of(train.evaluate)
+        found = function_of(train.evaluate)
     except Exception as error:
         raise ConfigError(
             f"train.evaluate could not be imported: {type(error).__name__}: {error}",
@@ -27,6 +30,14 @@ def evaluate_of(train: TrainConfig) -> Callable[[Any], Any] | None:
             expected="module:function, which every rank can import",
             hint="put its module into the folder where meshcomm is started, or into a folder in PYTHONPATH",
         ) from error
+    if not takes_one(found):
+        raise ConfigError(
+            "train.evaluate takes no trainer",
+            given=f"evaluate = {train.evaluate!r}, which cannot be called with one argument",
+            expected="a function of the trainer",
+            hint="def evaluate(trainer): return trainer.evaluate(batches)",
+        )
+    return found
 
 
 @final

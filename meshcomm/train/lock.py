@@ -212,6 +212,22 @@ def resume_differences(saved: Lock, now: Lock, folder: Path) -> tuple[str, ...]:
     return tuple(lines)
 
 
+def check_batch_size(saved: Lock, now: Lock, kind: str, folder: Path) -> None:
+    """Raise ConfigError if a run that continues from `folder` on an iterable has another batch size.
+
+    The batches of completed steps are read and skipped. With another size, other samples would be skipped.
+    kind: the iterable's type.
+    """
+    before, size = (each.config["train"]["global_batch_size"] for each in (saved, now))
+    if saved.step and before != size:
+        raise ConfigError(
+            f"a {kind} cannot go on with another batch size",
+            given=f"train.global_batch_size = {size}, and {before} in {folder}",
+            expected=f"the old size, whose {saved.step} batches are skipped; or data requested by step number",
+            hint=f"train.global_batch_size = {before}, or trainer.run(lambda step: ...), which decides itself where it goes on",
+        )
+
+
 def _begins_again(names: Iterable[str]) -> bool:
     return any(_SAMPLES.get(name) in ("data", "seq_len") for name in names)
 

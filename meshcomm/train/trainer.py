@@ -51,11 +51,14 @@ from meshcomm.train.data import (
     GivenBatches,
     ReadAhead,
     batches_of,
+    check_batches,
+    check_data,
+    check_lengths,
     placed,
 )
 from meshcomm.train.evaluation import Evaluator, evaluate_of
 from meshcomm.train.lease import Attempt, Lease, find_attempt
-from meshcomm.train.lock import Lock, lock_of
+from meshcomm.train.lock import Lock, check_batch_size, lock_of
 from meshcomm.train.recovery import Survivor, nobody_holds, other_parts, refuse_shards
 from meshcomm.train.steps import (
     Progress,
@@ -304,8 +307,12 @@ class Trainer:
         Raises:    ConfigError if the configuration does not match the checkpoint; TrainingError if ranks have different data,
                    a parameter gets no gradient, the loss or the gradient norm is not finite (see
                    train.on_nonfinite), a checkpoint cannot be written or read, or another job writes into train.out;
-                   CallMismatchError if ranks make different calls in a step.
+                   CallMismatchError if ranks make different calls in a step; UnsupportedOp under torch.no_grad and
+                   torch.inference_mode.
         """
+        self._check_gradients("run")
+        if data is not None:
+            check_data(data)
         self._runs, self._read = self._runs + 1, None
         self._copies.clear()
         if self._recorder is not None:
@@ -336,7 +343,7 @@ class Trainer:
         start = lock_of(self.mesh, self._config, b"" if corpus is None else corpus.digest)
         progress = self._go_on(checkpoints, start)
         if progress is None:
-            progress = self._start(checkpoints, start, attempt)
+            progress = self._start(checkpoints, start, attempt, data)
         engine, lock, resumed = self.engine, progress.lock, progress.resumed
         evaluate = evaluate_of(engine.sections.train)
         evaluator = Evaluator(engine, corpus, None if evaluate is None else partial(evaluate, self))
@@ -345,6 +352,9 @@ class Trainer:
             state = checkpoint.saved_data(self.mesh, engine, resumed.folder)
         batches: Batches | ReadAhead | GivenBatches
         if self._read is None or state is not None:
+            # After a loss of ranks, only the new ranks read from the start.
+            if isinstance(data, Iterable) and not self.mesh.is_fake and not self.mesh.generation.number:
+                check_lengths(data, self.mesh, engine.sections.train.steps)
             batches = self._batches(data, lock.step, lock.samples or 0, state)
         else:
             batches = self._read
@@ -358,12 +368,16 @@ class Trainer:
         self._survivor = None
         return self._steps.run()
 
-    def _start(self, checkpoints: Checkpoints, start: Lock, attempt: Attempt) -> Progress:
+    def _start(
+        self, checkpoints: Checkpoints, start: Lock, attempt: Attempt, data: Data | Corpus
+    ) -> Progress:
         """Start from the first step or from a checkpoint."""
         if self._survivor is not None:
             # No rank holds the lost parts: continue as after a restart.
             attempt, self._survivor, self._made = replace(attempt, restarts=attempt.restarts + 1), None, None
         resumed, lock = checkpoints.begin(attempt, start)
+        if resumed is not None and isinstance(data, Iterable) and not isinstance(data, Corpus):
+            check_batch_size(lock, start, type(data).__name__, resumed.folder)
         # Parameters of a checkpoint are not read from elsewhere or initialized before it is loaded.
         engine = self._make(not lock.step)
         losses: list[float] = []
@@ -421,13 +435,7 @@ class Trainer:
                    inputs and targets are not two tensors; UnsupportedOp under torch.no_grad and
                    torch.inference_mode.
         """
-        if not torch.is_grad_enabled():
-            raise UnsupportedOp(
-                f"a step needs gradients, on {self.mesh.label}",
-                given="Trainer.step within torch.no_grad or torch.inference_mode",
-                expected="gradients to be recorded",
-                hint="move the step out of the block; Trainer.evaluate computes only a loss",
-            )
+        self._check_gradients("step")
         engine = self.engine
         scheduler = engine.scheduler
         number = engine.done + 1
@@ -449,6 +457,15 @@ class Trainer:
         if self._recorder is not None:
             self._recorder.stepped(engine)
 
+    def _check_gradients(self, call: str) -> None:
+        if not torch.is_grad_enabled():
+            raise UnsupportedOp(
+                f"a step needs gradients, on {self.mesh.label}",
+                given=f"Trainer.{call} within torch.no_grad or torch.inference_mode",
+                expected="gradients to be recorded",
+                hint=f"move the {call} out of the block; Trainer.evaluate computes only a loss",
+            )
+
     def results(self) -> list[Done]:
         """Return the results of the steps since the last call, in order. Waits for the device.
 
@@ -465,11 +482,12 @@ class Trainer:
                    the iterables have no length, their number of batches must be the same on every rank.
         Called by: every rank.
         Returns:   the same value on every rank. Waits for the device.
-        Raises:    TrainingError if only some ranks have batches, and the errors of `Engine.evaluate`.
+        Raises:    TrainingError if a rank has no batches, and the errors of `Engine.evaluate`.
         """
         return self.engine.evaluate(self._placed(batches))
 
     def _placed(self, batches: Iterable[GivenBatch]) -> Iterator[tuple[Any, ...]]:
+        check_batches(batches)
         try:
             length = len(batches)  # type: ignore[arg-type]
         except TypeError:
@@ -546,7 +564,9 @@ class Trainer:
             with torch.inference_mode(False):
                 engine = Engine(self.mesh, self._config, self._model, self._optimizer, filled=filled)
             if self._scheduler is not None:
-                engine.scheduler = scheduler_for(self._scheduler, engine.optimizer)
+                engine.scheduler = scheduler_for(
+                    self._scheduler, engine.optimizer, engine.sections.train.steps
+                )
             engine.look = self._checked.look
             self._made, self._holds = engine, holds
         return self._made

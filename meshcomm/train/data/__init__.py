@@ -2,7 +2,18 @@
 
 from meshcomm.train.data.batches import Batches, batches_of
 from meshcomm.train.data.corpus import Corpus, DataPart, Stream
-from meshcomm.train.data.given import NAMED, STATE, Data, GivenBatch, GivenBatches, placed
+from meshcomm.train.data.given import (
+    NAMED,
+    STATE,
+    Data,
+    GivenBatch,
+    GivenBatches,
+    check_batches,
+    check_data,
+    check_lengths,
+    placed,
+    takes_one,
+)
 from meshcomm.train.data.load import load
 from meshcomm.train.data.workers import ReadAhead
 
@@ -18,6 +29,10 @@ __all__ = [
     "ReadAhead",
     "Stream",
     "batches_of",
+    "check_batches",
+    "check_data",
+    "check_lengths",
     "load",
     "placed",
+    "takes_one",
 ]

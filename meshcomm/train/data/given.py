@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, TypeAlias, final
 
 import torch
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Sampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    Sampler,
+    default_collate,
+)
 
 from meshcomm.comm.codec import decode, encode
 from meshcomm.errors import ObjectError, ShapeError, TrainingError, UnsupportedOp
+from meshcomm.layout.sizes import ranks_text
+from meshcomm.mesh import Mesh
+from meshcomm.mesh.all_ranks import of_every_rank, ranks_of
 from meshcomm.parallel.compose import Engine
 from meshcomm.parallel.tree import tensors_of, with_tensors
 from meshcomm.train.data.corpus import IGNORED
@@ -22,6 +34,8 @@ Data: TypeAlias = Callable[[int], GivenBatch] | Iterable[GivenBatch]
 
 # The name of a loader's state in a checkpoint, with the rank's coord along data and shard, and the number of coords.
 STATE: Final = "run.data.{}.of.{}"
+# A rank's batch size, as an expression of the program.
+SHARE: Final = "train.global_batch_size // mesh.data_world_size"
 _NOTHING: Final[Any] = object()
 _PLAIN: Final = ("inputs", "targets", "documents")
 _OF_TRANSFORMERS: Final = ("input_ids", "labels", "attention_mask", "position_ids")
@@ -60,10 +74,16 @@ def placed(engine: Engine, batch: Any, whose: str) -> tuple[Any, ...]:
     # The engine rejects documents if the model's attention crosses document boundaries.
     return tuple(
         with_tensors(
-            lambda x: x.to(device, dtype if x.is_floating_point() else x.dtype, non_blocking=True), each
+            lambda x: _tracked(x).to(device, dtype if x.is_floating_point() else x.dtype, non_blocking=True),
+            each,
         )
         for each in batch
     )
+
+
+def _tracked(x: Tensor) -> Tensor:
+    """Return a tensor that autograd can save: a copy of one that was made in inference mode."""
+    return x.clone() if x.is_inference() else x
 
 
 def named_of(batch: Mapping[str, Any], whose: str) -> tuple[Any, ...]:
@@ -294,18 +314,128 @@ def _length(data: Any) -> int | None:
         return None
 
 
+def check_data(data: Any) -> None:
+    """Raise TrainingError unless `data` are a function of the step or an iterable."""
+    if isinstance(data, Iterable):
+        return
+    if not callable(data):
+        raise no_batches(data, "train on", "a function of the step, or an iterable of batches")
+    if not takes_one(data):
+        raise TrainingError(
+            "the data are a function that takes no step",
+            given=f"{getattr(data, '__qualname__', type(data).__name__)}{inspect.signature(data)}",
+            expected="a function of the step's number, from 1, that returns the step's inputs and targets",
+            hint="trainer.run(lambda step: (inputs, targets))",
+        )
+
+
+def check_batches(batches: Any) -> None:
+    """Raise TrainingError unless the batches of an evaluation can be iterated. The items of a Dataset are samples."""
+    in_turn = isinstance(batches, Iterable) or hasattr(batches, "__getitem__")
+    if not in_turn or (isinstance(batches, Dataset) and not isinstance(batches, IterableDataset)):
+        raise no_batches(batches, "evaluate", "an iterable of batches")
+
+
+def no_batches(data: Any, purpose: str, expected: str) -> TrainingError:
+    """Return the error of data that yield no batches. purpose: completes "the data to"."""
+    function = inspect.isroutine(data)
+    kind = "function" if function else type(data).__name__
+    sampler = "DistributedSampler(dataset, mesh.data_world_size, mesh.data_rank, drop_last=True)"
+    indexed = hasattr(data, "__getitem__")
+    return TrainingError(
+        f"the data to {purpose} yield no batches",
+        given=f"a {kind}, which yields no batches" if function or indexed else f"{data!r:.80}",
+        expected=expected,
+        hint=f"DataLoader(dataset, batch_size={SHARE}, sampler={sampler})"
+        if indexed
+        else "a DataLoader, or a list of (inputs, targets)",
+    )
+
+
+def takes_one(function: Callable[..., Any]) -> bool:
+    """Return whether a function may be called with one argument."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        # A builtin may not say.
+        return True
+    try:
+        signature.bind(None)
+    except TypeError:
+        return False
+    return True
+
+
+def check_lengths(data: Data, mesh: Mesh, steps: int) -> None:
+    """Raise TrainingError on every rank if ranks would restart their iterables after different numbers of batches.
+
+    Called by: every rank of the mesh.
+    """
+    lengths = of_every_rank(mesh, _length(data))
+    known = [each for each in lengths if each is not None]
+    if len(set(known)) > 1 and steps > min(known):
+        raise TrainingError(
+            "the data have different numbers of batches on the ranks",
+            given="; ".join(
+                f"{count} on {ranks_text([rank for rank, each in zip(ranks_of(mesh), lengths, strict=True) if each == count])}"
+                for count in sorted(set(known))
+            ),
+            expected=f"the same number on every rank, because a rank with fewer starts its next epoch earlier; or train.steps = {steps} batches",
+            hint="DistributedSampler(..., drop_last=True), or leave out the last batches of the longer data",
+        )
+
+
+def _check_shares(batches: Sequence[Any], steps: int, share: int, label: str) -> None:
+    """Raise TrainingError if a step would train on a batch of a list that is not this rank's share."""
+    for number, batch in enumerate(batches[:steps], 1):
+        if isinstance(batch, Mapping):
+            first = batch.get("input_ids", batch.get("inputs"))
+        else:
+            first = batch[0] if isinstance(batch, (tuple, list)) and batch else None
+        lengths = [len(each) for each in tensors_of(first) if each.ndim]
+        if lengths and share not in lengths:
+            raise TrainingError(
+                f"the batch of step {number} has {lengths[0]} samples on this rank",
+                given=f"{lengths[0]} samples in batch {number} of {len(batches)} on {label}",
+                expected=f"{share} samples: this rank's share of train.global_batch_size",
+                hint="leave out a short last batch",
+            )
+
+
 def check_epoch(data: Any, engine: Engine) -> None:
     """Raise TrainingError if training reaches the end of a DataLoader whose last batch is short or repeats samples.
 
     A DistributedSampler repeats samples until every rank has the same number, so the batches of an epoch would depend on the
     number of ranks.
     """
-    train, chosen = engine.sections.train, getattr(data, "batch_sampler", None)
-    # A batch sampler of one's own decides itself.
-    if not isinstance(data, DataLoader) or type(chosen) is not BatchSampler:
+    train = engine.sections.train
+    share = train.global_batch_size // engine.data_size
+    if isinstance(data, (list, tuple)):
+        _check_shares(data, train.steps, share, engine.mesh.label)
+    if not isinstance(data, DataLoader):
         return
+    # With batch_size=None, the sampler may choose whole batches.
+    chosen: Any = (
+        data.sampler if data.batch_size is None and data.batch_sampler is None else data.batch_sampler
+    )
+    # A batch sampler of one's own decides itself.
+    if type(chosen) is not BatchSampler:
+        return
+    if (
+        data.batch_size is not None
+        and data.collate_fn is default_collate
+        and share != (size := chosen.batch_size)
+    ):
+        raise TrainingError(
+            "the DataLoader's batches are not this rank's share of the global batch",
+            given=f"batch_size = {size} on {engine.mesh.label}",
+            expected=f"{share}: train.global_batch_size = {train.global_batch_size} / {engine.data_size} ranks along data and shard",
+            hint=f"batch_size={share}, or {SHARE}",
+        )
     sampler: Any = chosen.sampler
-    share, batches, samples = train.global_batch_size // engine.data_size, _length(chosen), _length(sampler)
+    batches, samples = _length(chosen), _length(sampler)
+    if isinstance(data.dataset, IterableDataset) and not data.num_workers:
+        batches, samples = _length(data), _length(data.dataset)
     if not batches or samples is None or train.steps < batches:
         return
     last, read = samples % chosen.batch_size, batches * train.global_batch_size
