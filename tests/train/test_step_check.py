@@ -12,14 +12,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshcomm.config import ParallelConfig, TrainConfig
-from meshcomm.errors import MeshcommError
+import meshcomm
+from meshcomm.config import ParallelConfig, TrainConfig, load_config
+from meshcomm.errors import MeshcommError, UnsupportedOp
 from meshcomm.models import ModelSpec, spec_model, step_check, wrapped
 from meshcomm.models.spec_model import SpecModel
 from meshcomm.models.step_check import StepCheck
 from meshcomm.models.wrapped import WrappedModule
 from meshcomm.parallel import build, loss, norm, optimizer
 from meshcomm.parallel.build import Sections
+from meshcomm.parallel.split_update import check_apart
+from meshcomm.train import Trainer
 from tests.models.own import spec
 
 
@@ -513,3 +516,124 @@ def test_a_module_whose_source_is_gone_is_checked(monkeypatch: pytest.MonkeyPatc
     for _ in range(2):
         assert told(mlp(), rows(), own=F.mse_loss) == ("", "")
         assert "(sum, count)" in told(mlp(), rows(), own=a_mean_of_means)[0]
+
+
+# -- what programs do besides ---------------------------------------------------------------------------
+
+_CALLS: list[int] = []
+
+
+class Counts(nn.Module):
+    """Counts its calls in a global, in its class, and in a buffer."""
+
+    calls = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        _CALLS.append(1)
+        Counts.calls += 1
+        y: Tensor = self.head(x)
+        return y
+
+
+def test_state_outside_of_a_module_is_put_back() -> None:
+    count = 0
+
+    def counted(outputs: Tensor, targets: Tensor) -> Tensor:
+        nonlocal count
+        count += 1
+        return F.mse_loss(outputs, targets)
+
+    net = Counts()
+    before = torch.get_rng_state()
+    assert told(net, rows(), own=counted) == ("", "")
+    assert (count, Counts.calls, _CALLS) == (0, 0, [])
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_loss_that_uses_the_module_itself_is_not_compared() -> None:
+    net = mlp()
+    penalty = lambda y, t: F.mse_loss(y, t) + sum(each.square().sum() for each in net.parameters())  # noqa: E731
+    error, why = told(net, rows(), own=penalty)
+    assert not error and "the module itself" in why
+    assert all(each.grad is None for each in net.parameters())
+
+
+class Overwrites(nn.Module):
+    """Changes its inputs in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.head(x.mul_(1.5))
+        return y
+
+
+def test_inputs_may_be_overwritten() -> None:
+    assert told(Overwrites(), rows(), own=F.mse_loss) == ("", "")
+
+
+def test_the_same_check_is_made_again_for_another_value_of_a_global(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert told(mlp(), rows(), own=lambda y, t: F.mse_loss(y, t)) == ("", "")
+    assert "divided" in told(mlp(), rows(), own=lambda y, t: F.mse_loss(y, t).sqrt())[0]
+
+
+class EveryFourth(torch.optim.SGD):
+    """Updates in every fourth step."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        return None
+
+
+def test_an_optimizer_may_wait() -> None:
+    assert told(mlp(), rows(), own=F.mse_loss, make=lambda groups: EveryFourth(groups, lr=0.1)) == ("", "")
+
+
+class OfAll(torch.optim.SGD):
+    """Divides by the norm of all gradients."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        mine = [each for group in self.param_groups for each in group["params"]]
+        norm = torch.stack([each.grad.norm() for each in mine]).norm()
+        for each in mine:
+            each.data.add_(each.grad / norm, alpha=-0.1)
+
+
+def test_an_optimizer_of_all_parameters_is_refused_for_stages() -> None:
+    with pytest.raises(UnsupportedOp, match="stages of a pipeline"):
+        check_apart(lambda groups: OfAll(groups, lr=0.1), optimizer.decay_groups)
+    check_apart(lambda groups: torch.optim.AdamW(groups, lr=0.1), optimizer.decay_groups)
+    check_apart(lambda groups: torch.optim.Adafactor(groups, lr=0.1), optimizer.decay_groups)
+
+
+def _trains(mesh: meshcomm.Mesh, what: str) -> str:
+    train = {"steps": 3, "global_batch_size": 8, "micro_batch_size": 2, "lr": 0.1, "check": False}
+    config = {"mesh": {"dims": {"dp": 2}, "device": "cpu"}, "parallel": {"data": "dp"}, "train": train}
+    net = mlp()
+    if what == "hook":
+        net[0].weight.register_hook(lambda grad: grad.clamp(-0.1, 0.1))  # type: ignore[union-attr, operator]
+    own: Any = (lambda y, t: F.mse_loss(y, t) * (1 + 1j)) if what == "complex" else F.mse_loss
+    x, y = (each.chunk(2)[mesh.coord("dp")] for each in rows())
+    try:
+        trainer = Trainer(mesh, load_config(config), net, loss=own)
+        for _ in range(2):
+            trainer.step(x, y)
+            trainer.results()
+            trainer.optimizer.param_groups[0]["lr"] *= 0.5
+    except MeshcommError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [("hook", "a hook of a parameter"), ("complex", "complex"), ("rate", "was changed between steps")],
+)
+def test_what_a_step_would_ignore_is_refused(what: str, words: str) -> None:
+    for said in meshcomm.simulate(_trains, dims={"dp": 2}, args=(what,)):
+        assert words in said
