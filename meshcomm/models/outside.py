@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from torch import Tensor, nn
 
+_LIBRARIES: Final = ("torch", "transformers", "meshcomm", "numpy", "einops", "peft", "functools", "builtins")
 _PLAIN: Final = (int, float, complex, str, bytes, type(None), list, dict, set, tuple, deque, Tensor)
 
 
@@ -19,7 +20,7 @@ def functions_of(module: nn.Module | None, *others: Any) -> list[FunctionType]:
     """Return the functions of a module's parts and hooks, and of callables, with those that they enclose."""
     left: list[Any] = [*others]
     for part in () if module is None else module.modules():
-        if type(part).__module__.startswith("torch."):
+        if not _is_own(type(part)):
             continue
         left += vars(type(part)).values()
         for hooks in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks"):
@@ -28,7 +29,7 @@ def functions_of(module: nn.Module | None, *others: Any) -> list[FunctionType]:
     while left:
         each = left.pop()
         if isinstance(each, FunctionType):
-            if each not in found:
+            if each not in found and _is_own(each):
                 found[each] = None
                 left += [cell.cell_contents for cell in filter(_holds, each.__closure__ or ())]
         elif isinstance(each, (MethodType, partial)):
@@ -37,6 +38,11 @@ def functions_of(module: nn.Module | None, *others: Any) -> list[FunctionType]:
             call = vars(type(each)).get("__call__")
             left += [call] if isinstance(call, FunctionType) else []
     return list(found)
+
+
+def _is_own(what: Any) -> bool:
+    """Return whether a function or class is a program's own: not of a library, whose registries must not be copied."""
+    return str(getattr(what, "__module__", "")).partition(".")[0] not in _LIBRARIES
 
 
 def _holds(cell: Any) -> bool:
@@ -66,7 +72,7 @@ def kept(functions: list[FunctionType], classes: list[type]) -> Iterator[None]:
             if name in function.__globals__:
                 into = function.__globals__
                 _keep(into[name], partial(into.__setitem__, name), undo)
-    for kind in classes:
+    for kind in filter(_is_own, classes):
         for name, value in list(vars(kind).items()):
             if not name.startswith("__"):
                 _keep(value, partial(setattr, kind, name), undo)

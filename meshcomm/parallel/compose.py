@@ -347,9 +347,7 @@ class Engine:
         targeted = bool(tensors_of(targets)) or self.model.own_loss is None
         have = (samples_of(inputs), samples_of(targets) if targeted else share)
         lengths = {len(x) for x in tensors_of(batch) if x.ndim}
-        if share in lengths:
-            # Otherwise the batch has another size.
-            data, model = self.sections.data, self.model
+        data, model = self.sections.data, self.model
         fixed = isinstance(self._run, Pipelined) or not model.any_length
         of_tokens = model.vocab_size and isinstance(inputs, Tensor) and inputs.ndim == 2
         if data is not None and of_tokens and fixed and inputs.shape[1] != data.seq_len:
@@ -359,7 +357,8 @@ class Engine:
                 expected=f"{data.seq_len} tokens, for which this model is built",
                 hint="pad to data.seq_len, as with pad_to_multiple_of in the collators of transformers, and -100 in the targets",
             )
-        for name, tree in (("inputs", inputs), ("targets", targets)):
+        # If no tensor has this rank's share, the batch has another size.
+        for name, tree in (("inputs", inputs), ("targets", targets)) if share in lengths else ():
             check_samples(tree, name, share, "the global batch, divided among the ranks along data and shard")
         if set(have) != {share}:
             hint = f"train.global_batch_size = {have[0] * self.data_size}"

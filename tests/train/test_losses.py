@@ -295,7 +295,7 @@ WRONG: Final[dict[str, tuple[Any, str]]] = {
     "nothing": (lambda y, t: None, "loss: a NoneType"),
     "no gradient": (lambda y, t: y.detach().mean(), "does not depend on the outputs"),
     "without loss": (lambda y, t: {"ce": y.mean()}, 'no "loss"'),
-    "changing terms": (lambda y, t: {"loss": y.mean(), f"z{next(_CALLS)}": y.mean()}, "and z0 before"),
+    "changing terms": (lambda y, t: {"loss": y.mean(), f"z{next(_CALLS)}": y.mean()}, " before"),
     "no name": (lambda y, t: {"loss": y.mean(), "a b": y.mean()}, "a term named 'a b'"),
     "three": (lambda y, t: (y.mean(), 1, 2), "loss: a tuple"),
     "no count": (lambda y, t: (y.sum() * 0, 0), "loss of step 1 is nan"),
