@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Sequence
 from numbers import Complex, Real
-from operator import attrgetter, index, itemgetter
+from operator import index, itemgetter
 from types import SimpleNamespace
 from typing import Any, Final, TypeGuard
 
@@ -30,8 +30,6 @@ OWN_TAGS: Final = 1 << 30
 _LONGEST_S: Final = 1e8
 # Bound at module level because every call looks it up.
 _STRIDED: Final = torch.strided
-_DEVICE, _LAYOUT = attrgetter("device"), attrgetter("layout")
-_FLAGS: Final = tuple(map(attrgetter, ("is_nested", "is_quantized", "requires_grad")))
 
 
 def usable(x: Any, device: torch.device) -> bool:
@@ -58,19 +56,8 @@ def is_plain(x: Any, device: torch.device) -> bool:
 
 
 def all_usable(tensors: Sequence[Tensor], device: torch.device) -> bool:
-    """Return whether each tensor of a list is `usable` and not quantized.
-
-    Tests one property at a time for all tensors, which is faster for long lists.
-    """
-    return (
-        unobserved()
-        and set(map(type, tensors)) <= {Tensor}
-        and set(map(_DEVICE, tensors)) <= {device}
-        and set(map(_LAYOUT, tensors)) <= {_STRIDED}
-        and not any(any(map(flag, tensors)) for flag in _FLAGS)
-        and all(map(Tensor.is_contiguous, tensors))
-        and not any(map(Tensor.is_neg, tensors))
-    )
+    """Return whether each tensor of a list is `usable` and not quantized."""
+    return unobserved() and not any(not is_plain(x, device) or x.is_quantized for x in tensors)
 
 
 def value_of(x: Any) -> Any:

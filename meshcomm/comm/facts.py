@@ -18,6 +18,8 @@ from meshcomm.transport.support import WIDENED, name_of
 _LONGEST: Final = 48
 # The facts in which the ranks of an all_to_all differ. `balance` decides whether they fit.
 OWN: Final = ("sends", "expects", "balance")
+# Bound at module level because every call looks it up.
+_STRIDED: Final = torch.strided
 # A prime, and a number whose powers weight the pairs of ranks.
 _PRIME: Final = (1 << 61) - 1
 _WEIGHT: Final = 0x9E3779B97F4A7C15 % _PRIME
@@ -31,7 +33,7 @@ def kind_of(x: Tensor) -> str:
 
 def bytes_of(x: Tensor) -> int:
     """Return the bytes of a tensor. A sparse one counts as if it were dense: ranks may have other numbers of non-zeros."""
-    return x.numel() * x.dtype.itemsize
+    return x.nbytes if x.layout is _STRIDED else x.numel() * x.dtype.itemsize
 
 
 def facts_of(row: Collective, tensors: Sequence[Tensor], op: str | None, root: int) -> dict[str, Any]:

@@ -338,11 +338,15 @@ class FlightRecorder:
         one = tensors[0] if len(tensors) == 1 else None
         nbytes = sum(map(bytes_of, tensors)) if one is None else bytes_of(one)
         counter = counter_of(self.counters, name, row.name, True)
-        op, root = getattr(given, "op", None), given.root if row.root is not None else -1
         _LATEST[0] = id(self)
-        self.call(None, counter, row.moved(nbytes, len(self.ranks)), one, op, root)
-        if self.span is not None and one is None:
-            self.span.of(tensors)
+        self.begin(None, counter, row.moved(nbytes, len(self.ranks)), one, users_frame(3))
+        if self.span is not None:
+            self.span.op, self.span.root = (
+                getattr(given, "op", None),
+                given.root if row.root is not None else -1,
+            )
+            if one is None:
+                self.span.of(tensors)
         try:
             if self.check is not None:
                 facts = facts_of_hook(row, given, self.check.coord, len(self.ranks), arguments)
@@ -364,7 +368,8 @@ class FlightRecorder:
             if self.check is not None:
                 self.issued([given.work])
         elif self._past is not None:
-            self.messages.posted(self._past, given.work)
+            if not (self.ordered and capturing()):
+                self.messages.posted(self._past, given.work)
             if self.ordered:
                 self.queued(given.work, self._past)
             self._past = None

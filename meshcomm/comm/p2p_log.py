@@ -20,7 +20,7 @@ from meshcomm.comm.spans import Span, Spans
 from meshcomm.errors import CallMismatchError
 from meshcomm.transport.base import P2P, Direction
 from meshcomm.transport.support import name_of
-from meshcomm.transport.torch_private import capturing, work_error
+from meshcomm.transport.torch_private import work_error
 
 _KEPT: Final = 256
 # Messages are counted for this many channels; the oldest are dropped first.
@@ -238,7 +238,7 @@ class MessageLog:
         number = 0 if peer is None else self._count(direction, peer, tag or 0)
         if self._check is not None:
             self._check.past(direction, peer, tag, number, tensors, frame)
-        nbytes = sum(x.nbytes for x in tensors)
+        nbytes = tensors[0].nbytes if len(tensors) == 1 else sum(x.nbytes for x in tensors)
         total = counter_of(self._counters, name, direction, True)
         total.calls += 1
         total.nbytes += nbytes
@@ -256,8 +256,6 @@ class MessageLog:
 
     def posted(self, message: PendingMessage, work: Any) -> None:
         """Record the backend's `work` for a message outside the mesh, and keep the message until that work has completed."""
-        if capturing():
-            return
         while self._posted and self._posted[0][1].is_completed():
             self._posted.popleft()
         self._posted.append((message, work))

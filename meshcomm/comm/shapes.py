@@ -101,7 +101,7 @@ def join(parts: Tensor, axis: int) -> Tensor:
 
 def unpack(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     """Return consecutive views of a flat buffer with the shapes of `like`."""
-    parts = flat.split(list(map(Tensor.numel, like)))
+    parts = flat.split_with_sizes(list(map(Tensor.numel, like)))
     return [part if x.ndim == 1 else part.view(x.shape) for part, x in zip(parts, like, strict=True)]
 
 

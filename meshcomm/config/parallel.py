@@ -189,7 +189,7 @@ class ParallelConfig(Section):
         return 1 if ranks == 1 else ranks * self.options.stages_per_rank
 
     def _played(self, *parts: ParallelRole) -> tuple[str, ...]:
-        return tuple(dim for part, dim in self.parts.items() if part in parts)
+        return tuple(dim for part in parts if (dim := getattr(self, part)) is not None)
 
 
 def runs(schedule: PipelineSchedule, microbatches: int, ranks: int) -> bool:

@@ -330,10 +330,11 @@ class Engine:
 
     def _check(self, batch: Batch) -> None:
         train, inputs, targets = self.sections.train, batch.inputs, batch.targets
+        expected = tensors_of(targets)
+        every = [*tensors_of(inputs), *expected, *tensors_of(batch.documents)]
         if self.checked_steps and not self.mesh.is_fake:
             self.checked_steps -= 1
-            given = tensors_of(batch)
-            self._digests = check_inputs(self.mesh, self.sections.parallel, *given, before=self._digests)
+            self._digests = check_inputs(self.mesh, self.sections.parallel, *every, before=self._digests)
         share = self.microbatches * train.micro_batch_size
         if isinstance(self._run, Pipelined) and not isinstance(inputs, Tensor):
             raise UnsupportedOp(
@@ -344,9 +345,9 @@ class Engine:
             )
         first_tensor(inputs)
         # A loss of one's own may need no targets.
-        targeted = bool(tensors_of(targets)) or self.model.own_loss is None
+        targeted = bool(expected) or self.model.own_loss is None
         have = (samples_of(inputs), samples_of(targets) if targeted else share)
-        lengths = {len(x) for x in tensors_of(batch) if x.ndim}
+        lengths = {x.shape[0] for x in every if x.ndim}
         data, model = self.sections.data, self.model
         fixed = isinstance(self._run, Pipelined) or not model.any_length
         of_tokens = model.vocab_size and isinstance(inputs, Tensor) and inputs.ndim == 2

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 IGNORED: Final = -100
 _FORMS: Final = 'a scalar tensor, (sum, count), or a dictionary with "loss"'
+_ONE_FORM: Final = "the same form for every microbatch: its mean, or (sum, count)"
 # (outputs, targets) or (outputs, targets, inputs) of a microbatch -> a mean, (a sum, a count), or named terms: see OwnLoss.
 LossOf: TypeAlias = Callable[..., Any]
 
@@ -64,6 +65,9 @@ class StepLoss:
     -100. The divisor is then known before the first forward pass. The divisor of an own loss is known after the last one.
 
     names: the names of the own loss's terms, known after the first step.
+
+    Every rank and every step use the form of the first step: a mean or (sum, count). Means need no counts, so later steps of
+    a loss without terms exchange nothing here.
     """
 
     def __init__(
@@ -95,8 +99,13 @@ class StepLoss:
         self._pieces = microbatches * data_size * (splits.context.size if self._slices else 1)
         self.names: list[str] = []
         self._knows_names = False
+        # Whether every loss is a mean; None before the first step. `_pairs` counts this step's losses that are not.
+        self._means: bool | None = None
+        self._pairs = 0
         self._counts = False
         self._divisor = torch.ones((), dtype=self._dtype, device=self._mesh.device)
+        self._all_pieces = torch.tensor(self._pieces, dtype=self._dtype, device=self._mesh.device)
+        self._gradient_dims, self._data_dims = self._parallel.gradient_dims, self._parallel.data_dims
         # For each microbatch: the count of the loss, and the sum and the count of each term.
         self._rows: list[Tensor] = []
         self._tokens = 0
@@ -123,17 +132,17 @@ class StepLoss:
 
         Called by: every rank.
         """
-        self._rows = []
-        self._counts = self._own is not None or evaluates
-        if evaluates:
-            divisor = torch.ones((), dtype=torch.float64)
-        elif self._own is not None:
-            divisor = torch.tensor(self._pieces, dtype=torch.float64)
-        else:
+        self._rows, self._pairs = [], 0
+        self._counts = evaluates or (self._own is not None and not (self._means and not self.names))
+        if self._own is not None:
+            self._divisor = torch.ones_like(self._all_pieces) if evaluates else self._all_pieces
+            return
+        divisor = torch.ones((), dtype=torch.float64)
+        if not evaluates:
             if not isinstance(targets, Tensor):
                 raise _no_tree(targets)
             divisor = (targets != IGNORED).sum().to(torch.float64)
-            for dim in self._parallel.data_dims:
+            for dim in self._data_dims:
                 self._mesh.all_reduce(dim, divisor)
         self._divisor = divisor.to(self._mesh.device, self._dtype)
 
@@ -167,11 +176,14 @@ class StepLoss:
             raise _refused(
                 f'a dictionary with {", ".join(map(repr, terms)) or "nothing"}, but no "loss"', _FORMS
             )
-        loss, count = self._pair("loss", terms.pop("loss"), weight)
+        own = terms.pop("loss")
+        self._check_form(own)
         self._name([*terms])
-        pairs = [self._pair(name, term, weight) for name, term in terms.items()]
-        row = [count, *(each for pair in pairs for each in pair)]
-        self._rows.append(torch.stack([each.detach().double() for each in row]))
+        loss, count = self._pair("loss", own, weight)
+        if self._counts:
+            pairs = [self._pair(name, term, weight) for name, term in terms.items()]
+            row = [count, *(each for pair in pairs for each in pair)]
+            self._rows.append(torch.stack([each.detach().double() for each in row]))
         return loss.to(self._dtype) / self._divisor
 
     @torch.no_grad()
@@ -181,8 +193,11 @@ class StepLoss:
         Called by: every rank.
         """
         none = torch.zeros(0, dtype=torch.float64, device=self._mesh.device)
+        # The ranks along context have the same whole loss, and later add their shares.
+        shares = 1 if self._slices else self._splits.context.size
         if not self._counts:
-            return StepSum(loss, self._divisor, None, none)
+            whole = loss if loss is None or shares == 1 else loss / shares
+            return StepSum(whole, self._divisor, None, none)
         pipeline = self._parallel.pipeline
         last = 0 if pipeline is None else self._mesh.size(pipeline) - 1
         if not self._knows_names and self._own is not None:
@@ -190,24 +205,49 @@ class StepLoss:
             if pipeline is not None and last and not self._mesh.is_fake:
                 self.names[:] = self._mesh.objects.broadcast(pipeline, [*self.names], src=last)
             self._knows_names = True
-        totals = torch.zeros(1 + 2 * len(self.names), dtype=torch.float64, device=self._mesh.device)
+        # The first exchange also counts the losses that are pairs, and all losses.
+        first = 2 if self._own is not None and self._means is None else 0
+        totals = none.new_zeros(first + 1 + 2 * len(self.names))
         if loss is not None:
             totals = torch.stack(self._rows).sum(0)
-            for dim in self._parallel.gradient_dims if self._slices else self._parallel.data_dims:
+            if first:
+                totals = torch.cat([totals.new_tensor([self._pairs, len(self._rows)]), totals])
+            for dim in self._gradient_dims if self._slices else self._data_dims:
                 totals = self._mesh.all_reduce(dim, totals)
         if pipeline is not None:
             totals = self._mesh.broadcast(pipeline, totals, src=last)
+        if first and not self._mesh.is_fake:
+            self._agree(*totals[:2].tolist())
+        totals = totals[first:]
         factor = self._divisor.double() / totals[0]
         if loss is not None:
-            # The ranks along context have the same whole loss, and later add their shares.
-            loss = (loss * factor / (1 if self._slices else self._splits.context.size)).to(loss.dtype)
-        return StepSum(loss, totals[0], factor, totals[1::2] / totals[2::2])
+            loss = (loss * factor / shares).to(loss.dtype)
+        return StepSum(loss, totals[0], None if self._means else factor, totals[1::2] / totals[2::2])
 
     # -- inside ---------------------------------------------------------------------------------
 
     def _autocast(self) -> AbstractContextManager[Any]:
         kind = self._mesh.device.type
         return nullcontext() if self._mixed is None else torch.autocast(kind, self._mixed)
+
+    def _check_form(self, loss: Any) -> None:
+        """Raise TrainingError if a microbatch's loss is a pair and earlier steps' losses were means, or the reverse."""
+        pair = _is_pair(loss)
+        self._pairs += pair
+        if pair is self._means:
+            forms = ("a mean", "(sum, count)")
+            raise _refused(
+                f"{forms[pair]} on {self._mesh.label}, and {forms[not pair]} in earlier steps", _ONE_FORM
+            )
+
+    def _agree(self, pairs: float, losses: float) -> None:
+        """Set the form of the loss from those of all ranks. Raises TrainingError, on every rank, if it is mixed."""
+        if 0 < pairs < losses:
+            raise _refused(
+                f"(sum, count) for {pairs:g} of the {losses:g} microbatches of all ranks, and a mean for the others",
+                _ONE_FORM,
+            )
+        self._means = not pairs
 
     def _name(self, names: list[str]) -> None:
         """Raise TrainingError if the terms differ from those of earlier microbatches."""
@@ -224,7 +264,7 @@ class StepLoss:
 
     def _pair(self, name: str, found: Any, weight: float) -> tuple[Tensor, Tensor]:
         """Return the sum and the count of a term."""
-        total, count = found if (both := isinstance(found, tuple) and len(found) == 2) else (found, 1)
+        total, count = found if (both := _is_pair(found)) else (found, 1)
         if not isinstance(total, Tensor) or total.ndim:
             given = (
                 f"shape {tuple(total.shape)}" if isinstance(total, Tensor) else f"a {type(total).__name__}"
@@ -282,6 +322,10 @@ class _Given:
 
     targets: Any
     inputs: Any
+
+
+def _is_pair(found: Any) -> bool:
+    return isinstance(found, tuple) and len(found) == 2
 
 
 def takes_inputs(loss: Callable[..., Any]) -> bool:

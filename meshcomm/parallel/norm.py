@@ -106,6 +106,8 @@ class GradientNorm:
         self._complete()
         self.each = _norms([held.gradient() for held in self._held]).to(self._mesh.device)
         counts = [*self._classes.values()]
+        if not self._dims and self._pipeline is None and sum(counts) == len(self._held):
+            return self.each.square().sum().sqrt()
         parts = self.each.square().split([*counts, len(self._held) - sum(counts)])
         squares = {dims: part.sum() for dims, part in zip(self._classes, parts, strict=False)}
         total = sum([part.sum() for part in parts], torch.zeros_like(self.each[:0].sum()))
@@ -211,10 +213,12 @@ def _norms(gradients: Sequence[Tensor]) -> Tensor:
     found = []
     for (device, dtype), places in kinds.items():
         some = [gradients[place] for place in places]
-        if device.type == "cpu":
-            found.append(torch.stack([_norm_of_blocks(gradient) for gradient in some]))
-        else:
+        if device.type != "cpu":
             found.append(torch.stack(list(norms(some, torch.promote_types(dtype, torch.float32)))).double())
+        elif max(gradient.numel() for gradient in some) <= _BLOCK:
+            found.append(torch.stack(list(norms(some, torch.float64))))
+        else:
+            found.append(torch.stack([_norm_of_blocks(gradient) for gradient in some]))
     if len(found) == 1:
         return found[0]
     places = [place for some in kinds.values() for place in some]

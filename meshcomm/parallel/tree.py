@@ -37,6 +37,8 @@ def with_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
 
 def tensors_of(tree: Any) -> list[Tensor]:
     """Return the tensors of a tree, in order."""
+    if isinstance(tree, Tensor):
+        return [tree]
     found: list[Tensor] = []
     with_tensors(lambda x: found.append(x) or x, tree)  # type: ignore[func-returns-value]
     return found
@@ -80,7 +82,7 @@ def check_samples(tree: Any, name: str, count: int, expected: str) -> None:
 
 def samples_of(tree: Any) -> int:
     """Return the number of samples in a tree: the length of axis 0 of its first tensor that is not a scalar."""
-    return next((len(each) for each in tensors_of(tree) if each.ndim), 0)
+    return next((each.shape[0] for each in tensors_of(tree) if each.ndim), 0)
 
 
 def first_tensor(tree: Any) -> Tensor:

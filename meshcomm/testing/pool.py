@@ -27,6 +27,8 @@ from meshcomm.launch.reaper import signal_text
 
 # Loading torch takes seconds, or much longer on a busy machine.
 _START_S: Final = 120.0
+# The signal on which ranks write their stacks. Training handles SIGUSR1 itself.
+_STACK_SIGNAL: Final = getattr(signal, "SIGRTMIN", signal.SIGUSR1)
 # How long ranks may take to write their stacks.
 _STACKS_S: Final = 2.0
 
@@ -293,7 +295,7 @@ def _dump(workers: list[_Worker]) -> list[str]:
     before = [len(_read(file)) for file in files]
     for worker in workers:
         with contextlib.suppress(ProcessLookupError):
-            os.kill(worker.process.pid or 0, signal.SIGUSR1)
+            os.kill(worker.process.pid or 0, _STACK_SIGNAL)
     # faulthandler writes no end mark. The stacks are complete when all files have text and have stopped growing.
     deadline, last, sizes = time.monotonic() + _STACKS_S, [-1], before
     while time.monotonic() < deadline and (sizes != last or any(map(int.__eq__, sizes, before))):
@@ -343,11 +345,11 @@ def _serve(pipe: Connection, files: _Files) -> None:
         os.environ.clear()
         os.environ.update({**clean, **variables})
         del held
-        # Register again for each call, because training code may install its own handler. Dump only the main thread, which
+        # Register again for each call, because a function may install its own handler. Dump only the main thread, which
         # the kernel prefers for signals. With all_threads, faulthandler reads the state of threads that C++ is just
         # creating, which sometimes kills a healthy rank.
-        faulthandler.unregister(signal.SIGUSR1)
-        faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=False)
+        faulthandler.unregister(_STACK_SIGNAL)
+        faulthandler.register(_STACK_SIGNAL, file=stacks, all_threads=False)
         with _written_to(files.out, files.err) if capture else contextlib.nullcontext():
             answer, held = _make(function)
         try:

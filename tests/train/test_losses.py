@@ -320,6 +320,58 @@ def _refused_on(mesh: meshcomm.Mesh, config: Config, loss: Callable[[Tensor, Ten
     return ""
 
 
+def _refused_in(mesh: meshcomm.Mesh, config: Config, pair: Callable[[int, int], bool]) -> tuple[int, str]:
+    """The step that is refused, with a loss that is (sum, count) where `pair(rank, step)` says so, and why."""
+    step = 0
+
+    def loss(outputs: Tensor, targets: Tensor) -> Any:
+        total = F.cross_entropy(outputs.flatten(0, 1), targets.flatten(), reduction="sum")
+        return (total, targets.numel()) if pair(mesh.rank, step) else total / targets.numel()
+
+    trainer = Trainer(mesh, config, spec(), loss=loss)
+    try:
+        for step in range(1, STEPS + 1):
+            inputs, targets = batch(step)
+            trainer.step(inputs.chunk(2)[mesh.rank], targets.chunk(2)[mesh.rank])
+    except MeshcommError as error:
+        return step, str(error)
+    return 0, ""
+
+
+def test_one_form_of_a_loss(tmp_path: Path) -> None:
+    config = config_for("dp=2", str(tmp_path), check=False)
+    for on_rank_1 in (lambda rank, step: rank == 1, lambda rank, step: rank == 0):
+        found = meshcomm.simulate(_refused_in, config, args=(config, on_rank_1))
+        assert [at for at, _ in found] == [1, 1]
+        assert all("of the 4 microbatches of all ranks" in said for _, said in found)
+    for later in (lambda rank, step: step == 3, lambda rank, step: step != 3):
+        found = meshcomm.simulate(_refused_in, config, args=(config, later))
+        assert [at for at, _ in found] == [3, 3] and "in earlier steps" in found[0][1]
+
+
+def _calls_of_steps(mesh: meshcomm.Mesh, config: Config, loss: Any) -> list[int]:
+    trainer, found = Trainer(mesh, config, spec(), loss=loss), []
+    for step in range(1, STEPS + 1):
+        inputs, targets = batch(step)
+        before = mesh.stats()
+        trainer.step(inputs.chunk(2)[mesh.rank], targets.chunk(2)[mesh.rank])
+        found.append(sum(row.calls for row in mesh.stats().since(before).rows if row.call == "all_reduce"))
+    return found
+
+
+def test_means_are_not_counted_in_each_step(tmp_path: Path) -> None:
+    config = config_for("dp=2", str(tmp_path), check=False)
+    means, pairs = (
+        meshcomm.simulate(_calls_of_steps, config, args=(config, loss))[0] for loss in (z_loss, masked)
+    )
+    assert means[0] == pairs[0] and [each - mean for each, mean in zip(pairs, means, strict=True)] == [
+        0,
+        1,
+        1,
+        1,
+    ]
+
+
 def test_settings_of_the_cross_entropy_are_refused_with_another_loss(tmp_path: Path) -> None:
     config = config_for("dp=1", str(tmp_path), label_smoothing=0.1)
     (said,) = meshcomm.simulate(lambda mesh: _refused_on(mesh, config, smoothed), config)

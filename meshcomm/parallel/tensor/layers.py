@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -213,14 +213,35 @@ def cross_entropy(
             expected=f"int64 targets of shape {tuple(logits.shape[:-1])}",
             hint="a loss of your own, such as torch.nn.functional.cross_entropy",
         )
+    waits = not (torch.compiler.is_compiling() or split.mesh.is_async)
+    # torch's own kernel, where its float32 copies are small.
+    whole = split.size == 1 and not z_loss and logits.numel() <= _FEW
+    if whole and waits:
+        # If targets are outside the vocabulary, `outside_of` names them.
+        with suppress(IndexError):
+            return _whole(logits, targets, ignore_index, reduction, label_smoothing)
     counted = targets != ignore_index
     outside = outside_of(split, targets.where(counted, 0), logits.shape[-1] * split.size, "targets")
     if outside is not None:
         counted = counted & ~outside
-    total: Tensor = _CrossEntropy.apply(logits, targets, counted, split, label_smoothing, z_loss)
+    if whole:
+        total: Tensor = _whole(
+            logits, targets.where(counted, ignore_index), ignore_index, "sum", label_smoothing
+        )
+    else:
+        total = _CrossEntropy.apply(logits, targets, counted, split, label_smoothing, z_loss)
     if outside is not None:
         total = torch.where(outside.any(), torch.nan, total)
     return total / counted.sum() if reduction == "mean" else total
+
+
+def _whole(
+    logits: Tensor, targets: Tensor, ignore_index: int, reduction: Reduction, smoothing: float
+) -> Tensor:
+    rows = logits.flatten(0, -2).to(_wide(logits.dtype))
+    return F.cross_entropy(
+        rows, targets.flatten(), ignore_index=ignore_index, reduction=reduction, label_smoothing=smoothing
+    )
 
 
 # The smallest number of elements in one computation: 64 MB in float32.

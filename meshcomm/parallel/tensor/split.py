@@ -184,6 +184,8 @@ class TensorSplit:
         Called by: every rank along the dim, once per step, after the last backward pass and after gradients are summed
                    over other dims, but before norms, clipping and the optimizer step.
         """
+        if self.size == 1:
+            return
         grads = [
             local(parameter.grad)
             for parameter in self.partial_parameters(module).values()
