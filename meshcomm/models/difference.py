@@ -1,0 +1,127 @@
+"""How a split model's step differs from that of one process, and the errors that say so."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from meshcomm.errors import TrainingError, UnsupportedOp
+from meshcomm.layout.names import listed
+from meshcomm.models.one_step import STEPS, Outcome
+
+# Tolerance, relative to the largest output or the largest element of a gradient.
+ROOM: Final = 1e-9
+# The same for weights and buffers after the last step.
+_AFTER_ROOM: Final = 1e-7
+# The same for a program that casts to shorter dtypes.
+_NARROW_ROOM: Final = 1e-4
+# Gradients smaller than this fraction of the largest gradient have relative rounding errors above ROOM.
+_SMALL: Final = 1e-4
+
+
+def difference_of(ours: Outcome, theirs: Outcome) -> str:
+    """Return the first difference between what a rank and what one process computed, or "" if there is none."""
+    room = _NARROW_ROOM if theirs.narrow else ROOM
+    if (names := sorted(ours.results)) != (expected := sorted(theirs.results)):
+        return f"results {listed(names)}, but {listed(expected)} in the unsplit model"
+    for name in theirs.results:
+        mine, other = ours.results[name], theirs.results[name]
+        if not abs(mine - other) <= room * max(1.0, abs(other)):
+            moved = moved_of(ours, theirs)
+            also = f"; after {STEPS} steps, buffers differ: {listed(moved)}" if moved else ""
+            return f"the {name} is {mine:.6g}, but {other:.6g} in the unsplit model{also}"
+    most = max((float(each.abs().max()) for each in theirs.gradients.values() if each.numel()), default=0.0)
+    for name, value in ours.gradients.items():
+        if name not in theirs.gradients:
+            if bool(value.any()):
+                return f"{name} has a gradient, but none in the unsplit model"
+        elif text := _off(f"the gradient of {name}", value, theirs.gradients[name], room, most):
+            return text
+    # An optimizer that divides by the gradient turns rounding errors of a tiny one into an update.
+    room = max(room, _AFTER_ROOM)
+    for name, value in ours.after.items():
+        if name in theirs.after and (
+            text := _off(f"{name} after {STEPS} steps", value, theirs.after[name], room)
+        ):
+            gradient = theirs.gradients.get(name)
+            if gradient is not None and gradient.shape == value.shape:
+                counts = (gradient == 0) | (gradient.abs() > (1e-3 if theirs.narrow else _SMALL) * most)
+                if not _off(name, value[counts], theirs.after[name][counts], room):
+                    continue
+            return text
+    return ""
+
+
+def moved_of(ours: Outcome, theirs: Outcome) -> list[str]:
+    """Return the names of the buffers that differ after the last step."""
+    room = _NARROW_ROOM if theirs.narrow else _AFTER_ROOM
+    held = [key for key in theirs.buffers if key in ours.after]
+    return [key for key in held if _off("", ours.after[key], theirs.after[key], room)]
+
+
+def _off(what: str, ours: Tensor, theirs: Tensor, room: float, largest: float = 0.0) -> str:
+    """Return by how much tensors differ, or "" if they do not. largest: the largest element of all gradients."""
+    if ours.shape != theirs.shape:
+        return f"{what}: shape {tuple(ours.shape)}, but {tuple(theirs.shape)} in the unsplit model"
+    if torch.equal(ours, theirs) or not ours.numel():
+        return ""
+    wide_ = torch.complex128 if theirs.is_complex() else torch.float64
+    most = max(float(theirs.abs().max()), largest * _SMALL) or 1.0
+    off = float((ours.to(wide_) - theirs.to(wide_)).abs().max())
+    if off <= room * most:
+        return ""
+    return f"{what} off by {off:.2g} in a small float64 model, where the largest element is {most:.2g}"
+
+
+# What helps if a buffer depends on the samples that a forward pass is given.
+_STATISTICS: Final = (
+    "sum a buffer's statistics in forward over the ranks along data and shard, with mesh.all_reduce, and set train.micro_batch_size "
+    "to all samples of a rank"
+)
+
+
+def split_differs(name: str, setting: str, difference: str, alone: bool, moved: bool) -> TrainingError:
+    """alone: whether the difference remains if one process runs the microbatches one by one. moved: whether buffers differ."""
+    if not alone:
+        return TrainingError(
+            f"a step of {name} depends on how its samples are divided among microbatches and ranks",
+            given=difference + "; it is the same if one process runs the microbatches one by one",
+            expected="the mean over the global batch. The model and the loss are given one microbatch at a time",
+            hint=(f"{_STATISTICS}; " if moved else "")
+            + "return (sum, count) from the loss if samples count differently; divide terms with different counts by those of the "
+            "global batch, as scalars among the targets; if the loss compares samples with each other, gather them along data "
+            "and shard. train.check = false trains with the mean over microbatches",
+        )
+    if setting in ("parallel.data", "train.micro_batch_size"):
+        hint = (
+            _STATISTICS
+            if moved
+            else "compute each sample from that sample only, in the model and in the loss"
+        )
+        return TrainingError(
+            f"a step of {name} on several ranks is not that of one process",
+            given=difference,
+            expected=f"results of the global batch, up to {ROOM:g} of the largest. With {setting}, the model sees a part of it",
+            hint=f"{hint}. train.check = false trains with what each rank computes from its own samples",
+        )
+    hint = (
+        "for a ModelSpec: add the missing parts to its forward, split, attention and so on, such as a multiplier, a soft cap, or "
+        "positions of another stage"
+    )
+    return TrainingError(
+        f"{name} computes different results with {setting}",
+        given=difference,
+        expected=f"the same results as in the unsplit model, up to {ROOM:g} of the largest",
+        hint=f"remove {setting}; {hint}",
+    )
+
+
+def noise_differs(name: str, setting: str, difference: str) -> UnsupportedOp:
+    return UnsupportedOp(
+        f"the random numbers that {name} draws depend on the mesh with {setting}",
+        given=difference,
+        expected="the numbers that one process draws for the same microbatches",
+        hint=f"remove {setting}; or ModelSpec(dropped=...), which drops the same elements on every mesh",
+    )
