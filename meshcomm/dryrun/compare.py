@@ -4,11 +4,12 @@ send and a receive.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import takewhile
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 
+from meshcomm.comm.mismatch import majority
 from meshcomm.layout.sizes import ranks_text
 
 if TYPE_CHECKING:
@@ -89,21 +90,19 @@ def _first_difference(
         keys = {rank: None if each is None else _key(each) for rank, each in here.items()}
         if len(set(keys.values())) == 1:
             continue
-        usual = _usual(keys)
-        odd = [rank for rank, key in keys.items() if key != usual]
-        rest = [rank for rank in keys if rank not in odd]
+        usual, odd = majority(dict(sorted(keys.items())))
         label, dim = next((each.group, each.lane) for each in here.values() if each is not None)
-        one = odd[0]
-        what = f"{_those(odd, where)} along {dim}: {_difference_text(made[one], made[rest[0]], place)}"
+        # In a tie, the lists of calls of two ranks that do not agree are compared.
+        other = usual[0] if usual else next(rank for rank in odd if keys[rank] != keys[odd[0]])
+        difference = _difference_text(made[odd[0]], made[other], place)
+        what = f"{_those(odd, where)} along {dim}: {difference}"
+        if not usual:
+            what = f"{ranks_text(odd)} along {dim} do not agree; {where(odd[0])}: {difference}"
         lines = [f"{ranks_text(ranks)}: {_at(here[ranks[0]])}" for ranks in _by_call(here, odd)]
-        lines.append(f"{ranks_text(rest)}: {_at(here[rest[0]])}, as call {place + 1} of {label}")
+        lines += [f"{ranks_text(usual)}: {_at(here[usual[0]])}"] if usual else []
+        lines[-1] += f", as call {place + 1} of {label}"
         return DryRunFinding(what, tuple(lines), tuple(odd), dim)
     return None
-
-
-def _usual(keys: Mapping[int, object]) -> object:
-    """Return the most common key. If several are equally common, return the lowest rank's."""
-    return Counter(keys[rank] for rank in sorted(keys)).most_common(1)[0][0]
 
 
 def _by_call(here: Mapping[int, Span | None], ranks: Sequence[int]) -> Iterable[list[int]]:

@@ -9,6 +9,7 @@ from itertools import groupby
 from operator import attrgetter
 from types import MappingProxyType
 
+from meshcomm.comm.mismatch import alike, majority
 from meshcomm.comm.waits import ChainEnd, chain_ends
 from meshcomm.launch.reaper import signal_text
 from meshcomm.layout.sizes import ranks_text
@@ -227,17 +228,16 @@ def _differing_calls(failures: Sequence[Failure], label: Callable[[int], str]) -
     mismatched: list[int] = []
     lines: list[str] = []
     for group in dict.fromkeys(call["label"] for call in calls.values()):
-        made: dict[tuple[int, str], list[int]] = {}
-        for rank, call in calls.items():
-            if call["label"] == group:
-                made.setdefault((call["number"], call["call"]), []).append(rank)
-        if len(made) < 2 or (someone_missing and len({number for number, _ in made}) == len(made)):
+        signs = {
+            rank: (call["number"], call["call"]) for rank, call in calls.items() if call["label"] == group
+        }
+        made = alike([*signs], signs)
+        if len(made) < 2 or (someone_missing and len({signs[ranks[0]][0] for ranks in made}) == len(made)):
             continue
-        fewest_first = sorted(made.items(), key=lambda each: len(each[1]))
-        most = fewest_first[-1][1]
-        if 2 * len(most) > sum(map(len, made.values())):
-            mismatched += [rank for _, ranks in fewest_first[:-1] for rank in ranks]
-        for (number, operation), ranks in fewest_first:
+        usual, others = majority(signs)
+        mismatched += others if usual else ()
+        for ranks in sorted(made, key=len):
+            number, operation = signs[ranks[0]]
             who = label(ranks[0]) if len(ranks) == 1 else _ranks(ranks)
             lines.append(
                 f"call {number} on {group} was {operation} on {who}, at {calls[ranks[0]]['callsite']}"

@@ -65,11 +65,11 @@ PLANTED = {
     ),
     "an uneven microbatch": (
         'mesh.all_reduce("cp", x[: 64 - (mesh.coord("cp") == 1)])',
-        r"along cp: all_reduce sum \(63, 64\) float32 .*, where others make all_reduce sum \(64, 64\)",
+        r"ranks 0 8 along cp do not agree; rank 0 \(.*\): all_reduce sum \(64, 64\) float32 .*, where others make all_reduce sum \(63, 64\)",
     ),
     "a list in another order": (
         'mesh.all_reduce("cp", [x[:32], x] if mesh.coord("cp") else [x, x[:32]])',
-        r"along cp: all_reduce sum \(32, 64\) \(64, 64\) float32 .*, where others make all_reduce sum \(64, 64\) \(32, 64\) float32",
+        r"ranks 0 8 along cp do not agree; .*: all_reduce sum \(64, 64\) \(32, 64\) float32 .*, where others make all_reduce sum \(32, 64\) \(64, 64\)",
     ),
     "another root": (
         'mesh.broadcast("dp", x, src=mesh.coord("dp") % 2)',
