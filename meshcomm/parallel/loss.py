@@ -14,6 +14,7 @@ from torch import Tensor
 
 from meshcomm.config import ParallelConfig, TrainConfig
 from meshcomm.errors import ConfigError, ShapeError, TrainingError, UnsupportedOp
+from meshcomm.parallel.loss_calls import LossCalls
 from meshcomm.parallel.tensor import TensorSplit, cross_entropy
 from meshcomm.parallel.tree import tensors_of, with_tensors
 
@@ -93,6 +94,9 @@ class StepLoss:
         self._slices = own is None or own.takes_slices
         self._takes_inputs = own is not None and takes_inputs(own.function)
         self._pieces = microbatches * data_size * (splits.context.size if self._slices else 1)
+        self._calls = LossCalls(
+            self._mesh, self._parallel.data_dims, microbatches if train.check else 1, train.micro_batch_size
+        )
         self.names: list[str] = []
         self._knows_names = False
         self._counts = False
@@ -160,7 +164,7 @@ class StepLoss:
                 self._rows.append((targets != IGNORED).sum().double().reshape(1))
             return loss / self._divisor
         given = (targets.targets, targets.inputs) if isinstance(targets, _Given) else (targets,)
-        with self._autocast():
+        with self._autocast(), self._calls.refused():
             found = self._own.function(outputs if self._slices else self._whole(outputs), *given)
         terms = dict(found) if isinstance(found, Mapping) else {"loss": found}
         if "loss" not in terms:

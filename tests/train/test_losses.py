@@ -208,6 +208,23 @@ def test_a_loss_may_communicate(pool: Pool, tmp_path: Path) -> None:
             assert ours == pytest.approx(theirs, rel=1e-9)
 
 
+def contrasted_or_error(config: Config) -> Any:
+    try:
+        return contrasted(config)
+    except MeshcommError as error:
+        return str(error)
+
+
+def test_a_loss_that_communicates_is_given_one_microbatch(pool: Pool, tmp_path: Path) -> None:
+    config = config_for("dp=2", str(tmp_path), micro_batch_size=BATCH // 4)
+    for said in pool.run(contrasted_or_error, config, ranks=2):
+        assert "is given only one microbatch of their samples" in said and "a collective on dp" in said
+        assert "2 microbatches" in said and f"train.micro_batch_size = {BATCH // 2}" in said
+    # The way out if microbatches may be compared each on its own.
+    unchecked = config_for("dp=2", str(tmp_path), micro_batch_size=BATCH // 4, check=False)
+    assert all(len(found) == STEPS for found in pool.run(contrasted_or_error, unchecked, ranks=2))
+
+
 def on_slices(config: Config) -> list[dict[str, float]]:
     with meshcomm.init(config) as mesh:
         split = TensorSplit(mesh, "tp", torch.float64)
