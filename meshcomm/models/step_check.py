@@ -160,7 +160,9 @@ class StepCheck:
             return
         self._done = True
         model, use = self._model, self._use
-        batch = with_tensors(lambda x: _wide(x.detach().cpu()), (inputs, targets))
+        batch = with_tensors(
+            lambda x: _wide(x.detach().cpu()).requires_grad_(x.requires_grad), (inputs, targets)
+        )
         first = first_tensor(inputs)
         if isinstance(model, SpecModel):
             spec = model.spec if model.spec.small is None else model.spec.small()
@@ -302,7 +304,7 @@ def sizes_of(batch: tuple[Any, Any], samples: int) -> list[tuple[Any, Any]]:
         places = torch.arange(step * samples, (step + 1) * samples)
         others = torch.randint(have, (samples,), generator=generator)
         mix = partial(_mixed, places=places, others=others, have=have, generator=generator)
-        found.append(with_tensors(mix, batch))
+        found.append(with_tensors(lambda x, mix=mix: mix(x.detach()).requires_grad_(x.requires_grad), batch))
     return found
 
 

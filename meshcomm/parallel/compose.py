@@ -330,7 +330,25 @@ class Engine:
         return {"documents": batch.documents}
 
     def _with_ids(self, batch: Batch) -> Batch:
-        """Return the batch with int64 tokens and classes, of any integers. In uint8, -100 would equal class 156."""
+        """Return the batch with int64 tokens and classes, of any integers. In uint8, -100 would equal class 156.
+
+        Raises UnsupportedOp for inputs that need gradients if the loss could not differentiate outputs by them.
+        """
+        parallel = self.sections.parallel
+        # FSDP2 frees gathered weights before a second backward pass, also on one rank.
+        roles = {part: getattr(parallel, part) for part in ("pipeline", "context", "shard")}
+        apart = [
+            f"parallel.{part}"
+            for part, dim in roles.items()
+            if dim and (part == "shard" or self.mesh.size(dim) > 1)
+        ]
+        if apart and any(each.requires_grad for each in tensors_of(batch.inputs)):
+            raise UnsupportedOp(
+                "inputs that need gradients cannot be trained with this parallelism",
+                given=f"an input with requires_grad, and {', '.join(apart)}",
+                expected="parallel.data, with which each rank has all weights, and the outputs and inputs that a loss differentiates",
+                hint=f"x.detach(), if the loss takes no gradient by x; or remove {', '.join(apart)}",
+            )
         if self.model.own_loss is None:
             batch = batch._replace(targets=_as_ids(batch.targets))
         return batch._replace(inputs=_as_ids(batch.inputs)) if self.model.vocab_size else batch

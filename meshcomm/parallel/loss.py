@@ -288,6 +288,15 @@ class _Given:
     inputs: Any
 
 
+def with_leaves(inputs: Any, given: Any) -> tuple[Any, Any]:
+    """Return a microbatch's inputs, whose tensors that need gradients are leaves of its own graph, and what the loss is given.
+
+    A loss with three arguments is given the same leaves as the module, and may differentiate outputs by them.
+    """
+    leaves = with_tensors(lambda x: x.detach().requires_grad_() if x.requires_grad else x, inputs)
+    return leaves, _Given(given.targets, leaves) if isinstance(given, _Given) else given
+
+
 def takes_inputs(loss: Callable[..., Any]) -> bool:
     """Return whether a loss has a third argument without a default, which is the inputs of the microbatch."""
     try:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, TypeAlias, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -72,18 +72,36 @@ def placed(engine: Engine, batch: Any, whose: str) -> tuple[Any, ...]:
         )
     device, dtype = engine.mesh.device, engine.split.dtype
     # The engine rejects documents if the model's attention crosses document boundaries.
-    return tuple(
-        with_tensors(
-            lambda x: _tracked(x).to(device, dtype if x.is_floating_point() else x.dtype, non_blocking=True),
-            each,
-        )
-        for each in batch
-    )
+
+    def moved(x: Tensor) -> Tensor:
+        kept = _tracked(x, whose).to(device, dtype if x.is_floating_point() else x.dtype, non_blocking=True)
+        return kept.requires_grad_() if x.requires_grad else kept
+
+    return tuple(with_tensors(moved, each) for each in batch)
 
 
-def _tracked(x: Tensor) -> Tensor:
-    """Return a tensor that autograd can save: a copy of one that was made in inference mode."""
-    return x.clone() if x.is_inference() else x
+def _tracked(x: Tensor, whose: str) -> Tensor:
+    """Return a tensor that autograd can save and that is in no graph: a copy of one that was made in inference mode.
+
+    Raises UnsupportedOp for a tensor through which gradients would flow to parameters outside of the model.
+    """
+    if not x.requires_grad:
+        return x.clone() if x.is_inference() else x
+    left, seen = [x.grad_fn], set[Any]()
+    while left:
+        node = left.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        left += [each for each, _ in node.next_functions]
+        if isinstance(parameter := getattr(node, "variable", None), nn.Parameter):
+            raise UnsupportedOp(
+                f"the data of {whose} are computed from parameters that this step would not train",
+                given=f"a tensor of shape {tuple(x.shape)} with gradients to a parameter of shape {tuple(parameter.shape)}",
+                expected="data without gradients, or with gradients that a loss takes with torch.autograd.grad",
+                hint="compute the data under torch.no_grad(), or x.detach(); or move the computation into the model's forward",
+            )
+    return x.detach()
 
 
 def named_of(batch: Mapping[str, Any], whose: str) -> tuple[Any, ...]:
