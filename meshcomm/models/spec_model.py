@@ -32,7 +32,7 @@ from meshcomm.models.spec import (
 )
 from meshcomm.models.weights import Folder, Source, write
 from meshcomm.parallel.batch_norm import batch_norms, synchronise
-from meshcomm.parallel.build import Model, Splits, along, cast, check_loss, on_meta, seeded
+from meshcomm.parallel.build import Model, Splits, along, cast, check_cast, check_loss, on_meta, seeded
 from meshcomm.parallel.context.documents import places, within
 from meshcomm.parallel.dropout import DROPOUTS, Dropout, Drops, check_dropouts
 from meshcomm.parallel.expert import spread_experts
@@ -99,6 +99,8 @@ class SpecModel(Model):
         """See Model."""
         spec, train = self.spec, self._train
         module: Any = unfilled(spec, train.seed, self.family)
+        if not self.family:
+            check_cast(module, train)
         cast(module, getattr(torch, train.dtype))
         if spec.added and train.compute_dtype:
             hold_frozen(module, getattr(torch, train.compute_dtype), spec.tied or ())

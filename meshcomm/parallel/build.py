@@ -562,6 +562,33 @@ def cast(module: nn.Module, dtype: torch.dtype, device: torch.device | None = No
     module._apply(as_cast)
 
 
+def check_cast(module: nn.Module, train: TrainConfig) -> None:
+    """Raise UnsupportedOp if `cast` to train.dtype would change what the module computes without being asked for.
+
+    A module in one shorter dtype is cast to train.dtype, as every master weight is.
+    """
+    held: dict[torch.dtype, list[str]] = {}
+    for name, each in module.named_parameters():
+        if each.is_floating_point():
+            held.setdefault(each.dtype, []).append(name)
+    kinds = "; ".join(f"{str(kind).removeprefix('torch.')}: {listed(names)}" for kind, names in held.items())
+    way = {"float32": "module.float()", "float64": "module.double()"}[train.dtype]
+    if len(held) > 1:
+        raise UnsupportedOp(
+            "the parameters of this module have different dtypes, and training would cast all to train.dtype",
+            given=f"{kinds}; train.dtype = {train.dtype!r}",
+            expected="parameters of one dtype. train.compute_dtype sets the dtype of matrix products",
+            hint=f"{way} before the module is given to the Trainer, if all may be {train.dtype}",
+        )
+    if torch.float64 in held and train.dtype != "float64" and not train.given("dtype"):
+        raise UnsupportedOp(
+            "this module has float64 parameters, and training would round them to float32",
+            given=f"{kinds}; train.dtype is not set, which is {train.dtype!r}",
+            expected="train.dtype",
+            hint=f'train.dtype = "float64", or train.dtype = {train.dtype!r} to round them',
+        )
+
+
 def _like(parameter: nn.Parameter, data: Tensor) -> nn.Parameter:
     made = nn.Parameter(data, parameter.requires_grad)
     made.__dict__.update(parameter.__dict__)
