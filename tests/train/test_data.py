@@ -359,6 +359,7 @@ def sample(kind):
         "pair": ([1, 2, 3], [4, -100, 6]),
         "dict": {"input_ids": [1, 2, 3], "labels": [-100, 8, 9]},
         "image": (torch.zeros(2, 2), torch.tensor(3.0)),
+        "features": ([1, 2, 3], 2), "regression": ([1, 2, 3], [0.5, 1.5, 2.5]), "several": ([1, 2, 300], [[1, 0]]),
         "long": list(range(6)), "empty": [], "text": "abc", "triple": (1, 2, 3), "nameless": {"x": 1},
         "negative": [3, -1, 3], "high": [3, 999, 3], "uneven": ([1, 2], [1]), "alone": torch.zeros(2, 2),
     }[kind]]
@@ -436,6 +437,9 @@ def test_the_content_of_a_dataset_is_in_its_digest_unless_it_is_random(loaders: 
         ("pair", [1, 2, 3, 0], [4, -100, 6, -100]),
         ("dict", [1, 2, 0, 0], [8, 9, -100, -100]),
         ("image", [[0, 0], [0, 0]], 3),
+        ("features", [1, 2, 3], 2),
+        ("regression", [1, 2, 3], [0.5, 1.5, 2.5]),
+        ("several", [1, 2, 300], [[1, 0]]),
     ],
 )
 def test_kinds_of_samples(loaders: None, kind: str, inputs: Any, targets: Any) -> None:
@@ -461,7 +465,7 @@ def test_kinds_of_samples(loaders: None, kind: str, inputs: Any, targets: Any) -
                 ("text", "str"),
                 ("triple", "a tuple of 3"),
                 ("nameless", "a dict with x"),
-                ("uneven", "2 tokens and 1 targets"),
+                ("uneven", "2 tokens and 1 targets. Integers that are not tokens have"),
                 ("alone", "without targets"),
             )
         ),
