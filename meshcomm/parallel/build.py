@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from meshcomm.config import Config, DataConfig, ModelConfig, ParallelConfig, TrainConfig, load_config
-from meshcomm.errors import ConfigError, LayoutError, UnsupportedOp
+from meshcomm.errors import ConfigError, LayoutError, TrainingError, UnsupportedOp
 from meshcomm.layout.names import listed, merged_name
 from meshcomm.layout.sizes import toml_dims
 from meshcomm.mesh import Mesh
@@ -240,6 +240,7 @@ class LocalModel:
         if model.tied and self._ranks > 1:
             self._tied = TiedWeight(mesh, parallel.pipeline or "", self._tied_weight())
             self._tied.copy()
+        self._learns = {name: each.requires_grad for name, each in self.named_parameters()}
         self._unchanged = self.named_parameters() if self._divided else []
         # Synchronized batch norms already have equal statistics on all ranks. A buffer that is not saved is a constant
         # table, for example of angles.
@@ -283,7 +284,16 @@ class LocalModel:
         )
 
     def start_step(self, number: int) -> None:
-        """Called before the first forward pass of a step."""
+        """Called before the first forward pass of a step. Raises TrainingError if parameters were frozen or unfrozen."""
+        named = self.named_parameters()
+        if moved := [name for name, each in named if each.requires_grad != self._learns.get(name)]:
+            now = "frozen" if self._learns.get(moved[0]) else "unfrozen"
+            raise TrainingError(
+                f"parameters were {now} after the Trainer was made, and its optimizer would not follow",
+                given=f"requires_grad of {listed(moved)}, on {self.mesh.label}",
+                expected="the same parameters that learn in each step",
+                hint="trainer.save(folder), change train.frozen or requires_grad, and make a new Trainer of a new module, which loads the folder",
+            )
         for gradients in self.gradients:
             gradients.start()
         for module in self.modules if self.model.drops else ():
