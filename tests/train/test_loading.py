@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, Subset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset, Subset
 
 import meshcomm
 from meshcomm.config import Config, load_config
@@ -520,6 +520,50 @@ def test_a_state_that_does_not_fit_is_named(pool: Pool, tmp_path: Path) -> None:
     said = pool.run(with_another_loader, on("dp=2", tmp_path, "train.steps=4", *saving), Changed, ranks=2)
     assert all("the Changed cannot load the state" in each for each in said)
     assert all("AssertionError: 4 workers" in each for each in said)
+
+
+class Streamed(IterableDataset[Tensor]):
+    """Samples in turn. divided: each worker reads its own ones. same: all samples are equal."""
+
+    def __init__(self, divided: bool, same: bool) -> None:
+        self._divided, self._same = divided, same
+
+    def __iter__(self) -> Iterator[Tensor]:
+        worker = torch.utils.data.get_worker_info()
+        first, step = (worker.id, worker.num_workers) if self._divided and worker is not None else (0, 1)
+        for number in range(first, 96, step):
+            yield torch.full((SEQUENCE,), 1 if self._same else number)
+
+
+def streamed(config: Config, divided: bool, same: bool) -> str:
+    loader = DataLoader(
+        Streamed(divided, same),
+        batch_size=8,
+        num_workers=2,
+        collate_fn=in_one,
+        multiprocessing_context="fork",
+    )
+    with meshcomm.init(config) as mesh:
+        try:
+            Trainer(mesh, config).run(loader)
+        except TrainingError as error:
+            return str(error)
+    return ""
+
+
+def in_one(rows: list[Tensor]) -> dict[str, Tensor]:
+    return {"input_ids": torch.stack(rows)}
+
+
+def test_workers_that_read_the_same_stream_are_named(pool: Pool, tmp_path: Path) -> None:
+    config = on("one=1", tmp_path)
+    (said,) = pool.run(streamed, config, False, False, ranks=1)
+    assert (
+        said.startswith("the workers of the DataLoader read the same samples") and "num_workers = 2" in said
+    )
+    assert "get_worker_info" in said
+    assert pool.run(streamed, config, True, False, ranks=1) == [""]
+    assert pool.run(streamed, config, False, True, ranks=1) == [""]
 
 
 # -- evaluation by a function ---------------------------------------------------------------------

@@ -294,9 +294,11 @@ class GivenBatches:
                 self._set_epoch()
                 self._read = 0
             empty = True
+            of_workers = _OfWorkers(data)
             for item in data:
                 empty = False
                 self._read += 1
+                of_workers.check(item)
                 yield item
             # A loader that continues may have been at the end of an epoch.
             if empty and not goes_on:
@@ -323,6 +325,39 @@ class GivenBatches:
                 of_epoch(self._epoch)
             if isinstance(each, (DataLoader, Sampler)) or each is self._data:
                 left += [getattr(each, name, None) for name in ("sampler", "batch_sampler", "dataset")]
+
+
+class _OfWorkers:
+    """Compares the first batches of the workers of a DataLoader whose IterableDataset each worker has a copy of."""
+
+    def __init__(self, data: Any) -> None:
+        several = isinstance(data, DataLoader) and isinstance(data.dataset, IterableDataset)
+        self._workers = data.num_workers if several and data.in_order else 0
+        self._first: list[Tensor] = []
+        self._read = 0
+
+    def check(self, batch: Any) -> None:
+        """Raise TrainingError once it is known that two workers read the same samples: after a batch of each, and one more.
+
+        Batches that stay the same, as in a benchmark, are no evidence.
+        """
+        if self._workers < 2 or self._read > self._workers:
+            return
+        mine, self._read = tensors_of(batch), self._read + 1
+        if self._read == 1:
+            self._first = [x.clone() for x in mine]
+            return
+        same = bool(mine) and len(mine) == len(self._first) and all(map(torch.equal, mine, self._first))
+        if self._read == 2 and not same:
+            self._workers = 0
+        elif self._read > self._workers and not same:
+            raise TrainingError(
+                "the workers of the DataLoader read the same samples",
+                given=f"num_workers = {self._workers}, whose first batches are equal, of an IterableDataset that each worker reads from the start",
+                expected="different samples from each worker",
+                hint="in __iter__, use torch.utils.data.get_worker_info() to yield every num_workers-th sample from the id of the worker; "
+                "or num_workers=1",
+            )
 
 
 def _length(data: Any) -> int | None:
@@ -436,8 +471,10 @@ def check_epoch(data: Any, engine: Engine) -> None:
     chosen: Any = (
         data.sampler if data.batch_size is None and data.batch_sampler is None else data.batch_sampler
     )
-    # A batch sampler of one's own decides itself.
-    if type(chosen) is not BatchSampler:
+    # A batch sampler of one's own decides itself, unless it only chooses other arguments for torch's.
+    if not isinstance(chosen, BatchSampler) or any(
+        getattr(type(chosen), name) is not getattr(BatchSampler, name) for name in ("__iter__", "__len__")
+    ):
         return
     if (
         data.batch_size is not None
