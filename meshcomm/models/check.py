@@ -2,8 +2,8 @@
 
 A small copy of the program runs two steps in plain torch, and then, for each kind of parallelism that is used, on two simulated
 ranks, in float64. Losses, gradients, buffers and updated weights are compared. If a specification or a published plan is
-incomplete, or if a model or a loss computes something else on a part of the samples, the error names the kind of parallelism
-and the difference.
+incomplete, the error names the kind of parallelism and the difference. So it does if a model or a loss computes something else
+on a part of the samples.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def check_model(
     """Compare two steps of a small model before and after it is cut into stages and split.
 
     spec:   describes a model that fits into one process. Models with other inputs than tokens (`vocab_size` is 0) are not
-            compared, and a loss other than that of a family is not called: `Trainer` compares these with its first batch.
+            compared, and no loss is called except a family's own: `Trainer` compares these models and losses with its first batch.
     family: whether the model belongs to a model family of the transformers library.
     said_later: whether to ignore errors that the model raises before it runs, because training will raise them too.
     Raises: TrainingError, which names the kind of parallelism and the difference in losses, gradients or weights;
@@ -333,8 +333,8 @@ def _check_kind(plainly: _Plain, use: Use, name: str, setting: str, noisy: bool)
                 f"a step of {name} fails on one of its microbatches, also on one process",
                 given=f"{why}, for {sizes.samples // pieces} of {sizes.samples} samples",
                 expected="a model and a loss that are given one microbatch at a time, with any number of samples",
-                hint="compute what depends on the number of samples from the tensors given, like torch.arange(len(outputs)); "
-                "if the loss compares samples with each other, gather them along data and shard",
+                hint="compute what depends on the number of samples from the tensors given, like torch.arange(len(outputs)). "
+                "A loss that compares samples with each other gathers them along data and shard",
             ) from error
         lines = [each for each in extract_tb(cause.__traceback__) if not is_ours(each.filename)]
         at = [f"at {each.filename}:{each.lineno} in {each.name}: {each.line}" for each in lines[-1:]]
@@ -375,7 +375,7 @@ def _check_all_learn(name: str, outcome: Outcome, train: Mapping[str, Any]) -> N
         raise UnsupportedOp(
             f"the optimizer never changes parameters of {name}",
             given=f"{listed(still)}, after {STEPS} steps on one process in which they have gradients",
-            expected="parameters that learn, or that need no gradient",
+            expected="parameters that learn, or parameters without a gradient",
             hint=f"train.frozen = [{still[0]!r}], if a parameter is not to learn",
         )
 
@@ -449,8 +449,8 @@ def _differs(name: str, setting: str, difference: str, alone: bool, moved: bool)
             given=difference + "; it is the same if one process runs the microbatches one by one",
             expected="the mean over the global batch. The model and the loss are given one microbatch at a time",
             hint=(f"{_STATISTICS}; " if moved else "")
-            + "return (sum, count) from the loss if samples count differently; divide terms with different counts by those of the "
-            "global batch, as scalars among the targets; if the loss compares samples with each other, gather them along data "
+            + "return (sum, count) from the loss if samples count differently. Divide terms with different counts by the counts of the "
+            "global batch, as scalars among the targets. A loss that compares samples with each other gathers them along data "
             "and shard. train.check = false trains with the mean over microbatches",
         )
     if setting in ("parallel.data", "train.micro_batch_size"):
@@ -460,7 +460,7 @@ def _differs(name: str, setting: str, difference: str, alone: bool, moved: bool)
             else "compute each sample from that sample only, in the model and in the loss"
         )
         return TrainingError(
-            f"a step of {name} on several ranks is not that of one process",
+            f"a step of {name} on several ranks differs from a step on one process",
             given=difference,
             expected=f"results of the global batch, up to {_ROOM:g} of the largest. With {setting}, the model sees a part of it",
             hint=f"{hint}. train.check = false trains with what each rank computes from its own samples",

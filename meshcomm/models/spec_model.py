@@ -303,8 +303,9 @@ class SpecModel(Model):
 
 
 def _shared_by_stages(module: nn.Module, spec: ModelSpec) -> list[str]:
-    """Return the names of one parameter that two stages may have: of two blocks, or of a block and a part of the first or the last
-    stage, or of parts of both, except those of `spec.tied`. Empty if there is none.
+    """Return the names of one parameter that two stages may have, or an empty list. The weights in `spec.tied` are left out.
+
+    Such a parameter belongs to two blocks, to a block and a part of the first or the last stage, or to parts of both stages.
     """
     parts = {**dict.fromkeys(spec.first, "first"), **dict.fromkeys(spec.last, "last")}
     parts |= {f"{spec.layers}.{key}": key for key in blocks_of(module, spec.layers)}
@@ -373,7 +374,7 @@ class _Facts:
         return y.to(self.between).contiguous()
 
     def last_output(self, y: Any) -> Any:
-        """Return what the loss is given. Raises UnsupportedOp for an output that a pipeline cannot return."""
+        """Return the outputs for the loss. Raises UnsupportedOp for an output that a pipeline cannot return."""
         found = logits_of(y) if self.spec.loss is None else y
         if self.stage.count > 1 and not isinstance(found, Tensor):
             raise UnsupportedOp(

@@ -1,4 +1,4 @@
-"""The loss of a step: what a loss function is given, what it may return, and how microbatches and ranks add up."""
+"""The loss of a step: the arguments and results of a loss function, and the sum over microbatches and ranks."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class OwnLoss(NamedTuple):
         along the tensor dim, and outputs over the sequence along the context dim. It runs under the autocast of
         train.compute_dtype and returns one of:
         - a scalar, the mean over the microbatch. The step's loss is the mean over all microbatches on all ranks.
-        - (sum, count), scalars. The step's loss is the sum of all sums, divided by the sum of all counts, and so are gradients.
-        - a dictionary with "loss", which is one of the two, and further terms by name, which are logged and not trained.
+        - (sum, count), scalars. The step's loss is the sum of all sums, divided by the sum of all counts. So are gradients.
+        - a dictionary with "loss", which is a scalar or (sum, count), and further terms by name. They are logged and not trained.
     takes_slices: whether `function` is given this rank's slice of the logits and of the sequence, and communicates along the
         tensor dim itself. Its results then also add up along the context dim.
     """
@@ -106,9 +106,9 @@ class StepLoss:
         self._tokens = 0
 
     def split(self, inputs: Any, targets: Any) -> tuple[Any, Any]:
-        """Return this rank's slices of the inputs along the context dim, and what the loss is given with the outputs.
+        """Return this rank's slices of the inputs along the context dim, and the further arguments of the loss.
 
-        Of a tree, the tensors are split whose axis 1 is as long as that of the first one.
+        In a tree, tensors are split if their axis 1 is as long as axis 1 of the first tensor.
         """
         context = self._splits.context
         if context.size == 1:
@@ -214,7 +214,7 @@ class StepLoss:
         return nullcontext() if self._mixed is None else torch.autocast(kind, self._mixed)
 
     def _name(self, names: list[str]) -> None:
-        """Raise TrainingError if the terms differ from those of earlier microbatches."""
+        """Raise TrainingError if the terms differ from the terms of earlier microbatches."""
         if not self._knows_names and not self._rows:
             wrong = [name for name in names if not isinstance(name, str) or not name.isidentifier()]
             if wrong:
@@ -289,7 +289,7 @@ class _Given:
 
 
 def with_leaves(inputs: Any, given: Any) -> tuple[Any, Any]:
-    """Return a microbatch's inputs, whose tensors that need gradients are leaves of its own graph, and what the loss is given.
+    """Return a microbatch's inputs and the further arguments of the loss. Tensors that need gradients become leaves of a new graph.
 
     A loss with three arguments is given the same leaves as the module, and may differentiate outputs by them.
     """
@@ -322,7 +322,7 @@ def logits_of(found: Any) -> Tensor:
 
 
 def _check_axis(logits: Tensor, targets: Tensor, vocab_size: int) -> None:
-    """Raise ShapeError if axis 1 seems to be that of the classes, as in torch's cross-entropy of images."""
+    """Raise ShapeError if axis 1 seems to have the classes, as in torch's cross-entropy of images."""
     if not vocab_size and logits.ndim > 3 and tuple(targets.shape) == (len(logits), *logits.shape[2:]):
         raise ShapeError(
             "the built-in loss takes the classes along the last axis",

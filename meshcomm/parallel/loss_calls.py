@@ -14,8 +14,8 @@ from meshcomm.mesh import Mesh
 class LossCalls:
     """Counts the collectives in calls of a loss function.
 
-    dims: the dims along which ranks have different samples. microbatches: those of a step on each rank. micro_batch_size: the
-    samples of each.
+    dims: the dims along which ranks have different samples. microbatches: the number of microbatches of a step on each rank.
+    micro_batch_size: the number of samples in each microbatch.
     """
 
     def __init__(self, mesh: Mesh, dims: Sequence[str], microbatches: int, micro_batch_size: int) -> None:

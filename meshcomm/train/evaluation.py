@@ -107,8 +107,8 @@ class Evaluator:
                 "train.evaluate returns different numbers on the ranks",
                 given="\n".join([f"{self._train.evaluate}:", *lines[:_SHOWN], *more]),
                 expected="the same numbers on every rank, up to rounding: the run stops or keeps a checkpoint by them",
-                hint="trainer.evaluate(batches), which is the mean over all ranks; or, for a sum and a count of this rank, "
-                "mesh.all_reduce along data and shard; or mesh.objects.broadcast of one rank's result",
+                hint="trainer.evaluate(batches) returns the mean over all ranks. Add up a sum and a count of each rank with "
+                "mesh.all_reduce along data and shard, or send one rank's result with mesh.objects.broadcast",
             )
         return first
 
