@@ -23,6 +23,8 @@ class LossCalls:
         self._microbatches, self._samples = microbatches, micro_batch_size
         if microbatches == 1:
             self._dims = []
+        # By the label of a group: whether it has ranks with other samples.
+        self._apart: dict[str, bool] = {}
 
     @contextmanager
     def refused(self) -> Iterator[None]:
@@ -45,10 +47,11 @@ class LossCalls:
 
     def _made(self) -> dict[str, int]:
         """Return the number of collectives in each group whose ranks have different samples, by its label."""
-        mesh = self._mesh
-        mine = [mesh.coord(dim) for dim in self._dims]
-        return {
-            recorder.label: recorder.started
-            for recorder in mesh.metrics.recorders.values()
-            if any([mesh.get_coords(rank)[dim] for dim in self._dims] != mine for rank in recorder.ranks)
-        }
+        recorders = self._mesh.metrics.recorders.values()
+        return {each.label: each.started for each in recorders if self._is_apart(each.label, each.ranks)}
+
+    def _is_apart(self, label: str, ranks: Sequence[int]) -> bool:
+        if label not in self._apart:
+            coords = [self._mesh.get_coords(rank) for rank in ranks]
+            self._apart[label] = len({tuple(each[dim] for dim in self._dims) for each in coords}) > 1
+        return self._apart[label]
