@@ -304,12 +304,17 @@ def sizes_of(batch: tuple[Any, Any], samples: int) -> list[tuple[Any, Any]]:
         places = torch.arange(step * samples, (step + 1) * samples)
         others = torch.randint(have, (samples,), generator=generator)
         mix = partial(_mixed, places=places, others=others, have=have, generator=generator)
-        found.append(with_tensors(lambda x, mix=mix: mix(x.detach()).requires_grad_(x.requires_grad), batch))
+        found.append(with_tensors(mix, batch))
     return found
 
 
 def _mixed(x: Tensor, places: Tensor, others: Tensor, have: int, generator: torch.Generator) -> Tensor:
-    """Return the samples at `places`. Where there are no more samples, two are mixed into a new one."""
+    """Return the samples at `places`. Where there are no more samples, two are mixed into a new one.
+
+    The result needs gradients if `x` does, and is in no graph.
+    """
+    if x.requires_grad:
+        return _mixed(x.detach(), places, others, have, generator).requires_grad_()
     if not x.ndim:
         return x
     mine, other = x[places % have], x[others]

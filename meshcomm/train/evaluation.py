@@ -95,7 +95,7 @@ class Evaluator:
         if mesh.is_fake:
             return numbers
         every = dict(sorted(zip(ranks_of(mesh), of_every_rank(mesh, numbers), strict=True)))
-        first = next(iter(every.values()))
+        first: dict[str, float] = next(iter(every.values()))
         if not all(_alike(each, first) for each in every.values()):
             shown: dict[str, list[int]] = {}
             for rank, each in every.items():

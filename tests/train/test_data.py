@@ -499,7 +499,7 @@ def test_an_end_of_documents_outside_the_vocabulary_is_refused(tmp_path: Path) -
         with pytest.raises(TrainingError, match="no document would end") as caught:
             ends(eos, vocab_size)
         assert caught.value.given == f"token {eos}, from data.eos_id"
-        assert caught.value.expected.startswith(f"0 to {most},")
+        assert str(caught.value.expected).startswith(f"0 to {most},")
     with pytest.raises(ConfigError, match=r"data\.eos_id: no document would end.*outside the model"):
         load_config(
             {

@@ -95,7 +95,7 @@ def test_patterns_that_match_nothing_or_everything_are_refused(pool: Pool, patte
 # -- parameters that change sides ------------------------------------------------------------------
 
 
-def halves(frozen: bool) -> torch.nn.Module:
+def halves(frozen: bool) -> torch.nn.Sequential:
     torch.manual_seed(0)
     module = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
     module[0].requires_grad_(not frozen)
