@@ -250,12 +250,15 @@ def _tokenizer(resolved: Resolved) -> Iterator[Problem]:
         ways = ['data.tokenizer = "tokenizer.json"', "remove data.eos"]
         what = "no effect without a tokenizer: bytes have no end-of-document token"
         yield Problem("data.eos", what, "data.tokenizer", ways, data.written("eos"))
-    if data.tokenizer is None and model is not None and model.reads_weights:
-        what = "the weights were trained with a tokenizer that is not in their folder"
-        expected = 'a tokenizer.json, or "bytes" if the weights were trained on bytes'
-        ways = [f'data.tokenizer = "{text}"' for text in ("FOLDER", "bytes")]
-        ways.append("use data.tokens, with the same texts already tokenized")
-        yield Problem("data.tokenizer", what, expected, ways, f"no tokenizer.json in {pretrained}")
+
+
+def _documents(resolved: Resolved) -> Iterator[Problem]:
+    model, eos_id = resolved.config.model, resolved.data.eos_id
+    if eos_id is not None and model is not None and model.given("vocab_size") and eos_id >= model.vocab_size:
+        given = f"eos_id = {eos_id}, model.vocab_size = {model.vocab_size}"
+        ways = [f"model.vocab_size = {eos_id + 1}", "data.eos_id of the tokenizer that made the tokens"]
+        what = "no document would end: this token is outside the model's vocabulary"
+        yield Problem("data.eos_id", what, f"0 to {model.vocab_size - 1}", ways, given)
 
 
 def _evaluation(resolved: Resolved) -> Iterator[Problem]:
@@ -553,7 +556,7 @@ def _compiled_documents(resolved: Resolved) -> Iterator[Problem]:
 
 
 RULES: Final[tuple[Rule, ...]] = (
-    _sections, _device_to_bind, _elastic, _network_of_nccl, _tokenizer, _evaluation,
+    _sections, _device_to_bind, _elastic, _network_of_nccl, _tokenizer, _documents, _evaluation,
     _parts, _expert_dim, _expert_view,
     _global_batch, _microbatches, _tokens,
     _split_along_tensor, _stages, _ulysses, _windows, _experts,

@@ -2,8 +2,8 @@
 
 A small copy of the program runs two steps in plain torch, and then, for each kind of parallelism that is used, on two simulated
 ranks, in float64. Losses, gradients, buffers and updated weights are compared. If a specification or a published plan is
-incomplete, or if a model or a loss computes something else on a part of the samples, the error names the kind of parallelism
-and the difference.
+incomplete, the error names the kind of parallelism and the difference. So it does if a model or a loss computes something else
+on a part of the samples.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def check_model(
     """Compare two steps of a small model before and after it is cut into stages and split.
 
     spec:   describes a model that fits into one process. Models with other inputs than tokens (`vocab_size` is 0) are not
-            compared, and a loss other than that of a family is not called: `Trainer` compares these with its first batch.
+            compared, and no loss is called except a family's own: `Trainer` compares these models and losses with its first batch.
     family: whether the model belongs to a model family of the transformers library.
     said_later: whether to ignore errors that the model raises before it runs, because training will raise them too.
     Raises: TrainingError, which names the kind of parallelism and the difference in losses, gradients or weights;
@@ -326,8 +326,8 @@ def _check_kind(plainly: _Plain, use: Use, name: str, setting: str, noisy: bool)
                 f"a step of {name} fails on one of its microbatches, also on one process",
                 given=f"{why}, for {sizes.samples // pieces} of {sizes.samples} samples",
                 expected="a model and a loss that are given one microbatch at a time, with any number of samples",
-                hint="compute what depends on the number of samples from the tensors given, like torch.arange(len(outputs)); "
-                "if the loss compares samples with each other, gather them along data and shard",
+                hint="compute what depends on the number of samples from the tensors given, like torch.arange(len(outputs)). "
+                "A loss that compares samples with each other gathers them along data and shard",
             ) from error
         lines = [each for each in extract_tb(cause.__traceback__) if not is_ours(each.filename)]
         at = [f"at {each.filename}:{each.lineno} in {each.name}: {each.line}" for each in lines[-1:]]
@@ -368,7 +368,7 @@ def _check_all_learn(name: str, outcome: Outcome, train: Mapping[str, Any]) -> N
         raise UnsupportedOp(
             f"the optimizer never changes parameters of {name}",
             given=f"{listed(still)}, after {STEPS} steps on one process in which they have gradients",
-            expected="parameters that learn, or that need no gradient",
+            expected="parameters that learn, or parameters without a gradient",
             hint=f"train.frozen = [{still[0]!r}], if a parameter is not to learn",
         )
 

@@ -90,8 +90,8 @@ def split_differs(name: str, setting: str, difference: str, alone: bool, moved: 
             given=difference + "; it is the same if one process runs the microbatches one by one",
             expected="the mean over the global batch. The model and the loss are given one microbatch at a time",
             hint=(f"{_STATISTICS}; " if moved else "")
-            + "return (sum, count) from the loss if samples count differently; divide terms with different counts by those of the "
-            "global batch, as scalars among the targets; if the loss compares samples with each other, gather them along data "
+            + "return (sum, count) from the loss if samples count differently. Divide terms with different counts by the counts of the "
+            "global batch, as scalars among the targets. A loss that compares samples with each other gathers them along data "
             "and shard. train.check = false trains with the mean over microbatches",
         )
     if setting in ("parallel.data", "train.micro_batch_size"):
@@ -101,7 +101,7 @@ def split_differs(name: str, setting: str, difference: str, alone: bool, moved: 
             else "compute each sample from that sample only, in the model and in the loss"
         )
         return TrainingError(
-            f"a step of {name} on several ranks is not that of one process",
+            f"a step of {name} on several ranks differs from a step on one process",
             given=difference,
             expected=f"results of the global batch, up to {ROOM:g} of the largest. With {setting}, the model sees a part of it",
             hint=f"{hint}. train.check = false trains with what each rank computes from its own samples",

@@ -166,6 +166,8 @@ def plain(small: Small, config: Config, *, silent: bool = True, pieces: int = 1)
             # The program may change its inputs in place.
             inputs, targets = with_tensors(torch.clone, (inputs, targets))
             for x, y in zip(in_parts(inputs, pieces), in_parts(targets, pieces), strict=True):
+                # A loss may differentiate outputs by the inputs.
+                x = with_tensors(lambda each: each.detach().requires_grad_(each.requires_grad), x)
                 for name, pair in _pairs(loss_of, called(module, x, **small.named), x, y, config).items():
                     parts.setdefault(name, []).append(pair)
             means = {

@@ -32,7 +32,7 @@ from meshcomm.models.spec import (
 )
 from meshcomm.models.weights import Folder, Source, write
 from meshcomm.parallel.batch_norm import batch_norms, synchronise
-from meshcomm.parallel.build import Model, Splits, along, cast, check_loss, on_meta, seeded
+from meshcomm.parallel.build import Model, Splits, along, cast, check_cast, check_loss, on_meta, seeded
 from meshcomm.parallel.context.documents import places, within
 from meshcomm.parallel.dropout import DROPOUTS, Dropout, Drops, check_dropouts
 from meshcomm.parallel.expert import spread_experts
@@ -99,6 +99,8 @@ class SpecModel(Model):
         """See Model."""
         spec, train = self.spec, self._train
         module: Any = unfilled(spec, train.seed, self.family)
+        if not self.family:
+            check_cast(module, train)
         cast(module, getattr(torch, train.dtype))
         if spec.added and train.compute_dtype:
             hold_frozen(module, getattr(torch, train.compute_dtype), spec.tied or ())
@@ -301,8 +303,9 @@ class SpecModel(Model):
 
 
 def _shared_by_stages(module: nn.Module, spec: ModelSpec) -> list[str]:
-    """Return the names of one parameter that two stages may have: of two blocks, or of a block and a part of the first or the last
-    stage, or of parts of both, except those of `spec.tied`. Empty if there is none.
+    """Return the names of one parameter that two stages may have, or an empty list. The weights in `spec.tied` are left out.
+
+    Such a parameter belongs to two blocks, to a block and a part of the first or the last stage, or to parts of both stages.
     """
     parts = {**dict.fromkeys(spec.first, "first"), **dict.fromkeys(spec.last, "last")}
     parts |= {f"{spec.layers}.{key}": key for key in blocks_of(module, spec.layers)}
@@ -371,7 +374,7 @@ class _Facts:
         return y.to(self.between).contiguous()
 
     def last_output(self, y: Any) -> Any:
-        """Return what the loss is given. Raises UnsupportedOp for an output that a pipeline cannot return."""
+        """Return the outputs for the loss. Raises UnsupportedOp for an output that a pipeline cannot return."""
         found = logits_of(y) if self.spec.loss is None else y
         if self.stage.count > 1 and not isinstance(found, Tensor):
             raise UnsupportedOp(

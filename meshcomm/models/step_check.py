@@ -160,7 +160,9 @@ class StepCheck:
             return
         self._done = True
         model, use = self._model, self._use
-        batch = with_tensors(lambda x: _wide(x.detach().cpu()), (inputs, targets))
+        batch = with_tensors(
+            lambda x: _wide(x.detach().cpu()).requires_grad_(x.requires_grad), (inputs, targets)
+        )
         first = first_tensor(inputs)
         if isinstance(model, SpecModel):
             spec = model.spec if model.spec.small is None else model.spec.small()
@@ -307,7 +309,12 @@ def sizes_of(batch: tuple[Any, Any], samples: int) -> list[tuple[Any, Any]]:
 
 
 def _mixed(x: Tensor, places: Tensor, others: Tensor, have: int, generator: torch.Generator) -> Tensor:
-    """Return the samples at `places`. Where there are no more samples, two are mixed into a new one."""
+    """Return the samples at `places`. Where there are no more samples, two are mixed into a new one.
+
+    The result needs gradients if `x` does, and is in no graph.
+    """
+    if x.requires_grad:
+        return _mixed(x.detach(), places, others, have, generator).requires_grad_()
     if not x.ndim:
         return x
     mine, other = x[places % have], x[others]

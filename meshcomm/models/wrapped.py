@@ -14,7 +14,7 @@ from meshcomm.config import ParallelConfig, TrainConfig
 from meshcomm.errors import ConfigError, UnsupportedOp
 from meshcomm.layout.names import listed
 from meshcomm.parallel.batch_norm import synchronise
-from meshcomm.parallel.build import Model, Splits, along, cast, check_loss
+from meshcomm.parallel.build import Model, Splits, along, cast, check_cast, check_loss
 from meshcomm.parallel.dropout import check_dropouts
 from meshcomm.parallel.loss import LossOf, OwnLoss
 from meshcomm.parallel.pipeline import Stage
@@ -98,6 +98,7 @@ class WrappedModule(Model):
         """See Model."""
         module, parallel, train = self.module, self._parallel, self._train
         check_loss(None if self.own_loss is None else self.own_loss.function, module)
+        check_cast(module, train)
         split = {dim for each in module.parameters() for dim in split_dims(each)}
         asked = {
             "parallel.pipeline": stages > 1,

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from meshcomm.config import Config, DataConfig, ModelConfig, ParallelConfig, TrainConfig, load_config
-from meshcomm.errors import ConfigError, LayoutError, UnsupportedOp
+from meshcomm.errors import ConfigError, LayoutError, TrainingError, UnsupportedOp
 from meshcomm.layout.names import listed, merged_name
 from meshcomm.layout.sizes import toml_dims
 from meshcomm.mesh import Mesh
@@ -240,6 +240,7 @@ class LocalModel:
         if model.tied and self._ranks > 1:
             self._tied = TiedWeight(mesh, parallel.pipeline or "", self._tied_weight())
             self._tied.copy()
+        self._learns = {name: each.requires_grad for name, each in self.named_parameters()}
         self._unchanged = self.named_parameters() if self._divided else []
         # Synchronized batch norms already have equal statistics on all ranks. A buffer that is not saved is a constant
         # table, for example of angles.
@@ -283,7 +284,16 @@ class LocalModel:
         )
 
     def start_step(self, number: int) -> None:
-        """Called before the first forward pass of a step."""
+        """Called before the first forward pass of a step. Raises TrainingError if parameters were frozen or unfrozen."""
+        named = self.named_parameters()
+        if moved := [name for name, each in named if each.requires_grad != self._learns.get(name)]:
+            now = "frozen" if self._learns.get(moved[0]) else "unfrozen"
+            raise TrainingError(
+                f"parameters were {now} after the Trainer was made, and its optimizer would not follow",
+                given=f"requires_grad of {listed(moved)}, on {self.mesh.label}",
+                expected="the same parameters that learn in each step",
+                hint="trainer.save(folder), change train.frozen or requires_grad, and make a new Trainer of a new module, which loads the folder",
+            )
         for gradients in self.gradients:
             gradients.start()
         for module in self.modules if self.model.drops else ():
@@ -560,6 +570,33 @@ def cast(module: nn.Module, dtype: torch.dtype, device: torch.device | None = No
         return x.to(device=device, dtype=dtype if x.is_floating_point() else own)
 
     module._apply(as_cast)
+
+
+def check_cast(module: nn.Module, train: TrainConfig) -> None:
+    """Raise UnsupportedOp if `cast` to train.dtype would change what the module computes without being asked for.
+
+    A module in one shorter dtype is cast to train.dtype, as every master weight is.
+    """
+    held: dict[torch.dtype, list[str]] = {}
+    for name, each in module.named_parameters():
+        if each.is_floating_point():
+            held.setdefault(each.dtype, []).append(name)
+    kinds = "; ".join(f"{str(kind).removeprefix('torch.')}: {listed(names)}" for kind, names in held.items())
+    way = {"float32": "module.float()", "float64": "module.double()"}[train.dtype]
+    if len(held) > 1:
+        raise UnsupportedOp(
+            "the parameters of this module have different dtypes, and training would cast all to train.dtype",
+            given=f"{kinds}; train.dtype = {train.dtype!r}",
+            expected="parameters of one dtype. train.compute_dtype sets the dtype of matrix products",
+            hint=f"{way} before the module is given to the Trainer, if all may be {train.dtype}",
+        )
+    if torch.float64 in held and train.dtype != "float64" and not train.given("dtype"):
+        raise UnsupportedOp(
+            "this module has float64 parameters, and training would round them to float32",
+            given=f"{kinds}; train.dtype is not set, which is {train.dtype!r}",
+            expected="train.dtype",
+            hint=f'train.dtype = "float64", or train.dtype = {train.dtype!r} to round them',
+        )
 
 
 def _like(parameter: nn.Parameter, data: Tensor) -> nn.Parameter:

@@ -112,6 +112,14 @@ class Engine:
         self._digests: dict[int, str] = {}
         # Called with the first batch, on every rank.
         self.look: Callable[[Batch], None] | None = None
+        # The settings with which a loss could not differentiate outputs by inputs. FSDP2 frees gathered weights before a second
+        # backward pass, also on one rank.
+        roles = {part: getattr(parallel, part) for part in ("pipeline", "context", "shard")}
+        self._apart = [
+            f"parallel.{part}"
+            for part, dim in roles.items()
+            if dim and (part == "shard" or mesh.size(dim) > 1)
+        ]
         # The number of the most recent step.
         self.done = 0
         self.reached = Reached()
@@ -190,7 +198,7 @@ class Engine:
         If calls are queued, as with NCCL, this method queues them without waiting. It waits once per step if the optimizer
         cannot skip a step itself; only torch's fused optimizers can.
 
-        Shape:     (microbatches * microbatch, ...), for each tensor of a tree that is not a scalar. Tokens and their targets are int64 (.., sequence). Targets of -100 do
+        Shape:     (microbatches * microbatch, ...), for each tensor of a tree that is not a scalar. Tokens, and the targets of the built-in loss, are any integers. Targets of -100 do
                    not count.
         lr:        the value of train.lr for this step. If None, the current lr of each optimizer group is used.
         number:    the step's number, which determines its random numbers. If None, `done` + 1.
@@ -202,7 +210,8 @@ class Engine:
                    loss or gradient norm is not finite is not applied. With train.on_nonfinite = "stop", later steps are not applied either.
         """
         number = self.done + 1 if number is None else number
-        batch = Batch(inputs, targets, documents)
+        batch = self._with_ids(Batch(inputs, targets, documents))
+        inputs, targets = batch.inputs, batch.targets
         self._check(batch)
         self._loss.start(targets)
         reached, self._lr = self.reached, lr
@@ -328,6 +337,23 @@ class Engine:
         check_documents(batch.documents, batch.inputs)
         return {"documents": batch.documents}
 
+    def _with_ids(self, batch: Batch) -> Batch:
+        """Return the batch with int64 tokens and classes, of any integers. In uint8, -100 would equal class 156.
+
+        Raises UnsupportedOp for inputs that need gradients if the loss could not differentiate outputs by them.
+        """
+        apart = self._apart
+        if apart and any(each.requires_grad for each in tensors_of(batch.inputs)):
+            raise UnsupportedOp(
+                "inputs that need gradients cannot be trained with this parallelism",
+                given=f"an input with requires_grad, and {', '.join(apart)}",
+                expected="parallel.data, with which each rank has all weights, and the outputs and inputs that a loss differentiates",
+                hint=f"x.detach(), if the loss takes no gradient by x; or remove {', '.join(apart)}",
+            )
+        if self.model.own_loss is None:
+            batch = batch._replace(targets=_as_ids(batch.targets))
+        return batch._replace(inputs=_as_ids(batch.inputs)) if self.model.vocab_size else batch
+
     def _check(self, batch: Batch) -> None:
         train, inputs, targets = self.sections.train, batch.inputs, batch.targets
         expected = tensors_of(targets)
@@ -414,7 +440,7 @@ class Engine:
         self.modules.eval()
         try:
             for number, given in enumerate(Batch(*each) for each in batches):
-                batch, short = self._filled(given)
+                batch, short = self._filled(self._with_ids(given))
                 self._look(batch)
                 more: dict[str, Any] = {**self._packed(batch), **short}
                 with self._drawing(f"evaluation {number}"):
@@ -548,3 +574,9 @@ class Engine:
         if draws is None:
             return nullcontext()
         return draws.step(step, self.data_coord * self.microbatches)
+
+
+def _as_ids(x: Any) -> Any:
+    """Return a tensor of integers or of truth values as int64, and anything else unchanged."""
+    is_number = not isinstance(x, Tensor) or x.is_floating_point() or x.is_complex()
+    return x if is_number else x.to(torch.int64)

@@ -1,4 +1,4 @@
-"""The loss of a step: what a loss function is given, what it may return, and how microbatches and ranks add up."""
+"""The loss of a step: the arguments and results of a loss function, and the sum over microbatches and ranks."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from meshcomm.config import ParallelConfig, TrainConfig
 from meshcomm.errors import ConfigError, ShapeError, TrainingError, UnsupportedOp
+from meshcomm.parallel.loss_calls import LossCalls
 from meshcomm.parallel.tensor import TensorSplit, cross_entropy
 from meshcomm.parallel.tree import tensors_of, with_tensors
 
@@ -34,8 +35,8 @@ class OwnLoss(NamedTuple):
         along the tensor dim, and outputs over the sequence along the context dim. It runs under the autocast of
         train.compute_dtype and returns one of:
         - a scalar, the mean over the microbatch. The step's loss is the mean over all microbatches on all ranks.
-        - (sum, count), scalars. The step's loss is the sum of all sums, divided by the sum of all counts, and so are gradients.
-        - a dictionary with "loss", which is one of the two, and further terms by name, which are logged and not trained.
+        - (sum, count), scalars. The step's loss is the sum of all sums, divided by the sum of all counts. So are gradients.
+        - a dictionary with "loss", which is a scalar or (sum, count), and further terms by name. They are logged and not trained.
     takes_slices: whether `function` is given this rank's slice of the logits and of the sequence, and communicates along the
         tensor dim itself. Its results then also add up along the context dim.
     """
@@ -97,6 +98,9 @@ class StepLoss:
         self._slices = own is None or own.takes_slices
         self._takes_inputs = own is not None and takes_inputs(own.function)
         self._pieces = microbatches * data_size * (splits.context.size if self._slices else 1)
+        self._calls = LossCalls(
+            self._mesh, self._parallel.data_dims, microbatches if train.check else 1, train.micro_batch_size
+        )
         self.names: list[str] = []
         self._knows_names = False
         # Whether every loss is a mean; None before the first step. `_pairs` counts this step's losses that are not.
@@ -111,9 +115,9 @@ class StepLoss:
         self._tokens = 0
 
     def split(self, inputs: Any, targets: Any) -> tuple[Any, Any]:
-        """Return this rank's slices of the inputs along the context dim, and what the loss is given with the outputs.
+        """Return this rank's slices of the inputs along the context dim, and the further arguments of the loss.
 
-        Of a tree, the tensors are split whose axis 1 is as long as that of the first one.
+        In a tree, tensors are split if their axis 1 is as long as axis 1 of the first tensor.
         """
         context = self._splits.context
         if context.size == 1:
@@ -169,7 +173,7 @@ class StepLoss:
                 self._rows.append((targets != IGNORED).sum().double().reshape(1))
             return loss / self._divisor
         given = (targets.targets, targets.inputs) if isinstance(targets, _Given) else (targets,)
-        with self._autocast():
+        with self._autocast(), self._calls.refused():
             found = self._own.function(outputs if self._slices else self._whole(outputs), *given)
         terms = dict(found) if isinstance(found, Mapping) else {"loss": found}
         if "loss" not in terms:
@@ -250,7 +254,7 @@ class StepLoss:
         self._means = not pairs
 
     def _name(self, names: list[str]) -> None:
-        """Raise TrainingError if the terms differ from those of earlier microbatches."""
+        """Raise TrainingError if the terms differ from the terms of earlier microbatches."""
         if not self._knows_names and not self._rows:
             wrong = [name for name in names if not isinstance(name, str) or not name.isidentifier()]
             if wrong:
@@ -328,6 +332,15 @@ def _is_pair(found: Any) -> bool:
     return isinstance(found, tuple) and len(found) == 2
 
 
+def with_leaves(inputs: Any, given: Any) -> tuple[Any, Any]:
+    """Return a microbatch's inputs and the further arguments of the loss. Tensors that need gradients become leaves of a new graph.
+
+    A loss with three arguments is given the same leaves as the module, and may differentiate outputs by them.
+    """
+    leaves = with_tensors(lambda x: x.detach().requires_grad_() if x.requires_grad else x, inputs)
+    return leaves, _Given(given.targets, leaves) if isinstance(given, _Given) else given
+
+
 def takes_inputs(loss: Callable[..., Any]) -> bool:
     """Return whether a loss has a third argument without a default, which is the inputs of the microbatch."""
     try:
@@ -353,7 +366,7 @@ def logits_of(found: Any) -> Tensor:
 
 
 def _check_axis(logits: Tensor, targets: Tensor, vocab_size: int) -> None:
-    """Raise ShapeError if axis 1 seems to be that of the classes, as in torch's cross-entropy of images."""
+    """Raise ShapeError if axis 1 seems to have the classes, as in torch's cross-entropy of images."""
     if not vocab_size and logits.ndim > 3 and tuple(targets.shape) == (len(logits), *logits.shape[2:]):
         raise ShapeError(
             "the built-in loss takes the classes along the last axis",

@@ -6,6 +6,8 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from fnmatch import fnmatchcase
+from os.path import dirname
+from traceback import extract_tb
 from typing import Any, Final, TypeAlias, final
 
 import torch
@@ -33,6 +35,7 @@ KINDS: Final[Mapping[str, type[torch.optim.Optimizer]]] = {
         *("SGD", "RMSprop", "Adagrad", "Adadelta"),
     )
 }
+_TORCH: Final = dirname(torch.__file__)
 _EXAMPLE: Final = "lambda groups: torch.optim.AdamW(groups, lr=1e-3)"
 # Arguments that have separate settings in [train], or that meshcomm chooses.
 _OWN: Final = ("params", "lr", "weight_decay", "betas", "eps", "differentiable", "capturable")
@@ -170,13 +173,24 @@ def made_of(make: MakeOptimizer, groups: list[dict[str, Any]]) -> torch.optim.Op
     any_number = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     needed = [each for each in arguments if each.default is each.empty and each.kind not in any_number]
     if needed:
-        raise UnsupportedOp(
-            f"{kind} cannot take a step from gradients only",
-            given=f"step({', '.join(each.name for each in needed)})",
-            expected="an optimizer whose step() takes no arguments",
-            hint="use another optimizer of torch.optim",
-        )
+        raise _needs_closure(optimizer, f"step({', '.join(each.name for each in needed)})")
     return optimizer
+
+
+def _needs_closure(optimizer: torch.optim.Optimizer, given: str) -> UnsupportedOp:
+    return UnsupportedOp(
+        f"{type(optimizer).__name__} cannot take a step from gradients only",
+        given=given,
+        expected="an optimizer whose step() takes no arguments: a step computes the gradients once",
+        hint="use another optimizer of torch.optim",
+    )
+
+
+def _misses_closure(error: Exception) -> bool:
+    """Return whether `step()` failed because it has no closure, in the last line of the program's that ran."""
+    is_none = isinstance(error, AssertionError) or "NoneType" in str(error)
+    own = [each for each in extract_tb(error.__traceback__) if not each.filename.startswith(_TORCH)]
+    return "closure" in str(error) or (is_none and bool(own) and "closure" in (own[-1].line or ""))
 
 
 def grouped(make: MakeOptimizer, train: TrainConfig, modules: nn.Module) -> torch.optim.Optimizer:
@@ -280,7 +294,15 @@ class Update:
             return
         with self._draws.step(f"optimizer {number}", 0), self.rows.handed() if self.rows else nullcontext():
             self._draws.seed(self._seed, "optimizer", number)
-            self._step(spoilt)
+            try:
+                self._step(spoilt)
+            except (AssertionError, TypeError, ValueError, RuntimeError) as error:
+                if not _misses_closure(error):
+                    raise
+                why = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+                raise _needs_closure(
+                    self.optimizer, f"step(), which fails without a closure: {why}"
+                ) from error
 
     def _step(self, spoilt: Tensor) -> None:
         if self._takes_found_inf:

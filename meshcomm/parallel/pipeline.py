@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Final, TypeAlias, final
 
@@ -22,9 +22,10 @@ from meshcomm.config.parallel import PipelineSchedule, runs
 from meshcomm.errors import LayoutError, MeshcommError, TrainingError, UnsupportedOp
 from meshcomm.mesh import Mesh
 from meshcomm.parallel.dropout import Draws
+from meshcomm.parallel.loss import with_leaves
 from meshcomm.parallel.tensor import local
 from meshcomm.parallel.torch_private import is_view
-from meshcomm.parallel.tree import in_parts, samples_of, sliced
+from meshcomm.parallel.tree import in_parts, samples_of, sliced, tensors_of
 from meshcomm.predict.passes import schedule_properties
 from meshcomm.predict.stages import Stage, split_layers, stages_of_rank
 
@@ -38,7 +39,10 @@ Shape: TypeAlias = tuple[int, ...]
 
 @final
 class Accumulate:
-    """Runs the forward and backward passes of a step, one microbatch after another."""
+    """Runs the forward and backward passes of a step, one microbatch after another.
+
+    If inputs need gradients, a loss may differentiate outputs by them, also in forward passes only.
+    """
 
     def __init__(
         self,
@@ -94,7 +98,13 @@ class Accumulate:
                 weight, kept = left / size, slice(left or size)
                 x, target, here = sliced(x, kept), sliced(target, kept), sliced(here, kept)
             spans = self._mesh.metrics.spans if backward and self._mesh is not None else None
-            with stretch(spans, PASSES, f"forward {i}"):
+            differentiates = any(each.requires_grad for each in tensors_of(x))
+            if differentiates:
+                x, target = with_leaves(x, target)
+            with (
+                stretch(spans, PASSES, f"forward {i}"),
+                torch.enable_grad() if differentiates else nullcontext(),
+            ):
                 y = self._module(x, **here)
                 loss = self._loss(y, target) if weight == 1 else self._loss(y, target, weight)
             if backward:

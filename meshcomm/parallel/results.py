@@ -225,7 +225,10 @@ class Results:
 
     def _fault(self, step: _Pending) -> str:
         if not step.counted.item():
-            return "no target in the global batch counts: all are -100, so the mean is undefined"
+            return (
+                "nothing in the global batch counts, so the mean is 0/0: all targets are -100, or the counts that the loss "
+                "returned add up to 0"
+            )
         norms = dict(zip(self._norm.names, step.norms.tolist(), strict=True))
         outside = ""
         if step.ids is not None:
@@ -233,18 +236,18 @@ class Results:
             for what, lowest, highest in zip(("tokens", "targets"), ends[::2], ends[1::2], strict=True):
                 if lowest < 0 or highest >= self._vocab_size:
                     outside = f"{what} range from {lowest} to {highest}, the vocabulary has 0 to {self._vocab_size - 1}"
-        lost = step.loss is not None and not _finite(step.loss)
+        lost = "" if step.loss is None or _finite(step.loss) else "nan" if step.loss.isnan() else "inf"
         return self._blamed(norms, lost, outside)
 
     @torch.no_grad()
-    def _blamed(self, norms: Mapping[str, float], lost: bool, outside: str) -> str:
+    def _blamed(self, norms: Mapping[str, float], lost: str, outside: str) -> str:
         """Return one or more lines, the same on every rank, that name the first non-finite gradient in backward order.
 
         The first gradient is nearest to the loss, and backward propagates its values to the gradients of earlier layers.
         Gradients that are summed along a dim are equal on all its ranks, so the loss of each rank's samples is more specific.
 
         norms:     the norms of this rank's parts of the gradients, which have been summed over ranks.
-        lost:      whether the loss of this rank's samples is not finite.
+        lost:      "nan" or "inf" if the loss of this rank's samples is not finite; else "".
         outside:   the reason why this rank's tokens are invalid, or "".
         Called by: every rank of the mesh. Gathers objects once along each dim.
         """
@@ -272,12 +275,15 @@ class Results:
             more = f", and of {first['more']} more of its {first['of']} parameters" if first["more"] else ""
             lines = [f"{first['label']}: {kind} in the gradient of {name}{more}"]
             lines += _dims(mesh, self._parallel, [row["rank"] for row in there])
+        elif any(row["loss"] for row in table):
+            lines = ["every element of every gradient is finite, but the loss is not"]
         else:
             lines = ["every element of every gradient is finite, but the sum of their squares overflows"]
         if strange := [row for row in table if row["outside"]]:
             lines.insert(0, f"{strange[0]['label']}: {strange[0]['outside']}")
-        if own := [row["rank"] for row in table if row["loss"]]:
-            lines.append(f"the loss of its samples is not finite on rank {fold(own)}")
+        for kind, why in (("nan", ": a mean over no elements is 0/0"), ("inf", "")):
+            if own := [row["rank"] for row in table if row["loss"] == kind]:
+                lines.append(f"the loss of its samples is {kind} on rank {fold(own)}{why}")
         if weights := [row for row in table if row["weight"]]:
             lines.append(f"{weights[0]['label']}: the weight {weights[0]['weight']} itself is not finite")
         return "\n".join(lines)
@@ -290,10 +296,11 @@ def _stopped(done: Done, lr: float, most: float, nothing: bool) -> TrainingError
         f"the {what} of step {done.number} is {size}",
         given=f"{done.fault}\nloss {done.loss:.4g}, gradient norm {done.gradient_norm:.4g}, lr {lr:.3g}",
         expected="finite numbers on every rank; this step is not applied, and no later state is saved",
-        hint='use data with targets other than -100 in each step, or train.on_nonfinite = "skip"'
+        hint='use data with targets that count in each step, or train.on_nonfinite = "skip"'
         if nothing
         else f"continue from the last checkpoint (train.resume = true) with a smaller train.lr than "
-        f'{most:g}, or with train.on_nonfinite = "skip"',
+        f'{most:g}, or with train.on_nonfinite = "skip"'
+        + ("; if a mask may be empty, return (sum, count) from the loss" if math.isnan(done.loss) else ""),
     )
 
 

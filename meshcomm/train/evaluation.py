@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, final
+from functools import partial
+from typing import Any, Final, final
 
 from meshcomm.config import TrainConfig
 from meshcomm.errors import ConfigError, MeshcommError, TrainingError
+from meshcomm.layout.sizes import ranks_text
+from meshcomm.mesh.all_ranks import of_every_rank, on_all_ranks, ranks_of
 from meshcomm.models.build import function_of
 from meshcomm.parallel.compose import Engine
 from meshcomm.train.callbacks import Evaluation
 from meshcomm.train.data import Batches, Corpus, batches_of, takes_one
+
+# Ranks may add up the same numbers in another order.
+_ROOM: Final = 1e-4
+# The number of different results that an error lists.
+_SHOWN: Final = 8
 
 
 def evaluate_of(train: TrainConfig) -> Callable[[Any], Any] | None:
@@ -64,16 +73,44 @@ class Evaluator:
         self._batches = min(whole, train.eval_batches or whole)
 
     def after(self, step: int, tokens_per_step: int) -> Evaluation:
-        """Evaluate the weights after a step. Called by: every rank. Raises TrainingError if a result is not a number."""
+        """Evaluate the weights after a step.
+
+        Called by: every rank.
+        Raises:    TrainingError on every rank if the function returns no numbers on one rank, or other numbers than on the first.
+        """
         began = time.perf_counter()
         found: dict[str, float] = {}
         if self._held is not None and self._batches:
             found["loss"] = self._engine.evaluate(self._held.in_order(self._train.eval_batches))
         if self._function is not None:
-            found |= self._numbers(self._function())
+            found |= self._agreed(self._function())
         loss = found.pop("loss")
         tokens = self._batches * tokens_per_step
         return Evaluation(step, loss, tokens, time.perf_counter() - began, found)
+
+    def _agreed(self, found: Any) -> dict[str, float]:
+        """Return the numbers of the first rank, which every rank then decides by. Those of other ranks may differ by rounding."""
+        mesh = self._engine.mesh
+        numbers = on_all_ranks(mesh, "evaluate", partial(self._numbers, found))
+        if mesh.is_fake:
+            return numbers
+        every = dict(sorted(zip(ranks_of(mesh), of_every_rank(mesh, numbers), strict=True)))
+        first: dict[str, float] = next(iter(every.values()))
+        if not all(_alike(each, first) for each in every.values()):
+            shown: dict[str, list[int]] = {}
+            for rank, each in every.items():
+                same = first if _alike(each, first) else each
+                shown.setdefault(", ".join(f"{name} {same[name]:.10g}" for name in same), []).append(rank)
+            lines = [f"{ranks_text(ranks)}: {text or 'nothing'}" for text, ranks in shown.items()]
+            more = [f"and {len(lines) - _SHOWN} other results"] if len(lines) > _SHOWN else []
+            raise TrainingError(
+                "train.evaluate returns different numbers on the ranks",
+                given="\n".join([f"{self._train.evaluate}:", *lines[:_SHOWN], *more]),
+                expected="the same numbers on every rank, up to rounding: the run stops or keeps a checkpoint by them",
+                hint="trainer.evaluate(batches) returns the mean over all ranks. Add up a sum and a count of each rank with "
+                "mesh.all_reduce along data and shard, or send one rank's result with mesh.objects.broadcast",
+            )
+        return first
 
     def _numbers(self, found: Any) -> dict[str, float]:
         given = found if isinstance(found, Mapping) else {"loss": found}
@@ -95,3 +132,12 @@ class Evaluator:
             "the data have no validation part",
             hint='return {"loss": loss, "accuracy": accuracy}',
         )
+
+
+def _alike(numbers: Mapping[str, float], others: Mapping[str, float]) -> bool:
+    """Return whether two ranks have the same numbers, up to rounding. All nan are alike."""
+    return numbers.keys() == others.keys() and all(
+        math.isclose(each, others[name], rel_tol=_ROOM, abs_tol=_ROOM / 100)
+        or (math.isnan(each) and math.isnan(others[name]))
+        for name, each in numbers.items()
+    )

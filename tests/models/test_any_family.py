@@ -194,6 +194,37 @@ def test_a_multiplier_on_each_stage_is_refused() -> None:
     check_model(replace(spec, forward=None), USES["pipeline"])
 
 
+class _Masked(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(width, width)
+
+    def forward(self, x: Tensor, mask: Tensor, scale: float) -> Tensor:
+        return x + torch.tanh(self.layer(x)) * mask * scale
+
+
+@pytest.mark.parametrize("of_ids", [False, True])
+def test_masks_through_a_pipeline_may_depend_on_the_shape_and_not_on_ids(of_ids: bool) -> None:
+    class Masks(own.Own):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(_Masked(16) for _ in range(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            mask = x % 3 != 0 if of_ids else torch.arange(x.shape[1])[None] % 2 == 0
+            hidden = self.tokens(x) + self.places(torch.arange(x.shape[1]))
+            for block in self.blocks:
+                hidden = block(hidden, mask.to(hidden.dtype)[..., None], 0.5)
+            return self.logits(self.norm(hidden))
+
+    spec = replace(own.spec(), module=Masks, forward=None, attention=None, split={}, sequence=None)
+    if of_ids:
+        # Later stages are given zeros as tokens.
+        assert "computes different results with parallel.pipeline" in _refused(spec, USES["pipeline"])
+    else:
+        check_model(spec, USES["pipeline"])
+
+
 class Gated(nn.Module):
     def __init__(self) -> None:
         super().__init__()

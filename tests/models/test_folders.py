@@ -171,8 +171,11 @@ def test_text_for_weights_goes_through_the_tokenizer_of_their_folder(pool: Pool,
 
 def test_weights_without_a_tokenizer_take_bytes_only_if_told_so(tmp_path: Path) -> None:
     folder = folder_of("llama", tmp_path)
+    # A program may pass batches of its own.
+    given = config_of({"pretrained": str(folder)}, "dp=1", tokenizer=None)
+    assert given.data is not None
     with pytest.raises(ConfigError) as caught:
-        config_of({"pretrained": str(folder)}, "dp=1", tokenizer=None)
+        data_of.load(given.data, model=given.model)
     found = str(caught.value)
     assert "data.tokenizer: the weights were trained with a tokenizer that is not in their folder" in found
     assert f"no tokenizer.json in {folder}" in found and 'data.tokenizer = "bytes"' in found

@@ -539,3 +539,44 @@ def adafactor(groups: Any) -> torch.optim.Optimizer:
 def test_optimizers_of_whole_matrices_are_refused_on_shards(pool: Pool, make: Any) -> None:
     for told in pool.run(partial(optimized, module=Matrices), config_of("fsdp=2"), make, ranks=2):
         assert "cannot update parameters that are split" in told and "parallel.data" in told
+
+
+# -- dtypes -----------------------------------------------------------------------------------------
+
+
+def said_of(make: Callable[[], nn.Module], object_: bool, **train: Any) -> str:
+    """What a Trainer says when it is made of a module with these dtypes on one rank; "" if nothing."""
+
+    def body(mesh: Mesh) -> str:
+        try:
+            model = make() if object_ else ModelSpec(module=make)
+            _ = Trainer(mesh, config, model, loss=loss_of).engine
+        except MeshcommError as error:
+            return str(error)
+        return ""
+
+    settings = {"dtype": None, **train}
+    config = config_of("dp=1", **{name: each for name, each in settings.items() if each is not None})
+    if settings["dtype"] is None:
+        parts = config.model_dump(exclude_unset=True)
+        del parts["train"]["dtype"]
+        config = load_config(parts)
+    (said,) = meshcomm.simulate(body, config)
+    return said
+
+
+def narrow_head() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).to(torch.bfloat16))
+
+
+@pytest.mark.parametrize("object_", [True, False])
+def test_casts_that_nobody_asked_for_are_refused(object_: bool) -> None:
+    for dtype in ("float32", "float64"):
+        said = said_of(narrow_head, object_, dtype=dtype)
+        assert "the parameters of this module have different dtypes" in said
+        assert "float32: 0.weight" in said and "bfloat16: 1.weight" in said
+    assert "module.double()" in said
+    wide = said_of(lambda: nn.Linear(4, 4).double(), object_)
+    assert "would round them to float32" in wide and 'train.dtype = "float64"' in wide
+    assert not said_of(lambda: nn.Linear(4, 4).double(), object_, dtype="float32")
+    assert not said_of(lambda: nn.Linear(4, 4).to(torch.bfloat16), object_)

@@ -1,4 +1,4 @@
-"""A kind of model for a Trainer, beside its program in plain torch."""
+"""A kind of model for a Trainer, with its program in plain torch."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from tests.oracles.kind import Kind
 class Case:
     """A kind of model for a Trainer.
 
-    given: what the Trainer is given; by default, the module as an object. refused: for each mesh, words of the error.
-    micro: samples of a microbatch on one rank. train: more settings of [train]. on_mesh: makes what the Trainer is given, in
-    place of `given`, for a program that calls the mesh itself. loss: on a mesh, if it communicates. seq_len: the length of axis 1
-    of hidden states, which context divides.
+    given: makes the model for the Trainer; by default, the module as an object. refused: for each mesh, words of the error.
+    micro: samples of a microbatch on one rank. train: more settings of [train]. on_mesh: replaces `given` in a program that calls
+    the mesh itself. loss: makes a loss that communicates on a mesh. seq_len: the length of axis 1 of hidden states, which context
+    divides.
     """
 
     kind: Kind

@@ -16,11 +16,12 @@ import numpy as np
 import pytest
 import torch
 
-from meshcomm.config import DataConfig
-from meshcomm.errors import TrainingError
+from meshcomm.config import DataConfig, load_config
+from meshcomm.errors import ConfigError, TrainingError
 from meshcomm.train import data as text
 from meshcomm.train.data import Batches, Corpus, Stream
 from meshcomm.train.data.batches import Order, permuted
+from tests.sizes import model_of, train_of
 
 TEXT = np.arange(1000, dtype=np.int64).astype(np.uint8)
 ABC = Corpus((Stream(TEXT, 7),), b"")
@@ -359,6 +360,7 @@ def sample(kind):
         "pair": ([1, 2, 3], [4, -100, 6]),
         "dict": {"input_ids": [1, 2, 3], "labels": [-100, 8, 9]},
         "image": (torch.zeros(2, 2), torch.tensor(3.0)),
+        "features": ([1, 2, 3], 2), "regression": ([1, 2, 3], [0.5, 1.5, 2.5]), "several": ([1, 2, 300], [[1, 0]]),
         "long": list(range(6)), "empty": [], "text": "abc", "triple": (1, 2, 3), "nameless": {"x": 1},
         "negative": [3, -1, 3], "high": [3, 999, 3], "uneven": ([1, 2], [1]), "alone": torch.zeros(2, 2),
     }[kind]]
@@ -436,6 +438,9 @@ def test_the_content_of_a_dataset_is_in_its_digest_unless_it_is_random(loaders: 
         ("pair", [1, 2, 3, 0], [4, -100, 6, -100]),
         ("dict", [1, 2, 0, 0], [8, 9, -100, -100]),
         ("image", [[0, 0], [0, 0]], 3),
+        ("features", [1, 2, 3], 2),
+        ("regression", [1, 2, 3], [0.5, 1.5, 2.5]),
+        ("several", [1, 2, 300], [[1, 0]]),
     ],
 )
 def test_kinds_of_samples(loaders: None, kind: str, inputs: Any, targets: Any) -> None:
@@ -461,7 +466,7 @@ def test_kinds_of_samples(loaders: None, kind: str, inputs: Any, targets: Any) -
                 ("text", "str"),
                 ("triple", "a tuple of 3"),
                 ("nameless", "a dict with x"),
-                ("uneven", "2 tokens and 1 targets"),
+                ("uneven", "2 tokens and 1 targets. Integers that are not tokens have"),
                 ("alone", "without targets"),
             )
         ),
@@ -475,3 +480,33 @@ def test_what_a_function_must_return_is_said(loaders: None, config: Any, what: s
         text.load(named(function, **more), vocab_size=10)
     assert caught.value.what.startswith(what), caught.value.what
     assert given in str(caught.value.given) and caught.value.expected
+
+
+# -- the token that ends a document ---------------------------------------------------------------
+
+
+def test_an_end_of_documents_outside_the_vocabulary_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "tokens.npy"
+    np.save(path, np.arange(100, dtype=np.uint8) % 10)
+
+    def ends(eos: int, vocab_size: int | None) -> None:
+        config = DataConfig(tokens=(str(path),), seq_len=4, document_mask=True, eos_id=eos)
+        text.load(config, vocab_size=vocab_size)
+
+    ends(9, 10)
+    ends(255, None)
+    for eos, vocab_size, most in ((10, 10, 9), (256, None, 255), (256, 1000, 255)):
+        with pytest.raises(TrainingError, match="no document would end") as caught:
+            ends(eos, vocab_size)
+        assert caught.value.given == f"token {eos}, from data.eos_id"
+        assert str(caught.value.expected).startswith(f"0 to {most},")
+    with pytest.raises(ConfigError, match=r"data\.eos_id: no document would end.*outside the model"):
+        load_config(
+            {
+                "mesh": {"dims": {"dp": 1}, "device": "cpu"},
+                "parallel": {"data": "dp"},
+                "model": model_of(1, 16, 2, 2, 32, vocab_size=300),
+                "data": {"tokens": ["x.npy"], "seq_len": 4, "document_mask": True, "eos_id": 300},
+                "train": train_of(1, 2, 1),
+            }
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 import meshcomm
 from meshcomm.config import Config, load_config
-from meshcomm.errors import ConfigError
+from meshcomm.errors import ConfigError, TrainingError
 from meshcomm.testing import Pool
 from meshcomm.train import Trainer
 from meshcomm.train.parity import Record, compare, record, reference
@@ -89,3 +90,47 @@ def refused(config: Config) -> str:
 def test_patterns_that_match_nothing_or_everything_are_refused(pool: Pool, pattern: str, said: str) -> None:
     config = load_config(small("pp=2"), [f'train.frozen=["{pattern}"]'])
     assert pool.run(refused, config, ranks=2) == [said, said]
+
+
+# -- parameters that change sides ------------------------------------------------------------------
+
+
+def halves(frozen: bool) -> torch.nn.Sequential:
+    torch.manual_seed(0)
+    module = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+    module[0].requires_grad_(not frozen)
+    return module
+
+
+def thawed(config: Config, folder: str) -> tuple[str, float]:
+    """What a step says after a layer was unfrozen; and the loss of a step of the way out that it names."""
+    with meshcomm.init(config) as mesh:
+        torch.manual_seed(mesh.rank)
+        x, y = torch.randn(4, 4), torch.tensor([0, 1, 1, 0])
+        trainer = Trainer(mesh, config, module := halves(True))
+        trainer.step(x, y)
+        module[0].requires_grad_(True)
+        try:
+            trainer.step(x, y)
+        except TrainingError as error:
+            said = str(error)
+        trainer.save(folder)
+        trainer = Trainer(mesh, config, halves(False))
+        trainer.load(folder)
+        trainer.step(x, y)
+        return said, trainer.results()[0].loss
+
+
+@pytest.mark.parametrize("dim", ["dp", "fsdp"])
+def test_a_parameter_that_is_unfrozen_between_steps_is_named(pool: Pool, tmp_path: Path, dim: str) -> None:
+    config = load_config(
+        {
+            "mesh": {"dims": {dim: 2}, "device": "cpu"},
+            "parallel": {"data" if dim == "dp" else "shard": dim},
+            "train": {"steps": 3, "global_batch_size": 8, "micro_batch_size": 4, "check": False},
+        }
+    )
+    for said, loss in pool.run(thawed, config, str(tmp_path / "saved"), ranks=2):
+        assert "parameters were unfrozen after the Trainer was made" in said and "0.weight, 0.bias" in said
+        assert "train.frozen" in said and "a new Trainer of a new module" in said
+        assert loss > 0

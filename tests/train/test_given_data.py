@@ -309,11 +309,16 @@ class Rows(IterableDataset[Any]):
         return iter(list(zip(X, Y, strict=True))[:10])
 
 
+class Fours(BatchSampler):
+    """With a name of its own, and torch's batches."""
+
+
 @pytest.mark.parametrize(
     "loader",
     [
         lambda rows: DataLoader(rows, batch_size=None, sampler=BatchSampler(range(10), 4, drop_last=False)),
         lambda rows: DataLoader(Rows(), batch_size=4),
+        lambda rows: DataLoader(rows, batch_sampler=Fours(range(10), 4, drop_last=False)),
     ],
 )
 def test_the_short_end_of_a_sampler_of_batches_or_of_a_stream_is_refused(

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, Subset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset, Subset
 
 import meshcomm
 from meshcomm.config import Config, load_config
@@ -522,6 +522,50 @@ def test_a_state_that_does_not_fit_is_named(pool: Pool, tmp_path: Path) -> None:
     assert all("AssertionError: 4 workers" in each for each in said)
 
 
+class Streamed(IterableDataset[Tensor]):
+    """Samples in turn. divided: each worker reads its own ones. same: all samples are equal."""
+
+    def __init__(self, divided: bool, same: bool) -> None:
+        self._divided, self._same = divided, same
+
+    def __iter__(self) -> Iterator[Tensor]:
+        worker = torch.utils.data.get_worker_info()
+        first, step = (worker.id, worker.num_workers) if self._divided and worker is not None else (0, 1)
+        for number in range(first, 96, step):
+            yield torch.full((SEQUENCE,), 1 if self._same else number)
+
+
+def streamed(config: Config, divided: bool, same: bool) -> str:
+    loader = DataLoader(
+        Streamed(divided, same),
+        batch_size=8,
+        num_workers=2,
+        collate_fn=in_one,
+        multiprocessing_context="fork",
+    )
+    with meshcomm.init(config) as mesh:
+        try:
+            Trainer(mesh, config).run(loader)
+        except TrainingError as error:
+            return str(error)
+    return ""
+
+
+def in_one(rows: list[Tensor]) -> dict[str, Tensor]:
+    return {"input_ids": torch.stack(rows)}
+
+
+def test_workers_that_read_the_same_stream_are_named(pool: Pool, tmp_path: Path) -> None:
+    config = on("one=1", tmp_path)
+    (said,) = pool.run(streamed, config, False, False, ranks=1)
+    assert (
+        said.startswith("the workers of the DataLoader read the same samples") and "num_workers = 2" in said
+    )
+    assert "get_worker_info" in said
+    assert pool.run(streamed, config, True, False, ranks=1) == [""]
+    assert pool.run(streamed, config, False, True, ranks=1) == [""]
+
+
 # -- evaluation by a function ---------------------------------------------------------------------
 
 
@@ -573,3 +617,33 @@ def test_what_is_no_evaluation_is_named(pool: Pool, tmp_path: Path) -> None:
     assert "train.evaluate could not be imported" in said("tests.nowhere:judge")
     with pytest.raises(ConfigError, match=r"data\.validation, data\.validation_files or train\.evaluate"):
         load_config({**BASE, "train": {**BASE["train"], "eval_every": 3}})
+
+
+def judge_apart(trainer: Trainer) -> dict[str, float]:
+    """Each rank judges its own samples."""
+    return {"loss": 1.0, "accuracy": 0.25 + trainer.mesh.coord("dp") / 4}
+
+
+def judge_on_one(trainer: Trainer) -> float | None:
+    return None if trainer.mesh.rank else 2.0
+
+
+def judge_roughly(trainer: Trainer) -> dict[str, float]:
+    """Ranks round differently, and one number is undefined."""
+    return {"loss": 1.0 + trainer.mesh.rank * 1e-7, "nothing": float("nan")}
+
+
+def test_ranks_that_evaluate_differently_are_named_on_every_rank(pool: Pool, tmp_path: Path) -> None:
+    def ran(name: str, out: str) -> list[Any]:
+        changes = ["train.eval_every=3", f"train.evaluate={__name__}:{name}", "train.target_loss=0.5"]
+        return pool.run(losses_or_error, on("dp=2 tp=2", tmp_path / out, *changes), ranks=4)
+
+    for said in ran("judge_apart", "apart"):
+        assert "train.evaluate returns different numbers on the ranks" in said
+        assert "ranks 0 1: loss 1, accuracy 0.25" in said and "ranks 2 3: loss 1, accuracy 0.5" in said
+    alone = ran("judge_on_one", "one")
+    assert all("train.evaluate returns no numbers" in said and "judge_on_one: None" in said for said in alone)
+    assert alone[0].startswith("rank 1 (")
+    assert len({*ran("judge_roughly", "roughly")}) == 1
+    lines = [line for line in metrics(tmp_path / "roughly") if "validation_loss" in line]
+    assert [line["validation_loss"] for line in lines] == [1.0, 1.0]

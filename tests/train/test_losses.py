@@ -10,7 +10,7 @@ from typing import Any, Final
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 import meshcomm
 from meshcomm.config import Config, load_config
@@ -206,6 +206,92 @@ def test_a_loss_may_communicate(pool: Pool, tmp_path: Path) -> None:
     for found in pool.run(contrasted, config, ranks=2):
         for ours, theirs in zip(found, expected, strict=False):
             assert ours == pytest.approx(theirs, rel=1e-9)
+
+
+def contrasted_or_error(config: Config) -> Any:
+    try:
+        return contrasted(config)
+    except MeshcommError as error:
+        return str(error)
+
+
+def test_a_loss_that_communicates_is_given_one_microbatch(pool: Pool, tmp_path: Path) -> None:
+    config = config_for("dp=2", str(tmp_path), micro_batch_size=BATCH // 4)
+    for said in pool.run(contrasted_or_error, config, ranks=2):
+        assert "is given only one microbatch of their samples" in said and "a collective on dp" in said
+        assert "2 microbatches" in said and f"train.micro_batch_size = {BATCH // 2}" in said
+    # The way out if microbatches may be compared each on its own.
+    unchecked = config_for("dp=2", str(tmp_path), micro_batch_size=BATCH // 4, check=False)
+    assert all(len(found) == STEPS for found in pool.run(contrasted_or_error, unchecked, ranks=2))
+
+
+# -- losses that differentiate outputs by inputs ---------------------------------------------------
+
+
+def slope(outputs: Tensor, targets: Tensor, inputs: Tensor) -> dict[str, Tensor]:
+    """The residual of a differential equation (Raissi et al. 2019)."""
+    (each,) = torch.autograd.grad(outputs.sum(), inputs, create_graph=True)
+    return {"loss": (each - targets).square().mean() + outputs.square().mean(), "slope": each.abs().mean()}
+
+
+def field() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+
+
+def points(step: int) -> tuple[Tensor, Tensor]:
+    drawn = torch.randn(2, BATCH, 2, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+    return drawn[0], drawn[1]
+
+
+def differentiated(config: Config, detached: bool = False) -> Any:
+    """Losses, norms and slopes of each step, and the loss of an evaluation."""
+    with meshcomm.init(config) as mesh:
+        trainer, encoder = Trainer(mesh, config, field(), loss=slope), nn.Linear(2, 2)
+        try:
+            for step in range(1, STEPS + 1):
+                x, y = (each.chunk(mesh.data_world_size)[mesh.data_rank] for each in points(step))
+                trainer.step(encoder(x.float()) if detached else x.clone().requires_grad_(), y)
+            # A collated batch of samples that need gradients is no leaf.
+            x, y = (each.chunk(mesh.data_world_size)[mesh.data_rank] for each in points(9))
+            loss = trainer.evaluate([(torch.stack([*x.clone().requires_grad_()]), y)])
+            return [[each.loss, each.gradient_norm, each.terms["slope"]] for each in trainer.results()], loss
+        except MeshcommError as error:
+            return str(error)
+
+
+@pytest.mark.parametrize("dims", ["one=1", "dp=2"])
+def test_a_loss_may_differentiate_by_inputs(pool: Pool, tmp_path: Path, dims: str) -> None:
+    module, expected = field(), []
+    sgd = torch.optim.SGD(module.parameters(), RATE)
+    for step in (*range(1, STEPS + 1), 9):
+        x, y = points(step)
+        x.requires_grad_()
+        terms = slope(module(x), y, x)
+        sgd.zero_grad()
+        terms["loss"].backward()
+        norm = torch.cat(
+            [each.grad.flatten() for each in module.parameters() if each.grad is not None]
+        ).norm()
+        expected.append([float(each.detach()) for each in (terms["loss"], norm, terms["slope"])])
+        if step != 9:
+            sgd.step()
+    for check in (True, False):
+        config = config_for(dims, str(tmp_path), check=check, clip_norm=1e9)
+        for found, loss in pool.run(differentiated, config, ranks=config.mesh.layout(None).world_size):
+            for ours, theirs in zip(found, expected[:-1], strict=True):
+                assert ours == pytest.approx(theirs, rel=1e-9)
+            assert loss == pytest.approx(expected[-1][0], rel=1e-9)
+
+
+def test_inputs_that_need_gradients_are_refused_with_shards(pool: Pool, tmp_path: Path) -> None:
+    for said in pool.run(differentiated, config_for("fsdp=2", str(tmp_path)), ranks=2):
+        assert "inputs that need gradients cannot be trained" in said and "remove parallel.shard" in said
+
+
+def test_data_computed_from_parameters_are_refused(pool: Pool, tmp_path: Path) -> None:
+    for said in pool.run(differentiated, config_for("dp=2", str(tmp_path)), True, ranks=2):
+        assert "the data of step 1 are computed from parameters that this step would not train" in said
 
 
 def on_slices(config: Config) -> list[dict[str, float]]:

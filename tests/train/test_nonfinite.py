@@ -196,9 +196,50 @@ def stepped(config: Config, samples: int, target: int) -> str:
 def test_a_step_without_a_target_and_a_short_batch_say_so(pool: Pool, tmp_path: Path) -> None:
     config = tiny(tmp_path, "{ pp = 1, dp = 2, tp = 1 }", "data.seq_len=8")
     for found in pool.run(stepped, config, 4, -100, ranks=2):
-        assert "no target in the global batch counts: all are -100" in found
+        assert "nothing in the global batch counts, so the mean is 0/0: all targets are -100" in found
         assert "too large" not in found and "train.lr" not in found
     for found in pool.run(stepped, config, 2, 1, ranks=2):
         assert "drop_last=True in the DataLoader if this is the short last batch" in found
     for found in pool.run(stepped, config, 8, 1, ranks=2):
         assert "train.global_batch_size = 16" in found and "drop_last" not in found
+
+
+# -- means over nothing ----------------------------------------------------------------------------
+
+
+def mean_of_kept(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return outputs[targets > 0].mean()
+
+
+def sum_of_kept(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return outputs[targets > 0].sum(), (targets > 0).sum()
+
+
+def infinite(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return outputs.sum() + math.inf
+
+
+@pytest.mark.parametrize("loss", [mean_of_kept, sum_of_kept, infinite])
+def test_a_mean_over_an_empty_mask_is_called_that(loss: Any) -> None:
+    settings = train_of(2, 4, 2, check=False, on_nonfinite="stop")
+    mesh_settings = {"dims": {"dp": 2}, "device": "cpu"}
+    config = load_config({"mesh": mesh_settings, "parallel": {"data": "dp"}, "train": settings})
+
+    def said(mesh: meshcomm.Mesh) -> str:
+        trainer = trainers.Trainer(mesh, config, torch.nn.Linear(3, 1), loss=loss)
+        kept = mesh.rank if loss is mean_of_kept else 0
+        trainer.step(torch.ones(2, 3), torch.full((2, 1), kept))
+        with pytest.raises(TrainingError) as caught:
+            trainer.results()
+        return str(caught.value)
+
+    for found in meshcomm.simulate(said, config):
+        assert "overflows" not in found
+        if loss is infinite:
+            assert "the loss of its samples is inf on rank 0 1" in found and "0/0" not in found
+        elif loss is sum_of_kept:
+            assert "so the mean is 0/0" in found and "the counts that the loss returned add up to 0" in found
+        else:
+            assert "every element of every gradient is finite, but the loss is not" in found
+            assert "the loss of its samples is nan on rank 0: a mean over no elements is 0/0" in found
+            assert "return (sum, count) from the loss" in found

@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import meshcomm
-from meshcomm.config import load_config
+from meshcomm.config import Config, load_config
 from meshcomm.testing import Pool
 from meshcomm.train import Trainer
 from meshcomm.train.parity import record, reference
@@ -123,3 +123,36 @@ def test_a_weight_is_cast_once_in_a_step(pool: Pool, schedule: str, recompute: b
     case["mesh"]["dims"], case["parallel"] = {"one": 1}, {}
     ((_, losses),) = pool.run(casts, case, ranks=1)
     assert found[0][1] == pytest.approx(losses, rel=2e-3)
+
+
+# -- classes ---------------------------------------------------------------------------------------
+
+# In uint8, -100 is 156.
+CLASSES = torch.tensor([156, 1, 2, 3, 156, 5, 100, 7])
+
+
+def with_labels(config: Config, kinds: list[torch.dtype]) -> list[list[float]]:
+    """The loss of a step, and of an evaluation after it, with classes of each type."""
+    with meshcomm.init(config) as mesh:
+        found = []
+        for kind in kinds:
+            torch.manual_seed(0)
+            trainer = Trainer(mesh, config, torch.nn.Linear(4, 200))
+            x, y = torch.arange(32.0).reshape(8, 4) / 32, CLASSES.to(kind)
+            mine = [each.chunk(mesh.size("dp"))[mesh.coord("dp")] for each in (x, y)]
+            trainer.step(*mine)
+            found.append([trainer.results()[0].loss, trainer.evaluate([tuple(mine)])])
+        return found
+
+
+def test_classes_may_be_any_integers(pool: Pool) -> None:
+    settings = train_of(3, 8, 2, lr=0.5, optimizer="sgd", dtype="float64", clip_norm=1e9)
+    case = {"mesh": {"dims": {"dp": 2}, "device": "cpu"}, "parallel": {"data": "dp"}, "train": settings}
+    torch.manual_seed(0)
+    module, x = torch.nn.Linear(4, 200).double(), torch.arange(32.0).reshape(8, 4).double() / 32
+    wanted = torch.nn.functional.cross_entropy(module(x), CLASSES)
+    kinds = [torch.uint8, torch.int16, torch.int32, torch.uint16]
+    for found in pool.run(with_labels, load_config(case), kinds, ranks=2):
+        assert all(each == found[0] for each in found)
+        assert found[0][0] == pytest.approx(wanted.item(), rel=1e-12)
+        assert found[0][1] < found[0][0]

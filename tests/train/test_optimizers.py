@@ -13,7 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import meshcomm
 from meshcomm.config import Config, load_config
-from meshcomm.errors import ConfigError
+from meshcomm.errors import ConfigError, UnsupportedOp
 from meshcomm.parallel import narrow_state, whole
 from meshcomm.parallel.optimizer import KINDS
 from meshcomm.testing import Pool
@@ -180,3 +180,62 @@ def test_wsd_stays_and_falls_at_the_end() -> None:
     # A tenth of what is then all of the steps: the rest of a longer run begins where this one was stable.
     longer = train.model_copy(update={"steps": 200})
     assert [learning_rate(longer, step) for step in range(1, 91)] == rates[:90]
+
+
+# -- optimizers that need a closure ----------------------------------------------------------------
+
+
+class _Asserts(torch.optim.SGD):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """See Optimizer."""
+        assert closure is not None
+        super().step(closure)
+
+
+class _Says(torch.optim.SGD):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """See Optimizer."""
+        if closure is None:
+            raise RuntimeError("Sharpness-aware steps require a closure")
+
+
+class _Calls(torch.optim.SGD):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """See Optimizer."""
+        torch.enable_grad()(closure)()
+
+
+class _Broken(torch.optim.SGD):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """See Optimizer."""
+        assert self.param_groups[0]["lr"] > 1e9
+
+
+@pytest.mark.parametrize("kind", [_Asserts, _Says, _Calls, _Broken])
+def test_an_optimizer_that_fails_without_a_closure_is_named(kind: type[torch.optim.SGD]) -> None:
+    config = load_config(
+        {
+            "mesh": {"dims": {"dp": 2}, "device": "cpu"},
+            "parallel": {"data": "dp"},
+            "train": {"steps": 2, "global_batch_size": 4, "micro_batch_size": 2},
+        }
+    )
+
+    def body(mesh: Any) -> str:
+        trainer = Trainer(
+            mesh, config, torch.nn.Linear(3, 1), optimizer=kind, loss=torch.nn.functional.mse_loss
+        )
+        try:
+            trainer.step(torch.full((2, 3), 1.0 + mesh.rank), torch.ones(2, 1))
+        except UnsupportedOp as error:
+            return str(error)
+        except AssertionError:
+            return "its own error"
+        return ""
+
+    for said in meshcomm.simulate(body, config):
+        if kind is _Broken:
+            assert said == "its own error"
+        else:
+            assert f"{kind.__name__} cannot take a step from gradients only" in said
+            assert "fails without a closure" in said

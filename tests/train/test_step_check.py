@@ -1,4 +1,4 @@
-"""The check before training: what it finds if nothing else does, and what it leaves alone."""
+"""The check before training: errors that nothing else finds, and programs that pass."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def of_tokens(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-# -- what is right, and stays untouched -----------------------------------------------------------------
+# -- correct programs stay untouched -----------------------------------------------------------------
 
 
 def in_a_dictionary(outputs: Tensor, targets: Tensor) -> dict[str, Any]:
@@ -169,7 +169,7 @@ def test_right_programs_pass(case: str) -> None:
     assert told(make(), batch(), dims, **more) == ("", "")
 
 
-# -- what is wrong, with the code that would find it earlier taken back -----------------------------------
+# -- wrong programs, without the code that would find the error earlier -----------------------------------
 
 
 def a_mean_of_means(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -355,7 +355,7 @@ def _nothing(*given: Any, **named: Any) -> None:
     return None
 
 
-# what: given, batch, dims, arguments, what is taken back, words of the refusal.
+# name: given, batch, dims, arguments, the code to take back, words of the refusal.
 WRONG: dict[str, tuple[Any, ...]] = {
     "own loss, mean of means": (mlp, rows, {"data": 2}, {"own": a_mean_of_means}, None, "(sum, count)"),
     "own loss, one rank": (mlp, rows, {}, {"own": a_mean_of_means}, None, "(sum, count)"),

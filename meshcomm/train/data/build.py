@@ -138,7 +138,9 @@ class SampleForm:
             sample, targets = sample
         inputs = self._array(number, sample)
         wanted = None if targets is None else self._array(number, targets)
-        if inputs.ndim != 1 or inputs.dtype.kind not in "ui":
+        # Integers with a class or with numbers as the target are features, which are not padded.
+        are_features = wanted is not None and (wanted.ndim != 1 or wanted.dtype.kind not in "ui")
+        if inputs.ndim != 1 or inputs.dtype.kind not in "ui" or are_features:
             if wanted is None:
                 raise self._wrong(
                     number, f"inputs of shape {inputs.shape} and {inputs.dtype}, without targets"
@@ -149,7 +151,8 @@ class SampleForm:
             wanted, shifted = inputs, True
         wanted = wanted.astype(np.int64)
         if len(wanted) != len(inputs):
-            raise self._wrong(number, f"{len(inputs)} tokens and {len(wanted)} targets")
+            shapes = ". Integers that are not tokens have a target of another shape than (n,), such as (), (n, 1) or (1, n)"
+            raise self._wrong(number, f"{len(inputs)} tokens and {len(wanted)} targets{shapes}")
         if shifted:
             inputs, wanted = inputs[:-1], wanted[1:]
         if not 0 < len(inputs) <= self._seq_len:

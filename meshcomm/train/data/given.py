@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, TypeAlias, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -72,18 +72,36 @@ def placed(engine: Engine, batch: Any, whose: str) -> tuple[Any, ...]:
         )
     device, dtype = engine.mesh.device, engine.split.dtype
     # The engine rejects documents if the model's attention crosses document boundaries.
-    return tuple(
-        with_tensors(
-            lambda x: _tracked(x).to(device, dtype if x.is_floating_point() else x.dtype, non_blocking=True),
-            each,
-        )
-        for each in batch
-    )
+
+    def moved(x: Tensor) -> Tensor:
+        kept = _tracked(x, whose).to(device, dtype if x.is_floating_point() else x.dtype, non_blocking=True)
+        return kept.requires_grad_() if x.requires_grad else kept
+
+    return tuple(with_tensors(moved, each) for each in batch)
 
 
-def _tracked(x: Tensor) -> Tensor:
-    """Return a tensor that autograd can save: a copy of one that was made in inference mode."""
-    return x.clone() if x.is_inference() else x
+def _tracked(x: Tensor, whose: str) -> Tensor:
+    """Return a tensor that autograd can save and that is in no graph: a copy of one that was made in inference mode.
+
+    Raises UnsupportedOp for a tensor through which gradients would flow to parameters outside of the model.
+    """
+    if not x.requires_grad:
+        return x.clone() if x.is_inference() else x
+    left, seen = [x.grad_fn], set[Any]()
+    while left:
+        node = left.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        left += [each for each, _ in node.next_functions]
+        if isinstance(parameter := getattr(node, "variable", None), nn.Parameter):
+            raise UnsupportedOp(
+                f"the data of {whose} are computed from parameters that this step would not train",
+                given=f"a tensor of shape {tuple(x.shape)} with gradients to a parameter of shape {tuple(parameter.shape)}",
+                expected="data without gradients, or with gradients that a loss takes with torch.autograd.grad",
+                hint="compute the data under torch.no_grad(), or x.detach(); or move the computation into the model's forward",
+            )
+    return x.detach()
 
 
 def named_of(batch: Mapping[str, Any], whose: str) -> tuple[Any, ...]:
@@ -276,9 +294,11 @@ class GivenBatches:
                 self._set_epoch()
                 self._read = 0
             empty = True
+            of_workers = _OfWorkers(data)
             for item in data:
                 empty = False
                 self._read += 1
+                of_workers.check(item)
                 yield item
             # A loader that continues may have been at the end of an epoch.
             if empty and not goes_on:
@@ -305,6 +325,39 @@ class GivenBatches:
                 of_epoch(self._epoch)
             if isinstance(each, (DataLoader, Sampler)) or each is self._data:
                 left += [getattr(each, name, None) for name in ("sampler", "batch_sampler", "dataset")]
+
+
+class _OfWorkers:
+    """Compares the first batches of the workers of a DataLoader whose IterableDataset each worker has a copy of."""
+
+    def __init__(self, data: Any) -> None:
+        several = isinstance(data, DataLoader) and isinstance(data.dataset, IterableDataset)
+        self._workers = data.num_workers if several and data.in_order else 0
+        self._first: list[Tensor] = []
+        self._read = 0
+
+    def check(self, batch: Any) -> None:
+        """Raise TrainingError once it is known that two workers read the same samples: after a batch of each, and one more.
+
+        Batches that stay the same, as in a benchmark, are no evidence.
+        """
+        if self._workers < 2 or self._read > self._workers:
+            return
+        mine, self._read = tensors_of(batch), self._read + 1
+        if self._read == 1:
+            self._first = [x.clone() for x in mine]
+            return
+        same = bool(mine) and len(mine) == len(self._first) and all(map(torch.equal, mine, self._first))
+        if self._read == 2 and not same:
+            self._workers = 0
+        elif self._read > self._workers and not same:
+            raise TrainingError(
+                "the workers of the DataLoader read the same samples",
+                given=f"num_workers = {self._workers}, whose first batches are equal, of an IterableDataset that each worker reads from the start",
+                expected="different samples from each worker",
+                hint="in __iter__, use torch.utils.data.get_worker_info() to yield every num_workers-th sample from the id of the worker; "
+                "or num_workers=1",
+            )
 
 
 def _length(data: Any) -> int | None:
@@ -418,8 +471,10 @@ def check_epoch(data: Any, engine: Engine) -> None:
     chosen: Any = (
         data.sampler if data.batch_size is None and data.batch_sampler is None else data.batch_sampler
     )
-    # A batch sampler of one's own decides itself.
-    if type(chosen) is not BatchSampler:
+    # A batch sampler of one's own decides itself, unless it only chooses other arguments for torch's.
+    if not isinstance(chosen, BatchSampler) or any(
+        getattr(type(chosen), name) is not getattr(BatchSampler, name) for name in ("__iter__", "__len__")
+    ):
         return
     if (
         data.batch_size is not None

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshcomm.config import DataConfig, ModelConfig
-from meshcomm.errors import TrainingError
+from meshcomm.errors import ConfigError, TrainingError
 from meshcomm.train.data.corpus import Corpus, Stream, checked, outside
 
 # The number of documents that are tokenized together, on all cores.
@@ -58,6 +58,19 @@ def load(
         read, given, key = partial(_token_files, config, vocab_size), config.tokens, "data.tokens"
     else:
         tokens = Tokens(config, cache, model, vocab_size)
+        if (
+            tokens.tokenizer is None
+            and config.tokenizer is None
+            and model is not None
+            and model.reads_weights
+        ):
+            raise ConfigError(
+                "data.tokenizer: the weights were trained with a tokenizer that is not in their folder",
+                given=f"no tokenizer.json in {model.pretrained}",
+                expected='a tokenizer.json, or "bytes" if the weights were trained on bytes',
+                hint='data.tokenizer = "bytes" or "FOLDER"; or data.tokens, with the same texts already tokenized; '
+                "or Trainer.run(data), with batches of your own",
+            )
         read, given, key = partial(_texts, config, tokens), config.files, "data.files"
     corpus = read(given, key)
     if not config.validation_files:
@@ -87,7 +100,7 @@ def _texts(config: DataConfig, tokens: Tokens, patterns: tuple[str, ...], key: s
     if tokens.tokenizer is None:
         return _bytes(config, tokens.vocab_size, documents, files)
     found = tokens.of(documents)
-    part = Stream(found, config.seq_len, key, eos=_eos_id(config, tokens.eos))
+    part = Stream(found, config.seq_len, key, eos=_eos_id(config, tokens.eos, tokens.vocab_size))
     checked([part], f"{len(found)} tokens of {key}", config.seq_len)
     return Corpus((part,), part.digest(), len(found), "tokens", tuple(files))
 
@@ -110,15 +123,16 @@ def _bytes(
             expected=f"{config.seq_len + 1} bytes or more: a sample, and the byte after it",
             hint="more files, or a shorter sequence",
         )
-    eos = _eos_id(config, None)
+    eos = _eos_id(config, None, min(vocab_size or 256, 256))
     part = Stream(np.frombuffer(text, dtype=np.uint8), config.seq_len, "data.files", eos=eos)
     return Corpus((part,), hashlib.sha256(text).digest(), len(text), files=tuple(files[: len(documents)]))
 
 
-def _eos_id(config: DataConfig, known: int | None) -> int | None:
+def _eos_id(config: DataConfig, known: int | None, vocab_size: int | None) -> int | None:
     """Return the token after each document, or None if attention may cross documents.
 
-    Raises TrainingError if no such token is defined.
+    known: the tokenizer's. vocab_size: the number of tokens that the data or the model can have; None if it is unknown.
+    Raises TrainingError if no such token is defined, or if it is not among them.
     """
     if not config.document_mask:
         return None
@@ -129,6 +143,13 @@ def _eos_id(config: DataConfig, known: int | None) -> int | None:
             given="data.document_mask = true, no eos and no eos_id",
             expected="the token that ends a document",
             hint="set data.eos with a tokenizer, or data.eos_id",
+        )
+    if vocab_size is not None and found >= vocab_size:
+        raise TrainingError(
+            "no document would end: the token that ends a document is outside the vocabulary",
+            given=f"token {found}, from {'the tokenizer' if config.eos_id is None else 'data.eos_id'}",
+            expected=f"0 to {vocab_size - 1}, the tokens that the model and the data can have",
+            hint="data.eos_id of the tokenizer that made the tokens, or a larger model.vocab_size",
         )
     return found
 
@@ -197,7 +218,9 @@ def _token_file(path: Path, config: DataConfig, vocab_size: int | None) -> Strea
         raise TrainingError(
             "a token file cannot be read", given=f"{path}: {error}", expected=wanted
         ) from error
-    stream = Stream(tokens, config.seq_len, str(path), vocab_size, eos=_eos_id(config, None))
+    most = int(np.iinfo(tokens.dtype).max) + 1
+    eos = _eos_id(config, None, min(vocab_size or most, most))
+    stream = Stream(tokens, config.seq_len, str(path), vocab_size, eos=eos)
     if len(stream):
         # Check both ends, so that a wrong type or vocabulary is found before the first step.
         stream.read(np.unique(np.linspace(0, len(stream) - 1, 256).astype(np.int64)))
