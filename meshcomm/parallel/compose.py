@@ -120,6 +120,8 @@ class Engine:
             for part, dim in roles.items()
             if dim and (part == "shard" or mesh.size(dim) > 1)
         ]
+        # How often this rank's data have been restarted.
+        self.epoch = 0
         # The number of the most recent step.
         self.done = 0
         self.reached = Reached()
@@ -140,7 +142,7 @@ class Engine:
         named, copies = self.named_parameters(), local.copies()
         if train.groups or train.frozen:
             mine = [(name, parameter.requires_grad) for name, parameter in named]
-            every = [pair for pairs in of_every_rank(mesh, mine) for pair in pairs]
+            every = list(dict.fromkeys(pair for pairs in of_every_rank(mesh, mine) for pair in pairs))
             for setting in ("groups", "frozen"):
                 check_patterns(f"train.{setting}", getattr(train, setting), [name for name, _ in every])
             check_some_learn(train.frozen, [name for name, learns in every if learns])
@@ -241,7 +243,7 @@ class Engine:
         are_ids = all(isinstance(x, Tensor) and not x.is_floating_point() for x in (inputs, targets))
         looks = self.model.vocab_size and self.mesh.is_async and are_ids
         ids = (inputs, targets.where(targets != -100, 0)) if looks else ()
-        spoilt = self._results.add(number, lr, found, norm, *ids)
+        spoilt = self._results.add(number, lr, found, norm, *ids, epoch=self.epoch)
         if self._recovers and self.mesh.is_async:
             # Queued calls may still be abandoned, so the step is decided only after they have finished.
             self._value(spoilt)

@@ -99,7 +99,8 @@ class Done(NamedTuple):
 
 class _Pending(NamedTuple):
     """A step whose results have not been read. values: the loss, the second value that `add` sends, the norm and the terms.
-    counted: the number of targets on all ranks. ids: the lowest and the highest id.
+    counted: the number of targets on all ranks. ids: the lowest and the highest id. apart: whether the ranks' data have been
+    restarted at different steps; None if that is not known.
     """
 
     number: int
@@ -109,6 +110,7 @@ class _Pending(NamedTuple):
     counted: Tensor
     loss: Tensor | None
     ids: Tensor | None
+    apart: Tensor | None = None
 
 
 @final
@@ -137,6 +139,9 @@ class Results:
         self._names = names
         self._mesh, self._norm, self._parameters, self._stage = mesh, norm, parameters, stage
         self._vocab_size, self._lr, self._stop = vocab_size, train.lr, train.on_nonfinite == "stop"
+        self._gradient_dims = self._parallel.gradient_dims
+        self._pieces = math.prod(mesh.size(dim) for dim in self._gradient_dims)
+        self._epoch, self._epochs = -1, list[Tensor]()
         self._spoilt = torch.zeros((), dtype=torch.float32, device=mesh.device)
         self._steps: list[_Pending] = []
         self._seen: list[Done] = []
@@ -171,13 +176,16 @@ class Results:
         return Done(step.number, loss, norm, lr=step.lr, terms=dict(zip(self._names, terms, strict=True)))
 
     @torch.no_grad()
-    def add(self, number: int, lr: float, found: StepSum, norm: Tensor, *ids: Tensor) -> Tensor:
+    def add(
+        self, number: int, lr: float, found: StepSum, norm: Tensor, *ids: Tensor, epoch: int = 0
+    ) -> Tensor:
         """Add a step: what its losses add up to, and the norm of all gradients.
 
         If a value is not finite on one rank, all ranks receive a value that is not finite: through the norm along the tensor
         and pipeline dims, and through a second value, sent with the loss, along the dims along which gradients are summed.
 
         ids:       tokens and targets. If calls are queued, the ids are checked here, because layers then cannot check them.
+        epoch:     how often this rank's data have been restarted. A step in which that differs is not applied.
         Called by: every rank of the mesh. Does not wait for the device, except once in a hundred steps.
         Returns:   float32 (): 0, or 1 if the step must not be applied; the same on every rank.
         """
@@ -187,17 +195,25 @@ class Results:
         loss, count = found.loss, found.divisor
         own = torch.zeros_like(norm) if loss is None else loss.double()
         spoilt = torch.where(norm.isfinite(), 0.0, norm)
-        values = torch.stack([own, spoilt.to(own.dtype)])
+        if epoch != self._epoch:
+            self._epoch = epoch
+            self._epochs = [own.new_tensor(float(each)) for each in (epoch, epoch**2)]
+        values = torch.stack([own, spoilt.to(own.dtype), *self._epochs])
         if loss is not None:
-            for dim in self._parallel.gradient_dims:
+            for dim in self._gradient_dims:
                 values = self._mesh.all_reduce(dim, values)
         if pipeline is not None:
             values = self._mesh.broadcast(pipeline, values, src=self._mesh.size(pipeline) - 1)
-        values = torch.cat([values.double(), norm.reshape(1)])
+        apart = None
+        if self._pieces > 1:
+            # Numbers are equal if and only if the square of their sum is that of their squares, times how many there are.
+            apart = values[2].square() != values[3] * self._pieces
+            norm = torch.where(apart, torch.nan, norm)
+        values = torch.cat([values[:2].double(), norm.reshape(1)])
         ends = torch.stack([end for each in ids for end in each.aminmax()]) if ids else None
         now = (~values.isfinite().all()).float()
         self._last = values = torch.cat([values, found.terms])
-        self._steps.append(_Pending(number, lr, values, self._norm.each, count, loss, ends))
+        self._steps.append(_Pending(number, lr, values, self._norm.each, count, loss, ends, apart))
         self._spoilt = torch.maximum(self._spoilt, now) if self._stop else now
         return self._spoilt
 
@@ -217,6 +233,8 @@ class Results:
         ):
             done = self._done(step, mean, norm + elsewhere, terms)
             if not math.isfinite(mean + done.gradient_norm):
+                if step.apart is not None and step.apart.item():
+                    raise _apart(done.number)
                 done = done._replace(fault=self._fault(step))
                 if self._stop:
                     raise _stopped(done, step.lr, self._lr, not step.counted.item())
@@ -301,6 +319,15 @@ def _stopped(done: Done, lr: float, most: float, nothing: bool) -> TrainingError
         else f"continue from the last checkpoint (train.resume = true) with a smaller train.lr than "
         f'{most:g}, or with train.on_nonfinite = "skip"'
         + ("; if a mask may be empty, return (sum, count) from the loss" if math.isnan(done.loss) else ""),
+    )
+
+
+def _apart(number: int) -> TrainingError:
+    return TrainingError(
+        f"the data of some ranks ended before step {number}, and those of others did not",
+        given="an iterable that yields different numbers of batches on the ranks, and is restarted when it ends",
+        expected="equally many batches on every rank; this step is not applied, and no later state is saved",
+        hint="end __iter__ after the same number of samples on each rank: the total // mesh.data_world_size; or let it never end",
     )
 
 

@@ -63,6 +63,7 @@ def write_file(path: Path, pieces: Sequence[Piece], saved: Saved) -> None:
         place += piece.nbytes
     header = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     header += b" " * (-len(header) % 8)
+    path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(path.name + ".tmp")
     try:
         with draft.open("wb") as file:

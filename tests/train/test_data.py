@@ -156,7 +156,7 @@ def test_files_and_globs_are_read_once_and_sorted(tmp_path: Path) -> None:
         ("nowhere/*.txt", "no training data matches 'nowhere/*.txt'", "data.files has 'nowhere/*.txt'"),
         (
             "short.txt",
-            "4 bytes of training data are less than one sample",
+            "4 bytes of data.files are less than one sample",
             "1 files, seq_len = 4",
         ),
     ],
@@ -221,7 +221,7 @@ def test_what_a_tokenizer_cannot_do_is_told(tmp_path: Path) -> None:
         ({"eos": "</s>"}, None, "the tokenizer has no token '</s>'"),
         ({"files": (f"{tmp_path}/latin.txt",)}, None, "the text is not UTF-8"),
         ({}, 4, "the data has token 4, but the model's vocabulary is 0 to 3"),
-        ({"seq_len": 9}, None, "the training data is less than one sample"),
+        ({"seq_len": 9}, None, "the data is less than one sample"),
     ]
     for change, vocab_size, what in cases:
         with pytest.raises(TrainingError) as caught:
@@ -273,7 +273,7 @@ def test_token_files_that_cannot_be_trained_on_are_told(tmp_path: Path) -> None:
         ("real.npy", "a token file cannot be read", "float64"),
         ("text.npy", "a token file cannot be read", "text.npy"),
         ("high.npy", "the data has token 300, but the model's vocabulary is 0 to 255", "high.npy"),
-        ("short.npy", "the training data is less than one sample", "short.npy"),
+        ("short.npy", "the data is less than one sample", "short.npy"),
         ("none.bin", "no training data matches", "data.tokens"),
     ):
         with pytest.raises(TrainingError) as caught:

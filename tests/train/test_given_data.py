@@ -329,3 +329,40 @@ def test_the_short_end_of_a_sampler_of_batches_or_of_a_stream_is_refused(
         config, lambda mesh: trainer_of(mesh, config).run(loader(TensorDataset(X[:10], Y[:10])))
     ):
         assert text.startswith("the last batch of an epoch, step 3, has only 2 samples")
+
+
+class Uneven(IterableDataset[Any]):
+    """31 samples without a length, of which each rank yields every second one: 16 and 15."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+
+    def __iter__(self) -> Iterator[Any]:
+        rows = list(zip(X, Y, strict=True))[:31]
+        return iter(rows[self._mesh.data_rank :: self._mesh.data_world_size])
+
+
+@pytest.mark.parametrize("on_nonfinite", ["stop", "skip"])
+def test_streams_that_end_at_different_steps_are_refused_at_the_first_of_them(
+    tmp_path: Path, on_nonfinite: str
+) -> None:
+    config = config_of(tmp_path, on_nonfinite=on_nonfinite)
+
+    def run(mesh: Mesh, size: int) -> None:
+        trainer = trainer_of(mesh, config)
+        before: list[Tensor] = []
+        try:
+            trainer.run(DataLoader(Uneven(mesh), batch_size=size, drop_last=True))
+        except MeshcommError:
+            before = [each.clone() for _, each in trainer.engine.named_parameters()]
+            other = trainer_of(mesh, config)
+            for step in range(1, 4):
+                rows = slice(8 * step - 8, 8 * step)
+                x, y = X[rows], Y[rows]
+                other.step(x[mesh.data_rank :: 2], y[mesh.data_rank :: 2])
+            after = [each for _, each in other.engine.named_parameters()]
+            assert all(map(torch.equal, before, after))
+            raise
+
+    for text in said_on(config, lambda mesh: run(mesh, 4)):
+        assert text.startswith("the data of some ranks ended before step 4")

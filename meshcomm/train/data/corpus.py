@@ -181,7 +181,7 @@ def checked(parts: Sequence[DataPart], given: str, seq_len: int) -> None:
     """Raise TrainingError if the data contain less than one sample."""
     if not any(len(part) for part in parts):
         raise TrainingError(
-            "the training data is less than one sample",
+            "the data is less than one sample",
             given=f"{given}, seq_len = {seq_len}",
             expected=f"{seq_len + 1} tokens or more: a sample, and the token after it",
             hint="more data, or a shorter sequence",

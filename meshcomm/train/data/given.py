@@ -218,6 +218,7 @@ class GivenBatches:
         """Return this rank's share of the step. Raises TrainingError if there are no data, and the errors of `placed`."""
         if self._held is _NOTHING or step != self._last:
             self._held, self._last = self._of(step), step
+        self._engine.epoch = self._epoch
         return placed(self._engine, self._held, f"step {step}")
 
     @property

@@ -98,7 +98,7 @@ def _texts(config: DataConfig, tokens: Tokens, patterns: tuple[str, ...], key: s
     files = _files(patterns, key)
     documents = list(texts_of(files, config.max_bytes))
     if tokens.tokenizer is None:
-        return _bytes(config, tokens.vocab_size, documents, files)
+        return _bytes(config, tokens.vocab_size, documents, files, key)
     found = tokens.of(documents)
     part = Stream(found, config.seq_len, key, eos=_eos_id(config, tokens.eos, tokens.vocab_size))
     checked([part], f"{len(found)} tokens of {key}", config.seq_len)
@@ -106,7 +106,7 @@ def _texts(config: DataConfig, tokens: Tokens, patterns: tuple[str, ...], key: s
 
 
 def _bytes(
-    config: DataConfig, vocab_size: int | None, documents: list[Document], files: list[Path]
+    config: DataConfig, vocab_size: int | None, documents: list[Document], files: list[Path], key: str
 ) -> Corpus:
     """Return the text with one token per byte."""
     if vocab_size is not None:
@@ -117,7 +117,7 @@ def _bytes(
     text = b"".join(each.text for each in documents)
     if len(text) <= config.seq_len:
         raise TrainingError(
-            f"{len(text)} bytes of training data are less than one sample",
+            f"{len(text)} bytes of {key} are less than one sample",
             given=f"{len(documents)} files, seq_len = {config.seq_len}"
             + ("" if config.max_bytes is None else f", max_bytes = {config.max_bytes}"),
             expected=f"{config.seq_len + 1} bytes or more: a sample, and the byte after it",
