@@ -368,8 +368,7 @@ class FlightRecorder:
             if self.check is not None:
                 self.issued([given.work])
         elif self._past is not None:
-            if not (self.ordered and capturing()):
-                self.messages.posted(self._past, given.work)
+            self.messages.posted(self._past, given.work)
             if self.ordered:
                 self.queued(given.work, self._past)
             self._past = None

@@ -20,7 +20,7 @@ from meshcomm.comm.spans import Span, Spans
 from meshcomm.errors import CallMismatchError
 from meshcomm.transport.base import P2P, Direction
 from meshcomm.transport.support import name_of
-from meshcomm.transport.torch_private import work_error
+from meshcomm.transport.torch_private import capturing, work_error
 
 _KEPT: Final = 256
 # Messages are counted for this many channels; the oldest are dropped first.
@@ -256,6 +256,8 @@ class MessageLog:
 
     def posted(self, message: PendingMessage, work: Any) -> None:
         """Record the backend's `work` for a message outside the mesh, and keep the message until that work has completed."""
+        if capturing():
+            return
         while self._posted and self._posted[0][1].is_completed():
             self._posted.popleft()
         self._posted.append((message, work))
