@@ -24,7 +24,7 @@ from meshcomm.config import Config
 from meshcomm.mesh import Mesh
 from meshcomm.models.family_code import wide
 from meshcomm.models.spec_model import SpecModel
-from meshcomm.parallel.build import Model, Splits
+from meshcomm.parallel.build import Model, Splits, to_train_mode
 from meshcomm.parallel.compose import Engine
 from meshcomm.parallel.loss import IGNORED, LossOf, logits_of, takes_inputs
 from meshcomm.parallel.optimizer import MakeOptimizer, grouped, optimizer_of
@@ -147,7 +147,8 @@ def plain(small: Small, config: Config, *, silent: bool = True, pieces: int = 1)
     """
     train, outcome = config.train, Outcome()
     assert train is not None
-    module = small.module().train()
+    module = small.module()
+    to_train_mode(module)
     if silent:
         _quiet(module)
     named = dict(module.named_parameters())

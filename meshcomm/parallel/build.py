@@ -201,6 +201,16 @@ def along(mesh: Mesh, dims: Iterable[str]) -> str | tuple[str, ...] | None:
     return used
 
 
+def to_train_mode(module: nn.Module) -> None:
+    """Put a module into train mode, as torch programs do before they train.
+
+    Not from_pretrained's eval mode. A part that is in eval mode inside a module in train mode stays so. A train method of the
+    module's own may keep parts in eval mode.
+    """
+    if not module.training or type(module).train is not nn.Module.train:
+        module.train()
+
+
 @final
 class LocalModel:
     """This rank's stages of a model, split, sharded and filled. It also sums the stages' gradients over ranks.
@@ -221,10 +231,7 @@ class LocalModel:
         self.stages = self._divide()
         self.modules = nn.ModuleList([model.stage(self.splits, stage) for stage in self.stages])
         for module in self.modules:
-            # Not from_pretrained's eval mode. A part that is in eval mode inside a module in train mode stays so. A train method of
-            # the module's own may keep parts in eval mode.
-            if not module.training or type(module).train is not nn.Module.train:
-                module.train()
+            to_train_mode(module)
         self._check_parts()
         for name, parameter in self.named_parameters():
             if any(fnmatchcase(name, pattern) for pattern in train.frozen):
