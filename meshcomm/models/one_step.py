@@ -247,15 +247,18 @@ def on_a_mesh(
                     _quiet(module)
             engine.checked_steps = 0
             outcome = Outcome()
+
+            def keep() -> None:
+                grads = [(name, each, each.grad) for name, each in engine.named_parameters()]
+                outcome.gradients = outcome.gradients or _whole(
+                    engine, {name: (each, grad) for name, each, grad in grads if grad is not None}
+                )
+
+            engine.before_update = keep
             for number, batch in enumerate(small.batches, 1):
                 whole_batch = with_tensors(torch.clone, tuple(batch))
                 mine = [in_parts(each, engine.data_size)[engine.data_coord] for each in whole_batch]
                 engine.step(mine[0], mine[1], None, number)
-                if number == 1:
-                    grads = [(name, each, each.grad) for name, each in engine.named_parameters()]
-                    outcome.gradients = _whole(
-                        engine, {name: (each, grad) for name, each, grad in grads if grad is not None}
-                    )
             for done in engine.results():
                 terms = {"loss": done.loss, **done.terms}
                 outcome.results |= {f"{name} of step {done.number}": value for name, value in terms.items()}

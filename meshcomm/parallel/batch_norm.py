@@ -48,8 +48,9 @@ def synchronise(module: nn.Module, mesh: Mesh, dims: Dims | None) -> None:
         return
     norms: list[Any] = [part for part in module.modules() if isinstance(part, BATCH_NORMS)]
     for norm in norms:
-        plain = norm.forward.plain if isinstance(norm.forward, _Forwards) else norm.forward
-        if getattr(plain, "__self__", None) is norm and plain.__func__ in _TORCHS:
+        plain: Any = norm.forward.plain if isinstance(norm.forward, _Forwards) else norm.forward
+        owner: Any = getattr(plain, "__self__", None)
+        if owner is norm and plain.__func__ in _TORCHS:
             norm.forward = _SynchronisedForward(norm, plain, mesh, dims)
         elif isinstance(norm, nn.SyncBatchNorm):
             raise UnsupportedOp(

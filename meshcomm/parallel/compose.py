@@ -112,6 +112,8 @@ class Engine:
         self._digests: dict[int, str] = {}
         # Called with the first batch, on every rank.
         self.look: Callable[[Batch], None] | None = None
+        # Called before each update of the weights, whose gradients an optimizer may change.
+        self.before_update: Callable[[], None] | None = None
         # The number of the most recent step.
         self.done = 0
         self.reached = Reached()
@@ -262,6 +264,8 @@ class Engine:
 
     def _apply(self, step: Decided) -> None:
         """Update the weights, unless the step is spoilt."""
+        if self.before_update is not None:
+            self.before_update()
         self._update.step(step.number, step.spoilt)
 
     def _value(self, x: Tensor) -> float:

@@ -20,7 +20,7 @@ from meshcomm.mesh import Mesh
 from meshcomm.parallel.dropout import Draws
 from meshcomm.parallel.narrow_state import narrowed
 from meshcomm.parallel.sparse import SparseRows, optimizers_in
-from meshcomm.parallel.split_update import check_apart, check_split
+from meshcomm.parallel.split_update import check_apart, check_fused, check_split
 from meshcomm.parallel.tensor.parameters import fused_parts
 
 # Creates an optimizer from parameter groups, like the classes of torch.optim.
@@ -156,6 +156,7 @@ def made_of(make: MakeOptimizer, groups: list[dict[str, Any]]) -> torch.optim.Op
             hint=_EXAMPLE,
         ) from failed
     kind = type(optimizer).__name__
+    _complete(optimizer)
     known = {id(each) for group in groups for each in group["params"]}
     others = [each for group in optimizer.param_groups for each in group["params"] if id(each) not in known]
     if others:
@@ -177,6 +178,26 @@ def made_of(make: MakeOptimizer, groups: list[dict[str, Any]]) -> torch.optim.Op
             hint="use another optimizer of torch.optim",
         )
     return optimizer
+
+
+def _complete(optimizer: Any) -> None:
+    """Add what Optimizer.__init__ would have set to an optimizer that contains others and did not call it.
+
+    Raises ConfigError if it has no parameter groups.
+    """
+    if not hasattr(optimizer, "param_groups"):
+        raise ConfigError(
+            f"the {type(optimizer).__name__} has no parameter groups",
+            given="an optimizer without param_groups, whose __init__ does not call Optimizer.__init__",
+            expected="param_groups: the groups of all optimizers that it consists of",
+            hint="self.param_groups = [*a.param_groups, *b.param_groups], in its __init__",
+        )
+    if hasattr(optimizer, "_optimizer_step_pre_hooks"):
+        return
+    for name in ("defaults", "state"):
+        if not hasattr(optimizer, name):
+            setattr(optimizer, name, {})
+    torch.optim.Optimizer.__setstate__(optimizer, {})
 
 
 def grouped(make: MakeOptimizer, train: TrainConfig, modules: nn.Module) -> torch.optim.Optimizer:
@@ -242,6 +263,7 @@ class Update:
         self.rows: SparseRows | None = None
         if make is not None:
             check_split(make, decay_groups, modules)
+            check_fused(make, decay_groups, modules)
             self.rows = SparseRows(mesh, dims, modules, self.optimizer)
             if any(mesh.size(dim) > 1 for dim in apart):
                 check_apart(make, decay_groups)

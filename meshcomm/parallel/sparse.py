@@ -65,10 +65,15 @@ class SparseRows:
 
 def optimizers_in(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
     """Return the optimizers that an optimizer consists of, and then itself."""
-    held = [
-        each for value in vars(optimizer).values() for each in (value if type(value) is list else [value])
-    ]
+    held = [each for value in vars(optimizer).values() for each in members_of(value)]
     return [*(each for each in held if isinstance(each, torch.optim.Optimizer)), optimizer]
+
+
+def members_of(value: Any) -> list[Any]:
+    """Return the values in a list, tuple or dictionary, and any other value alone."""
+    if type(value) is dict:
+        return list(value.values())
+    return list(value) if type(value) in (list, tuple) else [value]
 
 
 def _tables(modules: nn.Module) -> list[nn.Parameter]:
