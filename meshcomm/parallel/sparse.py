@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, final
-from weakref import ref
+from weakref import finalize, ref
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +34,7 @@ class SparseRows:
             torch.zeros(len(table), dtype=torch.int32, device=table.device) for table in self._tables
         ]
         for table, used in zip(self._tables, self._used, strict=True):
-            table.register_hook(_recorded(ref(used)))
+            finalize(self, table.register_hook(_recorded(ref(used))).remove)
 
     def start(self) -> None:
         """Begin a step."""
