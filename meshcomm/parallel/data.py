@@ -252,9 +252,9 @@ class GradientSync:
                 f"backward reached {slot.name} outside of a step",
                 given="a backward pass before start() or after finish()",
                 expected="start(), then all backward passes of the step, then finish()",
-                hint="`with sync:` around the backward passes of each step, or call start() and finish(). If a Trainer trains this "
-                "module, another loss may use it within torch.no_grad, or, where gradients flow through it as in a GAN, between "
-                "module.requires_grad_(False) and module.requires_grad_(True)",
+                hint="`with sync:` around the backward passes of each step, or call start() and finish(). Beside a Trainer: "
+                "torch.autograd.grad in place of a backward() of your own; and where another loss sends gradients through this module, "
+                "as in a GAN, module.requires_grad_(False) before it and module.requires_grad_(True) after it",
             )
         slot.count += 1
         if slot.count == self._microbatches:
