@@ -141,7 +141,13 @@ class Engine:
         # Ranks along the pipeline have different parameters.
         apart = [parallel.pipeline] if parallel.pipeline else []
         self._update = Update(
-            mesh, train, self.modules, optimizer, apart, along(mesh, parallel.gradient_dims)
+            mesh,
+            train,
+            self.modules,
+            optimizer,
+            apart,
+            along(mesh, parallel.gradient_dims),
+            reuses=parallel.shard is None,
         )
         self.optimizer = self._update.optimizer
         self._state = State(list(self.modules), self.optimizer, self._saved_parameters, model.tied)

@@ -20,7 +20,7 @@ from meshcomm.mesh import Mesh
 from meshcomm.parallel.dropout import Draws
 from meshcomm.parallel.narrow_state import narrowed
 from meshcomm.parallel.sparse import SparseRows, optimizers_in
-from meshcomm.parallel.split_update import check_apart, check_fused, check_split
+from meshcomm.parallel.split_update import check_apart, check_fused, check_kept, check_split
 from meshcomm.parallel.tensor.parameters import fused_parts
 
 # Creates an optimizer from parameter groups, like the classes of torch.optim.
@@ -245,6 +245,7 @@ class Update:
     make:  creates the optimizer. If None, the optimizer of `[train]` is created.
     apart: dims along which a user's optimizer draws different random numbers.
     dims:  dims along which ranks have different samples, for sparse gradients.
+    reuses: whether a parameter's gradient is the same tensor in each step.
     rows:  the rows of a step for which `make` is given sparse gradients.
     """
 
@@ -256,6 +257,8 @@ class Update:
         make: MakeOptimizer | None,
         apart: Iterable[str],
         dims: Dims | None = None,
+        *,
+        reuses: bool = True,
     ) -> None:
         self.optimizer = grouped(optimizer_of(train, mesh.device) if make is None else make, train, modules)
         self._seed = train.seed
@@ -264,6 +267,8 @@ class Update:
         if make is not None:
             check_split(make, decay_groups, modules)
             check_fused(make, decay_groups, modules)
+            if reuses:
+                check_kept(make, decay_groups)
             self.rows = SparseRows(mesh, dims, modules, self.optimizer)
             if any(mesh.size(dim) > 1 for dim in apart):
                 check_apart(make, decay_groups)

@@ -130,24 +130,12 @@ def check_apart(
 
     Raises UnsupportedOp if the results differ, as those of an optimizer do that divides by a norm of all gradients.
     """
-    draw = torch.Generator().manual_seed(0)
-    values = [torch.randn(1 + _STEPS, *shape, generator=draw) for shape in ((4, 3), (3,), (5, 4), (5,))]
-
-    def stepped(part: list[Tensor]) -> list[Tensor]:
-        module = nn.Module()
-        module.weights = nn.ParameterList(nn.Parameter(each[0].clone()) for each in part)
-        optimizer = make(groups_of(module))
-        for step in range(1, 1 + _STEPS):
-            torch.manual_seed(0)
-            for parameter, each in zip(module.weights, part, strict=True):
-                parameter.grad = each[step].clone()
-            optimizer.step()
-        return [each.detach() for each in module.weights]
-
+    values = _several()
     with torch.random.fork_rng(), torch.enable_grad():
         try:
-            together = stepped(values)
-            apart = [*stepped(values[:2]), *stepped(values[2:])]
+            together = _each_stepped(make, groups_of, values)
+            halves = (values[:2], values[2:])
+            apart = [each for half in halves for each in _each_stepped(make, groups_of, half)]
         except MeshcommError:
             raise
         except Exception:
@@ -160,6 +148,60 @@ def check_apart(
             expected="an update of each parameter that does not depend on the others",
             hint="train.clip_norm for clipping by the norm of all gradients; or remove parallel.pipeline",
         )
+
+
+def check_kept(
+    make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
+    groups_of: Callable[[nn.Module], list[dict[str, Any]]],
+) -> None:
+    """Compare steps of an optimizer with gradients in new tensors and in the same tensors, as `GradientSync` has them.
+
+    Raises UnsupportedOp if the results differ, as those of an optimizer do that keeps `p.grad` for its next step.
+    """
+    values = _several()
+    with torch.random.fork_rng(), torch.enable_grad():
+        try:
+            new = _each_stepped(make, groups_of, values)
+            same = _each_stepped(make, groups_of, values, reused=True)
+        except MeshcommError:
+            raise
+        except Exception:
+            return
+    if not all(map(torch.equal, new, same)):
+        off = max(float((a - b).abs().max()) for a, b in zip(new, same, strict=True))
+        raise UnsupportedOp(
+            "this optimizer keeps gradients from one step to the next, which the next step overwrites",
+            given=f"an update of a parameter is off by {off:.2g} if p.grad is the same tensor in each step",
+            expected="copies of gradients in the optimizer's state",
+            hint="self.state[p]['previous'] = p.grad.clone()",
+        )
+
+
+def _several() -> list[Tensor]:
+    """Return the values and the gradients of four small parameters: (1 + _STEPS, ...) each."""
+    draw = torch.Generator().manual_seed(0)
+    return [torch.randn(1 + _STEPS, *shape, generator=draw) for shape in ((4, 3), (3,), (5, 4), (5,))]
+
+
+def _each_stepped(
+    make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
+    groups_of: Callable[[nn.Module], list[dict[str, Any]]],
+    values: Sequence[Tensor],
+    *,
+    reused: bool = False,
+) -> list[Tensor]:
+    """Return parameters after steps of one optimizer with their gradients. reused: whether a gradient is the same tensor in
+    each step."""
+    module = nn.Module()
+    module.weights = nn.ParameterList(nn.Parameter(each[0].clone()) for each in values)
+    optimizer = make(groups_of(module))
+    buffers = [torch.zeros_like(each[0]) for each in values]
+    for step in range(1, 1 + _STEPS):
+        torch.manual_seed(0)
+        for parameter, buffer, each in zip(module.weights, buffers, values, strict=True):
+            parameter.grad = buffer.copy_(each[step]) if reused else each[step].clone()
+        optimizer.step()
+    return [each.detach() for each in module.weights]
 
 
 def _stepped(

@@ -174,6 +174,36 @@ def test_an_optimizer_without_groups_is_refused() -> None:
         made_of(Without, decay_groups(net()))
 
 
+class Keeps(Optimizer):
+    """Extrapolates from the last two gradients. A subclass copies what it keeps."""
+
+    def __init__(self, groups: Any) -> None:
+        super().__init__(groups, {"lr": 0.1})
+
+    def kept(self, grad: Tensor) -> Tensor:
+        return grad
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for each in held(self):
+            before = self.state[each].get("before", each.grad)
+            each.add_(2 * each.grad - before, alpha=-0.1)
+            self.state[each]["before"] = self.kept(each.grad)
+
+
+class Copies(Keeps):
+    def kept(self, grad: Tensor) -> Tensor:
+        return grad.clone()
+
+
+def test_a_gradient_that_is_kept_without_a_copy_is_refused() -> None:
+    for found in meshcomm.simulate(trained, dims={"dp": 2}, args=(Keeps,)):
+        assert "keeps gradients from one step to the next" in found
+    expected = alone(Copies)
+    for found in meshcomm.simulate(trained, dims={"dp": 2}, args=(Copies,)):
+        assert found[0] == pytest.approx(expected, rel=1e-12)
+
+
 # -- weights with several parts, which have one more axis if they are split ---------------------------------
 
 
