@@ -294,12 +294,12 @@ class LocalModel:
 
     def start_step(self, number: int) -> None:
         """Called before the first forward pass of a step."""
-        self.check_hooks()
         for gradients in self.gradients:
             gradients.start()
         for module in self.modules if self.model.drops else ():
             module.step = number  # type: ignore[assignment]
         self._versions = [each._version for _, each in self._unchanged]
+        self.check_hooks()
 
     def finish_step(self) -> None:
         """Called after the last backward pass. Sums gradients and, as DDP does, broadcasts the first rank's buffers.

@@ -180,26 +180,6 @@ def made_of(make: MakeOptimizer, groups: list[dict[str, Any]]) -> torch.optim.Op
     return optimizer
 
 
-def _complete(optimizer: Any) -> None:
-    """Add what Optimizer.__init__ would have set to an optimizer that contains others and did not call it.
-
-    Raises ConfigError if it has no parameter groups.
-    """
-    if not hasattr(optimizer, "param_groups"):
-        raise ConfigError(
-            f"the {type(optimizer).__name__} has no parameter groups",
-            given="an optimizer without param_groups, whose __init__ does not call Optimizer.__init__",
-            expected="param_groups: the groups of all optimizers that it consists of",
-            hint="self.param_groups = [*a.param_groups, *b.param_groups], in its __init__",
-        )
-    if hasattr(optimizer, "_optimizer_step_pre_hooks"):
-        return
-    for name in ("defaults", "state"):
-        if not hasattr(optimizer, name):
-            setattr(optimizer, name, {})
-    torch.optim.Optimizer.__setstate__(optimizer, {})
-
-
 def grouped(make: MakeOptimizer, train: TrainConfig, modules: nn.Module) -> torch.optim.Optimizer:
     """Return the optimizer that `make` creates for the parameters of `modules`, with the factors of train.groups applied.
 
@@ -236,6 +216,26 @@ def _check_held(optimizer: torch.optim.Optimizer, modules: nn.Module) -> None:
             expected="every parameter of the given groups in a group of the optimizer",
             hint=f"train.frozen = [{missing[0]!r}], if a parameter is not to learn",
         )
+
+
+def _complete(optimizer: Any) -> None:
+    """Add what Optimizer.__init__ would have set to an optimizer that contains others and did not call it.
+
+    Raises ConfigError if it has no parameter groups.
+    """
+    if not hasattr(optimizer, "param_groups"):
+        raise ConfigError(
+            f"the {type(optimizer).__name__} has no parameter groups",
+            given="an optimizer without param_groups, whose __init__ does not call Optimizer.__init__",
+            expected="param_groups: the groups of all optimizers that it consists of",
+            hint="self.param_groups = [*a.param_groups, *b.param_groups], in its __init__",
+        )
+    if hasattr(optimizer, "_optimizer_step_pre_hooks"):
+        return
+    for name in ("defaults", "state"):
+        if not hasattr(optimizer, name):
+            setattr(optimizer, name, {})
+    torch.optim.Optimizer.__setstate__(optimizer, {})
 
 
 @final

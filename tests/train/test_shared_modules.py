@@ -1,4 +1,4 @@
-"""Programs in which a Trainer's module, its inputs or its parameters also belong to something else."""
+"""Programs in which a Trainer's module or its parameters also belong to something else."""
 
 from __future__ import annotations
 
@@ -86,23 +86,6 @@ def test_a_hook_that_is_removed_again_is_not() -> None:
         return len(trainer.results())
 
     assert said(hook) == [3, 3]
-
-
-def test_inputs_with_a_graph_are_refused() -> None:
-    def encoded(mesh: meshcomm.Mesh, place: int, run: bool) -> None:
-        encoder = nn.Linear(6, 6).double()
-        trainer = Trainer(mesh, DATA, net(6, 6), loss=F.mse_loss, optimizer=made)
-        batch = [mine(mesh, drawn(step, 6)) for step in range(2)]
-        batch[place] = encoder(batch[place])
-        if run:
-            trainer.run(lambda step: (batch[0], batch[1]))
-        else:
-            trainer.step(*batch)
-
-    for place, name in enumerate(("inputs", "targets")):
-        for run in (False, True):
-            for text in said(lambda mesh, place=place, run=run: encoded(mesh, place, run)):
-                assert f"the {name} of step 1 were computed by something that learns" in text
 
 
 def test_a_module_belongs_to_one_trainer() -> None:

@@ -70,8 +70,6 @@ def placed(engine: Engine, batch: Any, whose: str) -> tuple[Any, ...]:
             f"numbers documents; or a dictionary with {', '.join(_PLAIN[:2])}, or with {', '.join(_OF_TRANSFORMERS[:2])}",
             hint="a generator that yields (inputs, targets), or (inputs, None) for a loss of your own that needs no targets",
         )
-    if whose != "an evaluation":
-        _check_no_graph(batch, whose)
     device, dtype = engine.mesh.device, engine.split.dtype
     # The engine rejects documents if the model's attention crosses document boundaries.
     return tuple(
@@ -81,19 +79,6 @@ def placed(engine: Engine, batch: Any, whose: str) -> tuple[Any, ...]:
         )
         for each in batch
     )
-
-
-def _check_no_graph(batch: Sequence[Any], whose: str) -> None:
-    """Raise UnsupportedOp for tensors that were computed from parameters: the step would not train what computed them."""
-    for name, tree in zip(("inputs", "targets"), batch, strict=False):
-        for each in tensors_of(tree):
-            if each.grad_fn is not None:
-                raise UnsupportedOp(
-                    f"the {name} of {whose} were computed by something that learns, which this Trainer does not train",
-                    given=f"a tensor {tuple(each.shape)} with grad_fn={type(each.grad_fn).__name__}",
-                    expected=f"{name} without a graph",
-                    hint="one module that contains the encoder too, for the Trainer; or torch.no_grad, or .detach(), if it is not to learn",
-                )
 
 
 def _tracked(x: Tensor) -> Tensor:
