@@ -112,12 +112,12 @@ class Engine:
         self._digests: dict[int, str] = {}
         # Called with the first batch, on every rank.
         self.look: Callable[[Batch], None] | None = None
-        # Called before each update of the weights, whose gradients an optimizer may change.
-        self.before_update: Callable[[], None] | None = None
         # The number of the most recent step.
         self.done = 0
         self.reached = Reached()
         self._lr: float | None = None
+        # Called before each update of the weights, whose gradients an optimizer may change.
+        self.before_update: Callable[[], None] | None = None
         # A step is undone only if lost ranks are replaced.
         self._recovers = mesh.recovers
         self._skips = train.on_nonfinite == "skip"
