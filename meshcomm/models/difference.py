@@ -47,7 +47,9 @@ def difference_of(ours: Outcome, theirs: Outcome) -> str:
         ):
             gradient = theirs.gradients.get(name)
             if gradient is not None and gradient.shape == value.shape:
-                counts = (gradient == 0) | (gradient.abs() > (1e-3 if theirs.narrow else _SMALL) * most)
+                # One of 0 may be a rounding error on the other side.
+                both = (gradient == 0) & (ours.gradients.get(name, gradient) == 0)
+                counts = both | (gradient.abs() > (1e-3 if theirs.narrow else _SMALL) * most)
                 if not _off(name, value[counts], theirs.after[name][counts], room):
                     continue
             return text

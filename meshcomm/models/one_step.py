@@ -24,7 +24,7 @@ from meshcomm.config import Config
 from meshcomm.mesh import Mesh
 from meshcomm.models.family_code import wide
 from meshcomm.models.spec_model import SpecModel
-from meshcomm.parallel.build import Model, Splits
+from meshcomm.parallel.build import Model, Splits, to_train_mode
 from meshcomm.parallel.compose import Engine
 from meshcomm.parallel.loss import IGNORED, LossOf, logits_of, takes_inputs
 from meshcomm.parallel.optimizer import MakeOptimizer, grouped, optimizer_of
@@ -147,7 +147,8 @@ def plain(small: Small, config: Config, *, silent: bool = True, pieces: int = 1)
     """
     train, outcome = config.train, Outcome()
     assert train is not None
-    module = small.module().train()
+    module = small.module()
+    to_train_mode(module)
     if silent:
         _quiet(module)
     named = dict(module.named_parameters())
@@ -248,15 +249,18 @@ def on_a_mesh(
                     _quiet(module)
             engine.checked_steps = 0
             outcome = Outcome()
+
+            def keep() -> None:
+                grads = [(name, each, each.grad) for name, each in engine.named_parameters()]
+                outcome.gradients = outcome.gradients or _whole(
+                    engine, {name: (each, grad) for name, each, grad in grads if grad is not None}
+                )
+
+            engine.before_update = keep
             for number, batch in enumerate(small.batches, 1):
                 whole_batch = with_tensors(torch.clone, tuple(batch))
                 mine = [in_parts(each, engine.data_size)[engine.data_coord] for each in whole_batch]
                 engine.step(mine[0], mine[1], None, number)
-                if number == 1:
-                    grads = [(name, each, each.grad) for name, each in engine.named_parameters()]
-                    outcome.gradients = _whole(
-                        engine, {name: (each, grad) for name, each, grad in grads if grad is not None}
-                    )
             for done in engine.results():
                 terms = {"loss": done.loss, **done.terms}
                 outcome.results |= {f"{name} of step {done.number}": value for name, value in terms.items()}

@@ -6,16 +6,27 @@ is float64.
 
 from __future__ import annotations
 
-from typing import Any, final
+from collections.abc import Callable
+from typing import Any, Final, NamedTuple, final
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
+from meshcomm.errors import UnsupportedOp
 from meshcomm.layout import Dims
 from meshcomm.mesh import Mesh
 from meshcomm.parallel.tensor import local
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+# The forwards that are replaced as a whole.
+_TORCHS: Final = frozenset(kind.forward for kind in BATCH_NORMS)
+# Of torch.batch_norm, in order.
+_ARGUMENTS: Final = (
+    *("input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps"),
+    "cudnn_enabled",
+)
 
 
 def batch_norms(module: nn.Module) -> list[str]:
@@ -27,63 +38,181 @@ def synchronise(module: nn.Module, mesh: Mesh, dims: Dims | None) -> None:
     """Make every batch norm in `module` use the samples on all ranks along `dims`. If None, nothing changes. Module objects
     are kept.
 
+    A batch norm with a forward of its own, of its class or of the object, keeps it: F.batch_norm, as called in it, then
+    uses the samples on all ranks.
+
     Called by: every rank along `dims`, with equally many channels. In training, forward and backward are collective calls too.
+    Raises:    UnsupportedOp for a subclass of nn.SyncBatchNorm with a forward of its own.
     """
     if dims is None:
         return
     norms: list[Any] = [part for part in module.modules() if isinstance(part, BATCH_NORMS)]
     for norm in norms:
-        norm.forward = _SynchronisedForward(norm, mesh, dims)
+        plain: Any = norm.forward.plain if isinstance(norm.forward, _Forwards) else norm.forward
+        owner: Any = getattr(plain, "__self__", None)
+        if owner is norm and plain.__func__ in _TORCHS:
+            norm.forward = _SynchronisedForward(norm, plain, mesh, dims)
+        elif isinstance(norm, nn.SyncBatchNorm):
+            raise UnsupportedOp(
+                f"the batch norms of {type(norm).__name__} cannot use the samples of all ranks",
+                given="a subclass of nn.SyncBatchNorm with a forward of its own, which communicates itself",
+                expected="nn.SyncBatchNorm, or a subclass of nn.BatchNorm2d",
+                hint=f"derive {type(norm).__name__} from nn.BatchNorm2d; meshcomm synchronises it",
+            )
+        else:
+            norm.forward = _OwnForward(norm, plain, mesh, dims)
 
 
 def is_synchronised(part: nn.Module) -> bool:
-    """Return whether `part` uses statistics over all ranks."""
+    """Return whether all buffers of `part` are equal on all ranks, because they follow statistics over all ranks."""
     return isinstance(part.forward, _SynchronisedForward)
 
 
-@final
-class _SynchronisedForward:
-    """The forward of a batch norm. A copy of the module has a separate copy of this object."""
+class _Statistics(NamedTuple):
+    """float32 or float64 (channels,): the mean, and the variance over all samples, and over one less than all."""
 
-    def __init__(self, norm: Any, mesh: Mesh, dims: Dims) -> None:
+    mean: Tensor
+    variance: Tensor
+    unbiased: Tensor
+
+
+def _statistics(x: Tensor, mesh: Mesh, dims: Dims) -> _Statistics:
+    """Return the statistics of x (samples, channels, ...) on all ranks. Runs one all_gather in forward and one
+    reduce_scatter in backward.
+
+    Means and sums of squared distances are combined as in Chan, Golub, LeVeque 1979.
+    """
+    axes, channels = [0, *range(2, x.ndim)], _channels(x)
+    own = x.mean(axes)
+    distance = (x - own.view(channels)).square().sum(axes)
+    count = torch.full_like(own, x.numel() // x.shape[1])
+    facts = torch.stack([own, distance, count])[None]
+    facts = mesh.functional.all_gather(dims, facts, 0, grad="reduce_scatter")
+    means, distances, counts = facts.unbind(1)
+    total = counts.sum(0)
+    mean = (means * counts).sum(0) / total
+    squares = distances.sum(0) + (counts * (means - mean).square()).sum(0)
+    return _Statistics(mean, squares / total, squares.detach() / (total - 1))
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _channels(x: Tensor) -> tuple[int, ...]:
+    return (1, -1, *(1,) * (x.ndim - 2))
+
+
+def _scaled(
+    x: Tensor, wide: Tensor, found: _Statistics, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> Tensor:
+    channels = _channels(x)
+    y = (wide - found.mean.view(channels)) * (found.variance + eps).rsqrt().view(channels)
+    if weight is not None:
+        y = y * local(weight).to(wide.dtype).view(channels)
+    if bias is not None:
+        y = y + local(bias).to(wide.dtype).view(channels)
+    return y.to(x.dtype)
+
+
+@torch.no_grad()
+def _follow(mean: Tensor, variance: Tensor, found: _Statistics, share: Any) -> None:
+    """Update running statistics, with the unbiased variance as in torch."""
+    mean.lerp_(found.mean.to(mean), share)
+    variance.lerp_(found.unbiased.to(variance), share)
+
+
+class _Forwards:
+    """The forward of a batch norm. A copy of the module has a separate copy of this object. plain: what it replaces."""
+
+    def __init__(self, norm: Any, plain: Callable[..., Any], mesh: Mesh, dims: Dims) -> None:
         self._norm, self._mesh, self._dims = norm, mesh, dims
-        self.plain: Any = norm.forward.plain if is_synchronised(norm) else norm.forward
+        self.plain = plain
+
+
+@final
+class _SynchronisedForward(_Forwards):
+    """Replaces the forward of torch."""
 
     def __call__(self, x: Tensor) -> Tensor:
-        """(samples, channels, ...) -> the same shape. Runs one all_gather in forward and one reduce_scatter in backward.
-
-        Means and sums of squared distances are combined as in Chan, Golub, LeVeque 1979.
-        """
+        """(samples, channels, ...) -> the same shape. Runs one all_gather in forward and one reduce_scatter in backward."""
         norm = self._norm
         if not norm.training and norm.running_mean is not None:
             y: Tensor = self.plain(x)
             return y
-        kind = torch.promote_types(x.dtype, torch.float32)
-        axes, channels = [0, *range(2, x.ndim)], (1, -1, *(1,) * (x.ndim - 2))
-        wide = x.to(kind)
-        own = wide.mean(axes)
-        distance = (wide - own.view(channels)).square().sum(axes)
-        count = torch.full_like(own, x.numel() // x.shape[1])
-        facts = torch.stack([own, distance, count])[None]
-        facts = self._mesh.functional.all_gather(self._dims, facts, 0, grad="reduce_scatter")
-        means, distances, counts = facts.unbind(1)
-        total = counts.sum(0)
-        mean = (means * counts).sum(0) / total
-        squares = distances.sum(0) + (counts * (means - mean).square()).sum(0)
+        norm._check_input_dim(x)
+        wide = _wide(x)
+        found = _statistics(wide, self._mesh, self._dims)
         if norm.track_running_stats and norm.training:
-            self._follow(mean.detach(), squares.detach() / (total - 1))
-        y = (wide - mean.view(channels)) * (squares / total + norm.eps).rsqrt().view(channels)
-        if norm.affine:
-            weight, bias = (local(each).to(kind).view(channels) for each in (norm.weight, norm.bias))
-            y = y * weight + bias
-        return y.to(x.dtype)
+            with torch.no_grad():
+                norm.num_batches_tracked += 1
+                often = norm.num_batches_tracked.to(norm.running_mean.dtype)
+            share = often.reciprocal() if norm.momentum is None else norm.momentum
+            _follow(norm.running_mean, norm.running_var, found, share)
+        return _scaled(x, wide, found, norm.weight, norm.bias, norm.eps)
 
-    @torch.no_grad()
-    def _follow(self, mean: Tensor, variance: Tensor) -> None:
-        """Update the running statistics, with the unbiased variance as in torch."""
+
+@final
+class _OwnForward(_Forwards):
+    """Calls a forward that is not torch's, in which F.batch_norm uses the samples on all ranks."""
+
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        """Call the forward. Raises UnsupportedOp if it follows statistics that it computes itself."""
         norm = self._norm
-        norm.num_batches_tracked += 1
-        often = norm.num_batches_tracked.to(norm.running_mean.dtype)
-        share = often.reciprocal() if norm.momentum is None else norm.momentum
-        norm.running_mean.lerp_(mean.to(norm.running_mean), share)
-        norm.running_var.lerp_(variance.to(norm.running_var), share)
+        buffers = [each for each in (norm.running_mean, norm.running_var) if each is not None]
+        versions = [each._version for each in buffers]
+        mode = _Synchronised(self._mesh, self._dims)
+        with mode:
+            y = self.plain(*args, **named)
+        if not mode.was_called and [each._version for each in buffers] != versions:
+            raise UnsupportedOp(
+                f"the batch norms of {type(norm).__name__} cannot use the samples of all ranks",
+                given="a forward that changes running_mean or running_var, and does not call F.batch_norm",
+                expected="a mean and a variance over the samples of all ranks, which meshcomm computes in F.batch_norm",
+                hint="super().forward(x) or F.batch_norm in place of the means; or a module that is no nn.BatchNorm, with "
+                "mesh.functional.all_reduce along data and shard",
+            )
+        return y
+
+
+@final
+class _Synchronised(TorchFunctionMode):
+    """In this context, F.batch_norm uses the samples on all ranks along `dims`. was_called: whether it did."""
+
+    def __init__(self, mesh: Mesh, dims: Dims) -> None:
+        super().__init__()
+        self._mesh, self._dims = mesh, dims
+        self.was_called = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """See TorchFunctionMode."""
+        kwargs = kwargs or {}
+        if func is F.batch_norm:
+            given = self._batch_norm(*args, **kwargs)
+        elif func is torch.batch_norm:
+            said = {**dict(zip(_ARGUMENTS, args, strict=False)), **kwargs}
+            given = self._batch_norm(**{name: said[name] for name in _ARGUMENTS[:-1]})
+        else:
+            return func(*args, **kwargs)
+        return func(*args, **kwargs) if given is None else given
+
+    def _batch_norm(
+        self,
+        input: Tensor,
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
+        training: bool = False,
+        momentum: float = 0.1,
+        eps: float = 1e-5,
+    ) -> Tensor | None:
+        """Return the result of a call in training, and otherwise None."""
+        if not training:
+            return None
+        self.was_called = True
+        wide = _wide(input)
+        found = _statistics(wide, self._mesh, self._dims)
+        if running_mean is not None and running_var is not None:
+            _follow(running_mean, running_var, found, momentum)
+        return _scaled(input, wide, found, weight, bias, eps)

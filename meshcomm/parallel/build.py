@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
@@ -14,7 +15,7 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
@@ -32,7 +33,7 @@ from meshcomm.parallel.expert import separate
 from meshcomm.parallel.loss import OwnLoss
 from meshcomm.parallel.pipeline import Accumulate, Pipelined, TiedWeight
 from meshcomm.parallel.tensor import TensorSplit, local
-from meshcomm.parallel.torch_private import has_hooks, unsaved_buffers
+from meshcomm.parallel.torch_private import hooks_of, unsaved_buffers
 from meshcomm.predict.passes import schedule_properties
 from meshcomm.predict.stages import PartCosts, Stage, split_layers, stages_of_rank
 
@@ -201,6 +202,16 @@ def along(mesh: Mesh, dims: Iterable[str]) -> str | tuple[str, ...] | None:
     return used
 
 
+def to_train_mode(module: nn.Module) -> None:
+    """Put a module into train mode, as torch programs do before they train.
+
+    Not from_pretrained's eval mode. A part that is in eval mode inside a module in train mode stays so. A train method of the
+    module's own may keep parts in eval mode.
+    """
+    if not module.training or type(module).train is not nn.Module.train:
+        module.train()
+
+
 @final
 class LocalModel:
     """This rank's stages of a model, split, sharded and filled. It also sums the stages' gradients over ranks.
@@ -212,6 +223,8 @@ class LocalModel:
     def __init__(self, mesh: Mesh, known: Sections, model: Model, filled: bool) -> None:
         self.mesh, self.model = mesh, model
         self._parallel, _, self._data, self._train = known
+        # The numbers of the hooks that are not a program's.
+        self._hooks: set[int] = set()
         parallel, train = self._parallel, self._train
         self.data_size = parallel.copies(dict(mesh.dims))
         self.data_coord = mesh.coord(parallel.data_dims) if parallel.data_dims else 0
@@ -221,10 +234,7 @@ class LocalModel:
         self.stages = self._divide()
         self.modules = nn.ModuleList([model.stage(self.splits, stage) for stage in self.stages])
         for module in self.modules:
-            # Not from_pretrained's eval mode. A part that is in eval mode inside a module in train mode stays so. A train method of
-            # the module's own may keep parts in eval mode.
-            if not module.training or type(module).train is not nn.Module.train:
-                module.train()
+            to_train_mode(module)
         self._check_parts()
         for name, parameter in self.named_parameters():
             if any(fnmatchcase(name, pattern) for pattern in train.frozen):
@@ -299,6 +309,7 @@ class LocalModel:
         for module in self.modules if self.model.drops else ():
             module.step = number  # type: ignore[assignment]
         self._versions = [each._version for _, each in self._unchanged]
+        self.check_hooks()
 
     def finish_step(self) -> None:
         """Called after the last backward pass. Sums gradients and, as DDP does, broadcasts the first rank's buffers.
@@ -343,6 +354,47 @@ class LocalModel:
     def _divided(self) -> bool:
         """Whether other ranks have other samples, or other tokens of the same samples."""
         return self.data_size * self.splits.context.size > 1
+
+    def know_hooks(self) -> None:
+        """Take the hooks that the parameters have now for those of meshcomm. Called once, before the first step."""
+        self._hooks = {number for _, each in self.named_parameters() for number in hooks_of(each)}
+
+    def check_hooks(self) -> None:
+        """Raise UnsupportedOp if a program has registered a hook of a parameter, and gradients are summed afterwards."""
+        if not (self._divided or self.microbatches > 1 or self._parallel.shard is not None):
+            return
+        hooked = [name for name, each in self.named_parameters() if not hooks_of(each).keys() <= self._hooks]
+        if hooked:
+            raise UnsupportedOp(
+                "a hook of a parameter would be called with other gradients than on one process",
+                given=listed(hooked),
+                expected="gradients that are changed only after they are summed over microbatches and ranks",
+                hint="train.clip_norm; or change gradients in the step method of an optimizer",
+            )
+
+    def _check_free(self) -> None:
+        """Raise UnsupportedOp if a module belongs to another Trainer or GradientSync, which would take its gradients too."""
+
+        def taken() -> list[str]:
+            parts = [pair for module in self.modules for pair in module.named_modules()]
+            return [name or "the module" for name, part in parts if isinstance(part, FSDPModule)] + [
+                name
+                for name, each in self.named_parameters()
+                for hook in hooks_of(each).values()
+                if getattr(hook, "__module__", "").startswith("meshcomm.")
+            ]
+
+        if taken():
+            # One that is no longer used may wait to be collected.
+            gc.collect()
+        if names := list(dict.fromkeys(taken())):
+            raise UnsupportedOp(
+                "this module already belongs to another Trainer or GradientSync",
+                given=listed(names),
+                expected="one Trainer for all steps of a module",
+                hint="the other Trainer's step, with a loss that covers both uses; `del` of the other Trainer, and of its engine, "
+                "before this one is made; or copy.deepcopy(module), before the other is made",
+            )
 
     # -- how it is built ----------------------------------------------------------------------------
 
@@ -393,15 +445,8 @@ class LocalModel:
                     expected=f"no {option}: it is {what}, and a rank sees only its samples",
                     hint=f"{option} = {None if option == 'max_norm' else False}",
                 )
-        if self._divided or self.microbatches > 1 or self._parallel.shard is not None:
-            hooked = [name for name, each in self.named_parameters() if has_hooks(each)]
-            if hooked:
-                raise UnsupportedOp(
-                    "a hook of a parameter would be called with other gradients than on one process",
-                    given=listed(hooked),
-                    expected="gradients that are changed only after they are summed over microbatches and ranks",
-                    hint="train.clip_norm; or change gradients in the step method of an optimizer",
-                )
+        self._check_free()
+        self.check_hooks()
         if self._parallel.shard is None:
             return
         held = [(name, local(each.detach())) for name, each in self.named_parameters()]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple, final
 
@@ -126,6 +126,8 @@ class Engine:
         self.done = 0
         self.reached = Reached()
         self._lr: float | None = None
+        # Called before each update of the weights, whose gradients an optimizer may change.
+        self.before_update: Callable[[], None] | None = None
         # A step is undone only if lost ranks are replaced.
         self._recovers = mesh.recovers
         self._skips = train.on_nonfinite == "skip"
@@ -149,7 +151,13 @@ class Engine:
         # Ranks along the pipeline have different parameters.
         apart = [parallel.pipeline] if parallel.pipeline else []
         self._update = Update(
-            mesh, train, self.modules, optimizer, apart, along(mesh, parallel.gradient_dims)
+            mesh,
+            train,
+            self.modules,
+            optimizer,
+            apart,
+            along(mesh, parallel.gradient_dims),
+            reuses=parallel.shard is None,
         )
         self.optimizer = self._update.optimizer
         self._state = State(list(self.modules), self.optimizer, self._saved_parameters, model.tied)
@@ -157,6 +165,7 @@ class Engine:
         stage = self.stages[-1].index
         vocab_size, names = model.vocab_size, self._loss.names
         self._results = Results(mesh, (parallel, train), self._norm, named, stage, vocab_size, names)
+        local.know_hooks()
 
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Return this rank's parameters with their global names, each once, stage by stage.
@@ -227,7 +236,7 @@ class Engine:
             each = samples_of(inputs)
             first = self.data_coord * each
             more["samples"] = torch.arange(first, first + each, device=self.mesh.device)
-        with self._drawing(f"{number}"), shared_casts():
+        with self._drawing(f"{number}"), shared_casts(), self._explained():
             loss = self._run(*self._loss.split(inputs, targets), **more)
         self._local.finish_step()
         if rows is not None:
@@ -273,6 +282,8 @@ class Engine:
 
     def _apply(self, step: Decided) -> None:
         """Update the weights, unless the step is spoilt."""
+        if self.before_update is not None:
+            self.before_update()
         self._update.step(step.number, step.spoilt)
 
     def _value(self, x: Tensor) -> float:
@@ -569,6 +580,23 @@ class Engine:
                 hint="drop_last=True in the DataLoader",
             )
         return added, {"samples": count}
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Raise UnsupportedOp for torch's error about weights that FSDP2 has freed in the middle of a pass."""
+        try:
+            yield
+        except RuntimeError as error:
+            freed = "setStorage" in str(error) and str(error).endswith("storage of size 0")
+            if not freed or not any(isinstance(each, Sharded) for each in self.gradients):
+                raise
+            raise UnsupportedOp(
+                "gradients within a loss cannot be computed through a sharded module",
+                given="torch.autograd.grad or backward through the module in the model or the loss, after which FSDP2 has freed its "
+                "weights",
+                expected="one backward pass for each microbatch, which the step runs",
+                hint="parallel.data in place of parallel.shard, with which every rank keeps whole weights",
+            ) from error
 
     def _drawing(self, step: str) -> AbstractContextManager[None]:
         """In this context, the seed and the step determine the random numbers that forward passes draw."""

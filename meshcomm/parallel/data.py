@@ -127,7 +127,8 @@ class GradientSync:
         self._unused = False
         used = ref(self)
         hook = register_optimizer_step_post_hook(lambda optimizer, *_: _stepped(used(), optimizer))
-        finalize(self, hook.remove)
+        for each in (hook, *self._handles):
+            finalize(self, each.remove)
 
     def _check_unchanged(self) -> None:
         """Raise TrainingError if the buckets no longer match the parameters."""
@@ -251,7 +252,9 @@ class GradientSync:
                 f"backward reached {slot.name} outside of a step",
                 given="a backward pass before start() or after finish()",
                 expected="start(), then all backward passes of the step, then finish()",
-                hint="`with sync:` around the backward passes of each step, or call start() and finish()",
+                hint="`with sync:` around the backward passes of each step, or call start() and finish(). Beside a Trainer: "
+                "torch.autograd.grad in place of a backward() of your own; and where another loss sends gradients through this module, "
+                "as in a GAN, module.requires_grad_(False) before it and module.requires_grad_(True) after it",
             )
         slot.count += 1
         if slot.count == self._microbatches:

@@ -22,7 +22,7 @@ from meshcomm.mesh import Mesh
 from meshcomm.parallel.dropout import Draws
 from meshcomm.parallel.narrow_state import narrowed
 from meshcomm.parallel.sparse import SparseRows, optimizers_in
-from meshcomm.parallel.split_update import check_apart, check_split
+from meshcomm.parallel.split_update import check_apart, check_fused, check_kept, check_split
 from meshcomm.parallel.tensor.parameters import fused_parts
 
 # Creates an optimizer from parameter groups, like the classes of torch.optim.
@@ -159,6 +159,7 @@ def made_of(make: MakeOptimizer, groups: list[dict[str, Any]]) -> torch.optim.Op
             hint=_EXAMPLE,
         ) from failed
     kind = type(optimizer).__name__
+    _complete(optimizer)
     known = {id(each) for group in groups for each in group["params"]}
     others = [each for group in optimizer.param_groups for each in group["params"] if id(each) not in known]
     if others:
@@ -231,6 +232,26 @@ def _check_held(optimizer: torch.optim.Optimizer, modules: nn.Module) -> None:
         )
 
 
+def _complete(optimizer: Any) -> None:
+    """Add what Optimizer.__init__ would have set to an optimizer that contains others and did not call it.
+
+    Raises ConfigError if it has no parameter groups.
+    """
+    if not hasattr(optimizer, "param_groups"):
+        raise ConfigError(
+            f"the {type(optimizer).__name__} has no parameter groups",
+            given="an optimizer without param_groups, whose __init__ does not call Optimizer.__init__",
+            expected="param_groups: the groups of all optimizers that it consists of",
+            hint="self.param_groups = [*a.param_groups, *b.param_groups], in its __init__",
+        )
+    if hasattr(optimizer, "_optimizer_step_pre_hooks"):
+        return
+    for name in ("defaults", "state"):
+        if not hasattr(optimizer, name):
+            setattr(optimizer, name, {})
+    torch.optim.Optimizer.__setstate__(optimizer, {})
+
+
 @final
 class Update:
     """Creates the optimizer for this rank's parameters, and runs its steps.
@@ -238,6 +259,7 @@ class Update:
     make:  creates the optimizer. If None, the optimizer of `[train]` is created.
     apart: dims along which a user's optimizer draws different random numbers.
     dims:  dims along which ranks have different samples, for sparse gradients.
+    reuses: whether a parameter's gradient is the same tensor in each step.
     rows:  the rows of a step for which `make` is given sparse gradients.
     """
 
@@ -249,6 +271,8 @@ class Update:
         make: MakeOptimizer | None,
         apart: Iterable[str],
         dims: Dims | None = None,
+        *,
+        reuses: bool = True,
     ) -> None:
         self.optimizer = grouped(optimizer_of(train, mesh.device) if make is None else make, train, modules)
         self._seed = train.seed
@@ -256,6 +280,9 @@ class Update:
         self.rows: SparseRows | None = None
         if make is not None:
             check_split(make, decay_groups, modules)
+            check_fused(make, decay_groups, modules)
+            if reuses:
+                check_kept(make, decay_groups)
             self.rows = SparseRows(mesh, dims, modules, self.optimizer)
             if any(mesh.size(dim) > 1 for dim in apart):
                 check_apart(make, decay_groups)

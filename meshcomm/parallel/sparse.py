@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, final
-from weakref import ref
+from weakref import finalize, ref
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +34,7 @@ class SparseRows:
             torch.zeros(len(table), dtype=torch.int32, device=table.device) for table in self._tables
         ]
         for table, used in zip(self._tables, self._used, strict=True):
-            table.register_hook(_recorded(ref(used)))
+            finalize(self, table.register_hook(_recorded(ref(used))).remove)
 
     def start(self) -> None:
         """Begin a step."""
@@ -65,10 +65,15 @@ class SparseRows:
 
 def optimizers_in(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
     """Return the optimizers that an optimizer consists of, and then itself."""
-    held = [
-        each for value in vars(optimizer).values() for each in (value if type(value) is list else [value])
-    ]
+    held = [each for value in vars(optimizer).values() for each in members_of(value)]
     return [*(each for each in held if isinstance(each, torch.optim.Optimizer)), optimizer]
+
+
+def members_of(value: Any) -> list[Any]:
+    """Return the values in a list, tuple or dictionary, and any other value alone."""
+    if type(value) is dict:
+        return list(value.values())
+    return list(value) if type(value) in (list, tuple) else [value]
 
 
 def _tables(modules: nn.Module) -> list[nn.Parameter]:

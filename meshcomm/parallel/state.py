@@ -27,7 +27,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from meshcomm.comm.codec import decode, encode
 from meshcomm.errors import ObjectError, TrainingError
 from meshcomm.parallel.narrow_state import is_moment
-from meshcomm.parallel.sparse import optimizers_in
+from meshcomm.parallel.sparse import members_of, optimizers_in
 from meshcomm.parallel.tensor.parameters import Kept, Parts, fused_parts, local, split_dims
 
 # The dtype and the shape of each tensor in a checkpoint, by name.
@@ -139,9 +139,9 @@ class State:
         """Return the optimizer's state for a parameter: tensors by name, and all other values."""
         holder, state = self._holder(parameter), self._optimizer.state.get(parameter, {})
         if holder is not self._optimizer:
-            if state:
+            own_state, state = state, holder.state.get(parameter, {})
+            if own_state and own_state is not state:
                 raise _refused(f"the state of {name} in two optimizers", _type(holder), "use one of them")
-            state = holder.state.get(parameter, {})
         if not isinstance(state, Mapping):
             raise _refused(f"the optimizer's state of {name}", _type(state))
         own: dict[str, Tensor] = {}
@@ -261,7 +261,7 @@ class State:
     def _own_attributes(self) -> Iterator[tuple[str, Any]]:
         """Yield the attributes of the optimizer that torch did not create."""
         for name, value in vars(self._optimizer).items():
-            parts = value if type(value) is list and value else [value]
+            parts = members_of(value) or [value]
             if all(any(each is part for part in (*self._parts, self._optimizer)) for each in parts):
                 continue
             if name not in _TORCHS_OWN:

@@ -88,10 +88,10 @@ def unsaved_buffers(module: Any) -> set[str]:
     return names
 
 
-def has_hooks(parameter: torch.Tensor) -> bool:
-    """Return whether a hook of a program would be called with the parameter's gradient."""
-    hooks: Any = getattr(parameter, "_post_accumulate_grad_hooks", None)
-    return bool(parameter._backward_hooks) or bool(hooks)
+def hooks_of(parameter: torch.Tensor) -> dict[int, Any]:
+    """Return the hooks that are called with the parameter's gradient, by number. A removed hook's number is not used again."""
+    later: Any = getattr(parameter, "_post_accumulate_grad_hooks", None)
+    return {**(parameter._backward_hooks or {}), **(later or {})}
 
 
 def offsets(tensor: Any) -> tuple[int, ...]:

@@ -583,6 +583,20 @@ def test_the_same_check_is_made_again_for_another_value_of_a_global(monkeypatch:
     assert "divided" in told(mlp(), rows(), own=lambda y, t: F.mse_loss(y, t).sqrt())[0]
 
 
+def partly(*layers: nn.Module) -> nn.Module:
+    net = nn.Sequential(nn.Linear(4, 6), *layers, nn.Linear(6, 3)).train()
+    net[1].eval()
+    return net
+
+
+def test_parts_in_eval_mode_stay_so() -> None:
+    settings: Any = {"own": F.mse_loss, "micro": 4}
+    assert told(partly(nn.BatchNorm1d(6)), rows(), **settings) == ("", "")
+    assert told(partly(nn.Dropout(0.5)), rows(), **settings) == ("", "")
+    assert told(partly(nn.BatchNorm1d(6), nn.BatchNorm1d(6)), rows(), **settings) == ("", "")
+    assert told(nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)).eval(), rows(), **settings) == ("", "")
+
+
 class EveryFourth(torch.optim.SGD):
     """Updates in every fourth step."""
 
