@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -10,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any, TypeVar, final
+from typing import Any, Final, TypeVar, final
 
 import torch
 from torch import Tensor, nn
@@ -60,6 +61,7 @@ from meshcomm.train.evaluation import Evaluator, evaluate_of
 from meshcomm.train.lease import Attempt, Lease, find_attempt
 from meshcomm.train.lock import Lock, check_batch_size, lock_of
 from meshcomm.train.recovery import Survivor, nobody_holds, other_parts, refuse_shards
+from meshcomm.train.screen import TrainingReporter, not_compared
 from meshcomm.train.steps import (
     Progress,
     Reading,
@@ -72,6 +74,7 @@ from meshcomm.train.steps import (
 )
 
 T = TypeVar("T")
+_LOG: Final = logging.getLogger("meshcomm.train")
 
 
 class StepRecorder(ABC):
@@ -268,7 +271,8 @@ class Trainer:
 
     @property
     def not_checked(self) -> str:
-        """Why no small copy of the program is compared with plain torch before the first step; "" if it is. See `train.check`.
+        """What of the program, or why all of it, is not compared with plain torch before the first step; "" if all is compared.
+        See `train.check`. Trainers without a screen log it as a warning of the logger `meshcomm.train`.
 
         Known on the first rank, and, for a program that is compared on its first batch, after the first step.
         """
@@ -567,9 +571,23 @@ class Trainer:
                 engine.scheduler = scheduler_for(
                     self._scheduler, engine.optimizer, engine.sections.train.steps
                 )
-            engine.look = self._checked.look
             self._made, self._holds = engine, holds
+            if self._checked.look is None:
+                self._say_what_is_not_checked()
+            else:
+                engine.look = self._look
         return self._made
+
+    def _look(self, batch: Batch) -> None:
+        assert self._checked.look is not None
+        self._checked.look(batch)
+        self._say_what_is_not_checked()
+
+    def _say_what_is_not_checked(self) -> None:
+        """Log it, unless the run's screen says it."""
+        shown = any(isinstance(each, TrainingReporter) for each in getattr(self, "callbacks", ()))
+        if (why := self.not_checked) and not shown:
+            _LOG.warning("%s", not_compared(why))
 
 
 def run(mesh: Mesh, config: Config, callback: Callback, attempt: Attempt | None = None) -> Summary:
