@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from meshcomm.config import ParallelConfig, TrainConfig
 from meshcomm.errors import ConfigError, ShapeError, TrainingError, UnsupportedOp
+from meshcomm.layout.names import listed
 from meshcomm.parallel.tensor import TensorSplit, cross_entropy
 from meshcomm.parallel.tree import tensors_of, with_tensors
 
@@ -205,19 +207,22 @@ class StepLoss:
             if pipeline is not None and last and not self._mesh.is_fake:
                 self.names[:] = self._mesh.objects.broadcast(pipeline, [*self.names], src=last)
             self._knows_names = True
-        # The first exchange also counts the losses that are pairs, and all losses.
-        first = 2 if self._own is not None and self._means is None else 0
+        # The first exchange also counts the losses that are pairs, and all losses, and adds up a checksum of the terms' names.
+        first = 5 if self._own is not None and self._means is None else 0
         totals = none.new_zeros(first + 1 + 2 * len(self.names))
         if loss is not None:
             totals = torch.stack(self._rows).sum(0)
             if first:
-                totals = torch.cat([totals.new_tensor([self._pairs, len(self._rows)]), totals])
+                code = zlib.crc32(repr(self.names).encode()) % 2**20
+                totals = torch.cat(
+                    [totals.new_tensor([self._pairs, len(self._rows), 1, code, code**2]), totals]
+                )
             for dim in self._gradient_dims if self._slices else self._data_dims:
                 totals = self._mesh.all_reduce(dim, totals)
         if pipeline is not None:
             totals = self._mesh.broadcast(pipeline, totals, src=last)
         if first and not self._mesh.is_fake:
-            self._agree(*totals[:2].tolist())
+            self._agree(*totals[:first].tolist())
         totals = totals[first:]
         factor = self._divisor.double() / totals[0]
         if loss is not None:
@@ -240,8 +245,16 @@ class StepLoss:
                 f"{forms[pair]} on {self._mesh.label}, and {forms[not pair]} in earlier steps", _ONE_FORM
             )
 
-    def _agree(self, pairs: float, losses: float) -> None:
-        """Set the form of the loss from those of all ranks. Raises TrainingError, on every rank, if it is mixed."""
+    def _agree(self, pairs: float, losses: float, ranks: float, codes: float, squares: float) -> None:
+        """Set the form of the loss from those of all ranks. Raises TrainingError, on every rank, if it is mixed.
+
+        codes, squares: the sums of a checksum of the names, and of its square, over `ranks` ranks.
+        """
+        if ranks * squares != codes**2:
+            raise _refused(
+                f"terms {listed(self.names) or '(none)'} on {self._mesh.label}, and other ones on other ranks",
+                "the same terms, in the same order, on every rank",
+            )
         if 0 < pairs < losses:
             raise _refused(
                 f"(sum, count) for {pairs:g} of the {losses:g} microbatches of all ranks, and a mean for the others",

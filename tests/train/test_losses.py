@@ -402,3 +402,26 @@ def test_cross_entropy_on_split_logits(smoothing: float, z: float) -> None:
     torch.testing.assert_close(torch.cat([grad for _, grad in found], -1), whole.grad, rtol=1e-12, atol=1e-12)
     for loss, _ in found:
         torch.testing.assert_close(loss, expected.detach(), rtol=1e-12, atol=1e-12)
+
+
+_TERMS: Final = (("a", "b"), ("ab", "ba"))
+
+
+def _terms(mesh: meshcomm.Mesh, which: int) -> str:
+    names = _TERMS[which][mesh.coord("dp")]
+    train = {"steps": 1, "global_batch_size": 8, "micro_batch_size": 2, "lr": 0.1}
+    config = {"mesh": {"dims": {"dp": 2}, "device": "cpu"}, "parallel": {"data": "dp"}, "train": train}
+    loss = lambda y, t: {"loss": F.mse_loss(y, t), **{name: y.mean() for name in names}}  # noqa: E731
+    trainer = Trainer(mesh, load_config(config), torch.nn.Linear(3, 2), loss=loss)
+    x = torch.arange(12.0).reshape(4, 3) + mesh.coord("dp")
+    try:
+        trainer.step(x, x[:, :2])
+    except MeshcommError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_terms_with_other_names_on_other_ranks_are_refused_on_every_rank(which: int) -> None:
+    for coord, said in enumerate(meshcomm.simulate(_terms, dims={"dp": 2}, args=(which,))):
+        assert f"terms {', '.join(_TERMS[which][coord])} on rank {coord}" in said
