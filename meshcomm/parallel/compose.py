@@ -18,7 +18,7 @@ from meshcomm.mesh.all_ranks import of_every_rank
 from meshcomm.parallel.build import LocalModel, Model, along, sections
 from meshcomm.parallel.context.documents import check_documents
 from meshcomm.parallel.data import Sharded
-from meshcomm.parallel.loss import StepLoss
+from meshcomm.parallel.loss import StepLoss, module_of
 from meshcomm.parallel.norm import GradientNorm
 from meshcomm.parallel.optimizer import MakeOptimizer, Update, check_patterns, check_some_learn
 from meshcomm.parallel.pipeline import Pipelined
@@ -151,7 +151,15 @@ class Engine:
             mesh, train, self.modules, optimizer, apart, along(mesh, parallel.gradient_dims)
         )
         self.optimizer = self._update.optimizer
-        self._state = State(list(self.modules), self.optimizer, self._saved_parameters, model.tied)
+        loss = module_of(None if model.own_loss is None else model.own_loss.function)
+        calls = any(each.is_last for each in self.stages)
+        self._state = State(
+            list(self.modules),
+            self.optimizer,
+            self._saved_parameters,
+            model.tied,
+            loss if calls else None,
+        )
         self._norm = GradientNorm(mesh, named, pipeline=parallel.pipeline, skip=copies)
         stage = self.stages[-1].index
         vocab_size, names = model.vocab_size, self._loss.names

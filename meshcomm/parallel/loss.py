@@ -11,7 +11,7 @@ from inspect import Parameter, signature
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from meshcomm.config import ParallelConfig, TrainConfig
 from meshcomm.errors import ConfigError, ShapeError, TrainingError, UnsupportedOp
@@ -349,6 +349,12 @@ def takes_inputs(loss: Callable[..., Any]) -> bool:
         return False
     placed = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
     return sum(each.kind in placed and each.default is each.empty for each in arguments) == 3
+
+
+def module_of(loss: object) -> nn.Module | None:
+    """Return the module that a loss is, or whose method it is."""
+    parts = (loss, getattr(loss, "__self__", None), getattr(loss, "func", None))
+    return next((each for each in parts if isinstance(each, nn.Module)), None)
 
 
 def logits_of(found: Any) -> Tensor:
