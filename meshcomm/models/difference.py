@@ -123,6 +123,11 @@ def split_differs(name: str, setting: str, difference: str, alone: bool, moved: 
         "for a ModelSpec: add the missing parts to its forward, split, attention and so on, such as a multiplier, a soft cap, or "
         "positions of another stage"
     )
+    if setting == "parallel.context":
+        hint += (
+            "; tensors whose axis 1 is as long as that of the first input are divided as sequences: give another shape to one that is "
+            "none, like x.unsqueeze(1)"
+        )
     return TrainingError(
         f"{name} computes different results with {setting}",
         given=difference,

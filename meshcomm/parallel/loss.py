@@ -172,7 +172,18 @@ class StepLoss:
             return loss / self._divisor
         given = (targets.targets, targets.inputs) if isinstance(targets, _Given) else (targets,)
         with self._autocast():
-            found = self._own.function(outputs if self._slices else self._whole(outputs), *given)
+            outputs = outputs if self._slices else self._whole(outputs)
+            try:
+                found = self._own.function(outputs, *given)
+            except (AttributeError, TypeError) as error:
+                if given[0] is not None:
+                    raise
+                raise TrainingError(
+                    "the loss fails without targets",
+                    given=f"targets = None, {type(error).__name__}: {error}",
+                    expected="targets, or a loss that needs none",
+                    hint="trainer.step(inputs, targets); or batches (inputs, targets)",
+                ) from error
         terms = dict(found) if isinstance(found, Mapping) else {"loss": found}
         if "loss" not in terms:
             raise _refused(
@@ -344,7 +355,8 @@ def _is_pair(found: Any) -> bool:
 def takes_inputs(loss: Callable[..., Any]) -> bool:
     """Return whether a loss has a third argument without a default, which is the inputs of the microbatch."""
     try:
-        arguments = [*signature(loss).parameters.values()]
+        called: Any = loss.forward if isinstance(loss, nn.Module) else loss
+        arguments = [*signature(called).parameters.values()]
     except (TypeError, ValueError):
         return False
     placed = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
@@ -373,7 +385,8 @@ def logits_of(found: Any) -> Tensor:
 
 def _check_axis(logits: Tensor, targets: Tensor, vocab_size: int) -> None:
     """Raise ShapeError if axis 1 seems to be that of the classes, as in torch's cross-entropy of images."""
-    if not vocab_size and logits.ndim > 3 and tuple(targets.shape) == (len(logits), *logits.shape[2:]):
+    other = logits.ndim > 3 or (logits.ndim == 3 and logits.shape[:-1] != targets.shape)
+    if not vocab_size and other and tuple(targets.shape) == (len(logits), *logits.shape[2:]):
         raise ShapeError(
             "the built-in loss takes the classes along the last axis",
             given=f"logits {tuple(logits.shape)}, targets {tuple(targets.shape)}",

@@ -35,6 +35,7 @@ from meshcomm.train.agree import agree, agreed_corpus, corpus_of
 from meshcomm.train.arguments import (
     Checked,
     MakeScheduler,
+    check_callbacks,
     checked,
     config_of_the_job,
     model_for,
@@ -157,8 +158,8 @@ class Trainer:
         # After ranks have met again: this rank's state, until it is in a new engine.
         self._survivor = Survivor() if mesh.generation.number else None
         self._copies = Copies()
+        self.callbacks = check_callbacks(callbacks)
         self._begin_again()
-        self.callbacks = tuple(callbacks)
         for callback in self.callbacks:
             callback.trainer = self
 
@@ -585,7 +586,7 @@ class Trainer:
 
     def _say_what_is_not_checked(self) -> None:
         """Log it, unless the run's screen says it."""
-        shown = any(isinstance(each, TrainingReporter) for each in getattr(self, "callbacks", ()))
+        shown = any(isinstance(each, TrainingReporter) for each in self.callbacks)
         if (why := self.not_checked) and not shown:
             _LOG.warning("%s", not_compared(why))
 
