@@ -91,7 +91,7 @@ def check_inputs(
 
 def _differing(ranks: Sequence[int], scalars: Sequence[Sequence[Sequence[str]]]) -> TrainingError:
     """Return an error that names the first value that is not equal on all ranks."""
-    tables = [dict(map(tuple, each)) for each in scalars]  # type: ignore[misc]
+    tables = [{name: text for name, text in each} for each in scalars]  # noqa: C416
     names = dict.fromkeys(name for each in tables for name in each)
     name = next(name for name in names if len({each.get(name) for each in tables}) > 1)
     first = tables[0].get(name, "nothing")

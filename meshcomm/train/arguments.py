@@ -37,14 +37,7 @@ def model_for(
 ) -> Model:
     """Return the model to train. If the program does not provide one, build the model described in [model]."""
     known = sections(mesh, config)
-    if given is not None and not isinstance(given, (nn.Module, ModelSpec, Model)):
-        made = isinstance(given, type) or callable(given)
-        raise ConfigError(
-            "this model cannot be trained",
-            given=f"model = {_said(given)}",
-            expected="an nn.Module that is built, a ModelSpec, or None with [model] in the configuration",
-            hint="call it: model=Net()" if made else "model=module",
-        )
+    _check_model(given)
     check_function(loss)
     if isinstance(given, Model) or (given is None and loss is not None):
         if loss is not None:
@@ -67,6 +60,16 @@ def model_for(
     if known.model is not None and known.model.lora is not None:
         raise no_adapters(type(given).__name__)
     return WrappedModule(given, known.parallel, known.train, loss)
+
+
+def _check_model(given: object) -> None:
+    if given is not None and not isinstance(given, (nn.Module, ModelSpec, Model)):
+        raise ConfigError(
+            "this model cannot be trained",
+            given=f"model = {_said(given)}",
+            expected="an nn.Module that is built, a ModelSpec, or None with [model] in the configuration",
+            hint="call it: model=Net()" if callable(given) else "model=module",
+        )
 
 
 def check_function(loss: object) -> None:

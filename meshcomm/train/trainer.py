@@ -516,9 +516,15 @@ class Trainer:
             yield sliced(last, slice(0))
 
     def state(self) -> dict[str, Tensor]:
-        """Return the full training state by global name; see Engine.state. The state is not modified.
+        """Return all state that a step changes, as tensors by name: what `save` writes. The state is not modified.
+
+        Names do not depend on the mesh: `model.NAME` for this rank's weights and buffers, `optimizer.NAME.KEY` for the optimizer's
+        tensors, `loss.NAME` for the buffers of a loss module, and uint8 tensors named `plain.` with encoded plain data. Shapes are
+        those of the full tensors: a split one is a DTensor, in the simulator this rank's part. The tensors share memory with the
+        model. State that the first step creates is not there before it.
 
         Called by: every rank.
+        Raises:    TrainingError that names the state that cannot be saved.
         """
         return self.engine.state()
 
