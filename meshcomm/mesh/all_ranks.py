@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
@@ -42,17 +43,24 @@ def of_every_rank(mesh: Mesh, mine: Any) -> list[Any]:
     Called by every rank. Gathers objects once per dim.
     Raises CallMismatchError, on every rank, if ranks exchange records in different calls of the program.
     """
-    call = _call_of()
-    records: list[Any] = [[*call, mine]]
+    inner, outer = _frames()
+    # Paths and lines would make the sizes of messages depend on the host.
+    code = zlib.crc32(f"{inner.f_globals.get('__name__')}.{inner.f_code.co_qualname}".encode())
+    records = _of_all(mesh, [f"{code:08x}", mine])
+    if any(each != records[0][0] for each, _ in records):
+        raise _differing(mesh, _of_all(mesh, f"{outer.f_code.co_qualname} at {caller()}"))
+    return [each for _, each in records]
+
+
+def _of_all(mesh: Mesh, mine: Any) -> list[Any]:
+    records: list[Any] = [mine]
     for dim in reversed(list(mesh.layout.dims)):
         records = [each for part in mesh.objects.all_gather(dim, records) for each in part]
-    if any(each[0] != call[0] for each in records):
-        raise _differing(mesh, records)
-    return [each[-1] for each in records]
+    return records
 
 
-def _call_of() -> list[str]:
-    """Return the function of meshcomm that exchanges records, and the program's call of meshcomm with its line."""
+def _frames() -> tuple[FrameType, FrameType]:
+    """Return the frames of the function of meshcomm that exchanges records, and of the function that the program calls."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_code.co_filename == __file__ and frame.f_back is not None:
         frame = frame.f_back
@@ -60,17 +68,16 @@ def _call_of() -> list[str]:
     inner = outer = frame
     while outer.f_back is not None and is_ours(outer.f_back.f_code.co_filename) > 0:
         outer = outer.f_back
-    function = f"{inner.f_globals.get('__name__')}.{inner.f_code.co_qualname}"
-    return [function, f"{outer.f_code.co_qualname} at {caller()}"]
+    return inner, outer
 
 
-def _differing(mesh: Mesh, records: Sequence[Sequence[Any]]) -> CallMismatchError:
+def _differing(mesh: Mesh, of_ranks: Sequence[str]) -> CallMismatchError:
     """Return an error that names the calls of up to 8 groups of ranks."""
     calls: dict[str, list[int]] = {}
-    for rank, (_, call, _) in zip(ranks_of(mesh), records, strict=True):
+    for rank, call in zip(ranks_of(mesh), of_ranks, strict=True):
         calls.setdefault(call, []).append(rank)
     largest = max(calls.values(), key=len)
-    common = largest if 2 * len(largest) > len(records) else []
+    common = largest if 2 * len(largest) > len(of_ranks) else []
     lines = [f"{ranks_text(sorted(ranks))}: {call}" for call, ranks in calls.items()]
     return CallMismatchError(
         "ranks are in different calls, in which all ranks exchange records",
