@@ -18,6 +18,8 @@ import meshcomm
 from meshcomm.config import ParallelConfig, TrainConfig, load_config
 from meshcomm.errors import MeshcommError, UnsupportedOp
 from meshcomm.models import ModelSpec, spec_model, step_check, wrapped
+from meshcomm.models.difference import difference_of
+from meshcomm.models.one_step import Outcome
 from meshcomm.models.spec_model import SpecModel
 from meshcomm.models.step_check import StepCheck
 from meshcomm.models.wrapped import WrappedModule
@@ -791,3 +793,26 @@ def _trains(mesh: meshcomm.Mesh, what: str) -> str:
 def test_what_a_step_would_ignore_is_refused(what: str, words: str) -> None:
     for said in meshcomm.simulate(_trains, dims={"dp": 2}, args=(what,)):
         assert words in said
+
+
+def _noisy_step(mesh: meshcomm.Mesh) -> str:
+    train = {"steps": 1, "global_batch_size": 8, "micro_batch_size": 2, "lr": 0.1}
+    config = {"mesh": {"dims": {"dp": 2}, "device": "cpu"}, "parallel": {"data": "dp"}, "train": train}
+    noisy = lambda y, t: F.mse_loss(y + torch.randn_like(y), t)  # noqa: E731
+    trainer = Trainer(mesh, load_config(config), mlp(), loss=noisy)
+    trainer.step(*(each.chunk(2)[mesh.coord("dp")] for each in rows()))
+    return trainer.not_checked
+
+
+def test_what_is_not_compared_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    first, second = meshcomm.simulate(_noisy_step, dims={"dp": 2})
+    assert "(randn)" in first and not second
+    said = [each.getMessage() for each in caplog.records if each.name == "meshcomm.train"]
+    assert said == [f"not compared with one process before the first step: {first}"]
+
+
+def test_numbers_that_differ_are_shown_with_enough_digits() -> None:
+    words = difference_of(
+        Outcome(results={"loss of step 1": 0.62849301}), Outcome(results={"loss of step 1": 0.62849302})
+    )
+    assert words == "the loss of step 1 is 0.62849301, but 0.62849302 in the unsplit model"
