@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import sys
 import time
+import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
+from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+from meshcomm.comm.callsite import caller, is_ours
 from meshcomm.comm.flight_recorder import FlightRecorder
 from meshcomm.comm.spans import host
-from meshcomm.errors import CommunicationError, MeshcommError, TrainingError
+from meshcomm.errors import CallMismatchError, CommunicationError, MeshcommError, TrainingError
+from meshcomm.layout.sizes import ranks_text
 from meshcomm.show.page import Cells, Line, as_text, page_view
 from meshcomm.show.stats import spread_page
 
@@ -36,11 +41,51 @@ def of_every_rank(mesh: Mesh, mine: Any) -> list[Any]:
     """Return each rank's plain data, in the order of `ranks_of`.
 
     Called by every rank. Gathers objects once per dim.
+    Raises CallMismatchError, on every rank, if ranks exchange records in different calls of the program.
     """
+    inner, outer = _frames()
+    # Paths and lines would make the sizes of messages depend on the host.
+    code = zlib.crc32(f"{inner.f_globals.get('__name__')}.{inner.f_code.co_qualname}".encode())
+    records = _of_all(mesh, [f"{code:08x}", mine])
+    if any(each != records[0][0] for each, _ in records):
+        raise _differing(mesh, _of_all(mesh, f"{outer.f_code.co_qualname} at {caller()}"))
+    return [each for _, each in records]
+
+
+def _of_all(mesh: Mesh, mine: Any) -> list[Any]:
     records: list[Any] = [mine]
     for dim in reversed(list(mesh.layout.dims)):
         records = [each for part in mesh.objects.all_gather(dim, records) for each in part]
     return records
+
+
+def _frames() -> tuple[FrameType, FrameType]:
+    """Return the frames of the function of meshcomm that exchanges records, and of the function that the program calls."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code.co_filename == __file__ and frame.f_back is not None:
+        frame = frame.f_back
+    assert frame is not None
+    inner = outer = frame
+    while outer.f_back is not None and is_ours(outer.f_back.f_code.co_filename) > 0:
+        outer = outer.f_back
+    return inner, outer
+
+
+def _differing(mesh: Mesh, of_ranks: Sequence[str]) -> CallMismatchError:
+    """Return an error that names the calls of up to 8 groups of ranks."""
+    calls: dict[str, list[int]] = {}
+    for rank, call in zip(ranks_of(mesh), of_ranks, strict=True):
+        calls.setdefault(call, []).append(rank)
+    largest = max(calls.values(), key=len)
+    common = largest if 2 * len(largest) > len(of_ranks) else []
+    lines = [f"{ranks_text(sorted(ranks))}: {call}" for call, ranks in calls.items()]
+    return CallMismatchError(
+        "ranks are in different calls, in which all ranks exchange records",
+        given="\n".join(lines[:8]),
+        expected="the same calls on every rank of the mesh, in the same order",
+        hint="call it on every rank, outside of `if mesh.rank == 0:`; print or write the result on one rank",
+        mismatched_ranks=tuple(sorted(rank for rank in ranks_of(mesh) if rank not in common)),
+    )
 
 
 def on_all_ranks(mesh: Mesh, what: str, action: Callable[[], T]) -> T:
@@ -66,7 +111,7 @@ def on_all_ranks(mesh: Mesh, what: str, action: Callable[[], T]) -> T:
         failures = of_every_rank(
             mesh, failure and [failure.what, failure.given, failure.expected, failure.hint]
         )
-    except CommunicationError:
+    except (CommunicationError, CallMismatchError):
         if failure is None:
             raise
     if failure is not None:

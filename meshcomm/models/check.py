@@ -237,8 +237,13 @@ def check_steps(
             f"a small copy does not run on one process: {type(error).__name__}: {words[0] if words else ''}"
         )
     if not all(map(math.isfinite, alone.results.values())):
-        return "the loss of the first samples is not finite"
-    if not alone.draws and difference_of(again, alone):
+        noise = listed(alone.noise)
+        said = f" with constants for random numbers ({noise})" if noise else ""
+        return f"the loss or the gradient norm of the first samples is not finite{said}"
+    others = "the model or the loss draws random numbers by other means than torch's operators"
+    if difference_of(again, alone):
+        if alone.draws:
+            return others
         return "the model or the loss computes something else each time, from state outside the module"
     _check_all_learn(name, alone, train)
     try:
@@ -249,8 +254,13 @@ def check_steps(
         if said_later and error.__cause__ is not None:
             return error.what
         raise
-    # Noise other than dropout: one process draws it for the whole batch at once, which no mesh can do.
-    return "the model or the loss draws random numbers other than dropout" if alone.draws else ""
+    if alone.draws:
+        return others
+    # One process draws noise for the whole batch at once, which no mesh can do.
+    names = listed(alone.noise)
+    return (
+        f"the random numbers that it draws ({names}), which are constants in the comparison" if names else ""
+    )
 
 
 @final
@@ -298,11 +308,12 @@ class _Plain:
 
     def on_two_ranks(self, use: Use, silent: bool) -> list[Outcome]:
         """Return what an Engine computes on each of two ranks."""
+        noise = bool(self.run().noise)
         if not use.pipeline:
-            return on_a_mesh(self.small, config_for(use, self.sizes, self.train), silent=silent)
+            return on_a_mesh(self.small, config_for(use, self.sizes, self.train), silent=silent, noise=noise)
         settings = {key: each for key, each in self.train.items() if key != "frozen"}
         config = config_for(use, self.sizes, settings)
-        return on_a_mesh(self.small, config, silent=silent, cut=self.train.get("frozen", ()))
+        return on_a_mesh(self.small, config, silent=silent, noise=noise, cut=self.train.get("frozen", ()))
 
 
 def _check_kind(plainly: _Plain, use: Use, name: str, setting: str, noisy: bool) -> None:

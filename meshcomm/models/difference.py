@@ -31,7 +31,7 @@ def difference_of(ours: Outcome, theirs: Outcome) -> str:
         if not abs(mine - other) <= room * max(1.0, abs(other)):
             moved = moved_of(ours, theirs)
             also = f"; after {STEPS} steps, buffers differ: {listed(moved)}" if moved else ""
-            return f"the {name} is {mine:.6g}, but {other:.6g} in the unsplit model{also}"
+            return f"the {name} is {_apart(mine, other)} in the unsplit model{also}"
     most = max((float(each.abs().max()) for each in theirs.gradients.values() if each.numel()), default=0.0)
     for name, value in ours.gradients.items():
         if name not in theirs.gradients:
@@ -54,6 +54,17 @@ def difference_of(ours: Outcome, theirs: Outcome) -> str:
                     continue
             return text
     return ""
+
+
+def _apart(mine: float, other: float) -> str:
+    """Return both numbers, with as many digits as show that they differ."""
+    for digits in (6, 9, 12):
+        texts = f"{mine:.{digits}g}", f"{other:.{digits}g}"
+        if texts[0] != texts[1]:
+            break
+    else:
+        texts = repr(mine), repr(other)
+    return ", but ".join(texts)
 
 
 def moved_of(ours: Outcome, theirs: Outcome) -> list[str]:
@@ -100,7 +111,9 @@ def split_differs(name: str, setting: str, difference: str, alone: bool, moved: 
         hint = (
             _STATISTICS
             if moved
-            else "compute each sample from that sample only, in the model and in the loss"
+            else "compute each sample from that sample only, in the model and in the loss; what a loss keeps between steps must be "
+            "summed over the ranks along data and shard, with mesh.all_reduce, and change once per step: set train.micro_batch_size to "
+            "all samples of a rank"
         )
         return TrainingError(
             f"a step of {name} on several ranks differs from a step on one process",
@@ -112,6 +125,11 @@ def split_differs(name: str, setting: str, difference: str, alone: bool, moved: 
         "for a ModelSpec: add the missing parts to its forward, split, attention and so on, such as a multiplier, a soft cap, or "
         "positions of another stage"
     )
+    if setting == "parallel.context":
+        hint += (
+            "; tensors whose axis 1 is as long as that of the first input are divided as sequences: give another shape to one that is "
+            "none, like x.unsqueeze(1)"
+        )
     return TrainingError(
         f"{name} computes different results with {setting}",
         given=difference,

@@ -7,11 +7,15 @@ loss, `backward`, clipping, the optimizer.
 from __future__ import annotations
 
 import copy
+import math
 import random
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from functools import partial
+from types import FunctionType
 from typing import Any, Final, NamedTuple, final
 
 import numpy as np
@@ -20,9 +24,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from meshcomm.comm.callsite import users_frame
 from meshcomm.config import Config
 from meshcomm.mesh import Mesh
 from meshcomm.models.family_code import wide
+from meshcomm.models.outside import apart
 from meshcomm.models.spec_model import SpecModel
 from meshcomm.parallel.build import Model, Splits, to_train_mode
 from meshcomm.parallel.compose import Engine
@@ -45,7 +51,8 @@ _ROUNDING: Final = 1e-12
 @dataclass
 class Outcome:
     """What the steps computed. In `results`, the losses, further terms and gradient norms, by name and step. gradients: of the
-    first step, after clipping. after: weights and buffers after the last step. draws: whether random numbers were drawn.
+    first step, after clipping. after: weights and buffers after the last step. draws: whether random numbers were drawn; with
+    `silent`, other ones than those that constants can replace. noise: the names of the operators that constants replaced.
     narrow: whether the module or the loss casts float64 to a shorter dtype. unchanged: the parameters that kept their values.
     buffers: the names of the buffers. changed: whether the optimizer changed any parameter.
     """
@@ -58,6 +65,7 @@ class Outcome:
     unchanged: list[str] = field(default_factory=list)
     buffers: list[str] = field(default_factory=list)
     changed: bool = False
+    noise: list[str] = field(default_factory=list)
 
 
 class Small(NamedTuple):
@@ -122,6 +130,100 @@ class _WithoutDropout(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+@final
+class _Steady(DispatchMode):  # type: ignore[misc]
+    """In this context, torch's random numbers are constants: they do not depend on how samples are divided among calls.
+
+    The constant depends on the place in the program, so that two views of a sample differ. names: the operators that were
+    replaced. unknown: those that draw other numbers.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: dict[str, None] = {}
+        self.unknown: dict[str, None] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """See TorchDispatchMode."""
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **kwargs)
+        before = torch.get_rng_state()
+        found = func(*args, **kwargs)
+        name = func.overloadpacket.__name__.strip("_").removesuffix("_like").removesuffix("_functional")
+        given = {each.name: value for each, value in zip(func._schema.arguments, args, strict=False)} | kwargs
+        value = _VALUES.get(name)
+        if value is None or not isinstance(found, Tensor):
+            # Such as attention, which may be without dropout.
+            if not torch.equal(before, torch.get_rng_state()):
+                self.unknown[name] = None
+            return found
+        with torch.no_grad():
+            found.copy_(torch.as_tensor(value(given, found, _place())).expand_as(found))
+        self.names[name] = None
+        return found
+
+
+def _place() -> float:
+    """Return a number in [0, 1) that depends on the line of the program that draws random numbers, and on the call in it."""
+    frame = users_frame(2)
+    return zlib.crc32(f"{frame.f_code.co_name} {frame.f_lineno} {frame.f_lasti}".encode()) / 2**32
+
+
+def _between(given: Mapping[str, Any], found: Tensor, place: float) -> float:
+    low, high = given.get("from", 0.0), given.get("to", 1.0)
+    return float(low + (high - low) * (0.4 + 0.05 * place))
+
+
+def _normal(given: Mapping[str, Any], found: Tensor, place: float) -> Any:
+    return given.get("mean", 0.0) + given.get("std", 1.0) * (0.5 + place)
+
+
+def _integer(given: Mapping[str, Any], found: Tensor, place: float) -> int:
+    low, high = given.get("low", given.get("from", 0)), given.get("high", given.get("to"))
+    return int(low if high is None else low + (int(high) - low) * place)
+
+
+def _choice(given: Mapping[str, Any], found: Tensor, place: float) -> Tensor:
+    order = given["self"].sort(-1, descending=True).indices
+    chosen: Tensor = order[..., torch.arange(found.shape[-1]) % order.shape[-1]]
+    return chosen
+
+
+def _leaky(given: Mapping[str, Any], found: Tensor, place: float) -> Tensor:
+    slope = (given.get("lower", 1 / 8) + given.get("upper", 1 / 3)) / 2
+    given["noise"].copy_(torch.where(given["self"] > 0, 1.0, slope))
+    return torch.where(found > 0, found, given["self"] * slope)
+
+
+# What stands for the numbers of an operator: of its arguments by name, its result and the place in the program.
+_VALUES: Final[Mapping[str, Callable[[Mapping[str, Any], Tensor, float], Any]]] = {
+    "rand": _between,
+    "uniform": _between,
+    "randn": _normal,
+    "normal": _normal,
+    "randint": _integer,
+    "random": _integer,
+    "randperm": lambda given, found, place: torch.arange(len(found)),
+    "bernoulli": lambda given, found, place: (
+        torch.as_tensor(given.get("p", given["self"] if given["self"].is_floating_point() else 0.5))
+        > 0.4 + 0.05 * place
+    ),
+    "multinomial": _choice,
+    "exponential": lambda given, found, place: (0.5 + place) / given.get("lambd", 1.0),
+    "log_normal": lambda given, found, place: math.exp(
+        given.get("mean", 1.0) + given.get("std", 2.0) * place
+    ),
+    "cauchy": lambda given, found, place: given.get("median", 0.0) + given.get("sigma", 1.0) * (0.5 + place),
+    "geometric": lambda given, found, place: 1,
+    "poisson": lambda given, found, place: (given["self"] + 0.5).floor(),
+    "binomial": lambda given, found, place: (given["count"] * given["prob"]).round(),
+    "standard_gamma": lambda given, found, place: given["self"],
+    "sample_dirichlet": lambda given, found, place: given["self"] / given["self"].sum(-1, keepdim=True),
+    "rrelu_with_noise": _leaky,
+}
+
+
 def _quiet(module: nn.Module) -> None:
     """Switch off the dropout of recurrent layers, which torch computes within one operator."""
     for part in module.modules():
@@ -130,19 +232,20 @@ def _quiet(module: nn.Module) -> None:
 
 
 @contextmanager
-def _settings(silent: bool, family: bool) -> Iterator[None]:
+def _settings(silent: bool, family: bool, noise: bool = True) -> Iterator[_Steady | None]:
+    """silent: whether dropout is switched off. noise: whether constants then replace all other random numbers."""
     with ExitStack() as stack:
         stack.enter_context(torch.enable_grad())
         stack.enter_context(wide(torch.float64) if family else nullcontext())
         stack.enter_context(_WithoutDropout() if silent else nullcontext())
-        yield
+        yield stack.enter_context(_Steady()) if silent and noise else None
 
 
 def plain(small: Small, config: Config, *, silent: bool = True, pieces: int = 1) -> Outcome:
     """Return what a program in plain torch computes on one process.
 
     config: its [train] has the settings of the steps.
-    silent: whether dropout is switched off.
+    silent: whether dropout is switched off, and constants replace all other random numbers.
     pieces: the number of equal parts in which the model and the loss get each batch. The loss is then the mean over the parts.
     """
     train, outcome = config.train, Outcome()
@@ -158,9 +261,9 @@ def plain(small: Small, config: Config, *, silent: bool = True, pieces: int = 1)
     first = {name: each.detach().clone() for name, each in named.items()}
     optimizer = grouped(small.optimizer or optimizer_of(train, _CPU), train, nn.ModuleList([module]))
     loss_of = copied(small.loss)
-    with torch.random.fork_rng([]), _settings(silent, small.family), _Alone() as alone:
+    with torch.random.fork_rng([]), _Alone() as alone, _settings(silent, small.family) as steady:
         torch.manual_seed(0)
-        before = torch.get_rng_state()
+        before = _generators(steady is not None)
         for number, (inputs, targets) in enumerate(small.batches, 1):
             optimizer.zero_grad()
             parts: dict[str, list[tuple[Tensor, Any]]] = {}
@@ -186,8 +289,11 @@ def plain(small: Small, config: Config, *, silent: bool = True, pieces: int = 1)
             outcome.results[f"gradient norm of step {number}"] = float(norm)
             if number == 1:
                 outcome.gradients = {name: each.to_dense().clone() for name, each in grads.items()}
-            outcome.draws = outcome.draws or not torch.equal(before, torch.get_rng_state())
+            now = _generators(steady is not None)
+            outcome.draws = outcome.draws or now != before
             optimizer.step()
+    if steady is not None:
+        outcome.draws, outcome.noise = outcome.draws or bool(steady.unknown), list(steady.names)
     outcome.narrow = alone.narrow
     outcome.changed = any(not torch.equal(each, first[name]) for name, each in named.items())
     outcome.buffers = [name for name, _ in module.named_buffers()]
@@ -229,16 +335,29 @@ def _pairs(
     return {name: each if isinstance(each, tuple) else (each, 1) for name, each in terms.items()}
 
 
+def _generators(steady: bool) -> tuple[object, ...]:
+    """Return the state of the random generators. steady: whether torch's numbers are replaced."""
+    name, keys, *more = np.random.get_state()
+    others = (random.getstate(), name, bytes(keys), *more)  # type: ignore[arg-type]
+    return others if steady else (*others, bytes(torch.get_rng_state()))
+
+
 def on_a_mesh(
-    small: Small, config: Config, *, silent: bool = True, cut: Sequence[str] | None = None
+    small: Small,
+    config: Config,
+    *,
+    silent: bool = True,
+    noise: bool = False,
+    cut: Sequence[str] | None = None,
 ) -> list[Outcome]:
     """Return what an Engine computes on each simulated rank of the mesh of `config`.
 
+    silent: whether dropout is switched off. noise: whether the program draws other random numbers, which constants then replace.
     cut: if given, the model is cut into two stages, and the parameters whose names match these patterns are frozen.
     """
 
     def body(mesh: Mesh) -> Outcome:
-        with _settings(silent, False):
+        with _settings(silent, False, noise):
             model = small.model(config)
             if cut is not None:
                 assert isinstance(model, SpecModel)
@@ -346,7 +465,9 @@ def _whole(engine: Engine, parts: Mapping[str, tuple[nn.Parameter, Tensor]]) -> 
 
 
 def copied(loss: LossOf | None) -> LossOf | None:
-    """Return a copy of a loss, so that the state of the real one does not change. Variables that a function encloses are shared."""
+    """Return a copy of a loss, so that the state of the real one does not change, with the variables that a function encloses."""
+    if isinstance(loss, (FunctionType, partial)):
+        return apart(loss)  # type: ignore[no-any-return]
     try:
         made: Any = copy.deepcopy(loss)
     except Exception:

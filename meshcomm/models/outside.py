@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from types import FunctionType, MethodType
+from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any, Final
 
 from torch import Tensor, nn
@@ -81,6 +81,72 @@ def kept(functions: list[FunctionType], classes: list[type]) -> Iterator[None]:
     finally:
         for action in undo:
             action()
+
+
+def apart(loss: Any) -> Any:
+    """Return a copy of a function with copies of the numbers, containers and tensors that it, and the program's functions that
+    it encloses, hold: each simulated rank counts for itself. Modules and other objects are shared.
+    """
+    return _apart(loss, {}, {})
+
+
+def keeps_samples(loss: Any) -> bool:
+    """Return whether a loss holds containers or tensors, in which it may keep something for each sample."""
+    if isinstance(loss, nn.Module) or not callable(loss):
+        return any(True for _ in loss.buffers()) if isinstance(loss, nn.Module) else False
+    held: list[Any] = []
+    for each in functions_of(None, loss):
+        held += [cell.cell_contents for cell in each.__closure__ or () if _holds(cell)]
+        held += [each.__globals__.get(name) for name in _names_in(each.__code__)]
+    held += getattr(getattr(loss, "__self__", loss), "__dict__", {}).values()
+    return any(isinstance(each, (Tensor, list, dict, set, deque)) for each in held)
+
+
+def _apart(what: Any, made: dict[Any, Any], memo: dict[int, Any]) -> Any:
+    """made: the copies of functions, cells and namespaces so far, by identity."""
+    if isinstance(what, partial):
+        args = [_apart(each, made, memo) for each in what.args]
+        named = {name: _apart(each, made, memo) for name, each in what.keywords.items()}
+        return partial(_apart(what.func, made, memo), *args, **named)
+    if not isinstance(what, FunctionType):
+        return _copy_of(what, memo)
+    if not _is_own(what):
+        return what
+    if what in made:
+        return made[what]
+    cells = [made.setdefault(id(cell), CellType()) for cell in what.__closure__ or ()]
+    names = {name for name in _names_in(what.__code__) if name in what.__globals__}
+    held = {name for name in names if isinstance(what.__globals__[name], _PLAIN)}
+    into = what.__globals__
+    if held:
+        into = made.setdefault(id(what.__globals__), {**what.__globals__})
+        for name in held:
+            into[name] = _copy_of(what.__globals__[name], memo)
+    new = made[what] = FunctionType(
+        what.__code__, into, what.__name__, what.__defaults__, tuple(cells) if cells else None
+    )
+    new.__kwdefaults__, new.__module__ = what.__kwdefaults__, what.__module__
+    new.__dict__.update(what.__dict__)
+    for cell, mine in zip(what.__closure__ or (), cells, strict=True):
+        if _holds(cell) and not _holds(mine):
+            mine.cell_contents = _apart(cell.cell_contents, made, memo)
+    return new
+
+
+def _names_in(code: CodeType) -> set[str]:
+    """Return the names that a function, and the functions within it, look up."""
+    inner = (each for each in code.co_consts if isinstance(each, CodeType))
+    return {*code.co_names}.union(*map(_names_in, inner))
+
+
+def _copy_of(value: Any, memo: dict[int, Any]) -> Any:
+    """Return a copy of plain data, or the same object."""
+    if not isinstance(value, _PLAIN):
+        return value
+    try:
+        return copy.deepcopy(value, memo)
+    except Exception:
+        return value
 
 
 def _keep(value: Any, put: Callable[[Any], None], undo: list[Callable[[], None]]) -> None:

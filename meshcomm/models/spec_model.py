@@ -528,8 +528,12 @@ class _Stage:
                 return found  # type: ignore[no-any-return]
         return None
 
-    def forward(self, x: Any, samples: Tensor | None = None, documents: Tensor | None = None) -> Any:
+    def forward(
+        self, x: Any = None, samples: Tensor | None = None, documents: Tensor | None = None, **others: Any
+    ) -> Any:
         """Run the parts of the module on this stage.
+
+        others: named arguments, which only a ModelSpec's own forward passes: raises UnsupportedOp.
 
         samples: int64 (batch,), the samples' indices in the global batch; see Model.drops.
         documents: int64 (batch, full sequence); see Model.packed.
@@ -538,6 +542,13 @@ class _Stage:
         line, and suggests fixes.
         """
         facts: _Facts = self.meshcomm_stage
+        if others:
+            raise UnsupportedOp(
+                "a stage of a ModelSpec takes its inputs as one argument",
+                given=f"named arguments {', '.join(others)}",
+                expected="the inputs as they are given to the step",
+                hint="in ModelSpec(forward=...), call the parts of the module, like module.embed(inputs['ids']), and not the module itself",
+            )
         if facts.rules is None:
             return self._computed(x, samples, documents)
         rules, calls = facts.rules, Calls()

@@ -23,7 +23,7 @@ from meshcomm.config import Config, ParallelConfig
 from meshcomm.errors import UnsupportedOp
 from meshcomm.models.check import Sizes, Use, check_alone, check_steps, is_of_tokens, small_of, tokens_of
 from meshcomm.models.one_step import STEPS, Small, copied, undisturbed
-from meshcomm.models.outside import functions_of, kept, modules_in
+from meshcomm.models.outside import functions_of, keeps_samples, kept, modules_in
 from meshcomm.models.spec import ModelSpec
 from meshcomm.models.spec_model import SpecModel
 from meshcomm.models.wrapped import WrappedModule
@@ -196,6 +196,11 @@ class StepCheck:
 
         def check() -> str:
             small = made()
+            if keeps_samples(small.loss):
+                # Each rank is given samples of which the other one has kept something.
+                first = small.batches[0]
+                turned = with_tensors(lambda x: x.flip(0) if x.ndim else x, first)
+                small = small._replace(batches=[first, turned])
             return check_steps(small, use, sizes, self._settings(small), name)
 
         self._run(check, module)

@@ -18,7 +18,7 @@ from meshcomm.mesh.all_ranks import of_every_rank
 from meshcomm.parallel.build import LocalModel, Model, along, sections
 from meshcomm.parallel.context.documents import check_documents
 from meshcomm.parallel.data import Sharded
-from meshcomm.parallel.loss import StepLoss
+from meshcomm.parallel.loss import StepLoss, module_of
 from meshcomm.parallel.norm import GradientNorm
 from meshcomm.parallel.optimizer import MakeOptimizer, Update, check_patterns, check_some_learn
 from meshcomm.parallel.pipeline import Pipelined
@@ -26,7 +26,16 @@ from meshcomm.parallel.results import Done, Results, check_inputs
 from meshcomm.parallel.state import Kinds, State, as_before
 from meshcomm.parallel.tensor.parameters import Kept, fused_parts
 from meshcomm.parallel.torch_private import shared_casts
-from meshcomm.parallel.tree import check_samples, first_tensor, samples_of, tensors_of, with_tensors
+from meshcomm.parallel.tree import (
+    check_dense,
+    check_lists,
+    check_samples,
+    first_tensor,
+    samples_of,
+    scalars_of,
+    tensors_of,
+    with_tensors,
+)
 
 
 class Batch(NamedTuple):
@@ -160,7 +169,15 @@ class Engine:
             reuses=parallel.shard is None,
         )
         self.optimizer = self._update.optimizer
-        self._state = State(list(self.modules), self.optimizer, self._saved_parameters, model.tied)
+        loss = module_of(None if model.own_loss is None else model.own_loss.function)
+        calls = any(each.is_last for each in self.stages)
+        self._state = State(
+            list(self.modules),
+            self.optimizer,
+            self._saved_parameters,
+            model.tied,
+            loss if calls else None,
+        )
         self._norm = GradientNorm(mesh, named, pipeline=parallel.pipeline, skip=copies)
         stage = self.stages[-1].index
         vocab_size, names = model.vocab_size, self._loss.names
@@ -371,10 +388,16 @@ class Engine:
         train, inputs, targets = self.sections.train, batch.inputs, batch.targets
         expected = tensors_of(targets)
         every = [*tensors_of(inputs), *expected, *tensors_of(batch.documents)]
+        share = self.microbatches * train.micro_batch_size
+        for name, tree in (("inputs", inputs), ("targets", targets)):
+            check_dense(tree, name)
+            check_lists(tree, name, share)
         if self.checked_steps and not self.mesh.is_fake:
             self.checked_steps -= 1
-            self._digests = check_inputs(self.mesh, self.sections.parallel, *every, before=self._digests)
-        share = self.microbatches * train.micro_batch_size
+            scalars = [*scalars_of(inputs, "inputs"), *scalars_of(targets, "targets")]
+            self._digests = check_inputs(
+                self.mesh, self.sections.parallel, *every, scalars=scalars, before=self._digests
+            )
         if isinstance(self._run, Pipelined) and not isinstance(inputs, Tensor):
             raise UnsupportedOp(
                 "a pipeline's first stage takes one tensor",

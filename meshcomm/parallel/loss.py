@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -10,10 +11,11 @@ from inspect import Parameter, signature
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from meshcomm.config import ParallelConfig, TrainConfig
 from meshcomm.errors import ConfigError, ShapeError, TrainingError, UnsupportedOp
+from meshcomm.layout.names import listed
 from meshcomm.parallel.loss_calls import LossCalls
 from meshcomm.parallel.tensor import TensorSplit, cross_entropy
 from meshcomm.parallel.tree import tensors_of, with_tensors
@@ -174,7 +176,18 @@ class StepLoss:
             return loss / self._divisor
         given = (targets.targets, targets.inputs) if isinstance(targets, _Given) else (targets,)
         with self._autocast(), self._calls.refused():
-            found = self._own.function(outputs if self._slices else self._whole(outputs), *given)
+            outputs = outputs if self._slices else self._whole(outputs)
+            try:
+                found = self._own.function(outputs, *given)
+            except (AttributeError, TypeError) as error:
+                if given[0] is not None:
+                    raise
+                raise TrainingError(
+                    "the loss fails without targets",
+                    given=f"targets = None, {type(error).__name__}: {error}",
+                    expected="targets, or a loss that needs none",
+                    hint="trainer.step(inputs, targets); or batches (inputs, targets)",
+                ) from error
         terms = dict(found) if isinstance(found, Mapping) else {"loss": found}
         if "loss" not in terms:
             raise _refused(
@@ -209,19 +222,22 @@ class StepLoss:
             if pipeline is not None and last and not self._mesh.is_fake:
                 self.names[:] = self._mesh.objects.broadcast(pipeline, [*self.names], src=last)
             self._knows_names = True
-        # The first exchange also counts the losses that are pairs, and all losses.
-        first = 2 if self._own is not None and self._means is None else 0
+        # The first exchange also counts the losses that are pairs, and all losses, and adds up a checksum of the terms' names.
+        first = 5 if self._own is not None and self._means is None else 0
         totals = none.new_zeros(first + 1 + 2 * len(self.names))
         if loss is not None:
             totals = torch.stack(self._rows).sum(0)
             if first:
-                totals = torch.cat([totals.new_tensor([self._pairs, len(self._rows)]), totals])
+                code = zlib.crc32(repr(self.names).encode()) % 2**20
+                totals = torch.cat(
+                    [totals.new_tensor([self._pairs, len(self._rows), 1, code, code**2]), totals]
+                )
             for dim in self._gradient_dims if self._slices else self._data_dims:
                 totals = self._mesh.all_reduce(dim, totals)
         if pipeline is not None:
             totals = self._mesh.broadcast(pipeline, totals, src=last)
         if first and not self._mesh.is_fake:
-            self._agree(*totals[:2].tolist())
+            self._agree(*totals[:first].tolist())
         totals = totals[first:]
         factor = self._divisor.double() / totals[0]
         if loss is not None:
@@ -244,8 +260,16 @@ class StepLoss:
                 f"{forms[pair]} on {self._mesh.label}, and {forms[not pair]} in earlier steps", _ONE_FORM
             )
 
-    def _agree(self, pairs: float, losses: float) -> None:
-        """Set the form of the loss from those of all ranks. Raises TrainingError, on every rank, if it is mixed."""
+    def _agree(self, pairs: float, losses: float, ranks: float, codes: float, squares: float) -> None:
+        """Set the form of the loss from those of all ranks. Raises TrainingError, on every rank, if it is mixed.
+
+        codes, squares: the sums of a checksum of the names, and of its square, over `ranks` ranks.
+        """
+        if ranks * squares != codes**2:
+            raise _refused(
+                f"terms {listed(self.names) or '(none)'} on {self._mesh.label}, and other ones on other ranks",
+                "the same terms, in the same order, on every rank",
+            )
         if 0 < pairs < losses:
             raise _refused(
                 f"(sum, count) for {pairs:g} of the {losses:g} microbatches of all ranks, and a mean for the others",
@@ -344,11 +368,18 @@ def with_leaves(inputs: Any, given: Any) -> tuple[Any, Any]:
 def takes_inputs(loss: Callable[..., Any]) -> bool:
     """Return whether a loss has a third argument without a default, which is the inputs of the microbatch."""
     try:
-        arguments = [*signature(loss).parameters.values()]
+        called: Any = loss.forward if isinstance(loss, nn.Module) else loss
+        arguments = [*signature(called).parameters.values()]
     except (TypeError, ValueError):
         return False
     placed = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
     return sum(each.kind in placed and each.default is each.empty for each in arguments) == 3
+
+
+def module_of(loss: object) -> nn.Module | None:
+    """Return the module that a loss is, or whose method it is."""
+    parts = (loss, getattr(loss, "__self__", None), getattr(loss, "func", None))
+    return next((each for each in parts if isinstance(each, nn.Module)), None)
 
 
 def logits_of(found: Any) -> Tensor:
@@ -367,7 +398,8 @@ def logits_of(found: Any) -> Tensor:
 
 def _check_axis(logits: Tensor, targets: Tensor, vocab_size: int) -> None:
     """Raise ShapeError if axis 1 seems to have the classes, as in torch's cross-entropy of images."""
-    if not vocab_size and logits.ndim > 3 and tuple(targets.shape) == (len(logits), *logits.shape[2:]):
+    other = logits.ndim > 3 or (logits.ndim == 3 and logits.shape[:-1] != targets.shape)
+    if not vocab_size and other and tuple(targets.shape) == (len(logits), *logits.shape[2:]):
         raise ShapeError(
             "the built-in loss takes the classes along the last axis",
             given=f"logits {tuple(logits.shape)}, targets {tuple(targets.shape)}",

@@ -26,7 +26,11 @@ _MOST = 100
 
 
 def check_inputs(
-    mesh: Mesh, parallel: ParallelConfig, *batch: Tensor, before: Mapping[int, str] = MappingProxyType({})
+    mesh: Mesh,
+    parallel: ParallelConfig,
+    *batch: Tensor,
+    scalars: Sequence[Sequence[str]] = (),
+    before: Mapping[int, str] = MappingProxyType({}),
 ) -> dict[int, str]:
     """Compare this rank's batch with the other ranks' batches: equal along tensor, pipeline and context, not along data and
     shard.
@@ -34,6 +38,7 @@ def check_inputs(
     Equal batches along data and shard are an error only if they are equal in two steps and differ between these steps. A
     batch that stays the same, as in a benchmark, is no evidence: its mean is that of one process.
 
+    scalars:   names and texts of the values that all samples share, which must be equal on all ranks: see `scalars_of`.
     before:    the result of the previous step's call. If empty, ranks along data and shard are not compared.
     Called by: every rank of the mesh. Gathers objects along each dim, and waits for the device.
     Returns:   a digest of each rank's batch.
@@ -43,7 +48,11 @@ def check_inputs(
     for tensor in batch:
         sums.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
         sums.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    found = dict(zip(ranks_of(mesh), of_every_rank(mesh, sums.hexdigest()[:16]), strict=True))
+    shared = hashlib.sha256(repr(scalars).encode()).hexdigest()[:16]
+    digests = of_every_rank(mesh, [sums.hexdigest()[:16], shared])
+    if len({each for _, each in digests}) > 1:
+        raise _differing(ranks_of(mesh), of_every_rank(mesh, [list(each) for each in scalars]))
+    found = {rank: each for rank, (each, _) in zip(ranks_of(mesh), digests, strict=True)}
     for role, dim in parallel.parts.items():
         if dim in parallel.data_dims or dim not in mesh.layout.dims:
             continue
@@ -78,6 +87,26 @@ def check_inputs(
                 "rank=mesh.data_rank)); or trainer.engine.checked_steps = 0 if this is intended",
             )
     return found
+
+
+def _differing(ranks: Sequence[int], scalars: Sequence[Sequence[Sequence[str]]]) -> TrainingError:
+    """Return an error that names the first value that is not equal on all ranks."""
+    tables = [{name: text for name, text in each} for each in scalars]  # noqa: C416
+    names = dict.fromkeys(name for each in tables for name in each)
+    name = next(name for name in names if len({each.get(name) for each in tables}) > 1)
+    first = tables[0].get(name, "nothing")
+    odd, other = next(
+        (rank, each.get(name, "nothing"))
+        for rank, each in zip(ranks, tables, strict=True)
+        if each.get(name, "nothing") != first
+    )
+    return TrainingError(
+        "ranks have different values where all samples of the global batch share one",
+        given=f"{name} = {first} on rank {ranks[0]}, {other} on rank {odd}",
+        expected="the same numbers, strings and tensors without axes on every rank. Only tensors with the samples along axis 0 may "
+        "differ",
+        hint="a tensor with one value for each sample; for a count or a mean of this rank's samples, return (sum, count) from the loss",
+    )
 
 
 class Done(NamedTuple):

@@ -3,7 +3,7 @@ scheduler.
 
 Tensors are named `model.NAME` and `optimizer.NAME.KEY`. All other state is plain data, which `encode` turns into uint8
 tensors. Those tensors are named `plain.parameter.NAME` for a parameter's data, `plain.module.NAME` for a module's extra state,
-and `plain.training` for the rest. State that does not exist yet is not saved, and does not exist after a load.
+and `plain.training` for the rest. Buffers of a loss that is a module are named `loss.NAME`. State that does not exist yet is not saved, and does not exist after a load.
 """
 
 from __future__ import annotations
@@ -62,6 +62,7 @@ class State:
         its value has changed since this object was created.
     named: returns this rank's parameters with their global names.
     tied: the name of the parameter that the embedding and the head share.
+    loss: the loss, if it is a module and this rank calls it.
     """
 
     def __init__(
@@ -70,7 +71,9 @@ class State:
         optimizer: torch.optim.Optimizer,
         named: Callable[[], list[tuple[str, nn.Parameter]]],
         tied: str = "",
+        loss: nn.Module | None = None,
     ) -> None:
+        self._loss = loss
         self._modules, self._optimizer, self._named, self._tied = modules, optimizer, named, tied
         parts = optimizers_in(optimizer)[:-1]
         # An optimizer that consists of others, and shares their groups, has their state.
@@ -125,7 +128,7 @@ class State:
             facts["group"] = groups.get(id(parameter), {})
             if facts := {key: fact for key, fact in facts.items() if fact}:
                 found[OF_PARAMETER + name] = _plain(f"the optimizer's state of {name}", facts)
-        found |= self.buffers()
+        found |= self.buffers() | self._of_loss()
         for name, part in self._with_extra_state():
             value = part.get_extra_state()
             if type(value) is Tensor:
@@ -164,6 +167,13 @@ class State:
             if name in saved
         }
 
+    def _of_loss(self) -> dict[str, Tensor]:
+        """Return the buffers in the state dict of the loss."""
+        if self._loss is None:
+            return {}
+        saved = set(self._loss.state_dict())
+        return {f"loss.{name}": each for name, each in self._loss.named_buffers() if name in saved}
+
     def of_forward(self) -> dict[str, Any]:
         """Return copies of the state that a forward pass changes: buffers, with their versions, and extra state."""
         buffers: dict[str, Any] = {
@@ -193,6 +203,8 @@ class State:
         for module in self._modules:
             for name, buffer in module.named_buffers():
                 yield f"model.{name}", buffer
+        for name, buffer in () if self._loss is None else self._loss.named_buffers():
+            yield f"loss.{name}", buffer
 
     def _fused(self) -> dict[str, Parts]:
         return {name: each for module in self._modules for name, each in fused_parts(module).items()}
@@ -288,6 +300,8 @@ class State:
             f"model.{name}": as_before(parameter.detach(), fused.get(name)) for name, parameter in named
         }
         room |= self.buffers()
+        # A run may continue with another loss.
+        room |= {name: each for name, each in self._of_loss().items() if name in kinds}
         texts = [OF_PARAMETER + name for name, _ in named] + [OF_MODULE + name for name, _ in extra]
         for name in (*(text for text in texts if text in kinds), OF_TRAINING):
             room[name] = torch.empty(kinds[name][1] if name in kinds else (0,), dtype=torch.uint8)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import replace
+from inspect import signature
 from typing import NamedTuple, TypeAlias
 
 from torch import nn
@@ -23,8 +25,9 @@ from meshcomm.models.step_check import StepCheck, needs_batch
 from meshcomm.models.wrapped import WrappedModule
 from meshcomm.parallel.build import Model, Sections, sections
 from meshcomm.parallel.compose import Batch
-from meshcomm.parallel.loss import LossOf
+from meshcomm.parallel.loss import LossOf, takes_inputs
 from meshcomm.parallel.optimizer import MakeOptimizer
+from meshcomm.train.callbacks import Callback
 
 MakeScheduler: TypeAlias = Callable[[Optimizer], LRScheduler]
 
@@ -34,6 +37,8 @@ def model_for(
 ) -> Model:
     """Return the model to train. If the program does not provide one, build the model described in [model]."""
     known = sections(mesh, config)
+    _check_model(given)
+    check_function(loss)
     if isinstance(given, Model) or (given is None and loss is not None):
         if loss is not None:
             raise ConfigError(
@@ -49,11 +54,77 @@ def model_for(
     seq_len = 1 if known.data is None else known.data.seq_len
     packed = known.data is not None and known.data.document_mask
     if isinstance(given, ModelSpec):
+        check_function(given.loss)
         spec = given if loss is None else replace(given, loss=loss)
         return SpecModel(with_lora(spec, known.model, known.train), known.train, seq_len, packed=packed)
     if known.model is not None and known.model.lora is not None:
         raise no_adapters(type(given).__name__)
     return WrappedModule(given, known.parallel, known.train, loss)
+
+
+def _check_model(given: object) -> None:
+    if given is not None and not isinstance(given, (nn.Module, ModelSpec, Model)):
+        raise ConfigError(
+            "this model cannot be trained",
+            given=f"model = {_said(given)}",
+            expected="an nn.Module that is built, a ModelSpec, or None with [model] in the configuration",
+            hint="call it: model=Net()" if callable(given) else "model=module",
+        )
+
+
+def check_function(loss: object) -> None:
+    """Raise ConfigError unless a loss can be called with (outputs, targets) or (outputs, targets, inputs)."""
+    if loss is None:
+        return
+    expected = "a function (outputs, targets) or (outputs, targets, inputs), or a module like nn.MSELoss()"
+    if not callable(loss) or isinstance(loss, type):
+        raise ConfigError(
+            "the loss is no function",
+            given=f"loss = {_said(loss)}",
+            expected=expected,
+            hint=f"call it: loss={loss.__name__}()" if isinstance(loss, type) else "loss=F.mse_loss",
+        )
+    with suppress(ValueError, TypeError):
+        signed = signature(loss.forward if isinstance(loss, nn.Module) else loss)
+        try:
+            signed.bind(*[None] * (3 if takes_inputs(loss) else 2))
+        except TypeError as error:
+            raise ConfigError(
+                "the loss takes other arguments than a step gives it",
+                given=f"{_said(loss)} with {signed}: {error}",
+                expected=expected,
+                hint="lambda outputs, targets: loss(outputs)"
+                if len(signed.parameters) < 2
+                else "functools.partial(loss, weight=...)",
+            ) from error
+
+
+def check_callbacks(callbacks: object) -> tuple[Callback, ...]:
+    """Return the callbacks. Raises ConfigError if they are something else."""
+    each = tuple(callbacks) if isinstance(callbacks, Iterable) else (callbacks,)
+    wrong = [one for one in each if not isinstance(one, Callback)]
+    if wrong or not isinstance(callbacks, Iterable):
+        given = wrong[0] if wrong else callbacks
+        raise ConfigError(
+            "these callbacks cannot be called",
+            given=f"callbacks = {_said(callbacks)}"
+            if not isinstance(callbacks, Iterable)
+            else f"{_said(given)} in callbacks",
+            expected="a list of instances of meshcomm.train.Callback",
+            hint="callbacks=[callback]"
+            if isinstance(callbacks, Callback)
+            else f"callbacks=[{given.__name__}()]"
+            if isinstance(given, type)
+            else "a class with on_step(self, step), derived from meshcomm.train.Callback",
+        )
+    return each
+
+
+def _said(what: object) -> str:
+    """Return a short description of an argument."""
+    if isinstance(what, type):
+        return f"the class {what.__name__}"
+    return repr(what) if isinstance(what, (str, int, float)) else f"a {type(what).__name__}"
 
 
 class Checked(NamedTuple):

@@ -72,7 +72,7 @@ class TrainingReporter(Callback):
         """Update the bar, or print a line from time to time. Also print a line for each skipped step."""
         first, self._first = self._first, False
         if first and self.trainer is not None and (why := self.trainer.not_checked):
-            self._say(f"not compared with one process before the first step: {why}")
+            self._say(not_compared(why))
         if step.fault:
             self._say(f"step {step.step} is skipped: " + step.fault.partition("\n")[0])
         mfu = "" if step.mfu is None else f"  MFU {100 * step.mfu:.3g}%"
@@ -122,6 +122,11 @@ class TrainingReporter(Callback):
 
     def _say(self, text: str) -> None:
         self._console.print(text, highlight=False, soft_wrap=True)
+
+
+def not_compared(why: str) -> str:
+    """Return the line that says what of a program is not checked: see `Trainer.not_checked`."""
+    return f"not compared with one process before the first step: {why}"
 
 
 def _title(summary: Summary) -> str:

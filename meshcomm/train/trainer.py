@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -10,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any, TypeVar, final
+from typing import Any, Final, TypeVar, final
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +35,7 @@ from meshcomm.train.agree import agree, agreed_corpus, corpus_of
 from meshcomm.train.arguments import (
     Checked,
     MakeScheduler,
+    check_callbacks,
     checked,
     config_of_the_job,
     model_for,
@@ -60,6 +62,7 @@ from meshcomm.train.evaluation import Evaluator, evaluate_of
 from meshcomm.train.lease import Attempt, Lease, find_attempt
 from meshcomm.train.lock import Lock, check_batch_size, lock_of
 from meshcomm.train.recovery import Survivor, nobody_holds, other_parts, refuse_shards
+from meshcomm.train.screen import TrainingReporter, not_compared
 from meshcomm.train.steps import (
     Progress,
     Reading,
@@ -72,6 +75,7 @@ from meshcomm.train.steps import (
 )
 
 T = TypeVar("T")
+_LOG: Final = logging.getLogger("meshcomm.train")
 
 
 class StepRecorder(ABC):
@@ -154,8 +158,8 @@ class Trainer:
         # After ranks have met again: this rank's state, until it is in a new engine.
         self._survivor = Survivor() if mesh.generation.number else None
         self._copies = Copies()
+        self.callbacks = check_callbacks(callbacks)
         self._begin_again()
-        self.callbacks = tuple(callbacks)
         for callback in self.callbacks:
             callback.trainer = self
 
@@ -268,7 +272,8 @@ class Trainer:
 
     @property
     def not_checked(self) -> str:
-        """Why no small copy of the program is compared with plain torch before the first step; "" if it is. See `train.check`.
+        """What of the program, or why all of it, is not compared with plain torch before the first step; "" if all is compared.
+        See `train.check`. Trainers without a screen log it as a warning of the logger `meshcomm.train`.
 
         Known on the first rank, and, for a program that is compared on its first batch, after the first step.
         """
@@ -511,9 +516,15 @@ class Trainer:
             yield sliced(last, slice(0))
 
     def state(self) -> dict[str, Tensor]:
-        """Return the full training state by global name; see Engine.state. The state is not modified.
+        """Return all state that a step changes, as tensors by name: what `save` writes. The state is not modified.
+
+        Names do not depend on the mesh: `model.NAME` for this rank's weights and buffers, `optimizer.NAME.KEY` for the optimizer's
+        tensors, `loss.NAME` for the buffers of a loss module, and uint8 tensors named `plain.` with encoded plain data. Shapes are
+        those of the full tensors: a split one is a DTensor, in the simulator this rank's part. The tensors share memory with the
+        model. State that the first step creates is not there before it.
 
         Called by: every rank.
+        Raises:    TrainingError that names the state that cannot be saved.
         """
         return self.engine.state()
 
@@ -567,9 +578,23 @@ class Trainer:
                 engine.scheduler = scheduler_for(
                     self._scheduler, engine.optimizer, engine.sections.train.steps
                 )
-            engine.look = self._checked.look
             self._made, self._holds = engine, holds
+            if self._checked.look is None:
+                self._say_what_is_not_checked()
+            else:
+                engine.look = self._look
         return self._made
+
+    def _look(self, batch: Batch) -> None:
+        assert self._checked.look is not None
+        self._checked.look(batch)
+        self._say_what_is_not_checked()
+
+    def _say_what_is_not_checked(self) -> None:
+        """Log it, unless the run's screen says it."""
+        shown = any(isinstance(each, TrainingReporter) for each in self.callbacks)
+        if (why := self.not_checked) and not shown:
+            _LOG.warning("%s", not_compared(why))
 
 
 def run(mesh: Mesh, config: Config, callback: Callback, attempt: Attempt | None = None) -> Summary:

@@ -488,3 +488,92 @@ def test_cross_entropy_on_split_logits(smoothing: float, z: float) -> None:
     torch.testing.assert_close(torch.cat([grad for _, grad in found], -1), whole.grad, rtol=1e-12, atol=1e-12)
     for loss, _ in found:
         torch.testing.assert_close(loss, expected.detach(), rtol=1e-12, atol=1e-12)
+
+
+_TERMS: Final = (("a", "b"), ("ab", "ba"))
+
+
+def _terms(mesh: meshcomm.Mesh, which: int) -> str:
+    names = _TERMS[which][mesh.coord("dp")]
+    train = {"steps": 1, "global_batch_size": 8, "micro_batch_size": 2, "lr": 0.1}
+    config = {"mesh": {"dims": {"dp": 2}, "device": "cpu"}, "parallel": {"data": "dp"}, "train": train}
+    loss = lambda y, t: {"loss": F.mse_loss(y, t), **{name: y.mean() for name in names}}  # noqa: E731
+    trainer = Trainer(mesh, load_config(config), torch.nn.Linear(3, 2), loss=loss)
+    x = torch.arange(12.0).reshape(4, 3) + mesh.coord("dp")
+    try:
+        trainer.step(x, x[:, :2])
+    except MeshcommError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_terms_with_other_names_on_other_ranks_are_refused_on_every_rank(which: int) -> None:
+    for coord, said in enumerate(meshcomm.simulate(_terms, dims={"dp": 2}, args=(which,))):
+        assert f"terms {', '.join(_TERMS[which][coord])} on rank {coord}" in said
+
+
+class Annealed(torch.nn.Module):
+    """A penalty whose factor grows in each step."""
+
+    steps: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("steps", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        self.steps += 1
+        return F.mse_loss(outputs, targets) + 0.1 * self.steps * outputs.square().mean()
+
+    def twice(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        found: Tensor = 2 * self(outputs, targets)
+        return found
+
+
+def _annealed(kind: str) -> Any:
+    return Annealed() if kind == "module" else Annealed().twice
+
+
+def _rows(step: int) -> tuple[Tensor, Tensor]:
+    x = torch.randn(8, 3, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+    return x, x[:, :2].square()
+
+
+def _continued(mesh: meshcomm.Mesh, kind: str, folder: str, begin: int, end: int) -> list[float]:
+    train = {
+        "steps": 6, "global_batch_size": 8, "micro_batch_size": 4, "lr": 0.1, "schedule": "constant",
+        "optimizer": "sgd", "weight_decay": 0.0, "dtype": "float64",
+    }  # fmt: skip
+    config = {"mesh": {"dims": {"dp": 2}, "device": "cpu"}, "parallel": {"data": "dp"}, "train": train}
+    torch.manual_seed(0)
+    net = torch.nn.Linear(3, 2, dtype=torch.float64)
+    trainer = Trainer(mesh, load_config(config), net, loss=_annealed(kind))
+    if begin:
+        trainer.load(folder)
+    for step in range(begin, end):
+        trainer.step(*(each.chunk(2)[mesh.coord("dp")] for each in _rows(step)))
+    losses = [done.loss for done in trainer.results()]
+    if not begin:
+        trainer.save(folder)
+    return losses
+
+
+@pytest.mark.parametrize("kind", ["module", "method"])
+def test_buffers_of_a_loss_are_in_the_checkpoint(tmp_path: Path, kind: str) -> None:
+    torch.manual_seed(0)
+    net, loss = torch.nn.Linear(3, 2, dtype=torch.float64), _annealed(kind)
+    sgd, expected = torch.optim.SGD(net.parameters(), 0.1), []
+    for step in range(6):
+        x, y = _rows(step)
+        value = loss(net(x), y)
+        sgd.zero_grad()
+        value.backward()
+        sgd.step()
+        expected.append(value.item())
+    folder = str(tmp_path / "state")
+    found = [
+        meshcomm.simulate(_continued, dims={"dp": 2}, args=(kind, folder, *part))[1]
+        for part in ((0, 3), (3, 6))
+    ]
+    assert [*found[0], *found[1]] == pytest.approx(expected, rel=1e-12)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import random
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +18,8 @@ import meshcomm
 from meshcomm.config import ParallelConfig, TrainConfig, load_config
 from meshcomm.errors import MeshcommError, UnsupportedOp
 from meshcomm.models import ModelSpec, spec_model, step_check, wrapped
+from meshcomm.models.difference import difference_of
+from meshcomm.models.one_step import Outcome
 from meshcomm.models.spec_model import SpecModel
 from meshcomm.models.step_check import StepCheck
 from meshcomm.models.wrapped import WrappedModule
@@ -518,6 +522,158 @@ def test_a_module_whose_source_is_gone_is_checked(monkeypatch: pytest.MonkeyPatc
         assert "(sum, count)" in told(mlp(), rows(), own=a_mean_of_means)[0]
 
 
+# -- random numbers, and state of a loss ------------------------------------------------------------------
+
+
+class Autoencoder(nn.Module):
+    """Draws noise in the way of `kind`."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.encode, self.decode = kind, nn.Linear(4, 6), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        mean, width = self.encode(x).chunk(2, -1)
+        return self.decode(_NOISE[self.kind](mean, width)), mean, width
+
+
+_NOISE: dict[str, Any] = {
+    "randn_like": lambda mean, width: mean + torch.randn_like(mean) * width.exp(),
+    "rsample": lambda mean, width: torch.distributions.Normal(mean, width.exp()).rsample(),
+    "gumbel": lambda mean, width: F.gumbel_softmax(mean),
+    "own generator": lambda mean, width: (
+        mean + width * torch.rand(mean.shape, generator=torch.Generator(), dtype=mean.dtype)
+    ),
+    "mask": lambda mean, width: mean * torch.empty_like(mean).bernoulli_(0.9) + width,
+    "classes": lambda mean, width: mean + width.softmax(-1).multinomial(2).sum(-1, keepdim=True),
+    "times": lambda mean, width: (
+        mean * torch.randint(1, 9, (len(mean), 1)) + width[torch.randperm(len(mean))]
+    ),
+    "rrelu": lambda mean, width: F.rrelu(mean, training=True) + width,
+    "gamma": lambda mean, width: mean * torch.distributions.Gamma(width.exp(), 1.0).rsample(),
+    "dropout": lambda mean, width: F.dropout(mean, 0.2) + width,
+}
+
+
+def divergence(outputs: Any, targets: Tensor) -> Tensor:
+    """The mean over samples."""
+    found, mean, width = outputs
+    return F.mse_loss(found, targets) + (mean.square() + width.exp() - width).mean()
+
+
+def summed_divergence(outputs: Any, targets: Tensor) -> Tensor:
+    """Sums over the batch, which add up over ranks and microbatches in one process only."""
+    return divergence(outputs, targets) * len(targets)
+
+
+def contrast(outputs: Any, targets: Tensor) -> Tensor:
+    """Compares the samples of a microbatch."""
+    found, mean, _ = outputs
+    return F.cross_entropy(found @ mean.T, torch.arange(len(mean)))
+
+
+@pytest.mark.parametrize("kind", _NOISE)
+@pytest.mark.parametrize("dims", [{"data": 2}, {"data": 1}])
+def test_programs_that_draw_random_numbers_are_compared(kind: str, dims: Mapping[str, int]) -> None:
+    torch.manual_seed(0)
+    error, why = told(Autoencoder(kind), rows(), dims, own=divergence)
+    assert not error
+    assert ("constants in the comparison" in why) == (kind != "dropout"), why
+    for own in (summed_divergence, contrast):
+        error, _ = told(Autoencoder(kind), rows(), dims, own=own)
+        assert "divided among microbatches" in error, own
+
+
+def test_noise_in_a_loss_is_a_constant_in_the_comparison() -> None:
+    noisy = lambda y, t: F.mse_loss(y + torch.randn_like(y), t)  # noqa: E731
+    error, why = told(mlp(), rows(), own=noisy)
+    assert not error and "randn" in why
+    assert "divided" in told(mlp(), rows(), own=lambda y, t: noisy(y, t).sqrt())[0]
+
+
+def test_numbers_of_other_libraries_are_not_compared_and_named() -> None:
+    error, why = told(mlp(), rows(), own=lambda y, t: F.mse_loss(y, t) * (1 + random.random()))
+    assert not error and "by other means" in why
+
+
+def _baseline() -> Any:
+    """A moving mean of the targets."""
+    mean = 0.0
+
+    def own(outputs: Tensor, targets: Tensor) -> Tensor:
+        nonlocal mean
+        found = F.mse_loss(outputs, targets - mean)
+        mean = 0.9 * mean + 0.1 * targets.mean().item()
+        return found
+
+    return own
+
+
+def _baseline_in_a_helper() -> Any:
+    held = {"mean": 0.0}
+
+    def less(targets: Tensor) -> Tensor:
+        held["mean"] = 0.9 * held["mean"] + 0.1 * targets.mean().item()
+        return targets - held["mean"]
+
+    return functools.partial(
+        lambda power, outputs, targets: (outputs - less(targets)).abs().pow(power).mean(), 2
+    )
+
+
+def _memory() -> Any:
+    """What was predicted for each sample before."""
+    memory = torch.zeros(8, 3, dtype=torch.float64)
+
+    def own(outputs: Tensor, targets: Any) -> Tensor:
+        places, values = targets
+        seen = memory[places]
+        memory[places] = outputs.detach()
+        return F.mse_loss(outputs, values) + F.mse_loss(outputs, seen)
+
+    return own
+
+
+def _count_of_steps() -> Any:
+    steps = 0
+
+    def own(outputs: Tensor, targets: Tensor) -> Tensor:
+        nonlocal steps
+        steps += 1
+        return F.mse_loss(outputs, targets) * (1 + 0.1 * steps)
+
+    return own
+
+
+_GLOBAL_STEPS = 0
+
+
+def _count_in_a_global(outputs: Tensor, targets: Tensor) -> Tensor:
+    global _GLOBAL_STEPS
+    _GLOBAL_STEPS += 1
+    return F.mse_loss(outputs, targets) * (1 + 0.1 * _GLOBAL_STEPS)
+
+
+def placed_rows() -> tuple[Any, Any]:
+    x, y = rows()
+    return x, (torch.arange(8), y)
+
+
+@pytest.mark.parametrize(
+    ("make", "batch"), [(_baseline, rows), (_baseline_in_a_helper, rows), (_memory, placed_rows)]
+)
+def test_state_of_a_function_that_makes_ranks_differ_is_refused(make: Any, batch: Any) -> None:
+    error, why = told(mlp(), batch(), own=make(), micro=4)
+    assert "what a loss keeps between steps" in error, (error, why)
+
+
+@pytest.mark.parametrize("own", [_count_of_steps(), _count_in_a_global])
+def test_each_simulated_rank_counts_for_itself(own: Any) -> None:
+    assert told(mlp(), rows(), own=own, micro=4) == ("", "")
+    assert "change once per step" in told(mlp(), rows(), own=own, micro=2)[0]
+    assert _GLOBAL_STEPS == 0
+
+
 # -- what programs do besides ---------------------------------------------------------------------------
 
 _CALLS: list[int] = []
@@ -651,3 +807,26 @@ def _trains(mesh: meshcomm.Mesh, what: str) -> str:
 def test_what_a_step_would_ignore_is_refused(what: str, words: str) -> None:
     for said in meshcomm.simulate(_trains, dims={"dp": 2}, args=(what,)):
         assert words in said
+
+
+def _noisy_step(mesh: meshcomm.Mesh) -> str:
+    train = {"steps": 1, "global_batch_size": 8, "micro_batch_size": 2, "lr": 0.1}
+    config = {"mesh": {"dims": {"dp": 2}, "device": "cpu"}, "parallel": {"data": "dp"}, "train": train}
+    noisy = lambda y, t: F.mse_loss(y + torch.randn_like(y), t)  # noqa: E731
+    trainer = Trainer(mesh, load_config(config), mlp(), loss=noisy)
+    trainer.step(*(each.chunk(2)[mesh.coord("dp")] for each in rows()))
+    return trainer.not_checked
+
+
+def test_what_is_not_compared_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    first, second = meshcomm.simulate(_noisy_step, dims={"dp": 2})
+    assert "(randn)" in first and not second
+    said = [each.getMessage() for each in caplog.records if each.name == "meshcomm.train"]
+    assert said == [f"not compared with one process before the first step: {first}"]
+
+
+def test_numbers_that_differ_are_shown_with_enough_digits() -> None:
+    words = difference_of(
+        Outcome(results={"loss of step 1": 0.62849301}), Outcome(results={"loss of step 1": 0.62849302})
+    )
+    assert words == "the loss of step 1 is 0.62849301, but 0.62849302 in the unsplit model"

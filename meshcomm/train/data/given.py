@@ -24,7 +24,7 @@ from meshcomm.layout.sizes import ranks_text
 from meshcomm.mesh import Mesh
 from meshcomm.mesh.all_ranks import of_every_rank, ranks_of
 from meshcomm.parallel.compose import Engine
-from meshcomm.parallel.tree import tensors_of, with_tensors
+from meshcomm.parallel.tree import tensors_of, with_tensors, without_arrays
 from meshcomm.train.data.corpus import IGNORED
 
 # Inputs and targets, which may be trees, and, if given, the document number of each token; or a dictionary: see `named_of`.
@@ -49,6 +49,7 @@ def placed(engine: Engine, batch: Any, whose: str) -> tuple[Any, ...]:
     whose: a name such as "step 3", for errors. Raises TrainingError unless `batch` is inputs and targets, or a dictionary
     of them.
     """
+    batch = without_arrays(batch)
     if isinstance(batch, Mapping):
         batch = named_of(batch, whose)
     if isinstance(batch, (tuple, list)) and len(batch) == 3 and batch[2] is None:
