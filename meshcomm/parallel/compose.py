@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple, final
@@ -112,6 +112,8 @@ class Engine:
         self._digests: dict[int, str] = {}
         # Called with the first batch, on every rank.
         self.look: Callable[[Batch], None] | None = None
+        # The same for the first dictionary of transformers' names, with the function that reads it.
+        self.look_named: Callable[[Mapping[str, Tensor], Callable[..., Any]], None] | None = None
         # The number of the most recent step.
         self.done = 0
         self.reached = Reached()

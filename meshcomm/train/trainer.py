@@ -43,7 +43,6 @@ from meshcomm.train.callbacks import Callback, Summary
 from meshcomm.train.checkpoint import Checkpoints
 from meshcomm.train.copies import Copies
 from meshcomm.train.data import (
-    NAMED,
     Batches,
     Corpus,
     Data,
@@ -442,10 +441,7 @@ class Trainer:
         lr = None if scheduler is not None else learning_rate(engine.sections.train, number)
         given: object = inputs
         # Without targets, a dictionary is inputs and targets, or the named arguments of a model whose loss needs no targets.
-        arguments = (
-            engine.model.own_loss is not None and isinstance(inputs, Mapping) and not NAMED & {*inputs}
-        )
-        if not isinstance(inputs, Mapping) or targets is not None or arguments:
+        if not isinstance(inputs, Mapping) or targets is not None:
             given = (inputs, targets) if documents is None else (inputs, targets, documents)
         batch = Batch(*placed(engine, given, f"step {number}"))
         if self._recorder is not None:
@@ -568,6 +564,8 @@ class Trainer:
                     self._scheduler, engine.optimizer, engine.sections.train.steps
                 )
             engine.look = self._checked.look
+            if (named := self._checked.named) is not None:
+                engine.look_named = partial(named, engine)
             self._made, self._holds = engine, holds
         return self._made
 
