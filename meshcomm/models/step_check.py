@@ -329,20 +329,23 @@ def sizes_of(batch: tuple[Any, Any], samples: int) -> list[tuple[Any, Any]]:
     for step in range(STEPS):
         places = torch.arange(step * samples, (step + 1) * samples)
         others = torch.randint(have, (samples,), generator=generator)
-        mix = partial(_mixed, places=places, others=others, have=have, generator=generator)
+        mix = partial(_mixed, places=places, others=others, have=have, seed=step)
         found.append(with_tensors(mix, batch))
     return found
 
 
-def _mixed(x: Tensor, places: Tensor, others: Tensor, have: int, generator: torch.Generator) -> Tensor:
-    """Return the samples at `places`. Where there are no more samples, two are mixed into a new one."""
+def _mixed(x: Tensor, places: Tensor, others: Tensor, have: int, seed: int) -> Tensor:
+    """Return the samples at `places`. Where there are no more samples, two are mixed into a new one.
+
+    Of tensors of equal shape, such as tokens and their labels, the same elements are mixed.
+    """
     if not x.ndim:
         return x
     mine, other = x[places % have], x[others]
     new = (places >= have).view(-1, *[1] * (x.ndim - 1)).expand_as(mine)
     if x.is_floating_point() or x.is_complex():
         return mine.where(~new, 0.7 * mine + 0.3 * other)
-    chosen = torch.rand(x.shape[1:], generator=generator).expand(mine.shape) < 0.5
+    chosen = torch.rand(x.shape[1:], generator=torch.Generator().manual_seed(seed)).expand(mine.shape) < 0.5
     return mine.where(~new | chosen, other)
 
 

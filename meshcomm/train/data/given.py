@@ -133,6 +133,9 @@ def named_of(batch: Mapping[str, Any], whose: str) -> tuple[Any, ...]:
             f"the data of {whose} do not fit together",
             given=", ".join(f"{name} {shape}" for name, shape in shapes.items()),
             expected="the same shape (samples, tokens) for all tensors",
+            hint=f"for labels that are not tokens, train with the model's own loss: {OWN_LOSS}"
+            if "labels" in batch
+            else None,
         )
     labels, mask = batch.get("labels", tokens), batch.get("attention_mask")
     if mask is not None:
