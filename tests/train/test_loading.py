@@ -276,6 +276,11 @@ WRONG: list[tuple[dict[str, Any], type[MeshcommError], str]] = [
         TrainingError,
         "loss=lambda outputs, targets: outputs.loss",
     ),
+    (
+        {"input_ids": TOKENS, "num_items_in_batch": TOKENS[0, 0]},
+        TrainingError,
+        "leave out num_items_in_batch",
+    ),
     ({"input_ids": [5, 6, 7]}, TrainingError, "input_ids: list"),
     ({"inputs": TOKENS}, TrainingError, "a dictionary of inputs: Tensor"),
     ({"input_ids": TOKENS, "labels": TOKENS[:, 1:]}, ShapeError, r"labels \(1, 2\)"),

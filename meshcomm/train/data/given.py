@@ -89,11 +89,25 @@ def _of_mapping(engine: Engine, batch: Mapping[str, Any], whose: str) -> tuple[A
     if engine.model.own_loss is not None and others and not others & {*_PLAIN}:
         return batch, None
     found = named_of(batch, whose)
+    mask = batch.get("attention_mask")
+    if mask is not None and engine.model.own_loss is not None and getattr(engine.model, "family", False):
+        _check_routers(mask, whose)
     if engine.look_named is not None and "input_ids" in batch:
         look, engine.look_named = engine.look_named, None
         device = engine.mesh.device
         look({name: each.to(device) for name, each in batch.items()}, lambda given: named_of(given, whose))
     return found
+
+
+def _check_routers(mask: Tensor, whose: str) -> None:
+    """Raise UnsupportedOp if a family's own loss, which has terms of all tokens, would count padding."""
+    if bool((mask == 0).any()):
+        raise UnsupportedOp(
+            f"the routers' auxiliary loss would count the padding of {whose}",
+            given="an attention_mask with zeros, and output_router_logits in the model's config.json",
+            expected="samples without padding, because transformers leaves the padding out of this loss",
+            hint="output_router_logits = false in config.json; or packed samples of equal length",
+        )
 
 
 def _tracked(x: Tensor) -> Tensor:
@@ -165,6 +179,8 @@ def named_of(batch: Mapping[str, Any], whose: str) -> tuple[Any, ...]:
 
 def _way_out(batch: Mapping[str, Any], unknown: Sequence[str]) -> str:
     """Return the hint for a dictionary with names of other models than causal language models."""
+    if "num_items_in_batch" in unknown:
+        return "leave out num_items_in_batch: a step's loss is the mean over all labels of the global batch"
     if not {"input_ids", "labels"} & {*batch}:
         return f"leave out {', '.join(unknown)}; or train with a loss of your own, for which such a dictionary is the model's named arguments"
     if "labels" in batch:
