@@ -45,7 +45,7 @@ from meshcomm.transport.torch_private import DispatchMode
 STEPS: Final = 2
 _CPU: Final = torch.device("cpu")
 # Gradients below this fraction of the largest one are rounding errors in float64.
-_ROUNDING: Final = 1e-12
+ROUNDING: Final = 1e-12
 
 
 @dataclass
@@ -303,7 +303,7 @@ def plain(small: Small, config: Config, *, silent: bool = True, pieces: int = 1)
     outcome.unchanged = [
         name
         for name, size in sizes.items()
-        if size > _ROUNDING * most and torch.equal(named[name], first[name])
+        if size > ROUNDING * most and torch.equal(named[name], first[name])
     ]
     if isinstance(loss_of, nn.Module):
         own = {id(each) for each in named.values()}

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from meshcomm.config import Config, ParallelConfig
 from meshcomm.errors import UnsupportedOp
 from meshcomm.models.check import Sizes, Use, check_alone, check_steps, is_of_tokens, small_of, tokens_of
+from meshcomm.models.named_batch import check_named
 from meshcomm.models.one_step import STEPS, Small, copied, undisturbed
 from meshcomm.models.outside import functions_of, keeps_samples, kept, modules_in
 from meshcomm.models.spec import ModelSpec
@@ -31,7 +32,7 @@ from meshcomm.parallel.batch_norm import batch_norms
 from meshcomm.parallel.build import Model, Sections, cast, on_meta
 from meshcomm.parallel.optimizer import MakeOptimizer
 from meshcomm.parallel.tensor.parameters import split_dims
-from meshcomm.parallel.tree import first_tensor, samples_of, with_tensors
+from meshcomm.parallel.tree import called, first_tensor, samples_of, with_tensors
 
 # Maximum number of parameters. A larger model is compared only if ModelSpec.small creates a small one.
 _LARGEST: Final = 4_000_000
@@ -206,6 +207,38 @@ class StepCheck:
         self._run(check, module)
         self._module = None
 
+    def before_first_dictionary(
+        self, batch: Mapping[str, Tensor], read: Callable[..., tuple[Any, ...]]
+    ) -> None:
+        """Check how a ModelSpec's module reads a dictionary of transformers' names. Arguments and errors: see `check_named`."""
+        model = self._model
+        assert isinstance(model, SpecModel)
+        spec = model.spec if model.spec.small is None else model.spec.small()
+        with on_meta():
+            count = sum(each.numel() for each in spec.module().parameters())
+        if count > _LARGEST:
+            return
+        given = {name: each.cpu() for name, each in batch.items()}
+        if model.spec.small is not None and spec.vocab_size:
+            given = {
+                name: each % spec.vocab_size if name == "input_ids" else each for name, each in given.items()
+            }
+            # Classes may be fewer, too.
+            given.pop("labels", None)
+        small = small_of(spec, [read(given)[:2]])
+        module = small.module()
+
+        def call(inputs: Any) -> Any:
+            return called(module, inputs, **small.named)
+
+        try:
+            with undisturbed(), torch.no_grad():
+                call(given["input_ids"])
+        except Exception:
+            return  # It may need another device.
+        compares = model.own_loss is None
+        check_named(module, call, given, read, compares=compares, dtype=torch.float64)
+
     # -- inside -----------------------------------------------------------------------------------
 
     def _run(self, check: Callable[[], str], module: nn.Module) -> None:
@@ -308,25 +341,26 @@ def sizes_of(batch: tuple[Any, Any], samples: int) -> list[tuple[Any, Any]]:
     for step in range(STEPS):
         places = torch.arange(step * samples, (step + 1) * samples)
         others = torch.randint(have, (samples,), generator=generator)
-        mix = partial(_mixed, places=places, others=others, have=have, generator=generator)
+        mix = partial(_mixed, places=places, others=others, have=have, seed=step)
         found.append(with_tensors(mix, batch))
     return found
 
 
-def _mixed(x: Tensor, places: Tensor, others: Tensor, have: int, generator: torch.Generator) -> Tensor:
+def _mixed(x: Tensor, places: Tensor, others: Tensor, have: int, seed: int) -> Tensor:
     """Return the samples at `places`. Where there are no more samples, two are mixed into a new one.
 
-    The result needs gradients if `x` does, and is in no graph.
+    Of tensors of equal shape, such as tokens and their labels, the same elements are mixed. The result needs gradients if `x`
+    does, and is in no graph.
     """
     if x.requires_grad:
-        return _mixed(x.detach(), places, others, have, generator).requires_grad_()
+        return _mixed(x.detach(), places, others, have, seed).requires_grad_()
     if not x.ndim:
         return x
     mine, other = x[places % have], x[others]
     new = (places >= have).view(-1, *[1] * (x.ndim - 1)).expand_as(mine)
     if x.is_floating_point() or x.is_complex():
         return mine.where(~new, 0.7 * mine + 0.3 * other)
-    chosen = torch.rand(x.shape[1:], generator=generator).expand(mine.shape) < 0.5
+    chosen = torch.rand(x.shape[1:], generator=torch.Generator().manual_seed(seed)).expand(mine.shape) < 0.5
     return mine.where(~new | chosen, other)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple, final
@@ -131,6 +131,8 @@ class Engine:
         ]
         # How often this rank's data have been restarted.
         self.epoch = 0
+        # The same for the first dictionary of transformers' names, with the function that reads it.
+        self.look_named: Callable[[Mapping[str, Tensor], Callable[..., Any]], None] | None = None
         # The number of the most recent step.
         self.done = 0
         self.reached = Reached()

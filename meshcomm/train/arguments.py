@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from inspect import signature
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
@@ -20,16 +22,20 @@ from meshcomm.mesh.all_ranks import is_first, on_all_ranks
 from meshcomm.mesh.source import CONFIG_VARIABLE, OVERRIDES_VARIABLE
 from meshcomm.models import ModelSpec, model_of
 from meshcomm.models.build import no_adapters, with_lora
+from meshcomm.models.named_batch import check_named
 from meshcomm.models.spec_model import SpecModel
 from meshcomm.models.step_check import StepCheck, needs_batch
 from meshcomm.models.wrapped import WrappedModule
 from meshcomm.parallel.build import Model, Sections, sections
-from meshcomm.parallel.compose import Batch
+from meshcomm.parallel.compose import Batch, Engine
+from meshcomm.parallel.data import Sharded
 from meshcomm.parallel.loss import LossOf, takes_inputs
 from meshcomm.parallel.optimizer import MakeOptimizer
 from meshcomm.train.callbacks import Callback
 
 MakeScheduler: TypeAlias = Callable[[Optimizer], LRScheduler]
+Named: TypeAlias = Mapping[str, Tensor]
+Read: TypeAlias = Callable[[Named], tuple[Any, ...]]
 
 
 def model_for(
@@ -128,10 +134,14 @@ def _said(what: object) -> str:
 
 
 class Checked(NamedTuple):
-    """The check of a trainer's program. check: on the first rank. look: checks the first batch; None if that is not needed."""
+    """The check of a trainer's program. check: on the first rank. look: checks the first batch; None if that is not needed.
+    named: checks the first batch that is a dictionary of transformers' names, with the function that reads it; None if the
+    model is causal in any case.
+    """
 
     check: StepCheck | None = None
     look: Callable[[Batch], None] | None = None
+    named: Callable[[Engine, Named, Read], None] | None = None
 
 
 def checked(mesh: Mesh, config: Config, model: Model, optimizer: MakeOptimizer | None) -> Checked:
@@ -146,8 +156,13 @@ def checked(mesh: Mesh, config: Config, model: Model, optimizer: MakeOptimizer |
     check = StepCheck(model, known, sizes, optimizer) if is_first(mesh) else None
     if isinstance(model, SpecModel):
         on_all_ranks(mesh, "check the model", check.before_building if check else lambda: None)
+    named = None
+    if isinstance(model, WrappedModule):
+        named = partial(_check_module, model)
+    elif isinstance(model, SpecModel) and not model.family:
+        named = partial(_check_spec, check)
     if not needs_batch(model):
-        return Checked(check)
+        return Checked(check, named=named)
 
     def look(batch: Batch) -> None:
         def compare() -> None:
@@ -157,7 +172,41 @@ def checked(mesh: Mesh, config: Config, model: Model, optimizer: MakeOptimizer |
 
         on_all_ranks(mesh, "check the first step", compare)
 
-    return Checked(check, look)
+    return Checked(check, look, named)
+
+
+def _check_module(model: WrappedModule, engine: Engine, batch: Named, read: Read) -> None:
+    """Check a module that is trained on a dictionary. Called by every rank, because weights may be sharded."""
+    module = engine.modules[0]
+    train = engine.sections.train
+    failure: Exception | None = None
+    # If logits are split, only training gathers them.
+    compares = model.own_loss is None and engine.split.size == 1
+    dtype = getattr(torch, train.compute_dtype or train.dtype)
+    try:
+        check_named(module, model.call(module), batch, read, compares=compares, dtype=dtype)
+    except Exception as error:
+        failure = error
+    for gradients in engine.gradients:
+        if isinstance(gradients, Sharded):
+            gradients.reshard()
+
+    def judge() -> None:
+        if failure is not None:
+            raise failure
+
+    on_all_ranks(engine.mesh, "check the first batch", judge)
+
+
+def _check_spec(check: StepCheck | None, engine: Engine, batch: Named, read: Read) -> None:
+    """Check the module of a ModelSpec, unsplit, on the first rank."""
+
+    def compare() -> None:
+        if check is not None:
+            with engine.mesh._without_calls():
+                check.before_first_dictionary(batch, read)
+
+    on_all_ranks(engine.mesh, "check the first batch", compare)
 
 
 def config_of_the_job(config: Config | None) -> Config:

@@ -45,7 +45,6 @@ from meshcomm.train.callbacks import Callback, Summary
 from meshcomm.train.checkpoint import Checkpoints
 from meshcomm.train.copies import Copies
 from meshcomm.train.data import (
-    NAMED,
     Batches,
     Corpus,
     Data,
@@ -429,8 +428,9 @@ class Trainer:
 
         inputs:    a tensor, or a tree of tensors: a tuple or list is the module's arguments, a dictionary its named arguments, and
                    a dataclass its only argument. As the only argument of step: inputs, for a loss of your own that needs no targets; or a dictionary with inputs and targets. The collators in transformers
-                   return such dictionaries, with input_ids and labels for the same tokens. An attention_mask that masks tokens
-                   at the end, and position_ids that are 0 where a document starts, are optional.
+                   return such dictionaries for causal language models, with input_ids and labels for the same tokens. An attention_mask that masks tokens
+                   at the end, and position_ids that are 0 where a document starts, are optional. The first one is compared with the model's own loss:
+                   other models are trained with a loss of your own, for which a dictionary of other names is the model's named arguments.
         Shape:     (global_batch_size / ranks along data and shard, ...): this rank's share of the global batch,
                    on any device. Floating-point tensors are converted to train.dtype.
         documents: an int64 tensor (samples, tokens) with the document number of each token, in ascending order. Used
@@ -447,10 +447,7 @@ class Trainer:
         lr = None if scheduler is not None else learning_rate(engine.sections.train, number)
         given: object = inputs
         # Without targets, a dictionary is inputs and targets, or the named arguments of a model whose loss needs no targets.
-        arguments = (
-            engine.model.own_loss is not None and isinstance(inputs, Mapping) and not NAMED & {*inputs}
-        )
-        if not isinstance(inputs, Mapping) or targets is not None or arguments:
+        if not isinstance(inputs, Mapping) or targets is not None:
             given = (inputs, targets) if documents is None else (inputs, targets, documents)
         batch = Batch(*placed(engine, given, f"step {number}"))
         if self._recorder is not None:
@@ -578,6 +575,8 @@ class Trainer:
                 engine.scheduler = scheduler_for(
                     self._scheduler, engine.optimizer, engine.sections.train.steps
                 )
+            if (named := self._checked.named) is not None:
+                engine.look_named = partial(named, engine)
             self._made, self._holds = engine, holds
             if self._checked.look is None:
                 self._say_what_is_not_checked()

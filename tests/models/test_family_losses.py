@@ -138,6 +138,22 @@ def test_an_auxiliary_loss_of_which_a_rank_has_a_part_is_refused(tmp_path: Path,
         meshcomm.simulate(partial(_train, config), config)
 
 
+def _train_padded(config: Config, mesh: meshcomm.Mesh) -> None:
+    tokens = torch.randint(1, SMALL["vocab_size"], (1, TOKENS))
+    Trainer(mesh, config).step(
+        {"input_ids": tokens, "attention_mask": (torch.arange(TOKENS) < 20).long()[None]}
+    )
+
+
+def test_padding_does_not_count_in_an_auxiliary_loss(tmp_path: Path) -> None:
+    # transformers gives the mask to the auxiliary loss.
+    transformers.MixtralConfig(**SMALL, num_local_experts=4).save_pretrained(tmp_path)
+    train = {"global_batch_size": 2, "micro_batch_size": 1}
+    config = config_of({"pretrained": str(tmp_path), "random_weights": True}, "dp=2", train=train)
+    with pytest.raises(RankFailed, match="auxiliary loss would count the padding"):
+        meshcomm.simulate(partial(_train_padded, config), config)
+
+
 def _train(config: Config, mesh: meshcomm.Mesh) -> None:
     assert Trainer(mesh, config).engine
 

@@ -271,10 +271,24 @@ def test_a_dictionary_of_transformers_is_inputs_targets_and_documents() -> None:
 TOKENS = rows([5, 6, 7])
 WRONG: list[tuple[dict[str, Any], type[MeshcommError], str]] = [
     ({"tokens": TOKENS}, TrainingError, "leave out tokens"),
-    ({"input_ids": TOKENS, "token_type_ids": TOKENS}, TrainingError, "leave out token_type_ids"),
+    (
+        {"input_ids": TOKENS, "token_type_ids": TOKENS},
+        TrainingError,
+        "loss=lambda outputs, targets: outputs.loss",
+    ),
+    (
+        {"input_ids": TOKENS, "num_items_in_batch": TOKENS[0, 0]},
+        TrainingError,
+        "leave out num_items_in_batch",
+    ),
     ({"input_ids": [5, 6, 7]}, TrainingError, "input_ids: list"),
     ({"inputs": TOKENS}, TrainingError, "a dictionary of inputs: Tensor"),
     ({"input_ids": TOKENS, "labels": TOKENS[:, 1:]}, ShapeError, r"labels \(1, 2\)"),
+    (
+        {"input_ids": TOKENS, "labels": TOKENS, "attention_mask": rows([1, 1, 0])},
+        TrainingError,
+        "masked_fill",
+    ),
     ({"input_ids": TOKENS[0]}, ShapeError, r"input_ids \(3,\)"),
     ({"input_ids": TOKENS, "attention_mask": rows([0, 1, 1])}, UnsupportedOp, "padding_side"),
     ({"input_ids": TOKENS, "position_ids": rows([1, 2, 3])}, TrainingError, r"position_ids \[1, 2, 3\]"),

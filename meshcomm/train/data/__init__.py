@@ -3,7 +3,6 @@
 from meshcomm.train.data.batches import Batches, batches_of
 from meshcomm.train.data.corpus import Corpus, DataPart, Stream
 from meshcomm.train.data.given import (
-    NAMED,
     STATE,
     Data,
     GivenBatch,
@@ -18,7 +17,6 @@ from meshcomm.train.data.load import load
 from meshcomm.train.data.workers import ReadAhead
 
 __all__ = [
-    "NAMED",
     "STATE",
     "Batches",
     "Corpus",

@@ -23,6 +23,7 @@ from meshcomm.errors import ObjectError, ShapeError, TrainingError, UnsupportedO
 from meshcomm.layout.sizes import ranks_text
 from meshcomm.mesh import Mesh
 from meshcomm.mesh.all_ranks import of_every_rank, ranks_of
+from meshcomm.models.named_batch import OWN_LOSS
 from meshcomm.parallel.compose import Engine
 from meshcomm.parallel.tree import tensors_of, with_tensors, without_arrays
 from meshcomm.train.data.corpus import IGNORED
@@ -39,8 +40,6 @@ SHARE: Final = "train.global_batch_size // mesh.data_world_size"
 _NOTHING: Final[Any] = object()
 _PLAIN: Final = ("inputs", "targets", "documents")
 _OF_TRANSFORMERS: Final = ("input_ids", "labels", "attention_mask", "position_ids")
-# A dictionary with one of these keys is a batch.
-NAMED: Final = frozenset({*_PLAIN, *_OF_TRANSFORMERS})
 
 
 def placed(engine: Engine, batch: Any, whose: str) -> tuple[Any, ...]:
@@ -51,7 +50,7 @@ def placed(engine: Engine, batch: Any, whose: str) -> tuple[Any, ...]:
     """
     batch = without_arrays(batch)
     if isinstance(batch, Mapping):
-        batch = named_of(batch, whose)
+        batch = _of_mapping(engine, batch, whose)
     if isinstance(batch, (tuple, list)) and len(batch) == 3 and batch[2] is None:
         batch = batch[:2]
     if (
@@ -79,6 +78,36 @@ def placed(engine: Engine, batch: Any, whose: str) -> tuple[Any, ...]:
         return kept.requires_grad_() if x.requires_grad else kept
 
     return tuple(with_tensors(moved, each) for each in batch)
+
+
+def _of_mapping(engine: Engine, batch: Mapping[str, Any], whose: str) -> tuple[Any, ...]:
+    """Return inputs, targets and, if given, documents from a dictionary. See `named_of`.
+
+    A loss of one's own may also take the outputs of a model that is called with the dictionary, if it has further names.
+    """
+    others = {*batch} - {*_OF_TRANSFORMERS}
+    if engine.model.own_loss is not None and others and not others & {*_PLAIN}:
+        return batch, None
+    found = named_of(batch, whose)
+    mask = batch.get("attention_mask")
+    if mask is not None and engine.model.own_loss is not None and getattr(engine.model, "family", False):
+        _check_routers(mask, whose)
+    if engine.look_named is not None and "input_ids" in batch:
+        look, engine.look_named = engine.look_named, None
+        device = engine.mesh.device
+        look({name: each.to(device) for name, each in batch.items()}, lambda given: named_of(given, whose))
+    return found
+
+
+def _check_routers(mask: Tensor, whose: str) -> None:
+    """Raise UnsupportedOp if a family's own loss, which has terms of all tokens, would count padding."""
+    if bool((mask == 0).any()):
+        raise UnsupportedOp(
+            f"the routers' auxiliary loss would count the padding of {whose}",
+            given="an attention_mask with zeros, and output_router_logits in the model's config.json",
+            expected="samples without padding, because transformers leaves the padding out of this loss",
+            hint="output_router_logits = false in config.json; or packed samples of equal length",
+        )
 
 
 def _tracked(x: Tensor, whose: str) -> Tensor:
@@ -126,9 +155,7 @@ def named_of(batch: Mapping[str, Any], whose: str) -> tuple[Any, ...]:
             expected=f"tensors under {', '.join(known)}"
             if unknown
             else f"tensors: {', '.join(_PLAIN[:2])}, or {', '.join(_OF_TRANSFORMERS[:2])}",
-            hint=f"leave out {', '.join(unknown)}"
-            if unknown
-            else "yield the loader's tensors under these names",
+            hint=_way_out(batch, unknown) if unknown else "yield the loader's tensors under these names",
         )
     if known is _PLAIN:
         return tuple(batch[name] for name in _PLAIN if name in batch)
@@ -139,9 +166,19 @@ def named_of(batch: Mapping[str, Any], whose: str) -> tuple[Any, ...]:
             f"the data of {whose} do not fit together",
             given=", ".join(f"{name} {shape}" for name, shape in shapes.items()),
             expected="the same shape (samples, tokens) for all tensors",
+            hint=f"for labels that are not tokens, train with the model's own loss: {OWN_LOSS}"
+            if "labels" in batch
+            else None,
         )
     labels, mask = batch.get("labels", tokens), batch.get("attention_mask")
     if mask is not None:
+        if "labels" in batch and bool(((labels != IGNORED) & (mask == 0))[:, 1:].any()):
+            raise TrainingError(
+                f"labels of {whose} count in the padding",
+                given="labels other than -100 where attention_mask is 0",
+                expected="labels of -100 there: transformers' models would learn to predict the padding",
+                hint="labels.masked_fill(attention_mask == 0, -100); or leave out labels, if they are the input_ids",
+            )
         if bool((mask[:, 1:] > mask[:, :-1]).any()):
             raise UnsupportedOp(
                 f"the samples of {whose} are padded at the start",
@@ -157,6 +194,17 @@ def named_of(batch: Mapping[str, Any], whose: str) -> tuple[Any, ...]:
         return tokens, targets
     # The first token of a document is not predicted from the document before it.
     return tokens, targets.masked_fill(begins.roll(-1, 1), IGNORED), begins.cumsum(1) - 1
+
+
+def _way_out(batch: Mapping[str, Any], unknown: Sequence[str]) -> str:
+    """Return the hint for a dictionary with names of other models than causal language models."""
+    if "num_items_in_batch" in unknown:
+        return "leave out num_items_in_batch: a step's loss is the mean over all labels of the global batch"
+    if not {"input_ids", "labels"} & {*batch}:
+        return f"leave out {', '.join(unknown)}; or train with a loss of your own, for which such a dictionary is the model's named arguments"
+    if "labels" in batch:
+        return f"train with the model's own loss: {OWN_LOSS}"
+    return "train with the model's own loss: loss=lambda outputs, targets: outputs.loss, for which a dictionary is the model's named arguments"
 
 
 def _begins(batch: Mapping[str, Tensor], mask: Tensor | None, whose: str) -> Tensor | None:
