@@ -63,6 +63,14 @@ def hugging_face(model: ModelConfig, seq_len: int, train: TrainConfig) -> ModelS
     config.use_cache, config.return_dict = False, True
     whole = Whole(config, (train.compute_dtype or train.dtype) == "float64")
     spec = spec_of(whole)
+    if spec.loss is not None and (train.label_smoothing or train.z_loss):
+        name = "z_loss" if train.z_loss else "label_smoothing"
+        raise UnsupportedOp(
+            "label_smoothing and z_loss cannot be combined with the routers' auxiliary loss",
+            given=f"train.{name} = {getattr(train, name):g}, and output_router_logits = true in config.json",
+            expected="one of the two",
+            hint=f"train.{name} = 0.0; or output_router_logits = false",
+        )
     dropped = (
         {f"{spec.layers}.{part}": model.dropout for part in _dropped(whole.module, spec.layers)}
         if model.dropout

@@ -80,6 +80,8 @@ class SpecModel(Model):
         self.any_length = not self.drops and not packed
         self.saves_all = not spec.added
         self.own_loss = None if spec.loss is None else OwnLoss(spec.loss, spec.loss_takes_slices)
+        # A family's own loss is that of routers, which choose experts for all tokens.
+        self.counts_all_tokens = family and spec.loss is not None
         self._batch_norms = batch_norms(whole)
         blocks = list(blocks_of(whole, spec.layers).values())
         self._repeated = [place for place, block in enumerate(blocks) if block in blocks[:place]]
