@@ -21,13 +21,14 @@ _ROOM = 1e-4
 def own_positions(spec: ModelSpec) -> str:
     """Return why a family's model computes something else if it is given the positions 0, 1, 2, ...; "" if it does not.
 
-    A small model runs on one process. The result is "" if there is no small model, or if it does not run.
+    A small model runs on one process: that of `spec.small` or, if it has none, the model itself. The result is "" if it does not
+    run.
     """
-    if spec.small is None or not spec.positions:
+    if not spec.positions:
         return ""
     try:
         with seeded(0), torch.no_grad(), family_code(torch.float32):
-            module = spec.small().module().float().eval()
+            module = (spec.small() if spec.small else spec).module().float().eval()
             for parameter in module.parameters():
                 parameter.add_(torch.randn_like(parameter), alpha=0.05)
             tokens = torch.randint(3, 64, (2, _TOKENS))
