@@ -172,7 +172,9 @@ def small_of(
 
     batches = tokens_of(spec.vocab_size) if batches is None else batches
     tokens = first_tensor(batches[0][0]).shape[1] if spec.positions else 0
-    positions = {spec.positions: torch.arange(tokens).unsqueeze(0)} if spec.positions else {}
+    # A user gives a family's model only tokens, and it may count positions differently.
+    given = bool(spec.positions) and not family
+    positions = {spec.positions: torch.arange(tokens).unsqueeze(0)} if given else {}
     return Small(module, model, batches, spec.loss, named=positions, family=family, **more)
 
 

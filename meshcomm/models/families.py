@@ -63,6 +63,14 @@ def hugging_face(model: ModelConfig, seq_len: int, train: TrainConfig) -> ModelS
     config.use_cache, config.return_dict = False, True
     whole = Whole(config, (train.compute_dtype or train.dtype) == "float64")
     spec = spec_of(whole)
+    if spec.loss is not None and (train.label_smoothing or train.z_loss):
+        name = "z_loss" if train.z_loss else "label_smoothing"
+        raise UnsupportedOp(
+            "label_smoothing and z_loss cannot be combined with the routers' auxiliary loss",
+            given=f"train.{name} = {getattr(train, name):g}, and output_router_logits = true in config.json",
+            expected="one of the two",
+            hint=f"train.{name} = 0.0; or output_router_logits = false",
+        )
     dropped = (
         {f"{spec.layers}.{part}": model.dropout for part in _dropped(whole.module, spec.layers)}
         if model.dropout
@@ -125,8 +133,8 @@ def spec_of(of: Whole) -> ModelSpec:
     if layers:
         sequence = sequence_plan(whole, layers, split)
         if not config.base_model_pp_plan:
-            sequence = {**sequence, **_whole_behind(whole, layers, split)}
-        first, last = _around(whole, layers)
+            sequence = {**sequence, **_whole_behind(of, layers, split)}
+        first, last = _around(of, layers)
     else:
         cannot["pipeline"] = "its blocks are not a single list of modules"
     cannot |= _without_context(whole, config)
@@ -199,25 +207,33 @@ def _layers(whole: Any) -> str:
     return max(lists, default=(0, ""))[1]
 
 
-def _around(whole: nn.Module, layers: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the names of the modules with parameters that are registered before the blocks, and after the blocks."""
+def _around(of: Whole, layers: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the names of the modules with parameters that are used before the blocks, and after the blocks.
+
+    Modules are registered in this order, except for those that a family's forward calls in another order.
+    """
     before: list[str] = []
     behind: list[str] = []
     found = before
     outer = [layers[: at.start()] for at in re.finditer(r"\.", layers)]
-    for name, part in whole.named_modules():
+    calls = of.calls
+    first = calls.get(f"{layers}.0")
+    for name, part in of.module.named_modules():
         if name == layers:
             found = behind
         parent = name.rpartition(".")[0]
         beside = name and parent in ("", *outer) and name not in outer and name != layers
         if beside and any(True for _ in part.parameters()):
-            found.append(name)
+            if first is not None and name in calls:
+                (before if calls[name] < first else behind).append(name)
+            else:
+                found.append(name)
     return tuple(before), tuple(behind)
 
 
-def _whole_behind(whole: nn.Module, layers: str, split: Mapping[str, Entry]) -> dict[str, Entry]:
+def _whole_behind(of: Whole, layers: str, split: Mapping[str, Entry]) -> dict[str, Entry]:
     found: dict[str, Entry] = {}
-    for name in _around(whole, layers)[1]:
+    for name in _around(of, layers)[1]:
         entry = split.get(name, "")
         found[name] = {"style": "column", "sequence": "whole"} if entry == "column" else WHOLE
     return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from copy import deepcopy
 from functools import cached_property, partial
 from pathlib import Path
@@ -24,8 +24,9 @@ from transformers import (
 from transformers.utils import logging
 
 from meshcomm.errors import ConfigError, UnsupportedOp
-from meshcomm.models.family_code import WHOLE_SAMPLES
+from meshcomm.models.family_code import WHOLE_SAMPLES, family_code
 from meshcomm.models.spec import Attend
+from meshcomm.models.tiny import tiny
 from meshcomm.models.torch_private import draw
 from meshcomm.parallel.build import on_meta
 from meshcomm.parallel.context.block import same_document
@@ -243,6 +244,10 @@ def attended(module: nn.Module, attend: Attend) -> None:
             config.meshcomm_attend = attend
 
 
+def _numbered(found: dict[str, int], name: str, *_: Any) -> None:
+    found.setdefault(name, len(found))
+
+
 @final
 class Whole:
     """The full model of a configuration. It is created on first use, without allocating memory."""
@@ -255,6 +260,19 @@ class Whole:
         """The module. Raises ConfigError if transformers cannot create it."""
         with on_meta():
             return make(self.config, self.exact)
+
+    @cached_property
+    def calls(self) -> dict[str, int]:
+        """The parts that a forward pass calls, by name, numbered in the order of their first calls. A small model without values
+        runs up to the first operation that needs values.
+        """
+        found: dict[str, int] = {}
+        with suppress(Exception), torch.device("meta"), torch.no_grad(), family_code(torch.float32):
+            small = make(tiny(self.config), self.exact)
+            for name, part in small.named_modules():
+                part.register_forward_pre_hook(partial(_numbered, found, name))
+            small(torch.zeros(1, 2, dtype=torch.int64))
+        return found
 
     def initialise(self, seed: int, name: str, shape: tuple[int, ...]) -> Tensor:
         """Return the full parameter, initialized by its family's rules. It depends only on seed and name, not on the mesh."""

@@ -255,6 +255,8 @@ def plain(small: Small, config: Config, *, silent: bool = True, pieces: int = 1)
     if silent:
         _quiet(module)
     named = dict(module.named_parameters())
+    # The part of a stage that holds a tied weight may have another of its names.
+    every = dict(module.named_parameters(remove_duplicate=False))
     for name, parameter in named.items():
         if any(fnmatchcase(name, pattern) for pattern in train.frozen):
             parameter.requires_grad_(False)
@@ -288,7 +290,11 @@ def plain(small: Small, config: Config, *, silent: bool = True, pieces: int = 1)
             outcome.results |= {f"{name} of step {number}": value for name, value in results.items()}
             outcome.results[f"gradient norm of step {number}"] = float(norm)
             if number == 1:
-                outcome.gradients = {name: each.to_dense().clone() for name, each in grads.items()}
+                outcome.gradients = {
+                    name: each.grad.to_dense().clone()
+                    for name, each in every.items()
+                    if each.grad is not None
+                }
             now = _generators(steady is not None)
             outcome.draws = outcome.draws or now != before
             optimizer.step()
@@ -297,7 +303,11 @@ def plain(small: Small, config: Config, *, silent: bool = True, pieces: int = 1)
     outcome.narrow = alone.narrow
     outcome.changed = any(not torch.equal(each, first[name]) for name, each in named.items())
     outcome.buffers = [name for name, _ in module.named_buffers()]
-    sizes = {name: float(each.abs().max()) for name, each in outcome.gradients.items() if each.numel()}
+    sizes = {
+        name: float(each.abs().max())
+        for name, each in outcome.gradients.items()
+        if name in named and each.numel()
+    }
     most = max(sizes.values(), default=0.0)
     # A smaller gradient is the rounding error of one that is 0, as that of a bias of the keys before a softmax.
     outcome.unchanged = [
@@ -312,7 +322,7 @@ def plain(small: Small, config: Config, *, silent: bool = True, pieces: int = 1)
             for name, each in loss_of.named_parameters()
             if each.grad is not None and id(each) not in own
         ]
-    outcome.after = {name: each.detach() for name, each in (*named.items(), *module.named_buffers())}
+    outcome.after = {name: each.detach() for name, each in (*every.items(), *module.named_buffers())}
     return outcome
 
 

@@ -19,6 +19,7 @@ from meshcomm.layout.names import listed
 from meshcomm.models.family_code import family_code
 from meshcomm.models.lora import hold_frozen
 from meshcomm.models.own_forward import OwnForward, absent_parts, put_in
+from meshcomm.models.positions import own_positions
 from meshcomm.models.spec import (
     KINDS,
     ModelSpec,
@@ -79,12 +80,17 @@ class SpecModel(Model):
         self.any_length = not self.drops and not packed
         self.saves_all = not spec.added
         self.own_loss = None if spec.loss is None else OwnLoss(spec.loss, spec.loss_takes_slices)
+        # A family's own loss is that of routers, which choose experts for all tokens.
+        self.counts_all_tokens = family and spec.loss is not None
         self._batch_norms = batch_norms(whole)
         blocks = list(blocks_of(whole, spec.layers).values())
         self._repeated = [place for place, block in enumerate(blocks) if block in blocks[:place]]
         self._shared = [] if self._repeated else _shared_by_stages(whole, spec)
         self._dropouts = [pair for pair in whole.named_modules() if isinstance(pair[1], DROPOUTS)]
-        self._names = [name for name, _ in whole.named_parameters() if not spec.tied or name != spec.tied[1]]
+        # torch lists a tied weight once, under the name of the module that was registered first, which may be the head.
+        head, embedding = (spec.tied[1], spec.tied[0]) if spec.tied else ("", "")
+        named = (embedding if name == head else name for name, _ in whole.named_parameters())
+        self._names = list(dict.fromkeys(named))
         saved = whole.state_dict()
         self._buffers = [name for name, _ in whole.named_buffers() if name in saved and self.spec.weights]
         # transformers' class attributes: names that occur only in older folders, and the part without a head.
@@ -214,6 +220,12 @@ class SpecModel(Model):
         names = (*self._names, *(self.spec.tied or ())[1:], *set(self._buffers).intersection(folder.names))
         return {name: Source(name) if stored is None else Source(*stored(name)) for name in names}
 
+    def gives_positions(self, splits: Splits) -> bool:
+        """Return whether `forward` is given positions. A family that is given all tokens of a sample counts itself, as it does
+        for its users: some start at another number, or do not count padding.
+        """
+        return not self.family or self.packed or splits.context.size > 1
+
     def outputs(self, splits: Splits) -> int:
         """See Model."""
         return super().outputs(splits) if self._divides(splits) else self.vocab_size
@@ -238,6 +250,8 @@ class SpecModel(Model):
             "data.document_mask": self.packed,
         }
         cannot = {KINDS[part]: why for part, why in spec.cannot.items()}
+        if self.family and self.gives_positions(splits) and (why := own_positions(spec)):
+            cannot = {"parallel.context": why, "data.document_mask": why, **cannot}
         if "context" in spec.cannot:
             # If a model cannot attend to the tokens of other ranks, its attention cannot be limited to documents either.
             cannot["data.document_mask"] = spec.cannot["context"]
@@ -334,6 +348,7 @@ class _Facts:
         self.between = self.compute or getattr(torch, train.dtype)
         length = model.seq_len if model.vocab_size or stage.count > 1 else 0
         self.positions = splits.context.positions(length)
+        self.positions_name = model.spec.positions if model.gives_positions(splits) else ""
         # Set until a split stage has run for the first time.
         self.rules: Mapping[str, Rule] | None = None
         # Whether the norm and the head after the blocks take full sequences.
@@ -420,7 +435,7 @@ class _Facts:
         ).run
         # Later stages use only the number of tokens.
         tokens = x if first else self.positions.new_zeros(()).expand(x.shape[0], len(self.positions))
-        name = self.spec.positions
+        name = self.positions_name
         named = {name: positions if positions.ndim > 1 else positions.unsqueeze(0)} if name else {}
         return run(forward, tokens, named)
 

@@ -82,6 +82,7 @@ class Model(ABC):
     packed:     whether samples are packed documents. If so, stages receive document numbers, and attention is per document.
     saves_all:  whether all parameters are saved. If not, only trainable ones are saved, and the rest are filled at each start.
     own_loss:   the loss; None for the cross-entropy of logits. See `meshcomm.parallel.loss`.
+    counts_all_tokens: whether the loss depends on all tokens of a sample, also on those without targets, such as padding.
     any_length: whether samples of tokens may have another length than data.seq_len, without a pipeline.
     drops:      whether its stages use dropout by sample number. If so, stages receive sample numbers and an attribute `step`.
     """
@@ -96,6 +97,7 @@ class Model(ABC):
     packed: bool = False
     saves_all: bool = True
     own_loss: OwnLoss | None = None
+    counts_all_tokens: bool = False
 
     @abstractmethod
     def stage(self, splits: Splits, stage: Stage) -> nn.Module:

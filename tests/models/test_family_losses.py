@@ -158,6 +158,38 @@ def _train(config: Config, mesh: meshcomm.Mesh) -> None:
     assert Trainer(mesh, config).engine
 
 
+def _step(config: Config, masked: int, mesh: meshcomm.Mesh) -> float:
+    tokens = torch.arange(SAMPLES * TOKENS).reshape(SAMPLES, TOKENS) % SMALL["vocab_size"]
+    mask = (torch.arange(TOKENS) < TOKENS - masked).expand_as(tokens)
+    trainer = Trainer(mesh, config)
+    trainer.step({"input_ids": tokens, "attention_mask": mask, "labels": tokens.masked_fill(~mask, -100)})
+    return trainer.results()[0].terms["aux_loss"]
+
+
+@pytest.mark.parametrize("masked", [0, 1, 9])
+def test_padding_that_an_auxiliary_loss_would_count_is_refused(tmp_path: Path, masked: int) -> None:
+    transformers.MixtralConfig(**SMALL, num_local_experts=4).save_pretrained(tmp_path)
+    config = config_of({"pretrained": str(tmp_path), "random_weights": True}, "dp=1")
+    if not masked:
+        assert meshcomm.simulate(partial(_step, config, masked), config)[0] > 0
+        return
+    with pytest.raises(RankFailed, match="the routers' auxiliary loss would count the padding of step 1"):
+        meshcomm.simulate(partial(_step, config, masked), config)
+
+
+@pytest.mark.parametrize("setting", ["z_loss", "label_smoothing"])
+def test_settings_of_the_built_in_loss_are_refused_beside_an_auxiliary_loss(
+    tmp_path: Path, setting: str
+) -> None:
+    transformers.MixtralConfig(**SMALL, num_local_experts=4).save_pretrained(tmp_path)
+    model = {"pretrained": str(tmp_path), "random_weights": True}
+    config = config_of(model, "dp=1", train={setting: 0.01})
+    with pytest.raises(RankFailed) as caught:
+        meshcomm.simulate(partial(_train, config), config)
+    assert "cannot be combined with the routers' auxiliary loss" in str(caught.value)
+    assert f"train.{setting} = 0.01, and output_router_logits = true" in str(caught.value)
+
+
 @pytest.mark.parametrize("factor", [0.0, 0.1])
 def test_another_term_of_a_familys_loss_is_refused(tmp_path: Path, factor: float) -> None:
     transformers.BambaConfig(

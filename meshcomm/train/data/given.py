@@ -49,6 +49,7 @@ def placed(engine: Engine, batch: Any, whose: str) -> tuple[Any, ...]:
     of them.
     """
     batch = without_arrays(batch)
+    _check_padding(engine, batch, whose)
     if isinstance(batch, Mapping):
         batch = _of_mapping(engine, batch, whose)
     if isinstance(batch, (tuple, list)) and len(batch) == 3 and batch[2] is None:
@@ -89,9 +90,6 @@ def _of_mapping(engine: Engine, batch: Mapping[str, Any], whose: str) -> tuple[A
     if engine.model.own_loss is not None and others and not others & {*_PLAIN}:
         return batch, None
     found = named_of(batch, whose)
-    mask = batch.get("attention_mask")
-    if mask is not None and engine.model.own_loss is not None and getattr(engine.model, "family", False):
-        _check_routers(mask, whose)
     if engine.look_named is not None and "input_ids" in batch:
         look, engine.look_named = engine.look_named, None
         device = engine.mesh.device
@@ -99,14 +97,15 @@ def _of_mapping(engine: Engine, batch: Mapping[str, Any], whose: str) -> tuple[A
     return found
 
 
-def _check_routers(mask: Tensor, whose: str) -> None:
-    """Raise UnsupportedOp if a family's own loss, which has terms of all tokens, would count padding."""
-    if bool((mask == 0).any()):
+def _check_padding(engine: Engine, batch: Any, whose: str) -> None:
+    """Raise UnsupportedOp for masked tokens that a model's own loss would count."""
+    mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
+    if engine.model.counts_all_tokens and torch.is_tensor(mask) and bool((mask == 0).any()):
         raise UnsupportedOp(
             f"the routers' auxiliary loss would count the padding of {whose}",
-            given="an attention_mask with zeros, and output_router_logits in the model's config.json",
-            expected="samples without padding, because transformers leaves the padding out of this loss",
-            hint="output_router_logits = false in config.json; or packed samples of equal length",
+            given="output_router_logits = true in config.json, and an attention_mask that masks tokens",
+            expected="samples without padding: transformers leaves masked tokens out of this loss",
+            hint="pack samples to equal lengths, or set output_router_logits = false",
         )
 
 
@@ -141,7 +140,7 @@ def named_of(batch: Mapping[str, Any], whose: str) -> tuple[Any, ...]:
     In transformers, labels are not shifted relative to the tokens. Without labels, input_ids are the labels. attention_mask
     may mask tokens at the end, which are then not targets. A position_id of 0 starts a document.
 
-    Raises TrainingError for unknown or missing names; UnsupportedOp for padding at the start.
+    Raises TrainingError for unknown or missing names; UnsupportedOp for masked tokens before others.
     """
     known = _OF_TRANSFORMERS if "input_ids" in batch else _PLAIN
     missing = [] if "input_ids" in batch else [name for name in _PLAIN[:2] if name not in batch]
@@ -180,11 +179,16 @@ def named_of(batch: Mapping[str, Any], whose: str) -> tuple[Any, ...]:
                 hint="labels.masked_fill(attention_mask == 0, -100); or leave out labels, if they are the input_ids",
             )
         if bool((mask[:, 1:] > mask[:, :-1]).any()):
+            inside = bool(((mask[:, 1:] > mask[:, :-1]) & (mask[:, :-1].cumsum(1) > 0)).any())
             raise UnsupportedOp(
-                f"the samples of {whose} are padded at the start",
+                f"the attention_mask of {whose} masks tokens in the middle"
+                if inside
+                else f"the samples of {whose} are padded at the start",
                 given=f"an attention_mask {tuple(mask.shape)} that masks tokens before others",
                 expected="padding at the end, where no token attends to it",
-                hint='tokenizer.padding_side = "right"',
+                hint="remove these tokens; or keep them, with labels of -100 if they are not to be predicted"
+                if inside
+                else 'tokenizer.padding_side = "right"',
             )
         labels = labels.masked_fill(mask == 0, IGNORED)
     targets = torch.full_like(labels, IGNORED)
