@@ -68,7 +68,7 @@ def load_config(
         _anchor(data, Path(source).absolute().parent)
     config, found = check(kind or (type(source) if isinstance(source, Config) else Config), data)
     problems += found
-    if problems:
+    if config is None or problems:
         raise report(label, problems)
     config._source = label
     return config
