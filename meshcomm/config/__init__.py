@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from meshcomm.config.read import plan as plan
     from meshcomm.config.root import Config as Config
     from meshcomm.config.rules import Resolved as Resolved
-    from meshcomm.config.rules import needs as needs
     from meshcomm.config.section import Section as Section
     from meshcomm.config.train import DataConfig as DataConfig
     from meshcomm.config.train import TrainConfig as TrainConfig
@@ -37,7 +36,7 @@ _HOMES = {
     "process": "Link Links NetworkConfig ProcessConfig TopologyConfig",
     "read": "load_config plan",
     "root": "Config",
-    "rules": "Resolved needs",
+    "rules": "Resolved",
     "section": "Section",
     "train": "DataConfig TrainConfig",
 }

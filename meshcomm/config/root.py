@@ -28,8 +28,7 @@ class Config(Section):
     A subclass may add sections and rules, which `load_config(..., kind=MyConfig)` reads. Add sections as fields
     whose types are subclasses of `meshcomm.config.Section`, and rules as `rules = (*Config.rules, my_rule)`. A
     rule takes a `meshcomm.config.Resolved`, in which every size is a number, and yields a
-    `meshcomm.config.Problem` for each problem. `@meshcomm.config.needs("mesh train")` states what the rule reads; it
-    is skipped if a size is unknown or a section is missing.
+    `meshcomm.config.Problem` for each problem.
 
     Raises ConfigError, which lists every setting of a wrong type or, if there is none, every problem between settings.
     """

@@ -1,13 +1,13 @@
-"""Rules that relate the sections of a configuration. Each is checked once the sizes that it needs are numbers."""
+"""Rules that relate the sections of a configuration. Each is checked once the sizes that it reads are numbers."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import wraps
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from meshcomm.config.mesh import MeshConfig
 from meshcomm.config.model import ModelConfig
@@ -15,15 +15,21 @@ from meshcomm.config.parallel import PARTS, ParallelConfig, ParallelRole, runs
 from meshcomm.config.pretrained import publishes_plan
 from meshcomm.config.problems import Fit, Problem, multiples, nearest, quotient, remainder
 from meshcomm.config.rules_mesh import may_use_nccl
-from meshcomm.config.section import Rule, Table, run
+from meshcomm.config.section import Rule, Table
 from meshcomm.config.train import DataConfig, TrainConfig
 from meshcomm.config.write import toml, whole_toml
-from meshcomm.errors import ConfigError
 from meshcomm.layout.names import nearest_name
 from meshcomm.layout.sizes import divisors
 
 if TYPE_CHECKING:
     from meshcomm.config.root import Config
+
+T = TypeVar("T")
+
+
+class _NotKnown(Exception):
+    """A rule reads a section that is missing, or a size that is not known yet."""
+
 
 # The sections that each section requires. Code may provide the model and the data instead.
 _NEEDS: Final = {
@@ -43,8 +49,8 @@ _MOST_SIZE: Final = 256
 class Resolved:
     """A configuration as the cross-section rules see it: every size is a number.
 
-    A size of -1 is unknown until the number of processes is known. `needs` states the sections and sizes that a rule reads;
-    without them, it is skipped. `Config.resolved` runs all rules with the number of processes.
+    A rule is skipped if it reads a missing section, or a size of -1 that is unresolved because the number of processes is
+    unknown. `Config.resolved` runs all rules with the number of processes.
     config: the configuration as written. sizes: the known sizes of dims, in the base mesh and in views.
     """
 
@@ -54,69 +60,44 @@ class Resolved:
     @classmethod
     def of(cls, config: Config) -> Resolved:
         """Return the configuration with the sizes that it specifies."""
-        mesh = config.mesh
-        number = mesh.count(None)
-        sizes: dict[str, int] = {}
+        mesh, sizes = config.mesh, dict[str, int]()
         for dims in (*mesh.views.values(), mesh.dims):
-            sizes |= _known(dims, number)
+            sizes |= _known(dims, mesh.count(None))
         return cls(config, sizes)
-
-    def has(self, section: str) -> bool:
-        """Return whether the configuration has this section. It has `mesh` once every size is known."""
-        mesh = self.config.mesh
-        if section == "mesh":
-            return all(name in self.sizes for dims in (mesh.dims, *mesh.views.values()) for name in dims)
-        return getattr(self.config, section) is not None
-
-    def knows(self, part: ParallelRole) -> bool:
-        """Return whether the size of the dim with this role is known, or no dim has the role."""
-        return self.parallel.parts.get(part) in {None, *self.sizes}
-
-    def _section(self, name: str) -> Any:
-        if not self.has(name):
-            raise _not_stated(f"[{name}]", f'@meshcomm.config.needs("{name}")')
-        return getattr(self.config, name)
 
     @property
     def mesh(self) -> MeshConfig:
-        """The `[mesh]` section with every -1 resolved."""
-        mesh: MeshConfig = self._section("mesh")
-        dims = Table({name: self.sizes[name] for name in mesh.dims})
-        views = {
-            view: Table({name: self.sizes[name] for name in names}) for view, names in mesh.views.items()
-        }
-        return mesh.model_copy(update={"dims": dims, "views": Table(views)})
+        """The `[mesh]` section with every -1 resolved. A rule that reads it is skipped if a size is unknown."""
+        mesh = self.config.mesh
+        views = Table({name: self._numbers(view) for name, view in mesh.views.items()})
+        return mesh.model_copy(update={"dims": self._numbers(mesh.dims), "views": views})
+
+    def _numbers(self, dims: Iterable[str]) -> Table[str, int]:
+        return Table({name: _present(self.sizes.get(name)) for name in dims})
 
     @property
     def parallel(self) -> ParallelConfig:
-        """The `[parallel]` section. A rule that reads it states `needs("parallel")`; likewise for the other sections."""
-        found: ParallelConfig = self._section("parallel")
-        return found
+        """The `[parallel]` section. A rule that reads a missing section is skipped."""
+        return _present(self.config.parallel)
 
     @property
     def model(self) -> ModelConfig:
         """The `[model]` section."""
-        found: ModelConfig = self._section("model")
-        return found
+        return _present(self.config.model)
 
     @property
     def data(self) -> DataConfig:
         """The `[data]` section."""
-        found: DataConfig = self._section("data")
-        return found
+        return _present(self.config.data)
 
     @property
     def train(self) -> TrainConfig:
         """The `[train]` section."""
-        found: TrainConfig = self._section("train")
-        return found
+        return _present(self.config.train)
 
     def dim(self, part: ParallelRole) -> str:
-        """Return the dim that has this role. Raises ConfigError if no dim has it."""
-        dim = self.parallel.parts.get(part)
-        if dim is None:
-            raise _not_stated(f"the dim with the role {part}", f'if "{part}" in resolved.parallel.parts')
-        return dim
+        """Return the dim that has this role."""
+        return _present(self.parallel.parts.get(part))
 
     def key(self, part: ParallelRole) -> str:
         """Return the key of the setting for the size of the dim with this role."""
@@ -125,10 +106,8 @@ class Resolved:
 
     def size(self, part: ParallelRole) -> int:
         """Return the number of ranks along the dim with this role, or 1 if no dim has the role."""
-        if not self.knows(part):
-            raise _not_stated(f"the number of ranks along {part}", f'@meshcomm.config.needs(sizes="{part}")')
         dim = self.parallel.parts.get(part)
-        return 1 if dim is None else self.sizes[dim]
+        return 1 if dim is None else _present(self.sizes.get(dim))
 
     def written(self, names: str) -> str:
         """Format settings (`model.num_heads`) and the sizes of roles' dims (`tensor`) for a report. names: separated by
@@ -144,40 +123,18 @@ class Resolved:
         return f"{self.key(part)} = {self.size(part)}" if part in self.parallel.parts else ""
 
 
-def _not_stated(what: str, way: str) -> ConfigError:
-    return ConfigError(
-        f"a rule reads {what}, which this configuration does not have",
-        given="a rule that does not state it",
-        expected="a statement, so that the rule is skipped where it does not apply",
-        hint=way,
-    )
-
-
-def needs(sections: str = "", sizes: str = "") -> Callable[[Rule], Rule]:
-    """Return a decorator for a rule: it is skipped where something that it reads is missing or not known yet.
-
-    sections: names of sections, separated by spaces; `mesh` stands for all sizes. sizes: roles, such as `data tensor`. The size
-    of a role's dim is known if it is not -1, or the number of ranks determines it.
-    """
-
-    def stated(rule: Rule) -> Rule:
-        @wraps(rule)
-        def where_known(resolved: Resolved) -> Iterable[Problem]:
-            roles = [part for part in PARTS if part in sizes.split()]
-            known = all(map(resolved.has, sections.split())) and all(map(resolved.knows, roles))
-            return rule(resolved) if known else ()
-
-        return where_known
-
-    return stated
-
-
 def problems(resolved: Resolved, rules: Iterable[Rule]) -> Iterator[Problem]:
     """Yield the problems that the rules find, with the dim sizes that would fix each problem."""
     rules = list(rules)
-    for problem in run(rules, resolved):
+    for problem in _found(rules, resolved):
         ways = (_sizes_that_fit(resolved, rules, problem, way) for way in problem.tries)
         yield replace(problem, tries=list(chain.from_iterable(ways)))
+
+
+def _found(rules: Iterable[Rule], resolved: Resolved) -> Iterator[Problem]:
+    for rule in rules:
+        with suppress(_NotKnown):
+            yield from rule(resolved)
 
 
 def _sizes_that_fit(resolved: Resolved, rules: list[Rule], problem: Problem, way: str | Fit) -> list[str]:
@@ -186,13 +143,13 @@ def _sizes_that_fit(resolved: Resolved, rules: list[Rule], problem: Problem, way
         return [way]
     part = next(part for part in PARTS if part == way.part)
     dim, mesh = resolved.dim(part), resolved.config.mesh
-    known = {other.what for other in chain(run(rules, resolved), mesh.problems())} - {problem.what}
+    known = {other.what for other in chain(_found(rules, resolved), mesh.problems())} - {problem.what}
     fitting: list[int] = []
     size = resolved.sizes[dim]
     for candidate in nearest(size, range(max(1, size - _MOST_SIZE), size + _MOST_SIZE), 2 * _MOST_SIZE):
         changed = replace(resolved, sizes={**resolved.sizes, dim: candidate})
         other_mesh = mesh.model_copy(update={"dims": Table({**mesh.dims, dim: candidate})})
-        if known.issuperset(other.what for other in chain(run(rules, changed), other_mesh.problems())):
+        if known.issuperset(other.what for other in chain(_found(rules, changed), other_mesh.problems())):
             fitting.append(candidate)
         if len(fitting) == way.most:
             break
@@ -208,6 +165,12 @@ def _known(sizes: Mapping[str, int], number: int | None) -> dict[str, int]:
     return known
 
 
+def _present(value: T | None) -> T:
+    if value is None:
+        raise _NotKnown
+    return value
+
+
 # -- sections ---------------------------------------------------------------------------------------
 
 
@@ -216,7 +179,7 @@ def _sections(resolved: Resolved) -> Iterator[Problem]:
 
     Without the other sections, [parallel] only assigns roles, for a program's own training loop.
     """
-    present = [name for name in _NEEDS if resolved.has(name)]
+    present = [name for name in _NEEDS if getattr(resolved.config, name) is not None]
     needed = {name for section in present for name in _NEEDS[section]}
     missing = [name for name in _NEEDS if name in needed.difference(present)]
     if not missing or present == ["parallel"]:
@@ -281,7 +244,6 @@ def _network_of_nccl(resolved: Resolved) -> Iterator[Problem]:
         yield Problem(f"network.{key}", what, "the nccl backend", ways, given)
 
 
-@needs("data")
 def _tokenizer(resolved: Resolved) -> Iterator[Problem]:
     model, data = resolved.config.model, resolved.data
     pretrained = None if model is None else model.pretrained
@@ -299,7 +261,6 @@ def _tokenizer(resolved: Resolved) -> Iterator[Problem]:
         yield Problem("data.tokenizer", what, expected, ways, f"no tokenizer.json in {pretrained}")
 
 
-@needs("data train")
 def _evaluation(resolved: Resolved) -> Iterator[Problem]:
     data, every = resolved.data, resolved.train.eval_every
     if every and not data.validates and resolved.train.evaluate is None:
@@ -316,7 +277,6 @@ def _evaluation(resolved: Resolved) -> Iterator[Problem]:
 # -- every role has a dim, and every dim has a role --------------------------------------------------
 
 
-@needs("parallel")
 def _parts(resolved: Resolved) -> Iterator[Problem]:
     """Check that every dim with a role is a dim of the mesh itself, not of a view, and that every dim has a role.
 
@@ -353,18 +313,13 @@ def _unknown_dim(mesh: MeshConfig, part: ParallelRole, dim: str) -> Problem:
     return Problem(f"parallel.{part}", what, expected, [*ways, f"remove parallel.{part}"], given)
 
 
-@needs("parallel train")
 def _expert_dim(resolved: Resolved) -> Iterator[Problem]:
     """Check that the expert dim is in exactly one view and not in the base mesh."""
-    mesh, parallel = resolved.config.mesh, resolved.parallel
-    dim = parallel.expert
+    mesh, parallel, _ = resolved.config.mesh, resolved.parallel, resolved.train
+    dim = resolved.dim("expert")
     homes = [view for view, sizes in mesh.views.items() if dim in sizes]
     # A dim with two roles is reported by [parallel].
-    if (
-        dim is None
-        or (len(homes) == 1 and dim not in mesh.dims)
-        or list(parallel.parts.values()).count(dim) > 1
-    ):
+    if (len(homes) == 1 and dim not in mesh.dims) or list(parallel.parts.values()).count(dim) > 1:
         return
     if dim in mesh.dims:
         what = f"{dim} is one of mesh.dims, along which all weights would be split"
@@ -385,14 +340,13 @@ def _expert_dim(resolved: Resolved) -> Iterator[Problem]:
     yield Problem("parallel.expert", what, expected, ways, given)
 
 
-@needs("parallel train")
 def _expert_view(resolved: Resolved) -> Iterator[Problem]:
     """Check that experts are split along pipeline and tensor like all other weights and, with shard, along at most two
     other dims.
     """
-    mesh, parallel = resolved.config.mesh, resolved.parallel
-    view = parallel.expert_view(mesh.views)
-    if view is None or parallel.expert in mesh.dims:
+    mesh, parallel, _ = resolved.config.mesh, resolved.parallel, resolved.train
+    view = _present(parallel.expert_view(mesh.views))
+    if parallel.expert in mesh.dims:
         return
     sizes, path = mesh.views[view], f"mesh.views.{view}"
     given = f"views.{view} = {toml(sizes)}"
@@ -416,7 +370,6 @@ def _expert_view(resolved: Resolved) -> Iterator[Problem]:
 # -- samples and tokens -----------------------------------------------------------------------------
 
 
-@needs("parallel train", sizes="data shard")
 def _global_batch(resolved: Resolved) -> Iterator[Problem]:
     train, ranks = resolved.train, resolved.size("data") * resolved.size("shard")
     batch, micro = train.global_batch_size, train.micro_batch_size
@@ -437,7 +390,6 @@ def _global_batch(resolved: Resolved) -> Iterator[Problem]:
         yield Problem("train.micro_batch_size", what, f"a divisor of {samples}", ways, given)
 
 
-@needs("parallel train", sizes="data shard pipeline")
 def _microbatches(resolved: Resolved) -> Iterator[Problem]:
     """Check that the number of microbatches fits the pipeline's schedule."""
     parallel, train, ranks = resolved.parallel, resolved.train, resolved.size("pipeline")
@@ -470,15 +422,13 @@ def _microbatches(resolved: Resolved) -> Iterator[Problem]:
     yield Problem("train.micro_batch_size", what, expected, ways, given)
 
 
-@needs("parallel data", sizes="context")
 def _tokens(resolved: Resolved) -> Iterator[Problem]:
     """Check that samples divide evenly along context and, with sequence_parallel, along tensor."""
     parallel, seq_len = resolved.parallel, resolved.data.seq_len
     context = resolved.size("context")
     ring = parallel.options.attention == "ring"
     chunks = context * (2 if ring and context > 1 else 1)
-    in_sequence = parallel.options.sequence_parallel and resolved.knows("tensor")
-    tensor = resolved.size("tensor") if in_sequence else 1
+    tensor = resolved.size("tensor") if parallel.options.sequence_parallel else 1
     fitting = [f"data.seq_len = {n}" for n in multiples(seq_len, math.lcm(chunks, context * tensor))]
     if seq_len % chunks:
         dim = resolved.dim("context")
@@ -502,7 +452,6 @@ def _tokens(resolved: Resolved) -> Iterator[Problem]:
 # -- the model on the mesh --------------------------------------------------------------------------
 
 
-@needs("parallel model", sizes="tensor")
 def _split_along_tensor(resolved: Resolved) -> Iterator[Problem]:
     # The embedding and head of a folder's model stay unsplit if they cannot be split. Models built by code decide this.
     model, size = resolved.model, resolved.size("tensor")
@@ -522,11 +471,10 @@ def _split_along_tensor(resolved: Resolved) -> Iterator[Problem]:
             yield Problem(f"model.{name}", what, f"a multiple of mesh.dims.{dim}", ways, given)
 
 
-@needs("parallel model", sizes="pipeline")
 def _stages(resolved: Resolved) -> Iterator[Problem]:
-    num_layers, ranks = resolved.model.num_layers, resolved.size("pipeline")
+    num_layers, ranks = _present(resolved.model.num_layers), resolved.size("pipeline")
     each = resolved.parallel.options.stages_per_rank
-    if ranks > 1 and num_layers is not None and num_layers < ranks * each:
+    if ranks > 1 and num_layers < ranks * each:
         stages = str(ranks) if each == 1 else f"{ranks}*{each} = {ranks * each}"
         ways: list[str | Fit] = [f"model.num_layers = {ranks * each}", Fit("pipeline")]
         if num_layers // ranks > 1:
@@ -536,13 +484,11 @@ def _stages(resolved: Resolved) -> Iterator[Problem]:
         yield Problem("model.num_layers", what, "at least one layer for each stage", ways, given)
 
 
-@needs("parallel model", sizes="context tensor")
 def _ulysses(resolved: Resolved) -> Iterator[Problem]:
-    tensor, context, model = resolved.size("tensor"), resolved.size("context"), resolved.model
-    heads = [n for n in (model.num_heads, model.num_kv_heads) if n is not None and n % tensor == 0]
-    if resolved.parallel.options.attention != "ulysses" or context == 1 or len(heads) < 2:
+    tensor, context, dim = resolved.size("tensor"), resolved.size("context"), resolved.dim("context")
+    heads = [_present(resolved.model.num_heads), _present(resolved.model.num_kv_heads)]
+    if resolved.parallel.options.attention != "ulysses" or context == 1 or any(n % tensor for n in heads):
         return
-    dim = resolved.dim("context")
     num_heads, num_kv_heads = (number // tensor for number in heads)
     ways: list[str | Fit] = [Fit("context"), 'parallel.options.attention = "ring"']
     given = resolved.written("model.num_heads model.num_kv_heads tensor context parallel.options.attention")
@@ -558,32 +504,28 @@ def _ulysses(resolved: Resolved) -> Iterator[Problem]:
         yield Problem("model.num_kv_heads", what, expected, ways, given)
 
 
-@needs("parallel model data", sizes="context")
 def _windows(resolved: Resolved) -> Iterator[Problem]:
-    ring, seq_len = resolved.parallel.options.attention == "ring", resolved.data.seq_len
-    if not ring or resolved.size("context") == 1:
-        return
-    short = [window for window in resolved.model.windows if window is not None and window < seq_len]
-    if short:
+    model, dim, ring = resolved.model, resolved.dim("context"), resolved.parallel.options.attention == "ring"
+    seq_len, _ = resolved.data.seq_len, _present(model.num_layers)
+    short = [window for window in model.windows if window is not None and window < seq_len]
+    if ring and short and resolved.size("context") > 1:
         what = "ring attention does not support a sliding window"
         given = resolved.written("model.pretrained data.seq_len context parallel.options.attention")
         given += f", a window of {min(short)} tokens in the folder's config.json"
         ways: list[str | Fit] = ['parallel.options.attention = "ulysses"', Fit("context")]
-        expected = f"one rank along {resolved.dim('context')}, or attention that splits the heads"
+        expected = f"one rank along {dim}, or attention that splits the heads"
         yield Problem("parallel.options.attention", what, expected, ways, given)
 
 
-@needs("parallel model train")
 def _experts(resolved: Resolved) -> Iterator[Problem]:
-    model, dim = resolved.model, resolved.parallel.expert
-    if dim is None or resolved.config.expert_view is None:
-        return
-    size = resolved.sizes.get(dim, 1)
+    model, dim, _ = resolved.model, resolved.dim("expert"), resolved.train
     if not model.experts:
+        _present(resolved.config.expert_view)
+        size = resolved.sizes.get(dim, 1)
         ways: list[str | Fit] = [f"model.experts = {-(-8 // size) * size}", "remove parallel.expert"]
         what, given = "no effect: the model has no experts", resolved.written("parallel.expert model.experts")
         yield Problem("parallel.expert", what, "model.experts of 1 or more", ways, given)
-    elif model.experts % size:
+    elif model.experts % (size := resolved.size("expert")):
         what = f"experts is not divisible by {dim}: {remainder(model.experts, size)}"
         expected = f"the same number of experts for each of the {size} ranks along {dim}"
         ways = [f"model.experts = {n}" for n in multiples(model.experts, size)]
@@ -593,13 +535,11 @@ def _experts(resolved: Resolved) -> Iterator[Problem]:
 # -- combinations that are not supported --------------------------------------------------------------
 
 
-@needs("parallel train")
 def _compiled_halves(resolved: Resolved) -> Iterator[Problem]:
     # torch 2.13 rejects modules from torch.compile for this schedule. When blocks were compiled in place, the
     # backward graph ran twice per microbatch: once for the inputs and once for the weights.
-    pipeline = resolved.parallel.pipeline
-    halves = pipeline is not None and resolved.parallel.options.schedule == "zero_bubble"
-    if resolved.train.compile and halves and resolved.sizes.get(str(pipeline)) != 1:
+    halves = resolved.parallel.options.schedule == "zero_bubble"
+    if resolved.train.compile and halves and resolved.sizes.get(resolved.dim("pipeline")) != 1:
         what = "cannot compile for zero_bubble: a compiled block's backward pass cannot be split, but this schedule "
         what += "runs the input and weight halves at different times"
         ways = ["train.compile = false", 'parallel.options.schedule = "interleaved_1f1b"']
@@ -607,7 +547,6 @@ def _compiled_halves(resolved: Resolved) -> Iterator[Problem]:
         yield Problem("train.compile", what, "one of them", ways, given)
 
 
-@needs("train data")
 def _compiled_documents(resolved: Resolved) -> Iterator[Problem]:
     if resolved.train.compile and resolved.data.document_mask:
         what = "cannot compile attention within documents: the visible tokens differ from batch to batch"

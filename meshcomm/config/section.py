@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import chain
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple, NoReturn, TypeAlias, TypeVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NoReturn, TypeAlias, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import PydanticCustomError
@@ -88,8 +88,9 @@ Fraction: TypeAlias = Annotated[float, Field(ge=0, lt=1)]
 Rule: TypeAlias = Callable[[Any], Iterable[Problem]]
 
 
-class NoEffect(NamedTuple):
-    """Settings that have no effect unless another setting of the section has a suitable value.
+@dataclass(frozen=True)
+class NoEffect:
+    """A rule: settings that have no effect unless another setting of the section has a suitable value.
 
     fields: names of the settings, separated by spaces. False and empty values count as unset.
     needs: names of the other settings, or of a property that returns a setting's name. If `values` is empty, at least one of
@@ -103,7 +104,7 @@ class NoEffect(NamedTuple):
     way: str | None = None
     why: str | None = None
 
-    def problems(self, section: Section) -> Iterator[Problem]:
+    def __call__(self, section: Section) -> Iterator[Problem]:
         """Yield a problem for each listed setting that has no effect."""
         place, names = section.place, self.needs.split()
         for field in self.fields.split():
@@ -152,7 +153,6 @@ class Section(BaseModel, metaclass=_Checked):
 
     place: ClassVar[str] = ""  # its path in a file
     rules: ClassVar[tuple[Rule, ...]] = ()  # rules between its settings
-    no_effect: ClassVar[tuple[NoEffect, ...]] = ()
     model_config = ConfigDict(
         extra="forbid",
         frozen=True,
@@ -165,8 +165,8 @@ class Section(BaseModel, metaclass=_Checked):
 
     def problems(self) -> Iterator[Problem]:
         """Yield problems with combinations of settings that are valid individually. Keys are relative to the section."""
-        yield from run([row.problems for row in self.no_effect], self)
-        yield from run(self.rules, self)
+        for rule in self.rules:
+            yield from rule(self)
 
     def given(self, field: str) -> bool:
         """Return whether a setting was set explicitly instead of left at its default."""
@@ -222,11 +222,6 @@ def one_of(section: Section, fields: str, what: str) -> Iterator[Problem]:
     if len(named) > 1:
         ways, given = [f"remove {section.place}.{field}" for field in named], section.written(" ".join(named))
         yield Problem(named[-1], f"{len(named)} {what}: {', '.join(named)}", "one of them", ways, given)
-
-
-def run(rules: Iterable[Rule], subject: Any) -> Iterator[Problem]:
-    """Return the problems that the rules find."""
-    return chain.from_iterable(rule(subject) for rule in rules)
 
 
 def check(model: type[M], data: Mapping[str, Any]) -> tuple[M | None, list[Problem]]:

@@ -25,7 +25,6 @@ from meshcomm.config import (
     Section,
     TrainConfig,
     load_config,
-    needs,
     plan,
 )
 from meshcomm.config.parse import parse_yaml
@@ -379,7 +378,6 @@ class Budget(Section):
     """The most ranks along dp."""
 
 
-@needs("mesh")
 def _data_in_budget(resolved: Resolved) -> Iterator[Problem]:
     size, most = resolved.mesh.dims["dp"], resolved.config.budget.ranks_of_data  # type: ignore[attr-defined]
     if size > most:
@@ -410,41 +408,6 @@ def test_a_rule_of_ones_own_reads_numbers() -> None:
     # No rule reads what is wrong by itself.
     with pytest.raises(ConfigError, match=r"(?s)^config .*: 2 problems.*mesh\.dims\.dp.*timeout_s"):
         load_config(raw, ["mesh.dims.dp='x'", "mesh.timeout_s=0"], kind=WithBudget)
-
-
-@pytest.mark.parametrize(
-    ("read", "what", "way"),
-    [
-        (lambda resolved: resolved.mesh, r"\[mesh\]", r'@meshcomm\.config\.needs\("mesh"\)'),
-        (lambda resolved: resolved.train, r"\[train\]", r'@meshcomm\.config\.needs\("train"\)'),
-        (
-            lambda resolved: resolved.size("tensor"),
-            "the number of ranks along tensor",
-            r'@meshcomm\.config\.needs\(sizes="tensor"\)',
-        ),
-        (lambda resolved: resolved.dim("shard"), "the dim with the role shard", r'if "shard" in .*\.parts'),
-    ],
-)
-def test_a_rule_that_does_not_state_what_it_reads(
-    read: Callable[[Resolved], object], what: str, way: str
-) -> None:
-    def rule(resolved: Resolved) -> Iterator[Problem]:
-        read(resolved)
-        yield from ()
-
-    class WithRule(Config):
-        rules = (rule,)
-
-    raw = {"mesh": {"dims": {"dp": 2, "tp": -1}}, "parallel": {"tensor": "tp"}}
-    with pytest.raises(ConfigError, match=rf"(?s)^a rule reads {what}, which .* try:      {way}$"):
-        load_config(raw, kind=WithRule)
-    stated: list[tuple[str, str]] = [("mesh", ""), ("train", ""), ("parallel", "tensor"), ("train", "tensor")]
-    for sections, sizes in stated:
-
-        class Skipping(Config):
-            rules = (needs(sections, sizes)(rule),)
-
-        load_config(raw, kind=Skipping)
 
 
 def test_a_key_that_was_renamed_is_refused_with_its_new_name(monkeypatch: pytest.MonkeyPatch) -> None:
