@@ -30,7 +30,7 @@ class Config(Section):
     rule takes a `meshcomm.config.Resolved`, in which every size is a number, and yields a
     `meshcomm.config.Problem` for each problem.
 
-    Raises ConfigError, which lists every setting of a wrong type or, if there is none, every problem between settings.
+    Raises ConfigError, which lists every problem found.
     """
 
     rules = RULES

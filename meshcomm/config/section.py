@@ -148,7 +148,7 @@ class Section(BaseModel, metaclass=_Checked):
     """A section of a configuration. Sections created in Python and sections read from a file are checked in the same
     way.
 
-    Raises ConfigError, which lists every setting of a wrong type or, if there is none, every problem between settings.
+    Raises ConfigError, which lists every wrong type, choice and range or, if there is none, every problem that the rules find.
     """
 
     place: ClassVar[str] = ""  # its path in a file
