@@ -25,12 +25,6 @@ if TYPE_CHECKING:
     from meshcomm.config.root import Config
 
 T = TypeVar("T")
-
-
-class _NotKnown(Exception):
-    """A rule reads a section that is missing, or a size that is not known yet."""
-
-
 # The sections that each section requires. Code may provide the model and the data instead.
 _NEEDS: Final = {
     "parallel": ("train",),
@@ -43,6 +37,10 @@ _A_VIEW: Final = (
 )
 # Maximum distance to search for a dim size that fits.
 _MOST_SIZE: Final = 256
+
+
+class _NotKnown(Exception):
+    """A rule reads a section that is missing, or a size that is not known yet."""
 
 
 @dataclass(frozen=True)
