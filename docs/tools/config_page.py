@@ -363,7 +363,7 @@ def page() -> str:
         "",
         "A configuration is a TOML, JSON or YAML file, or a mapping in Python. On the command line, `--set KEY=VALUE` changes one key, and `--set KEY=` removes it.",
         "An unknown key is an error. A key that has no effect in combination with the others is an error too.",
-        "All problems of a file are reported at once. A default of `None` means that the key can be left out.",
+        "The types, choices and ranges of all settings are checked first; if they are right, the rules between settings are. The problems of either check are reported at once. A default of `None` means that the key can be left out.",
         "",
         "| section | |",
         "|---|---|",

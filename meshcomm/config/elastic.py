@@ -27,11 +27,11 @@ class ElasticConfig(Section):
     """`[elastic]`: how the launcher reacts to lost ranks. Default: the job ends."""
 
     place = "elastic"
-    rules = (_one_dim,)
-    no_effect = (
+    rules = (
         NoEffect("patience_s", "min", why=": without it, the other ranks always wait for a new process"),
         NoEffect("delay_s", "replace", way="replace = 3"),
         NoEffect("copy_every", "replace", way="replace = 3"),
+        _one_dim,
     )
     replace: int = Field(default=0, ge=0, examples=[3])
     """Maximum number of lost ranks to replace with new processes while the other ranks stay alive. Default 0: none."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import Field, PrivateAttr
+from pydantic import Field
 
 from meshcomm.config.problems import Problem, refused, report
 from meshcomm.config.rules_mesh import MOST_RANKS, RULES, sizes_fit
-from meshcomm.config.section import FrozenList, FrozenTable, Seconds, Section, Table, Text, run
+from meshcomm.config.section import FrozenList, FrozenTable, Seconds, Section, Table, Text
 from meshcomm.errors import LayoutError
 from meshcomm.layout import GroupOptions, Layout, Plan
 from meshcomm.layout.names import merged_name
@@ -160,9 +160,6 @@ class MeshConfig(Section):
         sizes = {name: getattr(dims, name) for name in names}
         return cls(dims=sizes, merge=merge, views=views, **keys)
 
-    # Set while the mesh is checked against a number of processes.
-    _world: int | None = PrivateAttr(None)
-
     def count(self, world: int | None) -> int | None:
         """Return the number of ranks in the mesh when `world` processes run, or None if the number is unknown."""
         if self.ranks is not None:
@@ -186,9 +183,7 @@ class MeshConfig(Section):
                 hint="give the number of processes in the job",
             )
         # The other rules were checked when the section was created.
-        here = self.model_copy()
-        here._world = world
-        problems = list(run((sizes_fit,), here))
+        problems = list(sizes_fit(self, world))
         if not problems and self.count(world) is None:
             problems = refused("dims", resolve, self.dims, None)
         return problems

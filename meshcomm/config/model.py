@@ -132,10 +132,6 @@ class ModelConfig(Section):
 
     place = "model"
     rules = (
-        partial(one_of, fields="pretrained build", what="models"),
-        *(_facts, _folder, _dropout, _shared_kv_heads, _head_size, _experts),
-    )
-    no_effect = (
         NoEffect("random_weights", "pretrained", way='pretrained = "FOLDER"'),
         NoEffect("args", "build", way='build = "my_package.models:gpt"'),
         NoEffect("lora", "pretrained build", way='pretrained = "FOLDER"'),
@@ -150,6 +146,8 @@ class ModelConfig(Section):
         NoEffect(
             "experts_per_token experts_every capacity_factor balance_loss", "experts", way="experts = 8"
         ),
+        partial(one_of, fields="pretrained build", what="models"),
+        *(_facts, _folder, _dropout, _shared_kv_heads, _head_size, _experts),
     )
     pretrained: Text | None = Field(default=None, examples=["Llama-3.2-1B"])
     """A folder written by save_pretrained, relative to the config file. Its config.json determines the sizes below. If

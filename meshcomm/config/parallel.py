@@ -96,8 +96,7 @@ class ParallelConfig(Section):
     """
 
     place = "parallel"
-    rules = (_one_part_each, _kept_in_halves, _stages_of_the_schedule)
-    no_effect = (
+    rules = (
         NoEffect("options.sequence_parallel", "tensor", way=_A_DIM.format("tensor")),
         NoEffect("options.schedule", "pipeline", way=_A_DIM.format("pipeline")),
         NoEffect("options.attention", "context", way=_A_DIM.format("context")),
@@ -105,6 +104,7 @@ class ParallelConfig(Section):
         NoEffect("options.bucket_mb", "shard", (None,), why=_BY_BLOCK),
         NoEffect("options.bucket_mb", "data context shard", way=_A_DIM.format("data")),
         NoEffect("options.reduce_dtype options.reshard", "shard", way=_A_DIM.format("shard")),
+        *(_one_part_each, _kept_in_halves, _stages_of_the_schedule),
     )
     data: Text | None = None
     """The dim along which samples are split and weights are replicated. If omitted, no dim has this role."""

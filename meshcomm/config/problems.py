@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 from textwrap import indent
 from typing import Any, Final, NamedTuple, TypeAlias, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from meshcomm.config.write import key_path, plain, toml
+from meshcomm.config.write import key_path, toml
 from meshcomm.errors import ConfigError, LayoutError, MeshcommError
 from meshcomm.layout.names import nearest_name
 
@@ -153,20 +153,14 @@ _EXPECTED: Final = {
     "too_short": "a longer list",
     "tuple_type": "a list",
 }
-# Conversions of values that have the wrong type: "2" to 2, "yes" to true, 3 to "3".
-_LAX: Final[dict[str, TypeAdapter[Any]]] = {
-    "int_type": TypeAdapter(int),
-    "float_type": TypeAdapter(float),
-    "bool_type": TypeAdapter(bool),
-    "string_type": TypeAdapter(str, config=ConfigDict(coerce_numbers_to_str=True)),
-}
+# Wrong types that a conversion may mend: "2" to 2, "yes" to true, 3 to "3", and "a" to ["a"].
+_CONVERTED: Final = ("int_type", "float_type", "bool_type", "string_type", "tuple_type")
 
 
-def refusals(
-    model: type[BaseModel], data: Mapping[str, Any], errors: Iterable[PydanticError]
-) -> list[Problem]:
-    """Return pydantic's `errors` about `data` as problems. The errors for all types in a union become one problem."""
+def wrong_types(model: type[BaseModel], data: Mapping[str, Any], refusal: ValidationError) -> list[Problem]:
+    """Return pydantic's errors about `data` as problems. The errors for all types in a union become one problem."""
     settings: dict[tuple[Path, bool], list[PydanticError]] = {}
+    errors: list[Any] = refusal.errors(include_url=False)
     for error in errors:
         settings.setdefault(_located(data, error), []).append(error)
     unknown = {
@@ -180,15 +174,15 @@ def refusals(
         meant.add((*path[:-1], near or path[-1]))
     for (path, is_there), found in settings.items():
         if path not in unknown and (is_there or path not in meant):
-            problems.append(_refused(model, data, path, found if is_there else []))
+            problems.append(_refused(model, path, found if is_there else []))
     return problems
 
 
-def section_of(annotation: Any) -> type[BaseModel] | None:
+def _section_of(annotation: Any) -> type[BaseModel] | None:
     """Return the section class in a field's annotation: the annotation itself, an optional section, or a table's values."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
-    return next((found for inner in get_args(annotation) if (found := section_of(inner)) is not None), None)
+    return next((found for inner in get_args(annotation) if (found := _section_of(inner)) is not None), None)
 
 
 def _located(data: Any, error: PydanticError) -> tuple[Path, bool]:
@@ -219,7 +213,7 @@ def _field_at(model: type[BaseModel], path: Path) -> tuple[type[BaseModel], Fiel
             is_name = False
             continue
         field, depth = section.model_fields[str(part)], index + 1
-        section = section_of(field.annotation) or section
+        section = _section_of(field.annotation) or section
         is_name = get_origin(field.annotation) is Mapping
     return section, field, depth
 
@@ -229,14 +223,12 @@ def _expected(error: PydanticError) -> str:
     return _EXPECTED.get(error["type"], said.replace("True or False", "true or false"))
 
 
-def _refused(
-    model: type[BaseModel], data: Mapping[str, Any], path: Path, errors: Sequence[PydanticError]
-) -> Problem:
+def _refused(model: type[BaseModel], path: Path, errors: Sequence[PydanticError]) -> Problem:
     """Return the problem with a setting that pydantic rejects, with a likely correction, the default or an example.
 
     `errors` is empty if the setting is missing.
     """
-    _, field, depth = _field_at(model, path)
+    section, field, depth = _field_at(model, path)
     key, examples = key_path(path), list(field.examples or ()) if field is not None else []
     if not errors or field is None:
         said = (field.description if field is not None else None) or "a value"
@@ -252,12 +244,12 @@ def _refused(
         what = f"{toml(value)} is out of range"
     else:
         what = f"{toml(value)} is not " + ("one of the choices" if kind == "literal_error" else expected)
-    near = [(path, meant) for error in errors for meant in _meant(error)]
+    near = [(path, meant) for error in errors for meant in _meant(section, path[depth - 1 :], error)]
     if len(path) > depth and kind == "int_type" and isinstance(path[-1], str):
         near.append((path, 1))
     default = None if field.is_required() else field.get_default(call_default_factory=True)
     near += [(path[:depth], value) for value in (default, *examples)]
-    suggested = (f"{key_path(at)} = {toml(value)}" for at, value in near if _is_taken(model, data, at, value))
+    suggested = (f"{key_path(at)} = {toml(value)}" for at, value in near if _says_something(value))
     shown = path[-2:] if isinstance(path[-1], int) else path[-1:]
     way = next(suggested, f"remove {key}")
     return Problem(key, what, expected, [way], f"{key_path(shown)} = {toml(value)}")
@@ -269,7 +261,7 @@ def _unknown_key(model: type[BaseModel], path: Path, value: Any) -> tuple[Proble
     section, key = _field_at(model, path)[0], key_path(path)
     known = list(section.model_fields)
     near, expected = nearest_name(str(last), known), "one of " + ", ".join(known)
-    inner = {name: section_of(field.annotation) for name, field in model.model_fields.items()}
+    inner = {name: _section_of(field.annotation) for name, field in model.model_fields.items()}
     homes = [name for name, home in inner.items() if home is not None and last in home.model_fields]
     given = f"{key_path([last])} = {toml(value)}"
     renamed = RENAMED.get(f"{getattr(section, 'place', '')}.{last}")
@@ -283,33 +275,35 @@ def _unknown_key(model: type[BaseModel], path: Path, value: Any) -> tuple[Proble
     return Problem(key, "unknown key", expected, [way], given), near
 
 
-def _meant(error: PydanticError) -> Iterator[Any]:
+def _meant(section: type[BaseModel], setting: Path, error: PydanticError) -> Iterator[Any]:
+    """Yield what a value of the wrong type, outside a choice or out of range may have been meant to be, if the section takes it.
+
+    setting: the path of the value within the section.
+    """
     kind, value = error["type"], error["input"]
-    if kind in _LAX:
+    if kind in _CONVERTED:
+        in_a_list = kind == "tuple_type"
+        value = [value] if in_a_list else value
+        for part in reversed(setting):
+            value = {part: value} if isinstance(part, str) else [value]
+        needed = {
+            key: (field.examples or [None])[0]
+            for key, field in section.model_fields.items()
+            if field.is_required()
+        }
         with suppress(ValidationError):
-            yield _LAX[kind].validate_python(value)
+            # Where it is not strict, pydantic converts types.
+            name, *inside = setting
+            taken = getattr(section.model_validate({**needed, **value}, strict=in_a_list), str(name))
+            for part in inside:
+                taken = taken[part if isinstance(part, str) else 0]
+            yield taken
     elif kind == "literal_error":
         choices = {word.lower(): word for word in re.findall(r"['\"]([^'\"]*)['\"]", error["msg"])}
         yield choices.get(nearest_name(str(value).lower(), choices) or "")
-    elif kind == "tuple_type":
-        yield [value]
     elif kind in ("greater_than_equal", "less_than_equal"):
         yield error["ctx"].get("ge", error["ctx"].get("le"))
 
 
-def _is_taken(model: type[BaseModel], data: Mapping[str, Any], path: Path, value: Any) -> bool:
-    if value in (None, (), {}) or isinstance(value, BaseModel):
-        return False
-    changed = plain(data)
-    holder: Any = changed
-    for part in path[:-1]:
-        if isinstance(holder, dict) and part not in holder:
-            return False  # the path contains a key that is not text
-        holder = holder[part]
-    holder[path[-1]] = plain(value)
-    try:
-        model.model_validate(changed)
-    except ValidationError as error:
-        wrong = [_located(changed, each)[0] for each in error.errors(include_url=False)]
-        return not any(place[: len(path)] == path[: len(place)] for place in wrong)
-    return True
+def _says_something(value: Any) -> bool:
+    return value not in (None, (), {}) and not isinstance(value, BaseModel)

@@ -60,11 +60,11 @@ class ProcessConfig(Section):
     """`[process]`: the rendezvous of the job's processes. By default, the launcher's environment variables are used."""
 
     place = "process"
-    rules = (_what_init_needs,)
-    no_effect = (
+    rules = (
         NoEffect("address", "init", ("tcp",), 'init = "tcp"'),
         NoEffect("path", "init", ("file",), 'init = "file"'),
         NoEffect("rank world_size", "init", ("tcp", "file"), 'init = "tcp"'),
+        _what_init_needs,
     )
     init: Literal["env", "tcp", "file"] = "env"
     """How processes find each other: "env" uses the launcher's variables, "tcp" uses `address`, "file" uses `path`."""
@@ -99,8 +99,10 @@ class NetworkConfig(Section):
     """`[network]`: network interfaces, and NCCL's logging and sockets."""
 
     place = "network"
-    rules = (_sockets_of_nccl,)
-    no_effect = (NoEffect("nccl_debug_subsys", "nccl_debug", ("INFO", "TRACE"), 'nccl_debug = "INFO"'),)
+    rules = (
+        NoEffect("nccl_debug_subsys", "nccl_debug", ("INFO", "TRACE"), 'nccl_debug = "INFO"'),
+        _sockets_of_nccl,
+    )
     interfaces: FrozenList[Text] = ()
     """Names of the network interfaces that Gloo and NCCL use. By default, the backends choose."""
     nccl_debug: Literal["VERSION", "WARN", "INFO", "TRACE"] | None = None
@@ -142,7 +144,7 @@ class TopologyConfig(Section):
     """`[topology]`: the placement of ranks on nodes, and the link speeds. Both are unknown by default."""
 
     place = "topology"
-    no_effect = (
+    rules = (
         NoEffect("links nodes_per_rack", "ranks_per_node", way="ranks_per_node = 8"),
         NoEffect("links.rack", "nodes_per_rack", way="nodes_per_rack = 4"),
     )

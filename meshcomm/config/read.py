@@ -1,4 +1,4 @@
-"""Reads a Config from a file or a mapping, applies overrides, and reports every problem."""
+"""Reads a Config from a file or a mapping, with overrides."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def load_config(
     kind: a subclass of Config with additional sections or rules; the result is an instance of this class. If
         omitted, the class of `source` is used if it is a Config, otherwise Config.
 
-    Raises ConfigError, which lists every problem with its key, the given value, the expected value, and
-    valid settings.
+    Raises ConfigError, which lists every wrong type, choice and range or, if there is none, every problem that the
+    rules find, with its key, the given value, the expected value, and valid settings.
     """
     changes = _changes(overrides)
     if isinstance(source, Config):
@@ -68,7 +68,7 @@ def load_config(
         _anchor(data, Path(source).absolute().parent)
     config, found = check(kind or (type(source) if isinstance(source, Config) else Config), data)
     problems += found
-    if problems:
+    if config is None or problems:
         raise report(label, problems)
     config._source = label
     return config

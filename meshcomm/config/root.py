@@ -67,7 +67,7 @@ class Config(Section):
     def problems(self) -> Iterator[Problem]:
         """Yield the problems within each section, then the problems that involve several sections."""
         for name in type(self).model_fields:
-            section = self.__dict__.get(name)
+            section = getattr(self, name)
             if isinstance(section, Section):
                 for problem in section.problems():
                     yield problem.under(name)

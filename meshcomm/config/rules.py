@@ -1,4 +1,4 @@
-"""Rules that relate the sections of a configuration. They are checked once every size is a number."""
+"""Rules that relate the sections of a configuration. Each is checked once the sizes that it reads are numbers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from meshcomm.config.parallel import PARTS, ParallelConfig, ParallelRole, runs
 from meshcomm.config.pretrained import publishes_plan
 from meshcomm.config.problems import Fit, Problem, multiples, nearest, quotient, remainder
 from meshcomm.config.rules_mesh import may_use_nccl
-from meshcomm.config.section import Absent, Rule, Table, run
+from meshcomm.config.section import Rule, Table
 from meshcomm.config.train import DataConfig, TrainConfig
 from meshcomm.config.write import toml, whole_toml
 from meshcomm.layout.names import nearest_name
@@ -39,12 +39,16 @@ _A_VIEW: Final = (
 _MOST_SIZE: Final = 256
 
 
+class _NotKnown(Exception):
+    """A rule reads a section that is missing, or a size that is not known yet."""
+
+
 @dataclass(frozen=True)
 class Resolved:
     """A configuration as the cross-section rules see it: every size is a number.
 
-    A rule is skipped if it reads an invalid setting, a missing section, or a size of -1 that is unresolved because the
-    number of processes is unknown. `Config.resolved` runs all rules with the number of processes.
+    A rule is skipped if it reads a missing section, or a size of -1 that is unresolved because the number of processes is
+    unknown. `Config.resolved` runs all rules with the number of processes.
     config: the configuration as written. sizes: the known sizes of dims, in the base mesh and in views.
     """
 
@@ -54,15 +58,9 @@ class Resolved:
     @classmethod
     def of(cls, config: Config) -> Resolved:
         """Return the configuration with the sizes that it specifies."""
-        number: int | None = None
-        sizes: dict[str, int] = {}
-        with suppress(Absent):
-            number = config.mesh.count(None)
-        with suppress(Absent):
-            for view in config.mesh.views.values():
-                sizes |= _known(view, number)
-        with suppress(Absent):
-            sizes |= _known(config.mesh.dims, number)
+        mesh, sizes = config.mesh, dict[str, int]()
+        for dims in (*mesh.views.values(), mesh.dims):
+            sizes |= _known(dims, mesh.count(None))
         return cls(config, sizes)
 
     @property
@@ -126,9 +124,15 @@ class Resolved:
 def problems(resolved: Resolved, rules: Iterable[Rule]) -> Iterator[Problem]:
     """Yield the problems that the rules find, with the dim sizes that would fix each problem."""
     rules = list(rules)
-    for problem in run(rules, resolved):
+    for problem in _found(rules, resolved):
         ways = (_sizes_that_fit(resolved, rules, problem, way) for way in problem.tries)
         yield replace(problem, tries=list(chain.from_iterable(ways)))
+
+
+def _found(rules: Iterable[Rule], resolved: Resolved) -> Iterator[Problem]:
+    for rule in rules:
+        with suppress(_NotKnown):
+            yield from rule(resolved)
 
 
 def _sizes_that_fit(resolved: Resolved, rules: list[Rule], problem: Problem, way: str | Fit) -> list[str]:
@@ -137,14 +141,13 @@ def _sizes_that_fit(resolved: Resolved, rules: list[Rule], problem: Problem, way
         return [way]
     part = next(part for part in PARTS if part == way.part)
     dim, mesh = resolved.dim(part), resolved.config.mesh
-    dims = mesh.__dict__.get("dims", {})  # absent if invalid
-    known = {other.what for other in chain(run(rules, resolved), mesh.problems())} - {problem.what}
+    known = {other.what for other in chain(_found(rules, resolved), mesh.problems())} - {problem.what}
     fitting: list[int] = []
     size = resolved.sizes[dim]
     for candidate in nearest(size, range(max(1, size - _MOST_SIZE), size + _MOST_SIZE), 2 * _MOST_SIZE):
         changed = replace(resolved, sizes={**resolved.sizes, dim: candidate})
-        other_mesh = mesh.model_copy(update={"dims": Table({**dims, dim: candidate})})
-        if known.issuperset(other.what for other in chain(run(rules, changed), other_mesh.problems())):
+        other_mesh = mesh.model_copy(update={"dims": Table({**mesh.dims, dim: candidate})})
+        if known.issuperset(other.what for other in chain(_found(rules, changed), other_mesh.problems())):
             fitting.append(candidate)
         if len(fitting) == way.most:
             break
@@ -162,7 +165,7 @@ def _known(sizes: Mapping[str, int], number: int | None) -> dict[str, int]:
 
 def _present(value: T | None) -> T:
     if value is None:
-        raise Absent
+        raise _NotKnown
     return value
 
 
@@ -174,9 +177,7 @@ def _sections(resolved: Resolved) -> Iterator[Problem]:
 
     Without the other sections, [parallel] only assigns roles, for a program's own training loop.
     """
-    sections = resolved.config.__dict__
-    # A section with errors counts as present.
-    present = [name for name in _NEEDS if sections.get(name, name) is not None]
+    present = [name for name in _NEEDS if getattr(resolved.config, name) is not None]
     needed = {name for section in present for name in _NEEDS[section]}
     missing = [name for name in _NEEDS if name in needed.difference(present)]
     if not missing or present == ["parallel"]:
@@ -462,7 +463,7 @@ def _split_along_tensor(resolved: Resolved) -> Iterator[Problem]:
         yield Problem("parallel.tensor", what, "a family with a plan, or one rank along the dim", ways, given)
         return
     for name in ("num_heads", "num_kv_heads", "intermediate_size", *["vocab_size"] * model.is_built_in):
-        number = model.__dict__.get(name)
+        number = getattr(model, name)
         if number is not None and number % size:
             dim, given = resolved.dim("tensor"), resolved.written(f"model.{name} tensor")
             what = f"{name} is not divisible by {dim}: {remainder(number, size)}"

@@ -10,7 +10,6 @@ from itertools import chain
 from typing import TYPE_CHECKING, Final
 
 from meshcomm.config.problems import Problem, refused
-from meshcomm.config.section import run
 from meshcomm.config.write import key_path, toml
 from meshcomm.errors import LayoutError
 from meshcomm.layout import Layout
@@ -26,23 +25,18 @@ MOST_RANKS: Final = 2**24
 # -- sizes ------------------------------------------------------------------------------------------
 
 
-def sizes_fit(mesh: MeshConfig) -> Iterator[Problem]:
-    """Check dims, ranks and views separately, then the rules that depend on several of them."""
-    problems = list(run((_dims, _ranks), mesh))
+def sizes_fit(mesh: MeshConfig, world: int | None = None) -> Iterator[Problem]:
+    """Check dims, ranks and views separately, then the rules that depend on several of them. world: number of processes, or
+    None if unknown.
+    """
+    problems = [*_factorisation("dims", mesh.dims, "the mesh"), *_ranks(mesh, world)]
     yield from problems
-    yield from run((_view_sizes,), mesh)
-    if not problems:
-        order = list(run((_rank_order,), mesh))
-        yield from order or run((_fits,), mesh)
-
-
-def _dims(mesh: MeshConfig) -> Iterator[Problem]:
-    return _factorisation("dims", mesh.dims, "the mesh")
-
-
-def _view_sizes(mesh: MeshConfig) -> Iterator[Problem]:
     for view, sizes in mesh.views.items():
         yield from _factorisation(key_path(["views", view]), sizes, f"view {view}")
+    number = mesh.count(world)
+    if not problems and number is not None:
+        order = list(_rank_order(mesh, number))
+        yield from order or _fits(mesh, number, world)
 
 
 def _factorisation(key: str, sizes: Mapping[str, int], what: str) -> Iterator[Problem]:
@@ -63,8 +57,8 @@ def _factorisation(key: str, sizes: Mapping[str, int], what: str) -> Iterator[Pr
         yield from refused(key, resolve, sizes, None, what, f"mesh.{key}")
 
 
-def _ranks(mesh: MeshConfig) -> Iterator[Problem]:
-    ranks, world = mesh.ranks, mesh._world
+def _ranks(mesh: MeshConfig, world: int | None) -> Iterator[Problem]:
+    ranks = mesh.ranks
     if ranks is None:
         return
     ascending = sorted({rank for rank in ranks if rank >= 0})
@@ -78,9 +72,9 @@ def _ranks(mesh: MeshConfig) -> Iterator[Problem]:
         yield Problem("ranks", what, f"ranks from 0 to {world - 1}", [f"{ranks[-1] + 1} processes"], given)
 
 
-def _rank_order(mesh: MeshConfig) -> Iterator[Problem]:
-    order, number = mesh.rank_order, mesh.count(mesh._world)
-    if order is None or number is None:
+def _rank_order(mesh: MeshConfig, number: int) -> Iterator[Problem]:
+    order = mesh.rank_order
+    if order is None:
         return
     wanted = set(range(number) if mesh.ranks is None else mesh.ranks)
     wrong = [rank for rank, seen in Counter(order).items() if seen > 1 or rank not in wanted]
@@ -96,13 +90,10 @@ def _rank_order(mesh: MeshConfig) -> Iterator[Problem]:
     yield Problem("rank_order", what, f"a permutation of {all_ranks}", [way], f"rank_order = {toml(order)}")
 
 
-def _fits(mesh: MeshConfig) -> Iterator[Problem]:
-    """Check that dims, then views, fit the number of ranks, if the number is known."""
-    number = mesh.count(mesh._world)
-    if number is None:
-        return
+def _fits(mesh: MeshConfig, number: int, world: int | None) -> Iterator[Problem]:
+    """Check that dims, then views, fit the number of ranks."""
     misfit = refused("dims", resolve, mesh.dims, number, where="mesh.dims")
-    if misfit and (mesh.ranks is not None or mesh._world is None):
+    if misfit and (mesh.ranks is not None or world is None):
         name = "rank_order" if mesh.ranks is None else "ranks"
         what = f"the mesh does not fit its ranks: {times(mesh.dims)}, {name} lists {number}"
         ways = [f"mesh.dims = {toml_dims(fit)}" for fit in nearest_fits(mesh.dims, number)]
@@ -222,7 +213,8 @@ def _devices(mesh: MeshConfig) -> Iterator[Problem]:
         way = f'mesh.device = "{"cuda" if kind == "gpu" else kind}"'
         yield Problem("device", what, expected, [way], f"device = {toml(mesh.device)}")
     else:
-        yield from run((_backends, _nccl_options), mesh)
+        yield from _backends(mesh)
+        yield from _nccl_options(mesh)
 
 
 def _backends(mesh: MeshConfig) -> Iterator[Problem]:

@@ -1,36 +1,27 @@
-"""Base class of configuration sections. Sections are frozen and strict, have rules, and report all problems together."""
+"""Base class of configuration sections. Sections are frozen and strict. Where every type is right, rules are checked."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
-from typing import (
-    TYPE_CHECKING,
-    Annotated,
-    Any,
-    ClassVar,
-    NamedTuple,
-    NoReturn,
-    TypeAlias,
-    TypeVar,
-    get_origin,
-)
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NoReturn, TypeAlias, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import PydanticCustomError
 
-from meshcomm.config.problems import Problem, refusals, report, section_of
+from meshcomm.config.problems import Problem, report, wrong_types
 from meshcomm.config.write import toml
 from meshcomm.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pydantic._internal._model_construction import ModelMetaclass
+else:
+    ModelMetaclass = type(BaseModel)
 
 K = TypeVar("K")
 V = TypeVar("V")
 T = TypeVar("T")
-
-
-class Absent(Exception):
-    """Raised when a rule reads an invalid setting or a size that is not known yet. The rule is then skipped."""
 
 
 def _refuse(what: str) -> NoReturn:
@@ -97,8 +88,9 @@ Fraction: TypeAlias = Annotated[float, Field(ge=0, lt=1)]
 Rule: TypeAlias = Callable[[Any], Iterable[Problem]]
 
 
-class NoEffect(NamedTuple):
-    """Settings that have no effect unless another setting of the section has a suitable value.
+@dataclass(frozen=True)
+class NoEffect:
+    """A rule: settings that have no effect unless another setting of the section has a suitable value.
 
     fields: names of the settings, separated by spaces. False and empty values count as unset.
     needs: names of the other settings, or of a property that returns a setting's name. If `values` is empty, at least one of
@@ -112,7 +104,7 @@ class NoEffect(NamedTuple):
     way: str | None = None
     why: str | None = None
 
-    def problems(self, section: Section) -> Iterator[Problem]:
+    def __call__(self, section: Section) -> Iterator[Problem]:
         """Yield a problem for each listed setting that has no effect."""
         place, names = section.place, self.needs.split()
         for field in self.fields.split():
@@ -140,42 +132,41 @@ class NoEffect(NamedTuple):
             yield Problem(field, what, expected, tries, section.written(f"{field} {known}"))
 
 
-class Section(BaseModel):
+class _Checked(ModelMetaclass):
+    """Checks the sections that Python code creates. For the sections within a section, pydantic does not call the class."""
+
+    if not TYPE_CHECKING:
+
+        def __call__(cls, **data: Any) -> Any:
+            section, problems = check(cls, data)
+            if problems:
+                raise report(cls.__name__, problems)
+            return section
+
+
+class Section(BaseModel, metaclass=_Checked):
     """A section of a configuration. Sections created in Python and sections read from a file are checked in the same
     way.
 
-    Raises ConfigError, which lists every problem found.
+    Raises ConfigError, which lists every wrong type, choice and range or, if there is none, every problem that the rules find.
     """
 
     place: ClassVar[str] = ""  # its path in a file
     rules: ClassVar[tuple[Rule, ...]] = ()  # rules between its settings
-    no_effect: ClassVar[tuple[NoEffect, ...]] = ()
     model_config = ConfigDict(
         extra="forbid",
         frozen=True,
         strict=True,
         allow_inf_nan=False,
+        # Only where `problems` suggests a value: strict sections take text alone.
+        coerce_numbers_to_str=True,
         use_attribute_docstrings=True,
     )
 
-    def __init__(self, **data: Any) -> None:
-        try:
-            super().__init__(**data)
-        except ValidationError:
-            problems = check(type(self), data)[1]
-        else:
-            problems = list(self.problems())
-        if problems:
-            raise report(type(self).__name__, problems)
-
-    # When pydantic validates a file, it must create nested sections without calling __init__, so that the
-    # problems of all sections are reported together. This attribute makes it do so (tested with 2.14).
-    __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
-
     def problems(self) -> Iterator[Problem]:
         """Yield problems with combinations of settings that are valid individually. Keys are relative to the section."""
-        yield from run([row.problems for row in self.no_effect], self)
-        yield from run(self.rules, self)
+        for rule in self.rules:
+            yield from rule(self)
 
     def given(self, field: str) -> bool:
         """Return whether a setting was set explicitly instead of left at its default."""
@@ -202,13 +193,6 @@ class Section(BaseModel):
         return ", ".join(
             f"no {name}" if value is None else f"{name} = {toml(value)}" for name, value in values.items()
         )
-
-    if not TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any:
-            if name in type(self).model_fields:
-                raise Absent(name)
-            return super().__getattr__(name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if not name.startswith("_"):
@@ -240,44 +224,19 @@ def one_of(section: Section, fields: str, what: str) -> Iterator[Problem]:
         yield Problem(named[-1], f"{len(named)} {what}: {', '.join(named)}", "one of them", ways, given)
 
 
-def run(rules: Iterable[Rule], subject: Any) -> Iterator[Problem]:
-    """Yield the problems that the rules find. A rule stops when it reads an absent setting."""
-    for rule in rules:
-        with suppress(Absent):
-            yield from rule(subject)
+def check(model: type[M], data: Mapping[str, Any]) -> tuple[M | None, list[Problem]]:
+    """Return a section created from `data`, and its problems, in the order of the section's fields.
 
-
-def check(model: type[M], data: Mapping[str, Any]) -> tuple[M, list[Problem]]:
-    """Return a section created from `data`, and all problems in `data`, in the order of the section's fields.
-
-    If there are problems, the section lacks the invalid settings and must not be used.
+    If a setting has a wrong type, the section is None and the problems are those of types. Otherwise, they are those that the
+    rules find.
     """
-    section, errors = _valid(model, data)
-    problems = [*refusals(model, data, errors), *section.problems()]
+    section = None
+    try:
+        section = model.model_validate(data)
+    except ValidationError as error:
+        problems = wrong_types(model, data, error)
+    else:
+        problems = list(section.problems())
     places = {key: place for place, key in enumerate(model.model_fields)}
     problems.sort(key=lambda problem: places.get(re.split(r"[^\w-]", problem.key, maxsplit=1)[0], -1))
     return section, problems
-
-
-def _valid(model: type[M], data: Mapping[str, Any]) -> tuple[M, list[Any]]:
-    """Return a section created from the valid settings in `data`, and pydantic's errors about the other settings.
-
-    Nested sections are treated in the same way.
-    """
-    try:
-        return model.model_validate(data), []
-    except ValidationError as error:
-        errors: list[Any] = error.errors(include_url=False)
-    wrong = {each["loc"][0] for each in errors}
-    right = {key: value for key, value in data.items() if key in model.model_fields and key not in wrong}
-    fields = {name: field for name, field in model.model_fields.items() if name in wrong}
-    # pydantic needs a value for each required field to create the section. The values are deleted below.
-    needed = {name: (field.examples or [{}])[0] for name, field in fields.items() if field.is_required()}
-    section = model.model_validate({**right, **needed})
-    for name, field in fields.items():
-        del section.__dict__[name]
-        inner, value = section_of(field.annotation), data.get(name)
-        is_table = get_origin(field.annotation) is Mapping
-        if inner is not None and issubclass(inner, Section) and not is_table and isinstance(value, Mapping):
-            section.__dict__[name] = _valid(inner, value)[0]
-    return section, errors

@@ -53,11 +53,6 @@ class DataConfig(Section):
 
     place = "data"
     rules = (
-        partial(one_of, fields="files tokens chat build", what="sources of data"),
-        partial(one_of, fields="validation validation_files", what="kinds of validation"),
-        _token_weights,
-    )
-    no_effect = (
         NoEffect("token_type weights", "tokens"),
         NoEffect("eos_id", "document_mask", way="document_mask = true"),
         NoEffect("tokenizer", "source", ("files", "chat"), why=" without text"),
@@ -67,6 +62,9 @@ class DataConfig(Section):
         NoEffect("eos_id", "source", ("files", "tokens"), why=": samples contain the starts of documents"),
         NoEffect("answers_only", "chat", way='chat = ["conversations.jsonl"]'),
         NoEffect("args", "build", way='build = "my_package.data:loader"'),
+        partial(one_of, fields="files tokens chat build", what="sources of data"),
+        partial(one_of, fields="validation validation_files", what="kinds of validation"),
+        _token_weights,
     )
     files: FrozenList[Text] = ()
     """Text files or globs, relative to the config file. Default []: the source files of Python's standard library,
@@ -180,12 +178,6 @@ class TrainConfig(Section):
 
     place = "train"
     rules = (
-        partial(
-            too_large, field="warmup_steps", limit="steps", why="the warm-up is longer than the training"
-        ),
-        *(_decay, _some_steps, _each_sink_once),
-    )
-    no_effect = (
         NoEffect("betas", "optimizer", _WITH_BETAS, 'optimizer = "adamw"'),
         NoEffect("state_dtype", "optimizer", (*_WITH_BETAS, "sgd", "rmsprop"), 'optimizer = "adamw"'),
         NoEffect("eps", "optimizer", _WITH_EPS, 'optimizer = "adamw"'),
@@ -196,6 +188,10 @@ class TrainConfig(Section):
         NoEffect("resume_changed", "resume", way="resume = true"),
         NoEffect("eval_batches evaluate patience target_loss", "eval_every", way="eval_every = 100"),
         NoEffect("min_delta", "patience", way="patience = 3"),
+        partial(
+            too_large, field="warmup_steps", limit="steps", why="the warm-up is longer than the training"
+        ),
+        *(_decay, _some_steps, _each_sink_once),
     )
     steps: int = Field(ge=1, examples=[60])
     """Number of optimizer steps."""

@@ -405,7 +405,7 @@ def test_a_rule_of_ones_own_reads_numbers() -> None:
         waiting.resolved(4)
     with pytest.raises(ConfigError, match=r"budget\.ranks_of_data: 4 > 2"):
         load_config(waiting, ["mesh.ranks=[0, 1, 2, 3]"])
-    # What is wrong by itself hides no other problem, and no rule reads it.
+    # No rule reads what is wrong by itself.
     with pytest.raises(ConfigError, match=r"(?s)^config .*: 2 problems.*mesh\.dims\.dp.*timeout_s"):
         load_config(raw, ["mesh.dims.dp='x'", "mesh.timeout_s=0"], kind=WithBudget)
 

@@ -130,6 +130,12 @@ TABLE = [
         ['train.dtype = "float32"']),
     Bad("list too short", TRAIN, ["train.betas=[0.9]"], ["train.betas=[0.9, 0.99]"], {"train.betas": "1"},
         ["train.betas = [0.9, 0.95]"]),
+    Bad("size of a view in quotes", MESH, ["mesh.views.expert={ edp = 2, ep = '4' }"], ["mesh.views.expert={ edp = 2, ep = 4 }"],
+        {"mesh.views.expert.ep": "4"}, ["mesh.views.expert.ep = 4"]),
+    Bad("number in quotes that is out of range", TRAIN, ["train.steps='0'"], ["train.steps=1"], {"train.steps": "0"},
+        ["train.steps = 60"]),
+    Bad("number where a list of text is", MESH, ["network.interfaces=3"], ["network.interfaces=['3']"],
+        {"network.interfaces": "3"}, ["remove network.interfaces"]),
     Bad("two sizes of -1", MESH, ["mesh.dims={ pp = -1, dp = 2, tp = -1 }"],
         ["mesh.dims={ pp = -1, dp = 2, tp = 2 }"], {"mesh.dims": "2"},
         ["mesh.dims = { pp = -1, dp = 2, tp = 1 }"]),
@@ -155,9 +161,10 @@ TABLE = [
         ["mesh.dims.tp=3", "mesh.merge.grad=['dp', 'cp']", "train.micro_batch_size=5"], ["mesh.dims.tp=1"],
         {"mesh.merge.grad": "", "model.num_heads": "8 % 3 = 2", "model.num_kv_heads": "4 % 3 = 1", "model.vocab_size": "256 % 3 = 1", "train.micro_batch_size": "32/2 = 16"},
         ["one of these, or a tuple of them", "remove mesh.merge.grad", "mesh.dims.tp = 4", "mesh.dims.tp = 2", "mesh.dims.tp = 4", "mesh.dims.tp = 2", "mesh.dims.tp = 4", "mesh.dims.tp = 2", "train.micro_batch_size = 4", "train.micro_batch_size = 8", "train.global_batch_size = 30"]),
-    Bad("an unknown key hides nothing", MESH, ["mesh.dimz=3", "mesh.merge.grad=['dp', 'cp']"],
-        ["mesh.merge.grad=['dp', 'tp']"], {"mesh.dimz": "", "mesh.merge.grad": ""},
-        ['did you mean "mesh.dims"?', "one of these, or a tuple of them", "remove mesh.merge.grad"]),
+    Bad("rules wait for an unknown key", MESH, ["mesh.dimz=3", "mesh.merge.grad=['dp', 'cp']"],
+        ["mesh.merge.grad=['dp', 'tp']"], {"mesh.dimz": ""}, ['did you mean "mesh.dims"?']),
+    Bad("an unknown key hides no wrong type", MESH, ["mesh.dimz=3", "mesh.warm_up='yes'"], ["mesh.warm_up=true"],
+        {"mesh.dimz": "", "mesh.warm_up": "yes"}, ['did you mean "mesh.dims"?', "mesh.warm_up = true"]),
     Bad("unknown key in place of a needed one", MESH, ["mesh={ dimz = { dp = 8 } }"],
         ["mesh={ dims = { dp = 8 } }"], {"mesh.dimz": ""}, ['did you mean "mesh.dims"?']),
     Bad("key of another section", MESH, ["mesh.ranks_per_node=8"], ["topology.ranks_per_node=8"],
@@ -576,7 +583,16 @@ def test_a_section_made_in_python_is_checked_the_same_way() -> None:
     with pytest.raises(ConfigError) as caught:
         MeshConfig(dims={"dp": 0}, merge={"m": ("dp", "x")}, timeout_s="1")  # type: ignore[arg-type]
     assert str(caught.value) == (
-        "MeshConfig: 3 problems\n"
+        "MeshConfig: 1 problem\n"
+        '  timeout_s: "1" is not a number\n'
+        '    given:    timeout_s = "1"\n'
+        "    expected: a number\n"
+        "    try:      timeout_s = 1.0"
+    )
+    with pytest.raises(ConfigError) as caught:
+        MeshConfig(dims={"dp": 0}, merge={"m": ("dp", "x")})
+    assert str(caught.value) == (
+        "MeshConfig: 2 problems\n"
         "  dims.dp: 0 is not a size\n"
         "    given:    dp = 0\n"
         "    expected: an integer of 1 or more, or -1 on one dim\n"
@@ -585,11 +601,7 @@ def test_a_section_made_in_python_is_checked_the_same_way() -> None:
         '    given:    m = ["dp", "x"]\n'
         "    expected: one of dp\n"
         "    try:      one of these, or a tuple of them, or\n"
-        "              remove mesh.merge.m\n"
-        '  timeout_s: "1" is not a number\n'
-        '    given:    timeout_s = "1"\n'
-        "    expected: a number\n"
-        "    try:      timeout_s = 1.0"
+        "              remove mesh.merge.m"
     )
 
 
@@ -644,12 +656,14 @@ def test_no_config_whatever_ends_in_another_error_than_ours() -> None:
     assert refused > 1000
 
 
-def test_a_wrong_setting_beside_one_of_its_name_or_a_folder_that_is_not_known_is_only_reported(
-    tmp_path: Path,
-) -> None:
-    views = ["mesh.dims=8", "mesh.views.v={ pp = 2, dp = 2, tp = 3 }", "train.global_batch_size=31"]
-    report = report_of(made(TRAIN, views))
-    assert "  mesh.dims: 8 is not a table\n" in report and "train.global_batch_size: not divisible" in report
+def test_rules_wait_until_every_type_is_right() -> None:
+    broken = ["mesh.views.v={ pp = 2, dp = 2, tp = 3 }", "train.global_batch_size=31"]
+    assert re.findall(r"(?m)^  (\S+): ", report_of(made(TRAIN, [*broken, "mesh.dims=8"]))) == ["mesh.dims"]
+    both = report_of(made(TRAIN, broken))
+    assert re.findall(r"(?m)^  (\S+): ", both) == ["mesh.views.v", "train.global_batch_size"]
+
+
+def test_a_folder_that_is_not_known_is_only_reported(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "newest"}')
     ring = ["mesh.dims.cp=2", "parallel.context='cp'", f"model={{ pretrained = '{tmp_path}' }}"]
     assert "transformers does not understand its config.json" in report_of(made(TRAIN, ring))
@@ -660,12 +674,12 @@ def test_many_problems_of_one_kind_are_counted(count: int) -> None:
     """Of 400 problems, no more lines than of 100; those of other kinds are there as ever."""
     unknown = {f"key{number}": 1 for number in range(count)}
     sizes = {f"dim{number}": 0 for number in range(count)}
-    report = report_of({"mesh": {"dims": {"dp": 1, **sizes}, **unknown, "backend": 3}})
-    lines = report.splitlines()
-    assert lines[0].endswith(f": {2 * count + 1} problems") and len(lines) < 100
-    assert f"  mesh.key8 .. mesh.key{count - 1}: {count - 8} more problems like those of mesh.key0" in lines
-    assert (
-        f"  mesh.dims.dim8 .. mesh.dims.dim{count - 1}: {count - 8} more problems like those of mesh.dims.dim0"
-        in lines
-    )
-    assert [line for line in lines if line.startswith("  mesh.backend: ")]
+    kinds: list[tuple[str, dict[str, Any], str]] = [
+        ("mesh.key", {"dims": {"dp": 1}, **unknown, "backend": 3}, "mesh.backend"),
+        ("mesh.dims.dim", {"dims": {"dp": 1, **sizes}, "backend": "B"}, "mesh.backend"),
+    ]
+    for key, mesh, other in kinds:
+        lines = report_of({"mesh": mesh}).splitlines()
+        assert lines[0].endswith(f": {count + 1} problems") and len(lines) < 60
+        assert f"  {key}8 .. {key}{count - 1}: {count - 8} more problems like those of {key}0" in lines
+        assert [line for line in lines if line.startswith(f"  {other}: ")]

@@ -138,6 +138,45 @@ def test_every_setting_is_read() -> None:
     assert not unread
 
 
+def training_settings_read(*files: Path) -> set[str]:
+    """The settings of [train] that these files read as an attribute of a section called `train`, or by name."""
+    found = set()
+    for node in (node for file in files for node in ast.walk(ast.parse(file.read_text()))):
+        if (
+            isinstance(node, ast.Attribute)
+            and ast.unparse(node.value).rpartition(".")[2].strip("_") == "train"
+        ):
+            found.add(node.attr)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found.add(node.value)
+    return found & set(SCHEMA["$defs"]["TrainConfig"]["properties"])
+
+
+def test_every_setting_of_training_is_read_by_more_than_its_rules() -> None:
+    """Neither a rule nor an attribute of the same name elsewhere gives a setting an effect."""
+    files = [file for file in (ROOT / "meshcomm").rglob("*.py") if file.parent.name != "config"]
+    assert set(SCHEMA["$defs"]["TrainConfig"]["properties"]) == training_settings_read(*files)
+
+
+# What the split program reads and the plain one does not need, and why.
+ONLY_SPLIT = {
+    "compute_dtype": "the check computes in one dtype",
+    "dtype": "the check computes in one dtype",
+    "global_batch_size": "the check has a batch of its own",
+    "micro_batch_size": "the check has a batch of its own",
+    "on_nonfinite": "the check stops at once",
+}
+
+
+def test_a_setting_of_a_step_is_read_by_the_split_program_and_by_the_plain_one() -> None:
+    """`one_step.py` is a step in plain torch, beside which each run's first step is checked. Both make the same optimizer."""
+    package = ROOT / "meshcomm"
+    split = training_settings_read(*(package / "parallel").rglob("*.py"))
+    plain = training_settings_read(package / "models/one_step.py", package / "parallel/optimizer.py")
+    assert {"clip_norm", "z_loss", "betas", "groups"} < split
+    assert split - plain == set(ONLY_SPLIT) and plain <= split
+
+
 def test_every_section_has_its_sentence_and_nothing_for_readers_of_the_code() -> None:
     for part in SCHEMA["$defs"].values():
         assert part["description"].endswith(".")
