@@ -166,7 +166,7 @@ def test_the_check_compares_with_the_positions_that_a_family_counts(monkeypatch:
     monkeypatch.setattr(spec_model, "own_positions", lambda spec: "")
     whole = Whole(tiny(transformers.RobertaConfig(**BERT, use_cache=False)), exact=True)
     spec = replace(spec_of(whole), initialise=partial(whole.initialise, 0))
-    with pytest.raises(TrainingError, match="computes different results with parallel.context"):
+    with pytest.raises(TrainingError, match=r"computes different results with parallel\.context"):
         check_model(spec, Use(context=True), family=True)
 
 
