@@ -1,9 +1,12 @@
-"""The commands of `meshcomm`. A command imports torch only if it needs torch."""
+"""The commands of `meshcomm`: a file for each, with its arguments, its work and its view.
+
+A file imports what takes time (torch, numpy, pydantic, rich) in its functions, because `meshcomm --help` and a shell's
+completion import the file.
+"""
 
 from __future__ import annotations
 
-from meshcomm.cli import afterwards, looking, measuring, running  # noqa: F401
-from meshcomm.cli.app import app
+from meshcomm.commands.app import app
 
 __all__ = ["app", "main"]
 

@@ -1,90 +1,19 @@
-"""Commands for a job's results and failures: report, doctor, export."""
+"""`meshcomm export`: write a checkpoint's weights to a file or a folder."""
 
 from __future__ import annotations
 
-import os
-from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Final
 
 import typer
 
-from meshcomm.cli.app import AsJson, Command, Overrides, World, app, no_config, show_facts
-from meshcomm.errors import LaunchError
+from meshcomm.commands.app import command
+from meshcomm.errors import ConfigError
 
-# How long the ranks wait for each other without a config.
-_DOCTOR_TIMEOUT_S: Final = 60.0
-
-
-@app.command(cls=Command)
-def report(
-    source: Annotated[
-        Path,
-        typer.Argument(
-            metavar="[DIR]",
-            help="Folder with the reports of one or more runs. The newest run is read. Default: meshcomm-reports.",
-        ),
-    ] = Path("meshcomm-reports"),
-) -> None:
-    """Combine the reports of a job with failed calls. Show which ranks waited, for which ranks, and where."""
-    from meshcomm.jobs.afterwards import report as job
-
-    typer.echo(job(source))
+_DTYPES: Final = ("float32", "bfloat16", "float16")
 
 
-@app.command(cls=Command)
-def doctor(
-    config: Annotated[
-        Path | None,
-        typer.Argument(metavar="[CONFIG]", help="The job's configuration file, for additional checks."),
-    ] = None,
-    world: World = None,
-    json: AsJson = False,
-    everything: Annotated[
-        bool, typer.Option("--all", help="Also show versions, interfaces, limits and ranks.")
-    ] = False,
-    overrides: Overrides = None,
-) -> None:
-    """Find problems with this host, installation and environment, and suggest fixes. Under torchrun, check all ranks.
-
-    The exit code is 1 if a problem would make the job fail.
-    """
-    if config is None and overrides:
-        raise no_config(overrides, "a CONFIG whose settings to override", "meshcomm doctor CONFIG --set ...")
-    from meshcomm.config import load_config
-
-    settings = None if config is None else load_config(config, overrides or ())
-    from meshcomm.doctor import examine, examine_together
-    from meshcomm.doctor.finding import Finding, exit_code, view
-    from meshcomm.jobs.starting import refuse_other_world
-    from meshcomm.launch.rank import as_rank
-    from meshcomm.mesh.environment import find_launch
-
-    try:
-        here = find_launch(os.environ)
-    except LaunchError:
-        # The findings will include the error.
-        here = find_launch({})
-    facts: dict[str, Any] | None = None
-    code = 0
-
-    def together() -> None:
-        nonlocal facts, code
-        timeout_s = _DOCTOR_TIMEOUT_S if settings is None else settings.mesh.timeout_s
-        facts, code = examine_together(settings, here, timeout_s)
-
-    if here.kind == "single":
-        facts = examine(settings, world)
-        code = exit_code(map(Finding.read, facts["findings"]))
-    else:
-        refuse_other_world(here, world)
-        as_rank(together, here, lambda: f"rank {here.rank}")
-    if facts is not None:
-        show_facts(facts, json, partial(view, everything=everything))
-    raise typer.Exit(code)
-
-
-@app.command(cls=Command)
+@command()
 def export(
     source: Annotated[
         Path,
@@ -119,6 +48,41 @@ def export(
     ] = None,
 ) -> None:
     """Write a checkpoint's weights to one safetensors file, or to a folder for transformers, in one process."""
-    from meshcomm.jobs.afterwards import export as job
+    if pretrained and merged:
+        raise ConfigError(
+            "two kinds of output are requested",
+            given="--pretrained, --merged",
+            expected="one of them",
+            hint="use --merged for the full model, or --pretrained for only the adapters",
+        )
+    given = {"--dtype": dtype, "--shard-gb": shard_gb}
+    named = [name for name, value in given.items() if value is not None]
+    if named and not (pretrained or merged):
+        raise ConfigError(
+            f"{' and '.join(named)} without --pretrained or --merged",
+            given=", ".join(named),
+            expected="--dtype and --shard-gb only with one of these options",
+            hint="meshcomm export RUN FOLDER --pretrained",
+        )
+    if dtype not in (None, *_DTYPES):
+        from meshcomm.layout.names import did_you_mean
 
-    typer.echo(job(source, target, pretrained, merged, dtype, shard_gb))
+        raise ConfigError(
+            f"weights cannot be written as {dtype}",
+            given=f"--dtype {dtype}",
+            expected=" or ".join(_DTYPES),
+            hint=did_you_mean(dtype, _DTYPES) or "remove it to keep the dtype of the weights",
+        )
+    import torch
+
+    from meshcomm.train.export import SHARD_BYTES, export_merged, export_pretrained, export_weights
+
+    if pretrained or merged:
+        most = SHARD_BYTES if shard_gb is None else int(shard_gb * 1e9)
+        kind = None if dtype is None else getattr(torch, dtype)
+        write = export_merged if merged else export_pretrained
+        moved = write(source, target, dtype=kind, shard_bytes=most)
+    else:
+        moved = export_weights(source, target)
+    size = f"{moved.tensors} tensors, {moved.bytes / 1e6:.1f} MB"
+    typer.echo(f"{moved.source} -> {moved.target}: step {moved.step}, {size}")

@@ -1,4 +1,4 @@
-"""Commands that show and check a configuration: plan, lint, view, schema."""
+"""`meshcomm plan`: show the dims, groups and ranks of a mesh, or how two meshes differ."""
 
 from __future__ import annotations
 
@@ -7,19 +7,20 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from meshcomm.cli.app import (
+from meshcomm.commands.app import (
     AsJson,
-    Command,
     ConfigFile,
-    Facts,
     Overrides,
     World,
-    app,
+    command,
     discovered_topology,
     show_facts,
 )
+from meshcomm.show.page import Facts
 
 if TYPE_CHECKING:
+    from rich.console import Group, RenderableType
+
     from meshcomm.config import Config
 
 By = Annotated[
@@ -39,7 +40,7 @@ Other = Annotated[
 ]
 
 
-@app.command(cls=Command)
+@command()
 def plan(
     config: ConfigFile,
     world: World = None,
@@ -74,143 +75,87 @@ def plan(
     CONFIG may be a script, NAME.py. The script then runs as rank 0 of --world-size ranks until it has created its mesh
     or DeviceMesh. With --diff, the exit code is 0 if the two configurations are equal, and 1 if they differ.
     """
-    names = "--rank", "--grid", "--by", "--schedule", "--export"
-    values = rank, grid or None, by, schedule or None, export
-    unused = [name for name, value in zip(names, values, strict=True) if value is not None]
-    if diff is not None and unused:
-        said = f"--diff only compares: leave out {' and '.join(unused)}"
-        raise typer.BadParameter(said)
+    if diff is not None:
+        options = {"--rank": rank, "--grid": grid, "--by": by, "--schedule": schedule, "--export": export}
+        if unused := [name for name, value in options.items() if value not in (None, False)]:
+            raise typer.BadParameter(f"--diff only compares: leave out {' and '.join(unused)}")
     if export is not None and (json or schedule):
         raise typer.BadParameter("--export writes only the grid: leave out --json and --schedule")
     from meshcomm.config import load_config
     from meshcomm.config.write import check_ending
-
-    if export is not None:
-        check_ending(export, "--export", ".svg")
-    given: Any = config
-    if config.suffix == ".py":
-        from meshcomm.jobs.dryrun import mesh_made_by
-
-        given = mesh_made_by(config, world)
-    settings = load_config(given, overrides or ()).resolved(world)
-    if diff is not None:
-        _compare(settings, load_config(diff, overrides or ()).resolved(world), world, json)
-    facts, drawn = _facts(settings, world, rank, by, grid or by is not None or export is not None)
-    if export is not None:
-        drawn[0].save(export)
-        typer.echo(f"written: {export}", err=True)
-        return
-    from rich.console import Group
-
-    from meshcomm.show.plan import plan_page
-
-    if schedule:
-        from meshcomm.show.schedule import ScheduleView, schedule_facts
-
-        facts["schedule"] = schedule_facts(settings, world)
-        drawn.append(ScheduleView(facts["schedule"]))
-    show_facts(facts, json, lambda _: Group(*plan_page(facts), *drawn))
-
-
-def _facts(
-    settings: Config, world: int | None, rank: str | None, by: str | None, grid: bool
-) -> tuple[Facts, list[Any]]:
-    """Return the data that describes a plan and, if requested, the grid."""
     from meshcomm.predict.lint import footprint
     from meshcomm.show.grid import RankGrid, grid_facts
     from meshcomm.show.plan import plan_facts, read_rank
+    from meshcomm.show.schedule import schedule_facts
 
-    laid_out, topology = settings.plan(world), discovered_topology(settings)
-    marked = None if rank is None else read_rank(rank, laid_out.layout)
-    facts = plan_facts(laid_out, marked, topology)
-    cost = footprint(settings, laid_out, laid_out.layout.world_size)
+    if export is not None:
+        check_ending(export, "--export", ".svg")
+    given: Any = mesh_made_by(config, world) if config.suffix == ".py" else config
+    settings = load_config(given, overrides or ()).resolved(world)
+    if diff is not None:
+        _compare(settings, load_config(diff, overrides or ()).resolved(world), world, json)
+    mesh, topology = settings.plan(world), discovered_topology(settings)
+    marked = None if rank is None else read_rank(rank, mesh.layout)
+    facts = plan_facts(mesh, marked, topology)
+    cost = footprint(settings, mesh, mesh.layout.world_size)
     if cost.nccl and not cost.undecided:
         facts["footprint"] = cost._asdict()
-    if not grid:
-        return facts, []
-    facts["grid"] = grid_facts(laid_out, _dims(by), topology, marked)
-    return facts, [RankGrid(facts["grid"])]
-
-
-def _compare(a: Config, b: Config, world: int | None, json: bool) -> NoReturn:
-    from meshcomm.show.diff import diff_facts, diff_page
-    from meshcomm.show.page import page_view
-
-    facts = diff_facts(a, b, a.plan(world), b.plan(world))
-    show_facts(facts, json, lambda _: page_view(diff_page(facts)))
-    raise typer.Exit(0 if facts["equal"] else 1)
-
-
-@app.command(cls=Command)
-def lint(
-    config: ConfigFile,
-    world: World = None,
-    strict: Annotated[bool, typer.Option("--strict", help="Exit with code 1 if there is a finding.")] = False,
-    json: AsJson = False,
-    overrides: Overrides = None,
-) -> None:
-    """Report mesh settings that will be slow or fail on the given machines, with the reason and a fix for each."""
-    import resource
-
-    from meshcomm.config import load_config
-    from meshcomm.predict.lint import lint as find
-    from meshcomm.show.lint import lint_facts, lint_text
-    from meshcomm.show.page import Line
-
-    settings = load_config(config, overrides or ())
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    topology = discovered_topology(settings)
-    findings = find(settings, world, topology, None if soft == resource.RLIM_INFINITY else soft)
-    facts = lint_facts(settings, settings.plan(world), topology, findings)
-    show_facts(facts, json, lambda _: Line(lint_text(settings.source, facts, findings)))
-    raise typer.Exit(int(strict and bool(findings)))
-
-
-@app.command(cls=Command)
-def view(
-    target: Annotated[
-        Path,
-        typer.Argument(metavar="CONFIG|RUN", help="A configuration file, or the folder of a training run."),
-    ],
-    world: World = None,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port on 127.0.0.1; 0 selects a free one.")] = 0,
-    export: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Write the current page to one file instead of serving it."),
-    ] = None,
-    overrides: Overrides = None,
-) -> None:
-    """Serve a page that shows the mesh, its traffic and the run's progress in a local browser. Press Ctrl-C to stop."""
-    from meshcomm.config.write import check_ending
-    from meshcomm.errors import ViewError
-    from meshcomm.view.facts import page_facts
-    from meshcomm.view.page import export_page
-    from meshcomm.view.run import find_target
-    from meshcomm.view.server import Server
-
+    if grid or by is not None or export is not None:
+        facts["grid"] = grid_facts(mesh, _dims(by), topology, marked)
     if export is not None:
-        check_ending(export, "--export", ".html", ".htm", kind=ViewError)
-    found = find_target(target, overrides or ())
-    facts = page_facts(found.settings, world, discovered_topology(found.settings))
-    if export is not None:
-        typer.echo(export_page(export, facts, found.folder))
+        RankGrid(facts["grid"]).save(export)
+        typer.echo(f"written: {export}", err=True)
         return
-    with Server(facts, found.folder, port) as server:
-        try:
-            typer.echo(f"{server.url}  ({found.settings.source}; Ctrl-C ends it)")
-            server.serve_forever()
-        except KeyboardInterrupt:
-            typer.echo()
+    if schedule:
+        facts["schedule"] = schedule_facts(settings, world)
+    show_facts(facts, json, view)
 
 
-@app.command(cls=Command)
-def schema() -> None:
-    """Print the JSON schema of configurations, for completion and validation in editors."""
-    from meshcomm.config.schema import schema_text
+def mesh_made_by(script: Path, world: int | None) -> Facts:
+    """Return the configuration of the mesh or DeviceMesh that a script creates as rank 0 of `world`.
 
-    typer.echo(schema_text(), nl=False)
+    Raises LaunchError without `world`, and the same errors as `meshcomm dryrun`.
+    """
+    from meshcomm.dryrun.script import Script, mesh_of_script
+    from meshcomm.mesh.environment import how_many_ranks
+
+    if world is None:
+        raise how_many_ranks("plan")
+    layout, asked, _ = mesh_of_script(Script(script), world)
+    mesh = {
+        "dims": dict(layout.dims),
+        "merge": dict(layout.merge),
+        "views": dict(layout.views),
+        "rank_order": None if layout.rank_order is None else list(layout.rank_order),
+        "ranks": None if asked.mesh.ranks is None else list(asked.mesh.ranks),
+    }
+    return {"mesh": {key: value for key, value in mesh.items() if value}}
 
 
 def _dims(by: str | None) -> str | tuple[str, ...] | None:
     names = None if by is None else tuple(name.strip() for name in by.split(","))
     return names[0] if names is not None and len(names) == 1 else names
+
+
+def _compare(a: Config, b: Config, world: int | None, json: bool) -> NoReturn:
+    from meshcomm.show.diff import diff_facts, diff_view
+
+    facts = diff_facts(a, b, a.plan(world), b.plan(world))
+    show_facts(facts, json, diff_view)
+    raise typer.Exit(0 if facts["equal"] else 1)
+
+
+def view(facts: Facts) -> Group:
+    """Return the tables, then the grid and the schedule if they were asked for, for a rich console."""
+    from rich.console import Group
+
+    from meshcomm.show.grid import RankGrid
+    from meshcomm.show.plan import plan_page
+    from meshcomm.show.schedule import ScheduleView
+
+    parts: list[RenderableType] = [*plan_page(facts)]
+    if "grid" in facts:
+        parts.append(RankGrid(facts["grid"]))
+    if "schedule" in facts:
+        parts.append(ScheduleView(facts["schedule"]))
+    return Group(*parts)

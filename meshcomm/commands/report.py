@@ -1,20 +1,51 @@
-"""`meshcomm report` and `meshcomm export`: analyze or export the output of a finished job."""
+"""`meshcomm report`: combine the reports that the ranks of a job wrote when a call failed."""
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
-from meshcomm.comm.diagnosis import activity, name_of_rank, root_cause
-from meshcomm.errors import ConfigError, LaunchError
-from meshcomm.layout.names import did_you_mean
+import typer
+
+from meshcomm.commands.app import command
+from meshcomm.errors import LaunchError
 
 _OURS: Final = "a file that this version of meshcomm wrote on that rank"
-_DTYPES: Final = ("float32", "bfloat16", "float16")
+
+
+@command()
+def report(
+    source: Annotated[
+        Path,
+        typer.Argument(
+            metavar="[DIR]",
+            help="Folder with the reports of one or more runs. The newest run is read. Default: meshcomm-reports.",
+        ),
+    ] = Path("meshcomm-reports"),
+) -> None:
+    """Combine the reports of a job with failed calls. Show which ranks waited, for which ranks, and where."""
+    typer.echo(combined(source))
+
+
+def combined(folder: Path) -> str:
+    """Return the root cause according to the newest run's reports in `folder`, or in a run's folder, and a line per rank.
+
+    Raises LaunchError if there are no reports, or if one is invalid.
+    """
+    from meshcomm.comm.diagnosis import root_cause
+
+    runs = [path for path in folder.glob("*/") if any(_reports_in(path))]
+    older = ""
+    if runs and not any(_reports_in(folder)):
+        # Folder names begin with the time.
+        folder = max(runs)
+        older = f", the newest of {len(runs)} runs" if len(runs) > 1 else ""
+    statuses = _read(folder)
+    lines = [f"{len(statuses)} report(s) in {folder}{older}", *root_cause(statuses)]
+    return "\n".join([*lines, *(_line(rank, status) for rank, status in statuses.items())])
 
 
 def _reports_in(folder: Path) -> Iterator[tuple[int, Path]]:
@@ -24,28 +55,12 @@ def _reports_in(folder: Path) -> Iterator[tuple[int, Path]]:
             yield int(found[1]), path
 
 
-def newest_run(folder: Path) -> Path:
-    """Return the folder of the most recent run in `folder` that has reports, or `folder` itself if it is a run's folder."""
-    if any(_reports_in(folder)):
-        return folder
-    # Folder names begin with the time.
-    return max((path for path in folder.glob("*/") if any(_reports_in(path))), default=folder)
-
-
-@contextmanager
-def _reading_report(file: Path) -> Iterator[None]:
-    """Raise a LaunchError if the block cannot use the file's content, for example because another program wrote the file."""
-    try:
-        yield
-    except (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
-        given = f"{type(error).__name__}: {error}"
-        raise LaunchError(
-            f"{file} is not a report", given=given, expected=_OURS, hint=f"remove {file}"
-        ) from None
-
-
-def read_reports(folder: Path) -> dict[int, Any]:
+def _read(folder: Path) -> dict[int, Any]:
     """Return the reports in a folder, by rank. Raises LaunchError if there are no reports, or if a report is invalid."""
+    from json import loads
+
+    from meshcomm.comm.diagnosis import root_cause
+
     files = sorted(_reports_in(folder))
     if not files:
         raise LaunchError(
@@ -56,8 +71,8 @@ def read_reports(folder: Path) -> dict[int, Any]:
         )
     statuses = {}
     for rank, file in files:
-        with _reading_report(file):
-            status = json.loads(file.read_text(encoding="utf-8"))
+        with _reading(file):
+            status = loads(file.read_text(encoding="utf-8"))
             if status["rank"] != rank:
                 raise LaunchError(
                     f"{file} is not a report of rank {rank}",
@@ -72,70 +87,23 @@ def read_reports(folder: Path) -> dict[int, Any]:
     return statuses
 
 
-def report(folder: Path) -> str:
-    """Return the root cause according to all reports in a folder, and a line for each rank."""
-    runs = {path for path in folder.glob("*/") if any(_reports_in(path))}
-    folder = newest_run(folder)
-    statuses = read_reports(folder)
-    older = f", the newest of {len(runs)} runs" if folder in runs and len(runs) > 1 else ""
-    lines = [f"{len(statuses)} report(s) in {folder}{older}", *root_cause(statuses)]
-    return "\n".join([*lines, *(_line(rank, status) for rank, status in statuses.items())])
+@contextmanager
+def _reading(file: Path) -> Iterator[None]:
+    """Raise a LaunchError if the block cannot use the file's content, for example because another program wrote the file."""
+    try:
+        yield
+    except (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
+        given = f"{type(error).__name__}: {error}"
+        raise LaunchError(
+            f"{file} is not a report", given=given, expected=_OURS, hint=f"remove {file}"
+        ) from None
 
 
 def _line(rank: int, status: Mapping[str, Any]) -> str:
+    from meshcomm.comm.diagnosis import activity, name_of_rank
+
     failed = status["failed"]
     if failed is None:
         return activity(rank, status)
     call = f"{failed['call']} on {failed['label']}, at {failed['callsite']}"
     return f"{name_of_rank(rank, status)}: {call}: {' '.join(failed['error'])}"
-
-
-def export(
-    source: Path,
-    target: Path,
-    pretrained: bool = False,
-    merged: bool = False,
-    dtype: str | None = None,
-    shard_gb: float | None = None,
-) -> str:
-    """Export the weights of a checkpoint, or of a run's last checkpoint, to a safetensors file or a folder. Return a summary.
-
-    Raises: ConfigError for options that cannot be combined; TrainingError if the export fails.
-    """
-    import torch
-
-    from meshcomm.train.export import SHARD_BYTES, export_merged, export_pretrained, export_weights
-
-    if pretrained and merged:
-        raise ConfigError(
-            "two kinds of output are requested",
-            given="--pretrained, --merged",
-            expected="one of them",
-            hint="use --merged for the full model, or --pretrained for only the adapters",
-        )
-    if pretrained or merged:
-        if dtype not in (None, *_DTYPES):
-            raise ConfigError(
-                f"weights cannot be written as {dtype}",
-                given=f"--dtype {dtype}",
-                expected=" or ".join(_DTYPES),
-                hint=did_you_mean(dtype, _DTYPES) or "remove it to keep the dtype of the weights",
-            )
-        most = SHARD_BYTES if shard_gb is None else int(shard_gb * 1e9)
-        kind = None if dtype is None else getattr(torch, dtype)
-        export = export_merged if merged else export_pretrained
-        return _summary(export(source, target, dtype=kind, shard_bytes=most))
-    given = {"--dtype": dtype, "--shard-gb": shard_gb}
-    if named := [name for name, value in given.items() if value is not None]:
-        raise ConfigError(
-            f"{' and '.join(named)} without --pretrained or --merged",
-            given=", ".join(named),
-            expected="--dtype and --shard-gb only with one of these options",
-            hint="meshcomm export RUN FOLDER --pretrained",
-        )
-    return _summary(export_weights(source, target))
-
-
-def _summary(moved: Any) -> str:
-    size = f"{moved.tensors} tensors, {moved.bytes / 1e6:.1f} MB"
-    return f"{moved.source} -> {moved.target}: step {moved.step}, {size}"

@@ -1,21 +1,126 @@
-"""Shows a ranking of meshes as facts, and as tables that explain it."""
+"""`meshcomm tune`: rank the meshes that can train a config by their predicted step time."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
-from meshcomm.config.parallel import ParallelRole
-from meshcomm.layout.sizes import coords_text
-from meshcomm.predict.estimate import EXPERT_SHARD, REPLICA
-from meshcomm.predict.place import Placement, Ranking, Share
+import typer
+
+from meshcomm.commands.app import AsJson, ConfigFile, Overrides, command, discovered_topology, show_facts
 from meshcomm.show.page import Cells, Column, Facts, Line, View, page_view
-from meshcomm.show.units import bytes_text, count, seconds_text
+from meshcomm.show.units import assumed_text, bytes_text, count, seconds_text
+
+if TYPE_CHECKING:
+    from meshcomm.config import Config, TopologyConfig
+    from meshcomm.predict.place import Placement, Ranking, Share
 
 
-def place_facts(ranking: Ranking, names: Mapping[ParallelRole, str], device: str = "auto") -> Facts:
-    """Return the output of `meshcomm tune` as JSON-serializable data. names: the name of each part's dim. device: the value
-    of mesh.device.
+@command()
+def tune(
+    config: ConfigFile,
+    world: Annotated[
+        int,
+        typer.Option(
+            "--world-size", "--world", min=1, help="Number of processes to distribute the training over."
+        ),
+    ],
+    keep: Annotated[
+        list[str] | None,
+        typer.Option("--keep", metavar="DIM", help="Keep this dim at its size in CONFIG. Repeatable."),
+    ] = None,
+    top: Annotated[int, typer.Option(min=1, help="Number of meshes to show.")] = 10,
+    write: Annotated[
+        Path | None, typer.Option(help="Write the first mesh in the table to this config file.")
+    ] = None,
+    exact: Annotated[
+        bool,
+        typer.Option(
+            "--exact",
+            help="Dry-run the first --top meshes, with one rank of each stage, and rank them by the results.",
+        ),
+    ] = False,
+    json: AsJson = False,
+    overrides: Overrides = None,
+) -> None:
+    """Rank all dim sizes and orders that can train CONFIG by their predicted step time.
+
+    CONFIG may be a model's config.json.
     """
+    from meshcomm.config import load_config
+    from meshcomm.config.of_model import is_of_model, placed_on
+    from meshcomm.predict.place import place_config, write_placement
+
+    settings = load_config(placed_on(config, world) if is_of_model(config) else config, overrides or ())
+    topology = discovered_topology(settings)
+    counts = None
+    if settings.model is not None and settings.model.pretrained is not None:
+        from meshcomm.models.counts import counts_of
+
+        counts = counts_of(settings.model.pretrained)
+    ranking = place_config(settings, world, topology, keep or (), top, counts)
+    facts = facts_of(ranking, settings)
+    if exact:
+        order, ran = dry_runs(ranking, settings, topology)
+        ranking = ranking._replace(placements=tuple(ranking.placements[i] for i in order))
+        facts["placements"] = [{**facts["placements"][i], "exact": ran[i]} for i in order]
+    show_facts(facts, json, view)
+    if write is not None:
+        write_placement(settings, ranking, write)
+        typer.echo(f"written: {write}", err=json)
+
+
+def dry_runs(ranking: Ranking, settings: Config, topology: TopologyConfig) -> tuple[list[int], list[Facts]]:
+    """Dry-run each placement of a ranking, with one rank of each stage.
+
+    Return the placements' order by the results, fastest first and those that exceed the memory last, and the results:
+    seconds of a step, the largest peak memory of a rank, and whether it fits.
+    """
+    from meshcomm.config import load_config
+    from meshcomm.dryrun.rank import pretended_step
+    from meshcomm.dryrun.training import priced
+    from meshcomm.dryrun.world import dry_world
+    from meshcomm.predict.place import placed_data
+
+    ran: list[Facts] = []
+    for placement in ranking.placements:
+        placed = load_config(placed_data(settings, placement)).resolved(ranking.world)
+        assert placed.parallel is not None
+        layout, pipeline = placed.plan(ranking.world).layout, placed.parallel.pipeline
+        first = layout.rank_of(0)
+        stages = [first] if pipeline is None else sorted(map(int, layout.group_of(first, pipeline)))
+        world = dry_world(
+            partial(pretended_step, placed), layout, pipeline, stages, replayed=priced(topology)
+        )
+        assert world.replay is not None
+        peak = max(step.peak.nbytes for step in world.steps.values())
+        fits = peak <= ranking.memory_gb * 1e9
+        ran.append({"step_s": world.replay.seconds, "peak_bytes": peak, "fits": fits})
+    # sorted is stable, so equal placements keep their predicted order.
+    return sorted(range(len(ran)), key=lambda i: (not ran[i]["fits"], ran[i]["step_s"])), ran
+
+
+def facts_of(ranking: Ranking, settings: Config) -> Facts:
+    """Return a ranking for the training in `settings` as JSON-serializable data, with the dims' names in place of parts."""
+    from meshcomm.predict.estimate import EXPERT_SHARD, REPLICA
+
+    assert settings.parallel is not None
+    names = settings.parallel.parts
+    along = {str(part): name for part, name in names.items()}
+    along |= {REPLICA: "experts' copies", EXPERT_SHARD: "experts' shards"}
+
+    def placement_facts(placement: Placement) -> Facts:
+        facts = placement._asdict()
+        del facts["shares"]
+        return facts | {
+            "dims": {names[part]: size for part, size in placement.dims.items()},
+            "expert": {names["expert"]: placement.expert} if "expert" in names else None,
+            "memory_bytes": dict(placement.memory_bytes),
+            "calls": [_call(share, along) for share in placement.shares],
+        }
+
     return {
         "world_size": ranking.world,
         "meshes": ranking.meshes,
@@ -25,25 +130,9 @@ def place_facts(ranking: Ranking, names: Mapping[ParallelRole, str], device: str
         "tflops": ranking.tflops,
         "memory_gbytes": ranking.memory_gb,
         "assumed": list(ranking.assumed),
-        "device": device,
-        "placements": [_facts(placement, names) for placement in ranking.placements],
+        "device": settings.mesh.device,
+        "placements": [placement_facts(placement) for placement in ranking.placements],
     }
-
-
-def _facts(placement: Placement, names: Mapping[ParallelRole, str]) -> Facts:
-    along = {str(part): name for part, name in names.items()} | {
-        REPLICA: "experts' copies",
-        EXPERT_SHARD: "experts' shards",
-    }
-    facts = {
-        **placement._asdict(),
-        "dims": {names[part]: size for part, size in placement.dims.items()},
-        "expert": {names["expert"]: placement.expert} if "expert" in names else None,
-        "memory_bytes": dict(placement.memory_bytes),
-    }
-    del facts["shares"]
-    facts["calls"] = [_call(share, along) for share in placement.shares]
-    return facts
 
 
 def _call(share: Share, along: Mapping[str, str]) -> Facts:
@@ -61,8 +150,8 @@ def _call(share: Share, along: Mapping[str, str]) -> Facts:
     }
 
 
-def place_view(facts: Facts) -> View:
-    """Return `place_facts` for a rich console: the ranking, then a breakdown of the first mesh's step time."""
+def view(facts: Facts) -> View:
+    """Return the ranking for a rich console, then a breakdown of the first mesh's step time."""
     left = f" ({facts['too_large']:,} of them too large for memory)" if facts["too_large"] else ""
     head = (
         f"{facts['meshes']:,} meshes of {facts['world_size']:,} ranks ranked: "
@@ -95,14 +184,6 @@ def place_view(facts: Facts) -> View:
     columns["slow links, most time first"] = ("calls", _crossing)
     ranking = Cells.of([{"number": n, **each} for n, each in enumerate(facts["placements"], 1)], columns)
     return page_view([Line(head), ranking, *map(Line, notes), *_reasons(facts["placements"][0])])
-
-
-def assumed_text(facts: Facts, key: str) -> str:
-    """Return a note that an H100's value is assumed for `topology.<key>`, or "" if the value was set."""
-    if key not in facts["assumed"]:
-        return ""
-    other = "not of mesh.device cpu, " if facts["device"] == "cpu" else ""
-    return f" (of an H100, {other}as topology.{key} is not set)"
 
 
 def _peak(exact: Facts) -> str:
@@ -148,6 +229,8 @@ def _reasons(placement: Facts) -> list[Line | Cells]:
 
 
 def _dims(placement: Facts) -> str:
+    from meshcomm.layout.sizes import coords_text
+
     text = coords_text(placement["dims"])
     if placement["expert"] is None:
         return text

@@ -15,7 +15,7 @@ from typer.main import get_command
 from typer.testing import CliRunner, Result
 
 from meshcomm import __version__
-from meshcomm.cli.app import GROUPS, app
+from meshcomm.commands.app import GROUPS, app
 from meshcomm.config import load_config
 from meshcomm.layout import Layout, Plan
 

@@ -191,7 +191,7 @@ def test_the_facts_of_a_rank_against_the_layout() -> None:
 def test_131072_ranks_need_no_torch_and_little_memory(tmp_path: Path) -> None:
     program = """
 import sys
-from meshcomm.cli import app
+from meshcomm.commands import app
 from typer.testing import CliRunner
 for words in eval(sys.argv[1]):
     done = CliRunner().invoke(app, words)
