@@ -94,7 +94,7 @@ def test_copies_and_other_ranks_reports(tmp_path: Path) -> None:
     (tmp_path / "rank0.json").write_text(json.dumps(REPORT))
     for name in ("rank0-old.json", "rank.json", "ranks.json", "rank 1.json"):
         (tmp_path / name).write_text("[]")
-    assert combined(tmp_path).startswith("1 combined(s)")
+    assert combined(tmp_path).startswith("1 report(s)")
     (tmp_path / "rank1.json").write_text(json.dumps(REPORT))
     with pytest.raises(LaunchError, match=r"rank1.json is not a report of rank 1\n.*rank: 0"):
         combined(tmp_path)

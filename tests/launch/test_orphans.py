@@ -13,7 +13,7 @@ from meshcomm.launch import reaper
 from meshcomm.launch.spawn import launch
 from meshcomm.testing import Pool
 from tests.forked_jobs import Job
-from tests.jobs.test_jobs import CONFIG, alive
+from tests.commands.test_run import CONFIG, alive
 from tests.ports import free_port
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")

@@ -428,7 +428,7 @@ def test_the_reports_of_the_newest_run_are_read(tmp_path: Path) -> None:
         folder.mkdir()
         (folder / f"rank{rank}.json").write_text(json.dumps({**status, "rank": rank}))
     text = combined(tmp_path)
-    assert text.startswith(f"1 combined(s) in {tmp_path / '20261122-000001-two'}, the newest of 2 runs\n")
+    assert text.startswith(f"1 report(s) in {tmp_path / '20261122-000001-two'}, the newest of 2 runs\n")
     assert "rank 5" in text and "rank 3" not in text
     assert "no rank was found waiting for another: the reports do not show a cause" in text
     assert "rank 3" in combined(tmp_path / "20261121-235959-one")

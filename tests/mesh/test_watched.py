@@ -329,7 +329,7 @@ def test_a_call_that_blocks_is_told_of_once_and_may_still_end(pool: Pool, tmp_pa
     )
     # The rank that asked has written a report, too.
     reports = combined(tmp_path / "meshcomm-reports").splitlines()
-    assert reports[0].startswith("4 combined(s) in ") and reports[1].startswith("rank 1 is at "), reports
+    assert reports[0].startswith("4 report(s) in ") and reports[1].startswith("rank 1 is at "), reports
     assert reports[1].partition("; ")[2].startswith("ranks 0 2 3 wait for it in all_reduce"), reports
 
 
