@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import random
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
 from fractions import Fraction
+from io import StringIO
 from pathlib import Path
 from typing import Any, get_args
 from unittest.mock import patch
@@ -36,6 +38,7 @@ from meshcomm.predict.links import Hop, Route, known_machine, span
 from meshcomm.predict.times import COUNTED, OPERATIONS, Operation, bus_factor, counted_bytes, lines
 from meshcomm.reductions import REDUCTIONS
 from meshcomm.testing import Pool
+from tests.commands.shown import Shown, recorded
 
 ROOT = Path(__file__).parents[2]
 SIZES = [1 << power for power in range(10, 27, 4)]
@@ -452,9 +455,6 @@ def test_what_cannot_be_measured_is_refused_before_a_process_starts(
 
 def job(folder: str, byte_s: float) -> tuple[str, str, str]:
     """The body of `meshcomm bench` on this rank, of times that are made up; what it printed and raised."""
-    from contextlib import redirect_stderr, redirect_stdout
-    from io import StringIO
-
     from meshcomm.commands.bench import on_a_rank
 
     def sweep(mesh: Any, wanted: list[Item], rounds: int, *_: Any) -> tuple[list[Measured], list[Any]]:
@@ -490,6 +490,35 @@ def test_a_job_prints_json_and_writes_the_fit(pool: Pool, tmp_path: Path) -> Non
     # Nothing can be fitted: what was measured is shown all the same.
     assert len(json.loads(text)["rows"]) == 2
     assert raised.startswith("these times show no bandwidth: dp") and not (tmp_path / "none").exists()
+
+
+def shown_on_a_rank(folder: str) -> list[Shown]:
+    """What `meshcomm bench --fit` shows on this rank, of times that are made up: as a table, then by --json."""
+    from meshcomm.commands.bench import on_a_rank
+
+    def sweep(mesh: Any, wanted: list[Item], rounds: int, *_: Any) -> tuple[list[Measured], list[Any]]:
+        return [
+            Measured(item, 1, (1e-4 + 1e-9 * item.size_bytes,) * rounds, (1e-4,) * rounds) for item in wanted
+        ], []
+
+    settings = load_config({"mesh": {"dims": {"dp": 2}, "device": "cpu"}, "topology": {"ranks_per_node": 1}})
+    asked = Asked(["sendrecv"], [1024, 1 << 22], (), 1)
+    with (
+        patch("meshcomm.commands.measure.sweep", sweep),
+        recorded() as found,
+        redirect_stdout(StringIO()) as out,
+    ):
+        for json in (False, True):
+            on_a_rank(settings, asked, Path(folder, "b.toml"), json)
+    path = Path(folder, "b.toml")
+    expected = [f"{found[0].table}\nwritten: {path}\n", f"{found[1].json}\n"] if found else []
+    assert out.getvalue() == "".join(expected)
+    return found
+
+
+def test_the_table_shows_nothing_that_json_lacks(pool: Pool, tmp_path: Path) -> None:
+    (table, as_json), nothing = pool.run(shown_on_a_rank, str(tmp_path), ranks=2)
+    assert table.keys == as_json.keys and "links.network" in table.table and nothing == []
 
 
 def test_the_ranks_are_asked_for_what_was_typed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
