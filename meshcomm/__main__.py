@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from meshcomm.cli import main
+from meshcomm.commands import main
 
 if __name__ == "__main__":
     main()

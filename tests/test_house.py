@@ -37,16 +37,13 @@ ORDER = [
     "parallel",
     "models",
     "train",
-    "bench",
     "dryrun",
     "testing",
-    "jobs",
-    "cli",
+    "commands",
     "__main__",
 ]
 WITHOUT_TORCH = {
-    "errors", "collectives", "reductions", "layout", "algorithms", "config", "predict", "show", "view", "cli",
-    "__main__", "__init__",
+    "errors", "collectives", "reductions", "layout", "algorithms", "config", "predict", "show", "view", "__main__", "__init__",
 }  # fmt: skip
 PRIVATE_FILE = "torch_private.py"
 FILES = sorted(path for path in ROOT.rglob("*.py") if path != ROOT / "__init__.py")
@@ -165,7 +162,7 @@ mesh.all_reduce("dp", torch.ones(1))
 mesh.barrier(), mesh.coords, repr(mesh)
 new = sorted(set(sys.modules) - before)
 unneeded = ("torch.distributed.elastic", "torch.distributed.launcher", "rich", "pdb", "xml", "meshcomm.show",
-    "meshcomm.cli", "meshcomm.jobs", "meshcomm.bench", "meshcomm.doctor", "meshcomm.train", "meshcomm.parallel",
+    "meshcomm.commands", "meshcomm.doctor", "meshcomm.train", "meshcomm.parallel",
     "meshcomm.simulator", "meshcomm.testing", "meshcomm.predict", "meshcomm.pattern", "meshcomm.config.root", "meshcomm.config.train",
     "meshcomm.launch", "meshcomm.mesh.tracing", "meshcomm.mesh.stats")
 loaded = [name for name in new if name.startswith(tuple(f"{each}." for each in unneeded)) or name in unneeded]

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import typer
 
-from meshcomm.cli.app import GROUPS, app, first_paragraph
+from meshcomm.commands.app import GROUPS, app, first_paragraph
 
 # Exit codes other than 0 and 2 that a command's help does not describe.
 EXIT_CODES: Final[Mapping[str, str]] = {
@@ -38,7 +38,7 @@ def page() -> str:
         for name in names:
             title_once = title if name == names[0] else ""
             lines.append(
-                f"| {title_once} | [`meshcomm {name}`](#{name}) | {_cell(first_paragraph(commands[name]))} |"
+                f"| {title_once} | [`meshcomm {name}`](#{name}) | {_cell(first_paragraph(commands[name].help))} |"
             )
     for name, one in commands.items():
         lines += ["", f"## {name}", "", *_section(name, one)]
@@ -55,7 +55,7 @@ def _section(name: str, command: Any) -> list[str]:
     arguments = [each for each in command.params if each.param_type_name == "argument"]
     options = [each for each in command.params if each.param_type_name == "option" and not each.hidden]
     words = ["meshcomm", name, *(["[OPTIONS]"] if options else []), *map(_argument, arguments)]
-    if command.context_settings.get("allow_extra_args"):
+    if command.allow_extra_args:
         words.append("[ARGUMENTS]...")
     lines = ["```text", " ".join(words), "```", "", _paragraphs(command.help or "")]
     if arguments or options:

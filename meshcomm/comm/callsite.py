@@ -32,10 +32,10 @@ _LIBRARY: Final = f"{Path(threading.__file__).parent}{os.sep}"
 _DISTRIBUTED: Final = f"{Path(torch.__file__).parent / 'distributed'}{os.sep}"
 # The files in which torch.distributed calls wait.
 C10D: Final = (f"{_DISTRIBUTED}distributed_c10d.py", f"{_DISTRIBUTED}_functional_collectives.py")
-# This part of the package counts as user code.
-_BENCH: Final = f"{Path(__file__).parents[1] / 'bench'}{os.sep}"
 # A command of meshcomm starts here. The frames outside it belong to the library that parses its arguments.
-_COMMANDS: Final = f"{Path(__file__).parents[1] / 'cli'}{os.sep}"
+_COMMANDS: Final = f"{Path(__file__).parents[1] / 'commands'}{os.sep}"
+# This file of the package, which makes the calls of `meshcomm bench`, counts as user code.
+_BENCH: Final = f"{_COMMANDS}measure.py"
 _TRAINING: Final = f"{Path(__file__).parents[1] / 'train'}{os.sep}"
 _COMMAND: Final = -1
 
@@ -47,8 +47,8 @@ class _Ours(dict[str, int]):
     """
 
     def __missing__(self, file: str) -> int:
-        ours = file.startswith(_OURS) and not file.startswith(_BENCH)
-        found = self[file] = _COMMAND if file.startswith(_COMMANDS) else ours
+        ours = file.startswith(_OURS) and file != _BENCH
+        found = self[file] = _COMMAND if ours and file.startswith(_COMMANDS) else ours
         return found
 
 

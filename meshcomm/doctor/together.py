@@ -15,7 +15,7 @@ from typing import Any, Final
 from meshcomm.config import Config, NetworkConfig, ProcessConfig, TopologyConfig
 from meshcomm.doctor import host
 from meshcomm.doctor.examine import examine, versions
-from meshcomm.doctor.finding import Facts, Finding, exit_code
+from meshcomm.doctor.finding import Facts, Finding
 from meshcomm.errors import MeshcommError
 from meshcomm.layout.sizes import ranks_text
 from meshcomm.mesh.devices import choose_device
@@ -65,7 +65,7 @@ def examine_together(settings: Config | None, launch: Launch, timeout_s: float) 
         exposed = exposed_store(at.address, at.port, "MASTER_ADDR=127.0.0.1", launch.world_size)
         if exposed is not None:
             findings.append(Finding.of(exposed, "warn"))
-    code = exit_code(findings)
+    code = int(any(finding.level == "error" for finding in findings))
     store.set("code", str(code))
     # This process may host the store, so it must leave last.
     if came := [f"left/{row['rank']}" for row in rows if row["rank"] != 0]:

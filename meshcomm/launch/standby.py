@@ -29,7 +29,7 @@ COMMAND: Final = ("-P", "-m", "meshcomm")
 
 # The modules that each command imports in rank processes. The key None is for the modules that every command imports.
 _IMPORTED: Final[Mapping[str | None, Sequence[str]]] = {
-    None: ("meshcomm.cli.app", "meshcomm.jobs.running", "meshcomm.mesh.opening"),
+    None: ("meshcomm.commands.processes", "meshcomm.config.read", "meshcomm.mesh.opening"),
     "train": ("meshcomm.train", "torch.distributed.fsdp", "torch.distributed.tensor.parallel"),
 }
 

@@ -51,7 +51,7 @@ _STACK: Final = "{}-stack-{}"
 _CPP: Final = re.compile(r"\b\w+\.(cc|cpp|h|hpp):\d+")
 
 # Frames of code that only started the user's script.
-_STARTERS = tuple(f"{Path(__file__).parents[1]}/{part}" for part in ("jobs/", "launch/"))
+_STARTERS = tuple(f"{Path(__file__).parents[1]}/{part}" for part in ("commands/", "launch/"))
 
 
 @dataclass(frozen=True, slots=True)

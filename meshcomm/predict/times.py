@@ -107,6 +107,12 @@ def bus_factor(operation: Operation, ranks: int) -> Fraction:
     return Fraction(1) if ranks == 1 or operation == "sendrecv" else ROWS[operation].bus(ranks)
 
 
+def bandwidths(operation: Operation, ranks: int, size_bytes: int, seconds: float) -> dict[str, float]:
+    """Return algbw and busbw in GB/s (10^9 bytes/s). algbw is bytes / time, and busbw is counted as in nccl-tests."""
+    algbw = size_bytes / seconds / 1e9
+    return {"algbw_gbytes_s": algbw, "busbw_gbytes_s": algbw * float(bus_factor(operation, ranks))}
+
+
 def counted_bytes(operation: Operation, size_bytes: int, dim: str, ranks: int) -> int:
     """Return the largest size up to `size_bytes` that holds whole float32 elements, with the same number for each rank if
     the operation splits the data.

@@ -11,7 +11,7 @@ from meshcomm.config import Config
 from meshcomm.config.write import key_path, toml
 from meshcomm.layout import Layout, Plan, Ranks
 from meshcomm.layout.sizes import coords_text, fold
-from meshcomm.show.page import Cells, Facts, Line, PagePart
+from meshcomm.show.page import Cells, Facts, Line, PagePart, View, page_view
 
 # How many ranks, and how many groups along one dim, are listed as examples.
 _RANKS: Final = 8
@@ -141,8 +141,12 @@ def _coords(layout: Layout, names: list[str], ranks: Ranks) -> Ranks:
     return coords
 
 
-def diff_page(facts: Facts) -> list[PagePart]:
-    """Return `diff_facts` as lines and tables."""
+def diff_view(facts: Facts) -> View:
+    """Return `diff_facts` for a rich console."""
+    return page_view(_page(facts))
+
+
+def _page(facts: Facts) -> list[PagePart]:
     sources = [Line(f"{side}: {source}") for side, source in zip("ab", facts["sources"], strict=True)]
     first, second = facts["fingerprint"]
     if facts["equal"]:

@@ -10,7 +10,6 @@ from functools import reduce
 from io import StringIO
 from operator import getitem
 from typing import TYPE_CHECKING, Any, Final, Self, TypeAlias, final
-from xml.sax.saxutils import escape
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
@@ -190,6 +189,8 @@ def as_text(what: RenderableType, width: int = _WIDTH) -> str:
 
 def svg_of(what: RenderableType) -> str:
     """Return the output of a wide color console as a self-contained SVG with a light and a dark style."""
+    from html import escape
+
     from rich.cells import cell_len
     from rich.console import Console
     from rich.terminal_theme import SVG_EXPORT_THEME
@@ -205,4 +206,4 @@ def svg_of(what: RenderableType) -> str:
     picture = picture.replace(f"fill: {SVG_EXPORT_THEME.foreground_color.hex}", "fill: var(--ink)")
     # No content is wider than the picture, so clipping is not needed.
     picture = re.sub(r' clip-path="[^"]*"', "", picture)
-    return picture.replace("<style>", f"<title>{escape(lines[0])}</title>\n<style>", 1)
+    return picture.replace("<style>", f"<title>{escape(lines[0], quote=False)}</title>\n<style>", 1)

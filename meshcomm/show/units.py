@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from fractions import Fraction
+from typing import Any
 
 from meshcomm.errors import ConfigError
 
@@ -81,3 +83,11 @@ def read_bytes(text: str) -> int:
             hint="--bytes 64MB",
         )
     return int(size)
+
+
+def assumed_text(facts: Mapping[str, Any], key: str) -> str:
+    """Return a note that an H100's value is assumed for `topology.<key>`, or "" if the value was set."""
+    if key not in facts["assumed"]:
+        return ""
+    other = "not of mesh.device cpu, " if facts["device"] == "cpu" else ""
+    return f" (of an H100, {other}as topology.{key} is not set)"

@@ -13,8 +13,8 @@ from typing import Final
 import torch
 
 import meshcomm
-from meshcomm.bench.measure import in_turn, slowest
 from meshcomm.comm.scheduled import SCHEDULED
+from meshcomm.commands.measure import in_turn, slowest
 from meshcomm.mesh import Mesh
 from meshcomm.show.units import seconds_text
 from tests.benchmarks.table import Row, compare, markdown

@@ -10,8 +10,8 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from meshcomm.bench.measure import in_turn, pair, slowest
 from meshcomm.comm.spans import PASSES, Span, Spans
+from meshcomm.commands.measure import in_turn, pair, slowest
 from meshcomm.config import Config
 from meshcomm.errors import ConfigError
 from meshcomm.mesh import Mesh

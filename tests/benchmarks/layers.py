@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import meshcomm
-from meshcomm.bench.measure import in_turn, slowest
+from meshcomm.commands.measure import in_turn, slowest
 from meshcomm.mesh import Mesh
 from meshcomm.parallel import TensorSplit
 from meshcomm.parallel.context import Order, ring_attention, sequence_positions, ulysses_attention

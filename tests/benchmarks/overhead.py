@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import meshcomm
-from meshcomm.bench.measure import Call, Pair, in_turn, pair
+from meshcomm.commands.measure import Call, Pair, in_turn, pair
 from meshcomm.mesh import Mesh
 from meshcomm.predict.times import OPERATIONS
 from tests.benchmarks.table import Row, compare, comparisons

@@ -16,7 +16,7 @@ from typing import Final
 import torch
 
 import meshcomm
-from meshcomm.bench.measure import slowest
+from meshcomm.commands.measure import slowest
 from meshcomm.config import TrainConfig
 from meshcomm.parallel.tensor.parameters import parameter_of
 from meshcomm.show.units import seconds_text

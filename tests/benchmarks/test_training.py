@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import meshcomm
-from meshcomm.bench.measure import machine_facts
 from meshcomm.comm.spans import Span
+from meshcomm.commands.measure import machine_facts
 from meshcomm.config import Config, load_config
 from meshcomm.errors import ConfigError
 from meshcomm.predict.passes import Costs, orders, timeline

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from meshcomm.bench.measure import in_turn, machine_facts, slowest
+from meshcomm.commands.measure import in_turn, machine_facts, slowest
 from meshcomm.config import Config, load_config
 from meshcomm.errors import ConfigError, UnsupportedOp
 from meshcomm.layout.sizes import coords_text

@@ -28,7 +28,7 @@ TORCH, OWN = Path(torch.__file__).parent, Path(meshcomm.__file__).parent
         (f"{TORCH}titan/train.py", False),
         (f"{TORCH}vision/models/resnet.py", False),
         (f"{OWN}_tools/train.py", False),
-        (OWN / "bench/overhead.py", False),
+        (OWN / "commands/measure.py", False),
         (os.__file__, False),
     ],
 )
@@ -37,7 +37,7 @@ def test_a_package_whose_name_begins_alike_is_the_users(file: str | Path, ours: 
 
 
 TYPER, USER = "/env/lib/python3.11/site-packages/typer/main.py", "/home/me/model.py"
-CLI, STEPS, ALONG = str(OWN / "cli/running.py"), str(OWN / "train/steps.py"), str(OWN / "comm/along.py")
+CLI, STEPS, ALONG = str(OWN / "commands/run.py"), str(OWN / "train/steps.py"), str(OWN / "comm/along.py")
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ import pytest
 from typer.testing import CliRunner
 
 import meshcomm
-from meshcomm.cli import app
+from meshcomm.commands import app
 from meshcomm.config import load_config
 from meshcomm.config.schema import DIALECT, schema
 from meshcomm.errors import ConfigError

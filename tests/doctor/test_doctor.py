@@ -19,7 +19,7 @@ import torch.distributed as dist
 from typer.testing import CliRunner
 
 import meshcomm
-from meshcomm.cli import app
+from meshcomm.commands import app
 from meshcomm.config import Config, MeshConfig, NetworkConfig, ProcessConfig, load_config
 from meshcomm.doctor import Finding, examine, host, together
 from meshcomm.doctor.host import Interface, Limit

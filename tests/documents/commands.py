@@ -18,7 +18,7 @@ all_commands = tool("cli_page").all_commands
 NOT_RUN = {
     "train": "starts its ranks and trains for minutes; tests/train/test_training.py",
     "parity": "trains twice; tests/train/test_parity.py",
-    "bench": "measures for minutes, and never gives the same figures; tests/bench/test_bench.py",
+    "bench": "measures for minutes, and never gives the same figures; tests/commands/test_bench.py",
     "dryrun": "runs some forty ranks; tests/dryrun/test_dryrun.py",
     "doctor": "says what this machine has; tests/doctor/test_doctor.py",
     "export": "wants a run's checkpoint; tests/train/test_checkpoint_safetensors.py",

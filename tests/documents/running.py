@@ -25,7 +25,7 @@ import yaml
 from typer.testing import CliRunner
 
 import meshcomm
-from meshcomm.cli import app
+from meshcomm.commands import app
 from meshcomm.config import Config, load_config
 from meshcomm.errors import RankFailed
 from meshcomm.testing import Pool

@@ -15,7 +15,7 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 import meshcomm
-from meshcomm.cli import app
+from meshcomm.commands import app
 from meshcomm.config import Config, load_config
 from meshcomm.testing import Pool
 from meshcomm.train import Trainer

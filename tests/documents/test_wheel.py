@@ -83,7 +83,7 @@ def test_the_wheel_has_every_file_of_the_package_and_nothing_else(wheel: Path) -
     with zipfile.ZipFile(wheel) as file:
         inside = {name for name in file.namelist() if ".dist-info/" not in name}
     assert inside == {name for name in files_of_the_repository() if name.startswith("meshcomm/")}
-    assert {"meshcomm/py.typed", "meshcomm/cli/starter/config.toml"} <= inside
+    assert {"meshcomm/py.typed", "meshcomm/commands/starter/config.toml"} <= inside
 
 
 def test_the_page_of_the_package_stands_alone(wheel: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -9,15 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from meshcomm.commands import app, dryrun, tune
 from meshcomm.config import load_config
 from meshcomm.dryrun.script import Script
 from meshcomm.errors import MeshcommError
-from meshcomm.jobs.dryrun import dryrun, exactly
 from meshcomm.predict.place import place_config
-from meshcomm.show.dryrun import dry_view
 from meshcomm.show.page import as_text
-from meshcomm.show.place import place_facts, place_view
 
 HEAD = """
 import torch
@@ -83,7 +83,7 @@ PLANTED = {
 
 
 def told(script: Path, ranks: tuple[int, ...] = ()) -> dict[str, Any]:
-    return dryrun(None, (), 16384, Script(script), ranks, 2)
+    return dryrun.dry_run(None, 16384, Script(script), ranks, 2)
 
 
 def test_a_program_that_is_right_is_found_right(tmp_path: Path) -> None:
@@ -98,7 +98,7 @@ def test_a_program_that_is_right_is_found_right(tmp_path: Path) -> None:
         "dp": 1,
     }
     assert facts["part"] == "one step"
-    shown = as_text(dry_view(facts), 120)
+    shown = as_text(dryrun.view(facts), 120)
     # Without [topology] a call has no time, rather than none that the program waits for.
     assert "all calls match" in shown and "no times: " in shown and "exposed" not in shown
     assert re.search(r" at most, between passes in aten.* at \S*train\.py:\d+; ", " ".join(shown.split())), (
@@ -116,7 +116,7 @@ def test_what_is_planted_is_named_in_one_line(tmp_path: Path, name: str) -> None
     lines = [each["what"] for each in facts["findings"]]
     assert lines and all("\n" not in line for line in lines)
     assert any(re.search(said, line) for line in lines), lines
-    shown = as_text(dry_view(facts), 160)
+    shown = as_text(dryrun.view(facts), 160)
     assert "would go wrong" in shown and "train.py:" in shown
 
 
@@ -167,7 +167,7 @@ peak_flops = 989e12
 
 def test_calls_memory_and_time_of_a_training(tmp_path: Path) -> None:
     (tmp_path / "train.toml").write_text(CONFIG)
-    facts = dryrun(tmp_path / "train.toml", (), 32, None, (), 1)
+    facts = dryrun.dry_run(load_config(tmp_path / "train.toml"), 32, None, (), 1)
     assert facts["findings"] == [] and facts["memory"]["fits"] is False
     stages = facts["memory"]["stages"]
     assert [each["stage"] for each in stages] == [0, 1, 2, 3]
@@ -185,19 +185,19 @@ def test_calls_memory_and_time_of_a_training(tmp_path: Path) -> None:
     parts = step["compute_s"] + sum(step["exposed_s"].values()) + sum(step["late_s"].values())
     assert step["seconds"] == pytest.approx(parts) and 0 < step["share_of_peak"] < 1
     assert step["tokens_s"] == pytest.approx(32 * 64 / step["seconds"])
-    shown = as_text(dry_view(facts), 120)
+    shown = as_text(dryrun.view(facts), 120)
     # No line of this package is named: none of them is the user's.
     assert "does NOT fit in" in shown and ".py" not in shown
     assert "assumed: compute at 0.01 TFLOP/s; links" in shown
     # The table of memory has one unit, and fits into a terminal of 80 columns, of a large world too.
     stages[1] |= {"stage": 12, "rank": 131_071}
     stages[2:] = [{**stages[1], "stage": 13}, {**stages[1], "stage": 14}]
-    narrow = as_text(dry_view(facts), 80)
+    narrow = as_text(dryrun.view(facts), 80)
     assert re.search(r"^peak memory in [kMGT]B, .*\nstage +rank .* activations .*$", narrow, re.M), narrow
     assert re.search(r"^12-14  131,071 ", narrow, re.M) and max(map(len, narrow.splitlines())) <= 80, narrow
     # What nobody has said of a rank is named.
     facts["step"] |= {"assumed": ["tflops"], "device": "cpu"}
-    shown = " ".join(as_text(dry_view(facts), 80).split())
+    shown = " ".join(as_text(dryrun.view(facts), 80).split())
     assert "(of an H100, not of mesh.device cpu, as topology.tflops is not set); links" in shown
 
 
@@ -220,7 +220,7 @@ def test_what_a_user_does_wrong_is_told_without_a_traceback(tmp_path: Path) -> N
         ("fails.py", 64, (64,), "rank 64 is not in the mesh"),
     ):
         with pytest.raises(MeshcommError, match=said) as caught:
-            dryrun(None, (), world, Script(tmp_path / name), ranks, 0)
+            dryrun.dry_run(None, world, Script(tmp_path / name), ranks, 0)
         assert "given:" in str(caught.value)
 
 
@@ -230,18 +230,18 @@ def test_place_ranks_its_meshes_by_a_dry_run_where_asked(tmp_path: Path) -> None
     path.write_text(CONFIG.replace("1e-3", "1"))
     settings = load_config(path)
     ranking = place_config(settings, 8, settings.topology, top=2)
-    exact, ran = exactly(settings, ranking, settings.topology)
-    assert sorted(map(str, exact.placements)) == sorted(map(str, ranking.placements))
-    assert [each.step_s for each in ran] == sorted(each.step_s for each in ran) and all(
-        each.fits for each in ran
-    )
+    order, ran = tune.dry_runs(ranking, settings, settings.topology)
+    assert sorted(order) == [0, 1] and all(each["fits"] for each in ran)
+    assert [ran[i]["step_s"] for i in order] == sorted(each["step_s"] for each in ran)
     # What the formula says of memory is near.
-    for placement, each in zip(exact.placements, ran, strict=True):
-        assert sum(placement.memory_bytes.values()) == pytest.approx(each.peak_bytes, rel=0.3)
-    facts = place_facts(exact, settings.parallel.parts if settings.parallel else {})
-    for placement, each in zip(facts["placements"], ran, strict=True):
-        placement["exact"] = each._asdict()
-    assert "dry run" in as_text(place_view(facts), 140)
+    for placement, each in zip(ranking.placements, ran, strict=True):
+        assert sum(placement.memory_bytes.values()) == pytest.approx(each["peak_bytes"], rel=0.3)
+    words = ["tune", str(path), "--world-size", "8", "--top", "2", "--exact"]
+    facts = json.loads(CliRunner().invoke(app, [*words, "--json"]).stdout)
+    for placement, i in zip(facts["placements"], order, strict=True):
+        assert placement["exact"] == ran[i]
+        assert list(placement["dims"].values()) == list(ranking.placements[i].dims.values())
+    assert "dry run" in as_text(tune.view(facts), 140)
 
 
 TRAINER = """
@@ -268,7 +268,7 @@ def test_a_script_with_a_trainer_writes_nothing(tmp_path: Path, monkeypatch: pyt
     config, script = tmp_path / "mine.toml", tmp_path / "mine.py"
     config.write_text(f'[mesh]\ndims = {{ dp = -1, tp = 2 }}\ndevice = "cuda"\n{parts}')
     script.write_text(TRAINER)
-    facts = dryrun(config, (), 128, Script(script, config=config), (), 1)
+    facts = dryrun.dry_run(load_config(config), 128, Script(script, config=config), (), 1)
     assert facts["findings"] == [] and facts["unlike"] == []
     moved = {each["dim"]: {call["call"]: call["calls"] for call in each["calls"]} for each in facts["calls"]}
     assert moved["tp"]["all_reduce"] >= 2 and moved["dp"]["all_reduce"] >= 1

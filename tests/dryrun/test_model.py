@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 pytest.importorskip("transformers")
 
-from meshcomm.cli import app
+from meshcomm.commands import app
 from meshcomm.config import load_config
 from meshcomm.config.of_model import is_of_model, placed_on, training_of
 from meshcomm.config.pretrained import sizes_of

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 import meshcomm
+from meshcomm.commands.dryrun import view as dry_view
 from meshcomm.config import TopologyConfig
 from meshcomm.dryrun.script import ProgramRecorder, Script, recorded_step, script_step
 from meshcomm.dryrun.training import dry_facts, priced
@@ -19,7 +20,6 @@ from meshcomm.dryrun.world import World, dry_world
 from meshcomm.errors import UnsupportedOp
 from meshcomm.layout import Layout
 from meshcomm.mesh import Mesh
-from meshcomm.show.dryrun import dry_view
 from meshcomm.show.page import as_text
 from tests.group_hooks import needs_group_hooks
 

@@ -12,10 +12,11 @@ import torch.distributed as dist
 from typer.testing import CliRunner
 
 import meshcomm
-from meshcomm.cli import app
+from meshcomm.commands import app
+from meshcomm.commands.dryrun import dry_run
+from meshcomm.commands.plan import mesh_made_by
 from meshcomm.dryrun.script import Script
 from meshcomm.errors import LaunchError, RankFailed
-from meshcomm.jobs.dryrun import dryrun, mesh_made_by
 from meshcomm.testing import Pool
 from tests.group_hooks import needs_group_hooks
 from tests.mesh.test_watched import PROGRAMS, START
@@ -124,7 +125,7 @@ def written(folder: Path, name: str) -> Path:
 def test_a_dry_run_calls_what_processes_call(pool: Pool, tmp_path: Path, name: str) -> None:
     path = written(tmp_path, name)
     made = pool.run(as_process, str(path), "none", "0", ranks=4)
-    facts = dryrun(None, (), 4, Script(path, ("none", "0"), steps=0))
+    facts = dry_run(None, 4, Script(path, ("none", "0"), steps=0))
     assert not facts["findings"] and facts["part"] == "the whole program"
     most = most_of(made)
     if name == "ddp":
@@ -137,7 +138,7 @@ def test_a_dry_run_calls_what_processes_call(pool: Pool, tmp_path: Path, name: s
 
 def test_a_large_world_of_a_device_mesh(tmp_path: Path) -> None:
     path = written(tmp_path, "hsdp")
-    facts = dryrun(None, (), 1024, Script(path, ("none", "0")))
+    facts = dry_run(None, 1024, Script(path, ("none", "0")))
     assert facts["dims"] == {"replicate": 256, "shard": 2, "tp": 2}
     assert facts["part"] == "one step" and not facts["findings"] and not facts["unlike"]
     assert {row["dim"] for row in facts["calls"]} == {"replicate", "shard", "tp", "data"}
@@ -164,7 +165,7 @@ def test_ranks_that_call_otherwise_are_named(tmp_path: Path) -> None:
         + "for _ in range(2 + (rank == 3)):\n"
         + "    dist.all_reduce(torch.ones(4), group=mesh['tp'].get_group())\n"
     )
-    facts = dryrun(None, (), 4, Script(path, ("none", "0")))
+    facts = dry_run(None, 4, Script(path, ("none", "0")))
     (finding,) = facts["findings"]
     assert "rank 3 (dp=1 tp=1)" in finding["what"] and "along tp" in finding["what"]
 
@@ -173,10 +174,10 @@ def test_what_cannot_be_pretended_is_named(tmp_path: Path) -> None:
     path = tmp_path / "train.py"
     path.write_text(START + "dist.broadcast_object_list(found := [1], src=1)\nprint(found)\n")
     with pytest.raises(Exception, match="a collective of objects"):
-        dryrun(None, (), 4, Script(path, ("none", "0")))
+        dry_run(None, 4, Script(path, ("none", "0")))
     path.write_text(START + PROGRAMS["pipeline"])
     with pytest.raises(RankFailed, match="dynamic shape inference"):
-        dryrun(None, (), 4, Script(path, ("none", "0")))
+        dry_run(None, 4, Script(path, ("none", "0")))
     path.write_text("print('hello')\n")
     with pytest.raises(LaunchError, match="no call on a torch process group"):
-        dryrun(None, (), 4, Script(path))
+        dry_run(None, 4, Script(path))

@@ -13,8 +13,8 @@ import pytest
 
 from meshcomm.launch.spawn import SAVED, launch
 from meshcomm.testing import Pool
+from tests.commands.test_run import CONFIG, start, written
 from tests.forked_jobs import Job
-from tests.jobs.test_jobs import CONFIG, start, written
 
 
 @pytest.fixture(autouse=True)

@@ -12,8 +12,8 @@ import pytest
 from meshcomm.launch import reaper
 from meshcomm.launch.spawn import launch
 from meshcomm.testing import Pool
+from tests.commands.test_run import CONFIG, alive
 from tests.forked_jobs import Job
-from tests.jobs.test_jobs import CONFIG, alive
 from tests.ports import free_port
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from meshcomm.errors import CollectiveTimeout, MeshcommError
 from meshcomm.mesh.rank_failure import ExceptHooks, backend_error
 from meshcomm.testing import Pool
+from tests.commands.test_run import written
 from tests.forked_jobs import Job
 from tests.group_hooks import needs_group_hooks
-from tests.jobs.test_jobs import written
 
 EXPLAINED = CollectiveTimeout("all_reduce did not end in time")
 Shown = list[BaseException]

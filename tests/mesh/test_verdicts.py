@@ -23,8 +23,8 @@ from meshcomm.comm.diagnosis import BlockedCall, absent, diagnose
 from meshcomm.comm.flight_recorder import FlightRecorder
 from meshcomm.comm.handle import failure
 from meshcomm.comm.p2p_log import Batch
+from meshcomm.commands.report import combined
 from meshcomm.errors import CollectiveTimeout
-from meshcomm.jobs.afterwards import report
 from meshcomm.mesh.rank_record import RecordExchange
 from meshcomm.mesh.watchdog import GRACE_S, CallTimer, Watchdog, WatchOptions
 from meshcomm.testing import Pool
@@ -282,7 +282,7 @@ def test_who_has_not_come_and_what_it_does_instead(pool: Pool, tmp_path: Path, n
         text = text.replace("it was in", "it is in")
         assert all(word in text for word in words), text
         assert took < 30  # on a busy machine; the group's own timeout may be longer
-    said = report(tmp_path) if story.report else ""
+    said = combined(tmp_path) if story.report else ""
     assert all(re.search(pattern, said) for pattern in story.report), said
 
 
@@ -427,19 +427,19 @@ def test_the_reports_of_the_newest_run_are_read(tmp_path: Path) -> None:
         folder = tmp_path / name
         folder.mkdir()
         (folder / f"rank{rank}.json").write_text(json.dumps({**status, "rank": rank}))
-    text = report(tmp_path)
+    text = combined(tmp_path)
     assert text.startswith(f"1 report(s) in {tmp_path / '20261122-000001-two'}, the newest of 2 runs\n")
     assert "rank 5" in text and "rank 3" not in text
     assert "no rank was found waiting for another: the reports do not show a cause" in text
-    assert "rank 3" in report(tmp_path / "20261121-235959-one")
+    assert "rank 3" in combined(tmp_path / "20261121-235959-one")
 
 
 def test_a_folder_without_reports(tmp_path: Path) -> None:
     with pytest.raises(meshcomm.MeshcommError, match="there are no reports in"):
-        report(tmp_path)
+        combined(tmp_path)
     (tmp_path / "rank0.json").write_text("{")
     with pytest.raises(meshcomm.MeshcommError, match=r"rank0.json is not a report"):
-        report(tmp_path)
+        combined(tmp_path)
 
 
 def test_a_call_is_overdue_by_the_clock_alone() -> None:
@@ -561,7 +561,7 @@ def test_a_rank_that_left_out_one_of_many_equal_calls_is_named(pool: Pool, tmp_p
         assert "as call 75" in text
         assert "mesh.step()" in text
         assert "every rank of the group has arrived" not in text
-    lines = report(tmp_path).splitlines()
+    lines = combined(tmp_path).splitlines()
     assert lines[1] == "the ranks of dp made different calls with the sequence number 75:"
     assert lines[2].startswith(f"  rank 3 (dp=3) made barrier, at {__file__}:")
     assert lines[3].startswith(f"  ranks 0 1 2 made all_reduce, at {__file__}:")

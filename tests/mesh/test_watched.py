@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import meshcomm
+from meshcomm.commands.report import combined
 from meshcomm.errors import CallMismatchError, ConfigError, MeshMismatchError, UnsupportedOp
-from meshcomm.jobs.afterwards import report
 from meshcomm.mesh import Watch, watched
 from meshcomm.mesh.watchdog import _is_held
 from meshcomm.testing import Pool
@@ -328,7 +328,7 @@ def test_a_call_that_blocks_is_told_of_once_and_may_still_end(pool: Pool, tmp_pa
         " has waited 1 s in all_reduce along " in said[0] and "rank 1 has not arrived: it is at " in said[0]
     )
     # The rank that asked has written a report, too.
-    reports = report(tmp_path / "meshcomm-reports").splitlines()
+    reports = combined(tmp_path / "meshcomm-reports").splitlines()
     assert reports[0].startswith("4 report(s) in ") and reports[1].startswith("rank 1 is at "), reports
     assert reports[1].partition("; ")[2].startswith("ranks 0 2 3 wait for it in all_reduce"), reports
 

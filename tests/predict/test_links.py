@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from meshcomm.cli import app
+from meshcomm.commands import app
 from meshcomm.config import TopologyConfig, load_config
 from meshcomm.errors import ConfigError
 from meshcomm.layout import Layout

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from meshcomm.cli import app
+from meshcomm.commands import app
 from meshcomm.config import Config, TopologyConfig, load_config
 from meshcomm.config.parallel import ParallelRole
 from meshcomm.errors import ConfigError

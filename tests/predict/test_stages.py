@@ -20,7 +20,7 @@ from torch.distributed.pipelining import (
 )
 from typer.testing import CliRunner
 
-from meshcomm.cli import app
+from meshcomm.commands import app
 from meshcomm.config import load_config
 from meshcomm.config.parallel import PipelineSchedule, runs
 from meshcomm.errors import ConfigError, LayoutError

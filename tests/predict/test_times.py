@@ -20,7 +20,7 @@ from meshcomm.algorithms import (
     tree,
     two_level,
 )
-from meshcomm.cli import app
+from meshcomm.commands import app
 from meshcomm.config import load_config
 from meshcomm.errors import ConfigError
 from meshcomm.predict.links import Hop, Route, known_machine, span

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from typer.testing import CliRunner
 
-from meshcomm.cli import app
+from meshcomm.commands import app
 from meshcomm.config import TopologyConfig, load_config
 from meshcomm.layout import Plan
 

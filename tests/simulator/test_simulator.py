@@ -19,7 +19,7 @@ import torch
 from typer.testing import CliRunner
 
 import meshcomm
-from meshcomm.cli import app
+from meshcomm.commands import app
 from meshcomm.errors import BarrierTimeout, MeshcommError, RankFailed, StoreTimeout, UnsupportedOp
 from meshcomm.mesh import Mesh
 from meshcomm.reductions import REDUCTIONS

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
 from typer.testing import CliRunner
 
 import meshcomm
-from meshcomm.cli import app
+from meshcomm.commands import app
 from meshcomm.config import Config, load_config
 from meshcomm.errors import CommunicationError, ConfigError, TrainingError
 from meshcomm.parallel import whole

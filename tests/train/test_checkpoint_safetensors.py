@@ -14,7 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-from meshcomm.cli import app
+from meshcomm.commands import app
 from meshcomm.errors import TrainingError, UnsupportedOp
 from meshcomm.train.checkpoint_folder import commit, name_of, saving
 from meshcomm.train.checkpoint_reader import SAFETENSORS_NAMES as NAMES

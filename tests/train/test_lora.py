@@ -10,7 +10,7 @@ import torch
 from typer.testing import CliRunner
 
 import meshcomm
-from meshcomm.cli import app
+from meshcomm.commands import app
 from meshcomm.config import Config, load_config
 from meshcomm.errors import ConfigError, MeshcommError
 from meshcomm.models import spec_model

@@ -15,9 +15,9 @@ import pytest
 import torch
 
 import meshcomm
+from meshcomm.commands.parity import view
 from meshcomm.config import Config, load_config
 from meshcomm.errors import ConfigError, LaunchError
-from meshcomm.show.parity import parity_view
 from meshcomm.testing import Pool
 from meshcomm.train.parity import Difference, Record, compare, first, in_float64, record, reference, worst
 from meshcomm.train.parity_job import Blame, Parity, blame, differences, only, suspected
@@ -292,7 +292,7 @@ def shown(parity: Parity) -> str:
     from rich.console import Console
 
     console = Console(width=100, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
-    console.print(parity_view(parity.facts()))
+    console.print(view(parity.facts()))
     console.file.close()
     return console.export_text()
 
@@ -395,7 +395,7 @@ def test_what_cannot_be_compared_is_refused(
 ) -> None:
     from typer.testing import CliRunner
 
-    from meshcomm.cli import app
+    from meshcomm.commands import app
 
     for name, value in env.items():
         monkeypatch.setenv(name, value)

@@ -16,7 +16,7 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 import meshcomm
-from meshcomm.cli import app
+from meshcomm.commands import app
 from meshcomm.config import Config, load_config
 from meshcomm.errors import ConfigError, MeshcommError
 from meshcomm.models.weights import INDEX, SINGLE

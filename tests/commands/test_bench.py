@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import random
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
 from fractions import Fraction
+from io import StringIO
 from pathlib import Path
 from typing import Any, get_args
 from unittest.mock import patch
@@ -16,8 +18,18 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import meshcomm
-from meshcomm.bench.measure import Asked, Item, Measured, chosen_dims, in_turn, items, measured_facts
-from meshcomm.cli import app
+from meshcomm.commands import app
+from meshcomm.commands.bench import fit_facts, view
+from meshcomm.commands.measure import (
+    Asked,
+    Item,
+    Measured,
+    chosen_dims,
+    in_turn,
+    items,
+    measured_facts,
+    row_facts,
+)
 from meshcomm.config import Config, TopologyConfig, load_config
 from meshcomm.errors import ConfigError, UnknownDim
 from meshcomm.layout import Plan
@@ -25,8 +37,8 @@ from meshcomm.predict.fit import ASSUMED, MARK, Time, assumed, fit, fit_links, m
 from meshcomm.predict.links import Hop, Route, known_machine, span
 from meshcomm.predict.times import COUNTED, OPERATIONS, Operation, bus_factor, counted_bytes, lines
 from meshcomm.reductions import REDUCTIONS
-from meshcomm.show.costs import bench_view, fit_facts, row_facts
 from meshcomm.testing import Pool
+from tests.commands.shown import Shown, recorded
 
 ROOT = Path(__file__).parents[2]
 SIZES = [1 << power for power in range(10, 27, 4)]
@@ -289,7 +301,7 @@ def shown(what: Any) -> str:
 
 
 def printed(facts: dict[str, Any]) -> str:
-    return shown(bench_view(facts))
+    return shown(view(facts))
 
 
 def test_the_table_has_every_row_and_what_was_left_out() -> None:
@@ -319,7 +331,7 @@ def test_the_table_has_every_row_and_what_was_left_out() -> None:
 
 def on_ranks(operations: tuple[Operation, ...], lacking: tuple[str, ...]) -> dict[str, Any]:
     """The facts, and for each item under "made" how many calls of either side this rank has made."""
-    from meshcomm.bench.measure import Call, Pair, pair
+    from meshcomm.commands.measure import Call, Pair, pair
 
     made: list[list[int]] = []
 
@@ -341,7 +353,7 @@ def on_ranks(operations: tuple[Operation, ...], lacking: tuple[str, ...]) -> dic
         patch.dict(
             REDUCTIONS, {op: replace(row, wire=replace(row.wire, lacking=("gloo",))) for op, row in lacks}
         ),
-        patch("meshcomm.bench.measure.pair", counted),
+        patch("meshcomm.commands.measure.pair", counted),
         meshcomm.init(**mesh_of, device="cpu", validate_calls=0) as mesh,  # type: ignore[arg-type]
     ):
         asked = Asked(operations, [64, 4099], ("tp", "all"), 1, round_s=0.001)
@@ -436,17 +448,14 @@ def refused(*words: str) -> str:
 def test_what_cannot_be_measured_is_refused_before_a_process_starts(
     folder: Path, monkeypatch: pytest.MonkeyPatch, words: str, said: str
 ) -> None:
-    monkeypatch.setattr("meshcomm.jobs.starting.launch", lambda *_: pytest.fail("a process was started"))
+    monkeypatch.setattr("meshcomm.commands.processes.launch", lambda *_: pytest.fail("a process was started"))
     (folder / "mesh.toml").write_text('mesh = { dims = { dp = 2, tp = 3 }, device = "cpu" }\n')
     assert said in refused("mesh.toml", *words.split())
 
 
 def job(folder: str, byte_s: float) -> tuple[str, str, str]:
     """The body of `meshcomm bench` on this rank, of times that are made up; what it printed and raised."""
-    from contextlib import redirect_stderr, redirect_stdout
-    from io import StringIO
-
-    from meshcomm.jobs.bench import Output, body
+    from meshcomm.commands.bench import on_a_rank
 
     def sweep(mesh: Any, wanted: list[Item], rounds: int, *_: Any) -> tuple[list[Measured], list[Any]]:
         times = [(1e-4 + byte_s * item.size_bytes,) * rounds for item in wanted]
@@ -455,10 +464,9 @@ def job(folder: str, byte_s: float) -> tuple[str, str, str]:
     out, err, raised = StringIO(), StringIO(), ""
     settings = load_config({"mesh": {"dims": {"dp": 2}, "device": "cpu"}, "topology": {"ranks_per_node": 1}})
     asked = Asked(["sendrecv"], [1024, 1 << 22], (), 1)
-    output = Output(True, Path(folder, "b.toml"))
-    with redirect_stdout(out), redirect_stderr(err), patch("meshcomm.bench.measure.sweep", sweep):
+    with redirect_stdout(out), redirect_stderr(err), patch("meshcomm.commands.measure.sweep", sweep):
         try:
-            body(settings, asked, output)
+            on_a_rank(settings, asked, Path(folder, "b.toml"), json=True)
         except ConfigError as error:
             raised = str(error)
     return out.getvalue(), err.getvalue(), raised
@@ -484,6 +492,35 @@ def test_a_job_prints_json_and_writes_the_fit(pool: Pool, tmp_path: Path) -> Non
     assert raised.startswith("these times show no bandwidth: dp") and not (tmp_path / "none").exists()
 
 
+def shown_on_a_rank(folder: str) -> list[Shown]:
+    """What `meshcomm bench --fit` shows on this rank, of times that are made up: as a table, then by --json."""
+    from meshcomm.commands.bench import on_a_rank
+
+    def sweep(mesh: Any, wanted: list[Item], rounds: int, *_: Any) -> tuple[list[Measured], list[Any]]:
+        return [
+            Measured(item, 1, (1e-4 + 1e-9 * item.size_bytes,) * rounds, (1e-4,) * rounds) for item in wanted
+        ], []
+
+    settings = load_config({"mesh": {"dims": {"dp": 2}, "device": "cpu"}, "topology": {"ranks_per_node": 1}})
+    asked = Asked(["sendrecv"], [1024, 1 << 22], (), 1)
+    with (
+        patch("meshcomm.commands.measure.sweep", sweep),
+        recorded() as found,
+        redirect_stdout(StringIO()) as out,
+    ):
+        for json in (False, True):
+            on_a_rank(settings, asked, Path(folder, "b.toml"), json)
+    path = Path(folder, "b.toml")
+    expected = [f"{found[0].table}\nwritten: {path}\n", f"{found[1].json}\n"] if found else []
+    assert out.getvalue() == "".join(expected)
+    return found
+
+
+def test_the_table_shows_nothing_that_json_lacks(pool: Pool, tmp_path: Path) -> None:
+    (table, as_json), nothing = pool.run(shown_on_a_rank, str(tmp_path), ranks=2)
+    assert table.keys == as_json.keys and "links.network" in table.table and nothing == []
+
+
 def test_the_ranks_are_asked_for_what_was_typed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "mesh.toml").write_text('mesh = { dims = { dp = -1, tp = 2 }, device = "cpu" }\n')
     # What bench wrote before is replaced.
@@ -495,9 +532,9 @@ def test_the_ranks_are_asked_for_what_was_typed(folder: Path, monkeypatch: pytes
         started.append((list(arguments), world))
         return 0
 
-    monkeypatch.setattr("meshcomm.jobs.starting.launch", launch)
-    monkeypatch.setattr("meshcomm.jobs.bench.body", lambda *given: bodies.append(given))
-    monkeypatch.setattr("meshcomm.jobs.starting.as_rank", lambda body, *_: body())
+    monkeypatch.setattr("meshcomm.commands.processes.launch", launch)
+    monkeypatch.setattr("meshcomm.commands.bench.on_a_rank", lambda *given: bodies.append(given))
+    monkeypatch.setattr("meshcomm.commands.processes.as_rank", lambda body, *_: body())
     words = "bench mesh.toml --world-size 4 --op reduce --op all_reduce --bytes 4KiB --bytes 64 --dim tp --rounds 3"
     more = "--json --fit b.toml --set mesh.timeout_s=50.0"
     assert CliRunner().invoke(app, [*words.split(), *more.split()]).exit_code == 0
@@ -507,8 +544,8 @@ def test_the_ranks_are_asked_for_what_was_typed(folder: Path, monkeypatch: pytes
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "4"), ("LOCAL_WORLD_SIZE", "4")):
         monkeypatch.setenv(name, value)
     assert CliRunner().invoke(app, arguments[3:]).exit_code == 0
-    ((settings, asked, output),) = bodies
+    ((settings, asked, *output),) = bodies
     assert settings.mesh.timeout_s == 50.0
     assert asked == Asked(("all_reduce", "reduce"), [4096, 64], ["tp"], 3)
-    assert output == (True, Path("b.toml"))
+    assert output == [Path("b.toml"), True]
     assert "--world-size 8 inside a job of 4 processes" in refused("mesh.toml", "--world-size", "8")

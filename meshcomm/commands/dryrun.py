@@ -1,28 +1,153 @@
-"""Shows the results of a dry run on a rich console: verdicts first, then memory, calls and the time of a step."""
+"""`meshcomm dryrun`: run a config's training, or a script, on some ranks of a world that is not available."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import groupby
 from operator import itemgetter
-from typing import Final
+from pathlib import Path
+from time import perf_counter
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
-from meshcomm.layout.sizes import fold, times
+import typer
+
+from meshcomm.commands.app import AsJson, Overrides, World, command, show_facts
+from meshcomm.commands.scripts import First, ScriptCommand, named
+from meshcomm.errors import LaunchError
 from meshcomm.show.page import Cells, Column, Facts, Line, PagePart, View, page_view
-from meshcomm.show.place import assumed_text
-from meshcomm.show.units import bytes_text, count, decimal_unit, seconds_text
+from meshcomm.show.units import assumed_text, bytes_text, count, decimal_unit, seconds_text
+
+if TYPE_CHECKING:
+    from meshcomm.config import Config
+    from meshcomm.dryrun.script import Script
 
 # How many findings are shown with their lines. Any others are only counted.
 _SHOWN: Final = 12
+# Common names of the pipeline dim, used if there is no [parallel].
+_STAGES: Final = ("pp", "pipeline", "pipe", "stage")
 
 
-def dry_view(facts: Facts) -> View:
+@command(ScriptCommand)
+def dryrun(
+    context: typer.Context,
+    first: First = None,
+    second: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[SCRIPT]",
+            help="A Python file to run instead of training as CONFIG describes. All arguments after SCRIPT are passed "
+            "to the script.",
+        ),
+    ] = None,
+    world: World = None,
+    rank: Annotated[list[int] | None, typer.Option(help="Also run this rank. Repeatable.")] = None,
+    sample: Annotated[
+        int,
+        typer.Option(min=0, help="Number of random ranks to run in addition to the representative ranks."),
+    ] = 8,
+    steps: Annotated[
+        int,
+        typer.Option(min=1, help="Stop SCRIPT after this many calls to mesh.step() or Trainer steps."),
+    ] = 2,
+    dims: Annotated[
+        str | None,
+        typer.Option(
+            help="The sizes of pp, dp, fsdp, cp, tp and ep, if CONFIG is a model's config.json.",
+            metavar="NAME=SIZE,...",
+        ),
+    ] = None,
+    json: AsJson = False,
+    overrides: Overrides = None,
+) -> None:
+    """Dry-run a training job or a script for a world that is not available. Check calls, memory and step time.
+
+    The real program runs on tensors without values, as one rank of each kind: first, middle and last along each
+    dim, every stage, every corner, and a random sample. The exit code is 1 if calls do not match, or if memory
+    exceeds topology.memory_gbytes.
+    """
+    from meshcomm.commands.processes import world_of
+    from meshcomm.config import load_config
+    from meshcomm.config.of_model import is_of_model, training_of
+    from meshcomm.dryrun.script import Script
+    from meshcomm.mesh.environment import how_many_ranks
+
+    if first is None:
+        raise LaunchError(
+            "neither CONFIG nor SCRIPT was given",
+            given="no argument",
+            expected="a TOML, JSON or YAML file, or a Python file",
+            hint="meshcomm dryrun [CONFIG] [SCRIPT] [ARGUMENTS]",
+        )
+    of_model = is_of_model(first)
+    if (dims is not None) != of_model:
+        raise LaunchError(
+            "a model's config.json contains no dim sizes"
+            if of_model
+            else "--dims requires a model's config.json",
+            given=f"{first}{'' if dims is None else f', --dims {dims}'}",
+            expected="a model's config.json and --dims, or a configuration without --dims",
+            hint=f"meshcomm dryrun {first} --dims pp=16,fsdp=64,tp=8"
+            if of_model
+            else "--set mesh.dims={dp=8,tp=2}",
+        )
+    config: Path | dict[str, Any] | None = first
+    script = None
+    if of_model:
+        config = training_of(first, dims or "")
+    elif first.suffix == ".py" or second is not None:
+        config, path, arguments = named("dryrun", first, second, context.args, overrides)
+        script = Script(path, tuple(arguments), config, tuple(overrides or ()), steps)
+    if config is None and world is None:
+        raise how_many_ranks("dryrun")
+    settings = None if config is None else load_config(config, overrides or ())
+    facts = dry_run(settings, world_of(settings, world), script, rank or (), sample)
+    show_facts(facts, json, view)
+    raise typer.Exit(1 if facts["findings"] or facts["memory"]["fits"] is False else 0)
+
+
+def dry_run(
+    settings: Config | None,
+    world: int,
+    script: Script | None = None,
+    ranks: Sequence[int] = (),
+    sample: int = 8,
+) -> Facts:
+    """Run `script`, or the training in `settings`, on representative ranks of `world`. Return the results as plain data.
+
+    ranks, sample: additional ranks to run, see `chosen`.
+    Raises ConfigError, LaunchError, RankFailed; LayoutError for a rank that does not exist.
+    """
+    from meshcomm.dryrun.script import mesh_of_script, script_step
+    from meshcomm.dryrun.training import dry_facts, dry_training, priced
+    from meshcomm.dryrun.world import chosen, dry_world
+    from meshcomm.predict.links import discovered
+
+    began = perf_counter()
+    if script is None:
+        assert settings is not None
+        return dry_training(settings, world, ranks, sample)
+    layout, asked, objects = mesh_of_script(script, world)
+    parallel = getattr(asked, "parallel", None)
+    topology = discovered((settings or asked).topology, os.environ)
+    stages = None if parallel is None else parallel.pipeline
+    # Without a configuration, look for a dim with a common name.
+    pipeline = stages or next((dim for dim in layout.dims if dim in _STAGES), None)
+    first = chosen(layout, pipeline, also=ranks, sample=sample)
+    program = partial(script_step, script._replace(objects=objects))
+    found = dry_world(program, layout, pipeline, first, replayed=priced(topology))
+    return dry_facts(found, None, topology, perf_counter() - began)
+
+
+def view(facts: Facts) -> View:
     """Return a dry run's facts for a rich console."""
     return page_view([*_page(facts)])
 
 
 def _page(facts: Facts) -> Iterator[PagePart]:
+    from meshcomm.layout.sizes import fold, times
+
     ran, world = facts["ran"], facts["world_size"]
     whole = len(ran) == world
     of = "each" if whole else f"{len(ran)} of them, {fold(ran)}"

@@ -1,4 +1,4 @@
-"""Start the processes of a command, one per rank on this host or, inside a launcher, only this rank."""
+"""Start the processes of a command: one per rank on this host or, inside a launcher, only this rank. Imports torch."""
 
 from __future__ import annotations
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from math import ceil
+from statistics import median
 from typing import Any, Final, NamedTuple, TypeAlias, assert_never
 
 import torch
@@ -25,8 +26,8 @@ from meshcomm.errors import ConfigError, UnsupportedOp
 from meshcomm.layout import Family, Plan
 from meshcomm.mesh import Mesh
 from meshcomm.predict.links import Machine, machine, span
-from meshcomm.predict.times import COUNTED, DTYPE_BYTES, Operation, counted_bytes
-from meshcomm.show.costs import row_facts
+from meshcomm.predict.times import COUNTED, DTYPE_BYTES, Operation, bandwidths, counted_bytes
+from meshcomm.show.page import Facts
 
 # The target duration of a round, long enough that clock resolution and call startup do not matter.
 ROUND_S: Final = 0.02
@@ -289,8 +290,8 @@ class Asked:
     round_s: float = ROUND_S
 
 
-def measured_facts(mesh: Mesh, asked: Asked, topology: TopologyConfig, progress: bool) -> dict[str, Any]:
-    """Run the measurements and return JSON-serializable data for `bench_view`.
+def measured_facts(mesh: Mesh, asked: Asked, topology: TopologyConfig, progress: bool) -> Facts:
+    """Run the measurements and return JSON-serializable data.
 
     topology: as `discovered` returns it. progress: whether this rank reports progress on stderr if stderr is a terminal.
     Called by: every rank of the mesh. Raises UnknownDim and ConfigError, on all ranks.
@@ -317,19 +318,40 @@ def measured_facts(mesh: Mesh, asked: Asked, topology: TopologyConfig, progress:
     }
 
 
-def _dim_facts(mesh: Mesh, family: Family, where: Machine | None) -> dict[str, Any]:
+def row_facts(
+    dim: str,
+    ranks: int,
+    operation: Operation,
+    size_bytes: int,
+    calls: int,
+    seconds: tuple[Sequence[float], Sequence[float]],
+) -> Facts:
+    """Return one row. seconds: the slowest rank's seconds per call in each round, for meshcomm and for torch.
+
+    Times are medians over the rounds, ratio is the median of the rounds' ratios, and bandwidths are computed from the medians.
+    """
+    ratio = median(a / b for a, b in zip(*seconds, strict=True))
+    facts: Facts = {"dim": dim, "operation": operation, "bytes": size_bytes, "calls": calls, "ratio": ratio}
+    for who, times in zip(("meshcomm", "torch"), seconds, strict=True):
+        usual = median(times)
+        spread = {"seconds": usual, "least_s": min(times), "most_s": max(times)}
+        facts[who] = spread | bandwidths(operation, ranks, size_bytes, usual)
+    return facts
+
+
+def _dim_facts(mesh: Mesh, family: Family, where: Machine | None) -> Facts:
     link = None if where is None else span(mesh.layout.groups(family.name), where).slowest
     facts = {"dim": family.name, "size": family.size, "groups": family.count}
     return facts | {"backend": family.options.backend, "link": link}
 
 
-def machine_facts(mesh: Mesh) -> dict[str, Any]:
+def machine_facts(mesh: Mesh) -> Facts:
     """Return this rank's host and device, the host's one-minute load average, and the number of hosts in the mesh.
 
     Called by: every rank of the mesh.
     """
     on_cuda = mesh.device.type == "cuda"
-    facts: dict[str, Any] = {
+    facts: Facts = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "hosts": _hosts(mesh),
         "cpus": os.cpu_count() or 1,

@@ -11,7 +11,7 @@ import pytest
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from meshcomm.cli.app import GROUPS, app
+from meshcomm.commands.app import GROUPS, app
 
 ROOT = Path(__file__).parents[2]
 QUICK = str(ROOT / "configs/quickstart.toml")
@@ -19,7 +19,7 @@ NOISE = bytes(range(255, -1, -1))
 
 # What each command is given beside the wrong file, where it wants more; "FILE" stands for the file.
 WORDS: dict[str, list[list[str]]] = {
-    "new": [],  # it makes a missing folder; tests/cli/test_cli.py
+    "new": [],  # it makes a missing folder; tests/commands/test_app.py
     "run": [["FILE", "good.py"], ["--world-size", "2", "FILE"], [QUICK, "FILE"]],
     "train": [["FILE"]],
     "simulate": [["FILE", "good.py"], ["--world-size", "2", "FILE"], [QUICK, "FILE"]],

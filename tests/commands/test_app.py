@@ -6,7 +6,9 @@ import ast
 import inspect
 import json
 import re
-import textwrap
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +17,12 @@ from typer.main import get_command
 from typer.testing import CliRunner, Result
 
 from meshcomm import __version__
-from meshcomm.cli.app import GROUPS, app
+from meshcomm.commands.app import GROUPS, app, function_of
 from meshcomm.config import load_config
 from meshcomm.layout import Layout, Plan
+from meshcomm.train.parity import Difference
+from meshcomm.train.parity_job import Blame, Parity
+from tests.commands.shown import COMMANDS, recorded
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = """
@@ -37,14 +42,102 @@ def meshcomm(*words: str) -> Result:
 # -- options ----------------------------------------------------------------------------------------
 
 
+def unread(source: str) -> Iterator[str]:
+    """The parameters that a function does not read. Those of a class's methods are left out: a base class decides them."""
+    tree = ast.parse(source)
+    methods = {each for node in ast.walk(tree) if isinstance(node, ast.ClassDef) for each in node.body}
+    for function in ast.walk(tree):
+        if isinstance(function, ast.FunctionDef) and function not in methods:
+            body = [node for statement in function.body for node in ast.walk(statement)]
+            read = {node.id for node in body if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+            given = function.args
+            for parameter in (*given.posonlyargs, *given.args, *given.kwonlyargs):
+                if parameter.arg not in read:
+                    yield f"{function.name}: {parameter.arg}"
+
+
 def test_every_option_of_a_command_is_read() -> None:
-    """One that a command takes and does not look at would have no effect, in silence."""
-    for command in [each.callback for each in app.registered_commands]:
-        (function,) = ast.parse(textwrap.dedent(inspect.getsource(command))).body
-        assert isinstance(function, ast.FunctionDef)
-        body = [node for statement in function.body for node in ast.walk(statement)]
-        read = {node.id for node in body if isinstance(node, ast.Name)}
-        assert {argument.arg for argument in function.args.args} <= read, function.name
+    """One that a command takes, or hands on to a function of its file that does not look at it, would have no effect."""
+    planted = (
+        "def plan(world, grid):\n    drawn = facts(world, grid)\ndef facts(world, grid):\n    grid = world"
+    )
+    assert [*unread(planted)] == ["facts: grid"]
+    files = {Path(inspect.getfile(function_of(name))) for name in COMMANDS}
+    assert len(files) == len(COMMANDS) > 12
+    for file in files:
+        assert [*unread(file.read_text())] == [], file
+
+
+# -- what is shown ----------------------------------------------------------------------------------
+
+QUICK, MESH, GPT = (str(ROOT / "configs" / f"{name}.toml") for name in ("quickstart", "mesh", "gpt_1024"))
+NODES = ("--set", "topology.ranks_per_node=4")
+# For each command with --json, words that show every part of its table.
+SHOWN: dict[str, list[tuple[str, ...]]] = {
+    "plan": [(QUICK, "--rank", "5", "--grid", "--schedule", *NODES), (GPT, "--world-size", "64"), (MESH, "--diff", QUICK)],
+    "lint": [(GPT, "--world-size", "1024", "--set", "mesh.dims={ tp = 16, dp = 16, pp = 4 }"), (QUICK,)],
+    "doctor": [(QUICK, "--all"), ()],
+    "parity": [(QUICK, "--world-size", "8")],
+    "costs": [(GPT, "--world-size", "64", "--bytes", "1MiB")],
+    "tune": [(QUICK, "--world-size", "8", "--top", "2", *NODES)],
+    "dryrun": [(QUICK, "--world-size", "8", "--sample", "0", "--set", "topology.memory_gbytes=1", *NODES)],
+}  # fmt: skip
+# Of these commands ranks show the result: test_bench.py.
+ON_RANKS = ("bench",)
+
+
+def test_every_command_with_json_is_looked_at() -> None:
+    commands: Any = get_command(app)
+    with_json = [
+        name for name, one in commands.commands.items() if "json" in [each.name for each in one.params]
+    ]
+    assert sorted(with_json) == sorted([*SHOWN, *ON_RANKS])
+
+
+@pytest.mark.parametrize(
+    ("command", "words"), [(name, words) for name, every in SHOWN.items() for words in every]
+)
+def test_a_table_shows_nothing_that_json_lacks(
+    command: str, words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`recorded` draws each table from what --json prints, too. Nothing else is printed beside it."""
+    monkeypatch.setattr("meshcomm.train.parity_job.prove", lambda *_: DIFFERENT)
+    with recorded() as shown:
+        printed = [CliRunner().invoke(app, [command, *words, *json]).stdout for json in ((), ("--json",))]
+    table, as_json = shown
+    assert printed == [f"{table.table}\n", f"{as_json.json}\n"] and table.table
+    assert table.keys == as_json.keys
+
+
+DIFFERENT = Parity(
+    load_config(QUICK),
+    20,
+    1e-9,
+    ("a note",),
+    (Difference("loss", "step 1", 0.0, 0.0), Difference("gradient norm", "step 1", 2e-3, 1e-3)),
+    Difference("gradient norm", "step 1", 2e-3, 1e-3),
+    Blame(("dp",), 8, None),
+    "in float32",
+)
+
+
+# -- start ------------------------------------------------------------------------------------------
+
+
+def test_help_and_the_file_of_a_command_load_nothing_that_takes_time() -> None:
+    program = """
+import sys
+from meshcomm.commands.app import GROUPS, app, function_of
+from typer.testing import CliRunner
+assert CliRunner().invoke(app, ["nonsense"]).exit_code == 2
+print([name for name in sys.modules if name.startswith("meshcomm.commands.")])
+for names in GROUPS.values():
+    for name in names:
+        function_of(name)
+print([name for name in ("torch", "numpy", "meshcomm.config.read", "meshcomm.layout") if name in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)
+    assert done.stdout.splitlines() == ["['meshcomm.commands.app']", "[]"], done.stderr
 
 
 # -- help -------------------------------------------------------------------------------------------
@@ -64,9 +157,9 @@ def test_help_has_every_command_once_under_its_group_and_cuts_nothing(
     assert listed == [name for names in GROUPS.values() for name in names]
     assert [title for title, _ in found if title in GROUPS] == list(GROUPS)
     words = " ".join(text.split())
-    for command in app.registered_commands:
-        assert command.callback is not None and command.callback.__doc__ is not None
-        assert " ".join(command.callback.__doc__.split("\n\n")[0].split()) in words
+    for name in COMMANDS:
+        text = function_of(name).__doc__
+        assert text is not None and " ".join(text.split("\n\n")[0].split()) in words
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import psutil
 import pytest
 from typer.testing import CliRunner
 
-from meshcomm.cli import app
+from meshcomm.commands import app
 from meshcomm.testing import Pool
 from tests.forked_jobs import Job
 
@@ -255,7 +255,7 @@ def test_files_of_the_working_directory_hide_no_library(tmp_path: Path) -> None:
 def test_a_wrong_config_is_refused_before_torch_is_loaded(tmp_path: Path) -> None:
     program = """
 import sys
-from meshcomm.cli import app
+from meshcomm.commands import app
 from typer.testing import CliRunner
 for words in (["train", "mesh.toml"], ["parity", "mesh.toml"], ["run", "mesh.toml", "script.py"]):
     command, *rest = words

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from meshcomm.commands.report import combined
 from meshcomm.errors import LaunchError
-from meshcomm.jobs.afterwards import report
 
 GROUP: dict[str, Any] = {
     "label": "dp",
@@ -86,7 +86,7 @@ def refused_or_read(read: Callable[[Path], object], whole: Any, file: Path, give
 
 
 def test_damaged_reports_are_refused_by_name(tmp_path: Path) -> None:
-    readable, refused = refused_or_read(report, REPORT, tmp_path / "rank0.json", tmp_path)
+    readable, refused = refused_or_read(combined, REPORT, tmp_path / "rank0.json", tmp_path)
     assert readable > 50 and refused > 100
 
 
@@ -94,10 +94,10 @@ def test_copies_and_other_ranks_reports(tmp_path: Path) -> None:
     (tmp_path / "rank0.json").write_text(json.dumps(REPORT))
     for name in ("rank0-old.json", "rank.json", "ranks.json", "rank 1.json"):
         (tmp_path / name).write_text("[]")
-    assert report(tmp_path).startswith("1 report(s)")
+    assert combined(tmp_path).startswith("1 report(s)")
     (tmp_path / "rank1.json").write_text(json.dumps(REPORT))
     with pytest.raises(LaunchError, match=r"rank1.json is not a report of rank 1\n.*rank: 0"):
-        report(tmp_path)
+        combined(tmp_path)
     (tmp_path / "rank1.json").write_bytes(b"\xff\xfe")
     with pytest.raises(LaunchError, match=r"rank1.json is not a report"):
-        report(tmp_path)
+        combined(tmp_path)

@@ -17,9 +17,9 @@ import meshcomm
 from meshcomm.config import load_config
 from meshcomm.config.write import write_whole
 from meshcomm.errors import ConfigError, LayoutError, UnknownDim
-from meshcomm.show.diff import diff_facts, diff_page
+from meshcomm.show.diff import diff_facts, diff_view
 from meshcomm.show.grid import RankGrid, grid_facts
-from meshcomm.show.page import as_text, page_view
+from meshcomm.show.page import as_text
 from meshcomm.show.plan import plan_facts, plan_view, read_rank
 from tests.show.shown import (
     GPT,
@@ -191,7 +191,7 @@ def test_the_facts_of_a_rank_against_the_layout() -> None:
 def test_131072_ranks_need_no_torch_and_little_memory(tmp_path: Path) -> None:
     program = """
 import sys
-from meshcomm.cli import app
+from meshcomm.commands import app
 from typer.testing import CliRunner
 for words in eval(sys.argv[1]):
     done = CliRunner().invoke(app, words)
@@ -225,7 +225,7 @@ def test_no_line_is_wider_than_the_console_and_no_word_of_a_table_is_broken(widt
         load_config(ROOT / MESH).resolved(8),
         load_config(ROOT / MESH, ["mesh.dims={ dp = 2, tp = 2, pp = 2 }", "mesh.views="]),
     )
-    shown = [page_view(diff_page(diff_facts(a, b, a.plan(8), b.plan(8))))]
+    shown = [diff_view(diff_facts(a, b, a.plan(8), b.plan(8)))]
     deep = {"dims": {"a": 2, "b": 3, "c": 4, "d": 2, "e": 5}, "merge": {"all_of_them": ["a", "b", "c"]}}
     sources = ((ROOT / MESH, 8, 5), (ROOT / GPT, 131_072, 130_777), ({"mesh": deep}, 240, 200))
     for source, world, rank in (*sources, (ROOT / LLAMA, None, 9_999), (ROOT / QUICK, 8, 3)):

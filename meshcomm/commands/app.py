@@ -1,11 +1,13 @@
-"""The `meshcomm` command, and the options that several commands share."""
+"""The `meshcomm` command, which finds each command in its file, and the options that several commands share."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar, cast
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -16,8 +18,10 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from meshcomm.config import Config, TopologyConfig
+    from meshcomm.show.page import Facts
 
-Facts = dict[str, Any]
+F = TypeVar("F", bound=Callable[..., None])
+
 # Variables in which torchrun, Slurm, Open MPI, MPICH, MVAPICH, jsrun, Flux and PALS store a process's index on its host.
 _LOCAL_RANKS: Final = (
     "LOCAL_RANK",
@@ -50,18 +54,63 @@ class Command(TyperCommand):
         return ["[OPTIONS]", *arguments, *["[ARGUMENTS]..."] * ctx.allow_extra_args]
 
 
+_DECLARED: Final[dict[str, typer.Typer]] = {}
+
+
+def command(cls: type[TyperCommand] = Command) -> Callable[[F], F]:
+    """Declare a command: a function with the name of its file. Its parameters are the command's arguments and options."""
+
+    def declare(function: F) -> F:
+        one = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+        one.command(cls=cls)(function)
+        _DECLARED[function.__name__] = one
+        return function
+
+    return declare
+
+
+def function_of(name: str) -> Callable[..., None]:
+    """Return the function that declares a command. Imports the command's file."""
+    return cast("Callable[..., None]", getattr(import_module(f"meshcomm.commands.{name}"), name))
+
+
+@cache
+def _made(name: str) -> Any:
+    function_of(name)
+    return typer.main.get_command(_DECLARED[name])
+
+
+class _Files(Mapping[str, Any]):
+    """The commands by name, in the order of GROUPS. A command's file is imported when the command is looked up."""
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in [*self]:
+            raise KeyError(name)
+        return _made(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for names in GROUPS.values() for name in names)
+
+    def __len__(self) -> int:
+        return sum(map(len, GROUPS.values()))
+
+
 class Commands(TyperGroup):
     """The group of all commands. If a command raises MeshcommError, the error is printed to stderr, and the exit code is 2."""
 
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__(**attributes)
+        self.commands = cast("Any", _Files())
+
     def list_commands(self, ctx: Any) -> list[str]:
         """Return the names in the order of GROUPS."""
-        return [name for names in GROUPS.values() for name in names]
+        return [*self.commands]
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """List every command, group by group, with the full first paragraph of its help."""
         widest = max(map(len, self.commands))
         for title, names in GROUPS.items():
-            rows = [(name.ljust(widest), first_paragraph(self.commands[name])) for name in names]
+            rows = [(name.ljust(widest), first_paragraph(function_of(name).__doc__)) for name in names]
             with formatter.section(title):
                 formatter.write_dl(rows)
 
@@ -87,9 +136,9 @@ def _first_of_host(env: Mapping[str, str]) -> bool:
     return next((env[name] for name in _LOCAL_RANKS if name in env), "0") == "0"
 
 
-def first_paragraph(command: Any) -> str:
+def first_paragraph(text: str | None) -> str:
     """Return the first paragraph of a command's help, on one line."""
-    return " ".join((command.help or "").strip().split("\n\n")[0].split())
+    return " ".join((text or "").strip().split("\n\n")[0].split())
 
 
 app = typer.Typer(
@@ -122,6 +171,14 @@ Operations = Annotated[
     list[str] | None,
     typer.Option("--op", help="Operation: all_reduce, all_gather, ..., sendrecv. Repeatable. Default: all."),
 ]
+Replace = Annotated[
+    int | None,
+    typer.Option(
+        min=0,
+        help="Replace up to this many lost ranks with new processes while the other ranks stay alive. Overrides "
+        "elastic.replace; see docs/guide/elastic.md.",
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 
 
@@ -153,6 +210,11 @@ def _commands(version: Version = False) -> None:
     pass
 
 
+def replacing(overrides: Sequence[str] | None, replace: int | None) -> list[str]:
+    """Return the overrides, with elastic.replace as in `--replace`, if given."""
+    return [*(overrides or ()), *([] if replace is None else [f"elastic.replace={replace}"])]
+
+
 def no_config(overrides: Sequence[str], expected: str, hint: str) -> ConfigError:
     """Return the error for --set without a config."""
     given = " ".join(f"--set {override}" for override in overrides)
@@ -166,18 +228,16 @@ def discovered_topology(settings: Config) -> TopologyConfig:
     return discovered(settings.topology, os.environ)
 
 
-def show(what: RenderableType) -> None:
-    """Print a rich renderable at the width of the terminal, or 100 columns if there is none."""
-    from meshcomm.show.page import terminal
+def show_facts(facts: Facts, json: bool, view: Callable[[Facts], RenderableType], width: int = 100) -> None:
+    """Print facts as JSON, or as rendered by `view`, at the width of the terminal, or `width` columns if there is none.
 
-    terminal().print(what, crop=False)
-
-
-def show_facts(facts: Facts, json: bool, view: Callable[[Facts], RenderableType]) -> None:
-    """Print plain data as JSON, or as rendered by `view`."""
-    from json import dumps
-
+    `view` reads nothing but the facts, so that `--json` lacks nothing that a table shows. tests/commands/test_app.py checks it.
+    """
     if json:
+        from json import dumps
+
         typer.echo(dumps(facts, indent=2))
     else:
-        show(view(facts))
+        from meshcomm.show.page import terminal
+
+        terminal(width).print(view(facts), crop=False)

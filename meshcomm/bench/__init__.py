@@ -1,1 +1,0 @@
-"""Benchmarks that compare meshcomm with plain torch.distributed in the same run."""

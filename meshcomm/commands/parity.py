@@ -1,0 +1,137 @@
+"""`meshcomm parity`: compare training on a mesh with training in one process."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Final
+
+import typer
+
+from meshcomm.commands.app import AsJson, ConfigFile, Overrides, World, command, show_facts
+from meshcomm.commands.scripts import ScriptCommand, found
+from meshcomm.errors import LaunchError
+from meshcomm.show.page import Cells, Facts, Line, View, page_view
+
+if TYPE_CHECKING:
+    from meshcomm.config import Config
+
+# How many parameters the table has at most.
+_ROWS: Final = 10
+
+
+@command(ScriptCommand)
+def parity(
+    context: typer.Context,
+    config: ConfigFile,
+    script: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[SCRIPT]",
+            help="A Python file that creates a meshcomm.train.Trainer on the mesh of meshcomm.init(). All arguments "
+            "after SCRIPT are passed to the script.",
+        ),
+    ] = None,
+    steps: Annotated[
+        int | None,
+        typer.Option(min=1, help="Number of steps to compare. Default: 20, or all if there are fewer."),
+    ] = None,
+    world: World = None,
+    tolerance: Annotated[
+        float, typer.Option(min=0.0, help="Largest relative difference that counts as equal.")
+    ] = 1e-9,
+    json: AsJson = False,
+    overrides: Overrides = None,
+) -> None:
+    """Compare losses, norms, gradients and weights between training on the mesh and in one process, in float64.
+
+    The exit code is 1 if they differ. Smaller meshes are then run to find the first dim that causes a difference.
+    """
+    given = None
+    if script is not None:
+        path = found(Path(script), "meshcomm parity CONFIG [SCRIPT] [ARGUMENTS]").resolve()
+        given = path, context.args
+        # The script's ranks read the configuration from another folder.
+        config = config.resolve()
+    from meshcomm.config import load_config
+
+    settings = load_config(config, overrides or ())
+    if world is not None:
+        settings.resolved(world)
+    from meshcomm.commands.processes import label_of, world_of
+    from meshcomm.launch.spawn import launch
+    from meshcomm.mesh.environment import launch_of_command
+    from meshcomm.train.parity_job import prove
+
+    here = launch_of_command(os.environ)
+    if here.kind != "single":
+        raise LaunchError(
+            f"meshcomm parity inside a job that {here.kind} started",
+            given=f"launcher {here.kind} with {here.world_size} processes",
+            expected="a single process, because meshcomm parity itself starts the ranks of each mesh",
+            hint="run meshcomm parity CONFIG without the launcher",
+        )
+    size = world_of(settings, world)
+    resolved = settings.resolved(size)
+
+    def start(part: Config, words: Sequence[str]) -> int:
+        count = size if part.mesh.dims == resolved.mesh.dims else world_of(part, None)
+        return launch(list(words), count, 0, lambda rank: label_of(part, rank, count))
+
+    facts = prove(resolved, steps, tolerance, start, given).facts()
+    show_facts(facts, json, view)
+    raise typer.Exit(0 if facts["agrees"] else 1)
+
+
+def view(facts: Facts) -> View:
+    """Return the worst value of each quantity, the ten worst parameters, and the verdict. facts: see `Parity.facts`."""
+    from meshcomm.layout.sizes import coords_text
+
+    worst = sorted(facts["differences"], key=_size, reverse=True)
+    rows = [next(one for one in worst if one["kind"] == kind) for kind in ("loss", "gradient norm")]
+    # Show each parameter once, with its weight or its gradient, whichever differs more.
+    of: dict[str, Facts] = {}
+    for one in worst:
+        if one["kind"] in ("weight", "gradient"):
+            of.setdefault(one["name"], one)
+    rows += [*of.values()][:_ROWS]
+    if len(of) > _ROWS:
+        rest = f"{len(of) - _ROWS} more parameters, none worse"
+        rows.append({**[*of.values()][_ROWS], "kind": "others", "name": rest, "rank": ""})
+    table = Cells.of(
+        rows,
+        {
+            "quantity": "kind",
+            ">absolute": lambda one: None if one["relative"] is None else f"{one['absolute']:.1e}",
+            ">relative": ("relative", "{:.1e}".format),
+            "step or parameter": lambda one: (
+                one["name"] + (f": {one['note']}" if one["relative"] is None else "")
+            ),
+            ">rank": ("rank", str),
+        },
+    )
+    head = (
+        f"{coords_text(facts['dims'])} compared with one process: the first {facts['steps']} steps, float64"
+    )
+    notes = [f"changed for the comparison: {note}" for note in facts["notes"]]
+    notes += [f"the model: {facts['original']}"] if facts["original"] else []
+    verdict = [_verdict(facts)] + ([] if facts["blame"] is None else [facts["blame"]["words"]])
+    return page_view([Line("\n".join([head, *notes])), table, Line("\n".join(verdict))])
+
+
+def _verdict(facts: Facts) -> str:
+    tolerance = f"{facts['tolerance']:g}"
+    found = facts["differences"]
+    if facts["agrees"]:
+        return f"agrees: all differences are within {tolerance} (worst: {max(map(_size, found)):.1e})"
+    over = sum(_size(one) > facts["tolerance"] for one in found)
+    one = facts["first"]
+    return (
+        f"differs: {over} of {len(found)} quantities by more than {tolerance}; "
+        f"first the {one['kind']} of {one['name']}"
+    )
+
+
+def _size(one: Facts) -> float:
+    return float("inf") if one["relative"] is None else float(one["relative"])

@@ -1,0 +1,109 @@
+"""`meshcomm report`: combine the reports that the ranks of a job wrote when a call failed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+import typer
+
+from meshcomm.commands.app import command
+from meshcomm.errors import LaunchError
+
+_OURS: Final = "a file that this version of meshcomm wrote on that rank"
+
+
+@command()
+def report(
+    source: Annotated[
+        Path,
+        typer.Argument(
+            metavar="[DIR]",
+            help="Folder with the reports of one or more runs. The newest run is read. Default: meshcomm-reports.",
+        ),
+    ] = Path("meshcomm-reports"),
+) -> None:
+    """Combine the reports of a job with failed calls. Show which ranks waited, for which ranks, and where."""
+    typer.echo(combined(source))
+
+
+def combined(folder: Path) -> str:
+    """Return the root cause according to the newest run's reports in `folder`, or in a run's folder, and a line per rank.
+
+    Raises LaunchError if there are no reports, or if one is invalid.
+    """
+    from meshcomm.comm.diagnosis import root_cause
+
+    runs = [path for path in folder.glob("*/") if any(_reports_in(path))]
+    older = ""
+    if runs and not any(_reports_in(folder)):
+        # Folder names begin with the time.
+        folder = max(runs)
+        older = f", the newest of {len(runs)} runs" if len(runs) > 1 else ""
+    statuses = _read(folder)
+    lines = [f"{len(statuses)} report(s) in {folder}{older}", *root_cause(statuses)]
+    return "\n".join([*lines, *(_line(rank, status) for rank, status in statuses.items())])
+
+
+def _reports_in(folder: Path) -> Iterator[tuple[int, Path]]:
+    """Yield the rank and the path of each report file in a folder. Copies with other names are ignored."""
+    for path in folder.glob("rank*.json"):
+        if found := re.fullmatch(r"rank(\d+)\.json", path.name):
+            yield int(found[1]), path
+
+
+def _read(folder: Path) -> dict[int, Any]:
+    """Return the reports in a folder, by rank. Raises LaunchError if there are no reports, or if a report is invalid."""
+    from json import loads
+
+    from meshcomm.comm.diagnosis import root_cause
+
+    files = sorted(_reports_in(folder))
+    if not files:
+        raise LaunchError(
+            f"there are no reports in {folder}",
+            given=f"{folder}" if folder.is_dir() else f"{folder}, which is not a folder",
+            expected="rank0.json, rank1.json, ..., which ranks write when a call fails",
+            hint="mesh.reports in the config sets the folder; the default is meshcomm-reports",
+        )
+    statuses = {}
+    for rank, file in files:
+        with _reading(file):
+            status = loads(file.read_text(encoding="utf-8"))
+            if status["rank"] != rank:
+                raise LaunchError(
+                    f"{file} is not a report of rank {rank}",
+                    given=f"rank: {status['rank']}",
+                    expected=_OURS,
+                    hint=f"remove {file}",
+                )
+            # Check each file separately, so that the error names the file.
+            root_cause({rank: status})
+            _line(rank, status)
+        statuses[rank] = status
+    return statuses
+
+
+@contextmanager
+def _reading(file: Path) -> Iterator[None]:
+    """Raise a LaunchError if the block cannot use the file's content, for example because another program wrote the file."""
+    try:
+        yield
+    except (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
+        given = f"{type(error).__name__}: {error}"
+        raise LaunchError(
+            f"{file} is not a report", given=given, expected=_OURS, hint=f"remove {file}"
+        ) from None
+
+
+def _line(rank: int, status: Mapping[str, Any]) -> str:
+    from meshcomm.comm.diagnosis import activity, name_of_rank
+
+    failed = status["failed"]
+    if failed is None:
+        return activity(rank, status)
+    call = f"{failed['call']} on {failed['label']}, at {failed['callsite']}"
+    return f"{name_of_rank(rank, status)}: {call}: {' '.join(failed['error'])}"

@@ -1,0 +1,68 @@
+"""`meshcomm run`: run a script on every rank.
+
+Problems with the config or the script are reported before torch is imported, because the import takes seconds.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Annotated
+
+import typer
+
+from meshcomm.commands.app import Overrides, Replace, World, command, replacing
+from meshcomm.commands.scripts import First, ScriptCommand, Second, named
+
+
+@command(ScriptCommand)
+def run(
+    context: typer.Context,
+    first: First = None,
+    second: Second = None,
+    world: World = None,
+    stats: Annotated[
+        bool,
+        typer.Option(
+            "--stats",
+            help="Print rank 0's calls and bytes for each group that the script creates with torch.",
+        ),
+    ] = False,
+    replace: Replace = None,
+    overrides: Overrides = None,
+) -> None:
+    """Run a script with one process per rank. In the script, meshcomm.init() opens the mesh of CONFIG.
+
+    If the script creates its groups only with torch, meshcomm watches those groups: see meshcomm.watch.
+    """
+    config, script, arguments = named("run", first, second, context.args, overrides)
+    from meshcomm.config import load_config
+    from meshcomm.config.elastic import ElasticConfig
+
+    settings, elastic = None, ElasticConfig(replace=replace or 0)
+    sets: list[str] = []
+    if config is not None:
+        sets = replacing(overrides, replace)
+        settings = load_config(config, sets)
+        elastic = settings.elastic
+        if world is not None:
+            settings.resolved(world)
+    from meshcomm.commands.processes import start_job
+    from meshcomm.mesh.source import CONFIG_VARIABLE, OVERRIDES_VARIABLE
+    from meshcomm.mesh.watched import watch_if_possible
+
+    def body() -> None:
+        from runpy import run_path
+
+        if config is not None:
+            os.environ[CONFIG_VARIABLE] = str(config)
+            os.environ[OVERRIDES_VARIABLE] = "\n".join(sets)
+        watch_if_possible(stats)
+        sys.argv = [str(script), *arguments]
+        # Like `python SCRIPT`, search for imports in the script's folder first.
+        sys.path.insert(0, str(script.resolve().parent))
+        run_path(str(script), run_name="__main__")
+
+    paths = [str(script)] if config is None else [str(config), str(script)]
+    words = ["run", *["--stats"] * stats, *paths, *arguments]
+    raise typer.Exit(start_job(settings, world, words, sets, body, elastic=elastic))
