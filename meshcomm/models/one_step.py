@@ -187,7 +187,9 @@ def plain(small: Small, config: Config, *, silent: bool = True, pieces: int = 1)
             outcome.results[f"gradient norm of step {number}"] = float(norm)
             if number == 1:
                 outcome.gradients = {
-                    name: each.grad.to_dense().clone() for name, each in every.items() if each.grad is not None
+                    name: each.grad.to_dense().clone()
+                    for name, each in every.items()
+                    if each.grad is not None
                 }
             outcome.draws = outcome.draws or not torch.equal(before, torch.get_rng_state())
             optimizer.step()

@@ -147,7 +147,10 @@ def test_stages_have_the_modules_that_they_call(pool: Pool, tmp_path: Path, fami
 @pytest.mark.parametrize("check", ["true", "false"])
 @pytest.mark.parametrize(
     ("dims", "change", "setting"),
-    [("cp=2", "data.max_bytes=200000", "parallel.context"), ("dp=2", "data.document_mask=true", "data.document_mask")],
+    [
+        ("cp=2", "data.max_bytes=200000", "parallel.context"),
+        ("dp=2", "data.document_mask=true", "data.document_mask"),
+    ],
 )
 def test_positions_that_a_family_counts_itself_are_not_given(
     tmp_path: Path, dims: str, change: str, setting: str, check: str
@@ -163,7 +166,7 @@ def test_the_check_compares_with_the_positions_that_a_family_counts(monkeypatch:
     monkeypatch.setattr(spec_model, "own_positions", lambda spec: "")
     whole = Whole(tiny(transformers.RobertaConfig(**BERT, use_cache=False)), exact=True)
     spec = replace(spec_of(whole), initialise=partial(whole.initialise, 0))
-    with pytest.raises(TrainingError, match="computes different results with parallel.context"):
+    with pytest.raises(TrainingError, match=r"computes different results with parallel\.context"):
         check_model(spec, Use(context=True), family=True)
 
 
