@@ -85,7 +85,7 @@ class ModelSpec:
                 Parts on other stages are None. If omitted, `module.forward` is used on every stage: see
                 `own_forward`.
     positions:  the argument of `module.forward` that takes positions, int64 (1, tokens); for context
-                parallelism.
+                parallelism. A family of transformers is given positions only with context parallelism or packed documents.
     split:      a plan for `tensor_parallel`, which splits the module along the tensor dim.
     sequence:   entries to add to `split` or replace in it if parallel.options.sequence_parallel is true.
     undivided:  entries that replace entries of `split` if `vocab_size` is not divisible by the number of ranks.

@@ -291,12 +291,14 @@ WRONG: list[tuple[dict[str, Any], type[MeshcommError], str]] = [
     ),
     ({"input_ids": TOKENS[0]}, ShapeError, r"input_ids \(3,\)"),
     ({"input_ids": TOKENS, "attention_mask": rows([0, 1, 1])}, UnsupportedOp, "padding_side"),
+    ({"input_ids": TOKENS, "attention_mask": rows([1, 0, 1])}, UnsupportedOp, "masks tokens in the middle"),
+    ({"input_ids": TOKENS, "attention_mask": rows([1, 0, 1]) != 0}, UnsupportedOp, "in the middle"),
     ({"input_ids": TOKENS, "position_ids": rows([1, 2, 3])}, TrainingError, r"position_ids \[1, 2, 3\]"),
     ({"input_ids": TOKENS, "position_ids": rows([0, 2, 4])}, TrainingError, "in each document"),
 ]
 
 
-@pytest.mark.parametrize(("batch", "error", "says"), WRONG, ids=[each[2][:20] for each in WRONG])
+@pytest.mark.parametrize(("batch", "error", "says"), WRONG, ids=[each[2][:24] for each in WRONG])
 def test_a_dictionary_that_would_be_misread_is_refused(
     batch: dict[str, Any], error: type[MeshcommError], says: str
 ) -> None:
