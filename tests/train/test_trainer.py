@@ -277,7 +277,7 @@ def _try(mesh: Mesh, config: Config, what: str) -> None:
         with torch.no_grad():
             trainer.step(inputs, targets)
     elif what == "lists":
-        trainer.step(inputs.numpy(), targets.tolist())  # type: ignore[arg-type]
+        trainer.step(inputs.tolist(), targets.tolist())  # type: ignore[arg-type]
 
 
 OTHER = Net()
