@@ -81,18 +81,6 @@ def placed(engine: Engine, batch: Any, whose: str) -> tuple[Any, ...]:
     return tuple(with_tensors(moved, each) for each in batch)
 
 
-def _check_padding(engine: Engine, batch: Any, whose: str) -> None:
-    """Raise UnsupportedOp for masked tokens that a model's own loss would count."""
-    mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
-    if engine.model.counts_all_tokens and torch.is_tensor(mask) and bool((mask == 0).any()):
-        raise UnsupportedOp(
-            f"the routers' auxiliary loss would count the padding of {whose}",
-            given="output_router_logits = true in config.json, and an attention_mask that masks tokens",
-            expected="samples without padding: transformers leaves masked tokens out of this loss",
-            hint="pack samples to equal lengths, or set output_router_logits = false",
-        )
-
-
 def _tracked(x: Tensor, whose: str) -> Tensor:
     """Return a tensor that autograd can save and that is in no graph: a copy of one that was made in inference mode.
 
@@ -196,6 +184,18 @@ def _begins(batch: Mapping[str, Tensor], mask: Tensor | None, whose: str) -> Ten
         )
     begins = begins & counts
     return begins if bool(begins[:, 1:].any()) else None
+
+
+def _check_padding(engine: Engine, batch: Any, whose: str) -> None:
+    """Raise UnsupportedOp for masked tokens that a model's own loss would count."""
+    mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
+    if engine.model.counts_all_tokens and torch.is_tensor(mask) and bool((mask == 0).any()):
+        raise UnsupportedOp(
+            f"the routers' auxiliary loss would count the padding of {whose}",
+            given="output_router_logits = true in config.json, and an attention_mask that masks tokens",
+            expected="samples without padding: transformers leaves masked tokens out of this loss",
+            hint="pack samples to equal lengths, or set output_router_logits = false",
+        )
 
 
 @final
