@@ -87,7 +87,8 @@ def _of_mapping(engine: Engine, batch: Mapping[str, Any], whose: str) -> tuple[A
     A loss of one's own may also take the outputs of a model that is called with the dictionary, if it has further names.
     """
     others = {*batch} - {*_OF_TRANSFORMERS}
-    if engine.model.own_loss is not None and others and not others & {*_PLAIN}:
+    own = engine.model.own_loss is not None and not engine.model.counts_all_tokens
+    if own and others and not others & {*_PLAIN}:
         return batch, None
     found = named_of(batch, whose)
     if engine.look_named is not None and "input_ids" in batch:
@@ -95,18 +96,6 @@ def _of_mapping(engine: Engine, batch: Mapping[str, Any], whose: str) -> tuple[A
         device = engine.mesh.device
         look({name: each.to(device) for name, each in batch.items()}, lambda given: named_of(given, whose))
     return found
-
-
-def _check_padding(engine: Engine, batch: Any, whose: str) -> None:
-    """Raise UnsupportedOp for masked tokens that a model's own loss would count."""
-    mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
-    if engine.model.counts_all_tokens and torch.is_tensor(mask) and bool((mask == 0).any()):
-        raise UnsupportedOp(
-            f"the routers' auxiliary loss would count the padding of {whose}",
-            given="output_router_logits = true in config.json, and an attention_mask that masks tokens",
-            expected="samples without padding: transformers leaves masked tokens out of this loss",
-            hint="pack samples to equal lengths, or set output_router_logits = false",
-        )
 
 
 def _tracked(x: Tensor, whose: str) -> Tensor:
@@ -231,6 +220,18 @@ def _begins(batch: Mapping[str, Tensor], mask: Tensor | None, whose: str) -> Ten
         )
     begins = begins & counts
     return begins if bool(begins[:, 1:].any()) else None
+
+
+def _check_padding(engine: Engine, batch: Any, whose: str) -> None:
+    """Raise UnsupportedOp for masked tokens that a model's own loss would count."""
+    mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
+    if engine.model.counts_all_tokens and torch.is_tensor(mask) and bool((mask == 0).any()):
+        raise UnsupportedOp(
+            f"the routers' auxiliary loss would count the padding of {whose}",
+            given="output_router_logits = true in config.json, and an attention_mask that masks tokens",
+            expected="samples without padding: transformers leaves masked tokens out of this loss",
+            hint="pack samples to equal lengths, or set output_router_logits = false",
+        )
 
 
 @final
