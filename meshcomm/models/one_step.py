@@ -30,6 +30,7 @@ from meshcomm.mesh import Mesh
 from meshcomm.models.family_code import wide
 from meshcomm.models.outside import apart
 from meshcomm.models.spec_model import SpecModel
+from meshcomm.models.torch_private import named_arguments
 from meshcomm.parallel.build import Model, Splits, to_train_mode
 from meshcomm.parallel.compose import Engine
 from meshcomm.parallel.loss import IGNORED, LossOf, logits_of, takes_inputs
@@ -151,7 +152,7 @@ class _Steady(DispatchMode):  # type: ignore[misc]
         before = torch.get_rng_state()
         found = func(*args, **kwargs)
         name = func.overloadpacket.__name__.strip("_").removesuffix("_like").removesuffix("_functional")
-        given = {each.name: value for each, value in zip(func._schema.arguments, args, strict=False)} | kwargs
+        given = named_arguments(func, args, kwargs)
         value = _VALUES.get(name)
         if value is None or not isinstance(found, Tensor):
             # Such as attention, which may be without dropout.

@@ -1,8 +1,8 @@
-"""Private names of transformers that have no public counterpart."""
+"""Private names of transformers and torch that have no public counterpart."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -21,3 +21,9 @@ def published_styles(model: Any) -> Mapping[str, str]:
 def has_attention_interface(model: Any) -> bool:
     """Return whether the function that computes the model's attention can be replaced."""
     return bool(model._supports_attention_backend)
+
+
+def named_arguments(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of an operator's call by name."""
+    names = [each.name for each in operator._schema.arguments]
+    return {**dict(zip(names, args, strict=False)), **kwargs}

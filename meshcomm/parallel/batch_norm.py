@@ -18,6 +18,7 @@ from meshcomm.errors import UnsupportedOp
 from meshcomm.layout import Dims
 from meshcomm.mesh import Mesh
 from meshcomm.parallel.tensor import local
+from meshcomm.parallel.torch_private import check_axes
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 # The forwards that are replaced as a whole.
@@ -140,7 +141,7 @@ class _SynchronisedForward(_Forwards):
         if not norm.training and norm.running_mean is not None:
             y: Tensor = self.plain(x)
             return y
-        norm._check_input_dim(x)
+        check_axes(norm, x)
         wide = _wide(x)
         found = _statistics(wide, self._mesh, self._dims)
         if norm.track_running_stats and norm.training:

@@ -160,6 +160,7 @@ def test_every_setting_of_training_is_read_by_more_than_its_rules() -> None:
 
 # What the split program reads and the plain one does not need, and why.
 ONLY_SPLIT = {
+    "check": "it decides whether the check runs",
     "compute_dtype": "the check computes in one dtype",
     "dtype": "the check computes in one dtype",
     "global_batch_size": "the check has a batch of its own",

@@ -153,7 +153,7 @@ def test_findings_that_are_alike_are_one() -> None:
         rank.collective("all_reduce", "tp", (1 + rank.coords["tp"],), line=3)
 
     found = find_differences(steps(layout, program), where(layout))
-    assert [(each.groups, each.ranks) for each in found] == [(4, (1,))]
+    assert [(each.groups, each.ranks) for each in found] == [(4, (0, 1))]
 
 
 def test_parts_of_an_all_to_all_may_be_of_any_length() -> None:

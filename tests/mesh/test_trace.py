@@ -316,9 +316,9 @@ def test_some_steps_of_a_run_are_traced(pool: Pool, tmp_path: Path) -> None:
     steps = {"step 2": 1, "step 3": 1}
     assert passes == {"forward 0": 2, "backward 0": 2, "forward 1": 2, "backward 1": 2, **steps}
     tokens = [
-        e for e in events if e["name"] == "all_reduce" and e["pid"] == 0 and e["args"]["bytes"] in (8, 16)
+        e for e in events if e["name"] == "all_reduce" and e["pid"] == 0 and e["args"]["bytes"] in (8, 32)
     ]
-    # In each of two steps: how many there are, and the loss with what the norm says.
+    # In each of two steps: how many there are, and the loss with what the norm and the data say.
     assert len(tokens) == 4
     put_aside(tmp_path)
     assert (tmp_path / "trace.1.json").exists()

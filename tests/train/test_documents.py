@@ -172,7 +172,10 @@ def test_a_function_and_a_loop_read_dictionaries_alike() -> None:
     mask, positions = [1] * 6 + [0] * 2, [0, 1, 2, 0, 1, 2, 0, 0]
     for names in itertools.product((False, True), repeat=3):
         given = zip(
-            ("attention_mask", "position_ids", "labels"), (mask, positions, tokens[::-1]), names, strict=True
+            ("attention_mask", "position_ids", "labels"),
+            (mask, positions, [*tokens[:1:-1], -100, -100]),
+            names,
+            strict=True,
         )
         sample = {"input_ids": tokens, **{name: values for name, values, is_given in given if is_given}}
         arrays = {name: np.array(values, np.int32) for name, values in sample.items()}
@@ -189,6 +192,7 @@ def test_a_function_and_a_loop_read_dictionaries_alike() -> None:
     for more, match in (
         ({"attention_mask": [0] + [1] * 7}, "padded at the start"),
         ({"text": [1] * 8}, "inputs and targets"),
+        ({"attention_mask": mask, "labels": tokens}, "count in the padding"),
     ):
         with pytest.raises(MeshcommError, match=match):
             SampleForm("samples", 7, 256).joined([(0, {"input_ids": tokens, **more})])
