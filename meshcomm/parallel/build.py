@@ -252,7 +252,7 @@ class LocalModel:
         if model.tied and self._ranks > 1:
             self._tied = TiedWeight(mesh, parallel.pipeline or "", self._tied_weight())
             self._tied.copy()
-        self._learns = {name: each.requires_grad for name, each in self.named_parameters()}
+        self._learns = [(name, each, each.requires_grad) for name, each in self.named_parameters()]
         self._unchanged = self.named_parameters() if self._divided else []
         # Synchronized batch norms already have equal statistics on all ranks. A buffer that is not saved is a constant
         # table, for example of angles.
@@ -297,12 +297,11 @@ class LocalModel:
 
     def start_step(self, number: int) -> None:
         """Called before the first forward pass of a step. Raises TrainingError if parameters were frozen or unfrozen."""
-        named = self.named_parameters()
-        if moved := [name for name, each in named if each.requires_grad != self._learns.get(name)]:
-            now = "frozen" if self._learns.get(moved[0]) else "unfrozen"
+        moved = [(name, learns) for name, each, learns in self._learns if each.requires_grad != learns]
+        if moved:
             raise TrainingError(
-                f"parameters were {now} after the Trainer was made, and its optimizer would not follow",
-                given=f"requires_grad of {listed(moved)}, on {self.mesh.label}",
+                f"parameters were {'frozen' if moved[0][1] else 'unfrozen'} after the Trainer was made, and its optimizer would not follow",
+                given=f"requires_grad of {listed([name for name, _ in moved])}, on {self.mesh.label}",
                 expected="the same parameters that learn in each step",
                 hint="trainer.save(folder), change train.frozen or requires_grad, and make a new Trainer of a new module, which loads the folder",
             )
@@ -365,7 +364,7 @@ class LocalModel:
         """Raise UnsupportedOp if a program has registered a hook of a parameter, and gradients are summed afterwards."""
         if not (self._divided or self.microbatches > 1 or self._parallel.shard is not None):
             return
-        hooked = [name for name, each in self.named_parameters() if not hooks_of(each).keys() <= self._hooks]
+        hooked = [name for name, each, _ in self._learns if not hooks_of(each).keys() <= self._hooks]
         if hooked:
             raise UnsupportedOp(
                 "a hook of a parameter would be called with other gradients than on one process",

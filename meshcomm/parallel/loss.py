@@ -87,6 +87,7 @@ class StepLoss:
         self._dtype = splits.tensor.dtype
         self._logits = model.outputs(splits) if model.vocab_size else 0
         self._divided = 0 < self._logits < model.vocab_size
+        self._undivided = TensorSplit(splits.tensor.mesh, None, splits.tensor.dtype)
         self._vocab_size, self._hidden_size = model.vocab_size, model.hidden_size
         self._smoothing, self._z_loss = train.label_smoothing, train.z_loss
         own = self._own
@@ -111,7 +112,8 @@ class StepLoss:
         self._counts = False
         self._divisor = torch.ones((), dtype=self._dtype, device=self._mesh.device)
         self._all_pieces = torch.tensor(self._pieces, dtype=self._dtype, device=self._mesh.device)
-        self._gradient_dims, self._data_dims = self._parallel.gradient_dims, self._parallel.data_dims
+        dims = (self._parallel.gradient_dims, self._parallel.data_dims)
+        self._gradient_dims, self._data_dims = ([d for d in some if self._mesh.size(d) > 1] for some in dims)
         # For each microbatch: the count of the loss, and the sum and the count of each term.
         self._rows: list[Tensor] = []
         self._tokens = 0
@@ -160,11 +162,10 @@ class StepLoss:
         if self._own is None:
             logits = logits_of(outputs)
             _check_axis(logits, targets, self._vocab_size)
-            split = self._splits.tensor
             # A plan may leave the head whole.
             divided = self._divided and logits.shape[-1] == self._logits
             loss = cross_entropy(
-                split if divided else TensorSplit(split.mesh, None, split.dtype),
+                self._splits.tensor if divided else self._undivided,
                 logits,
                 targets,
                 reduction="sum",

@@ -168,7 +168,7 @@ class Results:
         self._names = names
         self._mesh, self._norm, self._parameters, self._stage = mesh, norm, parameters, stage
         self._vocab_size, self._lr, self._stop = vocab_size, train.lr, train.on_nonfinite == "stop"
-        self._gradient_dims = self._parallel.gradient_dims
+        self._gradient_dims = [dim for dim in self._parallel.gradient_dims if mesh.size(dim) > 1]
         self._pieces = math.prod(mesh.size(dim) for dim in self._gradient_dims)
         self._epoch, self._epochs = -1, list[Tensor]()
         self._spoilt = torch.zeros((), dtype=torch.float32, device=mesh.device)

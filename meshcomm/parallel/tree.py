@@ -44,6 +44,8 @@ def with_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
 
 def without_arrays(tree: Any) -> Any:
     """Return a copy of a tree with tensors in place of NumPy arrays, or the same tree if it has none. They share memory."""
+    if isinstance(tree, Tensor) or (type(tree) is tuple and all(isinstance(x, Tensor) for x in tree)):
+        return tree
     arrays: list[Any] = []
     with_leaves(lambda x: arrays.append(x) if isinstance(x, np.ndarray) else None, tree)
     return with_leaves(_tensor, tree) if arrays else tree
