@@ -310,7 +310,7 @@ class LocalModel:
         for module in self.modules if self.model.drops else ():
             module.step = number  # type: ignore[assignment]
         self._versions = [each._version for _, each in self._unchanged]
-        self.check_hooks()
+        self.check_hooks((name, each) for name, each, _ in self._learns)
 
     def finish_step(self) -> None:
         """Called after the last backward pass. Sums gradients and, as DDP does, broadcasts the first rank's buffers.
@@ -360,11 +360,11 @@ class LocalModel:
         """Take the hooks that the parameters have now for those of meshcomm. Called once, before the first step."""
         self._hooks = {number for _, each in self.named_parameters() for number in hooks_of(each)}
 
-    def check_hooks(self) -> None:
+    def check_hooks(self, named: Iterable[tuple[str, nn.Parameter]]) -> None:
         """Raise UnsupportedOp if a program has registered a hook of a parameter, and gradients are summed afterwards."""
         if not (self._divided or self.microbatches > 1 or self._parallel.shard is not None):
             return
-        hooked = [name for name, each, _ in self._learns if not hooks_of(each).keys() <= self._hooks]
+        hooked = [name for name, each in named if not hooks_of(each).keys() <= self._hooks]
         if hooked:
             raise UnsupportedOp(
                 "a hook of a parameter would be called with other gradients than on one process",
@@ -447,7 +447,7 @@ class LocalModel:
                     hint=f"{option} = {None if option == 'max_norm' else False}",
                 )
         self._check_free()
-        self.check_hooks()
+        self.check_hooks(self.named_parameters())
         if self._parallel.shard is None:
             return
         held = [(name, local(each.detach())) for name, each in self.named_parameters()]
