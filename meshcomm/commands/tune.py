@@ -75,7 +75,7 @@ def tune(
 def dry_runs(ranking: Ranking, settings: Config, topology: TopologyConfig) -> tuple[list[int], list[Facts]]:
     """Dry-run each placement of a ranking, with one rank of each stage.
 
-    Return the placements' order by the results, fastest first and those that exceed the memory last, and the results:
+    Return the placements' order and the results. The fastest is first; placements that exceed the memory are last. A result has the
     seconds of a step, the largest peak memory of a rank, and whether it fits.
     """
     from meshcomm.config import load_config

@@ -1,4 +1,4 @@
-"""How a split model's step differs from that of one process, and the errors that say so."""
+"""Compares a split model's step with a step on one process, and words the errors for the differences."""
 
 from __future__ import annotations
 

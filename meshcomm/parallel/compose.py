@@ -240,7 +240,7 @@ class Engine:
                    loss or gradient norm is not finite is not applied. With train.on_nonfinite = "stop", later steps are not applied either.
         """
         number = self.done + 1 if number is None else number
-        batch = self._with_ids(Batch(inputs, targets, documents))
+        batch = self._prepared(Batch(inputs, targets, documents))
         inputs, targets = batch.inputs, batch.targets
         self._check(batch)
         self._loss.start(targets)
@@ -369,7 +369,7 @@ class Engine:
         check_documents(batch.documents, batch.inputs)
         return {"documents": batch.documents}
 
-    def _with_ids(self, batch: Batch) -> Batch:
+    def _prepared(self, batch: Batch) -> Batch:
         """Return the batch with int64 tokens and classes, of any integers. In uint8, -100 would equal class 156.
 
         Raises UnsupportedOp for inputs that need gradients if the loss could not differentiate outputs by them.
@@ -478,7 +478,7 @@ class Engine:
         self.modules.eval()
         try:
             for number, given in enumerate(Batch(*each) for each in batches):
-                batch, short = self._filled(self._with_ids(given))
+                batch, short = self._filled(self._prepared(given))
                 self._look(batch)
                 more: dict[str, Any] = {**self._packed(batch), **short}
                 with self._drawing(f"evaluation {number}"):

@@ -253,8 +253,8 @@ class GradientSync:
                 given="a backward pass before start() or after finish()",
                 expected="start(), then all backward passes of the step, then finish()",
                 hint="`with sync:` around the backward passes of each step, or call start() and finish(). Beside a Trainer: "
-                "torch.autograd.grad in place of a backward() of your own; and where another loss sends gradients through this module, "
-                "as in a GAN, module.requires_grad_(False) before it and module.requires_grad_(True) after it",
+                "torch.autograd.grad in place of backward(). If another loss sends gradients through this module, as in a GAN: "
+                "module.requires_grad_(False) before that loss, and module.requires_grad_(True) after it",
             )
         slot.count += 1
         if slot.count == self._microbatches:

@@ -16,7 +16,7 @@ from meshcomm.parallel.tensor.parameters import FUSED, Parts, fused_parts, joine
 # Some optimizers use norms or means only after a warm-up of a few steps.
 _STEPS: Final = 8
 # Elementwise steps are equal to the bit. Norms and means are summed in another order.
-_ROOM: Final = 1e-5
+_ROOM: Final = 1e-6
 # Of a small multi-part parameter.
 _UNITS: Final = 4
 
@@ -117,7 +117,7 @@ def check_fused(
                 given=f"{why}, because tensor parallelism keeps the {len(parts.sizes)} parts of this weight in {axes + 1} axes in "
                 f"place of {axes}",
                 expected="an update of each element that does not depend on the shape of its parameter",
-                hint="the given groups in place of p.ndim: those of vectors and of biases have weight_decay 0; train.optimizer; or "
+                hint="use the given groups in place of p.ndim, as groups of vectors and biases have weight_decay 0; or train.optimizer; or "
                 "separate modules for the parts, such as q, k and v; or remove parallel.tensor",
             )
 

@@ -125,7 +125,7 @@ class TrainingReporter(Callback):
 
 
 def not_compared(why: str) -> str:
-    """Return the line that says what of a program is not checked: see `Trainer.not_checked`."""
+    """Return the line about the parts of a program that are not checked: see `Trainer.not_checked`."""
     return f"not compared with one process before the first step: {why}"
 
 
