@@ -279,13 +279,17 @@ class Update:
         self._draws = None if make is None else Draws(mesh, train.seed, apart)
         self.rows: SparseRows | None = None
         if make is not None:
-            check_split(make, decay_groups, modules)
-            check_fused(make, decay_groups, modules)
+
+            def build(module: nn.Module) -> torch.optim.Optimizer:
+                return make(decay_groups(module))
+
+            check_split(build, modules)
+            check_fused(build, modules)
             if reuses:
-                check_kept(make, decay_groups)
+                check_kept(build)
             self.rows = SparseRows(mesh, dims, modules, self.optimizer)
             if any(mesh.size(dim) > 1 for dim in apart):
-                check_apart(make, decay_groups)
+                check_apart(build)
         self._rates = [float(group["lr"]) / train.lr for group in self.optimizer.param_groups]
         # The rates that the schedule has set.
         self._set: list[float] | None = None

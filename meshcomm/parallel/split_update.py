@@ -1,10 +1,10 @@
-"""Checks that an optimizer updates split parameters as it updates whole ones."""
+"""Checks that an optimizer updates the parameters of a mesh as it updates those of one process, on a few small ones."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import prod
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -13,21 +13,24 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from meshcomm.errors import MeshcommError, UnsupportedOp
 from meshcomm.parallel.tensor.parameters import FUSED, Parts, fused_parts, joined, kept
 
+# Creates an optimizer of a module's parameters.
+Build: TypeAlias = Callable[[nn.Module], torch.optim.Optimizer]
+_Values: TypeAlias = Sequence[Sequence[Tensor] | Tensor]
+
 # Some optimizers use norms or means only after a warm-up of a few steps.
 _STEPS: Final = 8
 # Elementwise steps are equal to the bit. Norms and means are summed in another order.
 _ROOM: Final = 1e-6
 # Of a small multi-part parameter.
 _UNITS: Final = 4
+# Of several small parameters.
+_SHAPES: Final = ((4, 3), (3,), (5, 4), (5,))
+_OFF: Final = "an update of a parameter is off by"
 
 
-def check_split(
-    make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
-    groups_of: Callable[[nn.Module], list[dict[str, Any]]],
-    modules: nn.Module,
-) -> None:
-    """Compare steps of an optimizer on small split parameters with those on whole ones, for each way in which the
-    parameters of `modules` are split.
+def check_split(build: Build, modules: nn.Module) -> None:
+    """Compare steps on small split parameters with those on whole ones, for each way in which the parameters of `modules` are
+    split.
 
     Called by: every rank that has a part of these parameters.
     Raises:    UnsupportedOp if the results differ, or if the optimizer fails on split parameters only.
@@ -37,81 +40,40 @@ def check_split(
         for each in modules.parameters()
         if isinstance(each, DTensor) and each.requires_grad and each.ndim
     }
-    with torch.random.fork_rng(), torch.enable_grad():
-        cases = [(*kind, tall, like) for kind, like in kinds.items() for tall in (True, False)]
-        for where, placements, axes, tall, like in cases:
-            shape = _shape(axes, where, placements, tall)
-            draw = torch.Generator().manual_seed(0)
-            values = torch.randn(1 + _STEPS, *shape, generator=draw, dtype=torch.float32)
-            values = values.to(like.device, like.dtype)
-            try:
-                expected = _stepped(make, groups_of, [*values])
-            except MeshcommError:
-                raise
-            except Exception:
-                # An optimizer that takes only split parameters has no whole ones to be compared with.
-                continue
-            given = [distribute_tensor(each, where, placements, src_data_rank=None) for each in values]
-            name = ""
-            try:
-                name, found = _stepped(make, groups_of, given)
-                off = float((found - expected[1]).abs().max())
-                why = f"an update of a {'matrix' if axes > 1 else 'vector'} is off by {off:.2g}"
-                if off <= _ROOM * float(expected[1].abs().max()):
-                    continue
-            except MeshcommError:
-                raise
-            except Exception as error:
-                why = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    cases = [(*kind, tall, like) for kind, like in kinds.items() for tall in (True, False)]
+    for where, placements, axes, tall, like in cases:
+        values = _drawn(_shape(axes, where, placements, tall), like)
+        parts = [distribute_tensor(each, where, placements, src_data_rank=None) for each in values]
+        kind, why = _difference(build, [values], [parts])
+        if why:
+            shape = "matrix" if axes > 1 else "vector"
             raise UnsupportedOp(
-                f"{name or expected[0]} cannot update parameters that are split over ranks",
-                given=f"{why}, if it is split by {', '.join(map(str, placements))}",
+                f"{kind} cannot update parameters that are split over ranks",
+                given=f"{why} for a {shape}, if it is split by {', '.join(map(str, placements))}",
                 expected="the update of the whole parameter, as by an optimizer that treats each element separately",
                 hint="parallel.data, with which every rank has whole parameters; or another optimizer, like AdamW",
             )
 
 
-def check_fused(
-    make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
-    groups_of: Callable[[nn.Module], list[dict[str, Any]]],
-    modules: nn.Module,
-) -> None:
-    """Compare steps of an optimizer on small multi-part parameters, which have one more axis if they are split, with those on
-    parameters of the original shape.
+def check_fused(build: Build, modules: nn.Module) -> None:
+    """Compare steps on small multi-part parameters, which have one more axis if they are split, with those on parameters of the
+    original shape.
 
     Raises UnsupportedOp if the results differ, as those of an optimizer do that looks at the number of axes, or if it fails on
     multi-part parameters only.
     """
     named = dict(modules.named_parameters())
-    fused = {name: parts for name, parts in fused_parts(modules).items() if name in named}
     cases: dict[tuple[Parts, int], str] = {}
-    for name, parts in fused.items():
-        if named[name].requires_grad:
+    for name, parts in fused_parts(modules).items():
+        if name in named and named[name].requires_grad:
             few = Parts(tuple(_UNITS * size // parts.units for size in parts.sizes), parts.axis)
             cases.setdefault((few, named[name].ndim - 1), name)
-    with torch.random.fork_rng(), torch.enable_grad():
-        for (parts, axes), name in cases.items():
-            like = named[name]
-            shape = [5] * axes
-            shape[parts.axis] = sum(parts.sizes)
-            draw = torch.Generator().manual_seed(0)
-            values = torch.randn(1 + _STEPS, *shape, generator=draw).to(like.device, like.dtype)
-            try:
-                kind, expected = _stepped(make, groups_of, [*values])
-            except MeshcommError:
-                raise
-            except Exception:
-                continue
-            try:
-                _, found = _stepped(make, groups_of, [kept(each, parts) for each in values], parts)
-                off = float((joined(found, parts) - expected).abs().max())
-                if off <= _ROOM * float(expected.abs().max()):
-                    continue
-                why = f"an update is off by {off:.2g}"
-            except MeshcommError:
-                raise
-            except Exception as error:
-                why = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    for (parts, axes), name in cases.items():
+        shape = [5] * axes
+        shape[parts.axis] = sum(parts.sizes)
+        values = _drawn(shape, named[name])
+        kind, why = _difference(build, [values], [[kept(each, parts) for each in values]], parts=parts)
+        if why:
             raise UnsupportedOp(
                 f"{kind} does not update {name.partition('.')[2]} as on one process",
                 given=f"{why}, because tensor parallelism keeps the {len(parts.sizes)} parts of this weight in {axes + 1} axes in "
@@ -122,108 +84,96 @@ def check_fused(
             )
 
 
-def check_apart(
-    make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
-    groups_of: Callable[[nn.Module], list[dict[str, Any]]],
-) -> None:
-    """Compare steps of one optimizer on several parameters with those of an optimizer for each, as pipeline stages have.
+def check_apart(build: Build) -> None:
+    """Compare steps of one optimizer on several parameters with those of an optimizer for each half, as pipeline stages have.
 
     Raises UnsupportedOp if the results differ, as those of an optimizer do that divides by a norm of all gradients.
     """
-    values = _several()
-    with torch.random.fork_rng(), torch.enable_grad():
-        try:
-            together = _each_stepped(make, groups_of, values)
-            halves = (values[:2], values[2:])
-            apart = [each for half in halves for each in _each_stepped(make, groups_of, half)]
-        except MeshcommError:
-            raise
-        except Exception:
-            return  # Small parameters are not what it expects.
-    off = max(float((a - b).abs().max()) for a, b in zip(together, apart, strict=True))
-    if off > _ROOM * max(float(each.abs().max()) for each in together):
+    values = [_drawn(shape) for shape in _SHAPES]
+    _, why = _difference(build, values, values[:2], values[2:])
+    if why.startswith(_OFF):
         raise UnsupportedOp(
             "this optimizer cannot update the stages of a pipeline separately",
-            given=f"an update of a parameter is off by {off:.2g} if the optimizer does not hold the others",
+            given=f"{why} if the optimizer does not hold the others",
             expected="an update of each parameter that does not depend on the others",
             hint="train.clip_norm for clipping by the norm of all gradients; or remove parallel.pipeline",
         )
 
 
-def check_kept(
-    make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
-    groups_of: Callable[[nn.Module], list[dict[str, Any]]],
-) -> None:
+def check_kept(build: Build) -> None:
     """Compare steps of an optimizer with gradients in new tensors and in the same tensors, as `GradientSync` has them.
 
     Raises UnsupportedOp if the results differ, as those of an optimizer do that keeps `p.grad` for its next step.
     """
-    values = _several()
-    with torch.random.fork_rng(), torch.enable_grad():
-        try:
-            new = _each_stepped(make, groups_of, values)
-            same = _each_stepped(make, groups_of, values, reused=True)
-        except MeshcommError:
-            raise
-        except Exception:
-            return
-    if not all(map(torch.equal, new, same)):
-        off = max(float((a - b).abs().max()) for a, b in zip(new, same, strict=True))
+    values = [_drawn(shape) for shape in _SHAPES]
+    _, why = _difference(build, values, values, reused=True)
+    if why.startswith(_OFF):
         raise UnsupportedOp(
             "this optimizer keeps gradients from one step to the next, which the next step overwrites",
-            given=f"an update of a parameter is off by {off:.2g} if p.grad is the same tensor in each step",
+            given=f"{why} if p.grad is the same tensor in each step",
             expected="copies of gradients in the optimizer's state",
             hint="self.state[p]['previous'] = p.grad.clone()",
         )
 
 
-def _several() -> list[Tensor]:
-    """Return the values and the gradients of four small parameters: (1 + _STEPS, ...) each."""
-    draw = torch.Generator().manual_seed(0)
-    return [torch.randn(1 + _STEPS, *shape, generator=draw) for shape in ((4, 3), (3,), (5, 4), (5,))]
+def _difference(
+    build: Build, usual: _Values, *others: _Values, parts: Parts | None = None, reused: bool = False
+) -> tuple[str, str]:
+    """Return the optimizer's name, and how its updates of parameters change if they are held in another way: "" if they do not,
+    or if steps fail in the usual way, as small parameters are not what every optimizer expects.
 
-
-def _each_stepped(
-    make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
-    groups_of: Callable[[nn.Module], list[dict[str, Any]]],
-    values: Sequence[Tensor],
-    *,
-    reused: bool = False,
-) -> list[Tensor]:
-    """Return parameters after steps of one optimizer with their gradients. reused: whether a gradient is the same tensor in
-    each step."""
-    module = nn.Module()
-    module.weights = nn.ParameterList(nn.Parameter(each[0].clone()) for each in values)
-    optimizer = make(groups_of(module))
-    buffers = [torch.zeros_like(each[0]) for each in values]
-    for step in range(1, 1 + _STEPS):
-        torch.manual_seed(0)
-        for parameter, buffer, each in zip(module.weights, buffers, values, strict=True):
-            parameter.grad = buffer.copy_(each[step]) if reused else each[step].clone()
-        optimizer.step()
-    return [each.detach() for each in module.weights]
+    usual, others: for each parameter, its value and then its gradients. Each of `others` has an optimizer of its own.
+    parts, reused: see `_stepped`, for `others`.
+    """
+    with torch.random.fork_rng(), torch.enable_grad():
+        kind = ""
+        found: list[Tensor] = []
+        try:
+            kind, expected = _stepped(build, usual)
+            for other in others:
+                found += _stepped(build, other, parts, reused=reused)[1]
+        except MeshcommError:
+            raise
+        except Exception as error:
+            said = str(error).partition("\n")[0]
+            return kind, f"{type(error).__name__}: {said}" if kind else ""
+    off = float(torch.cat([(a - b).flatten() for a, b in zip(found, expected, strict=True)]).abs().max())
+    room = 0.0 if reused else _ROOM * max(float(each.abs().max()) for each in expected)
+    # Not "off > room", because nan must not pass.
+    return kind, "" if off <= room else f"{_OFF} {off:.2g}"
 
 
 def _stepped(
-    make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
-    groups_of: Callable[[nn.Module], list[dict[str, Any]]],
-    values: Sequence[Tensor],
-    parts: Parts | None = None,
-) -> tuple[str, Tensor]:
-    """Return the optimizer's name and the whole parameter after steps with the gradients values[1:]. parts: those of a
-    multi-part parameter."""
+    build: Build, values: _Values, parts: Parts | None = None, *, reused: bool = False
+) -> tuple[str, list[Tensor]]:
+    """Return an optimizer's name, and the whole parameters after its steps.
+
+    parts: those of each parameter. reused: whether a gradient is the same tensor in each step.
+    """
     module: Any = nn.Module()
-    module.weight = nn.Parameter(values[0].detach().clone())
+    module.weights = nn.ParameterList(nn.Parameter(value.detach().clone()) for value, *_ in values)
     if parts is not None:
-        setattr(module, FUSED, {"weight": parts})
-    optimizer = make(groups_of(module))
-    for gradient in values[1:]:
+        setattr(module.weights, FUSED, {"0": parts})
+    optimizer = build(module)
+    for step in range(1, 1 + _STEPS):
         # Noise that an optimizer draws must not depend on how parameters are split.
         torch.manual_seed(0)
-        module.weight.grad = gradient.detach().clone()
+        for parameter, each in zip(module.weights, values, strict=True):
+            if reused and parameter.grad is not None:
+                parameter.grad.copy_(each[step])
+            else:
+                parameter.grad = each[step].detach().clone()
         optimizer.step()
-    found = module.weight.detach()
-    return type(optimizer).__name__, found.full_tensor() if isinstance(found, DTensor) else found
+    found = [each.detach() for each in module.weights]
+    found = [each.full_tensor() if isinstance(each, DTensor) else each for each in found]
+    return type(optimizer).__name__, [each if parts is None else joined(each, parts) for each in found]
+
+
+def _drawn(shape: Sequence[int], like: Tensor | None = None) -> Tensor:
+    """Return the value and the gradients of a small parameter, (1 + _STEPS, *shape), of the kind of `like`."""
+    draw = torch.Generator().manual_seed(0)
+    values = torch.randn(1 + _STEPS, *shape, generator=draw, dtype=torch.float32)
+    return values if like is None else values.to(like.device, like.dtype)
 
 
 def _plain(placement: Any) -> Any:

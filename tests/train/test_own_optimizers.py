@@ -325,9 +325,9 @@ def test_parts_along_columns_are_compared_too() -> None:
     module: Any = nn.Module()
     module.weight = nn.Parameter(torch.zeros(4, 4, 6))
     setattr(module, FUSED, {"weight": Parts((8, 8, 8), 1)})
-    check_fused(AdamW, decay_groups, nn.ModuleList([module]))
+    check_fused(lambda of: AdamW(decay_groups(of)), nn.ModuleList([module]))
     with pytest.raises(UnsupportedOp, match="in 3 axes in place of 2"):
-        check_fused(Orthogonal, decay_groups, nn.ModuleList([module]))
+        check_fused(lambda of: Orthogonal(decay_groups(of)), nn.ModuleList([module]))
 
 
 class LateNorm(InPlace):
@@ -343,4 +343,4 @@ class LateNorm(InPlace):
 
 def test_an_optimizer_of_all_parameters_after_a_warm_up_is_refused_for_stages() -> None:
     with pytest.raises(UnsupportedOp, match="stages of a pipeline"):
-        check_apart(LateNorm, decay_groups)
+        check_apart(lambda of: LateNorm(decay_groups(of)))

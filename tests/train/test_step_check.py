@@ -776,9 +776,9 @@ class OfAll(torch.optim.SGD):
 
 def test_an_optimizer_of_all_parameters_is_refused_for_stages() -> None:
     with pytest.raises(UnsupportedOp, match="stages of a pipeline"):
-        check_apart(lambda groups: OfAll(groups, lr=0.1), optimizer.decay_groups)
-    check_apart(lambda groups: torch.optim.AdamW(groups, lr=0.1), optimizer.decay_groups)
-    check_apart(lambda groups: torch.optim.Adafactor(groups, lr=0.1), optimizer.decay_groups)
+        check_apart(lambda of: OfAll(optimizer.decay_groups(of), lr=0.1))
+    check_apart(lambda of: torch.optim.AdamW(optimizer.decay_groups(of), lr=0.1))
+    check_apart(lambda of: torch.optim.Adafactor(optimizer.decay_groups(of), lr=0.1))
 
 
 def _trains(mesh: meshcomm.Mesh, what: str) -> str:
