@@ -33,9 +33,9 @@ from meshcomm.mesh import Mesh
 from meshcomm.mesh.opening import init
 from meshcomm.mesh.source import MeshOnly, Settings
 from meshcomm.models import model_of
-from meshcomm.parallel.build import sections
 from meshcomm.parallel.compose import Engine
 from meshcomm.parallel.data import GradientSync
+from meshcomm.parallel.splits import sections
 from meshcomm.parallel.tensor import local
 from meshcomm.parallel.torch_private import fsdp_tensors
 

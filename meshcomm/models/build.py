@@ -16,7 +16,8 @@ from meshcomm.errors import ConfigError, MeshcommError
 from meshcomm.models.spec import ModelSpec
 from meshcomm.models.spec_model import SpecModel
 from meshcomm.models.transformer import BuiltIn
-from meshcomm.parallel.build import Model, on_meta, seeded
+from meshcomm.parallel.memory import on_meta, seeded
+from meshcomm.parallel.model import Model
 
 
 def model_of(config: ModelConfig, data: DataConfig, train: TrainConfig) -> Model:

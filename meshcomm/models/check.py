@@ -27,9 +27,9 @@ from meshcomm.models.family_code import wide
 from meshcomm.models.one_step import STEPS, Communicates, Outcome, Small, copied, on_a_mesh, plain
 from meshcomm.models.spec import ModelSpec, default_values
 from meshcomm.models.spec_model import SpecModel
-from meshcomm.parallel.build import cast, seeded
 from meshcomm.parallel.context.split import AttentionKind
 from meshcomm.parallel.loss import IGNORED, logits_of
+from meshcomm.parallel.memory import cast, seeded
 from meshcomm.parallel.tree import first_tensor
 
 _SAMPLES, _TOKENS = 4, 16

@@ -28,10 +28,10 @@ from meshcomm.models.family_code import WHOLE_SAMPLES, family_code
 from meshcomm.models.spec import Attend
 from meshcomm.models.tiny import tiny
 from meshcomm.models.torch_private import draw
-from meshcomm.parallel.build import on_meta
 from meshcomm.parallel.context.block import same_document
 from meshcomm.parallel.context.documents import current_documents
 from meshcomm.parallel.loss import IGNORED
+from meshcomm.parallel.memory import on_meta
 
 ATTENTION: Final = "meshcomm"
 # Arguments of an attention layer that do not affect its result.

@@ -24,7 +24,7 @@ from meshcomm.layout.names import did_you_mean, listed
 from meshcomm.models.plans import WHOLE, is_split_linear
 from meshcomm.models.spec import ModelSpec
 from meshcomm.models.weights import Conversions, Names, Source
-from meshcomm.parallel.build import on_meta
+from meshcomm.parallel.memory import on_meta
 from meshcomm.parallel.tensor.layers import is_conv1d
 from meshcomm.parallel.tensor.plan import Entry, matches
 

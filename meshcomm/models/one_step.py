@@ -31,11 +31,13 @@ from meshcomm.models.family_code import wide
 from meshcomm.models.outside import apart
 from meshcomm.models.spec_model import SpecModel
 from meshcomm.models.torch_private import named_arguments
-from meshcomm.parallel.build import Model, Splits, to_train_mode
 from meshcomm.parallel.compose import Engine
-from meshcomm.parallel.loss import IGNORED, LossOf, logits_of, takes_inputs
+from meshcomm.parallel.loss import IGNORED, logits_of, takes_inputs
+from meshcomm.parallel.memory import to_train_mode
+from meshcomm.parallel.model import LossOf, Model
 from meshcomm.parallel.optimizer import MakeOptimizer, grouped, optimizer_of
 from meshcomm.parallel.pipeline import Stage
+from meshcomm.parallel.splits import Splits
 from meshcomm.parallel.tensor import whole
 from meshcomm.parallel.tensor.parameters import fused_parts, joined
 from meshcomm.parallel.tree import called, in_parts, with_tensors

@@ -10,8 +10,8 @@ import torch
 
 from meshcomm.models.family_code import family_code
 from meshcomm.models.spec import ModelSpec
-from meshcomm.parallel.build import seeded
 from meshcomm.parallel.loss import logits_of
+from meshcomm.parallel.memory import seeded
 
 _TOKENS = 16
 # Relative to the largest logit, in float32.

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from meshcomm.errors import ConfigError
 from meshcomm.models.weights import Conversions, Names
-from meshcomm.parallel.build import on_meta, seeded, without_values
 from meshcomm.parallel.context import ByHeads
 from meshcomm.parallel.expert.packed import Axes
-from meshcomm.parallel.loss import LossOf
+from meshcomm.parallel.memory import on_meta, seeded, without_values
+from meshcomm.parallel.model import LossOf
 from meshcomm.parallel.pipeline import Stage
 from meshcomm.parallel.tensor.plan import Entry, matches
 from meshcomm.predict.stages import PartCosts

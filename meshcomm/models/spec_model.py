@@ -33,13 +33,15 @@ from meshcomm.models.spec import (
 )
 from meshcomm.models.weights import Folder, Source, write
 from meshcomm.parallel.batch_norm import batch_norms, synchronise
-from meshcomm.parallel.build import Model, Splits, along, cast, check_cast, check_loss, on_meta, seeded
 from meshcomm.parallel.context.documents import places, within
 from meshcomm.parallel.dropout import DROPOUTS, Dropout, Drops, check_dropouts
 from meshcomm.parallel.expert import spread_experts
-from meshcomm.parallel.loss import OwnLoss, logits_of
+from meshcomm.parallel.loss import check_loss, logits_of
+from meshcomm.parallel.memory import cast, check_cast, on_meta, seeded
+from meshcomm.parallel.model import Model, OwnLoss
 from meshcomm.parallel.pipeline import Stage
 from meshcomm.parallel.recompute import compile_blocks, run
+from meshcomm.parallel.splits import Splits, along
 from meshcomm.parallel.tensor import TensorSplit, tensor_parallel
 from meshcomm.parallel.tensor.example import Calls, explained
 from meshcomm.parallel.tensor.plan import Rule, matches, rules_of

@@ -29,8 +29,10 @@ from meshcomm.models.spec import ModelSpec
 from meshcomm.models.spec_model import SpecModel
 from meshcomm.models.wrapped import WrappedModule
 from meshcomm.parallel.batch_norm import batch_norms
-from meshcomm.parallel.build import Model, Sections, cast, on_meta
+from meshcomm.parallel.memory import cast, on_meta
+from meshcomm.parallel.model import Model
 from meshcomm.parallel.optimizer import MakeOptimizer
+from meshcomm.parallel.splits import Sections
 from meshcomm.parallel.tensor.parameters import split_dims
 from meshcomm.parallel.tree import called, first_tensor, samples_of, with_tensors
 

@@ -13,12 +13,14 @@ from torch.autograd.function import once_differentiable
 
 from meshcomm.config import DataConfig, ModelConfig, TrainConfig
 from meshcomm.models.spec import normal
-from meshcomm.parallel.build import Model, Splits, on_meta
 from meshcomm.parallel.context.documents import places, within
 from meshcomm.parallel.dropout import Dropout, Drops
 from meshcomm.parallel.expert import Experts
+from meshcomm.parallel.memory import on_meta
+from meshcomm.parallel.model import Model
 from meshcomm.parallel.pipeline import Stage
 from meshcomm.parallel.recompute import ActivationCheckpointing, compile_blocks, run
+from meshcomm.parallel.splits import Splits
 from meshcomm.parallel.tensor import (
     ColumnParallel,
     RowParallel,

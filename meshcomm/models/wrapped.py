@@ -14,10 +14,12 @@ from meshcomm.config import ParallelConfig, TrainConfig
 from meshcomm.errors import ConfigError, UnsupportedOp
 from meshcomm.layout.names import listed
 from meshcomm.parallel.batch_norm import synchronise
-from meshcomm.parallel.build import Model, Splits, along, cast, check_cast, check_loss
 from meshcomm.parallel.dropout import check_dropouts
-from meshcomm.parallel.loss import LossOf, OwnLoss
+from meshcomm.parallel.loss import check_loss
+from meshcomm.parallel.memory import cast, check_cast
+from meshcomm.parallel.model import LossOf, Model, OwnLoss
 from meshcomm.parallel.pipeline import Stage
+from meshcomm.parallel.splits import Splits, along
 from meshcomm.parallel.tensor import local
 from meshcomm.parallel.tensor.parameters import split_dims
 from meshcomm.parallel.tree import called

@@ -12,40 +12,23 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from meshcomm.config import Config
-from meshcomm.errors import ShapeError, TrainingError, UnsupportedOp
+from meshcomm.errors import TrainingError, UnsupportedOp
 from meshcomm.mesh import Mesh
 from meshcomm.mesh.all_ranks import of_every_rank
-from meshcomm.parallel.build import LocalModel, Model, along, sections
-from meshcomm.parallel.context.documents import check_documents
+from meshcomm.parallel.batch import Batch, Batches
+from meshcomm.parallel.build import LocalModel
 from meshcomm.parallel.data import Sharded
 from meshcomm.parallel.loss import StepLoss, module_of
+from meshcomm.parallel.memory import eval_mode
+from meshcomm.parallel.model import Model
 from meshcomm.parallel.norm import GradientNorm
 from meshcomm.parallel.optimizer import MakeOptimizer, Update, check_patterns, check_some_learn
-from meshcomm.parallel.pipeline import Pipelined
-from meshcomm.parallel.results import Done, Results, check_inputs
-from meshcomm.parallel.state import Kinds, State, as_before
-from meshcomm.parallel.tensor.parameters import Kept, fused_parts
+from meshcomm.parallel.results import Done, Results
+from meshcomm.parallel.splits import along, sections
+from meshcomm.parallel.state import Kinds, State
+from meshcomm.parallel.tensor.parameters import Kept
 from meshcomm.parallel.torch_private import shared_casts
-from meshcomm.parallel.tree import (
-    check_dense,
-    check_lists,
-    check_samples,
-    first_tensor,
-    samples_of,
-    scalars_of,
-    tensors_of,
-    with_tensors,
-)
-
-
-class Batch(NamedTuple):
-    """This rank's samples for a step, as trees of tensors: see `meshcomm.parallel.tree`. documents: int64 (samples, tokens), each token's document number, ascending along the
-    sequence. Attention stays within documents, and positions restart in each document. If None, each sample is one document.
-    """
-
-    inputs: Any
-    targets: Any
-    documents: Tensor | None = None
+from meshcomm.parallel.tree import samples_of
 
 
 @dataclass
@@ -105,10 +88,9 @@ class Engine:
         *,
         filled: bool = True,
     ) -> None:
-        self.sections = sections(mesh, config)
-        parallel, _, _, train = self.sections
-        data = self.sections.data
-        if data is not None and data.document_mask and not model.packed:
+        self.sections = known = sections(mesh, config)
+        parallel, train = known.parallel, known.train
+        if known.data is not None and known.data.document_mask and not model.packed:
             raise UnsupportedOp(
                 "this model cannot be trained with data.document_mask",
                 given=f"a {type(model).__name__}, whose attention crosses documents",
@@ -118,72 +100,67 @@ class Engine:
         self.mesh, self.model = mesh, model
         # The first steps compare the samples of all ranks.
         self.checked_steps = 2
-        self._digests: dict[int, str] = {}
         # Called with the first batch, on every rank.
         self.look: Callable[[Batch], None] | None = None
-        # The settings with which a loss could not differentiate outputs by inputs. FSDP2 frees gathered weights before a second
-        # backward pass, also on one rank.
-        roles = {part: getattr(parallel, part) for part in ("pipeline", "context", "shard")}
-        self._apart = [
-            f"parallel.{part}"
-            for part, dim in roles.items()
-            if dim and (part == "shard" or mesh.size(dim) > 1)
-        ]
-        # How often this rank's data have been restarted.
-        self.epoch = 0
         # The same for the first dictionary of transformers' names, with the function that reads it.
         self.look_named: Callable[[Mapping[str, Tensor], Callable[..., Any]], None] | None = None
+        # Called before each update of the weights, whose gradients an optimizer may change.
+        self.before_update: Callable[[], None] | None = None
+        # How often this rank's data have been restarted.
+        self.epoch = 0
         # The number of the most recent step.
         self.done = 0
         self.reached = Reached()
         self._lr: float | None = None
-        # Called before each update of the weights, whose gradients an optimizer may change.
-        self.before_update: Callable[[], None] | None = None
         # A step is undone only if lost ranks are replaced.
         self._recovers = mesh.recovers
         self._skips = train.on_nonfinite == "skip"
         self._before: dict[str, Any] = {}
-        self._local = local = LocalModel(mesh, self.sections, model, filled)
+        self._local = local = LocalModel(mesh, known, model, filled)
         self.data_size, self.data_coord = local.data_size, local.data_coord
         self.microbatches = local.microbatches
         self.splits, self.split, self.stages = local.splits, local.splits.tensor, local.stages
         self.modules, self.gradients = local.modules, local.gradients
-        self._loss = StepLoss(local.splits, (parallel, train), model, local.microbatches, local.data_size)
+        self._batches = Batches(local.splits, known, model, local.microbatches, local.data_size)
+        self._loss = StepLoss(local.splits, train, model, local.microbatches, local.data_size)
         # The divisor of the step's loss.
         self._count = torch.ones((), dtype=torch.float64, device=mesh.device)
         self._run = local.runner(self._loss)
-        named, copies = self.named_parameters(), local.copies()
         if train.groups or train.frozen:
-            mine = [(name, parameter.requires_grad) for name, parameter in named]
+            mine = [(name, parameter.requires_grad) for name, parameter in local.named]
             every = list(dict.fromkeys(pair for pairs in of_every_rank(mesh, mine) for pair in pairs))
             for setting in ("groups", "frozen"):
                 check_patterns(f"train.{setting}", getattr(train, setting), [name for name, _ in every])
             check_some_learn(train.frozen, [name for name, learns in every if learns])
-        # Ranks along the pipeline have different parameters.
-        apart = [parallel.pipeline] if parallel.pipeline else []
         self._update = Update(
             mesh,
             train,
             self.modules,
             optimizer,
-            apart,
+            local.splits.pipeline,
             along(mesh, parallel.gradient_dims),
             reuses=parallel.shard is None,
         )
         self.optimizer = self._update.optimizer
         loss = module_of(None if model.own_loss is None else model.own_loss.function)
         calls = any(each.is_last for each in self.stages)
-        self._state = State(
-            list(self.modules),
-            self.optimizer,
-            self._saved_parameters,
-            model.tied,
-            loss if calls else None,
+        saved = [pair for pair in local.named if model.saves_all or pair[1].requires_grad]
+        self._state = State(list(self.modules), self.optimizer, saved, model.tied, loss if calls else None)
+        self._norm = GradientNorm(
+            mesh,
+            local.named,
+            pipeline=parallel.pipeline,
+            skip=[] if local.copy is None else [local.copy],
         )
-        self._norm = GradientNorm(mesh, named, pipeline=parallel.pipeline, skip=copies)
-        stage = self.stages[-1].index
-        vocab_size, names = model.vocab_size, self._loss.names
-        self._results = Results(mesh, (parallel, train), self._norm, named, stage, vocab_size, names)
+        self._results = Results(
+            local.splits,
+            (parallel, train),
+            self._norm,
+            local.named,
+            self.stages[-1].index,
+            model.vocab_size,
+            self._loss.names,
+        )
         local.know_hooks()
 
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
@@ -191,29 +168,18 @@ class Engine:
 
         A weight that the embedding and the head share has one name, on the embedding's stage and on the head's.
         """
-        return self._local.named_parameters()
+        return list(self._local.named)
 
     def own_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Return the parameters that this rank owns, with their global names.
 
         If the first and the last stage share a weight, the first stage owns it.
         """
-        copies = {id(weight) for weight in self._local.copies()}
-        return [pair for pair in self.named_parameters() if id(pair[1]) not in copies]
+        return [pair for pair in self._local.named if pair[1] is not self._local.copy]
 
     def own_weights(self) -> dict[str, Tensor | Kept]:
         """Return the weights of `own_parameters` in a checkpoint's layout, and the buffers that are saved with the weights."""
-        fused = {name: each for module in self.modules for name, each in fused_parts(module).items()}
-        found: dict[str, Tensor | Kept] = dict(self._state.buffers())
-        saved = {id(each) for _, each in self._saved_parameters()}
-        for name, each in self.own_parameters():
-            if id(each) in saved:
-                found[f"model.{name}"] = as_before(each.detach(), fused.get(name))
-        return found
-
-    def _saved_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        every = self.named_parameters()
-        return every if self.model.saves_all else [pair for pair in every if pair[1].requires_grad]
+        return self._state.weights(without=self._local.copy)
 
     def step(
         self,
@@ -240,9 +206,12 @@ class Engine:
                    loss or gradient norm is not finite is not applied. With train.on_nonfinite = "stop", later steps are not applied either.
         """
         number = self.done + 1 if number is None else number
-        batch = self._prepared(Batch(inputs, targets, documents))
+        batch = self._batches.prepared(Batch(inputs, targets, documents))
         inputs, targets = batch.inputs, batch.targets
-        self._check(batch)
+        compares = self.checked_steps > 0 and not self.mesh.is_fake
+        self.checked_steps -= compares
+        self._batches.check(batch, compares=compares)
+        self._look(batch)
         self._loss.start(targets)
         reached, self._lr = self.reached, lr
         self._begin(number)
@@ -250,11 +219,10 @@ class Engine:
         rows = self._update.rows
         if rows is not None:
             rows.start()
-        more = self._packed(batch)
+        more = self._batches.documents(batch)
         if self.model.drops:
-            each = samples_of(inputs)
-            first = self.data_coord * each
-            more["samples"] = torch.arange(first, first + each, device=self.mesh.device)
+            first = self.data_coord * samples_of(inputs)
+            more["samples"] = torch.arange(first, first + samples_of(inputs), device=self.mesh.device)
         with self._drawing(f"{number}"), shared_casts(), self._explained():
             loss = self._run(*self._loss.split(inputs, targets), **more)
         self._local.finish_step()
@@ -343,102 +311,12 @@ class Engine:
             self._state.put_back_forward(self._before)
 
     def _abandon(self) -> None:
-        for gradients in self.gradients:
-            if isinstance(gradients, Sharded):
-                gradients.abandon()
+        for gradients in self._sharded():
+            gradients.abandon()
 
     def pending(self) -> list[Done]:
         """Return the steps that `results` has not returned yet. Does not communicate."""
         return self._results.pending()
-
-    def _packed(self, batch: Batch) -> dict[str, Tensor]:
-        """Return the stages' document arguments.
-
-        Raises ShapeError for invalid document numbers, and UnsupportedOp if the model was not built for documents.
-        """
-        if batch.documents is None:
-            return {}
-        if not self.model.packed:
-            raise UnsupportedOp(
-                "document numbers were given, but this model's attention crosses documents",
-                given=f"documents {tuple(batch.documents.shape)}, data.document_mask = false",
-                expected="only inputs and targets; or data.document_mask = true",
-                hint="data.document_mask = true; or, if a third element of a batch is not document numbers, put it into the targets: "
-                "(inputs, (targets, weights)), for a loss of your own",
-            )
-        check_documents(batch.documents, batch.inputs)
-        return {"documents": batch.documents}
-
-    def _prepared(self, batch: Batch) -> Batch:
-        """Return the batch with int64 tokens and classes, of any integers. In uint8, -100 would equal class 156.
-
-        Raises UnsupportedOp for inputs that need gradients if the loss could not differentiate outputs by them.
-        """
-        apart = self._apart
-        if apart and any(each.requires_grad for each in tensors_of(batch.inputs)):
-            raise UnsupportedOp(
-                "inputs that need gradients cannot be trained with this parallelism",
-                given=f"an input with requires_grad, and {', '.join(apart)}",
-                expected="parallel.data, with which each rank has all weights, and the outputs and inputs that a loss differentiates",
-                hint=f"x.detach(), if the loss takes no gradient by x; or remove {', '.join(apart)}",
-            )
-        if self.model.own_loss is None:
-            batch = batch._replace(targets=_as_ids(batch.targets))
-        return batch._replace(inputs=_as_ids(batch.inputs)) if self.model.vocab_size else batch
-
-    def _check(self, batch: Batch) -> None:
-        train, inputs, targets = self.sections.train, batch.inputs, batch.targets
-        expected = tensors_of(targets)
-        every = [*tensors_of(inputs), *expected, *tensors_of(batch.documents)]
-        share = self.microbatches * train.micro_batch_size
-        for name, tree in (("inputs", inputs), ("targets", targets)):
-            check_dense(tree, name)
-            check_lists(tree, name, share)
-        if self.checked_steps and not self.mesh.is_fake:
-            self.checked_steps -= 1
-            scalars = [*scalars_of(inputs, "inputs"), *scalars_of(targets, "targets")]
-            self._digests = check_inputs(
-                self.mesh, self.sections.parallel, *every, scalars=scalars, before=self._digests
-            )
-        if isinstance(self._run, Pipelined) and not isinstance(inputs, Tensor):
-            raise UnsupportedOp(
-                "a pipeline's first stage takes one tensor",
-                given=f"inputs that are a {type(inputs).__name__}",
-                expected="one tensor: tokens, or what the function of ModelSpec(forward=...) takes",
-                hint="remove parallel.pipeline; later stages are given hidden states only",
-            )
-        first_tensor(inputs)
-        # A loss of one's own may need no targets.
-        targeted = bool(expected) or self.model.own_loss is None
-        have = (samples_of(inputs), samples_of(targets) if targeted else share)
-        lengths = {x.shape[0] for x in every if x.ndim}
-        data, model = self.sections.data, self.model
-        fixed = isinstance(self._run, Pipelined) or not model.any_length
-        of_tokens = model.vocab_size and isinstance(inputs, Tensor) and inputs.ndim == 2
-        if data is not None and of_tokens and fixed and inputs.shape[1] != data.seq_len:
-            raise ShapeError(
-                "the samples of the step have the wrong length",
-                given=f"{inputs.shape[1]} tokens on {self.mesh.label}, data.seq_len = {data.seq_len}",
-                expected=f"{data.seq_len} tokens, for which this model is built",
-                hint="pad to data.seq_len, as with pad_to_multiple_of in the collators of transformers, and -100 in the targets",
-            )
-        # If no tensor has this rank's share, the batch has another size.
-        for name, tree in (("inputs", inputs), ("targets", targets)) if share in lengths else ():
-            check_samples(tree, name, share, "the global batch, divided among the ranks along data and shard")
-        if set(have) != {share}:
-            hint = f"train.global_batch_size = {have[0] * self.data_size}"
-            if have[0] < share:
-                hint = f"drop_last=True in the DataLoader if this is the short last batch; else {hint}"
-            if have[0] != have[1]:
-                hint = "one target for each input, along axis 0"
-            raise ShapeError(
-                "the step has the wrong number of samples for this rank",
-                given=f"{have[0]} inputs and {have[1]} targets on {self.mesh.label}",
-                expected=f"{share} of both: train.global_batch_size = {train.global_batch_size} / {self.data_size} ranks along "
-                "data and shard",
-                hint=hint,
-            )
-        self._look(batch)
 
     def _look(self, batch: Batch) -> None:
         if self.look is not None:
@@ -469,28 +347,22 @@ class Engine:
             return self._evaluate(batches)
 
     def _evaluate(self, batches: Iterable[tuple[Tensor, ...]]) -> float:
-        parallel = self.sections.parallel
-        # The mode of each part, because a user may have put some of them into eval mode permanently.
-        were = {part: part.training for part in self.modules.modules()}
         self._loss.start(None, evaluates=True)
         mine: Tensor | None = None
         number = -1
-        self.modules.eval()
         try:
-            for number, given in enumerate(Batch(*each) for each in batches):
-                batch, short = self._filled(self._prepared(given))
-                self._look(batch)
-                more: dict[str, Any] = {**self._packed(batch), **short}
-                with self._drawing(f"evaluation {number}"):
-                    loss = self._run.forward(*self._loss.split(*batch[:2]), **more)
-                if loss is not None:
-                    mine = loss.double() if mine is None else mine + loss
+            with eval_mode(self.modules):
+                for number, given in enumerate(Batch(*each) for each in batches):
+                    batch, short = self._batches.filled(self._batches.prepared(given))
+                    self._look(batch)
+                    more: dict[str, Any] = {**self._batches.documents(batch), **short}
+                    with self._drawing(f"evaluation {number}"):
+                        loss = self._run.forward(*self._loss.split(batch.inputs, batch.targets), **more)
+                    if loss is not None:
+                        mine = loss.double() if mine is None else mine + loss
         finally:
-            for part, was in were.items():
-                part.training = was
-            for gradients in self.gradients:
-                if isinstance(gradients, Sharded):
-                    gradients.reshard()
+            for gradients in self._sharded():
+                gradients.reshard()
         if number < 0:
             raise TrainingError(
                 f"there is nothing to evaluate, on {self.mesh.label}",
@@ -500,13 +372,11 @@ class Engine:
                 "leaves none",
             )
         mean = self._loss.finish(mine).loss
-        total = torch.zeros((), dtype=torch.float64, device=self.mesh.device) if mean is None else mean
-        if mean is not None:
-            for dim in parallel.gradient_dims:
-                total = self.mesh.all_reduce(dim, total)
-        if parallel.pipeline is not None:
-            total = self.mesh.broadcast(parallel.pipeline, total, src=self.mesh.size(parallel.pipeline) - 1)
-        return self._value(total)
+        if mean is None:
+            mean = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
+        else:
+            mean = self.splits.summed(mean, self.splits.gradients)
+        return self._value(self.splits.of_last_stage(mean))
 
     def state(self) -> dict[str, Tensor]:
         """Return all state that a step changes, by global name: this rank's weights, and the state of the optimizer,
@@ -547,7 +417,7 @@ class Engine:
 
         Every rank calls this.
         """
-        mine, pipeline = self._state.names(), self.sections.parallel.pipeline
+        mine, pipeline = self._state.names(), self.splits.pipeline
         return mine if pipeline is None else set().union(*self.mesh.objects.all_gather(pipeline, mine))
 
     @property
@@ -562,49 +432,15 @@ class Engine:
     def parameters_of_all_stages(self) -> int:
         """Return the number of elements in the full model's parameters. Every rank calls this."""
         count = sum(p.numel() for _, p in self.own_parameters())
-        if self.sections.parallel.pipeline is None:
+        if self.splits.pipeline is None:
             return count
         total = torch.tensor([count], dtype=torch.int64, device=self.mesh.device)
-        return int(self.mesh.all_reduce(self.sections.parallel.pipeline, total).item())
+        return int(self.mesh.all_reduce(self.splits.pipeline, total).item())
 
     # -- inside ---------------------------------------------------------------------------------
 
-    def _filled(self, batch: Batch) -> tuple[Batch, dict[str, int]]:
-        """Return a batch of an evaluation with as many samples as in a step, of which the added ones do not count.
-
-        Their targets are -100. If the loss does not ignore these, also return the number of samples as an argument of the run.
-        """
-        count, share = samples_of(batch.inputs), self.microbatches * self.sections.train.micro_batch_size
-        targeted = bool(tensors_of(batch.targets)) or self.model.own_loss is None
-        if count > share or (targeted and count != samples_of(batch.targets)):
-            raise ShapeError(
-                "an evaluation's batch has the wrong number of samples for this rank",
-                given=f"{count} inputs and {samples_of(batch.targets)} targets on {self.mesh.label}",
-                expected=f"at most {share} of both, as in a step",
-                hint=f"batches of {share} samples on each rank",
-            )
-        if count == share:
-            return batch, {}
-
-        def filled(x: Tensor) -> Tensor:
-            if not x.ndim:
-                return x
-            more = x[:1].expand(share - count, *x.shape[1:]) if count else x.new_zeros(share, *x.shape[1:])
-            return torch.cat([x, more])
-
-        added: Batch = with_tensors(filled, batch)
-        if self.model.own_loss is None:
-            ignored = added.targets.clone()
-            ignored[count:] = -100
-            return added._replace(targets=ignored), {}
-        if isinstance(self._run, Pipelined):
-            raise UnsupportedOp(
-                "a short batch cannot be evaluated through a pipeline with this loss",
-                given=f"{count} of {share} samples on {self.mesh.label}, and a loss of your own",
-                expected="full batches, because the loss does not say which samples count",
-                hint="drop_last=True in the DataLoader",
-            )
-        return added, {"samples": count}
+    def _sharded(self) -> list[Sharded]:
+        return [each for each in self.gradients if isinstance(each, Sharded)]
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
@@ -613,7 +449,7 @@ class Engine:
             yield
         except RuntimeError as error:
             freed = "setStorage" in str(error) and str(error).endswith("storage of size 0")
-            if not freed or not any(isinstance(each, Sharded) for each in self.gradients):
+            if not freed or not self._sharded():
                 raise
             raise UnsupportedOp(
                 "gradients within a loss cannot be computed through a sharded module",
@@ -629,9 +465,3 @@ class Engine:
         if draws is None:
             return nullcontext()
         return draws.step(step, self.data_coord * self.microbatches)
-
-
-def _as_ids(x: Any) -> Any:
-    """Return a tensor of integers or of truth values as int64, and anything else unchanged."""
-    is_number = not isinstance(x, Tensor) or x.is_floating_point() or x.is_complex()
-    return x if is_number else x.to(torch.int64)

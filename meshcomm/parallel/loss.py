@@ -8,43 +8,23 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from inspect import Parameter, signature
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, final
+from typing import Any, Final, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
 
-from meshcomm.config import ParallelConfig, TrainConfig
+from meshcomm.config import TrainConfig
 from meshcomm.errors import ConfigError, ShapeError, TrainingError, UnsupportedOp
 from meshcomm.layout.names import listed
 from meshcomm.parallel.loss_calls import LossCalls
+from meshcomm.parallel.model import Model
+from meshcomm.parallel.splits import Splits
 from meshcomm.parallel.tensor import TensorSplit, cross_entropy
 from meshcomm.parallel.tree import tensors_of, with_tensors
-
-if TYPE_CHECKING:
-    from meshcomm.parallel.build import Model, Splits
 
 IGNORED: Final = -100
 _FORMS: Final = 'a scalar tensor, (sum, count), or a dictionary with "loss"'
 _ONE_FORM: Final = "the same form for every microbatch: its mean, or (sum, count)"
-# (outputs, targets) or (outputs, targets, inputs) of a microbatch -> a mean, (a sum, a count), or named terms: see OwnLoss.
-LossOf: TypeAlias = Callable[..., Any]
-
-
-class OwnLoss(NamedTuple):
-    """A loss function of the user's own, called once for each microbatch.
-
-    function: `(outputs, targets)`, as in a program on one process, or `(outputs, targets, inputs)`. Outputs are whole: logits are gathered over the vocabulary
-        along the tensor dim, and outputs over the sequence along the context dim. It runs under the autocast of
-        train.compute_dtype and returns one of:
-        - a scalar, the mean over the microbatch. The step's loss is the mean over all microbatches on all ranks.
-        - (sum, count), scalars. The step's loss is the sum of all sums, divided by the sum of all counts. So are gradients.
-        - a dictionary with "loss", which is a scalar or (sum, count), and further terms by name. They are logged and not trained.
-    takes_slices: whether `function` is given this rank's slice of the logits and of the sequence, and communicates along the
-        tensor dim itself. Its results then also add up along the context dim.
-    """
-
-    function: LossOf
-    takes_slices: bool = False
 
 
 class StepSum(NamedTuple):
@@ -74,14 +54,8 @@ class StepLoss:
     """
 
     def __init__(
-        self,
-        splits: Splits,
-        settings: tuple[ParallelConfig, TrainConfig],
-        model: Model,
-        microbatches: int,
-        data_size: int,
+        self, splits: Splits, train: TrainConfig, model: Model, microbatches: int, data_size: int
     ) -> None:
-        self._parallel, train = settings
         self._mesh, self._splits, self._own = splits.mesh, splits, model.own_loss
         self._mixed = None if train.compute_dtype is None else getattr(torch, train.compute_dtype)
         self._dtype = splits.tensor.dtype
@@ -100,9 +74,8 @@ class StepLoss:
             )
         self._slices = own is None or own.takes_slices
         self._takes_inputs = own is not None and takes_inputs(own.function)
-        self._pieces = microbatches * data_size * (splits.context.size if self._slices else 1)
         self._calls = LossCalls(
-            self._mesh, self._parallel.data_dims, microbatches if train.check else 1, train.micro_batch_size
+            self._mesh, splits.data, microbatches if train.check else 1, train.micro_batch_size
         )
         self.names: list[str] = []
         self._knows_names = False
@@ -110,10 +83,9 @@ class StepLoss:
         self._means: bool | None = None
         self._pairs = 0
         self._counts = False
-        self._divisor = torch.ones((), dtype=self._dtype, device=self._mesh.device)
-        self._all_pieces = torch.tensor(self._pieces, dtype=self._dtype, device=self._mesh.device)
-        dims = (self._parallel.gradient_dims, self._parallel.data_dims)
-        self._gradient_dims, self._data_dims = ([d for d in some if self._mesh.size(d) > 1] for some in dims)
+        pieces = microbatches * data_size * (splits.context.size if self._slices else 1)
+        self._pieces = torch.tensor(pieces, dtype=self._dtype, device=self._mesh.device)
+        self._divisor = torch.ones_like(self._pieces)
         # For each microbatch: the count of the loss, and the sum and the count of each term.
         self._rows: list[Tensor] = []
         self._tokens = 0
@@ -143,15 +115,14 @@ class StepLoss:
         self._rows, self._pairs = [], 0
         self._counts = evaluates or (self._own is not None and not (self._means and not self.names))
         if self._own is not None:
-            self._divisor = torch.ones_like(self._all_pieces) if evaluates else self._all_pieces
+            self._divisor = torch.ones_like(self._pieces) if evaluates else self._pieces
             return
         divisor = torch.ones((), dtype=torch.float64)
         if not evaluates:
             if not isinstance(targets, Tensor):
                 raise _no_tree(targets)
             divisor = (targets != IGNORED).sum().to(torch.float64)
-            for dim in self._data_dims:
-                self._mesh.all_reduce(dim, divisor)
+            divisor = self._splits.summed(divisor, self._splits.data)
         self._divisor = divisor.to(self._mesh.device, self._dtype)
 
     def __call__(self, outputs: Any, targets: Any, weight: float = 1.0) -> Tensor:
@@ -216,12 +187,12 @@ class StepLoss:
         if not self._counts:
             whole = loss if loss is None or shares == 1 else loss / shares
             return StepSum(whole, self._divisor, None, none)
-        pipeline = self._parallel.pipeline
-        last = 0 if pipeline is None else self._mesh.size(pipeline) - 1
+        splits = self._splits
         if not self._knows_names and self._own is not None:
             # Only the last stage calls the loss.
-            if pipeline is not None and last and not self._mesh.is_fake:
-                self.names[:] = self._mesh.objects.broadcast(pipeline, [*self.names], src=last)
+            if splits.pipeline is not None and not self._mesh.is_fake:
+                last = self._mesh.size(splits.pipeline) - 1
+                self.names[:] = self._mesh.objects.broadcast(splits.pipeline, [*self.names], src=last)
             self._knows_names = True
         # The first exchange also counts the losses that are pairs, and all losses, and adds up a checksum of the terms' names.
         first = 5 if self._own is not None and self._means is None else 0
@@ -233,10 +204,8 @@ class StepLoss:
                 totals = torch.cat(
                     [totals.new_tensor([self._pairs, len(self._rows), 1, code, code**2]), totals]
                 )
-            for dim in self._gradient_dims if self._slices else self._data_dims:
-                totals = self._mesh.all_reduce(dim, totals)
-        if pipeline is not None:
-            totals = self._mesh.broadcast(pipeline, totals, src=last)
+            totals = splits.summed(totals, splits.gradients if self._slices else splits.data)
+        totals = splits.of_last_stage(totals)
         if first and not self._mesh.is_fake:
             self._agree(*totals[:first].tolist())
         totals = totals[first:]
@@ -425,3 +394,17 @@ def _refused(given: str, expected: str) -> TrainingError:
         expected=expected,
         hint="return F.mse_loss(outputs, targets); or (losses.sum(), mask.sum()); or a dictionary",
     )
+
+
+def check_loss(loss: object, model: nn.Module | None = None) -> None:
+    """Raise UnsupportedOp for a loss module, or a method of one, with parameters that learn. Those of `model` are trained."""
+    part = module_of(loss)
+    own = set() if model is None else set(model.parameters())
+    named = () if part is None else part.named_parameters()
+    if names := [name for name, each in named if each.requires_grad and each not in own]:
+        raise UnsupportedOp(
+            "the parameters of this loss would never be trained",
+            given=f"a {type(part).__name__} with {listed(names)}",
+            expected="parameters in the model, or a loss whose parameters need no gradient",
+            hint="compute the part that learns in the model's forward; or loss.requires_grad_(False)",
+        )

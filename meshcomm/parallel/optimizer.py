@@ -257,7 +257,7 @@ class Update:
     """Creates the optimizer for this rank's parameters, and runs its steps.
 
     make:  creates the optimizer. If None, the optimizer of `[train]` is created.
-    apart: dims along which a user's optimizer draws different random numbers.
+    pipeline: the dim along which ranks have different parameters. A user's optimizer draws other random numbers on each.
     dims:  dims along which ranks have different samples, for sparse gradients.
     reuses: whether a parameter's gradient is the same tensor in each step.
     rows:  the rows of a step for which `make` is given sparse gradients.
@@ -269,14 +269,16 @@ class Update:
         train: TrainConfig,
         modules: nn.Module,
         make: MakeOptimizer | None,
-        apart: Iterable[str],
+        pipeline: str | None,
         dims: Dims | None = None,
         *,
         reuses: bool = True,
     ) -> None:
         self.optimizer = grouped(optimizer_of(train, mesh.device) if make is None else make, train, modules)
         self._seed = train.seed
-        self._draws = None if make is None else Draws(mesh, train.seed, apart)
+        self._draws = (
+            None if make is None else Draws(mesh, train.seed, [] if pipeline is None else [pipeline])
+        )
         self.rows: SparseRows | None = None
         if make is not None:
 
@@ -288,7 +290,7 @@ class Update:
             if reuses:
                 check_kept(build)
             self.rows = SparseRows(mesh, dims, modules, self.optimizer)
-            if any(mesh.size(dim) > 1 for dim in apart):
+            if pipeline is not None:
                 check_apart(build)
         self._rates = [float(group["lr"]) / train.lr for group in self.optimizer.param_groups]
         # The rates that the schedule has set.

@@ -1,12 +1,10 @@
-"""Keeps step results on the device until they are read. Errors name the rank whose result is not finite or whose samples
-differ."""
+"""Keeps step results on the device until they are read, and decides whether a step is applied. Errors name the rank whose result
+is not finite."""
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, NamedTuple, final
 
 import torch
@@ -16,97 +14,14 @@ from meshcomm.config import ParallelConfig, TrainConfig
 from meshcomm.errors import TrainingError
 from meshcomm.layout.sizes import fold
 from meshcomm.mesh import Mesh
-from meshcomm.mesh.all_ranks import of_every_rank, ranks_of
+from meshcomm.mesh.all_ranks import of_every_rank
 from meshcomm.parallel.loss import StepSum
 from meshcomm.parallel.norm import GradientNorm
+from meshcomm.parallel.splits import Splits
 from meshcomm.parallel.tensor import local
 
 # The largest number of steps whose results stay on the device.
 _MOST = 100
-
-
-def check_inputs(
-    mesh: Mesh,
-    parallel: ParallelConfig,
-    *batch: Tensor,
-    scalars: Sequence[Sequence[str]] = (),
-    before: Mapping[int, str] = MappingProxyType({}),
-) -> dict[int, str]:
-    """Compare this rank's batch with the other ranks' batches: equal along tensor, pipeline and context, not along data and
-    shard.
-
-    Equal batches along data and shard are an error only if they are equal in two steps and differ between these steps. A
-    batch that stays the same, as in a benchmark, is no evidence: its mean is that of one process.
-
-    scalars:   names and texts of the values that all samples share, which must be equal on all ranks: see `scalars_of`.
-    before:    the result of the previous step's call. If empty, ranks along data and shard are not compared.
-    Called by: every rank of the mesh. Gathers objects along each dim, and waits for the device.
-    Returns:   a digest of each rank's batch.
-    Raises:    TrainingError, the same on every rank, that names the ranks, and the dim.
-    """
-    sums = hashlib.sha256()
-    for tensor in batch:
-        sums.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
-        sums.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    shared = hashlib.sha256(repr(scalars).encode()).hexdigest()[:16]
-    digests = of_every_rank(mesh, [sums.hexdigest()[:16], shared])
-    if len({each for _, each in digests}) > 1:
-        raise _differing(ranks_of(mesh), of_every_rank(mesh, [list(each) for each in scalars]))
-    found = {rank: each for rank, (each, _) in zip(ranks_of(mesh), digests, strict=True)}
-    for role, dim in parallel.parts.items():
-        if dim in parallel.data_dims or dim not in mesh.layout.dims:
-            continue
-        for rank in sorted(found):
-            coords = mesh.get_coords(rank)
-            if coords[dim]:
-                continue
-            others = [mesh.get_rank(**{**coords, dim: coord}) for coord in range(mesh.size(dim))]
-            odd = [other for other in others if found[other] != found[rank]]
-            if odd:
-                raise TrainingError(
-                    f"ranks along {dim} ({role}) have different samples",
-                    given=f"rank {fold(odd)} against rank {rank}, which differ only in their coord along {dim}",
-                    expected=f"the same inputs and targets along {dim}: only data and shard divide the samples",
-                    hint="DistributedSampler(dataset, num_replicas=mesh.data_world_size, rank=mesh.data_rank); without these "
-                    "two arguments, it divides samples among all ranks of the job. "
-                    "Also use the same seed and epoch on all ranks",
-                )
-    readers: dict[tuple[str, str], int] = {}
-    for rank in sorted(found) if before else ():
-        # Ranks along all other dims have equal batches.
-        if any(coord for dim, coord in mesh.get_coords(rank).items() if dim not in parallel.data_dims):
-            continue
-        first = readers.setdefault((before[rank], found[rank]), rank)
-        if first != rank and before[rank] != found[rank]:
-            dims = ", ".join(parallel.data_dims)
-            raise TrainingError(
-                f"ranks along {dims} read the same samples",
-                given=f"the batch of rank {rank} equals that of rank {first}, in two steps with different batches",
-                expected=f"different samples on each rank along {dims}: its share of the global batch",
-                hint="DataLoader(..., sampler=DistributedSampler(dataset, num_replicas=mesh.data_world_size, "
-                "rank=mesh.data_rank)); or trainer.engine.checked_steps = 0 if this is intended",
-            )
-    return found
-
-
-def _differing(ranks: Sequence[int], scalars: Sequence[Sequence[Sequence[str]]]) -> TrainingError:
-    """Return an error that names the first value that is not equal on all ranks."""
-    tables = [{name: text for name, text in each} for each in scalars]  # noqa: C416
-    names = dict.fromkeys(name for each in tables for name in each)
-    name = next(name for name in names if len({each.get(name) for each in tables}) > 1)
-    first = tables[0].get(name, "nothing")
-    odd, other = next(
-        (rank, each.get(name, "nothing"))
-        for rank, each in zip(ranks, tables, strict=True)
-        if each.get(name, "nothing") != first
-    )
-    return TrainingError(
-        "ranks have different values where all samples of the global batch share one",
-        given=f"{name} = {first} on rank {ranks[0]}, {other} on rank {odd}",
-        expected="the same numbers, strings and tensors without axes on every rank. Only tensors with the samples along axis 0 may "
-        "differ",
-        hint="a tensor with one value for each sample; for a count or a mean of this rank's samples, return (sum, count) from the loss",
-    )
 
 
 class Done(NamedTuple):
@@ -147,6 +62,7 @@ class Results:
     """Collects step results and decides which steps must not be applied, without reading the results on the host.
 
     Args:
+        splits: the dims along which gradients are summed, and the pipeline.
         settings: [parallel] and [train]. `on_nonfinite` decides whether the steps after a skipped one are applied.
         norm: computes the gradient norm of `parameters`, which are in the order of the forward pass.
         stage: the stage that contains the last parameter.
@@ -156,7 +72,7 @@ class Results:
 
     def __init__(
         self,
-        mesh: Mesh,
+        splits: Splits,
         settings: tuple[ParallelConfig, TrainConfig],
         norm: GradientNorm,
         parameters: Sequence[tuple[str, nn.Parameter]],
@@ -166,12 +82,12 @@ class Results:
     ) -> None:
         self._parallel, train = settings
         self._names = names
-        self._mesh, self._norm, self._parameters, self._stage = mesh, norm, parameters, stage
+        self._splits, self._mesh = splits, splits.mesh
+        self._norm, self._parameters, self._stage = norm, parameters, stage
         self._vocab_size, self._lr, self._stop = vocab_size, train.lr, train.on_nonfinite == "stop"
-        self._gradient_dims = [dim for dim in self._parallel.gradient_dims if mesh.size(dim) > 1]
-        self._pieces = math.prod(mesh.size(dim) for dim in self._gradient_dims)
+        self._pieces = math.prod(map(self._mesh.size, splits.gradients))
         self._epoch, self._epochs = -1, list[Tensor]()
-        self._spoilt = torch.zeros((), dtype=torch.float32, device=mesh.device)
+        self._spoilt = torch.zeros((), dtype=torch.float32, device=self._mesh.device)
         self._steps: list[_Pending] = []
         self._seen: list[Done] = []
         self._last = torch.zeros(3, dtype=torch.float64)
@@ -220,7 +136,6 @@ class Results:
         """
         if len(self._steps) >= _MOST:
             self._seen = self.collect()
-        pipeline = self._parallel.pipeline
         loss, count = found.loss, found.divisor
         own = torch.zeros_like(norm) if loss is None else loss.double()
         spoilt = torch.where(norm.isfinite(), 0.0, norm)
@@ -229,10 +144,8 @@ class Results:
             self._epochs = [own.new_tensor(float(each)) for each in (epoch, epoch**2)]
         values = torch.stack([own, spoilt.to(own.dtype), *self._epochs])
         if loss is not None:
-            for dim in self._gradient_dims:
-                values = self._mesh.all_reduce(dim, values)
-        if pipeline is not None:
-            values = self._mesh.broadcast(pipeline, values, src=self._mesh.size(pipeline) - 1)
+            values = self._splits.summed(values, self._splits.gradients)
+        values = self._splits.of_last_stage(values)
         apart = None
         if self._pieces > 1:
             # Numbers are equal if and only if the square of their sum is that of their squares, times how many there are.

@@ -60,7 +60,7 @@ class State:
 
     modules, optimizer: passed before the first step. A parameter group's entry, or an attribute of the optimizer, is state if
         its value has changed since this object was created.
-    named: returns this rank's parameters with their global names.
+    named: this rank's saved parameters with their global names.
     tied: the name of the parameter that the embedding and the head share.
     loss: the loss, if it is a module and this rank calls it.
     """
@@ -69,12 +69,18 @@ class State:
         self,
         modules: Sequence[nn.Module],
         optimizer: torch.optim.Optimizer,
-        named: Callable[[], list[tuple[str, nn.Parameter]]],
+        named: Sequence[tuple[str, nn.Parameter]],
         tied: str = "",
         loss: nn.Module | None = None,
     ) -> None:
-        self._loss = loss
-        self._modules, self._optimizer, self._named, self._tied = modules, optimizer, named, tied
+        self._modules, self._optimizer, self._named, self._loss = modules, optimizer, named, loss
+        self._fused = {name: each for module in modules for name, each in fused_parts(module).items()}
+        names: dict[Tensor, list[str]] = {}
+        for module in modules:
+            for name, parameter in module.named_parameters(remove_duplicate=False):
+                names.setdefault(parameter, []).append(name)
+        # In a stage, a weight that the embedding and the head share may have only one of its names.
+        self._also = {name: names[parameter][1:] for name, parameter in named if name != tied}
         parts = optimizers_in(optimizer)[:-1]
         # An optimizer that consists of others, and shares their groups, has their state.
         self._parts = [
@@ -110,25 +116,17 @@ class State:
 
         Raises TrainingError that names the state that cannot be saved.
         """
-        found: dict[str, Tensor | Kept] = {}
         groups = self._changed_groups()
-        fused = self._fused()
-        names: dict[int, list[str]] = {}
-        for module in self._modules:
-            for name, parameter in module.named_parameters(remove_duplicate=False):
-                names.setdefault(id(parameter), []).append(name)
-        for name, parameter in self._named():
-            found[f"model.{name}"] = as_before(parameter.detach(), fused.get(name))
-            # In a stage, a weight that the embedding and the head share may have only one of its names.
-            also = names[id(parameter)][1:] if name != self._tied else []
+        found = self.weights()
+        for name, parameter in self._named:
             own, rest = self._of_parameter(name, parameter)
             for full, each in own.items():
-                found[full] = as_before(each, fused.get(name) if each.shape == parameter.shape else None)
-            facts: dict[str, Any] = {"also": also, "state": rest}
-            facts["group"] = groups.get(id(parameter), {})
+                found[full] = self._before(name, each) if each.shape == parameter.shape else each
+            facts: dict[str, Any] = {"also": self._also.get(name), "state": rest}
+            facts["group"] = groups.get(id(parameter))
             if facts := {key: fact for key, fact in facts.items() if fact}:
                 found[OF_PARAMETER + name] = _plain(f"the optimizer's state of {name}", facts)
-        found |= self.buffers() | self._of_loss()
+        found |= self._of_loss()
         for name, part in self._with_extra_state():
             value = part.get_extra_state()
             if type(value) is Tensor:
@@ -157,22 +155,25 @@ class State:
                 rest[key] = value
         return own, rest
 
-    def buffers(self) -> dict[str, Tensor]:
-        """Return the buffers in the modules' state dicts, such as the running means of batch norms."""
-        return {
-            f"model.{name}": buffer
-            for module in self._modules
-            for saved in [set(module.state_dict())]
-            for name, buffer in module.named_buffers()
-            if name in saved
+    def weights(self, without: Tensor | None = None) -> dict[str, Tensor | Kept]:
+        """Return the parameters but for `without`, and the buffers in the modules' state dicts, such as the running means of
+        batch norms.
+        """
+        found = {
+            f"model.{name}": self._before(name, each.detach())
+            for name, each in self._named
+            if each is not without
         }
+        for module in self._modules:
+            found |= _saved_buffers("model", module)
+        return found
+
+    def _before(self, name: str, tensor: Tensor) -> Tensor | Kept:
+        """Return a tensor of a parameter in the layout of a checkpoint: the layout that the weight had before it was split."""
+        return Kept(tensor, self._fused[name]) if name in self._fused else tensor
 
     def _of_loss(self) -> dict[str, Tensor]:
-        """Return the buffers in the state dict of the loss."""
-        if self._loss is None:
-            return {}
-        saved = set(self._loss.state_dict())
-        return {f"loss.{name}": each for name, each in self._loss.named_buffers() if name in saved}
+        return {} if self._loss is None else _saved_buffers("loss", self._loss)
 
     def of_forward(self) -> dict[str, Any]:
         """Return copies of the state that a forward pass changes: buffers, with their versions, and extra state."""
@@ -206,13 +207,10 @@ class State:
         for name, buffer in () if self._loss is None else self._loss.named_buffers():
             yield f"loss.{name}", buffer
 
-    def _fused(self) -> dict[str, Parts]:
-        return {name: each for module in self._modules for name, each in fused_parts(module).items()}
-
     def names(self) -> set[str]:
         """Return the names of a checkpoint's tensors that are loaded into the modules."""
         extra = (name for part, _ in self._with_extra_state() for name in (_extra(part), OF_MODULE + part))
-        return {*(f"model.{name}" for name, _ in self._named()), *self.buffers(), *extra}
+        return {*self.weights(), *extra}
 
     def _with_extra_state(self) -> Iterator[tuple[str, nn.Module]]:
         for module in self._modules:
@@ -257,7 +255,7 @@ class State:
                 if not _is_plain(value):
                     raise _refused(f"the attribute {name} of {kind}", _type(value))
                 changed[name] = value
-        known = {id(parameter) for _, parameter in self._named()}
+        known = {id(parameter) for _, parameter in self._named}
         found: dict[str, Any] = {
             "state": {
                 key: value
@@ -295,11 +293,8 @@ class State:
         steps: the number of steps after which the checkpoint was saved.
         Raises TrainingError that names the mismatch.
         """
-        named, extra, fused = self._named(), list(self._with_extra_state()), self._fused()
-        room: dict[str, Any] = {
-            f"model.{name}": as_before(parameter.detach(), fused.get(name)) for name, parameter in named
-        }
-        room |= self.buffers()
+        named, extra = self._named, list(self._with_extra_state())
+        room: dict[str, Any] = self.weights()
         # A run may continue with another loss.
         room |= {name: each for name, each in self._of_loss().items() if name in kinds}
         texts = [OF_PARAMETER + name for name, _ in named] + [OF_MODULE + name for name, _ in extra]
@@ -312,12 +307,12 @@ class State:
             elif OF_MODULE + name not in kinds:
                 what = f"the extra state of {name or 'the model'}"
                 raise _unfit(what, "none in the checkpoint", "the value of get_extra_state")
-        own = self._room_for_optimizer(named, kinds, fused)
+        own = self._room_for_optimizer(kinds)
         parameters = dict(named)
         for name, held in own.items():
             for key, each in held.items():
-                parts = fused.get(name) if each.shape == parameters[name].shape else None
-                room[f"optimizer.{name}.{key}"] = as_before(each, parts)
+                fits = each.shape == parameters[name].shape
+                room[f"optimizer.{name}.{key}"] = self._before(name, each) if fits else each
         fill(room)
 
         for name, part in extra:
@@ -342,11 +337,9 @@ class State:
         optimizer.state.update(training.get("state", {}))
         vars(optimizer).update(_values(self._attributes))
         vars(optimizer).update(training.get("attributes", {}))
-        self._put_groups(named, facts, training.get("scheduler"), steps)
+        self._put_groups(facts, training.get("scheduler"), steps)
 
-    def _room_for_optimizer(
-        self, named: list[tuple[str, nn.Parameter]], kinds: Kinds, fused: Mapping[str, Parts]
-    ) -> dict[str, dict[str, Tensor]]:
+    def _room_for_optimizer(self, kinds: Kinds) -> dict[str, dict[str, Tensor]]:
         hosted = {
             id(each): not (group.get("capturable") or group.get("fused"))
             for group in self._optimizer.param_groups
@@ -354,7 +347,7 @@ class State:
         }
         own: dict[str, dict[str, Tensor]] = {}
         # The optimizer has no state for a parameter that was frozen after the checkpoint was saved.
-        parameters = {name: each for name, each in named if id(each) in hosted}
+        parameters = {name: each for name, each in self._named if id(each) in hosted}
         for full, kind in kinds.items():
             kept, *parts = full.split(".")
             # No parameter's name is a prefix of another's.
@@ -363,15 +356,13 @@ class State:
             if kept == "optimizer" and name is not None:
                 key = full.removeprefix(f"optimizer.{name}.")
                 host = hosted[id(parameters[name])]
-                own.setdefault(name, {})[key] = _room(parameters[name], key, kind, host, fused.get(name))
+                own.setdefault(name, {})[key] = _room(
+                    parameters[name], key, kind, host, self._fused.get(name)
+                )
         return own
 
     def _put_groups(
-        self,
-        named: list[tuple[str, nn.Parameter]],
-        facts: Mapping[str, Mapping[str, Any]],
-        schedule: Mapping[str, Any] | None,
-        steps: int,
+        self, facts: Mapping[str, Mapping[str, Any]], schedule: Mapping[str, Any] | None, steps: int
     ) -> None:
         """Restore the groups' entries and the scheduler's state.
 
@@ -396,7 +387,7 @@ class State:
             if schedule is not None:
                 known = [type(scheduler).__name__, _summary(settings)]
                 unchanged = [schedule["kind"], schedule["made"]] == known
-        names = {id(parameter): name for name, parameter in named}
+        names = {id(parameter): name for name, parameter in self._named}
         saved = [self._saved_entries(group, names, facts) for group in groups]
         for made, entries in zip(self._groups, saved, strict=True):
             unchanged &= not _changed(entries.get("made", {}), made)
@@ -424,6 +415,11 @@ class State:
                     "equal entries, because both parameters are in one group on this mesh",
                 )
         return found
+
+
+def _saved_buffers(kind: str, module: nn.Module) -> dict[str, Tensor]:
+    saved = set(module.state_dict())
+    return {f"{kind}.{name}": each for name, each in module.named_buffers() if name in saved}
 
 
 def _differs(buffer: Tensor, before: Tensor) -> bool:
@@ -537,11 +533,6 @@ def _is_tensor(what: str, value: Any, parameter: Tensor) -> bool:
             what, "a plain tensor with the shape of this rank's part", "torch.zeros_like(parameter)"
         )
     return False
-
-
-def as_before(tensor: Tensor, parts: Parts | None) -> Tensor | Kept:
-    """Return a tensor in the layout of a checkpoint: the layout that its weight had before the model was split."""
-    return tensor if parts is None else Kept(tensor, parts)
 
 
 def _room(

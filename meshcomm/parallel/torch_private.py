@@ -50,9 +50,10 @@ def storage_without_memory(nbytes: int) -> Any:
     return _storage_at(_addresses().take(nbytes), _CPU, nbytes)
 
 
-def paths_of(tree: Any) -> list[tuple[str, Any]]:
-    """Return the leaves of a tree with their paths, such as `["ids"][0]`."""
-    return [(keystr(path), leaf) for path, leaf in tree_leaves_with_path(tree)]
+def entries_of(tree: Any) -> list[tuple[str, Any]]:
+    """Return what a container that torch.utils._pytree knows has in it, with its path such as `[0]`; nothing for another value."""
+    entries = tree_leaves_with_path(tree, is_leaf=lambda x: x is not tree)
+    return [(keystr(path), entry) for path, entry in entries if path]
 
 
 def has_memory(x: torch.Tensor) -> bool:

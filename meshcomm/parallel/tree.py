@@ -9,17 +9,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from meshcomm.errors import ShapeError, UnsupportedOp
-from meshcomm.parallel.torch_private import paths_of, tree_map
-
-# Values that are the same for all samples, and for all ranks.
-PLAIN: Final = (bool, int, float, complex, str, bytes, type(None), np.generic)
+from meshcomm.errors import UnsupportedOp
+from meshcomm.parallel.torch_private import entries_of, tree_map
 
 
 def with_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
@@ -74,94 +71,28 @@ def tensors_of(tree: Any) -> list[Tensor]:
     return found
 
 
-def named_tensors(tree: Any, name: str) -> list[tuple[str, Tensor]]:
-    """Return the tensors of a tree with expressions such as `inputs["ids"][0]`."""
-    return [(each, leaf) for each, leaf in named_leaves(tree, name) if isinstance(leaf, Tensor)]
+def children(tree: Any) -> list[tuple[str, Any]]:
+    """Return what a tree consists of, with expressions such as `["ids"]`, or nothing for a leaf."""
+    if isinstance(tree, Tensor):
+        return []
+    if isinstance(tree, Mapping):
+        return [(f"[{key!r}]", each) for key, each in tree.items()]
+    if is_dataclass(tree) and not isinstance(tree, type):
+        return [(f".{each.name}", getattr(tree, each.name)) for each in fields(tree)]
+    return entries_of(tree)
 
 
 def named_leaves(tree: Any, name: str) -> list[tuple[str, Any]]:
     """Return the leaves of a tree with expressions such as `inputs["ids"][0]`."""
-    if isinstance(tree, Tensor):
+    parts = children(tree)
+    if not parts:
         return [(name, tree)]
-    found: list[tuple[str, Any]] = []
-    for path, leaf in paths_of(tree):
-        if is_dataclass(leaf) and not isinstance(leaf, type):
-            for each in fields(leaf):
-                found += named_leaves(getattr(leaf, each.name), f"{name}{path}.{each.name}")
-        elif isinstance(leaf, Mapping):
-            found += named_leaves(dict(leaf), f"{name}{path}")
-        else:
-            found.append((f"{name}{path}", leaf))
-    return found
+    return [leaf for path, each in parts for leaf in named_leaves(each, name + path)]
 
 
-def scalars_of(tree: Any, name: str) -> list[list[str]]:
-    """Return the names and texts of the values in a tree that all samples share: numbers, strings, and tensors without axes."""
-    found = []
-    for each, leaf in named_leaves(tree, name):
-        if isinstance(leaf, PLAIN) or (isinstance(leaf, Tensor) and not leaf.ndim and not leaf.is_nested):
-            value = leaf.item() if isinstance(leaf, (Tensor, np.generic)) else leaf
-            found.append([each, repr(value)])
-    return found
-
-
-def check_dense(tree: Any, name: str) -> None:
-    """Raise UnsupportedOp for tensors of a tree that cannot be divided along axis 0."""
-    for each, tensor in named_tensors(tree, name):
-        if tensor.layout != torch.strided or tensor.is_nested:
-            raise UnsupportedOp(
-                "a step takes dense tensors, which are divided along axis 0",
-                given=f"{each}, a nested tensor"
-                if tensor.is_nested
-                else f"{each} with layout {tensor.layout}",
-                expected="torch.strided",
-                hint=f"{each}.to_padded_tensor(0.0)"
-                if tensor.is_nested
-                else f"{each}.to_dense(); or indices and values as two tensors, padded to equally many for each sample",
-            )
-
-
-def check_lists(tree: Any, name: str, count: int) -> None:
-    """Raise UnsupportedOp for a list in a tree with a plain value for each of `count` samples, which would not be divided."""
-    for key, each in _children(tree):
-        check_lists(each, f"{name}{key}", count)
-    if not isinstance(tree, (list, tuple)) or hasattr(tree, "_fields") or len(tree) != count:
-        return
-    # A tuple of numbers is a size, for example.
-    kinds = PLAIN if isinstance(tree, list) else str
-    if count and all(isinstance(each, kinds) for each in tree):
-        kind = type(tree[0]).__name__
-        raise UnsupportedOp(
-            "a list has one value for each of this rank's samples, and only tensors are divided among microbatches",
-            given=f"{name}, a {type(tree).__name__} of {count} values such as {tree[0]!r}",
-            expected="a tensor with the samples along axis 0",
-            hint="ids of the text in an int64 tensor (samples, length), with padding"
-            if kind == "str"
-            else f"torch.tensor({name}); or a tuple, if all samples share the values",
-        )
-
-
-def _children(tree: Any) -> list[tuple[str, Any]]:
-    if isinstance(tree, Mapping):
-        return [(f"[{key!r}]", each) for key, each in tree.items()]
-    if isinstance(tree, (list, tuple)):
-        return [(f"[{place}]", each) for place, each in enumerate(tree)]
-    if is_dataclass(tree) and not isinstance(tree, type):
-        return [(f".{each.name}", getattr(tree, each.name)) for each in fields(tree)]
-    return []
-
-
-def check_samples(tree: Any, name: str, count: int, expected: str) -> None:
-    """Raise ShapeError unless axis 0 of each tensor of a tree, except scalars, has `count` samples."""
-    for each, tensor in named_tensors(tree, name):
-        if tensor.ndim and len(tensor) != count:
-            raise ShapeError(
-                "a tensor of the step does not have this rank's samples along axis 0",
-                given=f"{each} of shape {tuple(tensor.shape)}",
-                expected=f"{count} samples: {expected}",
-                hint="x.expand(samples, *x.shape) for a tensor that all samples share; a buffer of the module if it never changes; "
-                "padding to (samples, length), in place of all samples' values with offsets",
-            )
+def named_tensors(tree: Any, name: str) -> list[tuple[str, Tensor]]:
+    """Return the tensors of a tree with expressions such as `inputs["ids"][0]`."""
+    return [(each, leaf) for each, leaf in named_leaves(tree, name) if isinstance(leaf, Tensor)]
 
 
 def samples_of(tree: Any) -> int:

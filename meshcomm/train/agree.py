@@ -19,7 +19,7 @@ from meshcomm.errors import TrainingError
 from meshcomm.layout.sizes import ranks_text
 from meshcomm.mesh import Mesh
 from meshcomm.mesh.all_ranks import of_every_rank, on_all_ranks, ranks_of
-from meshcomm.parallel.build import Sections, sections
+from meshcomm.parallel.splits import Sections, sections
 from meshcomm.train.data import Corpus, load
 
 # Settings that may differ between hosts.

@@ -26,11 +26,13 @@ from meshcomm.models.named_batch import check_named
 from meshcomm.models.spec_model import SpecModel
 from meshcomm.models.step_check import StepCheck, needs_batch
 from meshcomm.models.wrapped import WrappedModule
-from meshcomm.parallel.build import Model, Sections, sections
-from meshcomm.parallel.compose import Batch, Engine
+from meshcomm.parallel.batch import Batch
+from meshcomm.parallel.compose import Engine
 from meshcomm.parallel.data import Sharded
-from meshcomm.parallel.loss import LossOf, takes_inputs
+from meshcomm.parallel.loss import takes_inputs
+from meshcomm.parallel.model import LossOf, Model
 from meshcomm.parallel.optimizer import MakeOptimizer
+from meshcomm.parallel.splits import Sections, sections
 from meshcomm.train.callbacks import Callback
 
 MakeScheduler: TypeAlias = Callable[[Optimizer], LRScheduler]

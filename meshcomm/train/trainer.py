@@ -24,9 +24,9 @@ from meshcomm.mesh import Mesh
 from meshcomm.mesh.all_ranks import is_first, of_every_rank, on_all_ranks
 from meshcomm.mesh.source import with_sizes
 from meshcomm.models import ModelSpec
-from meshcomm.parallel.build import Model
-from meshcomm.parallel.compose import Batch, Engine
-from meshcomm.parallel.loss import LossOf
+from meshcomm.parallel.batch import Batch
+from meshcomm.parallel.compose import Engine
+from meshcomm.parallel.model import LossOf, Model
 from meshcomm.parallel.optimizer import MakeOptimizer
 from meshcomm.parallel.results import Done
 from meshcomm.parallel.tree import sliced

@@ -28,8 +28,8 @@ from meshcomm.dryrun.rank import Passes, alone, pretended_world
 from meshcomm.mesh.opening import init
 from meshcomm.models import model_of
 from meshcomm.parallel import norm, torch_private
-from meshcomm.parallel.build import sections
 from meshcomm.parallel.compose import Engine
+from meshcomm.parallel.splits import sections
 from meshcomm.parallel.torch_private import FakeTensor
 from meshcomm.transport.torch_private import DispatchMode
 

@@ -28,9 +28,10 @@ from meshcomm.layout.sizes import coords_text
 from meshcomm.mesh import Mesh
 from meshcomm.mesh.opening import init
 from meshcomm.models import model_of
-from meshcomm.parallel.build import Splits, materialise, sections
 from meshcomm.parallel.compose import Engine
+from meshcomm.parallel.memory import materialise
 from meshcomm.parallel.pipeline import Stage
+from meshcomm.parallel.splits import Splits, sections
 from meshcomm.parallel.tensor import TensorSplit
 from meshcomm.show.page import Cells, Line, PagePart, as_text, page_view
 from meshcomm.show.units import count, seconds_text

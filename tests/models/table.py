@@ -127,7 +127,7 @@ def row(pool: Pool, name: str) -> dict[str, str]:
     """Of each kind: "" where it is the same as on one process, or why not."""
     from transformers import AutoModelForCausalLM
 
-    from meshcomm.parallel.build import on_meta
+    from meshcomm.parallel.memory import on_meta
 
     kinds = tuple(KINDS) if has_plan(name) else _PLAIN
     with tempfile.TemporaryDirectory() as folder:

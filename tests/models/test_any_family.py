@@ -29,8 +29,8 @@ from meshcomm.models.spec_model import SpecModel
 from meshcomm.models.step_check import StepCheck
 from meshcomm.models.tiny import tiny
 from meshcomm.parallel import TensorSplit
-from meshcomm.parallel.build import Sections
 from meshcomm.parallel.expert import spread_experts
+from meshcomm.parallel.splits import Sections
 from meshcomm.testing import Pool
 from meshcomm.train import Trainer, save_pretrained
 from tests.models import own, table

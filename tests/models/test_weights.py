@@ -168,7 +168,7 @@ def split(folder: Path, transposed: bool, shard: bool) -> dict[str, Tensor]:
     """A module with a fused weight and one split by columns, on tp=2 and sharded along dp=2, made whole again."""
     from torch.distributed.fsdp import fully_shard
 
-    from meshcomm.parallel.build import materialise, on_meta
+    from meshcomm.parallel.memory import materialise, on_meta
 
     with meshcomm.init(dims={"dp": 2, "tp": 2}, device="cpu", timeout_s=30) as mesh:
         with on_meta():

@@ -26,7 +26,8 @@ from meshcomm.parallel import (
     assign,
     whole,
 )
-from meshcomm.parallel.build import on_meta, sections
+from meshcomm.parallel.memory import on_meta
+from meshcomm.parallel.splits import sections
 from meshcomm.testing import Pool
 from tests.parallel.same import close, randn
 

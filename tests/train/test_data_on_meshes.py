@@ -15,7 +15,7 @@ import meshcomm
 from meshcomm.config import Config, ParallelConfig
 from meshcomm.errors import AutogradError, LayoutError, MeshcommError, ShapeError, TrainingError, UnknownDim
 from meshcomm.mesh import Mesh
-from meshcomm.parallel.results import check_inputs
+from meshcomm.parallel.batch import check_inputs
 from meshcomm.testing import Pool
 from meshcomm.train import Trainer
 from tests.sizes import train_of

@@ -14,7 +14,7 @@ from torch import Tensor
 import meshcomm
 from meshcomm.config import Config, DataConfig, load_config
 from meshcomm.errors import MeshcommError, TrainingError, UnsupportedOp
-from meshcomm.parallel.compose import Batch
+from meshcomm.parallel.batch import Batch
 from meshcomm.testing import Pool
 from meshcomm.train import Trainer
 from meshcomm.train.data.build import SampleForm

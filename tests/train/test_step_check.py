@@ -24,8 +24,8 @@ from meshcomm.models.spec_model import SpecModel
 from meshcomm.models.step_check import StepCheck
 from meshcomm.models.wrapped import WrappedModule
 from meshcomm.parallel import build, loss, norm, optimizer
-from meshcomm.parallel.build import Sections
 from meshcomm.parallel.split_update import check_apart
+from meshcomm.parallel.splits import Sections
 from meshcomm.train import Trainer
 from tests.models.own import spec
 

@@ -22,7 +22,7 @@ from meshcomm.errors import TrainingError
 from meshcomm.mesh import Mesh
 from meshcomm.models.transformer import Transformer, initialise
 from meshcomm.parallel import Stage, TensorSplit
-from meshcomm.parallel.build import Splits
+from meshcomm.parallel.splits import Splits
 from meshcomm.testing import Pool
 from meshcomm.train import Callback, Start, Step, Summary, run
 from meshcomm.train.screen import TrainingReporter
