@@ -7,6 +7,7 @@ is float64.
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import MethodType
 from typing import Any, Final, NamedTuple, final
 
 import torch
@@ -18,10 +19,9 @@ from meshcomm.errors import UnsupportedOp
 from meshcomm.layout import Dims
 from meshcomm.mesh import Mesh
 from meshcomm.parallel.tensor import local
-from meshcomm.parallel.torch_private import check_axes
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-# The forwards that are replaced as a whole.
+# The forwards that follow no statistics of their own.
 _TORCHS: Final = frozenset(kind.forward for kind in BATCH_NORMS)
 # Of torch.batch_norm, in order.
 _ARGUMENTS: Final = (
@@ -37,10 +37,7 @@ def batch_norms(module: nn.Module) -> list[str]:
 
 def synchronise(module: nn.Module, mesh: Mesh, dims: Dims | None) -> None:
     """Make every batch norm in `module` use the samples on all ranks along `dims`. If None, nothing changes. Module objects
-    are kept.
-
-    A batch norm with a forward of its own, of its class or of the object, keeps it: F.batch_norm, as called in it, then
-    uses the samples on all ranks.
+    and their forwards are kept: F.batch_norm, as called in them, uses the samples on all ranks.
 
     Called by: every rank along `dims`, with equally many channels. In training, forward and backward are collective calls too.
     Raises:    UnsupportedOp for a subclass of nn.SyncBatchNorm with a forward of its own.
@@ -49,24 +46,24 @@ def synchronise(module: nn.Module, mesh: Mesh, dims: Dims | None) -> None:
         return
     norms: list[Any] = [part for part in module.modules() if isinstance(part, BATCH_NORMS)]
     for norm in norms:
-        plain: Any = norm.forward.plain if isinstance(norm.forward, _Forwards) else norm.forward
-        owner: Any = getattr(plain, "__self__", None)
-        if owner is norm and plain.__func__ in _TORCHS:
-            norm.forward = _SynchronisedForward(norm, plain, mesh, dims)
-        elif isinstance(norm, nn.SyncBatchNorm):
-            raise UnsupportedOp(
-                f"the batch norms of {type(norm).__name__} cannot use the samples of all ranks",
-                given="a subclass of nn.SyncBatchNorm with a forward of its own, which communicates itself",
-                expected="nn.SyncBatchNorm, or a subclass of nn.BatchNorm2d",
-                hint=f"derive {type(norm).__name__} from nn.BatchNorm2d; meshcomm synchronises it",
-            )
-        else:
-            norm.forward = _OwnForward(norm, plain, mesh, dims)
+        plain: Any = norm.forward.plain if isinstance(norm.forward, _Forward) else norm.forward
+        is_torchs = getattr(plain, "__self__", None) is norm and plain.__func__ in _TORCHS
+        if isinstance(norm, nn.SyncBatchNorm):
+            if not is_torchs:
+                raise UnsupportedOp(
+                    f"the batch norms of {type(norm).__name__} cannot use the samples of all ranks",
+                    given="a subclass of nn.SyncBatchNorm with a forward of its own, which communicates itself",
+                    expected="nn.SyncBatchNorm, or a subclass of nn.BatchNorm2d",
+                    hint=f"derive {type(norm).__name__} from nn.BatchNorm2d; meshcomm synchronises it",
+                )
+            # SyncBatchNorm communicates itself, on CUDA only.
+            plain = MethodType(nn.BatchNorm1d.forward, norm)
+        norm.forward = _Forward(norm, plain, mesh, dims, is_torchs)
 
 
 def is_synchronised(part: nn.Module) -> bool:
     """Return whether all buffers of `part` are equal on all ranks, because they follow statistics over all ranks."""
-    return isinstance(part.forward, _SynchronisedForward)
+    return isinstance(part.forward, _Forward) and part.forward.is_torchs
 
 
 class _Statistics(NamedTuple):
@@ -96,69 +93,25 @@ def _statistics(x: Tensor, mesh: Mesh, dims: Dims) -> _Statistics:
     return _Statistics(mean, squares / total, squares.detach() / (total - 1))
 
 
-def _wide(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
 def _channels(x: Tensor) -> tuple[int, ...]:
     return (1, -1, *(1,) * (x.ndim - 2))
 
 
-def _scaled(
-    x: Tensor, wide: Tensor, found: _Statistics, weight: Tensor | None, bias: Tensor | None, eps: float
-) -> Tensor:
-    channels = _channels(x)
-    y = (wide - found.mean.view(channels)) * (found.variance + eps).rsqrt().view(channels)
-    if weight is not None:
-        y = y * local(weight).to(wide.dtype).view(channels)
-    if bias is not None:
-        y = y + local(bias).to(wide.dtype).view(channels)
-    return y.to(x.dtype)
+@final
+class _Forward:
+    """Calls the forward of a batch norm. F.batch_norm then uses the samples on all ranks.
 
+    A copy of the module has a separate copy of this object. plain: the forward that it replaces. is_torchs: whether that is torch's.
+    """
 
-@torch.no_grad()
-def _follow(mean: Tensor, variance: Tensor, found: _Statistics, share: Any) -> None:
-    """Update running statistics, with the unbiased variance as in torch."""
-    mean.lerp_(found.mean.to(mean), share)
-    variance.lerp_(found.unbiased.to(variance), share)
-
-
-class _Forwards:
-    """The forward of a batch norm. A copy of the module has a separate copy of this object. plain: what it replaces."""
-
-    def __init__(self, norm: Any, plain: Callable[..., Any], mesh: Mesh, dims: Dims) -> None:
+    def __init__(self, norm: Any, plain: Callable[..., Any], mesh: Mesh, dims: Dims, is_torchs: bool) -> None:
         self._norm, self._mesh, self._dims = norm, mesh, dims
-        self.plain = plain
-
-
-@final
-class _SynchronisedForward(_Forwards):
-    """Replaces the forward of torch."""
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """(samples, channels, ...) -> the same shape. Runs one all_gather in forward and one reduce_scatter in backward."""
-        norm = self._norm
-        if not norm.training and norm.running_mean is not None:
-            y: Tensor = self.plain(x)
-            return y
-        check_axes(norm, x)
-        wide = _wide(x)
-        found = _statistics(wide, self._mesh, self._dims)
-        if norm.track_running_stats and norm.training:
-            with torch.no_grad():
-                norm.num_batches_tracked += 1
-                often = norm.num_batches_tracked.to(norm.running_mean.dtype)
-            share = often.reciprocal() if norm.momentum is None else norm.momentum
-            _follow(norm.running_mean, norm.running_var, found, share)
-        return _scaled(x, wide, found, norm.weight, norm.bias, norm.eps)
-
-
-@final
-class _OwnForward(_Forwards):
-    """Calls a forward that is not torch's, in which F.batch_norm uses the samples on all ranks."""
+        self.plain, self.is_torchs = plain, is_torchs
 
     def __call__(self, *args: Any, **named: Any) -> Any:
-        """Call the forward. Raises UnsupportedOp if it follows statistics that it computes itself."""
+        """Call the forward. In training, runs one all_gather in forward and one reduce_scatter in backward. Raises UnsupportedOp if
+        the forward follows statistics that it computes itself.
+        """
         norm = self._norm
         buffers = [each for each in (norm.running_mean, norm.running_var) if each is not None]
         versions = [each._version for each in buffers]
@@ -212,8 +165,16 @@ class _Synchronised(TorchFunctionMode):
         if not training:
             return None
         self.was_called = True
-        wide = _wide(input)
-        found = _statistics(wide, self._mesh, self._dims)
+        wide = input.to(torch.promote_types(input.dtype, torch.float32))
+        found, channels = _statistics(wide, self._mesh, self._dims), _channels(input)
         if running_mean is not None and running_var is not None:
-            _follow(running_mean, running_var, found, momentum)
-        return _scaled(input, wide, found, weight, bias, eps)
+            with torch.no_grad():
+                # The unbiased variance, as in torch.
+                running_mean.lerp_(found.mean.to(running_mean), momentum)
+                running_var.lerp_(found.unbiased.to(running_var), momentum)
+        y = (wide - found.mean.view(channels)) * (found.variance + eps).rsqrt().view(channels)
+        if weight is not None:
+            y = y * local(weight).to(wide.dtype).view(channels)
+        if bias is not None:
+            y = y + local(bias).to(wide.dtype).view(channels)
+        return y.to(input.dtype)

@@ -95,11 +95,6 @@ def hooks_of(parameter: torch.Tensor) -> dict[int, Any]:
     return {**(parameter._backward_hooks or {}), **(later or {})}
 
 
-def check_axes(norm: Any, x: torch.Tensor) -> None:
-    """Raise ValueError unless `x` has as many axes as a batch norm takes."""
-    norm._check_input_dim(x)
-
-
 def offsets(tensor: Any) -> tuple[int, ...]:
     """Return where this rank's part of a DTensor starts in the full tensor, or zeros if the rank has no part."""
     chunks = tensor.__create_chunk_list__()

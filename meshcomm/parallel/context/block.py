@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -62,11 +62,51 @@ class Attention:
         return f'{self.name} along "{self.dim}" on {self.mesh.label}'
 
     def whole(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Compute attention over a full sequence on this rank."""
-        apart = self.documents is not None and not self.mesh.is_fake
-        return whole_attention(
-            q, k, v, self.causal, self.scale, self.window, self.documents, each_alone=apart
-        )
+        """Compute torch's scaled_dot_product_attention over a full sequence on this rank.
+
+        Shape: q (batch, heads, s, head), k and v (batch, kv heads, t, head) -> like q.
+
+        Within a window, attention is computed for a few queries at a time, with only their keys, so the work grows as s * window. On
+        a CPU, documents are computed one by one, so the work grows as the sum of their squared lengths; otherwise, a mask is used.
+        """
+        documents, count = self.documents, q.shape[2]
+        if (
+            documents is not None
+            and q.device.type == "cpu"
+            and not (self.mesh.is_fake or torch.compiler.is_compiling())
+        ):
+            alone = replace(self, documents=None)
+            samples = []
+            for row, runs in enumerate(runs_of(documents)):
+                of_runs = [[x[row : row + 1, :, run] for x in (q, k, v)] for run in runs]
+                samples.append(torch.cat([alone.whole(*each) for each in of_runs], 2))
+            return torch.cat(samples)
+        if documents is None and (self.window is None or self.window >= count):
+            return F.scaled_dot_product_attention(
+                q, k, v, is_causal=self.causal, scale=self.scale, enable_gqa=q.shape[1] != k.shape[1]
+            )
+        window = count if self.window is None else self.window
+        outs, step = [], max(window, _ROWS)
+        for first in range(0, count, step):
+            end, begin = min(first + step, count), max(0, first - window + 1)
+            here = slice(begin, end if self.causal else k.shape[2])
+            # No fused CUDA kernel supports both a mask and fewer key heads than query heads.
+            keys, values = k[:, :, here], v[:, :, here]
+            if (repeats := q.shape[1] // k.shape[1]) > 1:
+                keys, values = (x.repeat_interleave(repeats, 1) for x in (keys, values))
+            seen = torch.ones((), dtype=torch.bool, device=q.device)
+            if self.causal:
+                places = torch.arange(max(end, here.stop), device=q.device)
+                before = places[first:end, None] - places[here]
+                seen = (before >= 0) & (before < window)
+            if documents is not None:
+                seen = seen & same_document(documents[:, first:end], documents[:, here])[:, None]
+            outs.append(
+                F.scaled_dot_product_attention(
+                    q[:, :, first:end], keys, values, attn_mask=seen, scale=self.scale
+                )
+            )
+        return torch.cat(outs, 2)
 
     def checked(self, q: Tensor, k: Tensor, v: Tensor, same_length: bool) -> tuple[Tensor, Tensor, Tensor]:
         """Return q, k and v, cast to autocast's dtype if autocast is on.
@@ -123,76 +163,6 @@ def check_window(call: str, causal: bool, window: int | None) -> None:
         )
 
 
-def whole_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    causal: bool,
-    scale: float | None,
-    window: int | None,
-    documents: Tensor | None = None,
-    *,
-    each_alone: bool = True,
-) -> Tensor:
-    """Compute torch's scaled_dot_product_attention over a sequence that is not split.
-
-    Shape:  q (batch, heads, s, head), k and v (batch, kv heads, t, head) -> like q.
-    window: the largest number of keys that a query attends to, ending with its own. Attention is computed for a few
-            queries at a time, with only their keys, so the work grows as s * window.
-    documents: int64 (batch, s): a query attends only to keys of its own document. On a CPU, documents are computed one by
-            one, so the work grows as the sum of their squared lengths. On other devices, or if each_alone is False, a mask is
-            used.
-    """
-    count = q.shape[2]
-    alone = each_alone and q.device.type == "cpu" and not torch.compiler.is_compiling()
-    if documents is not None and alone:
-        return torch.cat(
-            [
-                _one_by_one(
-                    q[row : row + 1], k[row : row + 1], v[row : row + 1], parts, (causal, scale, window)
-                )
-                for row, parts in enumerate(runs_of(documents))
-            ]
-        )
-    if documents is None and (window is None or window >= count):
-        return F.scaled_dot_product_attention(
-            q, k, v, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
-        )
-    window = count if window is None else window
-    outs, step = [], max(window, _ROWS)
-    for first in range(0, count, step):
-        end, begin = min(first + step, count), max(0, first - window + 1)
-        here = slice(begin, end if causal else k.shape[2])
-        # No fused CUDA kernel supports both a mask and fewer key heads than query heads.
-        keys, values = (_repeated(x[:, :, here], q) for x in (k, v))
-        seen = _seen(slice(first, end), here, window if causal else None, documents, q.device)
-        outs.append(
-            F.scaled_dot_product_attention(q[:, :, first:end], keys, values, attn_mask=seen, scale=scale)
-        )
-    return torch.cat(outs, 2)
-
-
-def _one_by_one(
-    q: Tensor, k: Tensor, v: Tensor, parts: list[slice], settings: tuple[bool, float | None, int | None]
-) -> Tensor:
-    found = (whole_attention(q[:, :, at], k[:, :, at], v[:, :, at], *settings) for at in parts)
-    return torch.cat(list(found), 2)
-
-
-def _seen(
-    queries: slice, keys: slice, window: int | None, documents: Tensor | None, device: torch.device
-) -> Tensor:
-    """Return which keys the queries attend to: bool, (queries, keys), or (batch, 1, queries, keys) with documents."""
-    seen = torch.ones((), dtype=torch.bool, device=device)
-    if window is not None:
-        places = torch.arange(max(queries.stop, keys.stop), device=device)
-        before = places[queries, None] - places[keys]
-        seen = (before >= 0) & (before < window)
-    if documents is not None:
-        seen = seen & same_document(documents[:, queries], documents[:, keys])[:, None]
-    return seen
-
-
 def same_document(queries: Tensor, keys: Tensor) -> Tensor:
     """(batch, s), (batch, t) document numbers -> bool (batch, s, t): whether the two numbers are equal."""
     return queries[:, :, None] == keys[:, None, :]
@@ -245,11 +215,6 @@ def _fitted(x: Tensor) -> Tensor:
     *strides, last = x.stride()
     aligned = last == 1 and not any(place % multiple for place in (*strides, x.storage_offset()))
     return x if aligned else x.clone(memory_format=torch.contiguous_format)
-
-
-def _repeated(x: Tensor, q: Tensor) -> Tensor:
-    """Return k or v with one head for each head of q."""
-    return x if x.shape[1] == q.shape[1] else x.repeat_interleave(q.shape[1] // x.shape[1], 1)
 
 
 def merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:

@@ -12,7 +12,7 @@ from meshcomm.comm.checks import normal_axis
 from meshcomm.comm.functional import GatherGrad
 from meshcomm.errors import ShapeError, UnsupportedOp
 from meshcomm.mesh import Mesh
-from meshcomm.parallel.context.block import Attention, check_window, whole_attention
+from meshcomm.parallel.context.block import Attention, check_window
 from meshcomm.parallel.context.documents import current_documents
 from meshcomm.parallel.context.order import Order, sequence_positions
 from meshcomm.parallel.context.ring import ring_attention
@@ -185,18 +185,14 @@ class ContextSplit:
         Within `documents.attending`, a query attends only to keys of its own document.
         """
         documents = current_documents()
-        if by is not None and self.size == 1:
-            return by(q, k, v, slice(0, q.shape[1]))
         if self.size == 1:
+            if by is not None:
+                return by(q, k, v, slice(0, q.shape[1]))
             check_window("attend", causal, window)
-            alone = documents is not None and not self.mesh.is_fake
-            return whole_attention(q, k, v, causal, scale, window, documents, each_alone=alone)
-        settings: dict[str, Any] = {
-            "causal": causal,
-            "scale": scale,
-            "window": window,
-            "documents": documents,
-        }
+            call = Attention("attend", self.mesh, self.dim, causal, self.order, scale, window, documents)
+            return call.whole(q, k, v)
+        settings: dict[str, Any] = {"causal": causal, "scale": scale, "window": window}
+        settings["documents"] = documents
         if self.attention == "ulysses":
             return ulysses_attention(self.mesh, self.dim, q, k, v, by=by, **settings)
         if by is not None:

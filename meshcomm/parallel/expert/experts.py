@@ -15,8 +15,7 @@ from meshcomm.parallel.expert.routing import (
     attach,
     balance,
     capacity,
-    counts,
-    dispatched,
+    each_choice,
     inverse,
     move,
     places,
@@ -230,32 +229,20 @@ class Experts(nn.Module):
             # Matrices are multiplied in this dtype, so rows are sent in it.
             rows = rows.to(torch.get_autocast_dtype(kind))
         rows = rows.flatten(0, 1)
-        spread = self._dropless(rows, chosen.flatten()) if keep is None else self._limited(rows, chosen, keep)
+        if keep is None:
+            spread = each_choice(self.mesh, self.dim, rows, chosen.flatten(0, 1), self.count, self._computed)
+        else:
+            spread = self._limited(rows, chosen, keep)
         spread = spread.unflatten(0, (-1, self.slots))
         y: Tensor = (spread * weights.flatten(0, 1).unsqueeze(-1)).sum(1).to(x.dtype)
         return y
 
-    def _dropless(self, x: Tensor, chosen: Tensor) -> Tensor:
-        """(n, width) tokens, (n * slots) choices -> each choice's result.
-
-        If experts are distributed, the host waits once for the numbers of rows to send and receive. The backward pass does not
-        wait.
-        """
-        often = counts(chosen.unsqueeze(0), self.count)[0]
-        order = chosen.argsort(stable=True)
-        back = inverse(order)
-        rows = move(x, order, back, self.slots)
-        if self.dim is None:
-            done = self.experts(rows, often)
-        else:
-            done = dispatched(self.mesh, self.dim, rows, often, self._arrived)
-        return move(done, back, order)
-
-    def _arrived(self, rows: Tensor, number: Tensor, often: Tensor, known: list[int]) -> Tensor:
-        """Return the results of this rank's experts for the rows that it has received.
-
-        `ExpertWeights` needs each expert's rows to be contiguous, so the rows are sorted first.
-        """
+    def _computed(
+        self, rows: Tensor, number: Tensor | None, often: Tensor, known: list[int] | None
+    ) -> Tensor:
+        """See `each_choice`. `ExpertWeights` needs each expert's rows to be contiguous, so the rows are sorted first."""
+        if number is None:
+            return self.experts(rows, often)
         sorts = number.argsort(stable=True)
         unsorts = inverse(sorts)
         return move(self.experts(move(rows, sorts, unsorts), often, known), unsorts, sorts)

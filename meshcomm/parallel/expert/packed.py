@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from meshcomm.errors import ShapeError
-from meshcomm.parallel.expert.routing import counts, dispatched, inverse, move
+from meshcomm.parallel.expert.routing import each_choice
 from meshcomm.parallel.tensor import TensorSplit, local
 from meshcomm.parallel.tensor.parameters import FUSED, Parts, joined, kept, parameter_of
 from meshcomm.transport.torch_private import outside_graphs
@@ -101,12 +101,11 @@ class SpreadExperts:
         if spread.dim is None:
             y = self._own(x, chosen, weights, *more, **named)
         else:
-            slots, flat = chosen.shape[-1], chosen.flatten()
-            often = counts(flat.unsqueeze(0), spread.count)[0]
-            order = flat.argsort(stable=True)
-            back = inverse(order)
 
-            def computed(rows: Tensor, number: Tensor, often: Tensor, known: list[int]) -> Tensor:
+            def computed(
+                rows: Tensor, number: Tensor | None, often: Tensor, known: list[int] | None
+            ) -> Tensor:
+                assert number is not None
                 # Without rows, compute on a row of zeros: experts then get zero gradients, and all ranks exchange gradients.
                 none = not len(rows)
                 if none:
@@ -116,8 +115,8 @@ class SpreadExperts:
                 found = self._own(rows, number.unsqueeze(-1), one, *more, **named)
                 return found[:0] if none else found
 
-            done = dispatched(mesh, spread.dim, move(x, order, back, slots), often, computed)
-            each = move(done, back, order).unflatten(0, (-1, slots))
+            each = each_choice(mesh, spread.dim, x, chosen, spread.count, computed)
+            each = each.unflatten(0, (-1, chosen.shape[-1]))
             y = (each * weights.unsqueeze(-1)).sum(1).to(x.dtype)
         if tensor.size > 1:
             y = mesh.functional.all_reduce(tensor.dim, y, grad="identity")

@@ -201,31 +201,40 @@ def exchange(mesh: Mesh, dim: str, rows: Tensor, sent: list[int], received: list
     return arrived
 
 
-def dispatched(
+def each_choice(
     mesh: Mesh,
-    dim: str,
-    rows: Tensor,
-    often: Tensor,
-    compute: Callable[[Tensor, Tensor, Tensor, list[int]], Tensor],
+    dim: str | None,
+    x: Tensor,
+    chosen: Tensor,
+    experts: int,
+    compute: Callable[[Tensor, Tensor | None, Tensor, list[int] | None], Tensor],
 ) -> Tensor:
-    """Return the experts' results along `dim`, in the order of `rows`, which are sorted by expert.
+    """Send each token to the experts that it has chosen, and return their results: (n, width), (n, slots) -> (n * slots, width).
 
-    often:   int64 (experts on all ranks,): the number of rows for each expert.
-    compute: (rows received by this rank, sorted by sender and then by expert; each row's expert index on this rank;
-             the number of rows for each expert; the same counts on the host) -> the result for each row.
-    Called by: every rank along `dim`. The host waits once for the numbers of rows to send and receive; backward does not wait.
+    compute: (rows; each row's expert on this rank, or None if rows are sorted by it; the number of rows for each of this rank's
+             experts; the same on the host, if it is known) -> the result for each row.
+    Called by: every rank along `dim`, along which the experts are distributed. The host then waits once for the numbers of rows to
+               send and receive; backward does not wait.
     """
-    ranks, own = mesh.size(dim), len(often) // mesh.size(dim)
+    slots, chosen = chosen.shape[-1], chosen.flatten()
+    often = counts(chosen.unsqueeze(0), experts)[0]
+    order = chosen.argsort(stable=True)
+    back = inverse(order)
+    rows = move(x, order, back, slots)
+    if dim is None:
+        return move(compute(rows, None, often, None), back, order)
+    ranks, own = mesh.size(dim), experts // mesh.size(dim)
     (theirs,) = once(lambda: [mesh.all_to_all(dim, often)], often)
     sides = sizes_of(torch.stack([often, theirs]), len(rows))
-    sizes = [[side[at : at + own] for at in range(0, len(often), own)] for side in sides]
+    # For each rank: the number of rows for each of its experts, or from it for each of this rank's experts.
+    sizes = [[side[at : at + own] for at in range(0, experts, own)] for side in sides]
     sent, received = ([sum(each) for each in side] for side in sizes)
     arrived = exchange(mesh, dim, rows, sent, received)
-    expert = torch.arange(own, device=rows.device).repeat(ranks)
-    number = expert.repeat_interleave(theirs, output_size=len(arrived))
+    number = torch.arange(own, device=rows.device).repeat(ranks)
+    number = number.repeat_interleave(theirs, output_size=len(arrived))
     known = [sum(each) for each in zip(*sizes[1], strict=True)]
     done = compute(arrived, number, theirs.view(ranks, own).sum(0), known)
-    return exchange(mesh, dim, done, received, sent)
+    return move(exchange(mesh, dim, done, received, sent), back, order)
 
 
 def inverse(order: Tensor) -> Tensor:
