@@ -19,12 +19,13 @@ from meshcomm.mesh import Mesh
 from meshcomm.mesh.all_ranks import on_all_ranks
 from meshcomm.parallel.batch_norm import is_synchronised
 from meshcomm.parallel.context import ContextSplit
-from meshcomm.parallel.data import GradientSync, Sharded, broadcast_values
+from meshcomm.parallel.data import GradientSync, broadcast_values
 from meshcomm.parallel.dropout import Draws
 from meshcomm.parallel.expert import separate
 from meshcomm.parallel.memory import materialise, to_train_mode
 from meshcomm.parallel.model import Model
 from meshcomm.parallel.pipeline import Accumulate, Pipelined, TiedWeight
+from meshcomm.parallel.shard import Sharded
 from meshcomm.parallel.splits import Sections, Splits, along, merged, several
 from meshcomm.parallel.tensor import TensorSplit, local
 from meshcomm.parallel.torch_private import hooks_of, unsaved_buffers

@@ -17,13 +17,13 @@ from meshcomm.mesh import Mesh
 from meshcomm.mesh.all_ranks import of_every_rank
 from meshcomm.parallel.batch import Batch, Batches
 from meshcomm.parallel.build import LocalModel
-from meshcomm.parallel.data import Sharded
 from meshcomm.parallel.loss import StepLoss, module_of
 from meshcomm.parallel.memory import eval_mode
 from meshcomm.parallel.model import Model
 from meshcomm.parallel.norm import GradientNorm
 from meshcomm.parallel.optimizer import MakeOptimizer, Update, check_patterns, check_some_learn
 from meshcomm.parallel.results import Done, Results
+from meshcomm.parallel.shard import Sharded
 from meshcomm.parallel.splits import along, sections
 from meshcomm.parallel.state import Kinds, State
 from meshcomm.parallel.tensor.parameters import Kept

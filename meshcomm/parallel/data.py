@@ -1,10 +1,9 @@
-"""Data parallelism: averages or sums gradients along dims of the mesh, for full parameters or FSDP2 shards."""
+"""Data parallelism: averages or sums gradients along dims of the mesh, in buckets, during the backward pass."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from itertools import count
 from types import TracebackType
 from typing import Any, final
@@ -12,8 +11,7 @@ from weakref import finalize, ref
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from meshcomm.comm.checks import is_wrapper
@@ -23,13 +21,8 @@ from meshcomm.layout import Dims
 from meshcomm.layout.names import listed
 from meshcomm.layout.sizes import ranks_text
 from meshcomm.mesh import Mesh
-from meshcomm.parallel.expert.packed import EXPERTS
-from meshcomm.parallel.expert.routing import Router
 from meshcomm.parallel.tensor import local
-from meshcomm.parallel.tensor.parameters import fused_parts
-from meshcomm.parallel.torch_private import put_shards_back
 from meshcomm.transport.support import name_of
-from meshcomm.transport.torch_private import storage_id
 
 
 @final
@@ -108,8 +101,8 @@ class GradientSync:
         if self._dims is not None:
             settings = f"op={op!r}, bucket_mb={bucket_mb}, broadcast={broadcast}"
             _compare(mesh, self._dims, [settings, *map(_described, self._named)])
-        if self._broadcast:
-            self._send_values([parameter for _, parameter in self._named])
+        if self._broadcast and self._dims is not None:
+            broadcast_values(mesh, [self._dims], [parameter for _, parameter in self._named], bucket_mb)
         self._send_buffers()
         needed = {parameter: name for name, parameter in reversed(self._named) if parameter.requires_grad}
         self._buckets = [
@@ -151,12 +144,8 @@ class GradientSync:
             )
 
     def _send_buffers(self) -> None:
-        if self._broadcast and self._module is not None:
-            self._send_values(self._module.buffers())
-
-    def _send_values(self, tensors: Iterable[Tensor]) -> None:
-        assert self._dims is not None
-        broadcast_values(self._mesh, [self._dims], tensors, self._bucket_mb)
+        if self._broadcast and self._dims is not None and self._module is not None:
+            broadcast_values(self._mesh, [self._dims], self._module.buffers(), self._bucket_mb)
 
     @property
     def buckets(self) -> list[list[str]]:
@@ -362,12 +351,13 @@ class _Slot:
             self.grad = DTensor.from_local(grad, *place, run_check=False, **shape)
 
     def fits(self) -> bool:
-        """Return whether the gradient is still a view of the buffer, and has the parameter's dtype, device and
-        shape.
-        """
-        value, grad, flat = local(self.parameter.detach()), local(self.grad), self.flat
+        """Return whether the gradient is still a view of the buffer, and has the parameter's dtype, device and shape."""
+        value: Tensor = self.parameter
+        grad, flat = self.grad, self.flat
+        if isinstance(grad, DTensor):
+            value, grad = local(value.detach()), local(grad)
         same = (value.dtype, value.device, value.shape) == (flat.dtype, flat.device, grad.shape)
-        return same and storage_id(grad) == storage_id(flat)
+        return same and grad.untyped_storage() is flat.untyped_storage()
 
 
 class _Bucket:
@@ -418,156 +408,3 @@ def check_complete(missing: Sequence[str], total: int) -> None:
             expected="every parameter of the model to contribute to the loss",
             hint="remove them, use them in forward, or freeze them: requires_grad = False, or train.frozen",
         )
-
-
-@final
-class Sharded:
-    """Shards the parameters, gradients and optimizer state of modules along one dim, which may be merged, with FSDP2.
-
-    Each of a module's `layers`, a ModuleDict or ModuleList, is gathered before it is used and resharded afterwards. Its
-    gradients are reduce-scattered as soon as its backward pass has finished. If the shards are replicated along a second
-    dim (hybrid sharding), gradients are also summed over the replicas. A dim whose ranks have different tokens of the
-    same samples is merged into the sharding dim. Distributed experts are gathered separately, inside their layer (as in
-    torchtitan's apply_fsdp, models/llama4/infra/parallelize.py).
-
-    Args:
-        modules: the root modules of this rank's stages; changed in place.
-        dims: the sharding dim, or the replication dim followed by the sharding dim. The sharding dim may be merged.
-        precision: the dtype of gathered weights, used in forward and backward, and the dtype in which gradients are
-            accumulated over microbatches and sent. Routers compute in the weights' original dtype. Shards, their gradients
-            and the optimizer state keep that dtype. Inputs are not cast, because some, such as a table of angles, must not be
-            rounded.
-        experts: the dims along which expert weights' gradients are summed. If None, experts are treated like other weights.
-            The last of these dims whose size is above 1 shards the experts, and an earlier one replicates them. If all sizes
-            are 1, experts stay unsharded.
-        reshard: whether layers are resharded after each pass. If False, weights stay gathered from a step's first forward pass
-            to its last backward pass. zero_bubble needs False, because the second half of its backward pass uses the
-            forward pass's parameters.
-    """
-
-    def __init__(
-        self,
-        mesh: Mesh,
-        modules: Sequence[nn.Module],
-        dims: Sequence[str],
-        precision: MixedPrecisionPolicy,
-        *,
-        experts: Sequence[str] | None = None,
-        reshard: bool = True,
-    ) -> None:
-        self._reshard = reshard
-        every = [parameter for module in modules for parameter in module.parameters()]
-        own = next((each for each in every if each.requires_grad), every[0]).dtype
-        spread = None if experts is None else tuple(dim for dim in experts if mesh.size(dim) > 1)
-        everywhere: dict[str, Any] = {"mesh": mesh[tuple(dims)], "reshard_after_forward": reshard}
-        self._roots: list[FSDPModule] = []
-        for module in modules:
-            whole: set[nn.Parameter] = set()
-            for part in module.modules() if spread is not None else ():
-                if hasattr(part, EXPERTS) and spread:
-                    place = _expert_axis(part, mesh.size(spread[-1]))
-                    over = {**everywhere, "mesh": mesh[spread], "shard_placement_fn": place}
-                    _shard(part, mp_policy=precision, **over)
-                elif hasattr(part, EXPERTS):
-                    whole.update(part.parameters())
-            for layer in _blocks(module):
-                for part in layer.modules() if precision.param_dtype != own else ():
-                    if isinstance(part, Router):
-                        _shard(part, mp_policy=replace(precision, param_dtype=own), **everywhere)
-                _shard(layer, mp_policy=precision, ignored_params=whole or None, **everywhere)
-            root = {"mesh": everywhere["mesh"], "mp_policy": precision, "ignored_params": whole or None}
-            self._roots.append(_shard(module, **root))
-        self._parameters = {
-            name: parameter for module in modules for name, parameter in module.named_parameters()
-        }
-
-    def start(self) -> None:
-        """Begin a step and clear every gradient."""
-        for parameter in self._parameters.values():
-            parameter.grad = None
-
-    def microbatch(self, last: bool) -> None:
-        """Called before each forward pass if there is no pipeline. Gradients are summed over ranks in the last microbatch."""
-        for root in self._roots:
-            root.set_requires_gradient_sync(last)
-            if not self._reshard:
-                root.set_reshard_after_backward(last)
-
-    def reshard(self) -> None:
-        """Reshard weights that are still gathered after forward passes without a backward pass."""
-        for root in self._roots:
-            assert isinstance(root, nn.Module)
-            for part in root.modules():
-                if isinstance(part, FSDPModule):
-                    part.reshard()
-
-    def abandon(self) -> None:
-        """Put the shards back into the modules after an error interrupted a pass. The modules are not used afterwards."""
-        for root in self._roots:
-            assert isinstance(root, nn.Module)
-            for part in root.modules():
-                if isinstance(part, FSDPModule):
-                    put_shards_back(part)
-
-    def finish(self) -> None:
-        """Check that every parameter has a `.grad`: this rank's shard of the summed gradient. Call this after the last
-        backward pass.
-
-        Raises TrainingError that names the parameters that got no gradient in this step.
-        """
-        needed = {name: each for name, each in self._parameters.items() if each.requires_grad}
-        check_complete([name for name, each in needed.items() if each.grad is None], len(needed))
-
-
-def _blocks(module: nn.Module) -> tuple[nn.Module, ...]:
-    """Return the parts of `module` that are gathered one at a time. The rest is gathered as one."""
-    blocks = getattr(module, "meshcomm_blocks", None)
-    if blocks is None:
-        layers = getattr(module, "layers", None)
-        blocks = layers.children() if isinstance(layers, (nn.ModuleDict, nn.ModuleList)) else ()
-    # A block may be in the list several times, or be itself a list, which has no forward.
-    lists = (nn.ModuleDict, nn.ModuleList)
-    blocks = list(blocks)
-    while any(isinstance(block, lists) for block in blocks):
-        blocks = [
-            one for block in blocks for one in (block.children() if isinstance(block, lists) else [block])
-        ]
-    owners: dict[nn.Parameter, set[nn.Module]] = {}
-    for part in module.modules():
-        for parameter in part.parameters(recurse=False):
-            owners.setdefault(parameter, set()).add(part)
-    # FSDP2 keeps a weight shared only within what is gathered as one.
-    return tuple(
-        block
-        for block in dict.fromkeys(blocks)
-        if all(owners[parameter] <= {*block.modules()} for parameter in block.parameters())
-    )
-
-
-def _expert_axis(part: nn.Module, ranks: int) -> Callable[[nn.Parameter], Shard]:
-    """Return a function that chooses the axis along which an expert weight is sharded: the experts' axis if its size is
-    divisible by `ranks`, otherwise another axis with a divisible size. FSDP2 pads shards of unequal length, so splitting a
-    rank's only expert into two shards along the experts' axis would save no memory.
-    """
-    # If a weight has several parts, the rows of a unit stay together.
-    together = {id(part.get_parameter(name)): parts.axis + 1 for name, parts in fused_parts(part).items()}
-
-    def place(parameter: nn.Parameter) -> Shard:
-        sizes = enumerate(local(parameter.detach()).shape)
-        skipped = together.get(id(parameter))
-        return Shard(next((at for at, size in sizes if at != skipped and size % ranks == 0), 0))
-
-    return place
-
-
-def _shard(module: nn.Module, **settings: Any) -> FSDPModule:
-    """Shard `module` with FSDP2 and return it.
-
-    Its gradients are summed, like the gradients of unsharded tensors; by default, torch averages them.
-    """
-    found = fully_shard(module, **settings)
-    assert isinstance(found, FSDPModule)
-    found.set_gradient_divide_factor(1.0)
-    # Gloo does not support the premultiplied sum that torch would choose for float32.
-    found.set_force_sum_reduction_for_comms(True)
-    return found

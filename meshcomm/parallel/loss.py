@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from inspect import Parameter, signature
@@ -120,7 +120,12 @@ class StepLoss:
         divisor = torch.ones((), dtype=torch.float64)
         if not evaluates:
             if not isinstance(targets, Tensor):
-                raise _no_tree(targets)
+                raise TrainingError(
+                    "the built-in loss takes one tensor of targets",
+                    given=f"targets that are a {type(targets).__name__}",
+                    expected="int64 targets with one class for each logit vector; or a loss of your own",
+                    hint="Trainer(..., loss=lambda outputs, targets: ...), which is given the tree",
+                )
             divisor = (targets != IGNORED).sum().to(torch.float64)
             divisor = self._splits.summed(divisor, self._splits.data)
         self._divisor = divisor.to(self._mesh.device, self._dtype)
@@ -147,7 +152,10 @@ class StepLoss:
                 self._rows.append((targets != IGNORED).sum().double().reshape(1))
             return loss / self._divisor
         given = (targets.targets, targets.inputs) if isinstance(targets, _Given) else (targets,)
-        with self._autocast(), self._calls.refused():
+        autocast = (
+            nullcontext() if self._mixed is None else torch.autocast(self._mesh.device.type, self._mixed)
+        )
+        with autocast, self._calls.refused():
             outputs = outputs if self._slices else self._whole(outputs)
             try:
                 found = self._own.function(outputs, *given)
@@ -215,10 +223,6 @@ class StepLoss:
         return StepSum(loss, totals[0], None if self._means else factor, totals[1::2] / totals[2::2])
 
     # -- inside ---------------------------------------------------------------------------------
-
-    def _autocast(self) -> AbstractContextManager[Any]:
-        kind = self._mesh.device.type
-        return nullcontext() if self._mixed is None else torch.autocast(kind, self._mixed)
 
     def _check_form(self, loss: Any) -> None:
         """Raise TrainingError if a microbatch's loss is a pair and earlier steps' losses were means, or the reverse."""
@@ -326,7 +330,7 @@ def _is_pair(found: Any) -> bool:
     return isinstance(found, tuple) and len(found) == 2
 
 
-def with_leaves(inputs: Any, given: Any) -> tuple[Any, Any]:
+def own_leaves(inputs: Any, given: Any) -> tuple[Any, Any]:
     """Return a microbatch's inputs and the further arguments of the loss. Tensors that need gradients become leaves of a new graph.
 
     A loss with three arguments is given the same leaves as the module, and may differentiate outputs by them.
@@ -376,15 +380,6 @@ def _check_axis(logits: Tensor, targets: Tensor, vocab_size: int) -> None:
             expected="logits (samples, ..., classes), targets (samples, ...)",
             hint="Trainer(..., loss=torch.nn.functional.cross_entropy), which takes them along axis 1",
         )
-
-
-def _no_tree(targets: object) -> TrainingError:
-    return TrainingError(
-        "the built-in loss takes one tensor of targets",
-        given=f"targets that are a {type(targets).__name__}",
-        expected="int64 targets with one class for each logit vector; or a loss of your own",
-        hint="Trainer(..., loss=lambda outputs, targets: ...), which is given the tree",
-    )
 
 
 def _refused(given: str, expected: str) -> TrainingError:

@@ -25,8 +25,10 @@ class _Named(NamedTuple):
 
     def gradient(self) -> Tensor:
         """Return this rank's part of the gradient, which must exist. A complex one is viewed as pairs of real numbers."""
-        assert self.parameter.grad is not None
-        part = local(self.parameter.grad)
+        part = self.parameter.grad
+        assert part is not None
+        if isinstance(part, DTensor):
+            part = local(part)
         return torch.view_as_real(part) if part.is_complex() else part
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Final, TypeAlias, final
@@ -22,7 +22,7 @@ from meshcomm.config.parallel import PipelineSchedule, runs
 from meshcomm.errors import LayoutError, MeshcommError, TrainingError, UnsupportedOp
 from meshcomm.mesh import Mesh
 from meshcomm.parallel.dropout import Draws
-from meshcomm.parallel.loss import with_leaves
+from meshcomm.parallel.loss import own_leaves
 from meshcomm.parallel.tensor import local
 from meshcomm.parallel.torch_private import is_view
 from meshcomm.parallel.tree import in_parts, samples_of, sliced, tensors_of
@@ -62,7 +62,16 @@ class Accumulate:
 
         more: further arguments of the module, by name, split in the same way.
         """
-        return self._run(inputs, targets, more)
+        losses, spans = [], None if self._mesh is None else self._mesh.metrics.spans
+        for i, (x, target, named) in enumerate(_microbatches(self._microbatches, inputs, targets, more)):
+            if self._before is not None:
+                self._before(i == self._microbatches - 1)
+            with stretch(spans, PASSES, f"forward {i}"):
+                loss = self._loss_of(i, x, target, named)
+            with stretch(spans, PASSES, f"backward {i}"):
+                loss.backward()
+            losses.append(loss.detach())
+        return torch.stack(losses).sum()
 
     @torch.no_grad()
     def forward(self, inputs: Any, targets: Any, samples: int | None = None, **more: Tensor) -> Tensor:
@@ -71,47 +80,38 @@ class Accumulate:
         samples: if given, only the first samples count. The loss is called with the weight of its microbatch, if that is not 1:
             the share of its samples that count.
         """
-        return self._run(inputs, targets, more, backward=False, samples=samples)
-
-    def _run(
-        self,
-        inputs: Any,
-        targets: Any,
-        more: Mapping[str, Tensor],
-        backward: bool = True,
-        samples: int | None = None,
-    ) -> Tensor:
-        count, losses = self._microbatches, []
-        parts = {name: tensor.tensor_split(count) for name, tensor in more.items()}
-        pairs = zip(in_parts(inputs, count), in_parts(targets, count), strict=True)
-        for i, (x, target) in enumerate(pairs):
-            if backward and self._before is not None:
-                self._before(i == count - 1)
-            if self._draws is not None:
-                self._draws.microbatch(i, START)
-            here = {name: part[i] for name, part in parts.items()}
+        losses = []
+        for i, (x, target, named) in enumerate(_microbatches(self._microbatches, inputs, targets, more)):
             weight = 1.0
             if samples is not None:
                 # Without samples that count, the pass still takes part in the calls of the other ranks.
                 size = samples_of(x)
                 left = min(size, max(0, samples - i * size))
-                weight, kept = left / size, slice(left or size)
-                x, target, here = sliced(x, kept), sliced(target, kept), sliced(here, kept)
-            spans = self._mesh.metrics.spans if backward and self._mesh is not None else None
-            differentiates = any(each.requires_grad for each in tensors_of(x))
-            if differentiates:
-                x, target = with_leaves(x, target)
-            with (
-                stretch(spans, PASSES, f"forward {i}"),
-                torch.enable_grad() if differentiates else nullcontext(),
-            ):
-                y = self._module(x, **here)
-                loss = self._loss(y, target) if weight == 1 else self._loss(y, target, weight)
-            if backward:
-                with stretch(spans, PASSES, f"backward {i}"):
-                    loss.backward()
-            losses.append(loss.detach())
+                weight = left / size
+                x, target, named = (sliced(each, slice(left or size)) for each in (x, target, named))
+            losses.append(self._loss_of(i, x, target, named, weight).detach())
         return torch.stack(losses).sum()
+
+    def _loss_of(
+        self, number: int, x: Any, target: Any, named: Mapping[str, Tensor], weight: float = 1.0
+    ) -> Tensor:
+        if self._draws is not None:
+            self._draws.microbatch(number, START)
+        differentiates = any(each.requires_grad for each in tensors_of(x))
+        if differentiates:
+            x, target = own_leaves(x, target)
+        with torch.enable_grad() if differentiates else nullcontext():
+            y = self._module(x, **named)
+            return self._loss(y, target) if weight == 1 else self._loss(y, target, weight)
+
+
+def _microbatches(
+    count: int, inputs: Any, targets: Any, more: Mapping[str, Tensor]
+) -> Iterator[tuple[Any, Any, dict[str, Tensor]]]:
+    """Yield the inputs, targets and further arguments of each microbatch."""
+    parts = {name: tensor.tensor_split(count) for name, tensor in more.items()}
+    for i, (x, target) in enumerate(zip(in_parts(inputs, count), in_parts(targets, count), strict=True)):
+        yield x, target, {name: part[i] for name, part in parts.items()}
 
 
 @final
@@ -159,10 +159,10 @@ class Pipelined:
         boundary = partial(torch.empty, dtype=dtype, device="meta", requires_grad=True)
         count = ranks * len(mine)
         stages = []
-        for position, index in enumerate(stages_of_rank(mesh.coord(dim), ranks, len(mine))):
+        for module, index in zip(mine, stages_of_rank(mesh.coord(dim), ranks, len(mine)), strict=True):
             tokens = torch.empty(first, dtype=torch.int64, device="meta")
             stage = _PipelineStage(
-                mine[position],
+                module,
                 index,
                 count,
                 mesh.device,
@@ -220,17 +220,14 @@ class Pipelined:
         coord, ranks = mesh.coord(dim), mesh.size(dim)
         shape, dtype = self._between
         losses: list[Tensor] = []
-        pairs = zip(inputs.tensor_split(count), in_parts(targets, count), strict=True)
-        parts = {name: tensor.tensor_split(count) for name, tensor in more.items()}
-        for microbatch, (tokens, target) in enumerate(pairs):
-            here = {name: part[microbatch] for name, part in parts.items()}
+        for microbatch, (tokens, target, named) in enumerate(_microbatches(count, inputs, targets, more)):
             for stage in self._stages:
                 x = tokens
                 if not stage.is_first:
                     x = torch.empty(shape, dtype=dtype, device=mesh.device)
                     mesh.recv(dim, x, src=(coord - 1) % ranks)
                 stage.seed(microbatch)
-                y = stage.submod(x, **here)
+                y = stage.submod(x, **named)
                 if stage.is_last:
                     losses.append(self._loss(y, target))
                 else:

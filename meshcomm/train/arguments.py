@@ -28,10 +28,10 @@ from meshcomm.models.step_check import StepCheck, needs_batch
 from meshcomm.models.wrapped import WrappedModule
 from meshcomm.parallel.batch import Batch
 from meshcomm.parallel.compose import Engine
-from meshcomm.parallel.data import Sharded
 from meshcomm.parallel.loss import takes_inputs
 from meshcomm.parallel.model import LossOf, Model
 from meshcomm.parallel.optimizer import MakeOptimizer
+from meshcomm.parallel.shard import Sharded
 from meshcomm.parallel.splits import Sections, sections
 from meshcomm.train.callbacks import Callback
 

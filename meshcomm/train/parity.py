@@ -25,9 +25,9 @@ from meshcomm.models.family_code import wide
 from meshcomm.models.spec_model import SpecModel
 from meshcomm.parallel.batch_norm import batch_norms
 from meshcomm.parallel.compose import Engine
-from meshcomm.parallel.data import Sharded
 from meshcomm.parallel.memory import cast, seeded
 from meshcomm.parallel.results import Done
+from meshcomm.parallel.shard import Sharded
 from meshcomm.parallel.tensor import whole
 from meshcomm.parallel.tensor.parameters import Parts, fused_parts, joined
 from meshcomm.parallel.tree import called, sliced

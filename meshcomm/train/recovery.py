@@ -16,7 +16,8 @@ from meshcomm.errors import TrainingError, UnsupportedOp
 from meshcomm.mesh import Mesh
 from meshcomm.mesh.all_ranks import of_every_rank, ranks_of
 from meshcomm.parallel.compose import Engine
-from meshcomm.parallel.data import GradientSync, Sharded
+from meshcomm.parallel.data import GradientSync
+from meshcomm.parallel.shard import Sharded
 from meshcomm.train.copies import Held, parts_held, receive
 
 

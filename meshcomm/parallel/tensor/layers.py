@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
 
 from meshcomm.errors import ShapeError, UnsupportedOp
 from meshcomm.parallel.recompute import added_up
@@ -34,10 +35,10 @@ def held(module: Any, name: str) -> Any:
     multi-part weight are in the parts' order.
     """
     parameter = getattr(module, name)
-    if parameter is None:
-        return None
-    parts = getattr(module, FUSED, {}).get(name)
-    return joined(local(parameter), parts) if parts else local(parameter)
+    if isinstance(parameter, DTensor):
+        parameter = local(parameter)
+    parts = None if parameter is None else getattr(module, FUSED, {}).get(name)
+    return joined(parameter, parts) if parts else parameter
 
 
 def _matrix(module: Any) -> Tensor:
