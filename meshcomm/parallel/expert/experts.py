@@ -58,7 +58,7 @@ class ExpertWeights(nn.Module):
             ("w2", (hidden_size, intermediate_size), 2),
         ):
             pairs = ((dim, 0), (tensor.dim, inner))
-            axes = {along: axis for along, axis in pairs if along and mesh.size(along) > 1}
+            axes = {along: axis for along, axis in pairs if along}
             part = [experts, *shape]
             for along, axis in axes.items():
                 part[axis] //= mesh.size(along)

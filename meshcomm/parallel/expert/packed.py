@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from meshcomm.errors import ShapeError
 from meshcomm.parallel.expert.routing import each_choice
 from meshcomm.parallel.tensor import TensorSplit, local
-from meshcomm.parallel.tensor.parameters import FUSED, Parts, joined, kept, parameter_of
+from meshcomm.parallel.tensor.parameters import FUSED, Parts, joined, kept, split_parameter
 from meshcomm.transport.torch_private import outside_graphs
 
 Axes: TypeAlias = Mapping[str, tuple[int, int]]
@@ -62,20 +62,15 @@ def spread_experts(
         return
     for key, old in list(part._parameters.items()):
         axis, number = axes.get(key, (None, 1))
-        value = old.detach()
+        value: Tensor = old
         if axis is not None:
             tensor.share(value.shape[axis] // number, f"axis {axis} of {name}.{key}")
             if number > 1:
                 parts = Parts((value.shape[axis] // number,) * number, axis)
-                value = kept(value, parts)
+                value = kept(value.detach(), parts).requires_grad_(old.requires_grad)
                 setattr(part, FUSED, {**getattr(part, FUSED, {}), key: parts})
         pairs = ((dim, 0), (tensor.dim, axis))
-        where = {along: at for along, at in pairs if along and mesh.size(along) > 1}
-        for along, at in where.items():
-            if at is not None:
-                value = value.chunk(mesh.size(along), at)[mesh.coord(along)]
-        new = parameter_of(mesh, value.clone(memory_format=torch.contiguous_format), where)
-        part._parameters[key] = new.requires_grad_(old.requires_grad)
+        part._parameters[key] = split_parameter(mesh, value, {along: at for along, at in pairs if along})
     # The module's code reads the number of experts from this attribute.
     if ranks > 1 and getattr(part, "num_experts", None) == count:
         part.num_experts = count // ranks

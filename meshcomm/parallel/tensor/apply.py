@@ -240,8 +240,8 @@ class _Splitting:
             return
         axis, parts = rule.axis_of(part, key), rule.parts_of(part, key)
         if id(old) not in self.replaced:
-            new = self.split.parameter_from(old if parts is None else kept(old.detach(), parts), axis)
-            new.requires_grad_(old.requires_grad)
+            value = old if parts is None else kept(old.detach(), parts).requires_grad_(old.requires_grad)
+            new = self.split.parameter_from(value, axis)
             # The old parameter is stored too: while it exists, no other parameter can get its id.
             self.replaced[id(old)] = (old, new)
         part._parameters[key] = self.replaced[id(old)][1]

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from meshcomm.comm.callsite import is_ours
 from meshcomm.errors import MeshcommError, TrainingError
+from meshcomm.parallel.memory import eval_mode
 from meshcomm.parallel.tensor.parameters import fused_parts, joined, local, whole
 from meshcomm.parallel.tensor.plan import Rule
 from meshcomm.parallel.tensor.split import TensorSplit
@@ -124,16 +125,10 @@ class Seen:
 
     def _run(self, module: nn.Module, example: Example) -> Any:
         """Run forward in eval mode and record the calls to every part."""
-        training = {part: part.training for part in module.modules()}
-        module.eval()
-        try:
-            named = example if isinstance(example, Mapping) else {}
-            args = () if isinstance(example, Mapping) else example
-            with torch.enable_grad(), self.calls.watching(module, *args, *named.values()):
-                return module(*args, **named)
-        finally:
-            for part, mode in training.items():
-                part.training = mode
+        named = example if isinstance(example, Mapping) else {}
+        args = () if isinstance(example, Mapping) else example
+        with eval_mode(module), torch.enable_grad(), self.calls.watching(module, *args, *named.values()):
+            return module(*args, **named)
 
 
 def compare_outputs(split: TensorSplit, before: Seen, after: Seen) -> None:

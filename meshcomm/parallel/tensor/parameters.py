@@ -59,19 +59,30 @@ def parts_of(parameter: Tensor) -> tuple[Slice, ...]:
 
 def parameter_of(mesh: Mesh, data: Tensor, axes: Mapping[str, int | None]) -> nn.Parameter:
     """Return a parameter whose part on this rank is `data`. axes: maps dims of one view to the axis that is split along
-    each dim, or to None if the ranks along the dim hold equal data.
+    each dim, or to None if the ranks along the dim hold equal data. Dims of one rank do not count.
     """
-    if axes:
-        try:
-            device_mesh = mesh[tuple(axes)]
-        except UnsupportedOp:
-            made = nn.Parameter(data)
-            parts = tuple(Slice(mesh, dim, axis) for dim, axis in axes.items() if axis is not None)
-            made.meshcomm_parts = parts  # type: ignore[attr-defined]
-            return made
-        placements = [Replicate() if axis is None else Shard(axis) for axis in axes.values()]
-        data = DTensor.from_local(data, device_mesh, placements, run_check=False)
-    return nn.Parameter(data)
+    axes = {dim: axis for dim, axis in axes.items() if mesh.size(dim) > 1}
+    if not axes:
+        return nn.Parameter(data)
+    try:
+        device_mesh = mesh[tuple(axes)]
+    except UnsupportedOp:
+        made = nn.Parameter(data)
+        parts = tuple(Slice(mesh, dim, axis) for dim, axis in axes.items() if axis is not None)
+        made.meshcomm_parts = parts  # type: ignore[attr-defined]
+        return made
+    placements = [Replicate() if axis is None else Shard(axis) for axis in axes.values()]
+    return nn.Parameter(DTensor.from_local(data, device_mesh, placements, run_check=False))
+
+
+def split_parameter(mesh: Mesh, old: Tensor, axes: Mapping[str, int | None]) -> nn.Parameter:
+    """Return a parameter with a copy of this rank's part of `old`, which every rank holds in full. axes: as for `parameter_of`."""
+    value = old.detach()
+    for dim, axis in axes.items():
+        if axis is not None:
+            value = value.chunk(mesh.size(dim), axis)[mesh.coord(dim)]
+    made = parameter_of(mesh, value.clone(memory_format=torch.contiguous_format), axes)
+    return made.requires_grad_(old.requires_grad)
 
 
 def split_dims(parameter: Tensor) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from meshcomm.errors import ShapeError
 from meshcomm.mesh import Mesh
-from meshcomm.parallel.tensor.parameters import local, parameter_of
+from meshcomm.parallel.tensor.parameters import local, parameter_of, split_parameter
 
 _PARTIAL = "meshcomm_partial_gradients"
 
@@ -71,19 +71,18 @@ class TensorSplit:
         part = list(shape)
         if axis is not None:
             part[axis] = self.share(shape[axis], f"axis {axis} of a weight of shape {shape}")
-        return self._placed(torch.empty(part, dtype=self.dtype, device=self.device), axis)
+        return parameter_of(
+            self.mesh, torch.empty(part, dtype=self.dtype, device=self.device), self._axes(axis)
+        )
 
     def parameter_from(self, value: Tensor, axis: int | None) -> nn.Parameter:
         """Like `parameter`, but copy this rank's part of `value`, in the dtype and on the device of `value`."""
         if axis is not None:
             self.share(value.shape[axis], f"axis {axis} of a weight of shape {tuple(value.shape)}")
-            value = value.chunk(self.size, axis)[self.coord]
-        made = self._placed(value.detach().clone(memory_format=torch.contiguous_format), axis)
-        made.requires_grad_(value.requires_grad)
-        return made
+        return split_parameter(self.mesh, value, self._axes(axis))
 
-    def _placed(self, data: Tensor, axis: int | None) -> nn.Parameter:
-        return parameter_of(self.mesh, data, {self.dim: axis} if self.size > 1 else {})
+    def _axes(self, axis: int | None) -> dict[str, int | None]:
+        return {self.dim: axis} if self.size > 1 else {}
 
     def share(self, whole: int, what: str) -> int:
         """Return one rank's part of `whole`. Raises ShapeError if the size is not divisible."""
