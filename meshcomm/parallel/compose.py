@@ -214,7 +214,10 @@ class Engine:
         self._look(batch)
         self._loss.start(targets)
         reached, self._lr = self.reached, lr
-        self._begin(number)
+        self._state.given_lr = lr is not None
+        reached.begun = number
+        if self._recovers or self._skips:
+            self._before = self._state.of_forward()
         self._local.start_step(number)
         rows = self._update.rows
         if rows is not None:
@@ -283,12 +286,6 @@ class Engine:
         if self._recovers and self.mesh.is_async and (lost := self.mesh.lost()) is not None:
             raise lost
         return found
-
-    def _begin(self, number: int) -> None:
-        self._state.given_lr = self._lr is not None
-        self.reached.begun = number
-        if self._recovers or self._skips:
-            self._before = self._state.of_forward()
 
     # -- after a loss of ranks ------------------------------------------------------------------------
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from inspect import Parameter, signature
@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from meshcomm.config import TrainConfig
 from meshcomm.errors import ConfigError, ShapeError, TrainingError, UnsupportedOp
 from meshcomm.layout.names import listed
-from meshcomm.parallel.loss_calls import LossCalls
 from meshcomm.parallel.model import Model
 from meshcomm.parallel.splits import Splits
 from meshcomm.parallel.tensor import TensorSplit, cross_entropy
@@ -74,9 +73,9 @@ class StepLoss:
             )
         self._slices = own is None or own.takes_slices
         self._takes_inputs = own is not None and takes_inputs(own.function)
-        self._calls = LossCalls(
-            self._mesh, splits.data, microbatches if train.check else 1, train.micro_batch_size
-        )
+        self._microbatches, self._samples = microbatches, microbatches * train.micro_batch_size
+        # Whether a loss may communicate with the ranks that have other samples.
+        self._refuses_calls = train.check and microbatches > 1 and bool(splits.data)
         self.names: list[str] = []
         self._knows_names = False
         # Whether every loss is a mean; None before the first step. `_pairs` counts this step's losses that are not.
@@ -155,7 +154,7 @@ class StepLoss:
         autocast = (
             nullcontext() if self._mixed is None else torch.autocast(self._mesh.device.type, self._mixed)
         )
-        with autocast, self._calls.refused():
+        with autocast, self._calls_refused():
             outputs = outputs if self._slices else self._whole(outputs)
             try:
                 found = self._own.function(outputs, *given)
@@ -223,6 +222,31 @@ class StepLoss:
         return StepSum(loss, totals[0], None if self._means else factor, totals[1::2] / totals[2::2])
 
     # -- inside ---------------------------------------------------------------------------------
+
+    @contextmanager
+    def _calls_refused(self) -> Iterator[None]:
+        """Raise UnsupportedOp after collectives of a loss with ranks that have other samples, if it is given one of several
+        microbatches.
+        """
+        if not self._refuses_calls:
+            yield
+            return
+        mesh, dims = self._mesh, self._splits.data
+        before = {each.label: each.started for each in mesh.metrics.recorders.values()}
+        yield
+        for each in mesh.metrics.recorders.values():
+            if each.started == before.get(each.label, 0):
+                continue
+            coords = [mesh.get_coords(rank) for rank in each.ranks]
+            if len({tuple(of_rank[dim] for dim in dims) for of_rank in coords}) > 1:
+                size = self._samples
+                raise UnsupportedOp(
+                    "a loss that communicates with other ranks is given only one microbatch of their samples at a time",
+                    given=f"a collective on {each.label} in the loss, and {self._microbatches} microbatches per step on {mesh.label}",
+                    expected=f"train.micro_batch_size = {size}: one microbatch, so that the loss sees the global batch",
+                    hint=f"train.micro_batch_size = {size}; or return (sum, count) or named terms, which add up over all "
+                    "microbatches and ranks. train.check = false trains with the mean over microbatches",
+                )
 
     def _check_form(self, loss: Any) -> None:
         """Raise TrainingError if a microbatch's loss is a pair and earlier steps' losses were means, or the reverse."""

@@ -12,7 +12,12 @@ from typing import Any, Final, Literal, TypeAlias, final
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    noop_context_fn,
+)
 
 ActivationCheckpointing: TypeAlias = bool | Literal["selective"] | int
 """False: keep all tensors. True: keep only each block's inputs. N: keep only the inputs of every N-th block. "selective": keep
@@ -44,14 +49,11 @@ def run(
 
     Random state is not kept: a block must draw the same numbers when it is called again with the same arguments.
     """
-    if not torch.is_grad_enabled():
-        return block(*args, **named)
-    more: dict[str, Any] = {}
     if setting == "selective":
-        more["context_fn"] = _contexts
-    elif not setting or (number + 1) % setting:  # True is 1: every block
+        return _checkpointed(block, _contexts, *args, **named)
+    if not setting or (number + 1) % setting:  # True is 1: every block
         return block(*args, **named)
-    return checkpoint(block, *args, use_reentrant=False, preserve_rng_state=False, **more, **named)
+    return _checkpointed(block, noop_context_fn, *args, **named)
 
 
 def compile_blocks(blocks: Iterable[nn.Module], setting: ActivationCheckpointing) -> ActivationCheckpointing:
@@ -63,16 +65,16 @@ def compile_blocks(blocks: Iterable[nn.Module], setting: ActivationCheckpointing
     inside = setting == "selective"
     for block in blocks:
         if inside:
-            block.forward = partial(_selectively, block.forward)
+            block.forward = partial(_checkpointed, block.forward, _compiled_contexts)
         block.compile()
     return False if inside else setting
 
 
-def _selectively(forward: Callable[..., Any], *args: Any, **named: Any) -> Any:
+def _checkpointed(block: Callable[..., Any], contexts: Callable[[], Any], *args: Any, **named: Any) -> Any:
     if not torch.is_grad_enabled():
-        return forward(*args, **named)
+        return block(*args, **named)
     return checkpoint(
-        forward, *args, use_reentrant=False, preserve_rng_state=False, context_fn=_compiled_contexts, **named
+        block, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts, **named
     )
 
 
