@@ -74,7 +74,7 @@ class StepLoss:
         self._slices = own is None or own.takes_slices
         self._takes_inputs = own is not None and takes_inputs(own.function)
         self._microbatches, self._samples = microbatches, microbatches * train.micro_batch_size
-        # Whether a loss may communicate with the ranks that have other samples.
+        # Whether a loss must not communicate with the ranks that have other samples.
         self._refuses_calls = train.check and microbatches > 1 and bool(splits.data)
         self.names: list[str] = []
         self._knows_names = False
