@@ -12,10 +12,11 @@ from torch import Tensor
 
 from meshcomm.config import Config, ParallelConfig
 from meshcomm.config.section import Table
-from meshcomm.parallel import build, compose, norm
+from meshcomm.parallel import build, norm
 from meshcomm.parallel.context import ContextSplit
 from meshcomm.parallel.data import GradientSync
 from meshcomm.parallel.dropout import Drops
+from meshcomm.parallel.loss import StepLoss
 from meshcomm.parallel.norm import GradientNorm
 from meshcomm.parallel.pipeline import Accumulate, TiedWeight
 from meshcomm.parallel.tensor import TensorSplit, local
@@ -61,12 +62,13 @@ def replicated_parameters_counted_twice_along_tp(config: Config) -> Patch:
 
 @bug("cp2 dp2 tp2", "loss of step 1", "cp")
 def loss_divided_by_a_ranks_own_tokens_under_cp(config: Config) -> Patch:
-    right = compose.Engine._sum_over_data
+    right = StepLoss.start
 
-    def wrong(self: compose.Engine, count: Tensor) -> float:
-        return right(self, count) / self.splits.context.size
+    def wrong(self: Any, targets: Any, **more: Any) -> None:
+        right(self, targets, **more)
+        self._divisor = self._divisor / self._splits.context.size
 
-    return patch.object(compose.Engine, "_sum_over_data", wrong)
+    return patch.object(StepLoss, "start", wrong)
 
 
 @bug("pp2 dp2 tp2", "loss of step 1", "pp")
