@@ -242,7 +242,8 @@ class Experts(nn.Module):
     ) -> Tensor:
         """See `each_choice`. `ExpertWeights` needs each expert's rows to be contiguous, so the rows are sorted first."""
         if number is None:
-            return self.experts(rows, often)
+            done: Tensor = self.experts(rows, often)
+            return done
         sorts = number.argsort(stable=True)
         unsorts = inverse(sorts)
         return move(self.experts(move(rows, sorts, unsorts), often, known), unsorts, sorts)

@@ -82,7 +82,8 @@ def split_parameter(mesh: Mesh, old: Tensor, axes: Mapping[str, int | None]) -> 
         if axis is not None:
             value = value.chunk(mesh.size(dim), axis)[mesh.coord(dim)]
     made = parameter_of(mesh, value.clone(memory_format=torch.contiguous_format), axes)
-    return made.requires_grad_(old.requires_grad)
+    made.requires_grad_(old.requires_grad)
+    return made
 
 
 def split_dims(parameter: Tensor) -> tuple[str, ...]:
