@@ -23,6 +23,7 @@ from transformers import (
 )
 from transformers.utils import logging
 
+from meshcomm.config.pretrained import understood
 from meshcomm.errors import ConfigError, UnsupportedOp
 from meshcomm.models.family_code import WHOLE_SAMPLES, family_code
 from meshcomm.models.spec import Attend
@@ -32,6 +33,7 @@ from meshcomm.parallel.build import on_meta
 from meshcomm.parallel.context.block import same_document
 from meshcomm.parallel.context.documents import current_documents
 from meshcomm.parallel.loss import IGNORED
+from meshcomm.predict.estimate import Counts
 
 ATTENTION: Final = "meshcomm"
 # Arguments of an attention layer that do not affect its result.
@@ -291,3 +293,22 @@ class Whole:
             return found
         finally:
             part._parameters.update(there)
+
+
+def counts_of(folder: str | Path) -> Counts:
+    """Count the parameters of the model that `folder`/config.json describes, without allocating memory.
+
+    Raises ConfigError if transformers cannot create the model.
+    """
+    whole = Whole(understood(folder))
+    layers, experts, ends = [0] * whole.config.num_hidden_layers, [0] * whole.config.num_hidden_layers, 0
+    for name, parameter in whole.module.named_parameters():
+        # The first number in a parameter's name is the number of its block.
+        place = next((int(each) for each in name.split(".") if each.isdecimal()), len(layers))
+        if place >= len(layers):
+            ends += parameter.numel()
+        elif ".experts." in name:
+            experts[place] += parameter.numel()
+        else:
+            layers[place] += parameter.numel()
+    return Counts(tuple(layers), tuple(experts), ends)

@@ -69,25 +69,36 @@ class Outcome:
     noise: list[str] = field(default_factory=list)
 
 
-class Small(NamedTuple):
+class Program(NamedTuple):
     """A small copy of a training program.
 
     module:    returns a new copy of the unsplit module in float64, with its values. Each call returns equal ones.
     model:     returns a Model with the same values, for a configuration.
     batches:   inputs and targets of the global batch of each of the steps.
+    train:     settings of [train].
     loss:      the own loss; None for the built-in cross-entropy.
     optimizer: see Trainer.
     named:     arguments for each call of the module.
     family:    whether the module belongs to a family of transformers, whose code casts to float32 in places.
+    samples, tokens: of the global batch, and of a sample, at least 1.
+    microbatches: per step and rank.
+    layers:    the number of blocks that a pipeline divides.
+    norms:     whether there are batch norms.
     """
 
     module: Callable[[], nn.Module]
     model: Callable[[Config], Model]
     batches: Sequence[tuple[Any, Any]]
+    train: Mapping[str, Any]
     loss: LossOf | None = None
     optimizer: MakeOptimizer | None = None
     named: Mapping[str, Any] = {}
     family: bool = False
+    samples: int = 4
+    tokens: int = 16
+    microbatches: int = 2
+    layers: int = 2
+    norms: bool = False
 
 
 class Communicates(Exception):
@@ -242,7 +253,7 @@ def _settings(silent: bool, family: bool, noise: bool = True) -> Iterator[_Stead
         yield stack.enter_context(_Steady()) if silent and noise else None
 
 
-def plain(small: Small, config: Config, *, silent: bool = True, pieces: int = 1) -> Outcome:
+def plain(program: Program, config: Config, *, silent: bool = True, pieces: int = 1) -> Outcome:
     """Return what a program in plain torch computes on one process.
 
     config: its [train] has the settings of the steps.
@@ -251,7 +262,7 @@ def plain(small: Small, config: Config, *, silent: bool = True, pieces: int = 1)
     """
     train, outcome = config.train, Outcome()
     assert train is not None
-    module = small.module()
+    module = program.module()
     to_train_mode(module)
     if silent:
         _quiet(module)
@@ -262,12 +273,12 @@ def plain(small: Small, config: Config, *, silent: bool = True, pieces: int = 1)
         if any(fnmatchcase(name, pattern) for pattern in train.frozen):
             parameter.requires_grad_(False)
     first = {name: each.detach().clone() for name, each in named.items()}
-    optimizer = grouped(small.optimizer or optimizer_of(train, _CPU), train, nn.ModuleList([module]))
-    loss_of = copied(small.loss)
-    with torch.random.fork_rng([]), _Alone() as alone, _settings(silent, small.family) as steady:
+    optimizer = grouped(program.optimizer or optimizer_of(train, _CPU), train, nn.ModuleList([module]))
+    loss_of = copied(program.loss)
+    with torch.random.fork_rng([]), _Alone() as alone, _settings(silent, program.family) as steady:
         torch.manual_seed(0)
         before = _generators(steady is not None)
-        for number, (inputs, targets) in enumerate(small.batches, 1):
+        for number, (inputs, targets) in enumerate(program.batches, 1):
             optimizer.zero_grad()
             parts: dict[str, list[tuple[Tensor, Any]]] = {}
             # The program may change its inputs in place.
@@ -275,7 +286,7 @@ def plain(small: Small, config: Config, *, silent: bool = True, pieces: int = 1)
             for x, y in zip(in_parts(inputs, pieces), in_parts(targets, pieces), strict=True):
                 # A loss may differentiate outputs by the inputs.
                 x = with_tensors(lambda each: each.detach().requires_grad_(each.requires_grad), x)
-                for name, pair in _pairs(loss_of, called(module, x, **small.named), x, y, config).items():
+                for name, pair in _pairs(loss_of, called(module, x, **program.named), x, y, config).items():
                     parts.setdefault(name, []).append(pair)
             means = {
                 name: torch.stack([total for total, _ in pairs]).sum() / sum(count for _, count in pairs)
@@ -354,26 +365,26 @@ def _generators(steady: bool) -> tuple[object, ...]:
 
 
 def on_a_mesh(
-    small: Small,
+    program: Program,
     config: Config,
     *,
     silent: bool = True,
     noise: bool = False,
-    cut: Sequence[str] | None = None,
+    cut: bool = False,
 ) -> list[Outcome]:
     """Return what an Engine computes on each simulated rank of the mesh of `config`.
 
     silent: whether dropout is switched off. noise: whether the program draws other random numbers, which constants then replace.
-    cut: if given, the model is cut into two stages, and the parameters whose names match these patterns are frozen.
+    cut: whether the model is cut into two stages, which one rank runs in turn.
     """
 
     def body(mesh: Mesh) -> Outcome:
         with _settings(silent, False, noise):
-            model = small.model(config)
-            if cut is not None:
+            model = program.model(config)
+            if cut:
                 assert isinstance(model, SpecModel)
-                model = InTurn(model, cut)
-            engine = Engine(mesh, config, model, small.optimizer)
+                model = InTurn(model)
+            engine = Engine(mesh, config, model, program.optimizer)
             if silent:
                 for module in engine.modules:
                     _quiet(module)
@@ -387,7 +398,7 @@ def on_a_mesh(
                 )
 
             engine.before_update = keep
-            for number, batch in enumerate(small.batches, 1):
+            for number, batch in enumerate(program.batches, 1):
                 whole_batch = with_tensors(torch.clone, tuple(batch))
                 mine = [in_parts(each, engine.data_size)[engine.data_coord] for each in whole_batch]
                 engine.step(mine[0], mine[1], None, number)
@@ -398,9 +409,7 @@ def on_a_mesh(
             weights = {name: (each, each.detach()) for name, each in engine.named_parameters()}
             outcome.after = _whole(engine, weights)
             for module in engine.modules:
-                outcome.after |= {
-                    plain_name(name): each.detach().clone() for name, each in module.named_buffers()
-                }
+                outcome.after |= {name: each.detach().clone() for name, each in module.named_buffers()}
         return outcome
 
     return simulate(body, config)
@@ -412,8 +421,8 @@ class InTurn(Model):
 
     num_layers = 1
 
-    def __init__(self, model: SpecModel, frozen: Sequence[str]) -> None:
-        self._model, self._frozen = model, frozen
+    def __init__(self, model: SpecModel) -> None:
+        self._model = model
         self.hidden_size, self.vocab_size = model.hidden_size, model.vocab_size
         self.own_loss = model.own_loss
         layers = split_layers(model.num_layers, 2)
@@ -428,11 +437,7 @@ class InTurn(Model):
                 if (weight := last.get_parameter(name)) is not None and first.tied_weight is not None:
                     del weight
                     setattr(last.get_submodule(part), key, first.tied_weight)
-        module = _InTurn(first, last)
-        for name, parameter in module.named_parameters():
-            if any(fnmatchcase(plain_name(name), pattern) for pattern in self._frozen):
-                parameter.requires_grad_(False)
-        return module
+        return _InTurn(first, last)
 
     def fill(self, module: nn.Module, stage: Stage) -> None:
         """See Model."""
@@ -454,15 +459,19 @@ class _InTurn(nn.Module):
         super().__init__()
         self.parts = nn.ModuleList(parts)
 
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """Yield all modules by their names in the model: no two stages have a parameter or a buffer of the same name."""
+        memo = set() if memo is None else memo
+        yield prefix, self
+        for part in self.parts:
+            yield from part.named_modules(memo, prefix, remove_duplicate)
+
     def forward(self, x: Any) -> Any:
         for part in self.parts:
             x = part(x)
         return x
-
-
-def plain_name(name: str) -> str:
-    """Return a parameter's name in the original module."""
-    return name.removeprefix("parts.0.").removeprefix("parts.1.")
 
 
 def _whole(engine: Engine, parts: Mapping[str, tuple[nn.Parameter, Tensor]]) -> dict[str, Tensor]:
@@ -471,7 +480,7 @@ def _whole(engine: Engine, parts: Mapping[str, tuple[nn.Parameter, Tensor]]) -> 
     found: dict[str, Tensor] = {}
     for name, (parameter, part) in parts.items():
         value = whole(part.to_dense() if part.is_sparse else part, of=parameter)
-        found[plain_name(name)] = (joined(value, fused[name]) if name in fused else value).detach().clone()
+        found[name] = (joined(value, fused[name]) if name in fused else value).detach().clone()
     return found
 
 
@@ -484,15 +493,3 @@ def copied(loss: LossOf | None) -> LossOf | None:
     except Exception:
         return loss
     return made.double() if isinstance(made, nn.Module) else made
-
-
-@contextmanager
-def undisturbed() -> Iterator[None]:
-    """In this context, compiled functions run eagerly. Afterwards, all random generators are as before."""
-    state, numbers = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(), torch.compiler.set_stance("force_eager"):
-        try:
-            yield
-        finally:
-            random.setstate(state)
-            np.random.set_state(numbers)

@@ -1,15 +1,18 @@
-"""What a program's functions hold outside of a module: variables that they enclose, globals, and attributes of classes."""
+"""State of a program outside of its module: variables that functions enclose, globals, attributes of classes, generators."""
 
 from __future__ import annotations
 
 import copy
+import random
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any, Final
 
+import numpy as np
+import torch
 from torch import Tensor, nn
 
 _LIBRARIES: Final = ("torch", "transformers", "meshcomm", "numpy", "einops", "peft", "functools", "builtins")
@@ -52,11 +55,15 @@ def _holds(cell: Any) -> bool:
         return False
 
 
-def modules_in(functions: list[FunctionType]) -> list[nn.Module]:
-    """Return the modules that functions enclose, or read as globals."""
-    values = [cell.cell_contents for each in functions for cell in each.__closure__ or () if _holds(cell)]
-    values += [each.__globals__.get(name) for each in functions for name in each.__code__.co_names]
-    return [each for each in values if isinstance(each, nn.Module)]
+def held_by(functions: Iterable[FunctionType]) -> Iterator[tuple[Any, Callable[[Any], None]]]:
+    """Yield the values of the variables that functions enclose, and of the globals that they read, each with its setter."""
+    for function in functions:
+        for cell in filter(_holds, function.__closure__ or ()):
+            yield cell.cell_contents, partial(setattr, cell, "cell_contents")
+        names = function.__globals__
+        for name in _names_in(function.__code__):
+            if name in names:
+                yield names[name], partial(names.__setitem__, name)
 
 
 @contextmanager
@@ -65,13 +72,8 @@ def kept(functions: list[FunctionType], classes: list[type]) -> Iterator[None]:
     before. Objects of other kinds, such as iterators, stay changed.
     """
     undo: list[Callable[[], None]] = []
-    for function in functions:
-        for cell in filter(_holds, function.__closure__ or ()):
-            _keep(cell.cell_contents, partial(setattr, cell, "cell_contents"), undo)
-        for name in function.__code__.co_names:
-            if name in function.__globals__:
-                into = function.__globals__
-                _keep(into[name], partial(into.__setitem__, name), undo)
+    for value, put in held_by(functions):
+        _keep(value, put, undo)
     for kind in filter(_is_own, classes):
         for name, value in list(vars(kind).items()):
             if not name.startswith("__"):
@@ -81,6 +83,18 @@ def kept(functions: list[FunctionType], classes: list[type]) -> Iterator[None]:
     finally:
         for action in undo:
             action()
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """In this context, compiled functions run eagerly. Afterwards, all random generators are as before."""
+    state, numbers = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(), torch.compiler.set_stance("force_eager"):
+        try:
+            yield
+        finally:
+            random.setstate(state)
+            np.random.set_state(numbers)
 
 
 def apart(loss: Any) -> Any:
@@ -94,10 +108,7 @@ def keeps_samples(loss: Any) -> bool:
     """Return whether a loss holds containers or tensors, in which it may keep something for each sample."""
     if isinstance(loss, nn.Module) or not callable(loss):
         return any(True for _ in loss.buffers()) if isinstance(loss, nn.Module) else False
-    held: list[Any] = []
-    for each in functions_of(None, loss):
-        held += [cell.cell_contents for cell in each.__closure__ or () if _holds(cell)]
-        held += [each.__globals__.get(name) for name in _names_in(each.__code__)]
+    held = [value for value, _ in held_by(functions_of(None, loss))]
     held += getattr(getattr(loss, "__self__", loss), "__dict__", {}).values()
     return any(isinstance(each, (Tensor, list, dict, set, deque)) for each in held)
 

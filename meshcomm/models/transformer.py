@@ -284,17 +284,12 @@ class Transformer(nn.Module):
                 # (2, batch, 1 for all heads, sequence, head)
                 rotary = self.table[:, places(documents)[:, self.positions]].unsqueeze(2)
             for layer, block in self.layers.items():
-                x = self._through(int(layer), within(documents, block), x, rotary, drops)
+                # No random number generator is used: an element's position determines whether it is dropped.
+                call: Callable[..., Tensor] = within(documents, block)
+                x = run(self.activation_checkpointing, int(layer), call, x, rotary, self.positions, drops)
             if self.norm is not None and self.head is not None:
                 x = self.head(self.split.enter(self.norm(x)))
         return x
-
-    def _through(
-        self, layer: int, block: Callable[..., Tensor], x: Tensor, rotary: Tensor, drops: Drops | None
-    ) -> Tensor:
-        # No random number generator is used: an element's position determines whether it is dropped.
-        y: Tensor = run(self.activation_checkpointing, layer, block, x, rotary, self.positions, drops)
-        return y
 
 
 def rotary_table(seq_len: int, head_dim: int, theta: float) -> Tensor:
