@@ -8,7 +8,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from meshcomm.config import Config, TopologyConfig
-from meshcomm.config.parallel import PARTS, ParallelRole
+from meshcomm.config.parallel import USUAL_NAMES, ParallelRole
 from meshcomm.config.rules_mesh import chosen
 from meshcomm.errors import MeshcommError
 from meshcomm.layout import Layout, Plan
@@ -27,11 +27,6 @@ GLOO_DESCRIPTORS: Final = 4
 # The number of nodes and ranks that a finding lists.
 _NODES: Final = 4
 _ORDERED: Final = 16
-# The usual names of dims, for configurations without [parallel].
-_NAMES: Final[dict[str, ParallelRole]] = {part: part for part in PARTS} | {
-    "tp": "tensor", "pp": "pipeline", "dp": "data", "fsdp": "shard", "dp_shard": "shard", "cp": "context",
-    "ep": "expert",
-}  # fmt: skip
 
 
 class LintFinding(NamedTuple):
@@ -159,7 +154,7 @@ def roles(settings: Config) -> dict[str, ParallelRole]:
     if settings.parallel is not None:
         return {dim: part for part, dim in settings.parallel.parts.items()}
     names = [*settings.mesh.dims, *(name for sizes in settings.mesh.views.values() for name in sizes)]
-    return {name: _NAMES[name] for name in names if name in _NAMES}
+    return {name: USUAL_NAMES[name] for name in names if name in USUAL_NAMES}
 
 
 class _Case(NamedTuple):

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeAlias
 
 from meshcomm.config import Config, Resolved, TopologyConfig, load_config
+from meshcomm.config.of_model import expert_view
 from meshcomm.config.parallel import ParallelRole
 from meshcomm.config.parse import parse_toml
 from meshcomm.config.rules import broken
@@ -358,20 +359,9 @@ def placed_data(settings: Config, placement: Placement) -> dict[str, Any]:
     if parallel.expert is not None and settings.expert_view is not None:
         old, dims = settings.mesh.views[settings.expert_view], (*settings.mesh.dims, parallel.expert)
         copies = next((name for name in old if name not in dims), _COPIES_NAME)
-        view = _expert_view(parallel.parts, copies, placement)
+        block = [dim for part, dim in parallel.parts.items() if part in _BLOCK]
+        ranks = prod(placement.dims.get(part, 1) for part in _BLOCK)
+        pair = {copies: ranks // placement.expert, parallel.expert: placement.expert}
+        view = expert_view(data["mesh"]["dims"], block, pair)
         data["mesh"]["views"] = {settings.expert_view: view}
     return data
-
-
-def _expert_view(names: Mapping[ParallelRole, str], copies: str, placement: Placement) -> dict[str, int]:
-    """Return the view that factors the block of data, shard and context into copies and experts."""
-    total = prod(placement.dims.get(part, 1) for part in _BLOCK)
-    pair = {copies: total // placement.expert, names["expert"]: placement.expert}
-    found: dict[str, int] = {}
-    inside = [part for part in _BLOCK if placement.dims.get(part, 1) > 1]
-    for part, size in placement.dims.items():
-        if part in inside:
-            found |= pair
-        elif part in ("pipeline", "tensor"):
-            found[names[part]] = size
-    return found if inside else {**pair, **found}
