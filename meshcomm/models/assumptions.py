@@ -58,11 +58,11 @@ def own_positions(spec: ModelSpec) -> str:
             tokens = torch.randint(3, 64, (2, _FEW))
             # The padding of a small model is token 0.
             tokens[1, _FEW // 2] = 0
-            given = {spec.positions: torch.arange(_FEW).unsqueeze(0)}
-            expected, found = logits_of(module(tokens)), logits_of(module(tokens, **given))
+            named = {spec.positions: torch.arange(_FEW).unsqueeze(0)}
+            own, moved = logits_of(module(tokens)), logits_of(module(tokens, **named))
     except Exception:
         return ""
-    if float((found - expected).abs().max()) <= _POSITIONS_ROOM * float(expected.abs().max()):
+    if float((moved - own).abs().max()) <= _POSITIONS_ROOM * float(own.abs().max()):
         return ""
     return (
         f"a {type(module).__name__} counts the positions of its tokens itself, and not as 0, 1, 2, ..., "
@@ -80,12 +80,12 @@ def check_family(spec: ModelSpec, build: Callable[[], nn.Module], name: str) -> 
     with torch.no_grad(), wide(torch.float64):
         try:
             module = build().eval()
-            found = module(tokens)
-            off, most = _moved_by_later(module, tokens, logits_of(found))
+            outputs = module(tokens)
+            off, most = _moved_by_later(module, tokens, logits_of(outputs))
         except Exception:
             return  # Only full sizes run. `check_model` needs small ones, and says so.
         with suppress(TypeError):
-            _compare_losses(spec, name, found, tokens, float(module(tokens, labels=tokens)))
+            _compare_losses(spec, name, outputs, tokens, float(module(tokens, labels=tokens)))
     if off <= ROOM * most:
         return
     config: Any = getattr(module, "config", None)
@@ -108,16 +108,16 @@ def _moved_by_later(call: Callable[[Any], Any], tokens: Tensor, logits: Tensor) 
     return float(moved.abs().max()), float(logits.abs().max())
 
 
-def _compare_losses(spec: ModelSpec, name: str, found: Any, tokens: Tensor, theirs: float) -> None:
+def _compare_losses(spec: ModelSpec, name: str, outputs: Any, tokens: Tensor, theirs: float) -> None:
     """Raise UnsupportedOp if a family's own loss is not the one that training computes."""
     # Most families shift the labels; some expect shifted ones.
     following = nn.functional.pad(tokens[:, 1:], [0, 1], value=IGNORED)
     losses = []
     for targets in (following, tokens):
         if spec.loss is None:
-            loss = nn.functional.cross_entropy(logits_of(found).flatten(0, -2), targets.flatten())
+            loss = nn.functional.cross_entropy(logits_of(outputs).flatten(0, -2), targets.flatten())
         else:
-            total, count = spec.loss(found, targets)["loss"]
+            total, count = spec.loss(outputs, targets)["loss"]
             loss = total / count
         losses.append(float(loss))
     if all(abs(loss - theirs) > ROOM * max(1.0, abs(theirs)) for loss in losses):
@@ -204,10 +204,10 @@ def check_named(
 
 def _part_of(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the samples in which most labels count, without tokens far behind."""
-    cut = {key: each[:, :_TOKENS] for key, each in batch.items()}
+    cut = {key: tensor[:, :_TOKENS] for key, tensor in batch.items()}
     counts = (cut.get("labels", cut["input_ids"]) != IGNORED).sum(1)
     chosen = counts.topk(min(_SAMPLES, len(counts))).indices
-    return {key: each[chosen] for key, each in cut.items()}
+    return {key: tensor[chosen] for key, tensor in cut.items()}
 
 
 def _arguments_of(module: nn.Module) -> frozenset[str]:
@@ -220,11 +220,11 @@ def _arguments_of(module: nn.Module) -> frozenset[str]:
     return frozenset(name for name in names if rest or name in arguments)
 
 
-def _loss_in(found: Any) -> Tensor | None:
+def _loss_in(outputs: Any) -> Tensor | None:
     """Return the loss in the outputs of a module that was given labels; None if there is none."""
-    loss = found.get("loss") if isinstance(found, Mapping) else getattr(found, "loss", None)
+    loss = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
     if loss is None:
-        loss = found[0] if isinstance(found, tuple) and found else found
+        loss = outputs[0] if isinstance(outputs, tuple) and outputs else outputs
     return loss if isinstance(loss, Tensor) and not loss.ndim else None
 
 
@@ -232,7 +232,7 @@ def _loss_in(found: Any) -> Tensor | None:
 def _evaluated(module: nn.Module) -> Iterator[None]:
     """In this context, the module is in eval mode. Afterwards, its modes and buffers are as before."""
     were = {part: part.training for part in module.modules()}
-    held = [(each, each.clone()) for each in module.buffers()]
+    held = [(buffer, buffer.clone()) for buffer in module.buffers()]
     module.eval()
     try:
         yield
@@ -240,5 +240,5 @@ def _evaluated(module: nn.Module) -> Iterator[None]:
         for part, was in were.items():
             part.training = was
         with torch.no_grad():
-            for each, value in held:
-                each.copy_(value)
+            for buffer, value in held:
+                buffer.copy_(value)

@@ -49,14 +49,14 @@ class Use:
     @property
     def kinds(self) -> dict[str, Use]:
         """A separate `Use` for each kind of parallelism, by the setting that enables that kind."""
-        found = {
+        every = {
             "parallel.data": (self.data, Use(data=True)),
             "parallel.pipeline": (self.pipeline, Use(pipeline=True)),
             "parallel.tensor": (self.tensor, Use(tensor=True, sequence_parallel=self.sequence_parallel)),
             "parallel.context": (self.context, Use(context=True, attention=self.attention)),
             "parallel.expert": (self.expert, Use(expert=True)),
         }
-        return {name: use for name, (used, use) in found.items() if used}
+        return {name: use for name, (used, use) in every.items() if used}
 
 
 def config_for(program: Program, use: Use, microbatches: int = 0) -> Config:
@@ -123,12 +123,12 @@ def small_of(
 
     def module() -> nn.Module:
         with seeded(0):
-            made = spec.module()
-        cast(made, torch.float64)
+            built = spec.module()
+        cast(built, torch.float64)
         with torch.no_grad():
-            for name, parameter in made.named_parameters():
+            for name, parameter in built.named_parameters():
                 parameter.copy_(values[name])
-        return made
+        return built
 
     def model(config: Config) -> SpecModel:
         assert config.train is not None and config.data is not None
@@ -139,20 +139,20 @@ def small_of(
     batches = tokens_of(spec.vocab_size) if batches is None else batches
     tokens = first_tensor(batches[0][0]).shape[1] if spec.positions else 0
     # A user gives a family's model only tokens, and it may count positions differently.
-    given = bool(spec.positions) and not family
-    positions = {spec.positions: torch.arange(tokens).unsqueeze(0)} if given else {}
+    takes_positions = bool(spec.positions) and not family
+    positions = {spec.positions: torch.arange(tokens).unsqueeze(0)} if takes_positions else {}
     return Program(module, model, batches, train, spec.loss, named=positions, family=family, **more)
 
 
 def tokens_of(vocab_size: int) -> list[tuple[Tensor, Tensor]]:
     """Return random tokens, and targets of which different numbers count in each sample."""
     generator = torch.Generator().manual_seed(0)
-    found = []
+    batches = []
     for _ in range(STEPS):
         drawn = torch.randint(vocab_size, (2, _SAMPLES, _TOKENS), generator=generator)
         skipped = torch.arange(_TOKENS) < torch.arange(_SAMPLES)[:, None]
-        found.append((drawn[0], drawn[1].masked_fill(skipped, IGNORED)))
-    return found
+        batches.append((drawn[0], drawn[1].masked_fill(skipped, IGNORED)))
+    return batches
 
 
 def values_of(spec: ModelSpec) -> dict[str, Tensor]:
@@ -206,9 +206,9 @@ def check_steps(program: Program, use: Use, name: str, *, said_later: bool = Fal
         return "the model or the loss computes something else each time, from state outside the module"
     _check_all_learn(name, alone, program.train)
     try:
-        for setting, each in (use.kinds or {"train.micro_batch_size": Use()}).items():
-            if not each.pipeline or program.layers > 1:
-                _check_kind(runs, each, name, setting, noisy)
+        for setting, kind in (use.kinds or {"train.micro_batch_size": Use()}).items():
+            if not kind.pipeline or program.layers > 1:
+                _check_kind(runs, kind, name, setting, noisy)
     except UnsupportedOp as error:
         if said_later and error.__cause__ is not None:
             return error.what
@@ -289,8 +289,8 @@ def _check_kind(runs: _Runs, use: Use, name: str, setting: str, noisy: bool) -> 
                 hint="compute what depends on the number of samples from the tensors given, like torch.arange(len(outputs)). "
                 "A loss that compares samples with each other gathers them along data and shard",
             ) from error
-        lines = [each for each in extract_tb(cause.__traceback__) if not is_ours(each.filename)]
-        at = [f"at {each.filename}:{each.lineno} in {each.name}: {each.line}" for each in lines[-1:]]
+        lines = [frame for frame in extract_tb(cause.__traceback__) if not is_ours(frame.filename)]
+        at = [f"at {frame.filename}:{frame.lineno} in {frame.name}: {frame.line}" for frame in lines[-1:]]
         blocks = (
             "blocks that take and return hidden states, because blocks of other stages return their first argument; "
             "or ModelSpec(forward=...), which runs only the blocks of its stage"
@@ -356,7 +356,7 @@ def is_of_tokens(spec: ModelSpec, use: Use, build: Callable[[], nn.Module], name
     if (
         not spec.vocab_size
         and spec.loss is None
-        and any(isinstance(each, nn.Embedding) for each in build().modules())
+        and any(isinstance(part, nn.Embedding) for part in build().modules())
     ):
         raise UnsupportedOp(
             f"{name} cannot be compared with the unsplit model before training: its ModelSpec has no vocab_size",

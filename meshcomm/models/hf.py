@@ -30,7 +30,7 @@ from meshcomm.models.spec import Attend
 from meshcomm.models.tiny import tiny
 from meshcomm.models.torch_private import draw
 from meshcomm.parallel.build import on_meta
-from meshcomm.parallel.context.block import same_document
+from meshcomm.parallel.context.block import seen_keys
 from meshcomm.parallel.context.documents import current_documents
 from meshcomm.parallel.loss import IGNORED
 from meshcomm.predict.estimate import Counts
@@ -121,19 +121,13 @@ def _by_family(
     heads: slice,
 ) -> Tensor:
     """Compute attention over full sequences with `own`, the family's function, for some of the `count` heads."""
-    length, window = q.shape[2], named["sliding_window"]
     mask = None
     if causal:
-        places = torch.arange(length, device=q.device)
-        before = places[:, None] - places
-        seen = before >= 0
-        if window is not None:
-            seen &= before < window
-        if (documents := current_documents()) is not None:
-            seen = seen & same_document(documents, documents)
+        every = slice(0, q.shape[2])
+        window = every.stop if named["sliding_window"] is None else named["sliding_window"]
+        seen = seen_keys(every, every, window, current_documents(), q.device)
         mask = torch.zeros(seen.shape, dtype=q.dtype, device=q.device)
-        mask = mask.masked_fill(~seen, torch.finfo(q.dtype).min)
-        mask = mask[None, None] if mask.ndim == 2 else mask[:, None]
+        mask = mask.masked_fill(~seen, torch.finfo(q.dtype).min).view(-1, 1, every.stop, every.stop)
     mine = {name: _of_heads(value, count, heads) for name, value in named.items()}
     found: Tensor = own(_SomeHeads(module, count, heads, q.shape[1] // k.shape[1]), q, k, v, mask, **mine)[0]
     return found.transpose(1, 2)

@@ -82,12 +82,12 @@ def targets_of(module: nn.Module, spec: ModelSpec, named: Sequence[str]) -> list
     ]
     free = [name for name in linear if not any(name.startswith(f"{each}.") for each in inside)]
     if not named:
-        found = [name for name in free if name.startswith(f"{spec.layers}." if spec.layers else "")]
-        found = [name for name in found if name not in ends]
+        chosen = [name for name in free if name.startswith(f"{spec.layers}." if spec.layers else "")]
+        chosen = [name for name in chosen if name not in ends]
     else:
-        found = [name for name in free if any(f".{name}".endswith(f".{each}") for each in named)]
+        chosen = [name for name in free if any(f".{name}".endswith(f".{each}") for each in named)]
         known = sorted({name.rpartition(".")[2] for name in free if name not in ends})
-        missing = [each for each in named if not any(f".{name}".endswith(f".{each}") for name in found)]
+        missing = [each for each in named if not any(f".{name}".endswith(f".{each}") for name in chosen)]
         if missing:
             raise ConfigError(
                 f"model.lora.targets names no linear layer of a {type(module).__name__}",
@@ -96,14 +96,14 @@ def targets_of(module: nn.Module, spec: ModelSpec, named: Sequence[str]) -> list
                 hint=did_you_mean(missing[0], known)
                 or "remove model.lora.targets to adapt all linear layers of the blocks",
             )
-    if wrong := [name for name in found if name in ends]:
+    if wrong := [name for name in chosen if name in ends]:
         raise UnsupportedOp(
             "the head of a model cannot have an adapter",
             given=f"model.lora.targets: {listed(wrong)}",
             expected="linear layers of the blocks",
             hint="remove it",
         )
-    return found
+    return chosen
 
 
 def adapter_options(lora: LoraConfig, targets: Sequence[str], *, transposed: bool = False) -> Any:
@@ -137,29 +137,29 @@ def hold_frozen(module: nn.Module, dtype: torch.dtype, but: Collection[str]) -> 
     but: the names of parameters that are not converted.
     """
     for name, part in module.named_modules():
-        for key, each in part.named_parameters(recurse=False) if is_split_linear(part) else ():
-            if not each.requires_grad and f"{name}.{key}" not in but:
-                each.data = each.data.to(dtype)
+        for key, parameter in part.named_parameters(recurse=False) if is_split_linear(part) else ():
+            if not parameter.requires_grad and f"{name}.{key}" not in but:
+                parameter.data = parameter.data.to(dtype)
 
 
 def _plan_of(plan: Mapping[str, Entry], module: nn.Module, targets: Sequence[str]) -> dict[str, Entry]:
     """Return the plan for the same module with adapters."""
-    found: dict[str, Entry] = {}
+    changed: dict[str, Entry] = {}
     names = [name for name, _ in module.named_modules()]
     entering = [pattern for pattern, entry in plan.items() if _style(entry) == "enter"]
     around = {name for name in names if any(matches(pattern, name) for pattern in entering)}
     for pattern, entry in plan.items():
-        here = [name for name in names if matches(pattern, name)]
-        if not any(name in targets for name in here):
-            found[pattern] = entry
+        matching = [name for name in names if matches(pattern, name)]
+        if not any(name in targets for name in matching):
+            changed[pattern] = entry
             continue
-        for name in here:
+        for name in matching:
             if name in targets:
                 entered = any(_within(outer, name) for outer in around)
-                found |= {f"{name}{key}": value for key, value in _with_adapter(entry, entered).items()}
+                changed |= {f"{name}{key}": value for key, value in _with_adapter(entry, entered).items()}
             else:
-                found[name] = entry
-    return found
+                changed[name] = entry
+    return changed
 
 
 def _within(outer: str, name: str) -> bool:

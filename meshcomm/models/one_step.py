@@ -115,22 +115,20 @@ class _Alone(DispatchMode):  # type: ignore[misc]
         """See TorchDispatchMode."""
         if func.namespace in ("c10d", "_c10d_functional", "c10d_functional"):
             raise Communicates(func.overloadpacket.__name__)
-        found = func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
         if func is torch.ops.aten._to_copy.default and args[0].dtype == torch.float64:
-            self.narrow = self.narrow or (found.is_floating_point() and found.itemsize < 8)
-        return found
+            self.narrow = self.narrow or (result.is_floating_point() and result.itemsize < 8)
+        return result
 
 
 @final
 class _WithoutDropout(TorchFunctionMode):
     """In this context, dropout returns its input: its random numbers depend on how samples are divided among calls."""
 
-    _FUNCTIONS: Final = frozenset(
-        getattr(F, name)
-        for name in (
-            *("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"),
-        )
-    ) | {torch.dropout, torch.alpha_dropout, torch.feature_dropout, torch.feature_alpha_dropout}
+    _FUNCTIONS: Final = {
+        *(F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout),
+        *(torch.dropout, torch.alpha_dropout, torch.feature_dropout, torch.feature_alpha_dropout),
+    }
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """See TorchFunctionMode."""
@@ -161,19 +159,19 @@ class _Steady(DispatchMode):  # type: ignore[misc]
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **kwargs)
         before = torch.get_rng_state()
-        found = func(*args, **kwargs)
+        result = func(*args, **kwargs)
         name = func.overloadpacket.__name__.strip("_").removesuffix("_like").removesuffix("_functional")
-        given = named_arguments(func, args, kwargs)
+        arguments = named_arguments(func, args, kwargs)
         value = _VALUES.get(name)
-        if value is None or not isinstance(found, Tensor):
+        if value is None or not isinstance(result, Tensor):
             # Such as attention, which may be without dropout.
             if not torch.equal(before, torch.get_rng_state()):
                 self.unknown[name] = None
-            return found
+            return result
         with torch.no_grad():
-            found.copy_(torch.as_tensor(value(given, found, _place())).expand_as(found))
+            result.copy_(torch.as_tensor(value(arguments, result, _place())).expand_as(result))
         self.names[name] = None
-        return found
+        return result
 
 
 def _place() -> float:
@@ -182,30 +180,30 @@ def _place() -> float:
     return zlib.crc32(f"{frame.f_code.co_name} {frame.f_lineno} {frame.f_lasti}".encode()) / 2**32
 
 
-def _between(given: Mapping[str, Any], found: Tensor, place: float) -> float:
-    low, high = given.get("from", 0.0), given.get("to", 1.0)
+def _between(arguments: Mapping[str, Any], result: Tensor, place: float) -> float:
+    low, high = arguments.get("from", 0.0), arguments.get("to", 1.0)
     return float(low + (high - low) * (0.4 + 0.05 * place))
 
 
-def _normal(given: Mapping[str, Any], found: Tensor, place: float) -> Any:
-    return given.get("mean", 0.0) + given.get("std", 1.0) * (0.5 + place)
+def _normal(arguments: Mapping[str, Any], result: Tensor, place: float) -> Any:
+    return arguments.get("mean", 0.0) + arguments.get("std", 1.0) * (0.5 + place)
 
 
-def _integer(given: Mapping[str, Any], found: Tensor, place: float) -> int:
-    low, high = given.get("low", given.get("from", 0)), given.get("high", given.get("to"))
+def _integer(arguments: Mapping[str, Any], result: Tensor, place: float) -> int:
+    low, high = arguments.get("low", arguments.get("from", 0)), arguments.get("high", arguments.get("to"))
     return int(low if high is None else low + (int(high) - low) * place)
 
 
-def _choice(given: Mapping[str, Any], found: Tensor, place: float) -> Tensor:
-    order = given["self"].sort(-1, descending=True).indices
-    chosen: Tensor = order[..., torch.arange(found.shape[-1]) % order.shape[-1]]
+def _choice(arguments: Mapping[str, Any], result: Tensor, place: float) -> Tensor:
+    order = arguments["self"].sort(-1, descending=True).indices
+    chosen: Tensor = order[..., torch.arange(result.shape[-1]) % order.shape[-1]]
     return chosen
 
 
-def _leaky(given: Mapping[str, Any], found: Tensor, place: float) -> Tensor:
-    slope = (given.get("lower", 1 / 8) + given.get("upper", 1 / 3)) / 2
-    given["noise"].copy_(torch.where(given["self"] > 0, 1.0, slope))
-    return torch.where(found > 0, found, given["self"] * slope)
+def _leaky(arguments: Mapping[str, Any], result: Tensor, place: float) -> Tensor:
+    slope = (arguments.get("lower", 1 / 8) + arguments.get("upper", 1 / 3)) / 2
+    arguments["noise"].copy_(torch.where(arguments["self"] > 0, 1.0, slope))
+    return torch.where(result > 0, result, arguments["self"] * slope)
 
 
 # What stands for the numbers of an operator: of its arguments by name, its result and the place in the program.

@@ -28,19 +28,19 @@ def functions_of(module: nn.Module | None, *others: Any) -> list[FunctionType]:
         left += vars(type(part)).values()
         for hooks in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks"):
             left += getattr(part, hooks, {}).values()
-    found: dict[FunctionType, None] = {}
+    functions: dict[FunctionType, None] = {}
     while left:
-        each = left.pop()
-        if isinstance(each, FunctionType):
-            if each not in found and _is_own(each):
-                found[each] = None
-                left += [cell.cell_contents for cell in filter(_holds, each.__closure__ or ())]
-        elif isinstance(each, (MethodType, partial)):
-            left.append(each.__func__ if isinstance(each, MethodType) else each.func)
-        elif callable(each) and not isinstance(each, (type, nn.Module)):
-            call = vars(type(each)).get("__call__")
+        value = left.pop()
+        if isinstance(value, FunctionType):
+            if value not in functions and _is_own(value):
+                functions[value] = None
+                left += [cell.cell_contents for cell in filter(_holds, value.__closure__ or ())]
+        elif isinstance(value, (MethodType, partial)):
+            left.append(value.__func__ if isinstance(value, MethodType) else value.func)
+        elif callable(value) and not isinstance(value, (type, nn.Module)):
+            call = vars(type(value)).get("__call__")
             left += [call] if isinstance(call, FunctionType) else []
-    return list(found)
+    return list(functions)
 
 
 def _is_own(what: Any) -> bool:
@@ -110,43 +110,43 @@ def keeps_samples(loss: Any) -> bool:
         return any(True for _ in loss.buffers()) if isinstance(loss, nn.Module) else False
     held = [value for value, _ in held_by(functions_of(None, loss))]
     held += getattr(getattr(loss, "__self__", loss), "__dict__", {}).values()
-    return any(isinstance(each, (Tensor, list, dict, set, deque)) for each in held)
+    return any(isinstance(variable, (Tensor, list, dict, set, deque)) for variable in held)
 
 
-def _apart(what: Any, made: dict[Any, Any], memo: dict[int, Any]) -> Any:
+def _apart(what: Any, copies: dict[Any, Any], memo: dict[int, Any]) -> Any:
     """made: the copies of functions, cells and namespaces so far, by identity."""
     if isinstance(what, partial):
-        args = [_apart(each, made, memo) for each in what.args]
-        named = {name: _apart(each, made, memo) for name, each in what.keywords.items()}
-        return partial(_apart(what.func, made, memo), *args, **named)
+        args = [_apart(value, copies, memo) for value in what.args]
+        named = {name: _apart(value, copies, memo) for name, value in what.keywords.items()}
+        return partial(_apart(what.func, copies, memo), *args, **named)
     if not isinstance(what, FunctionType):
         return _copy_of(what, memo)
     if not _is_own(what):
         return what
-    if what in made:
-        return made[what]
-    cells = [made.setdefault(id(cell), CellType()) for cell in what.__closure__ or ()]
+    if what in copies:
+        return copies[what]
+    cells = [copies.setdefault(id(cell), CellType()) for cell in what.__closure__ or ()]
     names = {name for name in _names_in(what.__code__) if name in what.__globals__}
     held = {name for name in names if isinstance(what.__globals__[name], _PLAIN)}
     into = what.__globals__
     if held:
-        into = made.setdefault(id(what.__globals__), {**what.__globals__})
+        into = copies.setdefault(id(what.__globals__), {**what.__globals__})
         for name in held:
             into[name] = _copy_of(what.__globals__[name], memo)
-    new = made[what] = FunctionType(
+    new = copies[what] = FunctionType(
         what.__code__, into, what.__name__, what.__defaults__, tuple(cells) if cells else None
     )
     new.__kwdefaults__, new.__module__ = what.__kwdefaults__, what.__module__
     new.__dict__.update(what.__dict__)
     for cell, mine in zip(what.__closure__ or (), cells, strict=True):
         if _holds(cell) and not _holds(mine):
-            mine.cell_contents = _apart(cell.cell_contents, made, memo)
+            mine.cell_contents = _apart(cell.cell_contents, copies, memo)
     return new
 
 
 def _names_in(code: CodeType) -> set[str]:
     """Return the names that a function, and the functions within it, look up."""
-    inner = (each for each in code.co_consts if isinstance(each, CodeType))
+    inner = (constant for constant in code.co_consts if isinstance(constant, CodeType))
     return {*code.co_names}.union(*map(_names_in, inner))
 
 

@@ -525,14 +525,10 @@ class _Stage:
     @property
     def tied_weight(self) -> nn.Parameter | None:
         """The weight that the embedding and the head share, or None if this stage does not have it."""
-        facts: _Facts = self.meshcomm_stage
-        for name in facts.spec.tied or ():
-            part, _, key = name.rpartition(".")
-            owner: Any = self
-            for each in part.split("."):
-                owner = getattr(owner, each, None)
-            if owner is not None and (found := owner._parameters.get(key)) is not None:
-                return found  # type: ignore[no-any-return]
+        module: Any = self
+        for name in self.meshcomm_stage.spec.tied or ():
+            with contextlib.suppress(AttributeError):
+                return module.get_parameter(name)  # type: ignore[no-any-return]
         return None
 
     def forward(

@@ -86,10 +86,10 @@ class StepCheck:
         self._done, self.why = True, why
 
     def _copy_of(self, module: nn.Module) -> nn.Module | None:
-        count = sum(each.numel() for each in module.parameters())
+        count = sum(parameter.numel() for parameter in module.parameters())
         if count > _LARGEST:
             self._leave(f"the module has {count:,} parameters")
-        elif any(split_dims(each) for each in module.parameters()):
+        elif any(split_dims(parameter) for parameter in module.parameters()):
             self._leave("the module is split already")
         else:
             try:
@@ -184,17 +184,17 @@ class StepCheck:
             # Axis 1 of inputs that are not tokens may be the channels of an image, for example.
             length = None if spec.vocab_size else model.seq_len
             layers = model.num_layers
-            made: Callable[..., Program] = partial(small_of, spec)
+            make: Callable[..., Program] = partial(small_of, spec)
         else:
             assert self._module is not None
-            module, length, layers, made = self._module, None, 1, self._given
+            module, length, layers, make = self._module, None, 1, self._given
         # A batch norm averages over a microbatch, so there is one per step.
         microbatches = 1 if batch_norms(module) else min(2, self._microbatches())
         samples = 2 * microbatches * min(2, self._train.micro_batch_size)
         tokens = first.shape[1] if first.ndim > 1 else 1
 
         def check() -> str:
-            program = made(
+            program = make(
                 sizes_of(batch, samples),
                 train=self._settings(module),
                 optimizer=self._optimizer,
@@ -223,14 +223,15 @@ class StepCheck:
         spec, _, count = _small_model(model)
         if count > _LARGEST:
             return
-        given = {name: each.cpu() for name, each in batch.items()}
+        tensors = {name: tensor.cpu() for name, tensor in batch.items()}
         if model.spec.small is not None and spec.vocab_size:
-            given = {
-                name: each % spec.vocab_size if name == "input_ids" else each for name, each in given.items()
+            tensors = {
+                name: tensor % spec.vocab_size if name == "input_ids" else tensor
+                for name, tensor in tensors.items()
             }
             # Classes may be fewer, too.
-            given.pop("labels", None)
-        program = small_of(spec, [read(given)[:2]])
+            tensors.pop("labels", None)
+        program = small_of(spec, [read(tensors)[:2]])
         module = program.module()
 
         def call(inputs: Any) -> Any:
@@ -238,11 +239,11 @@ class StepCheck:
 
         try:
             with undisturbed(), torch.no_grad():
-                call(given["input_ids"])
+                call(tensors["input_ids"])
         except Exception:
             return  # It may need another device.
         compares = model.own_loss is None
-        check_named(module, call, given, read, compares=compares, dtype=torch.float64)
+        check_named(module, call, tensors, read, compares=compares, dtype=torch.float64)
 
     # -- inside -----------------------------------------------------------------------------------
 
@@ -282,17 +283,20 @@ class StepCheck:
     def _settings(self, module: nn.Module) -> dict[str, Any]:
         """Return the settings of [train] for a small program, without patterns that match none of its parameters."""
         train = self._train
-        found = {name: getattr(train, name) for name in _SETTINGS if train.given(name)}
+        settings = {name: getattr(train, name) for name in _SETTINGS if train.given(name)}
         names = [name for name, _ in module.named_parameters()]
-        for setting in ("groups", "frozen"):
-            if setting in found:
-                kept = [each for each in found[setting] if any(fnmatchcase(name, each) for name in names)]
-                found[setting] = (
-                    {each: dict(found[setting][each]) for each in kept} if setting == "groups" else kept
-                )
-        if "optimizer_args" in found:
-            found["optimizer_args"] = dict(found["optimizer_args"])
-        return found
+
+        def matches(pattern: str) -> bool:
+            return any(fnmatchcase(name, pattern) for name in names)
+
+        if "groups" in settings:
+            groups = train.groups.items()
+            settings["groups"] = {pattern: dict(group) for pattern, group in groups if matches(pattern)}
+        if "frozen" in settings:
+            settings["frozen"] = list(filter(matches, train.frozen))
+        if "optimizer_args" in settings:
+            settings["optimizer_args"] = dict(train.optimizer_args)
+        return settings
 
     def _once(
         self, check: Callable[[], str], spec: ModelSpec, module: nn.Module, sizes: Mapping[str, int]
@@ -321,7 +325,7 @@ def _small_model(model: SpecModel) -> tuple[ModelSpec, nn.Module, int]:
     spec = replace(reduced(model.spec), weights=None)
     with on_meta():
         module = spec.module()
-    return spec, module, sum(each.numel() for each in module.parameters())
+    return spec, module, sum(parameter.numel() for parameter in module.parameters())
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -346,13 +350,13 @@ def sizes_of(batch: tuple[Any, Any], samples: int) -> list[tuple[Any, Any]]:
     """Return the batches of all steps, with `samples` samples each, made of those of `batch`."""
     have = samples_of(batch)
     generator = torch.Generator().manual_seed(0)
-    found = []
+    batches = []
     for step in range(STEPS):
         places = torch.arange(step * samples, (step + 1) * samples)
         others = torch.randint(have, (samples,), generator=generator)
         mix = partial(_mixed, places=places, others=others, have=have, seed=step)
-        found.append(with_tensors(mix, batch))
-    return found
+        batches.append(with_tensors(mix, batch))
+    return batches
 
 
 def _mixed(x: Tensor, places: Tensor, others: Tensor, have: int, seed: int) -> Tensor:
@@ -384,10 +388,10 @@ def _use_of(parallel: ParallelConfig, sizes: Mapping[str, int], copies: int) -> 
     return Use(**used, data=copies > 1, sequence_parallel=sequence, attention=attention)
 
 
-def _described(given: Any, module: nn.Module) -> list[object]:
+def _described(spec: Any, module: nn.Module) -> list[object]:
     """Return a description of a model, excluding its code."""
     plain = (str, int, float, tuple, dict, type(None))
-    said = [(key, value) for key, value in getattr(given, "__dict__", {}).items() if isinstance(value, plain)]
+    said = [(key, value) for key, value in getattr(spec, "__dict__", {}).items() if isinstance(value, plain)]
     numbers = [
         (name, sorted((k, v) for k, v in vars(part).items() if isinstance(v, int | float | str)))
         for name, part in module.named_modules()
@@ -402,11 +406,11 @@ def _versions() -> list[str]:
 
 def _sources(spec: ModelSpec, module: nn.Module) -> list[tuple[str, str]]:
     """Return the source files of the module's classes, the specification's functions and meshcomm, with their digests."""
-    functions = [getattr(each, "func", each) for each in vars(spec).values() if callable(each)]
-    found: dict[str, str] = {}
+    functions = [getattr(value, "func", value) for value in vars(spec).values() if callable(value)]
+    files: dict[str, str] = {}
     for kind in {*map(type, module.modules()), *functions}:
         with suppress(TypeError, OSError):
             if (file := inspect.getsourcefile(kind)) is not None:
-                found[file] = ""
-    found |= {str(path): "" for path in Path(__file__).parent.parent.rglob("*.py")}
-    return [(file, hashlib.sha256(Path(file).read_bytes()).hexdigest()) for file in sorted(found)]
+                files[file] = ""
+    files |= {str(path): "" for path in Path(__file__).parent.parent.rglob("*.py")}
+    return [(file, hashlib.sha256(Path(file).read_bytes()).hexdigest()) for file in sorted(files)]

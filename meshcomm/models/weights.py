@@ -75,17 +75,17 @@ def write(module: nn.Module, value: Callable[[str, tuple[int, ...]], Any]) -> No
     fused = fused_parts(module)
     for name, parameter in module.named_parameters():
         own = Kept(parameter, fused[name]) if name in fused else None
-        found = value(name, whole_shape(parameter) if own is None else own.shape)
-        if not isinstance(found, Stored) or parts_of(parameter):
-            found = found.whole() if isinstance(found, Stored) else found
-            assign(parameter, found if own is None else kept(found, own.parts))
+        full = value(name, whole_shape(parameter) if own is None else own.shape)
+        if not isinstance(full, Stored) or parts_of(parameter):
+            full = full.whole() if isinstance(full, Stored) else full
+            assign(parameter, full if own is None else kept(full, own.parts))
         elif own is None:
             held = local(parameter)
-            found.copy(offsets(parameter) if isinstance(parameter, DTensor) else (0,) * held.ndim, held)
+            full.copy(offsets(parameter) if isinstance(parameter, DTensor) else (0,) * held.ndim, held)
         else:
             for piece in own.pieces():
                 values = torch.empty(piece.shape, dtype=piece.held.dtype, device=piece.held.device)
-                found.copy(piece.at, values)
+                full.copy(piece.at, values)
                 piece.write(values)
 
 
@@ -261,21 +261,21 @@ class Stored:
 
     def whole(self) -> Tensor:
         """Return the full tensor, for a parameter that is kept in a different order."""
-        found = torch.empty(self.shape, dtype=torch.float64)
-        self.copy((0,) * len(self.shape), found)
-        return found
+        full = torch.empty(self.shape, dtype=torch.float64)
+        self.copy((0,) * len(self.shape), full)
+        return full
 
 
 def _one(folder: Folder, name: str, shape: tuple[int, ...], transposed: bool) -> Stored:
     held = folder.piece(name)
-    found = tuple(held.get_shape())
-    if shape and (found[::-1] if transposed else found) != shape:
+    size = tuple(held.get_shape())
+    if shape and (size[::-1] if transposed else size) != shape:
         expected = f"{shape[::-1] if transposed else shape}, as in the model"
-        raise folder.refused(name, f"shape {found}", expected, ShapeError)
+        raise folder.refused(name, f"shape {size}", expected, ShapeError)
     if held.get_dtype() not in _FLOATS:
         expected = f"one of {', '.join(_FLOATS)}; meshcomm does not train quantized weights"
         raise folder.refused(name, f"dtype {held.get_dtype()}", expected, TrainingError)
-    shape = found[::-1] if transposed else found
+    shape = size[::-1] if transposed else size
 
     def copy(at: Sequence[int], into: Tensor) -> None:
         if not into.numel():
@@ -341,12 +341,12 @@ def _converted(
 def _stacked(pieces: list[list[Stored]], names: Names, shape: tuple[int, ...], path: Path) -> Stored:
     """Return a tensor stacked from several tensors (rows, ...), each of which is a range of rows at one index of axis 0."""
     rows = {tuple(piece.shape for piece in row) for row in pieces}
-    found = next(iter(rows))
-    whole = (len(pieces), sum(each[0] for each in found), *found[0][1:])
+    usual = next(iter(rows))
+    whole = (len(pieces), sum(each[0] for each in usual), *usual[0][1:])
     if len(rows) > 1 or (shape and whole != shape):
         raise ShapeError(
             f"{_flat(names)[0]} and the tensors stacked with it do not fit the model",
-            given=f"{len(pieces)} times {' and '.join(map(str, found))} in {path}",
+            given=f"{len(pieces)} times {' and '.join(map(str, usual))} in {path}",
             expected=f"{shape} together",
             hint="use config.json and weights of the same model",
         )

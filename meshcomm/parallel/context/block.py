@@ -165,7 +165,7 @@ def whole_attention(
         here = slice(begin, end if causal else k.shape[2])
         # No fused CUDA kernel supports both a mask and fewer key heads than query heads.
         keys, values = (_repeated(x[:, :, here], q) for x in (k, v))
-        seen = _seen(slice(first, end), here, window if causal else None, documents, q.device)
+        seen = seen_keys(slice(first, end), here, window if causal else None, documents, q.device)
         outs.append(
             F.scaled_dot_product_attention(q[:, :, first:end], keys, values, attn_mask=seen, scale=scale)
         )
@@ -179,7 +179,7 @@ def _one_by_one(
     return torch.cat(list(found), 2)
 
 
-def _seen(
+def seen_keys(
     queries: slice, keys: slice, window: int | None, documents: Tensor | None, device: torch.device
 ) -> Tensor:
     """Return which keys the queries attend to: bool, (queries, keys), or (batch, 1, queries, keys) with documents."""
