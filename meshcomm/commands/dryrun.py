@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
 # How many findings are shown with their lines. Any others are only counted.
 _SHOWN: Final = 12
-# Common names of the pipeline dim, used if there is no [parallel].
-_STAGES: Final = ("pp", "pipeline", "pipe", "stage")
 
 
 @command(ScriptCommand)
@@ -119,6 +117,7 @@ def dry_run(
     ranks, sample: additional ranks to run, see `chosen`.
     Raises ConfigError, LaunchError, RankFailed; LayoutError for a rank that does not exist.
     """
+    from meshcomm.config.parallel import USUAL_NAMES
     from meshcomm.dryrun.script import mesh_of_script, script_step
     from meshcomm.dryrun.training import dry_facts, dry_training, priced
     from meshcomm.dryrun.world import chosen, dry_world
@@ -133,7 +132,7 @@ def dry_run(
     topology = discovered((settings or asked).topology, os.environ)
     stages = None if parallel is None else parallel.pipeline
     # Without a configuration, look for a dim with a common name.
-    pipeline = stages or next((dim for dim in layout.dims if dim in _STAGES), None)
+    pipeline = stages or next((dim for dim in layout.dims if USUAL_NAMES.get(dim) == "pipeline"), None)
     first = chosen(layout, pipeline, also=ranks, sample=sample)
     program = partial(script_step, script._replace(objects=objects))
     found = dry_world(program, layout, pipeline, first, replayed=priced(topology))

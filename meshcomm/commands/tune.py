@@ -57,7 +57,7 @@ def tune(
     topology = discovered_topology(settings)
     counts = None
     if settings.model is not None and settings.model.pretrained is not None:
-        from meshcomm.models.counts import counts_of
+        from meshcomm.models.hf import counts_of
 
         counts = counts_of(settings.model.pretrained)
     ranking = place_config(settings, world, topology, keep or (), top, counts)

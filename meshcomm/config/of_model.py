@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
+from meshcomm.config.parallel import USUAL_NAMES
 from meshcomm.config.pretrained import dropouts_of, read, sizes_of
 from meshcomm.errors import ConfigError
 
-PARTS: Final = {"pp": "pipeline", "dp": "data", "fsdp": "shard", "cp": "context", "tp": "tensor"}
+PARTS: Final = {name: USUAL_NAMES[name] for name in ("pp", "dp", "fsdp", "cp", "tp")}
 """The role of each dim, by name. `ep`, the dim along which experts are distributed, is also allowed."""
 
 TOPOLOGY: Final[dict[str, Any]] = {
@@ -62,9 +64,8 @@ def training_of(path: Path, dims: str) -> dict[str, Any]:
     if "tp" in sizes:
         parallel["options"] = {"sequence_parallel": True}
     if spread > 1:
-        before = {"pp": kept["pp"]} if "pp" in kept else {}
-        behind = {"tp": kept["tp"]} if "tp" in kept else {}
-        mesh["views"] = {"expert": {**before, "edp": others // spread, "ep": spread, **behind}}
+        pair = {"edp": others // spread, "ep": spread}
+        mesh["views"] = {"expert": expert_view(sizes, {*sizes} - {*kept}, pair)}
         parallel["expert"] = "ep"
     copies = sizes.get("dp", 1) * sizes.get("fsdp", 1)
     model: dict[str, Any] = {"pretrained": str(path.parent), "random_weights": True}
@@ -92,6 +93,18 @@ def placed_on(path: Path, world: int) -> dict[str, Any]:
     """
     spread = ",ep=2" if world % 2 == 0 and sizes_of(path.parent).get("experts") else ""
     return training_of(path, f"pp=1,fsdp={world},tp=1{spread}")
+
+
+def expert_view(dims: Mapping[str, int], block: Collection[str], pair: Mapping[str, int]) -> dict[str, int]:
+    """Return the view that factors the ranks along the adjacent dims in `block` into `pair`: copies and experts."""
+    inside = [dim for dim in block if dims.get(dim, 1) > 1]
+    view: dict[str, int] = {}
+    for dim, size in dims.items():
+        if dim in inside:
+            view |= pair
+        elif dim not in block:
+            view[dim] = size
+    return view if inside else {**pair, **view}
 
 
 def _sizes(text: str) -> dict[str, int]:

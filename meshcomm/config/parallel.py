@@ -14,6 +14,11 @@ from meshcomm.config.write import toml
 
 ParallelRole: TypeAlias = Literal["data", "shard", "tensor", "pipeline", "context", "expert"]
 PARTS: tuple[ParallelRole, ...] = ("data", "shard", "tensor", "pipeline", "context", "expert")
+# Usual names of dims -> their roles, where there is no [parallel].
+USUAL_NAMES: Final[Mapping[str, ParallelRole]] = {part: part for part in PARTS} | {
+    "tp": "tensor", "pp": "pipeline", "pipe": "pipeline", "stage": "pipeline", "dp": "data", "fsdp": "shard",
+    "dp_shard": "shard", "cp": "context", "ep": "expert",
+}  # fmt: skip
 PipelineSchedule: TypeAlias = Literal["1f1b", "gpipe", "interleaved_1f1b", "zero_bubble"]
 # Schedules that run several stages per rank.
 _MANY_STAGES: tuple[PipelineSchedule, ...] = ("interleaved_1f1b", "zero_bubble")

@@ -124,12 +124,13 @@ class Resolved:
 def problems(resolved: Resolved, rules: Iterable[Rule]) -> Iterator[Problem]:
     """Yield the problems that the rules find, with the dim sizes that would fix each problem."""
     rules = list(rules)
-    for problem in _found(rules, resolved):
+    for problem in broken(rules, resolved):
         ways = (_sizes_that_fit(resolved, rules, problem, way) for way in problem.tries)
         yield replace(problem, tries=list(chain.from_iterable(ways)))
 
 
-def _found(rules: Iterable[Rule], resolved: Resolved) -> Iterator[Problem]:
+def broken(rules: Iterable[Rule], resolved: Resolved) -> Iterator[Problem]:
+    """Yield the problems that the rules find, without sizes that would fix them."""
     for rule in rules:
         with suppress(_NotKnown):
             yield from rule(resolved)
@@ -141,13 +142,13 @@ def _sizes_that_fit(resolved: Resolved, rules: list[Rule], problem: Problem, way
         return [way]
     part = next(part for part in PARTS if part == way.part)
     dim, mesh = resolved.dim(part), resolved.config.mesh
-    known = {other.what for other in chain(_found(rules, resolved), mesh.problems())} - {problem.what}
+    known = {other.what for other in chain(broken(rules, resolved), mesh.problems())} - {problem.what}
     fitting: list[int] = []
     size = resolved.sizes[dim]
     for candidate in nearest(size, range(max(1, size - _MOST_SIZE), size + _MOST_SIZE), 2 * _MOST_SIZE):
         changed = replace(resolved, sizes={**resolved.sizes, dim: candidate})
         other_mesh = mesh.model_copy(update={"dims": Table({**mesh.dims, dim: candidate})})
-        if known.issuperset(other.what for other in chain(_found(rules, changed), other_mesh.problems())):
+        if known.issuperset(other.what for other in chain(broken(rules, changed), other_mesh.problems())):
             fitting.append(candidate)
         if len(fitting) == way.most:
             break

@@ -14,10 +14,9 @@ from meshcomm.config import Config, TopologyConfig
 from meshcomm.dryrun.rank import pretended_step
 from meshcomm.dryrun.replay import Replay, Seconds, replay
 from meshcomm.dryrun.world import World, chosen, dry_world
-from meshcomm.predict.links import Machine, discovered, machine
+from meshcomm.predict.links import ASSUMED_TFLOPS, Machine, discovered, machine
 from meshcomm.predict.links import span as links_of
 from meshcomm.predict.lint import footprint
-from meshcomm.predict.place import ASSUMED_TFLOPS
 from meshcomm.predict.times import OPERATIONS, Operation, fastest
 
 if TYPE_CHECKING:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from traceback import extract_tb
 from typing import Any, Final, final
@@ -22,13 +21,12 @@ from meshcomm.comm.callsite import is_ours
 from meshcomm.config import Config, load_config
 from meshcomm.errors import MeshClosed, MeshcommError, RankFailed, TrainingError, UnsupportedOp
 from meshcomm.layout.names import listed
-from meshcomm.models.difference import ROOM, difference_of, moved_of, noise_differs, split_differs
-from meshcomm.models.family_code import wide
-from meshcomm.models.one_step import STEPS, Communicates, Outcome, Small, copied, on_a_mesh, plain
+from meshcomm.models.difference import difference_of, moved_of, noise_differs, split_differs
+from meshcomm.models.one_step import STEPS, Communicates, Outcome, Program, copied, on_a_mesh, plain
 from meshcomm.models.spec import ModelSpec, default_values
 from meshcomm.models.spec_model import SpecModel
 from meshcomm.parallel.context.split import AttentionKind
-from meshcomm.parallel.loss import IGNORED, logits_of
+from meshcomm.parallel.loss import IGNORED
 from meshcomm.parallel.memory import cast, seeded
 from meshcomm.parallel.tree import first_tensor
 
@@ -51,92 +49,59 @@ class Use:
     @property
     def kinds(self) -> dict[str, Use]:
         """A separate `Use` for each kind of parallelism, by the setting that enables that kind."""
-        found = {
+        every = {
             "parallel.data": (self.data, Use(data=True)),
             "parallel.pipeline": (self.pipeline, Use(pipeline=True)),
             "parallel.tensor": (self.tensor, Use(tensor=True, sequence_parallel=self.sequence_parallel)),
             "parallel.context": (self.context, Use(context=True, attention=self.attention)),
             "parallel.expert": (self.expert, Use(expert=True)),
         }
-        return {name: use for name, (used, use) in found.items() if used}
+        return {name: use for name, (used, use) in every.items() if used}
 
 
-@final
-@dataclass(frozen=True)
-class Sizes:
-    """The sizes of a small program. samples: of the global batch. tokens: of a sample, at least 1. microbatches: per step and
-    rank. layers: that a pipeline divides. norms: whether there are batch norms.
+def config_for(program: Program, use: Use, microbatches: int = 0) -> Config:
+    """Return the configuration of a mesh of two ranks for the one kind of parallelism in `use`, or of one rank if there is none.
+
+    microbatches: if not 0, per step and rank, in place of the program's.
     """
-
-    samples: int = _SAMPLES
-    tokens: int = _TOKENS
-    microbatches: int = 2
-    layers: int = 2
-    norms: bool = False
-
-
-def config_for(use: Use, sizes: Sizes, train: Mapping[str, Any]) -> Config:
-    """Return the configuration of a mesh of two ranks along the dim of `use`, or of one rank if there is none."""
-    mesh: dict[str, Any] = {"dims": {"dp": 2 if use.data or use.expert else 1}, "device": "cpu"}
+    dims = {"dp": 2 if use.data or use.expert else 1}
+    mesh: dict[str, Any] = {"dims": dims, "device": "cpu"}
     parallel: dict[str, Any] = {"data": "dp"}
-    options: dict[str, Any] = {}
-    for dim, name, used in (
-        ("tp", "tensor", use.tensor),
-        ("cp", "context", use.context),
-    ):
-        if used:
-            mesh["dims"][dim], parallel[name] = 2, dim
+    if use.tensor:
+        dims["tp"] = 2
+        parallel |= {"tensor": "tp", "options": {"sequence_parallel": use.sequence_parallel}}
+    if use.context:
+        dims["cp"] = 2
+        parallel |= {"context": "cp", "options": {"attention": use.attention}}
     if use.expert:
         mesh["views"], parallel["expert"] = {"expert": {"ep": 2}}, "ep"
-    if use.context:
-        options["attention"] = use.attention
-    if use.tensor:
-        options["sequence_parallel"] = use.sequence_parallel
-    ranks = mesh["dims"]["dp"]
+    train = {
+        "schedule": "constant",
+        "dtype": "float64",
+        **program.train,
+        "steps": STEPS,
+        "global_batch_size": program.samples,
+        "micro_batch_size": program.samples // (dims["dp"] * (microbatches or program.microbatches)),
+    }
     return load_config(
-        {
-            "mesh": mesh,
-            "parallel": {**parallel, "options": options},
-            "data": {"seq_len": sizes.tokens},
-            "train": {
-                "schedule": "constant",
-                "dtype": "float64",
-                **train,
-                "steps": STEPS,
-                "global_batch_size": sizes.samples,
-                "micro_batch_size": sizes.samples // (ranks * sizes.microbatches),
-            },
-        }
+        {"mesh": mesh, "parallel": parallel, "data": {"seq_len": program.tokens}, "train": train}
     )
 
 
-class _SaidByItself(Exception):
-    """An error that a model raises before it runs."""
-
-    def __init__(self, error: UnsupportedOp) -> None:
-        super().__init__(str(error))
-        self.error = error
-
-
-def check_model(
-    spec: ModelSpec, use: Use, *, family: bool = False, name: str = "the model", said_later: bool = False
-) -> None:
+def check_model(spec: ModelSpec, use: Use, *, family: bool = False, name: str = "the model") -> None:
     """Compare two steps of a small model before and after it is cut into stages and split.
 
     spec:   describes a model that fits into one process. Models with other inputs than tokens (`vocab_size` is 0) are not
             compared, and no loss is called except a family's own: `Trainer` compares these models and losses with its first batch.
     family: whether the model belongs to a model family of the transformers library.
-    said_later: whether to ignore errors that the model raises before it runs, because training will raise them too.
     Raises: TrainingError, which names the kind of parallelism and the difference in losses, gradients or weights;
             UnsupportedOp if the specification lacks a part.
     """
     if not use.kinds or not is_of_tokens(spec, use, spec.module, name):
         return
-    spec = spec if family else replace(spec, loss=None)
-    small = small_of(spec, family=family)
-    model = small.model(config_for(Use(), Sizes(), PLAIN))
-    sizes = Sizes(layers=model.num_layers)
-    check_steps(small, use, sizes, PLAIN, name, said_later=said_later)
+    program = small_of(spec if family else replace(spec, loss=None), family=family)
+    layers = program.model(config_for(program, Use())).num_layers
+    check_steps(program._replace(layers=layers), use, name)
 
 
 # Plain steps: every gradient has an effect in proportion to its size.
@@ -148,21 +113,22 @@ def small_of(
     batches: list[tuple[Tensor, Tensor]] | None = None,
     *,
     family: bool = False,
+    train: Mapping[str, Any] = PLAIN,
     **more: Any,
-) -> Small:
-    """Return the small program of a spec. batches: see Small; if None, random tokens."""
+) -> Program:
+    """Return the small program of a spec. batches, train, more: see Program; if batches is None, random tokens."""
     values = values_of(spec)
     # Dropout by element position is not part of the module.
     spec = replace(spec, weights=None, dropped={}, initialise=lambda name, shape: values[name])
 
     def module() -> nn.Module:
         with seeded(0):
-            made = spec.module()
-        cast(made, torch.float64)
+            built = spec.module()
+        cast(built, torch.float64)
         with torch.no_grad():
-            for name, parameter in made.named_parameters():
+            for name, parameter in built.named_parameters():
                 parameter.copy_(values[name])
-        return made
+        return built
 
     def model(config: Config) -> SpecModel:
         assert config.train is not None and config.data is not None
@@ -173,20 +139,20 @@ def small_of(
     batches = tokens_of(spec.vocab_size) if batches is None else batches
     tokens = first_tensor(batches[0][0]).shape[1] if spec.positions else 0
     # A user gives a family's model only tokens, and it may count positions differently.
-    given = bool(spec.positions) and not family
-    positions = {spec.positions: torch.arange(tokens).unsqueeze(0)} if given else {}
-    return Small(module, model, batches, spec.loss, named=positions, family=family, **more)
+    takes_positions = bool(spec.positions) and not family
+    positions = {spec.positions: torch.arange(tokens).unsqueeze(0)} if takes_positions else {}
+    return Program(module, model, batches, train, spec.loss, named=positions, family=family, **more)
 
 
 def tokens_of(vocab_size: int) -> list[tuple[Tensor, Tensor]]:
     """Return random tokens, and targets of which different numbers count in each sample."""
     generator = torch.Generator().manual_seed(0)
-    found = []
+    batches = []
     for _ in range(STEPS):
         drawn = torch.randint(vocab_size, (2, _SAMPLES, _TOKENS), generator=generator)
         skipped = torch.arange(_TOKENS) < torch.arange(_SAMPLES)[:, None]
-        found.append((drawn[0], drawn[1].masked_fill(skipped, IGNORED)))
-    return found
+        batches.append((drawn[0], drawn[1].masked_fill(skipped, IGNORED)))
+    return batches
 
 
 def values_of(spec: ModelSpec) -> dict[str, Tensor]:
@@ -199,38 +165,29 @@ def values_of(spec: ModelSpec) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(1)
     drawn = default_values(spec, 0) if spec.initialise is None else {}
     values: dict[str, Tensor] = {}
-    seen: dict[int, str] = {}
+    shared: dict[int, Tensor] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
-        if id(parameter) in seen:
-            values[name] = values[seen[id(parameter)]]
-            continue
-        seen[id(parameter)] = name
-        value = drawn[name] if spec.initialise is None else spec.initialise(name, tuple(parameter.shape))
-        noise = torch.randn(value.shape, generator=generator, dtype=torch.float64) * 0.05
-        values[name] = value + noise if value.is_complex() else value.double() + noise
+        if id(parameter) not in shared:
+            value = drawn[name] if spec.initialise is None else spec.initialise(name, tuple(parameter.shape))
+            noise = torch.randn(value.shape, generator=generator, dtype=torch.float64) * 0.05
+            shared[id(parameter)] = value + noise if value.is_complex() else value.double() + noise
+        values[name] = shared[id(parameter)]
     if spec.tied is not None:
         values[spec.tied[1]] = values[spec.tied[0]]
     return values
 
 
-def check_steps(
-    small: Small,
-    use: Use,
-    sizes: Sizes,
-    train: Mapping[str, Any],
-    name: str,
-    *,
-    said_later: bool = False,
-) -> str:
+def check_steps(program: Program, use: Use, name: str, *, said_later: bool = False) -> str:
     """Compare two steps of a small program on one process with those on two ranks, for each kind of parallelism in `use`.
 
-    train: settings of [train]. Without a kind of parallelism, only the division into microbatches is compared.
+    Without a kind of parallelism, only the division into microbatches is compared. said_later: whether to ignore errors that the
+    model raises before it runs, because training will raise them too.
     Returns why the program is not compared, or "". Raises the errors of `check_model`.
     """
-    plainly = _Plain(small, sizes, train)
+    runs = _Runs(program)
     try:
-        alone, again = plainly.run(), _Plain(small, sizes, train).run()
-        noisy = plainly.run(silent=False).draws
+        alone, again = runs.alone(), _Runs(program).alone()
+        noisy = runs.alone(silent=False).draws
     except (Communicates, MeshClosed):
         return "the model or the loss communicates"
     except Exception as error:
@@ -247,11 +204,11 @@ def check_steps(
         if alone.draws:
             return others
         return "the model or the loss computes something else each time, from state outside the module"
-    _check_all_learn(name, alone, train)
+    _check_all_learn(name, alone, program.train)
     try:
-        for setting, each in (use.kinds or {"train.micro_batch_size": Use()}).items():
-            if not each.pipeline or sizes.layers > 1:
-                _check_kind(plainly, each, name, setting, noisy)
+        for setting, kind in (use.kinds or {"train.micro_batch_size": Use()}).items():
+            if not kind.pipeline or program.layers > 1:
+                _check_kind(runs, kind, name, setting, noisy)
     except UnsupportedOp as error:
         if said_later and error.__cause__ is not None:
             return error.what
@@ -266,37 +223,32 @@ def check_steps(
 
 
 @final
-class _Plain:
-    """The plain program of a small program, with its outcomes."""
+class _Runs:
+    """What a small program computes, on one process and on a mesh. On one process, each is computed once."""
 
-    def __init__(self, small: Small, sizes: Sizes, train: Mapping[str, Any]) -> None:
-        self.small, self.sizes, self.train = small, sizes, train
+    def __init__(self, program: Program) -> None:
+        self.program = program
         self._found: dict[Any, Outcome] = {}
 
-    def of(self, use: Use) -> _Plain:
-        """Return the program that is compared for a kind of parallelism."""
-        train = self.train
-        if use.pipeline and "groups" in train:
-            # The stages are run in turn, under other names.
-            return _Plain(
-                self.small, self.sizes, {key: each for key, each in train.items() if key != "groups"}
-            )
-        if (use.tensor or use.expert) and self.small.optimizer is not None:
-            # Ranks have parts of the parameters, for which `split_update` checks an optimizer.
-            return _Plain(self.small._replace(optimizer=None), self.sizes, {**train, **PLAIN})
-        return self
+    def of(self, use: Use) -> _Runs:
+        """Return the runs that are compared for a kind of parallelism."""
+        program = self.program
+        if not (use.tensor or use.expert) or program.optimizer is None:
+            return self
+        # Ranks have parts of the parameters, for which `split_update` checks an optimizer.
+        return _Runs(program._replace(optimizer=None, train={**program.train, **PLAIN}))
 
-    def run(self, pieces: int = 1, silent: bool = True) -> Outcome:
+    def alone(self, pieces: int = 1, silent: bool = True) -> Outcome:
         """Return what one process computes. Arguments: see `plain`."""
         if (pieces, silent) not in self._found:
-            config = config_for(Use(), self.sizes, self.train)
-            self._found[pieces, silent] = plain(self.small, config, silent=silent, pieces=pieces)
+            config = config_for(self.program, Use())
+            self._found[pieces, silent] = plain(self.program, config, silent=silent, pieces=pieces)
         return self._found[pieces, silent]
 
     def why_not_in(self, pieces: int) -> str:
         """Return the error if one process runs the microbatches one by one, or "" if there is none."""
         try:
-            self.run(pieces)
+            self.alone(pieces)
         except Exception as error:
             return f"{type(error).__name__}: {error}"
         return ""
@@ -304,46 +256,41 @@ class _Plain:
     def on_one_rank(self, pieces: int) -> Outcome:
         """Return what an Engine computes on one rank, with dropout."""
         if pieces not in self._found:
-            config = config_for(Use(), replace(self.sizes, microbatches=pieces), self.train)
-            self._found[pieces] = on_a_mesh(self.small, config, silent=False)[0]
+            config = config_for(self.program, Use(), pieces)
+            self._found[pieces] = on_a_mesh(self.program, config, silent=False)[0]
         return self._found[pieces]
 
     def on_two_ranks(self, use: Use, silent: bool) -> list[Outcome]:
         """Return what an Engine computes on each of two ranks."""
-        noise = bool(self.run().noise)
-        if not use.pipeline:
-            return on_a_mesh(self.small, config_for(use, self.sizes, self.train), silent=silent, noise=noise)
-        settings = {key: each for key, each in self.train.items() if key != "frozen"}
-        config = config_for(use, self.sizes, settings)
-        return on_a_mesh(self.small, config, silent=silent, noise=noise, cut=self.train.get("frozen", ()))
+        config, noise = config_for(self.program, use), bool(self.alone().noise)
+        return on_a_mesh(self.program, config, silent=silent, noise=noise, cut=use.pipeline)
 
 
-def _check_kind(plainly: _Plain, use: Use, name: str, setting: str, noisy: bool) -> None:
+def _check_kind(runs: _Runs, use: Use, name: str, setting: str, noisy: bool) -> None:
     """Compare one kind of parallelism. noisy: whether the program draws random numbers."""
-    plainly = plainly.of(use)
-    small, sizes = plainly.small, plainly.sizes
-    alone = plainly.run()
-    pieces = sizes.microbatches * (2 if use.data or use.expert else 1)
+    runs = runs.of(use)
+    program, alone = runs.program, runs.alone()
+    pieces = program.microbatches * (2 if use.data or use.expert else 1)
     # Ranks along context have other tokens, and draw other random numbers for them. The statistics of batch norms cover all
     # ranks.
-    draws = noisy and not use.context and not (use.data and sizes.norms)
+    draws = noisy and not use.context and not (use.data and program.norms)
     try:
-        ranks = [] if alone.draws else plainly.on_two_ranks(use, True)
-        louder = plainly.on_two_ranks(use, False) if draws else []
+        ranks = [] if alone.draws else runs.on_two_ranks(use, True)
+        louder = runs.on_two_ranks(use, False) if draws else []
     except Exception as error:
         cause = _cause(error)
         if isinstance(cause, MeshcommError):
             raise cause from error
-        if why := plainly.why_not_in(pieces):
+        if why := runs.why_not_in(pieces):
             raise TrainingError(
                 f"a step of {name} fails on one of its microbatches, also on one process",
-                given=f"{why}, for {sizes.samples // pieces} of {sizes.samples} samples",
+                given=f"{why}, for {program.samples // pieces} of {program.samples} samples",
                 expected="a model and a loss that are given one microbatch at a time, with any number of samples",
                 hint="compute what depends on the number of samples from the tensors given, like torch.arange(len(outputs)). "
                 "A loss that compares samples with each other gathers them along data and shard",
             ) from error
-        lines = [each for each in extract_tb(cause.__traceback__) if not is_ours(each.filename)]
-        at = [f"at {each.filename}:{each.lineno} in {each.name}: {each.line}" for each in lines[-1:]]
+        lines = [frame for frame in extract_tb(cause.__traceback__) if not is_ours(frame.filename)]
+        at = [f"at {frame.filename}:{frame.lineno} in {frame.name}: {frame.line}" for frame in lines[-1:]]
         blocks = (
             "blocks that take and return hidden states, because blocks of other stages return their first argument; "
             "or ModelSpec(forward=...), which runs only the blocks of its stage"
@@ -357,16 +304,16 @@ def _check_kind(plainly: _Plain, use: Use, name: str, setting: str, noisy: bool)
             else f"remove {setting}, or use your own ModelSpec",
         ) from error
     # A family's own loss may be a function of all samples of a microbatch, as the auxiliary loss of routers is.
-    coupled = small.family and small.loss is not None
+    coupled = program.family and program.loss is not None
     for outcome in ranks:
-        expected = plainly.run(pieces if coupled else 1)
+        expected = runs.alone(pieces if coupled else 1)
         if difference := difference_of(outcome, expected):
-            remains = bool(difference_of(outcome, plainly.run(pieces)))
+            remains = bool(difference_of(outcome, runs.alone(pieces)))
             raise split_differs(name, setting, difference, remains, bool(moved_of(outcome, expected)))
     for outcome in louder:
-        if difference := difference_of(outcome, plainly.on_one_rank(pieces)):
+        if difference := difference_of(outcome, runs.on_one_rank(pieces)):
             raise noise_differs(name, setting, difference)
-    matters = bool(louder and ranks) and bool(difference_of(plainly.run(silent=False), alone))
+    matters = bool(louder and ranks) and bool(difference_of(runs.alone(silent=False), alone))
     if matters and not difference_of(louder[0], ranks[0]):
         raise noise_differs(name, setting, "random numbers have no effect, as in eval mode")
 
@@ -409,7 +356,7 @@ def is_of_tokens(spec: ModelSpec, use: Use, build: Callable[[], nn.Module], name
     if (
         not spec.vocab_size
         and spec.loss is None
-        and any(isinstance(each, nn.Embedding) for each in build().modules())
+        and any(isinstance(part, nn.Embedding) for part in build().modules())
     ):
         raise UnsupportedOp(
             f"{name} cannot be compared with the unsplit model before training: its ModelSpec has no vocab_size",
@@ -418,59 +365,3 @@ def is_of_tokens(spec: ModelSpec, use: Use, build: Callable[[], nn.Module], name
             hint="ModelSpec(vocab_size=...); if the inputs are not tokens, ModelSpec(loss=...)",
         )
     return bool(spec.vocab_size)
-
-
-def check_alone(spec: ModelSpec, name: str) -> None:
-    """Raise UnsupportedOp for a model of transformers that cannot be trained to predict the next token on any mesh.
-
-    Its logits may depend on later tokens, which it would learn to copy, or its own loss may have terms that `spec.loss` lacks.
-    """
-    tokens = torch.randint(spec.vocab_size, (_SAMPLES, _TOKENS), generator=torch.Generator().manual_seed(0))
-    changed, half = tokens.clone(), _TOKENS // 2
-    changed[:, half:] = (changed[:, half:] + 1) % spec.vocab_size
-    with torch.no_grad(), wide(torch.float64):
-        try:
-            module = _module_of(spec)
-            found, later = module(tokens), logits_of(module(changed))
-        except Exception:
-            return  # Only full sizes run. `check_model` needs small ones, and says so.
-        with suppress(TypeError):
-            _compare_losses(spec, name, found, tokens, float(module(tokens, labels=tokens)))
-    logits = logits_of(found)
-    off, most = float((logits - later)[:, :half].abs().max()), float(logits.abs().max())
-    if off <= ROOM * most:
-        return
-    config: Any = getattr(module, "config", None)
-    encoder = getattr(config, "is_decoder", True) is False
-    raise UnsupportedOp(
-        f"{name} is not causal: it would learn to copy the next token from its input",
-        given=f"later tokens change earlier logits by {off:.2g} in a small model, where the largest is {most:.2g}"
-        + (", and is_decoder = false in its config.json" if encoder else ""),
-        expected="logits that depend on no later token",
-        hint='"is_decoder": true in config.json' if encoder else "use a causal language model",
-    )
-
-
-def _compare_losses(spec: ModelSpec, name: str, found: Any, tokens: Tensor, theirs: float) -> None:
-    """Raise UnsupportedOp if a family's own loss is not the one that training computes."""
-    # Most families shift the labels; some expect shifted ones.
-    following = nn.functional.pad(tokens[:, 1:], [0, 1], value=IGNORED)
-    losses = []
-    for targets in (following, tokens):
-        if spec.loss is None:
-            loss = nn.functional.cross_entropy(logits_of(found).flatten(0, -2), targets.flatten())
-        else:
-            total, count = spec.loss(found, targets)["loss"]
-            loss = total / count
-        losses.append(float(loss))
-    if all(abs(loss - theirs) > ROOM * max(1.0, abs(theirs)) for loss in losses):
-        raise UnsupportedOp(
-            f"the loss of a {name} has terms that training would leave out",
-            given=f"{theirs:.6g} in a small model, by transformers; {losses[0]:.6g} by the loss for training",
-            expected="the cross-entropy of the next tokens, or with router_aux_loss_coef times the routers' aux_loss",
-            hint="set the factors of further terms in config.json to 0, such as z_loss_coefficient",
-        )
-
-
-def _module_of(spec: ModelSpec) -> nn.Module:
-    return small_of(spec).module().eval()

@@ -9,11 +9,10 @@ from torch import Tensor
 
 from meshcomm.errors import TrainingError, UnsupportedOp
 from meshcomm.layout.names import listed
+from meshcomm.models.assumptions import ROOM
 from meshcomm.models.one_step import ROUNDING, STEPS, Outcome
 
-# Tolerance, relative to the largest output or the largest element of a gradient.
-ROOM: Final = 1e-9
-# The same for weights and buffers after the last step.
+# ROOM for weights and buffers after the last step.
 _AFTER_ROOM: Final = 1e-7
 # The same for a program that casts to shorter dtypes.
 _NARROW_ROOM: Final = 1e-4

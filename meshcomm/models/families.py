@@ -28,7 +28,6 @@ from meshcomm.models.plans import (
     UnknownStyle,
     is_norm,
     is_split_linear,
-    names_of,
     packed_experts,
     sequence_plan,
     tensor_plan,
@@ -117,7 +116,8 @@ def spec_of(of: Whole) -> ModelSpec:
     ends: dict[str, Entry] = {}
     tied = None
     if embedding is not None and head is not None:
-        embedding_name, head_name = names_of(whole, (embedding, head))
+        names = {part: name for name, part in whole.named_modules()}
+        embedding_name, head_name = names[embedding], names[head]
         # Parts after the blocks work on slices if the family publishes their plan. Otherwise sequences are gathered.
         behind: Entry = {"style": "replicate", "output": "whole"} if config.base_model_pp_plan else WHOLE
         undivided = {embedding_name: WHOLE, head_name: behind}
@@ -189,7 +189,7 @@ def _check(config: Any, seq_len: int) -> None:
 
 
 def _auxiliary_of(config: Any) -> float:
-    """Return the factor of the routers' auxiliary loss; 0 if it is not added. `check_alone` finds losses with other names."""
+    """Return the factor of the routers' auxiliary loss; 0 if it is not added. `check_family` finds losses with other names."""
     if not getattr(config, "output_router_logits", False):
         return 0.0
     names = ("router_aux_loss_coef", "aux_loss_coef")

@@ -23,15 +23,17 @@ from transformers import (
 )
 from transformers.utils import logging
 
+from meshcomm.config.pretrained import understood
 from meshcomm.errors import ConfigError, UnsupportedOp
 from meshcomm.models.family_code import WHOLE_SAMPLES, family_code
 from meshcomm.models.spec import Attend
 from meshcomm.models.tiny import tiny
 from meshcomm.models.torch_private import draw
-from meshcomm.parallel.context.block import same_document
+from meshcomm.parallel.context.block import seen_keys
 from meshcomm.parallel.context.documents import current_documents
 from meshcomm.parallel.loss import IGNORED
 from meshcomm.parallel.memory import on_meta
+from meshcomm.predict.estimate import Counts
 
 ATTENTION: Final = "meshcomm"
 # Arguments of an attention layer that do not affect its result.
@@ -119,19 +121,13 @@ def _by_family(
     heads: slice,
 ) -> Tensor:
     """Compute attention over full sequences with `own`, the family's function, for some of the `count` heads."""
-    length, window = q.shape[2], named["sliding_window"]
     mask = None
     if causal:
-        places = torch.arange(length, device=q.device)
-        before = places[:, None] - places
-        seen = before >= 0
-        if window is not None:
-            seen &= before < window
-        if (documents := current_documents()) is not None:
-            seen = seen & same_document(documents, documents)
+        every = slice(0, q.shape[2])
+        window = every.stop if named["sliding_window"] is None else named["sliding_window"]
+        seen = seen_keys(every, every, window, current_documents(), q.device)
         mask = torch.zeros(seen.shape, dtype=q.dtype, device=q.device)
-        mask = mask.masked_fill(~seen, torch.finfo(q.dtype).min)
-        mask = mask[None, None] if mask.ndim == 2 else mask[:, None]
+        mask = mask.masked_fill(~seen, torch.finfo(q.dtype).min).view(-1, 1, every.stop, every.stop)
     mine = {name: _of_heads(value, count, heads) for name, value in named.items()}
     found: Tensor = own(_SomeHeads(module, count, heads, q.shape[1] // k.shape[1]), q, k, v, mask, **mine)[0]
     return found.transpose(1, 2)
@@ -291,3 +287,22 @@ class Whole:
             return found
         finally:
             part._parameters.update(there)
+
+
+def counts_of(folder: str | Path) -> Counts:
+    """Count the parameters of the model that `folder`/config.json describes, without allocating memory.
+
+    Raises ConfigError if transformers cannot create the model.
+    """
+    whole = Whole(understood(folder))
+    layers, experts, ends = [0] * whole.config.num_hidden_layers, [0] * whole.config.num_hidden_layers, 0
+    for name, parameter in whole.module.named_parameters():
+        # The first number in a parameter's name is the number of its block.
+        place = next((int(each) for each in name.split(".") if each.isdecimal()), len(layers))
+        if place >= len(layers):
+            ends += parameter.numel()
+        elif ".experts." in name:
+            experts[place] += parameter.numel()
+        else:
+            layers[place] += parameter.numel()
+    return Counts(tuple(layers), tuple(experts), ends)

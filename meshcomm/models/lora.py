@@ -6,7 +6,6 @@ this rank's outputs. In a row-parallel layer, A has this rank's inputs and B is 
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -22,7 +21,7 @@ from meshcomm.config.model import LoraConfig
 from meshcomm.errors import ConfigError, UnsupportedOp
 from meshcomm.layout.names import did_you_mean, listed
 from meshcomm.models.plans import WHOLE, is_split_linear
-from meshcomm.models.spec import ModelSpec
+from meshcomm.models.spec import ModelSpec, generator_of, reduced
 from meshcomm.models.weights import Conversions, Names, Source
 from meshcomm.parallel.memory import on_meta
 from meshcomm.parallel.tensor.layers import is_conv1d
@@ -56,19 +55,16 @@ def adapted(spec: ModelSpec, lora: LoraConfig, seed: int) -> ModelSpec:
     dropped = {f"{name}.lora_dropout.{ADAPTER}": lora.dropout for name in targets} if lora.dropout else {}
     return replace(
         spec,
-        module=partial(_made, spec.module, lora, targets),
+        module=lambda: with_adapters(spec.module(), lora, targets),
         split=_plan_of(spec.split, whole, targets),
         sequence=sequence,
         dropped={**spec.dropped, **dropped},
         added=ADDED,
         stored=_stored(spec.stored, targets),
-        initialise=_initialise(spec, seed),
-        small=None if spec.small is None else partial(_small, spec.small, lora),
+        # Otherwise, the module initializes all parameters.
+        initialise=partial(_value, spec.initialise, seed) if spec.initialise or spec.weights else None,
+        small=None if spec.small is None else lambda: adapted(reduced(spec), lora, 0),
     )
-
-
-def _small(small: Callable[[], ModelSpec], lora: LoraConfig) -> ModelSpec:
-    return adapted(small(), lora, 0)
 
 
 def targets_of(module: nn.Module, spec: ModelSpec, named: Sequence[str]) -> list[str]:
@@ -86,12 +82,12 @@ def targets_of(module: nn.Module, spec: ModelSpec, named: Sequence[str]) -> list
     ]
     free = [name for name in linear if not any(name.startswith(f"{each}.") for each in inside)]
     if not named:
-        found = [name for name in free if name.startswith(f"{spec.layers}." if spec.layers else "")]
-        found = [name for name in found if name not in ends]
+        chosen = [name for name in free if name.startswith(f"{spec.layers}." if spec.layers else "")]
+        chosen = [name for name in chosen if name not in ends]
     else:
-        found = [name for name in free if any(f".{name}".endswith(f".{each}") for each in named)]
+        chosen = [name for name in free if any(f".{name}".endswith(f".{each}") for each in named)]
         known = sorted({name.rpartition(".")[2] for name in free if name not in ends})
-        missing = [each for each in named if not any(f".{name}".endswith(f".{each}") for name in found)]
+        missing = [each for each in named if not any(f".{name}".endswith(f".{each}") for name in chosen)]
         if missing:
             raise ConfigError(
                 f"model.lora.targets names no linear layer of a {type(module).__name__}",
@@ -100,14 +96,14 @@ def targets_of(module: nn.Module, spec: ModelSpec, named: Sequence[str]) -> list
                 hint=did_you_mean(missing[0], known)
                 or "remove model.lora.targets to adapt all linear layers of the blocks",
             )
-    if wrong := [name for name in found if name in ends]:
+    if wrong := [name for name in chosen if name in ends]:
         raise UnsupportedOp(
             "the head of a model cannot have an adapter",
             given=f"model.lora.targets: {listed(wrong)}",
             expected="linear layers of the blocks",
             hint="remove it",
         )
-    return found
+    return chosen
 
 
 def adapter_options(lora: LoraConfig, targets: Sequence[str], *, transposed: bool = False) -> Any:
@@ -141,33 +137,29 @@ def hold_frozen(module: nn.Module, dtype: torch.dtype, but: Collection[str]) -> 
     but: the names of parameters that are not converted.
     """
     for name, part in module.named_modules():
-        for key, each in part.named_parameters(recurse=False) if is_split_linear(part) else ():
-            if not each.requires_grad and f"{name}.{key}" not in but:
-                each.data = each.data.to(dtype)
-
-
-def _made(make: Callable[[], nn.Module], lora: LoraConfig, targets: Sequence[str]) -> nn.Module:
-    return with_adapters(make(), lora, targets)
+        for key, parameter in part.named_parameters(recurse=False) if is_split_linear(part) else ():
+            if not parameter.requires_grad and f"{name}.{key}" not in but:
+                parameter.data = parameter.data.to(dtype)
 
 
 def _plan_of(plan: Mapping[str, Entry], module: nn.Module, targets: Sequence[str]) -> dict[str, Entry]:
     """Return the plan for the same module with adapters."""
-    found: dict[str, Entry] = {}
+    changed: dict[str, Entry] = {}
     names = [name for name, _ in module.named_modules()]
     entering = [pattern for pattern, entry in plan.items() if _style(entry) == "enter"]
     around = {name for name in names if any(matches(pattern, name) for pattern in entering)}
     for pattern, entry in plan.items():
-        here = [name for name in names if matches(pattern, name)]
-        if not any(name in targets for name in here):
-            found[pattern] = entry
+        matching = [name for name in names if matches(pattern, name)]
+        if not any(name in targets for name in matching):
+            changed[pattern] = entry
             continue
-        for name in here:
+        for name in matching:
             if name in targets:
                 entered = any(_within(outer, name) for outer in around)
-                found |= {f"{name}{key}": value for key, value in _with_adapter(entry, entered).items()}
+                changed |= {f"{name}{key}": value for key, value in _with_adapter(entry, entered).items()}
             else:
-                found[name] = entry
-    return found
+                changed[name] = entry
+    return changed
 
 
 def _within(outer: str, name: str) -> bool:
@@ -196,11 +188,6 @@ def _plain(name: str) -> str:
     return name.replace(BASE, ".")
 
 
-def _beneath(name: str, targets: Iterable[str]) -> str:
-    owner, _, key = name.rpartition(".")
-    return f"{owner}{BASE}{key}" if owner in targets else name
-
-
 @final
 class _Stored:
     """The conversions for a model in which adapters wrap some layers."""
@@ -210,7 +197,11 @@ class _Stored:
 
     def sources(self, names: Iterable[str]) -> dict[str, Source]:
         """See Conversions."""
-        return {_beneath(name, self._targets): source for name, source in self._own.sources(names).items()}
+        found = {}
+        for name, source in self._own.sources(names).items():
+            owner, _, key = name.rpartition(".")
+            found[f"{owner}{BASE}{key}" if owner in self._targets else name] = source
+        return found
 
     def stored(self, name: str, value: Tensor) -> Mapping[str, Tensor]:
         """See Conversions."""
@@ -220,32 +211,18 @@ class _Stored:
 def _stored(own: Any, targets: Iterable[str]) -> Callable[[str], tuple[Names, bool]] | Conversions:
     if own is not None and not callable(own):
         return _Stored(own, targets)
-    return partial(_name_of, own)
+    return lambda name: (_plain(name), False) if own is None else own(_plain(name))
 
 
-def _name_of(own: Callable[[str], tuple[Names, bool]] | None, name: str) -> tuple[Names, bool]:
-    return (_plain(name), False) if own is None else own(_plain(name))
-
-
-def _initialise(spec: ModelSpec, seed: int) -> Callable[[str, tuple[int, ...]], Tensor] | None:
-    """Return the function that initializes the adapters, and all weights that are not read from a folder.
-
-    If None, the module initializes all parameters.
-    """
-    if spec.initialise is None and spec.weights is None:
-        return None
-    return partial(_drawn, spec.initialise, seed)
-
-
-def _drawn(
+def _value(
     own: Callable[[str, tuple[int, ...]], Tensor] | None, seed: int, name: str, shape: tuple[int, ...]
 ) -> Tensor:
+    """Return the initial value of an adapter, or of a weight that is not read from a folder."""
     if re.search(r"\.lora_B\.[^.]+\.weight$", name):
         return torch.zeros(shape)
     if re.search(r"\.lora_A\.[^.]+\.weight$", name):
         # The distribution that torch's nn.Linear and peft use.
-        key = int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:16])
         most = shape[1] ** -0.5
-        return torch.from_numpy(np.random.default_rng(key).uniform(-most, most, shape).astype(np.float32))
+        return torch.from_numpy(generator_of(seed, name).uniform(-most, most, shape).astype(np.float32))
     assert own is not None
     return own(_plain(name), shape)

@@ -71,25 +71,36 @@ class Outcome:
     noise: list[str] = field(default_factory=list)
 
 
-class Small(NamedTuple):
+class Program(NamedTuple):
     """A small copy of a training program.
 
     module:    returns a new copy of the unsplit module in float64, with its values. Each call returns equal ones.
     model:     returns a Model with the same values, for a configuration.
     batches:   inputs and targets of the global batch of each of the steps.
+    train:     settings of [train].
     loss:      the own loss; None for the built-in cross-entropy.
     optimizer: see Trainer.
     named:     arguments for each call of the module.
     family:    whether the module belongs to a family of transformers, whose code casts to float32 in places.
+    samples, tokens: of the global batch, and of a sample, at least 1.
+    microbatches: per step and rank.
+    layers:    the number of blocks that a pipeline divides.
+    norms:     whether there are batch norms.
     """
 
     module: Callable[[], nn.Module]
     model: Callable[[Config], Model]
     batches: Sequence[tuple[Any, Any]]
+    train: Mapping[str, Any]
     loss: LossOf | None = None
     optimizer: MakeOptimizer | None = None
     named: Mapping[str, Any] = {}
     family: bool = False
+    samples: int = 4
+    tokens: int = 16
+    microbatches: int = 2
+    layers: int = 2
+    norms: bool = False
 
 
 class Communicates(Exception):
@@ -106,22 +117,20 @@ class _Alone(DispatchMode):  # type: ignore[misc]
         """See TorchDispatchMode."""
         if func.namespace in ("c10d", "_c10d_functional", "c10d_functional"):
             raise Communicates(func.overloadpacket.__name__)
-        found = func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
         if func is torch.ops.aten._to_copy.default and args[0].dtype == torch.float64:
-            self.narrow = self.narrow or (found.is_floating_point() and found.itemsize < 8)
-        return found
+            self.narrow = self.narrow or (result.is_floating_point() and result.itemsize < 8)
+        return result
 
 
 @final
 class _WithoutDropout(TorchFunctionMode):
     """In this context, dropout returns its input: its random numbers depend on how samples are divided among calls."""
 
-    _FUNCTIONS: Final = frozenset(
-        getattr(F, name)
-        for name in (
-            *("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"),
-        )
-    ) | {torch.dropout, torch.alpha_dropout, torch.feature_dropout, torch.feature_alpha_dropout}
+    _FUNCTIONS: Final = {
+        *(F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout),
+        *(torch.dropout, torch.alpha_dropout, torch.feature_dropout, torch.feature_alpha_dropout),
+    }
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """See TorchFunctionMode."""
@@ -152,19 +161,19 @@ class _Steady(DispatchMode):  # type: ignore[misc]
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **kwargs)
         before = torch.get_rng_state()
-        found = func(*args, **kwargs)
+        result = func(*args, **kwargs)
         name = func.overloadpacket.__name__.strip("_").removesuffix("_like").removesuffix("_functional")
-        given = named_arguments(func, args, kwargs)
+        arguments = named_arguments(func, args, kwargs)
         value = _VALUES.get(name)
-        if value is None or not isinstance(found, Tensor):
+        if value is None or not isinstance(result, Tensor):
             # Such as attention, which may be without dropout.
             if not torch.equal(before, torch.get_rng_state()):
                 self.unknown[name] = None
-            return found
+            return result
         with torch.no_grad():
-            found.copy_(torch.as_tensor(value(given, found, _place())).expand_as(found))
+            result.copy_(torch.as_tensor(value(arguments, result, _place())).expand_as(result))
         self.names[name] = None
-        return found
+        return result
 
 
 def _place() -> float:
@@ -173,30 +182,30 @@ def _place() -> float:
     return zlib.crc32(f"{frame.f_code.co_name} {frame.f_lineno} {frame.f_lasti}".encode()) / 2**32
 
 
-def _between(given: Mapping[str, Any], found: Tensor, place: float) -> float:
-    low, high = given.get("from", 0.0), given.get("to", 1.0)
+def _between(arguments: Mapping[str, Any], result: Tensor, place: float) -> float:
+    low, high = arguments.get("from", 0.0), arguments.get("to", 1.0)
     return float(low + (high - low) * (0.4 + 0.05 * place))
 
 
-def _normal(given: Mapping[str, Any], found: Tensor, place: float) -> Any:
-    return given.get("mean", 0.0) + given.get("std", 1.0) * (0.5 + place)
+def _normal(arguments: Mapping[str, Any], result: Tensor, place: float) -> Any:
+    return arguments.get("mean", 0.0) + arguments.get("std", 1.0) * (0.5 + place)
 
 
-def _integer(given: Mapping[str, Any], found: Tensor, place: float) -> int:
-    low, high = given.get("low", given.get("from", 0)), given.get("high", given.get("to"))
+def _integer(arguments: Mapping[str, Any], result: Tensor, place: float) -> int:
+    low, high = arguments.get("low", arguments.get("from", 0)), arguments.get("high", arguments.get("to"))
     return int(low if high is None else low + (int(high) - low) * place)
 
 
-def _choice(given: Mapping[str, Any], found: Tensor, place: float) -> Tensor:
-    order = given["self"].sort(-1, descending=True).indices
-    chosen: Tensor = order[..., torch.arange(found.shape[-1]) % order.shape[-1]]
+def _choice(arguments: Mapping[str, Any], result: Tensor, place: float) -> Tensor:
+    order = arguments["self"].sort(-1, descending=True).indices
+    chosen: Tensor = order[..., torch.arange(result.shape[-1]) % order.shape[-1]]
     return chosen
 
 
-def _leaky(given: Mapping[str, Any], found: Tensor, place: float) -> Tensor:
-    slope = (given.get("lower", 1 / 8) + given.get("upper", 1 / 3)) / 2
-    given["noise"].copy_(torch.where(given["self"] > 0, 1.0, slope))
-    return torch.where(found > 0, found, given["self"] * slope)
+def _leaky(arguments: Mapping[str, Any], result: Tensor, place: float) -> Tensor:
+    slope = (arguments.get("lower", 1 / 8) + arguments.get("upper", 1 / 3)) / 2
+    arguments["noise"].copy_(torch.where(arguments["self"] > 0, 1.0, slope))
+    return torch.where(result > 0, result, arguments["self"] * slope)
 
 
 # What stands for the numbers of an operator: of its arguments by name, its result and the place in the program.
@@ -244,7 +253,7 @@ def _settings(silent: bool, family: bool, noise: bool = True) -> Iterator[_Stead
         yield stack.enter_context(_Steady()) if silent and noise else None
 
 
-def plain(small: Small, config: Config, *, silent: bool = True, pieces: int = 1) -> Outcome:
+def plain(program: Program, config: Config, *, silent: bool = True, pieces: int = 1) -> Outcome:
     """Return what a program in plain torch computes on one process.
 
     config: its [train] has the settings of the steps.
@@ -253,7 +262,7 @@ def plain(small: Small, config: Config, *, silent: bool = True, pieces: int = 1)
     """
     train, outcome = config.train, Outcome()
     assert train is not None
-    module = small.module()
+    module = program.module()
     to_train_mode(module)
     if silent:
         _quiet(module)
@@ -264,12 +273,12 @@ def plain(small: Small, config: Config, *, silent: bool = True, pieces: int = 1)
         if any(fnmatchcase(name, pattern) for pattern in train.frozen):
             parameter.requires_grad_(False)
     first = {name: each.detach().clone() for name, each in named.items()}
-    optimizer = grouped(small.optimizer or optimizer_of(train, _CPU), train, nn.ModuleList([module]))
-    loss_of = copied(small.loss)
-    with torch.random.fork_rng([]), _Alone() as alone, _settings(silent, small.family) as steady:
+    optimizer = grouped(program.optimizer or optimizer_of(train, _CPU), train, nn.ModuleList([module]))
+    loss_of = copied(program.loss)
+    with torch.random.fork_rng([]), _Alone() as alone, _settings(silent, program.family) as steady:
         torch.manual_seed(0)
         before = _generators(steady is not None)
-        for number, (inputs, targets) in enumerate(small.batches, 1):
+        for number, (inputs, targets) in enumerate(program.batches, 1):
             optimizer.zero_grad()
             parts: dict[str, list[tuple[Tensor, Any]]] = {}
             # The program may change its inputs in place.
@@ -277,7 +286,7 @@ def plain(small: Small, config: Config, *, silent: bool = True, pieces: int = 1)
             for x, y in zip(in_parts(inputs, pieces), in_parts(targets, pieces), strict=True):
                 # A loss may differentiate outputs by the inputs.
                 x = with_tensors(lambda each: each.detach().requires_grad_(each.requires_grad), x)
-                for name, pair in _pairs(loss_of, called(module, x, **small.named), x, y, config).items():
+                for name, pair in _pairs(loss_of, called(module, x, **program.named), x, y, config).items():
                     parts.setdefault(name, []).append(pair)
             means = {
                 name: torch.stack([total for total, _ in pairs]).sum() / sum(count for _, count in pairs)
@@ -356,26 +365,26 @@ def _generators(steady: bool) -> tuple[object, ...]:
 
 
 def on_a_mesh(
-    small: Small,
+    program: Program,
     config: Config,
     *,
     silent: bool = True,
     noise: bool = False,
-    cut: Sequence[str] | None = None,
+    cut: bool = False,
 ) -> list[Outcome]:
     """Return what an Engine computes on each simulated rank of the mesh of `config`.
 
     silent: whether dropout is switched off. noise: whether the program draws other random numbers, which constants then replace.
-    cut: if given, the model is cut into two stages, and the parameters whose names match these patterns are frozen.
+    cut: whether the model is cut into two stages, which one rank runs in turn.
     """
 
     def body(mesh: Mesh) -> Outcome:
         with _settings(silent, False, noise):
-            model = small.model(config)
-            if cut is not None:
+            model = program.model(config)
+            if cut:
                 assert isinstance(model, SpecModel)
-                model = InTurn(model, cut)
-            engine = Engine(mesh, config, model, small.optimizer)
+                model = InTurn(model)
+            engine = Engine(mesh, config, model, program.optimizer)
             if silent:
                 for module in engine.modules:
                     _quiet(module)
@@ -389,7 +398,7 @@ def on_a_mesh(
                 )
 
             engine.before_update = keep
-            for number, batch in enumerate(small.batches, 1):
+            for number, batch in enumerate(program.batches, 1):
                 whole_batch = with_tensors(torch.clone, tuple(batch))
                 mine = [in_parts(each, engine.data_size)[engine.data_coord] for each in whole_batch]
                 engine.step(mine[0], mine[1], None, number)
@@ -400,9 +409,7 @@ def on_a_mesh(
             weights = {name: (each, each.detach()) for name, each in engine.named_parameters()}
             outcome.after = _whole(engine, weights)
             for module in engine.modules:
-                outcome.after |= {
-                    plain_name(name): each.detach().clone() for name, each in module.named_buffers()
-                }
+                outcome.after |= {name: each.detach().clone() for name, each in module.named_buffers()}
         return outcome
 
     return simulate(body, config)
@@ -414,8 +421,8 @@ class InTurn(Model):
 
     num_layers = 1
 
-    def __init__(self, model: SpecModel, frozen: Sequence[str]) -> None:
-        self._model, self._frozen = model, frozen
+    def __init__(self, model: SpecModel) -> None:
+        self._model = model
         self.hidden_size, self.vocab_size = model.hidden_size, model.vocab_size
         self.own_loss = model.own_loss
         layers = split_layers(model.num_layers, 2)
@@ -430,11 +437,7 @@ class InTurn(Model):
                 if (weight := last.get_parameter(name)) is not None and first.tied_weight is not None:
                     del weight
                     setattr(last.get_submodule(part), key, first.tied_weight)
-        module = _InTurn(first, last)
-        for name, parameter in module.named_parameters():
-            if any(fnmatchcase(plain_name(name), pattern) for pattern in self._frozen):
-                parameter.requires_grad_(False)
-        return module
+        return _InTurn(first, last)
 
     def fill(self, module: nn.Module, stage: Stage) -> None:
         """See Model."""
@@ -456,15 +459,19 @@ class _InTurn(nn.Module):
         super().__init__()
         self.parts = nn.ModuleList(parts)
 
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """Yield all modules by their names in the model: no two stages have a parameter or a buffer of the same name."""
+        memo = set() if memo is None else memo
+        yield prefix, self
+        for part in self.parts:
+            yield from part.named_modules(memo, prefix, remove_duplicate)
+
     def forward(self, x: Any) -> Any:
         for part in self.parts:
             x = part(x)
         return x
-
-
-def plain_name(name: str) -> str:
-    """Return a parameter's name in the original module."""
-    return name.removeprefix("parts.0.").removeprefix("parts.1.")
 
 
 def _whole(engine: Engine, parts: Mapping[str, tuple[nn.Parameter, Tensor]]) -> dict[str, Tensor]:
@@ -473,7 +480,7 @@ def _whole(engine: Engine, parts: Mapping[str, tuple[nn.Parameter, Tensor]]) -> 
     found: dict[str, Tensor] = {}
     for name, (parameter, part) in parts.items():
         value = whole(part.to_dense() if part.is_sparse else part, of=parameter)
-        found[plain_name(name)] = (joined(value, fused[name]) if name in fused else value).detach().clone()
+        found[name] = (joined(value, fused[name]) if name in fused else value).detach().clone()
     return found
 
 
@@ -486,15 +493,3 @@ def copied(loss: LossOf | None) -> LossOf | None:
     except Exception:
         return loss
     return made.double() if isinstance(made, nn.Module) else made
-
-
-@contextmanager
-def undisturbed() -> Iterator[None]:
-    """In this context, compiled functions run eagerly. Afterwards, all random generators are as before."""
-    state, numbers = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(), torch.compiler.set_stance("force_eager"):
-        try:
-            yield
-        finally:
-            random.setstate(state)
-            np.random.set_state(numbers)

@@ -1,15 +1,18 @@
-"""What a program's functions hold outside of a module: variables that they enclose, globals, and attributes of classes."""
+"""State of a program outside of its module: variables that functions enclose, globals, attributes of classes, generators."""
 
 from __future__ import annotations
 
 import copy
+import random
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any, Final
 
+import numpy as np
+import torch
 from torch import Tensor, nn
 
 _LIBRARIES: Final = ("torch", "transformers", "meshcomm", "numpy", "einops", "peft", "functools", "builtins")
@@ -25,19 +28,19 @@ def functions_of(module: nn.Module | None, *others: Any) -> list[FunctionType]:
         left += vars(type(part)).values()
         for hooks in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks"):
             left += getattr(part, hooks, {}).values()
-    found: dict[FunctionType, None] = {}
+    functions: dict[FunctionType, None] = {}
     while left:
-        each = left.pop()
-        if isinstance(each, FunctionType):
-            if each not in found and _is_own(each):
-                found[each] = None
-                left += [cell.cell_contents for cell in filter(_holds, each.__closure__ or ())]
-        elif isinstance(each, (MethodType, partial)):
-            left.append(each.__func__ if isinstance(each, MethodType) else each.func)
-        elif callable(each) and not isinstance(each, (type, nn.Module)):
-            call = vars(type(each)).get("__call__")
+        value = left.pop()
+        if isinstance(value, FunctionType):
+            if value not in functions and _is_own(value):
+                functions[value] = None
+                left += [cell.cell_contents for cell in filter(_holds, value.__closure__ or ())]
+        elif isinstance(value, (MethodType, partial)):
+            left.append(value.__func__ if isinstance(value, MethodType) else value.func)
+        elif callable(value) and not isinstance(value, (type, nn.Module)):
+            call = vars(type(value)).get("__call__")
             left += [call] if isinstance(call, FunctionType) else []
-    return list(found)
+    return list(functions)
 
 
 def _is_own(what: Any) -> bool:
@@ -52,11 +55,15 @@ def _holds(cell: Any) -> bool:
         return False
 
 
-def modules_in(functions: list[FunctionType]) -> list[nn.Module]:
-    """Return the modules that functions enclose, or read as globals."""
-    values = [cell.cell_contents for each in functions for cell in each.__closure__ or () if _holds(cell)]
-    values += [each.__globals__.get(name) for each in functions for name in each.__code__.co_names]
-    return [each for each in values if isinstance(each, nn.Module)]
+def held_by(functions: Iterable[FunctionType]) -> Iterator[tuple[Any, Callable[[Any], None]]]:
+    """Yield the values of the variables that functions enclose, and of the globals that they read, each with its setter."""
+    for function in functions:
+        for cell in filter(_holds, function.__closure__ or ()):
+            yield cell.cell_contents, partial(setattr, cell, "cell_contents")
+        names = function.__globals__
+        for name in _names_in(function.__code__):
+            if name in names:
+                yield names[name], partial(names.__setitem__, name)
 
 
 @contextmanager
@@ -65,13 +72,8 @@ def kept(functions: list[FunctionType], classes: list[type]) -> Iterator[None]:
     before. Objects of other kinds, such as iterators, stay changed.
     """
     undo: list[Callable[[], None]] = []
-    for function in functions:
-        for cell in filter(_holds, function.__closure__ or ()):
-            _keep(cell.cell_contents, partial(setattr, cell, "cell_contents"), undo)
-        for name in function.__code__.co_names:
-            if name in function.__globals__:
-                into = function.__globals__
-                _keep(into[name], partial(into.__setitem__, name), undo)
+    for value, put in held_by(functions):
+        _keep(value, put, undo)
     for kind in filter(_is_own, classes):
         for name, value in list(vars(kind).items()):
             if not name.startswith("__"):
@@ -81,6 +83,18 @@ def kept(functions: list[FunctionType], classes: list[type]) -> Iterator[None]:
     finally:
         for action in undo:
             action()
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """In this context, compiled functions run eagerly. Afterwards, all random generators are as before."""
+    state, numbers = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(), torch.compiler.set_stance("force_eager"):
+        try:
+            yield
+        finally:
+            random.setstate(state)
+            np.random.set_state(numbers)
 
 
 def apart(loss: Any) -> Any:
@@ -94,48 +108,45 @@ def keeps_samples(loss: Any) -> bool:
     """Return whether a loss holds containers or tensors, in which it may keep something for each sample."""
     if isinstance(loss, nn.Module) or not callable(loss):
         return any(True for _ in loss.buffers()) if isinstance(loss, nn.Module) else False
-    held: list[Any] = []
-    for each in functions_of(None, loss):
-        held += [cell.cell_contents for cell in each.__closure__ or () if _holds(cell)]
-        held += [each.__globals__.get(name) for name in _names_in(each.__code__)]
+    held = [value for value, _ in held_by(functions_of(None, loss))]
     held += getattr(getattr(loss, "__self__", loss), "__dict__", {}).values()
-    return any(isinstance(each, (Tensor, list, dict, set, deque)) for each in held)
+    return any(isinstance(variable, (Tensor, list, dict, set, deque)) for variable in held)
 
 
-def _apart(what: Any, made: dict[Any, Any], memo: dict[int, Any]) -> Any:
+def _apart(what: Any, copies: dict[Any, Any], memo: dict[int, Any]) -> Any:
     """made: the copies of functions, cells and namespaces so far, by identity."""
     if isinstance(what, partial):
-        args = [_apart(each, made, memo) for each in what.args]
-        named = {name: _apart(each, made, memo) for name, each in what.keywords.items()}
-        return partial(_apart(what.func, made, memo), *args, **named)
+        args = [_apart(value, copies, memo) for value in what.args]
+        named = {name: _apart(value, copies, memo) for name, value in what.keywords.items()}
+        return partial(_apart(what.func, copies, memo), *args, **named)
     if not isinstance(what, FunctionType):
         return _copy_of(what, memo)
     if not _is_own(what):
         return what
-    if what in made:
-        return made[what]
-    cells = [made.setdefault(id(cell), CellType()) for cell in what.__closure__ or ()]
+    if what in copies:
+        return copies[what]
+    cells = [copies.setdefault(id(cell), CellType()) for cell in what.__closure__ or ()]
     names = {name for name in _names_in(what.__code__) if name in what.__globals__}
     held = {name for name in names if isinstance(what.__globals__[name], _PLAIN)}
     into = what.__globals__
     if held:
-        into = made.setdefault(id(what.__globals__), {**what.__globals__})
+        into = copies.setdefault(id(what.__globals__), {**what.__globals__})
         for name in held:
             into[name] = _copy_of(what.__globals__[name], memo)
-    new = made[what] = FunctionType(
+    new = copies[what] = FunctionType(
         what.__code__, into, what.__name__, what.__defaults__, tuple(cells) if cells else None
     )
     new.__kwdefaults__, new.__module__ = what.__kwdefaults__, what.__module__
     new.__dict__.update(what.__dict__)
     for cell, mine in zip(what.__closure__ or (), cells, strict=True):
         if _holds(cell) and not _holds(mine):
-            mine.cell_contents = _apart(cell.cell_contents, made, memo)
+            mine.cell_contents = _apart(cell.cell_contents, copies, memo)
     return new
 
 
 def _names_in(code: CodeType) -> set[str]:
     """Return the names that a function, and the functions within it, look up."""
-    inner = (each for each in code.co_consts if isinstance(each, CodeType))
+    inner = (constant for constant in code.co_consts if isinstance(constant, CodeType))
     return {*code.co_names}.union(*map(_names_in, inner))
 
 

@@ -7,7 +7,7 @@ contents of the blocks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, Final
 
 from torch import nn
@@ -156,7 +156,9 @@ def sequence_plan(module: nn.Module, layers: str, plan: Mapping[str, Entry]) -> 
             found |= {f"{block}.{key}": entry for block, entry in entries.items()}
     # Norms after the blocks work on slices. Modules before the blocks work on full sequences.
     behind = False
-    for name, part in _leaves(module):
+    for name, part in module.named_modules():
+        if not (part._parameters and name):
+            continue
         if name.startswith(f"{layers}."):
             behind = True
         elif styled[name] == "":
@@ -199,19 +201,8 @@ def is_norm(part: nn.Module) -> bool:
     return "Norm" in type(part).__name__
 
 
-def _leaves(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Return the parts that directly contain parameters, in order of registration."""
-    return ((name, part) for name, part in module.named_modules() if part._parameters and name)
-
-
 def is_split_linear(part: nn.Module | None) -> bool:
     """Return whether "column" and "row" can split `part`."""
     return (isinstance(part, nn.Linear) and type(part).forward is nn.Linear.forward) or is_conv1d(
         part or nn.Module()
     )
-
-
-def names_of(module: nn.Module, parts: Iterable[nn.Module | None]) -> list[str]:
-    """Return the dotted names of the given parts of `module`."""
-    known = {id(part): name for name, part in module.named_modules()}
-    return [known[id(part)] for part in parts if part is not None]

@@ -152,6 +152,11 @@ class ModelSpec:
     cannot: Mapping[str, str] = field(default_factory=dict)
 
 
+def reduced(spec: ModelSpec) -> ModelSpec:
+    """Return the spec of `spec.small` or, without it, the same one."""
+    return spec if spec.small is None else spec.small()
+
+
 def blocks_of(module: nn.Module, layers: str) -> dict[str, nn.Module]:
     """Return the blocks of a module by key, in order. One object may be there several times. The result is empty if
     `layers` is "".
@@ -199,13 +204,16 @@ def unfilled(spec: ModelSpec, seed: int, family: bool = False) -> nn.Module:
         return without_values(spec.module())
 
 
-def normal(seed: int, name: str, shape: tuple[int, ...], std: float) -> Tensor:
-    """Return a full float32 parameter of normally distributed values, which depend only on seed and name, not on the mesh."""
+def generator_of(seed: int, name: str) -> np.random.Generator:
+    """Return the generator of a parameter's values, which then depend only on seed and name, not on the mesh."""
     # NumPy's generators give the same numbers on every kind of processor; torch's are not guaranteed to.
-    key = int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:16])
-    return torch.from_numpy(
-        np.random.default_rng(key).standard_normal(shape, dtype=np.float32) * np.float32(std)
-    )
+    return np.random.default_rng(int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:16]))
+
+
+def normal(seed: int, name: str, shape: tuple[int, ...], std: float) -> Tensor:
+    """Return a full float32 parameter of normally distributed values; see `generator_of`."""
+    drawn = generator_of(seed, name).standard_normal(shape, dtype=np.float32)
+    return torch.from_numpy(drawn * np.float32(std))
 
 
 def check_kinds(spec: ModelSpec) -> None:

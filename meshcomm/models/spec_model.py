@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from meshcomm.config import TrainConfig
 from meshcomm.errors import ShapeError, UnsupportedOp
 from meshcomm.layout.names import listed
+from meshcomm.models.assumptions import own_positions
 from meshcomm.models.family_code import family_code
 from meshcomm.models.lora import hold_frozen
 from meshcomm.models.own_forward import OwnForward, absent_parts, put_in
-from meshcomm.models.positions import own_positions
 from meshcomm.models.spec import (
     KINDS,
     ModelSpec,
@@ -152,7 +152,7 @@ class SpecModel(Model):
             put_in(module, spec.layers, order, absent)
             for name in spec.first if stage.is_first and train.compute_dtype else ():
                 if isinstance(part := module.get_submodule(name), nn.Embedding):
-                    part.register_forward_hook(partial(_cast, dtype))
+                    part.register_forward_hook(lambda part, args, output: output.to(dtype))
         if train.compile:
             facts = module.meshcomm_stage
             facts.activation_checkpointing = compile_blocks(
@@ -413,14 +413,12 @@ class _Facts:
 
         return called
 
-    def positions_in(self, documents: Tensor | None) -> Tensor:
-        """Return the positions of this rank's tokens in their samples, (tokens,), or in their documents, (samples,
-        tokens).
+    def positions_of(self, x: Any, documents: Tensor | None) -> Tensor:
+        """Return the positions of this rank's part of axis 1 of the inputs, which may have any length without a pipeline: in
+        samples, (tokens,), or in documents, (samples, tokens).
         """
-        return self.positions if documents is None else places(documents)[:, self.positions]
-
-    def positions_of(self, x: Any) -> Tensor:
-        """Return the positions of this rank's part of axis 1 of the inputs, which may have any length without a pipeline."""
+        if documents is not None:
+            return places(documents)[:, self.positions]
         first, context = first_tensor(x), self.splits.context
         length = first.shape[1] if first.ndim > 1 else 0
         if self.stage.count > 1 or length == len(self.positions):
@@ -431,15 +429,14 @@ class _Facts:
         self, forward: Callable[..., Any], through: Callable[..., Any], x: Any, positions: Tensor
     ) -> Any:
         """Return the result of the module's own forward function for x on this stage."""
-        first = self.stage.is_first
-        run = OwnForward(
-            self.stage, self.layers, through, None if first else x, self.splits.tensor, self.gathers
-        ).run
-        # Later stages use only the number of tokens.
-        tokens = x if first else self.positions.new_zeros(()).expand(x.shape[0], len(self.positions))
+        entering, tokens = None, x
+        if not self.stage.is_first:
+            # Only the number of tokens is used.
+            entering, tokens = x, self.positions.new_zeros(()).expand(x.shape[0], len(self.positions))
         name = self.positions_name
         named = {name: positions if positions.ndim > 1 else positions.unsqueeze(0)} if name else {}
-        return run(forward, tokens, named)
+        run = OwnForward(self.stage, self.layers, through, entering, self.splits.tensor, self.gathers)
+        return run.run(forward, tokens, named)
 
     def through(
         self,
@@ -490,11 +487,6 @@ def _with_drops(block: nn.Module, drops: tuple[Drops, ...]) -> Callable[..., Any
     return call
 
 
-def _cast(dtype: torch.dtype, part: Any, args: object, output: Tensor) -> Tensor:
-    """A forward hook that converts an embedding's output to the compute dtype."""
-    return output.to(dtype)
-
-
 def _have_dropped(module: nn.Module, shares: Mapping[str, float], split: TensorSplit) -> None:
     """Add dropout to the outputs of parts whose names match a pattern. If several match, the largest drop fraction applies."""
     for name, part in list(module.named_modules()):
@@ -535,14 +527,10 @@ class _Stage:
     @property
     def tied_weight(self) -> nn.Parameter | None:
         """The weight that the embedding and the head share, or None if this stage does not have it."""
-        facts: _Facts = self.meshcomm_stage
-        for name in facts.spec.tied or ():
-            part, _, key = name.rpartition(".")
-            owner: Any = self
-            for each in part.split("."):
-                owner = getattr(owner, each, None)
-            if owner is not None and (found := owner._parameters.get(key)) is not None:
-                return found  # type: ignore[no-any-return]
+        module: Any = self
+        for name in self.meshcomm_stage.spec.tied or ():
+            with contextlib.suppress(AttributeError):
+                return module.get_parameter(name)  # type: ignore[no-any-return]
         return None
 
     def forward(
@@ -589,7 +577,7 @@ class _Stage:
         with mixed, facts.exact():
             drops = None if samples is None else (self.step, samples)
             through = partial(facts.through, drops, documents)
-            positions = facts.positions_of(x) if documents is None else facts.positions_in(documents)
+            positions = facts.positions_of(x, documents)
             if facts.spec.forward is None:
                 if not facts.layers:
                     y = called(super().forward, x)  # type: ignore[misc]

@@ -21,11 +21,11 @@ from torch import Tensor, nn
 
 from meshcomm.config import Config, ParallelConfig
 from meshcomm.errors import UnsupportedOp
-from meshcomm.models.check import Sizes, Use, check_alone, check_steps, is_of_tokens, small_of, tokens_of
-from meshcomm.models.named_batch import check_named
-from meshcomm.models.one_step import STEPS, Small, copied, undisturbed
-from meshcomm.models.outside import functions_of, keeps_samples, kept, modules_in
-from meshcomm.models.spec import ModelSpec
+from meshcomm.models.assumptions import check_family, check_named
+from meshcomm.models.check import Use, check_steps, is_of_tokens, small_of
+from meshcomm.models.one_step import STEPS, Program, copied
+from meshcomm.models.outside import functions_of, held_by, keeps_samples, kept, undisturbed
+from meshcomm.models.spec import ModelSpec, reduced
 from meshcomm.models.spec_model import SpecModel
 from meshcomm.models.wrapped import WrappedModule
 from meshcomm.parallel.batch_norm import batch_norms
@@ -88,10 +88,10 @@ class StepCheck:
         self._done, self.why = True, why
 
     def _copy_of(self, module: nn.Module) -> nn.Module | None:
-        count = sum(each.numel() for each in module.parameters())
+        count = sum(parameter.numel() for parameter in module.parameters())
         if count > _LARGEST:
             self._leave(f"the module has {count:,} parameters")
-        elif any(split_dims(each) for each in module.parameters()):
+        elif any(split_dims(parameter) for parameter in module.parameters()):
             self._leave("the module is split already")
         else:
             try:
@@ -109,9 +109,7 @@ class StepCheck:
         if not use.kinds and not model.family:
             return
         try:
-            spec = model.spec.small() if model.spec.small is not None else model.spec
-            with on_meta():
-                module = spec.module()
+            spec, module, count = _small_model(model)
         except Exception as error:
             self._leave("it has no small copy")
             if not use.kinds or use == Use(data=True):
@@ -125,7 +123,6 @@ class StepCheck:
         name = type(module).__name__
         if not is_of_tokens(spec, use, lambda: module, name):
             return
-        count = sum(each.numel() for each in module.parameters())
         # A family whose sizes `small` cannot reduce may not fit into memory.
         alone = model.family and count <= 5 * _LARGEST
         if self._done or (model.spec.small is None and count > _LARGEST):
@@ -134,20 +131,27 @@ class StepCheck:
         if needs_batch(model):
             return
         self._done = True
-        spec = replace(spec, weights=None)
-        batches = tokens_of(spec.vocab_size)
-        sizes = Sizes(layers=model.num_layers, norms=bool(batch_norms(module)))
-        if sizes.norms:
-            # A batch norm averages over a microbatch.
-            sizes = replace(sizes, microbatches=1)
+        norms = bool(batch_norms(module))
+        # A batch norm averages over a microbatch.
+        sizes: dict[str, Any] = {
+            "layers": model.num_layers,
+            "norms": norms,
+            "microbatches": 1 if norms else 2,
+        }
 
         def check() -> str:
             if alone:
-                check_alone(spec, name)
+                check_family(spec, lambda: small_of(spec).module(), name)
             if not use.kinds:
                 return ""
-            small = small_of(spec, batches, family=model.family, optimizer=self._optimizer)
-            return check_steps(small, use, sizes, self._settings(small), name, said_later=True)
+            program = small_of(
+                spec,
+                family=model.family,
+                train=self._settings(module),
+                optimizer=self._optimizer,
+                **sizes,
+            )
+            return check_steps(program, use, name, said_later=True)
 
         if model.family and self._optimizer is None:
             self._once(check, spec, module, sizes)
@@ -168,43 +172,46 @@ class StepCheck:
         )
         first = first_tensor(inputs)
         if isinstance(model, SpecModel):
-            spec = model.spec if model.spec.small is None else model.spec.small()
-            spec = replace(
-                spec, weights=None, loss=model.spec.loss, loss_takes_slices=model.spec.loss_takes_slices
-            )
-            with on_meta():
-                module = spec.module()
-            if spec.loss_takes_slices:
+            spec, module, count = _small_model(model)
+            spec = replace(spec, loss=model.spec.loss, loss_takes_slices=False)
+            if model.spec.loss_takes_slices:
                 self.why = "the loss is given slices"
                 return
-            if sum(each.numel() for each in module.parameters()) > _LARGEST:
+            if count > _LARGEST:
                 self.why = "the model is large, and its ModelSpec has no small="
                 return
             if spec.vocab_size and isinstance(inputs, Tensor) and inputs.ndim > 1:
                 batch = _cut(batch, spec.vocab_size if model.spec.small is not None else 0)
                 first = batch[0]
-            sizes = self._sizes_for(first, batch_norms(module), model.num_layers)
-            if not spec.vocab_size:
-                # Axis 1 of the inputs may be the channels of an image, for example.
-                sizes = replace(sizes, tokens=model.seq_len)
-            made: Callable[[], Small] = partial(
-                small_of, spec, sizes_of(batch, sizes.samples), optimizer=self._optimizer
-            )
+            # Axis 1 of inputs that are not tokens may be the channels of an image, for example.
+            length = None if spec.vocab_size else model.seq_len
+            layers = model.num_layers
+            make: Callable[..., Program] = partial(small_of, spec)
         else:
             assert self._module is not None
-            module = self._module
-            sizes = self._sizes_for(first, batch_norms(module), 1)
-            made = partial(self._given, sizes_of(batch, sizes.samples))
-        name = type(module).__name__
+            module, length, layers, make = self._module, None, 1, self._given
+        # A batch norm averages over a microbatch, so there is one per step.
+        microbatches = 1 if batch_norms(module) else min(2, self._microbatches())
+        samples = 2 * microbatches * min(2, self._train.micro_batch_size)
+        tokens = first.shape[1] if first.ndim > 1 else 1
 
         def check() -> str:
-            small = made()
-            if keeps_samples(small.loss):
+            program = make(
+                sizes_of(batch, samples),
+                train=self._settings(module),
+                optimizer=self._optimizer,
+                samples=samples,
+                tokens=tokens if length is None else length,
+                microbatches=microbatches,
+                layers=layers,
+                norms=bool(batch_norms(module)),
+            )
+            if keeps_samples(program.loss):
                 # Each rank is given samples of which the other one has kept something.
-                first = small.batches[0]
-                turned = with_tensors(lambda x: x.flip(0) if x.ndim else x, first)
-                small = small._replace(batches=[first, turned])
-            return check_steps(small, use, sizes, self._settings(small), name)
+                one = program.batches[0]
+                turned = with_tensors(lambda x: x.flip(0) if x.ndim else x, one)
+                program = program._replace(batches=[one, turned])
+            return check_steps(program, use, type(module).__name__)
 
         self._run(check, module)
         self._module = None
@@ -215,31 +222,30 @@ class StepCheck:
         """Check how a ModelSpec's module reads a dictionary of transformers' names. Arguments and errors: see `check_named`."""
         model = self._model
         assert isinstance(model, SpecModel)
-        spec = model.spec if model.spec.small is None else model.spec.small()
-        with on_meta():
-            count = sum(each.numel() for each in spec.module().parameters())
+        spec, _, count = _small_model(model)
         if count > _LARGEST:
             return
-        given = {name: each.cpu() for name, each in batch.items()}
+        tensors = {name: tensor.cpu() for name, tensor in batch.items()}
         if model.spec.small is not None and spec.vocab_size:
-            given = {
-                name: each % spec.vocab_size if name == "input_ids" else each for name, each in given.items()
+            tensors = {
+                name: tensor % spec.vocab_size if name == "input_ids" else tensor
+                for name, tensor in tensors.items()
             }
             # Classes may be fewer, too.
-            given.pop("labels", None)
-        small = small_of(spec, [read(given)[:2]])
-        module = small.module()
+            tensors.pop("labels", None)
+        program = small_of(spec, [read(tensors)[:2]])
+        module = program.module()
 
         def call(inputs: Any) -> Any:
-            return called(module, inputs, **small.named)
+            return called(module, inputs, **program.named)
 
         try:
             with undisturbed(), torch.no_grad():
-                call(given["input_ids"])
+                call(tensors["input_ids"])
         except Exception:
             return  # It may need another device.
         compares = model.own_loss is None
-        check_named(module, call, given, read, compares=compares, dtype=torch.float64)
+        check_named(module, call, tensors, read, compares=compares, dtype=torch.float64)
 
     # -- inside -----------------------------------------------------------------------------------
 
@@ -249,7 +255,8 @@ class StepCheck:
         functions = functions_of(module, None if own is None else own.function, self._optimizer)
         trained = getattr(self._model, "module", None)
         mine = set() if trained is None else {id(each) for each in trained.parameters()}
-        reached = [*modules_in(functions), getattr(None if own is None else own.function, "__self__", None)]
+        reached = [value for value, _ in held_by(functions)]
+        reached.append(getattr(None if own is None else own.function, "__self__", None))
         if any(
             isinstance(each, nn.Module) and any(id(p) in mine for p in each.parameters()) for each in reached
         ):
@@ -258,7 +265,7 @@ class StepCheck:
         with undisturbed(), kept(functions, list({type(part) for part in module.modules()})):
             self.why = check()
 
-    def _given(self, batches: list[tuple[Any, Any]]) -> Small:
+    def _given(self, batches: list[tuple[Any, Any]], **more: Any) -> Program:
         """Return the small program of a module that is already built."""
         given, own = self._module, self._model.own_loss
         assert given is not None
@@ -269,35 +276,33 @@ class StepCheck:
             assert config.parallel is not None and config.train is not None
             return WrappedModule(copy.deepcopy(given), config.parallel, config.train, copied(loss))
 
-        return Small(lambda: copy.deepcopy(given), model, batches, loss, self._optimizer)
+        return Program(lambda: copy.deepcopy(given), model, batches, loss=loss, **more)
 
     def _microbatches(self) -> int:
         train = self._train
         return train.global_batch_size // (self._copies * train.micro_batch_size)
 
-    def _sizes_for(self, first: Tensor, norms: object, layers: int) -> Sizes:
-        """Return the sizes of the small program. A batch norm averages over a microbatch, so there is one per step."""
-        microbatches = 1 if norms else min(2, self._microbatches())
-        samples = 2 * microbatches * min(2, self._train.micro_batch_size)
-        return Sizes(samples, first.shape[1] if first.ndim > 1 else 1, microbatches, layers, bool(norms))
-
-    def _settings(self, small: Small) -> dict[str, Any]:
-        """Return the settings of [train] for the small program, without patterns that match none of its parameters."""
+    def _settings(self, module: nn.Module) -> dict[str, Any]:
+        """Return the settings of [train] for a small program, without patterns that match none of its parameters."""
         train = self._train
-        found = {name: getattr(train, name) for name in _SETTINGS if train.given(name)}
-        with on_meta():
-            names = [name for name, _ in small.module().named_parameters()]
-        for setting in ("groups", "frozen"):
-            if setting in found:
-                kept = [each for each in found[setting] if any(fnmatchcase(name, each) for name in names)]
-                found[setting] = (
-                    {each: dict(found[setting][each]) for each in kept} if setting == "groups" else kept
-                )
-        if "optimizer_args" in found:
-            found["optimizer_args"] = dict(found["optimizer_args"])
-        return found
+        settings = {name: getattr(train, name) for name in _SETTINGS if train.given(name)}
+        names = [name for name, _ in module.named_parameters()]
 
-    def _once(self, check: Callable[[], str], spec: ModelSpec, module: nn.Module, sizes: Sizes) -> None:
+        def matches(pattern: str) -> bool:
+            return any(fnmatchcase(name, pattern) for name in names)
+
+        if "groups" in settings:
+            groups = train.groups.items()
+            settings["groups"] = {pattern: dict(group) for pattern, group in groups if matches(pattern)}
+        if "frozen" in settings:
+            settings["frozen"] = list(filter(matches, train.frozen))
+        if "optimizer_args" in settings:
+            settings["optimizer_args"] = dict(train.optimizer_args)
+        return settings
+
+    def _once(
+        self, check: Callable[[], str], spec: ModelSpec, module: nn.Module, sizes: Mapping[str, int]
+    ) -> None:
         """Run the check of a model of transformers, unless the same one has already passed on this host."""
         settings = [(name, getattr(self._train, name)) for name in _SETTINGS]
         described, sources = _described(spec, module), _sources(spec, module)
@@ -315,6 +320,14 @@ class StepCheck:
         with suppress(OSError):
             mark.parent.mkdir(parents=True, exist_ok=True)
             mark.write_text(self.why)
+
+
+def _small_model(model: SpecModel) -> tuple[ModelSpec, nn.Module, int]:
+    """Return the spec of the small model, its unsplit module without values, and the number of its parameters."""
+    spec = replace(reduced(model.spec), weights=None)
+    with on_meta():
+        module = spec.module()
+    return spec, module, sum(parameter.numel() for parameter in module.parameters())
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -339,13 +352,13 @@ def sizes_of(batch: tuple[Any, Any], samples: int) -> list[tuple[Any, Any]]:
     """Return the batches of all steps, with `samples` samples each, made of those of `batch`."""
     have = samples_of(batch)
     generator = torch.Generator().manual_seed(0)
-    found = []
+    batches = []
     for step in range(STEPS):
         places = torch.arange(step * samples, (step + 1) * samples)
         others = torch.randint(have, (samples,), generator=generator)
         mix = partial(_mixed, places=places, others=others, have=have, seed=step)
-        found.append(with_tensors(mix, batch))
-    return found
+        batches.append(with_tensors(mix, batch))
+    return batches
 
 
 def _mixed(x: Tensor, places: Tensor, others: Tensor, have: int, seed: int) -> Tensor:
@@ -377,10 +390,10 @@ def _use_of(parallel: ParallelConfig, sizes: Mapping[str, int], copies: int) -> 
     return Use(**used, data=copies > 1, sequence_parallel=sequence, attention=attention)
 
 
-def _described(given: Any, module: nn.Module) -> list[object]:
+def _described(spec: Any, module: nn.Module) -> list[object]:
     """Return a description of a model, excluding its code."""
     plain = (str, int, float, tuple, dict, type(None))
-    said = [(key, value) for key, value in getattr(given, "__dict__", {}).items() if isinstance(value, plain)]
+    said = [(key, value) for key, value in getattr(spec, "__dict__", {}).items() if isinstance(value, plain)]
     numbers = [
         (name, sorted((k, v) for k, v in vars(part).items() if isinstance(v, int | float | str)))
         for name, part in module.named_modules()
@@ -395,11 +408,11 @@ def _versions() -> list[str]:
 
 def _sources(spec: ModelSpec, module: nn.Module) -> list[tuple[str, str]]:
     """Return the source files of the module's classes, the specification's functions and meshcomm, with their digests."""
-    functions = [getattr(each, "func", each) for each in vars(spec).values() if callable(each)]
-    found: dict[str, str] = {}
+    functions = [getattr(value, "func", value) for value in vars(spec).values() if callable(value)]
+    files: dict[str, str] = {}
     for kind in {*map(type, module.modules()), *functions}:
         with suppress(TypeError, OSError):
             if (file := inspect.getsourcefile(kind)) is not None:
-                found[file] = ""
-    found |= {str(path): "" for path in Path(__file__).parent.parent.rglob("*.py")}
-    return [(file, hashlib.sha256(Path(file).read_bytes()).hexdigest()) for file in sorted(found)]
+                files[file] = ""
+    files |= {str(path): "" for path in Path(__file__).parent.parent.rglob("*.py")}
+    return [(file, hashlib.sha256(Path(file).read_bytes()).hexdigest()) for file in sorted(files)]

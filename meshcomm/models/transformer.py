@@ -209,7 +209,7 @@ class Transformer(nn.Module):
         seq_len: number of tokens in a full sample.
         train: provides the seed, which determines dropout together with `step` and the sample numbers; compute_dtype, for
             matmuls and for activations from the embedding to the logits, also when they are sent; and
-            activation_checkpointing. If None: seed 0, the dtype of the parameters, and no recomputation.
+            activation_checkpointing.
         packed: whether samples may be packed documents; forward then receives the document numbers.
     """
 
@@ -223,22 +223,18 @@ class Transformer(nn.Module):
         config: ModelConfig,
         stage: Stage,
         seq_len: int,
-        train: TrainConfig | None = None,
+        train: TrainConfig,
         *,
         packed: bool = False,
     ) -> None:
         super().__init__()
         self.splits = splits
         self.split = split = splits.tensor
-        self.seed, self.step = 0 if train is None else train.seed, 0
+        self.seed, self.step = train.seed, 0
         self.dropout = config.dropout
-        compute = (
-            None if train is None or train.compute_dtype is None else getattr(torch, train.compute_dtype)
-        )
+        compute = None if train.compute_dtype is None else getattr(torch, train.compute_dtype)
         self.compute: torch.dtype | None = compute
-        self.activation_checkpointing: ActivationCheckpointing = (
-            False if train is None else train.activation_checkpointing
-        )
+        self.activation_checkpointing: ActivationCheckpointing = train.activation_checkpointing
         vocab, hidden_size = config.vocab_size, config.hidden_size
         self.embed = (
             VocabParallelEmbedding(split, vocab, hidden_size, dtype=compute) if stage.is_first else None
@@ -286,17 +282,12 @@ class Transformer(nn.Module):
                 # (2, batch, 1 for all heads, sequence, head)
                 rotary = self.table[:, places(documents)[:, self.positions]].unsqueeze(2)
             for layer, block in self.layers.items():
-                x = self._through(int(layer), within(documents, block), x, rotary, drops)
+                # No random number generator is used: an element's position determines whether it is dropped.
+                call: Callable[..., Tensor] = within(documents, block)
+                x = run(self.activation_checkpointing, int(layer), call, x, rotary, self.positions, drops)
             if self.norm is not None and self.head is not None:
                 x = self.head(self.split.enter(self.norm(x)))
         return x
-
-    def _through(
-        self, layer: int, block: Callable[..., Tensor], x: Tensor, rotary: Tensor, drops: Drops | None
-    ) -> Tensor:
-        # No random number generator is used: an element's position determines whether it is dropped.
-        y: Tensor = run(self.activation_checkpointing, layer, block, x, rotary, self.positions, drops)
-        return y
 
 
 def rotary_table(seq_len: int, head_dim: int, theta: float) -> Tensor:

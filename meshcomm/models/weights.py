@@ -7,6 +7,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, NamedTuple, Protocol, TypeAlias, final
@@ -74,17 +75,17 @@ def write(module: nn.Module, value: Callable[[str, tuple[int, ...]], Any]) -> No
     fused = fused_parts(module)
     for name, parameter in module.named_parameters():
         own = Kept(parameter, fused[name]) if name in fused else None
-        found = value(name, whole_shape(parameter) if own is None else own.shape)
-        if not isinstance(found, Stored) or parts_of(parameter):
-            found = found[:] if isinstance(found, Stored) else found
-            assign(parameter, found if own is None else kept(found, own.parts))
+        full = value(name, whole_shape(parameter) if own is None else own.shape)
+        if not isinstance(full, Stored) or parts_of(parameter):
+            full = full.whole() if isinstance(full, Stored) else full
+            assign(parameter, full if own is None else kept(full, own.parts))
         elif own is None:
             held = local(parameter)
-            found.copy(offsets(parameter) if isinstance(parameter, DTensor) else (0,) * held.ndim, held)
+            full.copy(offsets(parameter) if isinstance(parameter, DTensor) else (0,) * held.ndim, held)
         else:
             for piece in own.pieces():
                 values = torch.empty(piece.shape, dtype=piece.held.dtype, device=piece.held.device)
-                found.copy(piece.at, values)
+                full.copy(piece.at, values)
                 piece.write(values)
 
 
@@ -176,24 +177,22 @@ class Folder:
         """
         names, transposed, convert = source
         if convert is not None:
-            return _Converted([self.read(Source(each), ()) for each in _flat(names)], convert, names, shape)
+            return _converted([self.read(Source(each), ()) for each in _flat(names)], convert, names, shape)
         if isinstance(names, str):
-            return _One(self, names, shape, transposed)
+            return _one(self, names, shape, transposed)
         pieces = [[self.read(Source(each, transposed), ()) for each in row] for row in names]
-        return _Stacked(pieces, names, shape, self._path)
+        return _stacked(pieces, names, shape, self._path)
 
     def read_twice(self, sources: Sequence[Source], shape: tuple[int, ...]) -> Stored:
         """Like `read`, for a tensor that may be stored under several names.
 
         Reading a slice raises TrainingError if the copies differ in this slice.
         """
-        there = [each for each in sources if self._called(_flat(each.names)[0]) in self._places] or sources[
-            :1
-        ]
-        stored = [self.read(each, shape) for each in there]
-        if len(stored) == 1:
-            return stored[0]
-        return _Twice(stored[0], stored[1], (str(there[0].names), str(there[1].names)), self._path)
+        present = [each for each in sources if self._called(_flat(each.names)[0]) in self._places]
+        first, *others = (self.read(each, shape) for each in present or sources[:1])
+        return (
+            _twice(first, others[0], [str(each.names) for each in present], self._path) if others else first
+        )
 
     def piece(self, name: str) -> Any:
         """Return the safetensors package's object for a tensor, from which slices can be read."""
@@ -248,136 +247,121 @@ class Folder:
         self._mapped = 0
 
 
+@final
+@dataclass(frozen=True)
 class Stored:
-    """A full tensor on disk. shape: the parameter's shape."""
+    """A full tensor on disk.
+
+    shape: the parameter's shape. copy: copies the slice that starts at a place to a tensor, block by block. The tensor has the
+    slice's shape and any dtype.
+    """
 
     shape: tuple[int, ...]
+    copy: Callable[[Sequence[int], Tensor], None]
 
-    def copy(self, at: Sequence[int], into: Tensor) -> None:
-        """Copy the slice that starts at `at` to `into`, block by block. `into` sets the slice's shape and may have any
-        dtype.
-        """
-        raise NotImplementedError
-
-    def __getitem__(self, at: slice) -> Tensor:
-        """Return the full tensor, for a parameter that is kept in a different order. Only `[:]` is supported."""
-        assert at == slice(None)
-        whole = torch.empty(self.shape, dtype=torch.float64)
-        self.copy((0,) * len(self.shape), whole)
-        return whole
+    def whole(self) -> Tensor:
+        """Return the full tensor, for a parameter that is kept in a different order."""
+        full = torch.empty(self.shape, dtype=torch.float64)
+        self.copy((0,) * len(self.shape), full)
+        return full
 
 
-@final
-class _One(Stored):
-    def __init__(self, folder: Folder, name: str, shape: tuple[int, ...], transposed: bool) -> None:
-        held = folder.piece(name)
-        found = tuple(held.get_shape())
-        if shape and (found[::-1] if transposed else found) != shape:
-            expected = f"{shape[::-1] if transposed else shape}, as in the model"
-            raise folder.refused(name, f"shape {found}", expected, ShapeError)
-        if held.get_dtype() not in _FLOATS:
-            expected = f"one of {', '.join(_FLOATS)}; meshcomm does not train quantized weights"
-            raise folder.refused(name, f"dtype {held.get_dtype()}", expected, TrainingError)
-        self.shape = found[::-1] if transposed else found
-        self._folder, self._name, self._transposed = folder, name, transposed
+def _one(folder: Folder, name: str, shape: tuple[int, ...], transposed: bool) -> Stored:
+    held = folder.piece(name)
+    size = tuple(held.get_shape())
+    if shape and (size[::-1] if transposed else size) != shape:
+        expected = f"{shape[::-1] if transposed else shape}, as in the model"
+        raise folder.refused(name, f"shape {size}", expected, ShapeError)
+    if held.get_dtype() not in _FLOATS:
+        expected = f"one of {', '.join(_FLOATS)}; meshcomm does not train quantized weights"
+        raise folder.refused(name, f"dtype {held.get_dtype()}", expected, TrainingError)
+    shape = size[::-1] if transposed else size
 
-    def copy(self, at: Sequence[int], into: Tensor) -> None:
-        """See Stored."""
+    def copy(at: Sequence[int], into: Tensor) -> None:
         if not into.numel():
             return
         if not into.ndim:
-            into.copy_(self._folder.piece(self._name)[...])
+            into.copy_(folder.piece(name)[...])
             return
         sizes = list(into.shape)
         # Blocks are ranges of the file's first axis, so that the pages of a block are adjacent.
-        along = len(sizes) - 1 if self._transposed else 0
-        row = math.prod(self.shape) // self.shape[along] * _LARGEST
+        along = len(sizes) - 1 if transposed else 0
+        row = math.prod(shape) // shape[along] * _LARGEST
         step = max(1, _MAPPED_BYTES // row)
         for begin in range(0, sizes[along], step):
             end = min(begin + step, sizes[along])
             part = [slice(first, first + n) for first, n in zip(at, sizes, strict=True)]
             part[along] = slice(at[along] + begin, at[along] + end)
-            held = self._folder.piece(self._name)
-            values = held[tuple(reversed(part))].T if self._transposed else held[tuple(part)]
+            held = folder.piece(name)
+            values = held[tuple(reversed(part))].T if transposed else held[tuple(part)]
             into.narrow(along, begin, end - begin).copy_(values)
             del held, values
-            self._folder.mapped((end - begin) * row)
+            folder.mapped((end - begin) * row)
+
+    return Stored(shape, copy)
 
 
-@final
-class _Twice(Stored):
-    """A tensor that a folder stores under two names."""
+def _twice(first: Stored, second: Stored, names: Sequence[str], path: Path) -> Stored:
+    """Return a tensor that a folder stores under two names."""
 
-    def __init__(self, first: Stored, second: Stored, names: tuple[str, str], path: Path) -> None:
-        self.shape, self._parts, self._names, self._path = first.shape, (first, second), names, path
-
-    def copy(self, at: Sequence[int], into: Tensor) -> None:
-        """See Stored."""
+    def copy(at: Sequence[int], into: Tensor) -> None:
         other = torch.empty_like(into)
-        for part, values in zip(self._parts, (into, other), strict=True):
-            part.copy(at, values)
+        first.copy(at, into)
+        second.copy(at, other)
         if not torch.equal(into, other):
             raise TrainingError(
-                f"{' and '.join(self._names)} are one weight in config.json, but two in the weights",
-                given=f"different values under the two names in {self._path}",
+                f"{' and '.join(names)} are one weight in config.json, but two in the weights",
+                given=f"different values under the two names in {path}",
                 expected="equal values, or only one of the two; transformers does not tie different weights",
                 hint='set "tie_word_embeddings": false in config.json',
             )
 
+    return Stored(first.shape, copy)
 
-@final
-class _Converted(Stored):
-    """A tensor that is computed from others, which are read in full."""
 
-    def __init__(
-        self,
-        pieces: list[Stored],
-        convert: Callable[[list[Tensor]], Tensor],
-        names: Names,
-        shape: tuple[int, ...],
-    ) -> None:
-        self.shape, self._pieces, self._convert, self._names = shape, pieces, convert, names
+def _converted(
+    pieces: list[Stored], convert: Callable[[list[Tensor]], Tensor], names: Names, shape: tuple[int, ...]
+) -> Stored:
+    """Return a tensor that is computed from others, which are read in full."""
 
-    def copy(self, at: Sequence[int], into: Tensor) -> None:
-        """See Stored."""
-        whole = self._convert([piece[:].to(into.dtype) for piece in self._pieces])
-        if tuple(whole.shape) != self.shape:
+    def copy(at: Sequence[int], into: Tensor) -> None:
+        whole = convert([piece.whole().to(into.dtype) for piece in pieces])
+        if tuple(whole.shape) != shape:
             raise ShapeError(
-                f"the tensor made from {_flat(self._names)[0]} does not fit the model",
+                f"the tensor made from {_flat(names)[0]} does not fit the model",
                 given=f"shape {tuple(whole.shape)}",
-                expected=f"{self.shape}, as in the model",
+                expected=f"{shape}, as in the model",
                 hint="use config.json and weights of the same model",
             )
         into.copy_(whole[tuple(slice(first, first + n) for first, n in zip(at, into.shape, strict=True))])
 
+    return Stored(shape, copy)
 
-@final
-class _Stacked(Stored):
-    """A tensor stacked from several tensors (rows, ...), each of which is a range of rows at one index of axis 0."""
 
-    def __init__(self, pieces: list[list[Stored]], names: Names, shape: tuple[int, ...], path: Path) -> None:
-        rows = {tuple(piece.shape for piece in row) for row in pieces}
-        found = next(iter(rows))
-        whole = (len(pieces), sum(each[0] for each in found), *found[0][1:])
-        if len(rows) > 1 or (shape and whole != shape):
-            raise ShapeError(
-                f"{_flat(names)[0]} and the tensors stacked with it do not fit the model",
-                given=f"{len(pieces)} times {' and '.join(map(str, found))} in {path}",
-                expected=f"{shape} together",
-                hint="use config.json and weights of the same model",
-            )
-        self.shape, self._pieces = whole, pieces
+def _stacked(pieces: list[list[Stored]], names: Names, shape: tuple[int, ...], path: Path) -> Stored:
+    """Return a tensor stacked from several tensors (rows, ...), each of which is a range of rows at one index of axis 0."""
+    rows = {tuple(piece.shape for piece in row) for row in pieces}
+    usual = next(iter(rows))
+    whole = (len(pieces), sum(each[0] for each in usual), *usual[0][1:])
+    if len(rows) > 1 or (shape and whole != shape):
+        raise ShapeError(
+            f"{_flat(names)[0]} and the tensors stacked with it do not fit the model",
+            given=f"{len(pieces)} times {' and '.join(map(str, usual))} in {path}",
+            expected=f"{shape} together",
+            hint="use config.json and weights of the same model",
+        )
 
-    def copy(self, at: Sequence[int], into: Tensor) -> None:
-        """See Stored."""
+    def copy(at: Sequence[int], into: Tensor) -> None:
         for place, target in enumerate(into):
             first = 0
-            for piece in self._pieces[at[0] + place]:
+            for piece in pieces[at[0] + place]:
                 begin = max(at[1], first)
                 end = min(at[1] + target.shape[0], first + piece.shape[0])
                 if begin < end:
                     piece.copy((begin - first, *at[2:]), target[begin - at[1] : end - at[1]])
                 first += piece.shape[0]
+
+    return Stored(whole, copy)
 
 
 def _flat(names: Names) -> tuple[str, ...]:

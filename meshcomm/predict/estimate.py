@@ -56,13 +56,15 @@ class Counts(NamedTuple):
 
 @dataclass(frozen=True)
 class Workload:
-    """The training run that a configuration describes. parts: the parts in use. model: the model, with all sizes set.
-    expert_layers: the number of layers with experts. counts: the model's parameter counts, if they are known.
+    """The training run that a configuration describes. settings: the configuration. parts: the parts in use. model: the
+    model, with all sizes set. expert_layers: the number of layers with experts. counts: the model's parameter counts, if they
+    are known.
 
     activation_bytes: bytes per activation element, and per weight element gathered by FSDP.
     weight_bytes: bytes per weight element. reduced_bytes: bytes per gradient element reduced by FSDP.
     """
 
+    settings: Config
     parts: tuple[ParallelRole, ...]
     parallel: ParallelConfig
     model: ModelConfig
@@ -133,6 +135,22 @@ def workload(settings: Config, counts: Counts | None = None) -> Workload:
 
     Raises ConfigError if `settings` does not describe training, or if it fixes where ranks are placed.
     """
+    work, mesh = _workload(settings, counts), settings.mesh
+    # Settings that are valid only for the configured dim sizes, or that would override a new order of the dims.
+    fixed = [f"mesh.{name}" for name in ("ranks", "rank_order") if getattr(mesh, name) is not None]
+    fixed += [f"mesh.views.{name}" for name in mesh.views if name != settings.expert_view]
+    fixed += [f"mesh.dims.{dim}" for dim in mesh.dims if dim not in work.parallel.parts.values()]
+    if fixed:
+        raise ConfigError(
+            f"{fixed[0]} applies only to the configured mesh, but tune looks for a different one",
+            given=f"{settings.source} with {fixed[0]}",
+            expected="only the dims that [parallel] names, and the view that contains its expert dim",
+            hint=f"--set {fixed[0]}=   (an empty value removes it)",
+        )
+    return work
+
+
+def _workload(settings: Config, counts: Counts | None = None) -> Workload:
     parallel, model, data, train = settings.parallel, settings.model, settings.data, settings.train
     if parallel is None or model is None or data is None or train is None:
         raise ConfigError(
@@ -141,7 +159,7 @@ def workload(settings: Config, counts: Counts | None = None) -> Workload:
             expected="all four sections, from which bytes and memory are computed",
             hint="meshcomm new writes a config that has them all",
         )
-    model, mesh = model.sized("bytes and memory"), settings.mesh
+    model = model.sized("bytes and memory")
     named = {"model.lora": model.lora, "train.frozen": train.frozen}
     if some := [name for name, value in named.items() if value]:
         raise ConfigError(
@@ -150,23 +168,13 @@ def workload(settings: Config, counts: Counts | None = None) -> Workload:
             expected="training of all parameters",
             hint=f"meshcomm dryrun {settings.source}, which counts only trained parameters, on one mesh",
         )
-    # Settings that are valid only for the configured dim sizes, or that would override a new order of the dims.
-    fixed = [f"mesh.{name}" for name in ("ranks", "rank_order") if getattr(mesh, name) is not None]
-    fixed += [f"mesh.views.{name}" for name in mesh.views if name != settings.expert_view]
-    fixed += [f"mesh.dims.{dim}" for dim in mesh.dims if dim not in parallel.parts.values()]
-    if fixed:
-        raise ConfigError(
-            f"{fixed[0]} applies only to the configured mesh, but tune looks for a different one",
-            given=f"{settings.source} with {fixed[0]}",
-            expected="only the dims that [parallel] names, and the view that contains its expert dim",
-            hint=f"--set {fixed[0]}=   (an empty value removes it)",
-        )
     costs = part_costs(model, data.seq_len)
     with_experts = sum(map(model.has_experts, range(model.num_layers)))
     if counts is not None:
         with_experts = sum(map(bool, counts.experts))
         costs = costs._replace(layers=_costs(model, counts, data.seq_len))
     return Workload(
+        settings=settings,
         parts=tuple(parallel.parts),
         parallel=parallel,
         model=model,
@@ -344,13 +352,13 @@ def flows(work: Workload, sizes: Sizes) -> list[Flow]:
     return [flow for flow in (*found, *_gradients(work, sizes)) if flow.calls]
 
 
-def expected(settings: Config, world: int) -> list[Flow]:
+def expected(settings: Config, world: int | None) -> list[Flow]:
     """Return the calls in a step along dims of size 2 or more. In the result, `along` names dims instead of parts, and `calls`
-    covers the full step.
+    covers the full step. world: the number of processes; it may be None if every size is given.
 
     Raises ConfigError if `settings` does not describe training.
     """
-    work = workload(settings)
+    work = _workload(settings)
     mesh, parallel = settings.resolved(world).mesh, work.parallel
     view = parallel.expert_view(mesh.views)
     sizes = {**mesh.dims, **(mesh.views[view] if view is not None else {})}
@@ -358,7 +366,7 @@ def expected(settings: Config, world: int) -> list[Flow]:
     copies = tuple(dim for dim in parallel.expert_gradient_dims(mesh.views) if sizes[dim] > 1)
     shards = copies[-1:] if "shard" in work.parts else ()
     dims |= {REPLICA: copies[: len(copies) - len(shards)], EXPERT_SHARD: shards}
-    number = work.train.global_batch_size // (parallel.copies(mesh.dims) * work.train.micro_batch_size)
+    number = settings.microbatches(mesh.dims)
     played = {part: sizes[dims[part][0]] for part in (*BASE, "expert") if part in dims}
     replicas = math.prod(sizes[dim] for dim in dims[REPLICA]) if shards else 1
     found = []

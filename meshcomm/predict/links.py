@@ -12,13 +12,16 @@ from typing import Final, NamedTuple, final
 import numpy as np
 
 from meshcomm.config import Link, TopologyConfig
+from meshcomm.config.of_model import TOPOLOGY
 from meshcomm.errors import ConfigError
 from meshcomm.layout import Ranks
 
 # Assumed, not measured: realistic speeds per GPU of a machine like NVIDIA's DGX H100, over NVLink
 # and over its share of eight 400 Gbit/s ports. `[topology.links]` overrides them.
-ASSUMED_NODE: Final = Link(latency_us=2.0, bandwidth_gbytes_s=300.0)
-ASSUMED_NETWORK: Final = Link(latency_us=10.0, bandwidth_gbytes_s=50.0)
+ASSUMED_NODE, ASSUMED_NETWORK = (Link(**TOPOLOGY["links"][name]) for name in ("node", "network"))
+# The throughput of Llama 3 405B training on an H100 in bfloat16 (380 to 430 TFLOPS, Grattafiori et al. 2024), and the H100's
+# memory. `[topology]` overrides them.
+ASSUMED_TFLOPS, ASSUMED_MEMORY_GB = float(TOPOLOGY["tflops"]), float(TOPOLOGY["memory_gbytes"])
 # The environment variables in which torchrun and MPI give the number of ranks on this node.
 _LOCAL_SIZES: Final = (
     "LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "MV2_COMM_WORLD_LOCAL_SIZE",

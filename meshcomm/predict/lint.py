@@ -8,17 +8,15 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from meshcomm.config import Config, TopologyConfig
-from meshcomm.config.parallel import PARTS, ParallelRole
+from meshcomm.config.parallel import USUAL_NAMES, ParallelRole
 from meshcomm.config.rules_mesh import chosen
 from meshcomm.errors import MeshcommError
 from meshcomm.layout import Layout, Plan
 from meshcomm.layout.sizes import divisors, ranks_text, toml_dims
-from meshcomm.predict.links import Machine, Placed, Span, machine, places_of, span
+from meshcomm.predict.links import ASSUMED_MEMORY_GB, Machine, Placed, Span, machine, places_of, span
 
 # The largest share of a rank's memory that its communicators should use.
 _MEMORY_SHARE: Final = 0.1
-# The memory assumed per rank if it is not configured: that of an 80 GB accelerator.
-_MEMORY_GB: Final = 80.0
 # The size of one NCCL communicator after its first all_reduce, in megabytes, as a user measured it on four A100s
 # with NVLink under PyTorch in 2023: 544 for two ranks, 688 for more (github.com/NVIDIA/nccl, issue 964).
 # It grows with the number of channels (issue 986), so it differs on other machines.
@@ -29,11 +27,6 @@ GLOO_DESCRIPTORS: Final = 4
 # The number of nodes and ranks that a finding lists.
 _NODES: Final = 4
 _ORDERED: Final = 16
-# The usual names of dims, for configurations without [parallel].
-_NAMES: Final[dict[str, ParallelRole]] = {part: part for part in PARTS} | {
-    "tp": "tensor", "pp": "pipeline", "dp": "data", "fsdp": "shard", "dp_shard": "shard", "cp": "context",
-    "ep": "expert",
-}  # fmt: skip
 
 
 class LintFinding(NamedTuple):
@@ -161,7 +154,7 @@ def roles(settings: Config) -> dict[str, ParallelRole]:
     if settings.parallel is not None:
         return {dim: part for part, dim in settings.parallel.parts.items()}
     names = [*settings.mesh.dims, *(name for sizes in settings.mesh.views.values() for name in sizes)]
-    return {name: _NAMES[name] for name in names if name in _NAMES}
+    return {name: USUAL_NAMES[name] for name in names if name in USUAL_NAMES}
 
 
 class _Case(NamedTuple):
@@ -278,7 +271,7 @@ def _communicators(
     settings: Config, plan: Plan, topology: TopologyConfig, world: int, descriptor_limit: int | None
 ) -> Iterator[LintFinding]:
     cost = footprint(settings, plan, world)
-    memory_gb = topology.memory_gbytes or _MEMORY_GB
+    memory_gb = topology.memory_gbytes or ASSUMED_MEMORY_GB
     if cost.nccl_mb > _MEMORY_SHARE * memory_gb * 1000:
         assumed = "" if topology.memory_gbytes else ", assumed"
         yield LintFinding(

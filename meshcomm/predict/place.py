@@ -10,9 +10,11 @@ from math import prod
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeAlias
 
-from meshcomm.config import Config, TopologyConfig, load_config
-from meshcomm.config.parallel import ParallelRole, runs
+from meshcomm.config import Config, Resolved, TopologyConfig, load_config
+from meshcomm.config.of_model import expert_view
+from meshcomm.config.parallel import ParallelRole
 from meshcomm.config.parse import parse_toml
+from meshcomm.config.rules import broken
 from meshcomm.config.write import check_ending, plain, toml_text, write_whole
 from meshcomm.errors import ConfigError
 from meshcomm.layout.names import did_you_mean
@@ -29,14 +31,18 @@ from meshcomm.predict.estimate import (
     memory,
     workload,
 )
-from meshcomm.predict.links import Machine, Span, known_machine, span, strided
+from meshcomm.predict.links import (
+    ASSUMED_MEMORY_GB,
+    ASSUMED_TFLOPS,
+    Machine,
+    Span,
+    known_machine,
+    span,
+    strided,
+)
 from meshcomm.predict.passes import bubble
 from meshcomm.predict.times import Operation, backend_lines, fastest
 
-# Defaults if [topology] does not set these values: the throughput of Llama 3 405B training on an H100 in bfloat16 (380
-# to 430 TFLOPS, Grattafiori et al. 2024), and the H100's memory.
-ASSUMED_TFLOPS: Final = 400.0
-ASSUMED_MEMORY_GB: Final = 80.0
 # Times whose relative difference is at most this are considered equal.
 _SAME: Final = 1e-9
 # The parts whose ranks the experts are distributed across.
@@ -265,15 +271,19 @@ def trainable(work: Workload, world: int) -> Iterator[Sizes]:
     played = [part for part in BASE if part in work.parts]
     for factors in _factors(world, len(played)):
         sizes = Sizes(**dict(zip(played, factors, strict=True)))
+        if not _passes(work, sizes):
+            continue
         copies = sizes.data * sizes.shard
-        number, rest = divmod(work.train.global_batch_size, copies * work.train.micro_batch_size)
-        if rest or not _splits(work, sizes):
-            continue
-        sizes = sizes._replace(microbatches=number)
-        if "pipeline" in work.parts and not runs(work.parallel.options.schedule, number, sizes.pipeline):
-            continue
+        number = work.train.global_batch_size // (copies * work.train.micro_batch_size)
         experts = divisors(copies * sizes.context) if "expert" in work.parts else [1]
-        yield from (sizes._replace(expert=n) for n in experts if n == 1 or work.model.experts % n == 0)
+        each = (sizes._replace(microbatches=number, expert=expert) for expert in experts)
+        yield from (found for found in each if found.expert == 1 or _passes(work, found))
+
+
+def _passes(work: Workload, sizes: Sizes) -> bool:
+    """Return whether the rules of a config find no problem with these sizes."""
+    dims = {dim: getattr(sizes, part) for part, dim in work.parallel.parts.items()}
+    return next(broken(work.settings.rules, Resolved(work.settings, dims)), None) is None
 
 
 def orders(work: Workload, sizes: Sizes) -> Iterator[_Order]:
@@ -321,24 +331,6 @@ def _factors(world: int, count: int) -> Iterator[Sequence[int]]:
             yield [first, *rest]
 
 
-def _splits(work: Workload, sizes: Sizes) -> bool:
-    """Return whether heads, layers and tokens can be split this way, according to meshcomm.config.rules."""
-    model, options, tensor, context = work.model, work.parallel.options, sizes.tensor, sizes.context
-    vocab_size = model.vocab_size if model.is_built_in else 0
-    split = (model.num_heads, model.num_kv_heads, model.intermediate_size, vocab_size)
-    ring, kv_heads = context > 1 and not work.ulysses, model.num_kv_heads // tensor
-    return not (
-        any(number % tensor for number in split)
-        or (sizes.pipeline > 1 and model.num_layers < sizes.pipeline * options.stages_per_rank)
-        or work.seq_len % (context * (1 + ring))
-        or (options.sequence_parallel and work.seq_len // context % tensor)
-        or (ring and any(window is not None and window < work.seq_len for window in model.windows))
-        # Heads must be split evenly. kv heads must be split evenly too, or each must be repeated the same number of times.
-        or (work.ulysses and model.num_heads // tensor % context)
-        or (work.ulysses and kv_heads % context and context % kv_heads)
-    )
-
-
 # -- as a file ---------------------------------------------------------------------------------------
 
 
@@ -367,20 +359,9 @@ def placed_data(settings: Config, placement: Placement) -> dict[str, Any]:
     if parallel.expert is not None and settings.expert_view is not None:
         old, dims = settings.mesh.views[settings.expert_view], (*settings.mesh.dims, parallel.expert)
         copies = next((name for name in old if name not in dims), _COPIES_NAME)
-        view = _expert_view(parallel.parts, copies, placement)
+        block = [dim for part, dim in parallel.parts.items() if part in _BLOCK]
+        ranks = prod(placement.dims.get(part, 1) for part in _BLOCK)
+        pair = {copies: ranks // placement.expert, parallel.expert: placement.expert}
+        view = expert_view(data["mesh"]["dims"], block, pair)
         data["mesh"]["views"] = {settings.expert_view: view}
     return data
-
-
-def _expert_view(names: Mapping[ParallelRole, str], copies: str, placement: Placement) -> dict[str, int]:
-    """Return the view that factors the block of data, shard and context into copies and experts."""
-    total = prod(placement.dims.get(part, 1) for part in _BLOCK)
-    pair = {copies: total // placement.expert, names["expert"]: placement.expert}
-    found: dict[str, int] = {}
-    inside = [part for part in _BLOCK if placement.dims.get(part, 1) > 1]
-    for part, size in placement.dims.items():
-        if part in inside:
-            found |= pair
-        elif part in ("pipeline", "tensor"):
-            found[names[part]] = size
-    return found if inside else {**pair, **found}

@@ -46,7 +46,7 @@ def schedule_facts(config: Config, world_size: int | None = None) -> Facts:
         raise _nothing(f"{given}, mesh.dims = {toml(sizes)}", "a dim of 2 or more ranks in parallel.pipeline")
     model = model.sized("a schedule")
     ranks, each = sizes[parallel.pipeline], parallel.options.stages_per_rank
-    microbatches = train.global_batch_size // (parallel.copies(sizes) * train.micro_batch_size)
+    microbatches = config.microbatches(sizes)
     if max(microbatches * ranks * each, model.num_layers) > _PASSES:
         raise ConfigError(
             f"{config.source}: the schedule has too many passes to draw",

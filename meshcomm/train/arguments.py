@@ -21,8 +21,8 @@ from meshcomm.mesh import Mesh
 from meshcomm.mesh.all_ranks import is_first, on_all_ranks
 from meshcomm.mesh.source import CONFIG_VARIABLE, OVERRIDES_VARIABLE
 from meshcomm.models import ModelSpec, model_of
+from meshcomm.models.assumptions import check_named
 from meshcomm.models.build import no_adapters, with_lora
-from meshcomm.models.named_batch import check_named
 from meshcomm.models.spec_model import SpecModel
 from meshcomm.models.step_check import StepCheck, needs_batch
 from meshcomm.models.wrapped import WrappedModule

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from math import prod
 from typing import Any
 
 from meshcomm.config import Config, TopologyConfig
 from meshcomm.config.model import FACTS
-from meshcomm.config.section import Table
 from meshcomm.layout import Layout
 from meshcomm.predict.estimate import Flow, expected
 from meshcomm.predict.links import Machine, machine, span
@@ -45,7 +43,7 @@ def page_facts(settings: Config, world: int | None, topology: TopologyConfig) ->
         "ranks_per_node": topology.ranks_per_node,
         "nodes_per_rack": topology.nodes_per_rack,
         "trains": _trains(filled, layout),
-        "traffic": predicted_traffic(filled, layout, topology),
+        "traffic": predicted_traffic(filled, world, layout, topology),
     }
 
 
@@ -63,7 +61,9 @@ def _trains(settings: Config, layout: Layout) -> Facts | None:
     }
 
 
-def predicted_traffic(settings: Config, layout: Layout, topology: TopologyConfig) -> Facts | None:
+def predicted_traffic(
+    settings: Config, world: int | None, layout: Layout, topology: TopologyConfig
+) -> Facts | None:
     """Return the calls that the rank with the most layers makes in one step, as estimated by `tune`, with their dims.
 
     settings: settings with every size filled in. Returns None if the settings have no training or no model sizes. size_bytes:
@@ -78,18 +78,10 @@ def predicted_traffic(settings: Config, layout: Layout, topology: TopologyConfig
     # A model that is built by code has no sizes here. The mesh can still be shown.
     if any(getattr(model, name) is None for name in FACTS):
         return None
-    # Leave out settings that change the placement of ranks but not the traffic, because `workload` rejects them.
-    played = {
-        dim: size for dim, size in settings.mesh.dims.items() if dim in settings.parallel.parts.values()
-    }
-    views = {name: sizes for name, sizes in settings.mesh.views.items() if name == settings.expert_view}
-    plain = {"dims": Table(played), "views": Table(views), "ranks": None, "rank_order": None}
-    mesh = settings.mesh.model_copy(update=plain)
-    found = expected(settings.model_copy(update={"mesh": mesh}), prod(played.values()))
     where = machine(topology)
     return {
         "links": None if where is None else [str(level) for level in where.levels],
-        "rows": [_row(each, layout, where) for each in found],
+        "rows": [_row(each, layout, where) for each in expected(settings, world)],
     }
 
 

@@ -16,7 +16,7 @@ from meshcomm.config import load_config
 from meshcomm.config.of_model import is_of_model, placed_on, training_of
 from meshcomm.config.pretrained import sizes_of
 from meshcomm.errors import ConfigError
-from meshcomm.models.counts import counts_of
+from meshcomm.models.hf import counts_of
 from meshcomm.predict.estimate import Sizes, weights, workload
 
 PUBLISHED = Path(__file__).parents[2] / "configs" / "published"

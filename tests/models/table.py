@@ -35,7 +35,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 _PLAIN = ("dp4", "fsdp4")
 # What the defaults of a family leave open, or have and no mesh trains.
 _SAID: dict[str, dict[str, Any]] = {
-    # Encoders, unless told otherwise: see `check_alone`.
+    # Encoders, unless told otherwise: see `check_family`.
     **{
         name: {"is_decoder": True}
         for name in (

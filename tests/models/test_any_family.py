@@ -416,7 +416,7 @@ def test_what_is_once_checked_is_noted(name: str, tmp_path: Path, monkeypatch: p
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     calls: list[str] = []
 
-    def counted(small: Any, use: Any, sizes: Any, train: Any, name: str, **more: Any) -> str:
+    def counted(program: Any, use: Any, name: str, **more: Any) -> str:
         calls.append(name)
         return ""
 

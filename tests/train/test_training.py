@@ -17,7 +17,7 @@ from rich.console import Console
 from torch import Tensor
 
 import meshcomm
-from meshcomm.config import Config, ModelConfig, load_config
+from meshcomm.config import Config, ModelConfig, TrainConfig, load_config
 from meshcomm.errors import TrainingError
 from meshcomm.mesh import Mesh
 from meshcomm.models.transformer import Transformer, initialise
@@ -39,6 +39,7 @@ TINY: dict[str, Any] = {
     "data": {"seq_len": 16, "max_bytes": 200_000},
     "train": {"steps": 6, "global_batch_size": 8, "micro_batch_size": 2, "warmup_steps": 2, "seed": 7},
 }
+ONE_STEP = TrainConfig(steps=1, global_batch_size=1, micro_batch_size=1)
 
 
 def tiny(*overrides: str) -> Config:
@@ -98,7 +99,7 @@ def plain_logits(weights: dict[str, Tensor], config: ModelConfig, tokens: Tensor
 def test_the_model_is_the_transformer_it_says_it_is() -> None:
     config = ModelConfig(num_layers=2, hidden_size=24, num_heads=6, num_kv_heads=2, intermediate_size=40)
     split = Splits.of(TensorSplit(cast(Mesh, NoMesh()), None, torch.float64))
-    model = Transformer(split, config, Stage(0, 1, range(2)), 9)
+    model = Transformer(split, config, Stage(0, 1, range(2)), 9, ONE_STEP)
     initialise(model, config, seed=1)
     weights = {name: p.detach() for name, p in model.named_parameters()}
     tokens = torch.randint(256, (3, 9), generator=torch.Generator().manual_seed(0))
@@ -110,7 +111,7 @@ def test_weights_follow_from_the_seed_and_the_name_alone() -> None:
     split = Splits.of(TensorSplit(cast(Mesh, NoMesh()), None))
 
     def drawn(seed: int, stage: Stage) -> dict[str, Tensor]:
-        model = Transformer(split, config, stage, 4)
+        model = Transformer(split, config, stage, 4, ONE_STEP)
         initialise(model, config, seed)
         return dict(model.named_parameters())
 
@@ -173,6 +174,7 @@ def test_a_run_tells_every_rank_the_same_and_writes_metrics_once(pool: Pool, tmp
         cast(ModelConfig, config.model),
         Stage(0, 1, range(3)),
         16,
+        ONE_STEP,
     )
     assert start.parameters == sum(parameter.numel() for parameter in one.parameters())
     assert (start.steps, start.tokens_per_step, start.text_bytes) == (4, 8 * 16, 200_000)

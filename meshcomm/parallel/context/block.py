@@ -94,13 +94,7 @@ class Attention:
             keys, values = k[:, :, here], v[:, :, here]
             if (repeats := q.shape[1] // k.shape[1]) > 1:
                 keys, values = (x.repeat_interleave(repeats, 1) for x in (keys, values))
-            seen = torch.ones((), dtype=torch.bool, device=q.device)
-            if self.causal:
-                places = torch.arange(max(end, here.stop), device=q.device)
-                before = places[first:end, None] - places[here]
-                seen = (before >= 0) & (before < window)
-            if documents is not None:
-                seen = seen & same_document(documents[:, first:end], documents[:, here])[:, None]
+            seen = seen_keys(slice(first, end), here, window if self.causal else None, documents, q.device)
             outs.append(
                 F.scaled_dot_product_attention(
                     q[:, :, first:end], keys, values, attn_mask=seen, scale=self.scale
@@ -161,6 +155,20 @@ def check_window(call: str, causal: bool, window: int | None) -> None:
             expected="1 or more keys for each query, including its own, with causal=True",
             hint="window=None for all keys",
         )
+
+
+def seen_keys(
+    queries: slice, keys: slice, window: int | None, documents: Tensor | None, device: torch.device
+) -> Tensor:
+    """Return which keys the queries attend to: bool, (queries, keys), or (batch, 1, queries, keys) with documents."""
+    seen = torch.ones((), dtype=torch.bool, device=device)
+    if window is not None:
+        places = torch.arange(max(queries.stop, keys.stop), device=device)
+        before = places[queries, None] - places[keys]
+        seen = (before >= 0) & (before < window)
+    if documents is not None:
+        seen = seen & same_document(documents[:, queries], documents[:, keys])[:, None]
+    return seen
 
 
 def same_document(queries: Tensor, keys: Tensor) -> Tensor:

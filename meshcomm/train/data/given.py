@@ -23,7 +23,7 @@ from meshcomm.errors import ObjectError, ShapeError, TrainingError, UnsupportedO
 from meshcomm.layout.sizes import ranks_text
 from meshcomm.mesh import Mesh
 from meshcomm.mesh.all_ranks import of_every_rank, ranks_of
-from meshcomm.models.named_batch import OWN_LOSS
+from meshcomm.models.assumptions import OWN_LOSS
 from meshcomm.parallel.compose import Engine
 from meshcomm.parallel.tree import tensors_of, with_tensors, without_arrays
 from meshcomm.train.data.corpus import IGNORED
