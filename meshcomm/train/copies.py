@@ -19,6 +19,7 @@ from meshcomm.parallel.state import Kinds
 from meshcomm.parallel.tensor import local
 from meshcomm.parallel.tensor.parameters import Kept, parts_of
 from meshcomm.parallel.torch_private import offsets
+from meshcomm.train.checkpoint.parts import kind_of, memory_of
 
 _AT_ONCE_BYTES: Final = 32 << 20
 
@@ -48,9 +49,9 @@ class Held:
         return cls(
             engine.reached.applied,
             parts_held(engine),
-            {name: (_held(each).dtype, tuple(each.shape)) for name, each in state.items()},
+            {name: tuple(kind_of(each)) for name, each in state.items()},
             {
-                name: _part(each) if on is None else _part(each).to(on, copy=True)
+                name: memory_of(each) if on is None else memory_of(each).to(on, copy=True)
                 for name, each in state.items()
             },
             facts,
@@ -62,7 +63,7 @@ class Held:
         def fill(room: dict[str, Tensor | Kept]) -> None:
             for name, into in room.items():
                 _check(name, self.tensors)
-                _part(into).copy_(self.tensors[name])
+                memory_of(into).copy_(self.tensors[name])
 
         engine.put_back(self.kinds, fill, self.step)
 
@@ -82,7 +83,7 @@ def receive(engine: Engine, dim: str, src: int) -> None:
     def fill(room: dict[str, Tensor | Kept]) -> None:
         for name in kinds:
             _check(name, room)
-            into = _part(room[name])
+            into = memory_of(room[name])
             if into.numel():
                 came = mesh.recv(dim, torch.empty_like(into, device=mesh.device).contiguous(), src=src)
                 into.copy_(came)
@@ -203,15 +204,6 @@ def _messages(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
         together.append(x)
         open_sets[x.dtype] = together, room - x.nbytes
     return found
-
-
-def _held(each: Tensor | Kept) -> Tensor:
-    return each.tensor if isinstance(each, Kept) else each
-
-
-def _part(each: Tensor | Kept) -> Tensor:
-    """Return this rank's part without copying it."""
-    return local(_held(each).detach())
 
 
 def _check(name: str, state: Mapping[str, Any]) -> None:

@@ -24,11 +24,12 @@ from meshcomm.models import model_of
 from meshcomm.models.spec_model import SpecModel
 from meshcomm.models.weights import INDEX, SINGLE, Conversions
 from meshcomm.parallel.state import OF_MODULE, OF_PARAMETER
-from meshcomm.train import checkpoint
-from meshcomm.train.checkpoint_folder import FOLDER, checkpoints_in, is_complete, name_of
-from meshcomm.train.checkpoint_reader import Kind, Saved
+from meshcomm.train.checkpoint.checkpoints import write
+from meshcomm.train.checkpoint.folder import FOLDER, checkpoints_in, is_complete, name_of
+from meshcomm.train.checkpoint.lock import PRETRAINED, Lock
+from meshcomm.train.checkpoint.parts import Kind
+from meshcomm.train.checkpoint.reader import Saved
 from meshcomm.train.export_adapters import ADAPTER_FILE, adapter_pieces, write_adapter_config, write_merged
-from meshcomm.train.lock import PRETRAINED, Lock
 from meshcomm.train.safetensors_writer import Piece, write_file
 from meshcomm.train.trainer import Trainer
 
@@ -223,7 +224,7 @@ def save_pretrained(
     on_all_ranks(mesh, what, begin)
     weights = engine.own_weights()
     try:
-        checkpoint.write(mesh, weights, parts, trainer._lock())
+        write(mesh, weights, parts, trainer._lock())
         make = partial(export_pretrained, parts, target, dtype=dtype, shard_bytes=shard_bytes)
         on_all_ranks(mesh, what, lambda: make() if is_first(mesh) else None)
     finally:

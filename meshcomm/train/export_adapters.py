@@ -12,7 +12,8 @@ from torch import Tensor
 
 from meshcomm.config.model import LoraConfig
 from meshcomm.models.lora import ADAPTER, adapter_options, with_adapters
-from meshcomm.train.checkpoint_reader import Kind, Saved
+from meshcomm.train.checkpoint.parts import Kind
+from meshcomm.train.checkpoint.reader import Saved
 from meshcomm.train.safetensors_writer import Piece
 
 ADAPTER_FILE: Final = "adapter_model.safetensors"

@@ -31,7 +31,7 @@ from meshcomm.parallel.results import Done
 from meshcomm.parallel.tensor import whole
 from meshcomm.parallel.tensor.parameters import Parts, fused_parts, joined
 from meshcomm.parallel.tree import called, sliced
-from meshcomm.train import checkpoint_reader
+from meshcomm.train.checkpoint.parts import kind_of
 from meshcomm.train.export import pieces_of
 from meshcomm.train.trainer import RECORDER, StepRecorder, Trainer
 
@@ -320,7 +320,7 @@ def _as_stored(engine: Engine, model: SpecModel) -> dict[str, Tensor]:
     return {
         piece.name: piece.take(value)
         for name, value in _values(engine).items()
-        for piece in pieces_of(model, name, checkpoint_reader.Kind(value.dtype, tuple(value.shape)))
+        for piece in pieces_of(model, name, kind_of(value))
     }
 
 

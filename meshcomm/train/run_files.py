@@ -19,7 +19,7 @@ from meshcomm.errors import TrainingError
 from meshcomm.layout import Plan
 from meshcomm.mesh import Mesh
 from meshcomm.train.callbacks import Evaluation, Start, Step, Summary
-from meshcomm.train.checkpoint_folder import FOLDER, replace
+from meshcomm.train.checkpoint.folder import FOLDER, replace
 
 METRICS: Final = "metrics.jsonl"
 CONFIG: Final = "config.json"

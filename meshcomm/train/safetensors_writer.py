@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from meshcomm.errors import UnsupportedOp
-from meshcomm.train.checkpoint_reader import SAFETENSORS_NAMES, Kind, Saved
+from meshcomm.train.checkpoint.parts import Kind
+from meshcomm.train.checkpoint.reader import SAFETENSORS_NAMES, Saved
 
 _METADATA: Final = "__metadata__"
 

@@ -21,14 +21,14 @@ from meshcomm.mesh.all_ranks import is_first, of_every_rank, on_all_ranks
 from meshcomm.parallel.compose import Engine
 from meshcomm.parallel.results import Done
 from meshcomm.train.callbacks import Best, Callback, EarlyStop, Evaluation, Resumed, Start, Step, Summary
-from meshcomm.train.checkpoint import Checkpoints, state_of
-from meshcomm.train.checkpoint_folder import FOLDER, has
+from meshcomm.train.checkpoint.checkpoints import Checkpoints, state_of
+from meshcomm.train.checkpoint.folder import FOLDER, has
+from meshcomm.train.checkpoint.lease import Lease
+from meshcomm.train.checkpoint.lock import Lock
 from meshcomm.train.copies import Copies
 from meshcomm.train.cost import Cost
 from meshcomm.train.data import Batches, Corpus, GivenBatches, ReadAhead
 from meshcomm.train.evaluation import Evaluator
-from meshcomm.train.lease import Lease
-from meshcomm.train.lock import Lock
 from meshcomm.train.run_files import (
     METRICS,
     MetricsFile,

@@ -30,7 +30,6 @@ from meshcomm.parallel.loss import LossOf
 from meshcomm.parallel.optimizer import MakeOptimizer
 from meshcomm.parallel.results import Done
 from meshcomm.parallel.tree import sliced
-from meshcomm.train import checkpoint
 from meshcomm.train.agree import agree, agreed_corpus, corpus_of
 from meshcomm.train.arguments import (
     Checked,
@@ -42,7 +41,9 @@ from meshcomm.train.arguments import (
     scheduler_for,
 )
 from meshcomm.train.callbacks import Callback, Summary
-from meshcomm.train.checkpoint import Checkpoints
+from meshcomm.train.checkpoint.checkpoints import Checkpoints, resume, saved_data, state_of, write
+from meshcomm.train.checkpoint.lease import Attempt, Lease, find_attempt
+from meshcomm.train.checkpoint.lock import Lock, check_batch_size, lock_of
 from meshcomm.train.copies import Copies
 from meshcomm.train.data import (
     Batches,
@@ -58,8 +59,6 @@ from meshcomm.train.data import (
     placed,
 )
 from meshcomm.train.evaluation import Evaluator, evaluate_of
-from meshcomm.train.lease import Attempt, Lease, find_attempt
-from meshcomm.train.lock import Lock, check_batch_size, lock_of
 from meshcomm.train.recovery import Survivor, nobody_holds, other_parts, refuse_shards
 from meshcomm.train.screen import TrainingReporter, not_compared
 from meshcomm.train.steps import (
@@ -353,7 +352,7 @@ class Trainer:
         evaluator = Evaluator(engine, corpus, None if evaluate is None else partial(evaluate, self))
         state = None
         if corpus is None and resumed is not None and lock.step and resumed.generation is None:
-            state = checkpoint.saved_data(self.mesh, engine, resumed.folder)
+            state = saved_data(self.mesh, engine, resumed.folder)
         batches: Batches | ReadAhead | GivenBatches
         if self._read is None or state is not None:
             # After a loss of ranks, only the new ranks read from the start.
@@ -386,7 +385,7 @@ class Trainer:
         engine = self._make(not lock.step)
         losses: list[float] = []
         if resumed is not None and lock.step:
-            checkpoint.resume(self.mesh, engine, resumed.folder, losses)
+            resume(self.mesh, engine, resumed.folder, losses)
         self._holds = True
         return Progress(start.continuing(lock), losses, resumed)
 
@@ -532,7 +531,7 @@ class Trainer:
         Raises:    TrainingError on every rank if one rank cannot write, or holds state that cannot be saved, or if the folder
                    has files already or is named after another step, as step-000040.
         """
-        checkpoint.write(self.mesh, checkpoint.state_of(self.mesh, self.engine), Path(folder), self._lock())
+        write(self.mesh, state_of(self.mesh, self.engine), Path(folder), self._lock())
 
     def _lock(self) -> Lock:
         """Return the lock for a checkpoint of the last completed step."""
@@ -546,7 +545,7 @@ class Trainer:
         Called by: every rank.
         Raises:    TrainingError on every rank if one rank cannot read the folder, or if the state does not match.
         """
-        checkpoint.resume(self.mesh, self._make(False), Path(folder))
+        resume(self.mesh, self._make(False), Path(folder))
         self._holds = True
         self._copies.clear()
 

@@ -22,8 +22,8 @@ from meshcomm.parallel.tensor.parameters import parameter_of
 from meshcomm.show.units import seconds_text
 from meshcomm.testing import Pool
 from meshcomm.train import Checkpoints
-from meshcomm.train.checkpoint import read
-from meshcomm.train.lock import Lock
+from meshcomm.train.checkpoint.checkpoints import read
+from meshcomm.train.checkpoint.lock import Lock
 from tests.benchmarks.table import markdown
 
 TENSORS: Final = 228

@@ -15,11 +15,11 @@ import torch
 import meshcomm
 from meshcomm.errors import TrainingError
 from meshcomm.testing import Pool
-from meshcomm.train import checkpoint
-from meshcomm.train.checkpoint_folder import METADATA
-from meshcomm.train.checkpoint_reader import Saved
+from meshcomm.train.checkpoint import checkpoints
+from meshcomm.train.checkpoint.folder import METADATA
+from meshcomm.train.checkpoint.lock import Lock
+from meshcomm.train.checkpoint.reader import Saved
 from meshcomm.train.export import export_weights
-from meshcomm.train.lock import Lock
 from tests.train.test_checkpoint import TWO, run_once, tiny
 from tests.train.test_checkpoint_safetensors import LOCK
 from tests.train.test_checkpoint_safetensors import checkpoint as written
@@ -127,7 +127,7 @@ def reads(path: Path) -> str:
     """What `read` says, on every rank."""
     with meshcomm.init(dims={"dp": 2}, device="cpu") as mesh:
         try:
-            checkpoint.read(mesh, {"model.a": torch.zeros(3, 4)}, path)
+            checkpoints.read(mesh, {"model.a": torch.zeros(3, 4)}, path)
         except TrainingError as error:
             return str(error)
     return ""

@@ -21,7 +21,7 @@ from meshcomm.parallel.compose import Engine
 from meshcomm.parallel.state import OF_MODULE
 from meshcomm.parallel.tensor.parameters import Kept, split_dims
 from meshcomm.train.callbacks import Resumed
-from meshcomm.train.checkpoint_folder import (
+from meshcomm.train.checkpoint.folder import (
     FOLDER,
     LATEST,
     check_free,
@@ -35,11 +35,11 @@ from meshcomm.train.checkpoint_folder import (
     saving,
     tidy,
 )
-from meshcomm.train.checkpoint_reader import Saved
-from meshcomm.train.checkpoint_writer import Save, divide
+from meshcomm.train.checkpoint.lease import Attempt, Lease, find_attempt
+from meshcomm.train.checkpoint.lock import Lock, resume_differences
+from meshcomm.train.checkpoint.reader import Saved
+from meshcomm.train.checkpoint.writer import Save, divide
 from meshcomm.train.data import STATE
-from meshcomm.train.lease import Attempt, Lease, find_attempt
-from meshcomm.train.lock import Lock, resume_differences
 from meshcomm.train.run_files import put_aside
 
 # The losses of all steps, in a run's checkpoint.
@@ -138,7 +138,7 @@ def write(mesh: Mesh, state: Mapping[str, Tensor | Kept], folder: Path, lock: Lo
     Raises:    TrainingError on every rank if one rank cannot write, or if the folder has files already or is named after another step.
     """
     _check_free(mesh, folder, lock.step)
-    Save(mesh, state, divide(mesh, state), folder, complete=partial(lock.write, folder)).now()
+    Save(mesh, divide(mesh, state), folder, complete=partial(lock.write, folder)).now()
 
 
 def _check_free(mesh: Mesh, folder: Path, step: int) -> None:
@@ -236,8 +236,7 @@ class Checkpoints:
             commit(path)
             keep_last(self.folder, self._train.keep)
 
-        items = divide(self._mesh, state)
-        save = Save(self._mesh, state, items, draft, copy=beside, complete=complete)
+        save = Save(self._mesh, divide(self._mesh, state), draft, copy=beside, complete=complete)
         if beside:
             save.start()
             self._under_way = save

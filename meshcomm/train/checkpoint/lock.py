@@ -19,7 +19,7 @@ from meshcomm.config import Config
 from meshcomm.config.write import toml
 from meshcomm.errors import ConfigError, TrainingError
 from meshcomm.mesh import Mesh
-from meshcomm.train.checkpoint_folder import LOCK, METADATA, check_step, instead_of, write
+from meshcomm.train.checkpoint.folder import LOCK, METADATA, check_step, instead_of, write
 
 _FORMAT = 4
 
