@@ -1,4 +1,4 @@
-"""Check and resolve the arguments of a Trainer: the configuration, the model and the scheduler."""
+"""Check and resolve the arguments of a Trainer: the configuration, the model, the loss and the callbacks."""
 
 from __future__ import annotations
 
@@ -12,11 +12,9 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from meshcomm.config import Config, load_config
-from meshcomm.errors import ConfigError, UnsupportedOp
+from meshcomm.errors import ConfigError
 from meshcomm.mesh import Mesh
 from meshcomm.mesh.all_ranks import is_first, on_all_ranks
 from meshcomm.mesh.source import CONFIG_VARIABLE, OVERRIDES_VARIABLE
@@ -33,7 +31,6 @@ from meshcomm.parallel.loss import LossOf, takes_inputs
 from meshcomm.parallel.optimizer import MakeOptimizer
 from meshcomm.train.callbacks import Callback
 
-MakeScheduler: TypeAlias = Callable[[Optimizer], LRScheduler]
 Named: TypeAlias = Mapping[str, Tensor]
 Read: TypeAlias = Callable[[Named], tuple[Any, ...]]
 
@@ -233,43 +230,3 @@ def _configured(config: Config, known: Sections) -> Model:
             hint="use Trainer(mesh, config, model), or [model] and [data] as in a config from meshcomm new",
         )
     return model_of(known.model, known.data, known.train)
-
-
-def scheduler_for(make: MakeScheduler, optimizer: Optimizer, steps: int) -> LRScheduler:
-    """Return the scheduler that `make` creates for the optimizer. Raises ConfigError or UnsupportedOp if it is invalid, or
-    cannot be advanced `steps` times.
-    """
-    example = "lambda optimizer: LambdaLR(optimizer, lambda step: 1 / (1 + step))"
-    try:
-        found = make(optimizer)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(
-            "the scheduler cannot be made",
-            given=f"{type(error).__name__}: {error}",
-            expected="a function of the optimizer",
-            hint=example,
-        ) from error
-    kind = type(found).__name__
-    if not isinstance(found, LRScheduler) or isinstance(found, ReduceLROnPlateau):
-        raise UnsupportedOp(
-            f"the scheduler is a {kind}",
-            given=f"scheduler(optimizer) returned a {kind}",
-            expected="a torch.optim.lr_scheduler.LRScheduler whose rates depend only on the number of steps",
-            hint=example,
-        )
-    if found.optimizer is not optimizer:
-        raise ConfigError(
-            f"the {kind} belongs to another optimizer",
-            given=f"a {kind} of another {type(found.optimizer).__name__}",
-            expected="a scheduler for the optimizer that is passed to the function",
-            hint=example,
-        )
-    total = getattr(found, "total_steps", None)
-    if isinstance(total, int) and total < steps:
-        raise ConfigError(
-            f"the {kind} ends before the training",
-            given=f"total_steps = {total}, train.steps = {steps}",
-            expected="total_steps of train.steps or more",
-            hint=f"total_steps={steps}",
-        )
-    return found

@@ -1,10 +1,9 @@
-"""Run the training steps of a run, report and evaluate them, and save checkpoints. Also computes the learning rate."""
+"""Run the training steps of a run, report and evaluate them, and save checkpoints."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 import os
 import time
 from collections import deque
@@ -23,11 +22,10 @@ from meshcomm.parallel.results import Done
 from meshcomm.train.callbacks import Best, Callback, EarlyStop, Evaluation, Resumed, Start, Step, Summary
 from meshcomm.train.checkpoint.checkpoints import Checkpoints, state_of
 from meshcomm.train.checkpoint.folder import FOLDER, has
-from meshcomm.train.checkpoint.lease import Lease
 from meshcomm.train.checkpoint.lock import Lock
 from meshcomm.train.copies import Copies
 from meshcomm.train.cost import Cost
-from meshcomm.train.data import Batches, Corpus, GivenBatches, ReadAhead
+from meshcomm.train.data import Corpus, Source
 from meshcomm.train.evaluation import Evaluator
 from meshcomm.train.run_files import (
     METRICS,
@@ -38,6 +36,7 @@ from meshcomm.train.run_files import (
     recorded,
     settings_of,
 )
+from meshcomm.train.schedule import learning_rate
 from meshcomm.train.signals import Signals
 from meshcomm.train.sinks import Sink, check_sinks
 
@@ -45,35 +44,6 @@ from meshcomm.train.sinks import Sink, check_sinks
 _IN_A_ROW = 10
 # The number of steps whose metrics are kept, for a new first rank.
 _RECENT = 100
-
-
-def learning_rate(train: TrainConfig, step: int) -> float:
-    """Return the learning rate of a step, from 1 to train.steps. It depends only on the configuration, so there is no
-    state to save.
-
-    The rate rises linearly to `lr` at `warmup_steps`. Then, depending on `schedule`, it follows half a cosine wave or a
-    straight line down to `lr * min_lr_ratio` at the last step, or stays at `lr`. With wsd (warmup, stable, decay: Hu et
-    al. 2024), the straight line begins after step `steps - decay_steps`.
-
-    >>> train = TrainConfig(steps=12, warmup_steps=4, global_batch_size=1, micro_batch_size=1, lr=1.0, min_lr_ratio=0.2)
-    >>> [round(learning_rate(train, step), 3) for step in range(1, 13)]
-    [0.25, 0.5, 0.75, 1.0, 0.97, 0.883, 0.753, 0.6, 0.447, 0.317, 0.23, 0.2]
-    >>> linear, constant = (train.model_copy(update={"schedule": name}) for name in ("linear", "constant"))
-    >>> [(round(learning_rate(linear, step), 3), learning_rate(constant, step)) for step in (8, 12)]
-    [(0.6, 1.0), (0.2, 1.0)]
-    >>> wsd = train.model_copy(update={"schedule": "wsd", "decay_steps": 4})
-    >>> [round(learning_rate(wsd, step), 3) for step in range(7, 13)]
-    [1.0, 1.0, 0.8, 0.6, 0.4, 0.2]
-    """
-    if step <= train.warmup_steps:
-        return train.lr * step / train.warmup_steps
-    first = train.warmup_steps
-    if train.schedule == "wsd":
-        first = max(first, train.steps - (train.decay_steps or max(1, train.steps // 10)))
-    done = max(0.0, (step - first) / max(1, train.steps - first))
-    falls = {"cosine": (1 + math.cos(math.pi * done)) / 2, "constant": 1.0}
-    least = 1.0 if train.schedule == "constant" else train.min_lr_ratio
-    return train.lr * (least + (1 - least) * falls.get(train.schedule, 1 - done))
 
 
 def check_outputs(train: TrainConfig) -> None:
@@ -99,21 +69,13 @@ def threads_and_precision(mesh: Mesh, train: TrainConfig, ranks_here: int) -> It
         torch.set_num_threads(threads)
 
 
-class Reading(NamedTuple):
-    """The data for steps and evaluations. corpus: the data in [data]; None if the program provides the data."""
-
-    batches: Batches | ReadAhead | GivenBatches
-    corpus: Corpus | None
-    evaluator: Evaluator
-
-
-class Saving(NamedTuple):
-    """Where the state is saved. run: the number of this `Trainer.run` call in the program, starting at 1."""
-
-    checkpoints: Checkpoints
-    lease: Lease
-    copies: Copies
-    run: int
+def take_step(engine: Engine, number: int, inputs: Any, targets: Any, documents: Any = None) -> None:
+    """Run a step of an engine, with the learning rate of its schedule. Called by: every rank."""
+    scheduler = engine.scheduler
+    lr = learning_rate(engine.sections.train, number) if scheduler is None else None
+    engine.step(inputs, targets, lr, number, documents)
+    if scheduler is not None:
+        scheduler.step()
 
 
 class Progress(NamedTuple):
@@ -165,23 +127,32 @@ def progress_of(engine: Engine, start: Lock, facts: Mapping[str, Any]) -> Progre
 
 @final
 class Steps:
-    """The remaining steps of a run after `progress`. Every rank of the mesh has a Steps object."""
+    """The remaining steps of a run after `progress`. Every rank of the mesh has a Steps object.
+
+    source:  the data for the steps. corpus: the data in [data]; None if the program provides the data.
+    number:  the number of this `Trainer.run` call in the program, starting at 1.
+    """
 
     def __init__(
         self,
         engine: Engine,
         config: Config,
-        reading: Reading,
         callbacks: Sequence[Callback],
-        saving: Saving,
+        *,
+        source: Source,
+        corpus: Corpus | None,
+        evaluator: Evaluator,
+        checkpoints: Checkpoints,
+        copies: Copies,
         progress: Progress,
+        number: int,
     ) -> None:
         _, _, data, train = engine.sections
-        mesh, corpus = engine.mesh, reading.corpus
+        mesh = engine.mesh
         lock, losses, resumed, pending, evaluates, saves = progress
         self._engine, self._mesh, self._train, self._config = engine, mesh, train, config
-        self._reading = reading
-        self._checkpoints, self._lease, self._copies, self._run_number = saving
+        self._source, self._corpus, self._evaluator = source, corpus, evaluator
+        self._checkpoints, self._copies, self._number = checkpoints, copies, number
         self._lock = lock
         self._out = Path(train.out)
         self._first = len(losses) + len(pending)
@@ -217,15 +188,12 @@ class Steps:
             ended: list[Summary] = []
             if is_first(mesh):
                 # Files of another run were renamed when this one started.
-                self._metrics = stack.enter_context(
-                    MetricsFile(self._out, 0 if resumed is None else resumed.step, self._lease.check)
-                )
-                about = recorded(self._out, self._config, mesh.plan, self._start, self._lease.check)
-                ended = stack.enter_context(about)
+                after, check = 0 if resumed is None else resumed.step, self._checkpoints.lease.check
+                self._metrics = stack.enter_context(MetricsFile(self._out, after, check))
+                ended = stack.enter_context(recorded(self._out, self._config, mesh.plan, self._start, check))
             stack.enter_context(self._checkpoints)
             stack.enter_context(self._signals)
-            if isinstance(self._reading.batches, ReadAhead):
-                stack.enter_context(self._reading.batches)
+            stack.enter_context(self._source)
             window = stack.enter_context(TraceWindow(mesh, train, self._first))
             for callback in self._callbacks:
                 callback.on_start(self._start)
@@ -265,11 +233,11 @@ class Steps:
         lock = {
             "seconds": self._seconds,
             "skipped": self._skipped,
-            "samples": self._reading.batches.read(step),
+            "samples": self._source.read(step),
             "best": tuple(self._early.best),
         }
         return {
-            "runs": self._run_number,
+            "runs": self._number,
             "losses": [*self._losses],
             "recent": [tuple(each) for each in self._recent],
             "pending": [tuple(each) for each in pending],
@@ -280,7 +248,7 @@ class Steps:
     # -- inside -----------------------------------------------------------------------------------
 
     def _make(self, window: TraceWindow) -> None:
-        engine, mesh, train, scheduler = self._engine, self._mesh, self._train, self._engine.scheduler
+        engine, mesh, train = self._engine, self._mesh, self._train
         logged = time.perf_counter()
         began = logged - self._lock.seconds
         logged_step = self._first
@@ -289,21 +257,16 @@ class Steps:
         if evaluates:
             self._evaluate(self._first)
         # A loader may already have read the next step. Its state would then belong to that step.
-        ahead = isinstance(self._reading.batches, GivenBatches) and self._reading.batches.has_state
-        if saves and not ahead:
+        if saves and not self._source.has_state:
             self._save(self._first)
         for step in range(self._first + 1, train.steps + 1):
             if self._stopped():
                 break
             self._checkpoints.poll()
-            lr = learning_rate(train, step) if scheduler is None else None
             window.before(step)
-            batch = self._reading.batches(step)
+            batch = self._source(step)
             with self._cost.counting():
-                inputs, targets, *documents = batch
-                engine.step(inputs, targets, lr, step, *documents)
-            if scheduler is not None:
-                scheduler.step()
+                take_step(engine, step, *batch)
             mesh.step(step)
             window.after(step)
             self._seconds = time.perf_counter() - began
@@ -373,7 +336,7 @@ class Steps:
         return logged
 
     def _evaluate(self, step: int) -> None:
-        self._evaluation = self._reading.evaluator.after(step, self._start.tokens_per_step)
+        self._evaluation = self._evaluator.after(step, self._start.tokens_per_step)
         self._cost.compare_counts()
         if self._metrics is not None:
             self._metrics.write(self._evaluation)
@@ -389,12 +352,11 @@ class Steps:
             step=step,
             seconds=self._seconds,
             skipped=self._skipped,
-            samples=self._reading.batches.read(step),
+            samples=self._source.read(step),
             best=self._early.best,
         )
-        batches = self._reading.batches
-        data = batches.saved if isinstance(batches, GivenBatches) else None
-        folder = self._checkpoints.save(lock, state_of(self._mesh, self._engine, self._losses, data))
+        state = state_of(self._mesh, self._engine, self._losses, self._source.saved)
+        folder = self._checkpoints.save(lock, state)
         for callback in self._callbacks:
             callback.on_save(step, folder)
 
@@ -406,7 +368,7 @@ class Steps:
 
     def _summary(self) -> Summary:
         """Return the summary so far."""
-        done, corpus = len(self._losses), self._reading.corpus
+        done, corpus = len(self._losses), self._corpus
         return Summary(
             done,
             tuple(self._losses),

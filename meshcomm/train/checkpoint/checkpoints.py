@@ -167,7 +167,7 @@ class Checkpoints:
     def __init__(self, mesh: Mesh, train: TrainConfig, lease: Lease | None = None) -> None:
         self._mesh = mesh
         self._train = train
-        self._lease = lease or Lease(Path(train.out), find_attempt(os.environ))
+        self.lease = lease or Lease(Path(train.out), find_attempt(os.environ))
         self._holds_own = lease is None
         self.folder = Path(train.out) / FOLDER
         self._under_way: Save | None = None
@@ -187,7 +187,7 @@ class Checkpoints:
                  checkpoint does not match.
         """
         mesh = self._mesh
-        self._lease.hold(mesh)
+        self.lease.hold(mesh)
         # The agent of each host counts only the failures of its own processes.
         restarts = max(of_every_rank(mesh, attempt.restarts))
 
@@ -225,13 +225,13 @@ class Checkpoints:
                    path is taken. Earlier checkpoints stay intact in any case, even if the job ends during the save.
         """
         self.finish()
-        self._lease.hold(self._mesh)
+        self.lease.hold(self._mesh)
         path = self.folder / name_of(lock.step)
         _check_free(self._mesh, path, lock.step)
         draft, beside = saving(path), self._train.checkpoint_async
 
         def complete() -> None:
-            self._lease.check()
+            self.lease.check()
             lock.write(draft)
             commit(path)
             keep_last(self.folder, self._train.keep)
@@ -278,7 +278,7 @@ class Checkpoints:
             self._under_way.settle(_GRACE_S if broken else self._mesh.plan.defaults.timeout_s, grace_s)
             self._under_way = None
         if self._holds_own:
-            self._lease.release()
+            self.lease.release()
 
     def _decide(self, job: str, restarts: int) -> tuple[bool, str, int]:
         every = self._train.checkpoint_every
