@@ -23,9 +23,9 @@ from meshcomm.train.callbacks import Best, Callback, EarlyStop, Evaluation, Resu
 from meshcomm.train.checkpoint.checkpoints import Checkpoints, state_of
 from meshcomm.train.checkpoint.folder import FOLDER, has
 from meshcomm.train.checkpoint.lock import Lock
-from meshcomm.train.copies import Copies
 from meshcomm.train.cost import Cost
 from meshcomm.train.data import Corpus, Source
+from meshcomm.train.elastic import Copies
 from meshcomm.train.evaluation import Evaluator
 from meshcomm.train.run_files import (
     METRICS,

@@ -41,7 +41,6 @@ from meshcomm.train.callbacks import Callback, Summary
 from meshcomm.train.checkpoint.checkpoints import Checkpoints, resume, saved_data, state_of, write
 from meshcomm.train.checkpoint.lease import Attempt, Lease, find_attempt
 from meshcomm.train.checkpoint.lock import Lock, check_batch_size, lock_of
-from meshcomm.train.copies import Copies
 from meshcomm.train.data import (
     Corpus,
     Data,
@@ -55,8 +54,8 @@ from meshcomm.train.data import (
 from meshcomm.train.data.batch import UserBatch, placed
 from meshcomm.train.data.batches import ReadAhead
 from meshcomm.train.data.loader import evaluated
+from meshcomm.train.elastic import Copies, Survivor, nobody_holds, other_parts, refuse_shards
 from meshcomm.train.evaluation import Evaluator, evaluate_of
-from meshcomm.train.recovery import Survivor, nobody_holds, other_parts, refuse_shards
 from meshcomm.train.schedule import MakeScheduler, scheduler_for
 from meshcomm.train.screen import TrainingReporter, not_compared
 from meshcomm.train.steps import (
