@@ -31,8 +31,7 @@ from meshcomm.parallel.results import Done
 from meshcomm.parallel.tensor import whole
 from meshcomm.parallel.tensor.parameters import Parts, fused_parts, joined
 from meshcomm.parallel.tree import called, sliced
-from meshcomm.train.checkpoint.parts import kind_of
-from meshcomm.train.export import pieces_of
+from meshcomm.train.export_files import stored_tensors
 from meshcomm.train.trainer import RECORDER, StepRecorder, Trainer
 
 Kind: TypeAlias = Literal["loss", "gradient norm", "weight", "gradient"]
@@ -247,9 +246,14 @@ def compare_forward(engine: Engine, inputs: Any, *, from_folder: bool) -> str:
         return ""
     spec, name = model.spec, "transformers"
     if spec.original is not None:
-        theirs = spec.original(
-            None if from_folder and spec.weights is not None else _as_stored(engine, model)
-        )
+        stored = None
+        if not from_folder or spec.weights is None:
+            stored = {
+                each: part
+                for name, value in _values(engine).items()
+                for each, part in stored_tensors(model, name, value).items()
+            }
+        theirs = spec.original(stored)
     else:
         with seeded(model._train.seed):
             theirs = spec.module()
@@ -313,15 +317,6 @@ def _values(engine: Engine) -> dict[str, Tensor]:
 
 def _fused(engine: Engine) -> dict[str, Parts]:
     return {name: parts for module in engine.modules for name, parts in fused_parts(module).items()}
-
-
-def _as_stored(engine: Engine, model: SpecModel) -> dict[str, Tensor]:
-    """Return the tensors that a pretrained folder would store for these weights."""
-    return {
-        piece.name: piece.take(value)
-        for name, value in _values(engine).items()
-        for piece in pieces_of(model, name, kind_of(value))
-    }
 
 
 def _fill(module: nn.Module, values: Mapping[str, Tensor], tied: tuple[str, str] | None) -> str:
