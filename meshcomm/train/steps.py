@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, final
 
 import torch
+from torch import Tensor
 
 from meshcomm.config import Config, TrainConfig
 from meshcomm.errors import TrainingError
@@ -21,7 +22,7 @@ from meshcomm.parallel.compose import Engine
 from meshcomm.parallel.results import Done
 from meshcomm.train.callbacks import Best, Callback, EarlyStop, Evaluation, Resumed, Start, Step, Summary
 from meshcomm.train.checkpoint.checkpoints import Checkpoints, state_of
-from meshcomm.train.checkpoint.folder import FOLDER, has
+from meshcomm.train.checkpoint.folder import FOLDER, is_complete, name_of
 from meshcomm.train.checkpoint.lock import Lock
 from meshcomm.train.cost import Cost
 from meshcomm.train.data import Corpus, Source
@@ -81,6 +82,7 @@ def take_step(engine: Engine, number: int, inputs: Any, targets: Any, documents:
 class Progress(NamedTuple):
     """The progress of a run: the lock and the losses of its last checkpoint. resumed: None if the run starts from scratch.
 
+    loader: the saved state of the program's data loader, if any.
     pending: completed steps that are not yet in `losses` and not yet reported. evaluates, saves: whether the last step must
     still be evaluated or saved.
     """
@@ -88,6 +90,7 @@ class Progress(NamedTuple):
     lock: Lock
     losses: list[float]
     resumed: Resumed | None
+    loader: Tensor | None = None
     pending: Sequence[Done] = ()
     evaluates: bool = False
     saves: bool = False
@@ -106,7 +109,7 @@ def progress_of(engine: Engine, start: Lock, facts: Mapping[str, Any]) -> Progre
 
     def look() -> tuple[int, bool] | None:
         # A background save may have been in progress.
-        return (last_step(out), has(out / FOLDER, step)) if is_first(mesh) else None
+        return (last_step(out), is_complete(out / FOLDER / name_of(step))) if is_first(mesh) else None
 
     found = of_every_rank(mesh, on_all_ranks(mesh, "read the metrics", look))
     reported, saved = next(each for each in found if each is not None)
@@ -122,7 +125,7 @@ def progress_of(engine: Engine, start: Lock, facts: Mapping[str, Any]) -> Progre
         name: bool(every) and bool(step) and (step % every == 0 or step == train.steps) and not is_done[name]
         for name, every in due.items()
     }
-    return Progress(lock, losses, resumed, pending, **left)
+    return Progress(lock, losses, resumed, pending=pending, **left)
 
 
 @final
@@ -149,7 +152,7 @@ class Steps:
     ) -> None:
         _, _, data, train = engine.sections
         mesh = engine.mesh
-        lock, losses, resumed, pending, evaluates, saves = progress
+        lock, losses, resumed, _, pending, evaluates, saves = progress
         self._engine, self._mesh, self._train, self._config = engine, mesh, train, config
         self._source, self._corpus, self._evaluator = source, corpus, evaluator
         self._checkpoints, self._copies, self._number = checkpoints, copies, number

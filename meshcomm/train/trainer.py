@@ -38,7 +38,7 @@ from meshcomm.train.arguments import (
     model_for,
 )
 from meshcomm.train.callbacks import Callback, Summary
-from meshcomm.train.checkpoint.checkpoints import Checkpoints, resume, saved_data, state_of, write
+from meshcomm.train.checkpoint.checkpoints import Checkpoints, resume, state_of, write
 from meshcomm.train.checkpoint.lease import Attempt, Lease, find_attempt
 from meshcomm.train.checkpoint.lock import Lock, check_batch_size, lock_of
 from meshcomm.train.data import (
@@ -335,17 +335,14 @@ class Trainer:
         progress = self._go_on(checkpoints, start)
         if progress is None:
             progress = self._start(checkpoints, start, attempt, data)
-        engine, lock, resumed = self.engine, progress.lock, progress.resumed
+        engine, lock = self.engine, progress.lock
         evaluate = evaluate_of(engine.sections.train)
         evaluator = Evaluator(engine, corpus, None if evaluate is None else partial(evaluate, self))
-        state = None
-        if corpus is None and resumed is not None and lock.step and resumed.generation is None:
-            state = saved_data(self.mesh, engine, resumed.folder)
-        if self._read is None or state is not None:
+        if self._read is None or progress.loader is not None:
             # After a loss of ranks, only the new ranks read from the start.
             if isinstance(data, Iterable) and not self.mesh.is_fake and not self.mesh.generation.number:
                 check_lengths(data, self.mesh, engine.sections.train.steps)
-            source = self._source(data, lock.step, lock.samples or 0, state)
+            source = self._source(data, lock.step, lock.samples or 0, progress.loader)
         else:
             source = self._read
             self._read.goes_on(engine, lock.step)
@@ -379,11 +376,11 @@ class Trainer:
             check_batch_size(lock, start, type(data).__name__, resumed.folder)
         # Parameters of a checkpoint are not read from elsewhere or initialized before it is loaded.
         engine = self._make(not lock.step)
-        losses: list[float] = []
+        losses, loader = [], None
         if resumed is not None and lock.step:
-            resume(self.mesh, engine, resumed.folder, losses)
+            losses, loader = resume(self.mesh, engine, resumed.folder, run=True)
         self._holds = True
-        return Progress(start.continuing(lock), losses, resumed)
+        return Progress(start.continuing(lock), losses, resumed, None if isinstance(data, Corpus) else loader)
 
     def _go_on(self, checkpoints: Checkpoints, start: Lock) -> Progress | None:
         """Continue from the survivors' state after ranks were lost and replaced. Return None if no rank holds the state."""

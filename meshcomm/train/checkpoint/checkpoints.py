@@ -48,30 +48,21 @@ LOSSES: Final = "run.losses"
 _GRACE_S: Final = 5.0
 
 
-def read(mesh: Mesh, state: Mapping[str, Tensor | Kept], folder: Path) -> None:
-    """Fill the tensors of `state` in place from a folder that `write` or a run has saved on any mesh.
+def resume(
+    mesh: Mesh, engine: Engine, folder: Path, *, run: bool = False
+) -> tuple[list[float], Tensor | None]:
+    """Load a checkpoint, saved on any mesh, into the engine.
 
+    run:       whether to read also what only a run saves.
     Called by: every rank. Each rank reads only the data that its parts need.
+    Returns:   the loss of each step, and the state of this rank's data loader. [] and None if they are not saved, the latter
+               also if none was saved for this rank's share of the data.
     Raises:    TrainingError on every rank if one rank cannot read, or if a name, shape or dtype differs.
-    """
-
-    def fill() -> None:
-        Lock.read(folder)
-        Saved(folder).fill(state)
-
-    on_all_ranks(mesh, f"resume from {folder}", fill)
-
-
-def resume(mesh: Mesh, engine: Engine, folder: Path, losses: list[float] | None = None) -> Lock:
-    """Load a checkpoint, saved on any mesh, into the engine. losses: a list to fill with the loss of each step.
-
-    Called by and raises: the same as for `read`.
     """
     known = engine.names_of_all_stages()
 
-    def put_back() -> Lock:
-        lock = Lock.read(folder)
-        saved = Saved(folder)
+    def put_back() -> tuple[list[float], Tensor | None]:
+        lock, saved = Lock.read(folder), Saved(folder)
         parts = [name for name in saved.kinds if name.startswith(("model.", OF_MODULE))]
         if more_there := [name for name in parts if name not in known]:
             raise TrainingError(
@@ -80,27 +71,13 @@ def resume(mesh: Mesh, engine: Engine, folder: Path, losses: list[float] | None 
                 expected="a model that has all of the checkpoint's parameters and buffers",
                 hint="resume with the checkpoint's model; to use its weights in another model, run meshcomm export",
             )
-        more = {} if losses is None else {LOSSES: torch.zeros(lock.step, dtype=torch.float64)}
-        engine.put_back(saved.kinds, lambda state: saved.fill({**state, **more}), lock.step)
-        if losses is not None:
-            losses[:] = more[LOSSES].tolist()
-        return lock
+        losses = {LOSSES: torch.zeros(lock.step, dtype=torch.float64)} if run else {}
+        engine.put_back(saved.kinds, lambda state: saved.fill({**state, **losses}), lock.step)
+        data = STATE.format(engine.data_coord, engine.data_size)
+        loader = saved.load(data) if run and data in saved.kinds else None
+        return [loss for each in losses.values() for loss in each.tolist()], loader
 
     return on_all_ranks(mesh, f"resume from {folder}", put_back)
-
-
-def saved_data(mesh: Mesh, engine: Engine, folder: Path) -> Tensor | None:
-    """Return the saved state of this rank's data loader; None if none was saved for this rank's share of the data.
-
-    Called by: every rank.
-    """
-    name = STATE.format(engine.data_coord, engine.data_size)
-
-    def look() -> Tensor | None:
-        saved = Saved(folder)
-        return saved.load(name) if name in saved.kinds else None
-
-    return on_all_ranks(mesh, f"resume from {folder}", look)
 
 
 def state_of(
@@ -109,7 +86,7 @@ def state_of(
     losses: list[float] | None = None,
     data: Callable[[], Mapping[str, Tensor]] | None = None,
 ) -> dict[str, Tensor | Kept]:
-    """Return all the state that `resume` and `saved_data` need. data: a function that returns the data loader's state.
+    """Return all the state that `resume` needs. data: a function that returns the data loader's state.
 
     Raises TrainingError on every rank if one rank holds state that cannot be saved. Raises UnsupportedOp in the
     simulator, where the parts of a tensor do not know their position in the full tensor.

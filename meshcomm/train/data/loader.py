@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any, Final, TypeAlias, final
 
 import torch
@@ -164,12 +165,10 @@ class InEpochs(UserBatches):
                 self._set_epoch()
                 self._read = 0
             empty = True
-            of_workers = _OfWorkers(self._data)
-            for item in self._data:
+            for batch in _from_workers(self._data):
                 empty = False
                 self._read += 1
-                of_workers.check(item)
-                yield item
+                yield batch
             # A loader that continues may have been at the end of an epoch.
             if empty and not goes_on:
                 raise TrainingError(
@@ -197,37 +196,32 @@ class InEpochs(UserBatches):
                 left += [getattr(each, name, None) for name in ("sampler", "batch_sampler", "dataset")]
 
 
-class _OfWorkers:
-    """Compares the first batches of the workers of a DataLoader whose IterableDataset each worker has a copy of."""
+def _from_workers(data: Any) -> Iterator[UserBatch]:
+    """Yield the batches of one epoch.
 
-    def __init__(self, data: Any) -> None:
-        several = isinstance(data, DataLoader) and isinstance(data.dataset, IterableDataset)
-        self._workers = data.num_workers if several and data.in_order else 0
-        self._first: list[Tensor] = []
-        self._read = 0
-
-    def check(self, batch: Any) -> None:
-        """Raise TrainingError once it is known that two workers read the same samples: after a batch of each, and one more.
-
-        Batches that stay the same, as in a benchmark, are no evidence.
-        """
-        if self._workers < 2 or self._read > self._workers:
-            return
-        mine, self._read = tensors_of(batch), self._read + 1
-        if self._read == 1:
-            self._first = [x.clone() for x in mine]
-            return
-        same = bool(mine) and len(mine) == len(self._first) and all(map(torch.equal, mine, self._first))
-        if self._read == 2 and not same:
-            self._workers = 0
-        elif self._read > self._workers and not same:
-            raise TrainingError(
-                "the workers of the DataLoader read the same samples",
-                given=f"num_workers = {self._workers}, whose first batches are equal, of an IterableDataset that each worker reads from the start",
-                expected="different samples from each worker",
-                hint="in __iter__, use torch.utils.data.get_worker_info() to yield every num_workers-th sample from the id of the worker; "
-                "or num_workers=1",
-            )
+    Raises TrainingError if two workers of a DataLoader read the same samples, because each has a copy of its IterableDataset.
+    This is known after a batch of each, and one more: batches that stay the same, as in a benchmark, are no evidence.
+    """
+    several = isinstance(data, DataLoader) and isinstance(data.dataset, IterableDataset) and data.in_order
+    workers = data.num_workers if several else 0
+    first: list[Tensor] = []
+    for number, batch in enumerate(data, 1):
+        if 2 <= workers >= number - 1:
+            tensors = tensors_of(batch)
+            same = bool(tensors) and len(tensors) == len(first) and all(map(torch.equal, tensors, first))
+            if number == 1:
+                first = [x.clone() for x in tensors]
+            elif number == 2 and not same:
+                workers = 0
+            elif number > workers and not same:
+                raise TrainingError(
+                    "the workers of the DataLoader read the same samples",
+                    given=f"num_workers = {workers}, whose first batches are equal, of an IterableDataset that each worker reads from the start",
+                    expected="different samples from each worker",
+                    hint="in __iter__, use torch.utils.data.get_worker_info() to yield every num_workers-th sample from the id of the worker; "
+                    "or num_workers=1",
+                )
+        yield batch
 
 
 def user_batches(data: Data, engine: Engine, after: int = 0, saved: Tensor | None = None) -> UserBatches:
@@ -238,9 +232,12 @@ def user_batches(data: Data, engine: Engine, after: int = 0, saved: Tensor | Non
 def evaluated(batches: Iterable[UserBatch], engine: Engine) -> Iterator[tuple[Any, ...]]:
     """Yield the batches of an evaluation, with empty ones at the end on ranks that have fewer. Called by: every rank.
 
-    Raises TrainingError if a rank has no batches.
+    Raises TrainingError if a rank has no batches, or data that yield none.
     """
-    check_batches(batches)
+    in_turn = isinstance(batches, Iterable) or hasattr(batches, "__getitem__")
+    # The items of a Dataset are samples.
+    if not in_turn or (isinstance(batches, Dataset) and not isinstance(batches, IterableDataset)):
+        raise _no_batches(batches, "evaluate", "an iterable of batches")
     length = _length(batches)
     lengths = [length] if engine.mesh.is_fake else of_every_rank(engine.mesh, length)
     known = [each for each in lengths if each is not None]
@@ -262,10 +259,10 @@ def evaluated(batches: Iterable[UserBatch], engine: Engine) -> Iterator[tuple[An
 
 
 def _length(data: Any) -> int | None:
-    try:
+    """Return the length, or None if it is unknown."""
+    with suppress(TypeError, NotImplementedError):
         return len(data)
-    except (TypeError, NotImplementedError):
-        return None
+    return None
 
 
 def check_data(data: Any) -> None:
@@ -273,7 +270,7 @@ def check_data(data: Any) -> None:
     if isinstance(data, Iterable):
         return
     if not callable(data):
-        raise no_batches(data, "train on", "a function of the step, or an iterable of batches")
+        raise _no_batches(data, "train on", "a function of the step, or an iterable of batches")
     if not takes_one(data):
         raise TrainingError(
             "the data are a function that takes no step",
@@ -283,27 +280,16 @@ def check_data(data: Any) -> None:
         )
 
 
-def check_batches(batches: Any) -> None:
-    """Raise TrainingError unless the batches of an evaluation can be iterated. The items of a Dataset are samples."""
-    in_turn = isinstance(batches, Iterable) or hasattr(batches, "__getitem__")
-    if not in_turn or (isinstance(batches, Dataset) and not isinstance(batches, IterableDataset)):
-        raise no_batches(batches, "evaluate", "an iterable of batches")
-
-
-def no_batches(data: Any, purpose: str, expected: str) -> TrainingError:
+def _no_batches(data: Any, purpose: str, expected: str) -> TrainingError:
     """Return the error of data that yield no batches. purpose: completes "the data to"."""
-    function = inspect.isroutine(data)
-    kind = "function" if function else type(data).__name__
-    sampler = "DistributedSampler(dataset, mesh.data_world_size, mesh.data_rank, drop_last=True)"
-    indexed = hasattr(data, "__getitem__")
-    return TrainingError(
-        f"the data to {purpose} yield no batches",
-        given=f"a {kind}, which yields no batches" if function or indexed else f"{data!r:.80}",
-        expected=expected,
-        hint=f"DataLoader(dataset, batch_size={SHARE}, sampler={sampler})"
-        if indexed
-        else "a DataLoader, or a list of (inputs, targets)",
-    )
+    given, hint = f"{data!r:.80}", "a DataLoader, or a list of (inputs, targets)"
+    if inspect.isroutine(data):
+        given = "a function, which yields no batches"
+    if hasattr(data, "__getitem__"):
+        given = f"a {type(data).__name__}, which yields no batches"
+        sampler = "DistributedSampler(dataset, mesh.data_world_size, mesh.data_rank, drop_last=True)"
+        hint = f"DataLoader(dataset, batch_size={SHARE}, sampler={sampler})"
+    return TrainingError(f"the data to {purpose} yield no batches", given=given, expected=expected, hint=hint)
 
 
 def takes_one(function: Callable[..., Any]) -> bool:
@@ -325,47 +311,40 @@ def check_lengths(data: Data, mesh: Mesh, steps: int) -> None:
 
     Called by: every rank of the mesh.
     """
-    lengths = of_every_rank(mesh, _length(data))
-    known = [each for each in lengths if each is not None]
-    if len(set(known)) > 1 and steps > min(known):
+    ranks: dict[int, list[int]] = {}
+    for rank, length in zip(ranks_of(mesh), of_every_rank(mesh, _length(data)), strict=True):
+        if length is not None:
+            ranks.setdefault(length, []).append(rank)
+    if len(ranks) > 1 and steps > min(ranks):
         raise TrainingError(
             "the data have different numbers of batches on the ranks",
-            given="; ".join(
-                f"{count} on {ranks_text([rank for rank, each in zip(ranks_of(mesh), lengths, strict=True) if each == count])}"
-                for count in sorted(set(known))
-            ),
+            given="; ".join(f"{length} on {ranks_text(of)}" for length, of in sorted(ranks.items())),
             expected=f"the same number on every rank, because a rank with fewer starts its next epoch earlier; or train.steps = {steps} batches",
             hint="DistributedSampler(..., drop_last=True), or leave out the last batches of the longer data",
         )
 
 
-def _check_shares(batches: Sequence[Any], steps: int, share: int, label: str) -> None:
-    """Raise TrainingError if a step would train on a batch of a list that is not this rank's share."""
-    for number, batch in enumerate(batches[:steps], 1):
-        if isinstance(batch, Mapping):
-            first = batch.get("input_ids", batch.get("inputs"))
-        else:
-            first = batch[0] if isinstance(batch, (tuple, list)) and batch else None
-        lengths = [len(each) for each in tensors_of(first) if each.ndim]
-        if lengths and share not in lengths:
-            raise TrainingError(
-                f"the batch of step {number} has {lengths[0]} samples on this rank",
-                given=f"{lengths[0]} samples in batch {number} of {len(batches)} on {label}",
-                expected=f"{share} samples: this rank's share of train.global_batch_size",
-                hint="leave out a short last batch",
-            )
-
-
 def check_epoch(data: Any, engine: Engine) -> None:
-    """Raise TrainingError if training reaches the end of a DataLoader whose last batch is short or repeats samples.
+    """Raise TrainingError if a batch of a list is not this rank's share, or if training reaches the end of a DataLoader whose
+    last batch is short or repeats samples.
 
     A DistributedSampler repeats samples until every rank has the same number, so the batches of an epoch would depend on the
     number of ranks.
     """
     train = engine.sections.train
     share = train.global_batch_size // engine.data_size
-    if isinstance(data, (list, tuple)):
-        _check_shares(data, train.steps, share, engine.mesh.label)
+    for number, batch in enumerate(data[: train.steps] if isinstance(data, (list, tuple)) else (), 1):
+        inputs = batch[0] if isinstance(batch, (tuple, list)) and batch else None
+        if isinstance(batch, Mapping):
+            inputs = batch.get("input_ids", batch.get("inputs"))
+        lengths = [len(each) for each in tensors_of(inputs) if each.ndim]
+        if lengths and share not in lengths:
+            raise TrainingError(
+                f"the batch of step {number} has {lengths[0]} samples on this rank",
+                given=f"{lengths[0]} samples in batch {number} of {len(data)} on {engine.mesh.label}",
+                expected=f"{share} samples: this rank's share of train.global_batch_size",
+                hint="leave out a short last batch",
+            )
     if not isinstance(data, DataLoader):
         return
     # With batch_size=None, the sampler may choose whole batches.
