@@ -7,7 +7,7 @@ import json
 import math
 import os
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self, final
@@ -158,22 +158,20 @@ def recorded(
         "resumed": None if start.resumed is None else start.resumed.step,
         "ended": None,
     }
+    run, ended = folder / RUN, list[Summary]()
     _write(folder / CONFIG, settings_of(config, plan))
-    _write(folder / RUN, about)
-    ended: list[Summary] = []
+    _write(run, about)
     try:
         yield ended
     except BaseException as error:
+        reason = f"{type(error).__name__}: {error}".partition("\n")[0].removesuffix(": ")
+        reason = "interrupted" if isinstance(error, KeyboardInterrupt) else reason
         # The error that ended the run matters more than this file.
-        with contextlib.suppress(TrainingError), naming(folder / RUN):
-            check()
-            reason = f"{type(error).__name__}: {error}".partition("\n")[0].removesuffix(": ")
-            reason = "interrupted" if isinstance(error, KeyboardInterrupt) else reason
-            _end(folder, about, "stopped", ended, reason)
+        with contextlib.suppress(TrainingError):
+            _write(run, {**about, "state": "stopped", "ended": _facts(ended, reason)}, check)
         raise
-    with naming(folder / RUN):
-        check()
-    _end(folder, about, "finished", ended, (ended[-1].stopped or None) if ended else None)
+    reason = ended[-1].stopped if ended else ""
+    _write(run, {**about, "state": "finished", "ended": _facts(ended, reason or None)}, check)
 
 
 def settings_of(config: Config, plan: Plan) -> dict[str, Any]:
@@ -185,10 +183,10 @@ def settings_of(config: Config, plan: Plan) -> dict[str, Any]:
     return found
 
 
-def _end(folder: Path, about: dict[str, Any], state: str, ended: list[Summary], reason: str | None) -> None:
+def _facts(ended: Sequence[Summary], reason: str | None) -> dict[str, Any] | None:
+    """Return what is known of a run's end; None if nothing is."""
     facts: dict[str, Any] = {}
-    if ended:
-        last = ended[-1]
+    for last in ended[-1:]:
         facts = {
             "steps": last.steps,
             "tokens": last.tokens,
@@ -200,12 +198,12 @@ def _end(folder: Path, about: dict[str, Any], state: str, ended: list[Summary], 
             "peak_memory_bytes": getattr(last.memory, "nbytes", None),
             "peak_memory_rank": getattr(last.memory, "rank", None),
         }
-    end = {**facts, "reason": reason} if facts or reason else None
-    _write(folder / RUN, {**about, "state": state, "ended": end})
+    return {**facts, "reason": reason} if facts or reason else None
 
 
-def _write(path: Path, content: Mapping[str, Any]) -> None:
+def _write(path: Path, content: Mapping[str, Any], check: Callable[[], None] = lambda: None) -> None:
     with naming(path):
+        check()
         replace(path, json.dumps(content, indent=2))
 
 
