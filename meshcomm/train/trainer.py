@@ -31,9 +31,7 @@ from meshcomm.parallel.optimizer import MakeOptimizer
 from meshcomm.parallel.results import Done
 from meshcomm.train.agree import agree, agreed_corpus, corpus_of
 from meshcomm.train.arguments import (
-    Checked,
     check_callbacks,
-    checked,
     config_of_the_job,
     model_for,
 )
@@ -56,6 +54,7 @@ from meshcomm.train.data.batches import ReadAhead
 from meshcomm.train.data.loader import evaluated
 from meshcomm.train.elastic import Copies, Survivor, nobody_holds, other_parts, refuse_shards
 from meshcomm.train.evaluation import Evaluator, evaluate_of
+from meshcomm.train.program_check import ProgramCheck
 from meshcomm.train.schedule import MakeScheduler, scheduler_for
 from meshcomm.train.screen import TrainingReporter, not_compared
 from meshcomm.train.steps import (
@@ -165,9 +164,11 @@ class Trainer:
         if self._survivor is not None:
             self._survivor.settle(mesh)
         self._facts = agree(mesh, config)
-        self._model = model_for(mesh, config, model, self._loss)
-        recorded = self._recorder is not None
-        self._checked = Checked() if recorded else checked(mesh, config, self._model, self._optimizer)
+        known = self._facts.sections
+        self._model = model_for(config, known, model, self._loss)
+        self._check: ProgramCheck | None = None
+        if known.train.check and self._recorder is None and not mesh.is_fake:
+            self._check = ProgramCheck(mesh, known, self._model, self._optimizer)
         if isinstance(model, nn.Module):
             self._make(True)
 
@@ -263,8 +264,7 @@ class Trainer:
 
         Known on the first rank, and, for a program that is compared on its first batch, after the first step.
         """
-        check = self._checked.check
-        return "" if check is None else check.why
+        return "" if self._check is None else self._check.why
 
     @property
     def scheduler(self) -> LRScheduler | None:
@@ -539,19 +539,10 @@ class Trainer:
                 engine.scheduler = scheduler_for(
                     self._scheduler, engine.optimizer, engine.sections.train.steps
                 )
-            if (named := self._checked.named) is not None:
-                engine.look_named = partial(named, engine)
             self._made, self._holds = engine, holds
-            if self._checked.look is None:
-                self._say_what_is_not_checked()
-            else:
-                engine.look = self._look
+            if self._check is not None:
+                self._check.follow(engine, self._say_what_is_not_checked)
         return self._made
-
-    def _look(self, batch: Batch) -> None:
-        assert self._checked.look is not None
-        self._checked.look(batch)
-        self._say_what_is_not_checked()
 
     def _say_what_is_not_checked(self) -> None:
         """Log it, unless the run's screen says it."""
