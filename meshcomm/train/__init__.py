@@ -4,7 +4,7 @@ from meshcomm.train.callbacks import Callback, Evaluation, Resumed, Start, Step,
 from meshcomm.train.checkpoint.checkpoints import Checkpoints
 from meshcomm.train.checkpoint.lease import Attempt, find_attempt
 from meshcomm.train.export import save_pretrained
-from meshcomm.train.schedule import learning_rate
+from meshcomm.train.steps import learning_rate
 from meshcomm.train.trainer import Trainer, run
 
 __all__ = [

@@ -1,17 +1,20 @@
-"""Check and resolve the arguments of a Trainer: the configuration, the model, the loss and the callbacks."""
+"""Check and resolve the arguments of a Trainer: the configuration, the model, the loss, the scheduler and the callbacks."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
 from inspect import signature
+from typing import TypeAlias
 
 from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from meshcomm.config import Config, load_config
-from meshcomm.errors import ConfigError
+from meshcomm.errors import ConfigError, UnsupportedOp
 from meshcomm.mesh.source import CONFIG_VARIABLE, OVERRIDES_VARIABLE
 from meshcomm.models import ModelSpec, model_of
 from meshcomm.models.build import no_adapters, with_lora
@@ -20,6 +23,8 @@ from meshcomm.models.wrapped import WrappedModule
 from meshcomm.parallel.build import Model, Sections
 from meshcomm.parallel.loss import LossOf, takes_inputs
 from meshcomm.train.callbacks import Callback
+
+MakeScheduler: TypeAlias = Callable[[Optimizer], LRScheduler]
 
 
 def model_for(
@@ -134,3 +139,43 @@ def config_of_the_job(config: Config | None) -> Config:
             hint='Trainer(mesh, meshcomm.load_config("train.toml"), ...), or meshcomm run CONFIG script.py',
         )
     return load_config(path, os.environ.get(OVERRIDES_VARIABLE, "").splitlines())
+
+
+def scheduler_for(make: MakeScheduler, optimizer: Optimizer, steps: int) -> LRScheduler:
+    """Return the scheduler that `make` creates for the optimizer. Raises ConfigError or UnsupportedOp if it is invalid, or
+    cannot be advanced `steps` times.
+    """
+    example = "lambda optimizer: LambdaLR(optimizer, lambda step: 1 / (1 + step))"
+    try:
+        found = make(optimizer)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            "the scheduler cannot be made",
+            given=f"{type(error).__name__}: {error}",
+            expected="a function of the optimizer",
+            hint=example,
+        ) from error
+    kind = type(found).__name__
+    if not isinstance(found, LRScheduler) or isinstance(found, ReduceLROnPlateau):
+        raise UnsupportedOp(
+            f"the scheduler is a {kind}",
+            given=f"scheduler(optimizer) returned a {kind}",
+            expected="a torch.optim.lr_scheduler.LRScheduler whose rates depend only on the number of steps",
+            hint=example,
+        )
+    if found.optimizer is not optimizer:
+        raise ConfigError(
+            f"the {kind} belongs to another optimizer",
+            given=f"a {kind} of another {type(found.optimizer).__name__}",
+            expected="a scheduler for the optimizer that is passed to the function",
+            hint=example,
+        )
+    total = getattr(found, "total_steps", None)
+    if isinstance(total, int) and total < steps:
+        raise ConfigError(
+            f"the {kind} ends before the training",
+            given=f"total_steps = {total}, train.steps = {steps}",
+            expected="total_steps of train.steps or more",
+            hint=f"total_steps={steps}",
+        )
+    return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import os
 import time
 from collections import deque
@@ -37,7 +38,6 @@ from meshcomm.train.run_files import (
     recorded,
     settings_of,
 )
-from meshcomm.train.schedule import learning_rate
 from meshcomm.train.signals import Signals
 from meshcomm.train.sinks import Sink, check_sinks
 
@@ -68,6 +68,35 @@ def threads_and_precision(mesh: Mesh, train: TrainConfig, ranks_here: int) -> It
     finally:
         torch.set_float32_matmul_precision(precision)
         torch.set_num_threads(threads)
+
+
+def learning_rate(train: TrainConfig, step: int) -> float:
+    """Return the learning rate of a step, from 1 to train.steps. It depends only on the configuration, so there is no
+    state to save.
+
+    The rate rises linearly to `lr` at `warmup_steps`. Then, depending on `schedule`, it follows half a cosine wave or a
+    straight line down to `lr * min_lr_ratio` at the last step, or stays at `lr`. With wsd (warmup, stable, decay: Hu et
+    al. 2024), the straight line begins after step `steps - decay_steps`.
+
+    >>> train = TrainConfig(steps=12, warmup_steps=4, global_batch_size=1, micro_batch_size=1, lr=1.0, min_lr_ratio=0.2)
+    >>> [round(learning_rate(train, step), 3) for step in range(1, 13)]
+    [0.25, 0.5, 0.75, 1.0, 0.97, 0.883, 0.753, 0.6, 0.447, 0.317, 0.23, 0.2]
+    >>> linear, constant = (train.model_copy(update={"schedule": name}) for name in ("linear", "constant"))
+    >>> [(round(learning_rate(linear, step), 3), learning_rate(constant, step)) for step in (8, 12)]
+    [(0.6, 1.0), (0.2, 1.0)]
+    >>> wsd = train.model_copy(update={"schedule": "wsd", "decay_steps": 4})
+    >>> [round(learning_rate(wsd, step), 3) for step in range(7, 13)]
+    [1.0, 1.0, 0.8, 0.6, 0.4, 0.2]
+    """
+    if step <= train.warmup_steps:
+        return train.lr * step / train.warmup_steps
+    first = train.warmup_steps
+    if train.schedule == "wsd":
+        first = max(first, train.steps - (train.decay_steps or max(1, train.steps // 10)))
+    done = max(0.0, (step - first) / max(1, train.steps - first))
+    falls = {"cosine": (1 + math.cos(math.pi * done)) / 2, "constant": 1.0}
+    least = 1.0 if train.schedule == "constant" else train.min_lr_ratio
+    return train.lr * (least + (1 - least) * falls.get(train.schedule, 1 - done))
 
 
 def take_step(engine: Engine, number: int, inputs: Any, targets: Any, documents: Any = None) -> None:

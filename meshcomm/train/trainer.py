@@ -31,9 +31,11 @@ from meshcomm.parallel.optimizer import MakeOptimizer
 from meshcomm.parallel.results import Done
 from meshcomm.train.agree import agree, agreed_corpus, corpus_of
 from meshcomm.train.arguments import (
+    MakeScheduler,
     check_callbacks,
     config_of_the_job,
     model_for,
+    scheduler_for,
 )
 from meshcomm.train.callbacks import Callback, Summary
 from meshcomm.train.checkpoint.checkpoints import Checkpoints, resume, state_of, write
@@ -55,7 +57,6 @@ from meshcomm.train.data.loader import evaluated
 from meshcomm.train.elastic import Copies, Survivor, nobody_holds, other_parts, refuse_shards
 from meshcomm.train.evaluation import Evaluator, evaluate_of
 from meshcomm.train.program_check import ProgramCheck
-from meshcomm.train.schedule import MakeScheduler, scheduler_for
 from meshcomm.train.screen import TrainingReporter, not_compared
 from meshcomm.train.steps import (
     Progress,
