@@ -293,7 +293,7 @@ def _pairs(
 
     wanted, held: for each rank, the parts that it needs, and the parts that it has.
     """
-    found = []
+    pairs = []
     for to in (rank for rank, parts in wanted.items() if parts not in held[rank]):
         coords = mesh.get_coords(to)
         beside = (
@@ -304,8 +304,8 @@ def _pairs(
         pair = next(((dim, giver) for dim, giver in beside if wanted[to] in held[giver]), None)
         if pair is None:
             return None
-        found.append((*pair, to))
-    return found
+        pairs.append((*pair, to))
+    return pairs
 
 
 def refuse_shards(engine: Engine, error: Exception) -> None:

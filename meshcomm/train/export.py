@@ -63,17 +63,17 @@ def find_checkpoint(path: Path) -> Path:
 
     The checkpoint may be damaged, in which case `Lock.read` raises.
     """
-    found = checkpoints_in(path / FOLDER) or checkpoints_in(path)
-    if is_complete(path) or (not found and path in checkpoints_in(path.parent)):
+    saved = checkpoints_in(path / FOLDER) or checkpoints_in(path)
+    if is_complete(path) or (not saved and path in checkpoints_in(path.parent)):
         return path
-    if not found:
+    if not saved:
         raise TrainingError(
             f"there is no complete checkpoint in {path}",
             given=f"{path}" if path.is_dir() else f"{path}, which is not a folder",
             expected=f"a run's train.out, or one of its {FOLDER}/{name_of(100)}",
             hint="to save checkpoints, set train.checkpoint_every = 100",
         )
-    return found[-1]
+    return saved[-1]
 
 
 def export_weights(source: Path, target: Path) -> Exported:

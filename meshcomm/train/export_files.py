@@ -152,17 +152,17 @@ def pieces_of(model: SpecModel, name: str, kind: Kind) -> Iterator[Piece]:
 
 def shards_of(pieces: Sequence[Piece], most: int) -> dict[str, list[Piece]]:
     """Return the tensors in each file, which holds at most `most` bytes or a single larger tensor."""
-    found: list[list[Piece]] = []
+    shards: list[list[Piece]] = []
     used = 0
     for piece in pieces:
-        if not found or used + piece.nbytes > most:
-            found.append([])
+        if not shards or used + piece.nbytes > most:
+            shards.append([])
             used = 0
-        found[-1].append(piece)
+        shards[-1].append(piece)
         used += piece.nbytes
-    if len(found) == 1:
-        return {SINGLE: found[0]}
-    return {f"model-{n:05}-of-{len(found):05}.safetensors": shard for n, shard in enumerate(found, 1)}
+    if len(shards) == 1:
+        return {SINGLE: shards[0]}
+    return {f"model-{n:05}-of-{len(shards):05}.safetensors": shard for n, shard in enumerate(shards, 1)}
 
 
 @contextlib.contextmanager

@@ -179,8 +179,8 @@ def settings_of(config: Config, plan: Plan) -> dict[str, Any]:
     views = Table({name: Table(sizes) for name, sizes in plan.layout.views.items()})
     sizes = {"dims": Table(plan.layout.dims), **({"views": views} if views else {})}
     filled = config.model_copy(update={"mesh": config.mesh.model_copy(update=sizes)})
-    found: dict[str, Any] = plain(filled.model_dump(mode="json", exclude_unset=True, exclude_none=True))
-    return found
+    settings: dict[str, Any] = plain(filled.model_dump(mode="json", exclude_unset=True, exclude_none=True))
+    return settings
 
 
 def _facts(ended: Sequence[Summary], reason: str | None) -> dict[str, Any] | None:

@@ -140,8 +140,8 @@ def progress_of(engine: Engine, start: Lock, facts: Mapping[str, Any]) -> Progre
         # A background save may have been in progress.
         return (last_step(out), is_complete(out / FOLDER / name_of(step))) if is_first(mesh) else None
 
-    found = of_every_rank(mesh, on_all_ranks(mesh, "read the metrics", look))
-    reported, saved = next(each for each in found if each is not None)
+    of_ranks = of_every_rank(mesh, on_all_ranks(mesh, "read the metrics", look))
+    reported, saved = next(each for each in of_ranks if each is not None)
     recent = [*(Done(*each) for each in facts["recent"]), *(Done(*each) for each in facts["pending"])]
     pending = [each for each in recent if each.number > reported]
     losses = [*losses, *(each[1] for each in facts["pending"])][: step - len(pending)]

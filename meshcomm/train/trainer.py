@@ -230,8 +230,8 @@ class Trainer:
         """
         if error is not None:
             self._meet_again(error)
-        found = self._recovering(self._restored, begins=error is not None)
-        if found is None and self._survivor is not None:
+        facts = self._recovering(self._restored, begins=error is not None)
+        if facts is None and self._survivor is not None:
             raise nobody_holds(self._mesh)
         self._survivor = None
         return self.engine.done
@@ -385,18 +385,18 @@ class Trainer:
 
     def _go_on(self, checkpoints: Checkpoints, start: Lock) -> Progress | None:
         """Continue from the survivors' state after ranks were lost and replaced. Return None if no rank holds the state."""
-        found = self._restored()
-        if not found:
+        facts = self._restored()
+        if not facts:
             return None
-        if found["runs"] != self._runs:
+        if facts["runs"] != self._runs:
             raise TrainingError(
                 "a new rank is in a different Trainer.run call than the other ranks",
-                given=f"run {self._runs} of this program on {self.mesh.label}, run {found['runs']} on the others",
+                given=f"run {self._runs} of this program on {self.mesh.label}, run {facts['runs']} on the others",
                 expected="a single Trainer.run call in a program whose lost ranks are replaced",
                 hint="start a job for each run",
             )
         checkpoints.tidy()
-        return progress_of(self.engine, start, found)
+        return progress_of(self.engine, start, facts)
 
     def _source(
         self, data: Data | Corpus, step: int = 0, samples: int = 0, state: Tensor | None = None

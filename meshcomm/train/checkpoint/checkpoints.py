@@ -264,16 +264,16 @@ class Checkpoints:
         restarted = bool(every and restarts and job and known == job)
         continues = self._train.resume or restarted
         # If the last one is damaged, the run must not continue from an earlier one, whose later steps it would save again.
-        found = [path.name for path in checkpoints_in(self.folder)]
-        if not restarted and not (continues and found):
-            put_aside(Path(self._train.out), with_checkpoints=bool(found))
-            found = []
+        names = [path.name for path in checkpoints_in(self.folder)]
+        if not restarted and not (continues and names):
+            put_aside(Path(self._train.out), with_checkpoints=bool(names))
+            names = []
         if self.folder.is_dir():
             tidy(self.folder)
         if every:
             self.folder.mkdir(parents=True, exist_ok=True)
             # Write the name last: until an earlier run's files are renamed, they could be mistaken for this job's files.
             replace(marker, job)
-        if found and is_complete(self.folder / found[-1]):
-            replace(self.folder / LATEST, found[-1])
-        return continues, found[-1] if found else "", restarts if restarted else 0
+        if names and is_complete(self.folder / names[-1]):
+            replace(self.folder / LATEST, names[-1])
+        return continues, names[-1] if names else "", restarts if restarted else 0

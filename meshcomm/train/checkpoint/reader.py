@@ -144,11 +144,11 @@ class Saved:
                 # Another tensor of this checkpoint may have these bytes.
                 places = self._metadata.storage_data.items()
                 raise _OtherBytes(place, crc32, next((i.fqn for i, p in places if p.crc32 == crc32), ""))
-            found: Tensor = torch.load(record, map_location="cpu", weights_only=True)
-            if type(found) is not Tensor or found.layout != torch.strided:
-                raise ValueError(f"holds a {type(found).__name__}, not a dense tensor")
+            values: Tensor = torch.load(record, map_location="cpu", weights_only=True)
+            if type(values) is not Tensor or values.layout != torch.strided:
+                raise ValueError(f"holds a {type(values).__name__}, not a dense tensor")
             sizes = dict(self._chunks(index.fqn))[tuple(index.offset or ())]
-            held, described = Kind(found.dtype, tuple(found.shape)), Kind(dtype, sizes)
+            held, described = Kind(values.dtype, tuple(values.shape)), Kind(dtype, sizes)
             if held != described:
                 raise ValueError(f"holds {held}, but the metadata describe {described}")
         except Exception as error:
@@ -161,7 +161,7 @@ class Saved:
                 else "the bytes that were saved, readable on every host",
                 hint=instead_of(self.folder),
             ) from error
-        return found
+        return values
 
     def _check(self, name: str, kind: Kind, there: Kind | None) -> None:
         given = "no such tensor" if there is None else str(there)

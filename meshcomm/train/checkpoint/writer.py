@@ -98,14 +98,14 @@ def _check_equal(different: list[str]) -> None:
 
 def _keyed(state: Mapping[str, Tensor | Kept]) -> dict[bytes, tuple[Part, bytes]]:
     """Return each part with the value to compare between ranks, which is a digest of the part's bytes or zeros."""
-    found: dict[bytes, tuple[Part, bytes]] = {}
+    keyed: dict[bytes, tuple[Part, bytes]] = {}
     for part in parts_of(state):
         (at, sizes), content = part.box, bytes(_KEY_BYTES)
         if _is_compared(part.name, state[part.name]):
             # Values of different sizes differ, too, so they need the same key.
             sizes, content = (), _digest(bytes(part.on_host().reshape(-1).view(torch.uint8).numpy()))
-        found[_digest(repr((part.name, at, sizes)).encode())] = part, content
-    return found
+        keyed[_digest(repr((part.name, at, sizes)).encode())] = part, content
+    return keyed
 
 
 def _is_compared(name: str, tensor: Tensor | Kept) -> bool:
@@ -334,11 +334,11 @@ def _written(folder: Path, rank: int) -> Path:
 
 
 def _check(file: Path, size: int) -> None:
-    found = file.stat().st_size if file.is_file() else None
-    if found is None or found < size:
+    nbytes = file.stat().st_size if file.is_file() else None
+    if nbytes is None or nbytes < size:
         raise TrainingError(
             f"a part of the checkpoint is missing: {file.name}",
-            given=f"{file} " + ("is not there" if found is None else f"has {found} bytes"),
+            given=f"{file} " + ("is not there" if nbytes is None else f"has {nbytes} bytes"),
             expected=f"{size} bytes, as its rank wrote them",
             hint="train.out must be on a file system that all hosts share",
         )

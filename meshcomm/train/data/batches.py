@@ -86,12 +86,14 @@ class Order:
             slots = permuted(positions[here] % self.epoch, self.epoch, [self.seed, 0, int(epoch)])
             part = np.searchsorted(self._ends, slots, side="right")
             parts[here] = part
-            found = np.empty_like(slots)
+            within_part = np.empty_like(slots)
             for index in np.unique(part):
                 count, size, of = self.counts[index], self.sizes[index], part == index
                 within = slots[of] - (self._ends[index] - count)
-                found[of] = within if count == size else self._again(within + epoch * count, size, int(index))
-            samples[here] = found
+                within_part[of] = (
+                    within if count == size else self._again(within + epoch * count, size, int(index))
+                )
+            samples[here] = within_part
         return parts, samples
 
     def _again(self, running: Indices, size: int, part: int) -> Indices:
@@ -196,13 +198,13 @@ class Batches(Source):
             yield self.on_device(_tensors(self._samples(parts, numbers - starts[parts]), self._dtype))
 
     def _samples(self, parts: Indices, numbers: Indices) -> Samples:
-        rows, found = [], []
+        rows, samples = [], []
         for index in np.unique(parts):
             here = np.flatnonzero(parts == index)
             rows.append(here)
-            found.append(self._parts[index].read(numbers[here]))
+            samples.append(self._parts[index].read(numbers[here]))
         back = np.argsort(np.concatenate(rows))
-        return tuple(np.concatenate(each)[back] for each in zip(*found, strict=True))
+        return tuple(np.concatenate(each)[back] for each in zip(*samples, strict=True))
 
     def on_device(self, held: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Return the tensors in `held`, copied to the device."""
@@ -214,8 +216,8 @@ class Batches(Source):
 
 
 def _tensors(samples: Samples, dtype: torch.dtype | None) -> tuple[Tensor, ...]:
-    found = (torch.from_numpy(np.ascontiguousarray(each)) for each in samples)
-    return tuple(each.to(dtype) if each.is_floating_point() else each for each in found)
+    tensors = (torch.from_numpy(np.ascontiguousarray(each)) for each in samples)
+    return tuple(each.to(dtype) if each.is_floating_point() else each for each in tensors)
 
 
 def batches_of(engine: Engine, corpus: Corpus, after: tuple[int, int] = (0, 0)) -> Batches:
