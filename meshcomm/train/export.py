@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import torch
-from torch import Tensor
 
 from meshcomm.comm.codec import decode
 from meshcomm.config import DataConfig, ModelConfig, TrainConfig
@@ -85,7 +84,7 @@ def export_weights(source: Path, target: Path) -> Exported:
     folder = find_checkpoint(source)
     lock, saved = Lock.read(folder), Saved(folder)
     pieces: list[Piece] = []
-    for full, kind in saved.kinds.items():
+    for full in saved.kinds:
         if full.startswith(OF_MODULE):
             name = full.removeprefix(OF_MODULE)
             raise UnsupportedOp(
@@ -93,9 +92,7 @@ def export_weights(source: Path, target: Path) -> Exported:
                 given=f"{full} in {folder}",
                 expected="modules whose get_extra_state returns a tensor, or modules without get_extra_state",
             )
-        if not full.startswith("model."):
-            continue
-        name = full.removeprefix("model.")
+    for name, kind in saved.weights.items():
         about = OF_PARAMETER + name
         facts = decode(saved.load(about), torch.device("cpu")) if about in saved.kinds else {}
         pieces += [Piece(each, kind, name) for each in (name, *facts.get("also", []))]
@@ -126,11 +123,7 @@ def export_pretrained(
     known, came = lock.config.get(PRETRAINED), lock.config["model"].get("pretrained")
     if not known or not came:
         raise _not_pretrained(f"the model of {folder}")
-    kinds = {
-        name.removeprefix("model."): Kind(dtype or kind.dtype, kind.shape)
-        for name, kind in saved.kinds.items()
-        if name.startswith("model.")
-    }
+    kinds = {name: Kind(dtype or kind.dtype, kind.shape) for name, kind in saved.weights.items()}
     lora = lock.config["model"].get("lora")
     if lora is not None:
         pieces = [
@@ -145,13 +138,14 @@ def export_pretrained(
         for file, shard in shards.items():
             write_file(draft / file, shard, saved)
         if lora is not None:
-            write_adapter_config(draft, came, lora, kinds)
+            _write_adapter_config(draft, came, lora, kinds)
         else:
             write_beside(draft, known, shards, str(next(iter(kinds.values())).dtype))
         copy_beside(draft, Path(came))
     return Exported(folder, target, lock.step, len(pieces), sum(piece.nbytes for piece in pieces))
 
 
+@torch.no_grad()
 def export_merged(
     source: Path, target: Path, *, dtype: torch.dtype | None = None, shard_bytes: int = SHARD_BYTES
 ) -> Exported:
@@ -169,10 +163,27 @@ def export_merged(
             expected="a checkpoint of adapters for a model of [model] pretrained",
             hint="meshcomm export RUN FOLDER --pretrained",
         )
+    base, weights = Path(model["pretrained"]), saved.weights
+    targets = _adapted(weights)
     with new_folder(target) as draft:
-        base = Path(model["pretrained"])
-        tensors = write_merged(draft, base, model["lora"], saved, dtype, shard_bytes)
+        from transformers import AutoModelForCausalLM
+
+        from meshcomm.models.hf import without_bars
+
+        with without_bars():
+            merged = AutoModelForCausalLM.from_pretrained(base, dtype=dtype or "auto")
+            with_adapters(merged, LoraConfig(**model["lora"]), targets)
+            for name, parameter in merged.named_parameters():
+                if name in weights:
+                    parameter.copy_(saved.load(f"model.{name}"))
+            # Replace each adapted weight W by W + (alpha / rank) B A.
+            for name in targets:
+                layer: Any = merged.get_submodule(name)
+                layer.merge()
+                merged.set_submodule(name, layer.base_layer)
+            merged.save_pretrained(draft, max_shard_size=shard_bytes)
         copy_beside(draft, base)
+    tensors = merged.state_dict().values()
     return Exported(folder, target, lock.step, len(tensors), sum(each.nbytes for each in tensors))
 
 
@@ -230,55 +241,20 @@ def _model(known: Mapping[str, Any]) -> SpecModel:
     return made
 
 
-def targets_in(names: Mapping[str, Any]) -> list[str]:
+def _adapted(names: Mapping[str, Any]) -> list[str]:
     """Return the layers that adapters with these names belong to."""
     return [name.partition(".lora_A.")[0] for name in names if ".lora_A." in name]
 
 
-def write_adapter_config(folder: Path, base: str, lora: Mapping[str, Any], kinds: Mapping[str, Kind]) -> None:
+def _write_adapter_config(
+    folder: Path, base: str, lora: Mapping[str, Any], kinds: Mapping[str, Kind]
+) -> None:
     """Write adapter_config.json. base: the folder of the model without adapters."""
     settings = LoraConfig(**lora)
-    options = adapter_options(settings, settings.targets or targets_in(kinds))
+    options = adapter_options(settings, settings.targets or _adapted(kinds))
     options.lora_dropout = settings.dropout
     options.base_model_name_or_path, options.task_type, options.inference_mode = base, "CAUSAL_LM", True
     options.save_pretrained(folder)
-
-
-@torch.no_grad()
-def write_merged(
-    folder: Path,
-    base: Path,
-    lora: Mapping[str, Any],
-    saved: Saved,
-    dtype: torch.dtype | None,
-    shard_bytes: int,
-) -> list[Tensor]:
-    """Write the transformers model in `base` with each adapted weight W replaced by W + (alpha / rank) B A.
-
-    Return the tensors of the merged model.
-    """
-    from transformers import AutoModelForCausalLM
-
-    from meshcomm.models.hf import without_bars
-
-    with without_bars():
-        model = AutoModelForCausalLM.from_pretrained(base, dtype=dtype or "auto")
-        _merge(model, lora, saved)
-        model.save_pretrained(folder, max_shard_size=shard_bytes)
-    return list(model.state_dict().values())
-
-
-def _merge(model: Any, lora: Mapping[str, Any], saved: Saved) -> None:
-    names = {name.removeprefix("model."): name for name in saved.kinds if name.startswith("model.")}
-    targets = targets_in(names)
-    with_adapters(model, LoraConfig(**lora), targets)
-    for name, parameter in model.named_parameters():
-        if name in names:
-            parameter.copy_(saved.load(names[name]))
-    for name in targets:
-        layer: Any = model.get_submodule(name)
-        layer.merge()
-        model.set_submodule(name, layer.base_layer)
 
 
 def _not_pretrained(what: str) -> ConfigError:

@@ -96,6 +96,12 @@ class Saved:
             ) from error
         self._metadata = metadata
 
+    @property
+    def weights(self) -> dict[str, Kind]:
+        """The kinds of the model's parameters and buffers, by their names in the module."""
+        weights = {name: kind for name, kind in self.kinds.items() if name.startswith("model.")}
+        return {name.removeprefix("model."): kind for name, kind in weights.items()}
+
     def fill(self, state: Mapping[str, Tensor | Kept]) -> None:
         """Fill the tensors of `state` in place, reading only the data that lie on this rank.
 
