@@ -9,7 +9,6 @@ import os
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final, Self, final
 
 from meshcomm.config import Config, TrainConfig
@@ -97,9 +96,7 @@ class MetricsFile:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         # Writing any remaining output has already failed.
         with contextlib.suppress(OSError):
             self._file.close()

@@ -7,7 +7,6 @@ import warnings
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from types import TracebackType
 from typing import Any, final
 
 import numpy as np
@@ -123,9 +122,7 @@ class Source(AbstractContextManager["Source"]):
         """Return the state to save in a checkpoint."""
         return {}
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         return None
 
 
@@ -267,9 +264,7 @@ class ReadAhead(Source):
         """See Source."""
         return self._batches.read(step)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._steps = None
         # torch raises the error from a signal handler, at any line of the program: within a call, another error follows it.
         while error is not None and not (
