@@ -53,7 +53,7 @@ class Held:
     def of(cls, engine: Engine, facts: Any, on: torch.device | None = None) -> Held:
         """Return the state of an engine, either its own tensors or copies of them on a device."""
         state = engine.saved_state()
-        kinds = {name: tuple(kind_of(each)) for name, each in state.items()}
+        kinds = {name: kind_of(each)[:2] for name, each in state.items()}
         tensors = {name: memory_of(each) for name, each in state.items()}
         if on is not None:
             tensors = {name: each.to(on, copy=True) for name, each in tensors.items()}
@@ -94,23 +94,23 @@ def passed(mesh: Mesh, dim: str, own: Held | None, dst: int | None, src: int | N
     """Send `own` to coord `dst` along `dim`, and return the state that coord `src` sends, in host memory. Either is optional."""
     head: Any = None
     if own is not None:
-        shapes = {name: tuple(x.shape) for name, x in own.tensors.items()}
-        head = (own.step, own.parts, own.kinds, shapes)
+        head = (own.step, own.parts, own.kinds, {name: tuple(x.shape) for name, x in own.tensors.items()})
     # Both calls block until the other rank is ready, so in a ring some rank must receive first.
     sends_first = mesh.coord(dim) % 2 == 0
     if dst is not None and sends_first:
         mesh.objects.send(dim, head, dst)
-    step, parts, kinds, shapes = (0, "", {}, {}) if src is None else mesh.objects.recv(dim, src=src)
+    came: Any = (0, "", {}, {}) if src is None else mesh.objects.recv(dim, src=src)
     if dst is not None and not sends_first:
         mesh.objects.send(dim, head, dst)
+    step, parts, kinds, shapes = came
     found = {name: torch.empty(shape, dtype=kinds[name][0]) for name, shape in shapes.items()}
     # Both ranks divide the tensors in the same way, so their n-th messages match.
     none: list[Tensor] = []
     mine = () if own is None else own.tensors.values()
     for going, coming in zip_longest(_messages(mine), _messages(found.values()), fillvalue=none):
         sizes = [x.numel() for x in coming]
-        sends = [(torch.cat([x.reshape(-1).to(mesh.device) for x in going]), dst)] if going else []
-        recvs = [(coming[0].new_empty(sum(sizes), device=mesh.device), src)] if coming else []
+        sends: list[Any] = [(torch.cat([x.reshape(-1).to(mesh.device) for x in going]), dst)] if going else []
+        recvs: list[Any] = [(coming[0].new_empty(sum(sizes), device=mesh.device), src)] if coming else []
         for received in mesh.exchange(dim, sends, recvs):
             for into, part in zip(coming, received.split(sizes), strict=True):
                 into.copy_(part.view(into.shape))

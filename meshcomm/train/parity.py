@@ -235,7 +235,7 @@ def compare_forward(engine: Engine, inputs: Any, *, from_folder: bool) -> str:
         return ""
     spec, name = model.spec, "transformers"
     if spec.original is not None:
-        stored = None
+        stored: dict[str, Tensor] | None = None
         if not from_folder or spec.weights is None:
             stored = {
                 each: part

@@ -112,15 +112,15 @@ class Saved:
             self._check(name, kind_of(tensor), self.kinds.get(name))
         for part in parts_of(state):
             # A piece of a multi-part weight may not be a view of the box, so its values are first put together.
-            piece = part.held if isinstance(part.held, Piece) else None
-            into = part.held if piece is None else torch.empty(part.box[1], dtype=part.kind.dtype)
+            held = part.held
+            into = torch.empty(part.box[1], dtype=part.kind.dtype) if isinstance(held, Piece) else held
             for chunk in self._chunks(part.name):
                 common = overlap(chunk, part.box)
                 if common is not None:
                     there, here = common
                     into[here].copy_(self._read(MetadataIndex(part.name, chunk[0]), part.kind.dtype)[there])
-            if piece is not None:
-                piece.write(into.to(piece.held.device))
+            if isinstance(held, Piece):
+                held.write(into.to(held.held.device))
 
     def _chunks(self, name: str) -> list[Box]:
         saved: Any = self._metadata.state_dict_metadata[name]
