@@ -377,7 +377,8 @@ class Trainer:
             check_batch_size(lock, start, type(data).__name__, resumed.folder)
         # Parameters of a checkpoint are not read from elsewhere or initialized before it is loaded.
         engine = self._make(not lock.step)
-        losses, loader = list[float](), None
+        losses: list[float] = []
+        loader: Tensor | None = None
         if resumed is not None and lock.step:
             losses, loader = resume(self.mesh, engine, resumed.folder, run=True)
         self._holds = True
