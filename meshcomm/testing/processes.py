@@ -16,7 +16,7 @@ import sys
 import sysconfig
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.abc import MetaPathFinder
@@ -35,7 +35,7 @@ from meshcomm.mesh import Mesh, init
 from meshcomm.testing import emulated_nccl
 from meshcomm.testing.marker import MeshRequest
 from meshcomm.testing.pool import Held, Limits, Pool
-from meshcomm.testing.report import Ends, last_stack, outcome_of, stack_text
+from meshcomm.testing.report import PYTEST, Ends, last_stack, outcome_of, stack_text
 
 POOL: pytest.StashKey[Pool] = pytest.StashKey()
 
@@ -124,7 +124,7 @@ def _uncrossed(test: str, named: Mapping[str, object], error: Exception) -> Mesh
 
 
 def _hint(name: str, value: object) -> str:
-    if type(value).__module__.partition(".")[0] in ("pytest", "_pytest"):
+    if (getattr(sys.modules.get(type(value).__module__), "__file__", None) or "").startswith(PYTEST):
         return f"{name} belongs to pytest and stays in the main process; use it in a fixture, not in the test"
     if callable(value):
         return "a function at the top of a module, or functools.partial of one; lambdas cannot be pickled"
@@ -156,7 +156,7 @@ class Task:
     environ: Mapping[str, str]
     cwd: str
     sys_path: tuple[str, ...]
-    filters: tuple[tuple[Any, ...], ...]
+    filters: Sequence[bytes]
     values: bytes
 
 
@@ -235,20 +235,14 @@ def _source(module: ModuleType) -> Source:
     return Source(file, folders, _is_rewritten(module))
 
 
-def _filters() -> tuple[tuple[Any, ...], ...]:
-    """Return the warning filters that pytest has set for this test. Their classes are pickled."""
+def _filters() -> list[bytes]:
+    """Return the arguments of warnings.filterwarnings that lead to the filters of this test, the last filter first."""
     sent = []
-    for action, message, category, module, line in warnings.filters:
-        try:
-            kind = pickle.dumps(category)
-        except Exception:
-            continue  # a class that exists only in this process
-        sent.append((action, _pattern(message), kind, _pattern(module), line))
-    return tuple(sent)
-
-
-def _pattern(regex: Any) -> str:
-    return regex if isinstance(regex, str) else "" if regex is None else regex.pattern
+    for action, message, category, module, line in reversed(warnings.filters):
+        patterns = [getattr(each, "pattern", each) or "" for each in (message, module)]
+        with suppress(Exception):  # a class that exists only in this process
+            sent.append(pickle.dumps((action, patterns[0], category, patterns[1], line)))
+    return sent
 
 
 # -- on a rank --------------------------------------------------------------------------------------
@@ -279,10 +273,9 @@ def _known(category: type[Warning]) -> type[Warning]:
 
 def _run(task: Task, opened: list[Mesh | ExitStack]) -> None:
     warnings.resetwarnings()
-    for action, message, category, module, line in reversed(task.filters):
-        # Skip a filter whose category cannot be loaded on this rank.
-        if (kind := _loaded(category)) is not None:
-            warnings.filterwarnings(action, message, kind, module, line)
+    for each in task.filters:
+        with suppress(Exception):  # a class that this rank cannot load
+            warnings.filterwarnings(*pickle.loads(each))
     owner: Any = importlib.import_module(task.module)
     values: Values = pickle.loads(task.values)
     for name in task.path[:-1]:
@@ -338,13 +331,6 @@ def _refresh(task: Task) -> None:
     if torch.are_deterministic_algorithms_enabled():  # reading is free; setting imports the compiler
         torch.use_deterministic_algorithms(False)
     torch.set_num_threads(1)
-
-
-def _loaded(data: bytes) -> Any:
-    try:
-        return pickle.loads(data)
-    except Exception:
-        return None
 
 
 @final

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import inspect
 import re
 import sys
 import traceback
@@ -15,6 +15,7 @@ from traceback import FrameSummary, StackSummary
 from typing import Any, Final, Literal, NamedTuple, final
 
 import pytest
+import torch
 
 import meshcomm
 from meshcomm.errors import MeshcommError
@@ -25,10 +26,13 @@ from meshcomm.testing.marker import MeshRequest
 from meshcomm.testing.pool import Ended
 
 _MESHCOMM: Final = f"{Path(meshcomm.__file__).parent}/"
-_SPECS: Final = map(importlib.util.find_spec, ("torch", "pytest", "_pytest", "pluggy"))
-_ORIGINS: Final = [spec.origin for spec in _SPECS if spec is not None and spec.origin is not None]
 _STANDARD: Final = f"{Path(traceback.__file__).parent}/"
-_LIBRARIES: Final = (_MESHCOMM, "<frozen ", *(f"{Path(each).parent}/" for each in _ORIGINS))
+PYTEST: Final = f"{Path(inspect.getfile(pytest.Session)).parent}/"
+_OTHERS: Final = (torch, pytest, type(pytest.hookimpl))
+_LIBRARIES: Final = (
+    *(_MESHCOMM, "<frozen ", PYTEST),
+    *(f"{Path(inspect.getfile(each)).parent}/" for each in _OTHERS),
+)
 # A frame in faulthandler's format.
 _FRAME: Final = re.compile(r'  File "(.*)", line (\d+|\?\?\?) in (.*)')
 

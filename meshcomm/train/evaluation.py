@@ -88,10 +88,10 @@ class Evaluator:
         tokens = self._batches * tokens_per_step
         return Evaluation(step, loss, tokens, time.perf_counter() - began, found)
 
-    def _agreed(self, found: Any) -> dict[str, float]:
+    def _agreed(self, returned: Any) -> dict[str, float]:
         """Return the numbers of the first rank, which every rank then decides by. Those of other ranks may differ by rounding."""
         mesh = self._engine.mesh
-        numbers = on_all_ranks(mesh, "evaluate", partial(self._numbers, found))
+        numbers = on_all_ranks(mesh, "evaluate", partial(self._numbers, returned))
         if mesh.is_fake:
             return numbers
         every = dict(sorted(zip(ranks_of(mesh), of_every_rank(mesh, numbers), strict=True)))
@@ -112,12 +112,12 @@ class Evaluator:
             )
         return first
 
-    def _numbers(self, found: Any) -> dict[str, float]:
-        given = found if isinstance(found, Mapping) else {"loss": found}
+    def _numbers(self, returned: Any) -> dict[str, float]:
+        given = returned if isinstance(returned, Mapping) else {"loss": returned}
         try:
             numbers = {name: float(value) for name, value in given.items()}
         except (TypeError, ValueError) as error:
-            raise self._wrong(f"{found!r:.80}") from error
+            raise self._wrong(f"{returned!r:.80}") from error
         if not all(isinstance(name, str) and name.isidentifier() for name in numbers):
             raise self._wrong(f"names {', '.join(map(repr, numbers))}")
         if "loss" not in numbers and self._held is None:

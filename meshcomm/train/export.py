@@ -2,55 +2,49 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from fnmatch import fnmatchcase
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, NamedTuple, final
+from typing import Any, Final, NamedTuple
 
 import torch
-from torch import Tensor
 
 from meshcomm.comm.codec import decode
 from meshcomm.config import DataConfig, ModelConfig, TrainConfig
+from meshcomm.config.model import LoraConfig
 from meshcomm.config.pretrained import DROPPED
-from meshcomm.errors import ConfigError, MeshcommError, TrainingError, UnsupportedOp
+from meshcomm.errors import ConfigError, TrainingError, UnsupportedOp
 from meshcomm.mesh.all_ranks import is_first, on_all_ranks
 from meshcomm.models import model_of
+from meshcomm.models.lora import ADAPTER, adapter_options, with_adapters
 from meshcomm.models.spec_model import SpecModel
-from meshcomm.models.weights import INDEX, SINGLE, Conversions
 from meshcomm.parallel.state import OF_MODULE, OF_PARAMETER
-from meshcomm.train import checkpoint
-from meshcomm.train.checkpoint_folder import FOLDER, checkpoints_in, is_complete, name_of
-from meshcomm.train.checkpoint_reader import Kind, Saved
-from meshcomm.train.export_adapters import ADAPTER_FILE, adapter_pieces, write_adapter_config, write_merged
-from meshcomm.train.lock import PRETRAINED, Lock
-from meshcomm.train.safetensors_writer import Piece, write_file
+from meshcomm.train.checkpoint.checkpoints import write
+from meshcomm.train.checkpoint.folder import FOLDER, checkpoints_in, is_complete, name_of
+from meshcomm.train.checkpoint.lock import PRETRAINED, Lock
+from meshcomm.train.checkpoint.parts import Kind
+from meshcomm.train.checkpoint.reader import Saved
+from meshcomm.train.export_files import (
+    CONFIG,
+    Piece,
+    check_new,
+    copy_beside,
+    could_not,
+    new_folder,
+    pieces_of,
+    shards_of,
+    write_beside,
+    write_file,
+)
 from meshcomm.train.trainer import Trainer
 
-CONFIG: Final = "config.json"
 SHARD_BYTES: Final = 5_000_000_000
-# Not copied from the source folder: weights in any format and their index, the files that an export itself writes, and hidden
-# entries, such as .git.
-_NOT_BESIDE: Final = (
-    *(
-        "*.safetensors",
-        "*.bin",
-        "*.pt",
-        "*.pth",
-        "*.ckpt",
-        "*.h5",
-        "*.msgpack",
-        "*.gguf",
-        "*.onnx",
-        "*.onnx_data",
-    ),
-    *("*.index.json", CONFIG, "adapter_config.json", ".*"),
-)
+ADAPTER_FILE: Final = "adapter_model.safetensors"
+# The prefix that peft puts before the names of a transformers model.
+_PREFIX: Final = "base_model.model."
 
 
 class Exported(NamedTuple):
@@ -68,17 +62,17 @@ def find_checkpoint(path: Path) -> Path:
 
     The checkpoint may be damaged, in which case `Lock.read` raises.
     """
-    found = checkpoints_in(path / FOLDER) or checkpoints_in(path)
-    if is_complete(path) or (not found and path in checkpoints_in(path.parent)):
+    saved = checkpoints_in(path / FOLDER) or checkpoints_in(path)
+    if is_complete(path) or (not saved and path in checkpoints_in(path.parent)):
         return path
-    if not found:
+    if not saved:
         raise TrainingError(
             f"there is no complete checkpoint in {path}",
             given=f"{path}" if path.is_dir() else f"{path}, which is not a folder",
             expected=f"a run's train.out, or one of its {FOLDER}/{name_of(100)}",
             hint="to save checkpoints, set train.checkpoint_every = 100",
         )
-    return found[-1]
+    return saved[-1]
 
 
 def export_weights(source: Path, target: Path) -> Exported:
@@ -90,7 +84,7 @@ def export_weights(source: Path, target: Path) -> Exported:
     folder = find_checkpoint(source)
     lock, saved = Lock.read(folder), Saved(folder)
     pieces: list[Piece] = []
-    for full, kind in saved.kinds.items():
+    for full in saved.kinds:
         if full.startswith(OF_MODULE):
             name = full.removeprefix(OF_MODULE)
             raise UnsupportedOp(
@@ -98,17 +92,13 @@ def export_weights(source: Path, target: Path) -> Exported:
                 given=f"{full} in {folder}",
                 expected="modules whose get_extra_state returns a tensor, or modules without get_extra_state",
             )
-        if not full.startswith("model."):
-            continue
-        name = full.removeprefix("model.")
+    for name, kind in saved.weights.items():
         about = OF_PARAMETER + name
         facts = decode(saved.load(about), torch.device("cpu")) if about in saved.kinds else {}
-        pieces += [
-            Piece(each, kind, name, torch.Tensor.contiguous) for each in (name, *facts.get("also", []))
-        ]
+        pieces += [Piece(each, kind, name) for each in (name, *facts.get("also", []))]
     # Larger elements first, so that each tensor is aligned.
     pieces.sort(key=lambda piece: (-piece.kind.dtype.itemsize, piece.name))
-    with _could_not(f"export {folder} to {target}"):
+    with could_not(f"export {folder} to {target}"):
         write_file(target, pieces, saved)
     return Exported(folder, target, lock.step, len(pieces), target.stat().st_size)
 
@@ -133,30 +123,29 @@ def export_pretrained(
     known, came = lock.config.get(PRETRAINED), lock.config["model"].get("pretrained")
     if not known or not came:
         raise _not_pretrained(f"the model of {folder}")
-    kinds = {
-        name.removeprefix("model."): Kind(dtype or kind.dtype, kind.shape)
-        for name, kind in saved.kinds.items()
-        if name.startswith("model.")
-    }
+    kinds = {name: Kind(dtype or kind.dtype, kind.shape) for name, kind in saved.weights.items()}
     lora = lock.config["model"].get("lora")
     if lora is not None:
-        pieces = adapter_pieces(kinds)
+        pieces = [
+            Piece(_PREFIX + name.replace(f".{ADAPTER}.", "."), kind, name) for name, kind in kinds.items()
+        ]
         shards = {ADAPTER_FILE: pieces}
     else:
         model = _model(known)
         pieces = [piece for name, kind in kinds.items() for piece in pieces_of(model, name, kind)]
-        shards = _shards(pieces, shard_bytes)
+        shards = shards_of(pieces, shard_bytes)
     with new_folder(target) as draft:
         for file, shard in shards.items():
             write_file(draft / file, shard, saved)
         if lora is not None:
-            write_adapter_config(draft, came, lora, kinds)
+            _write_adapter_config(draft, came, lora, kinds)
         else:
-            _write_beside(draft, known, shards, str(next(iter(kinds.values())).dtype))
+            write_beside(draft, known, shards, str(next(iter(kinds.values())).dtype))
         copy_beside(draft, Path(came))
     return Exported(folder, target, lock.step, len(pieces), sum(piece.nbytes for piece in pieces))
 
 
+@torch.no_grad()
 def export_merged(
     source: Path, target: Path, *, dtype: torch.dtype | None = None, shard_bytes: int = SHARD_BYTES
 ) -> Exported:
@@ -174,26 +163,28 @@ def export_merged(
             expected="a checkpoint of adapters for a model of [model] pretrained",
             hint="meshcomm export RUN FOLDER --pretrained",
         )
+    base, weights = Path(model["pretrained"]), saved.weights
+    targets = _adapted(weights)
     with new_folder(target) as draft:
-        base = Path(model["pretrained"])
-        tensors = write_merged(draft, base, model["lora"], saved, dtype, shard_bytes)
+        from transformers import AutoModelForCausalLM
+
+        from meshcomm.models.hf import without_bars
+
+        with without_bars():
+            merged = AutoModelForCausalLM.from_pretrained(base, dtype=dtype or "auto")
+            with_adapters(merged, LoraConfig(**model["lora"]), targets)
+            for name, parameter in merged.named_parameters():
+                if name in weights:
+                    parameter.copy_(saved.load(f"model.{name}"))
+            # Replace each adapted weight W by W + (alpha / rank) B A.
+            for name in targets:
+                layer: Any = merged.get_submodule(name)
+                layer.merge()
+                merged.set_submodule(name, layer.base_layer)
+            merged.save_pretrained(draft, max_shard_size=shard_bytes)
         copy_beside(draft, base)
+    tensors = merged.state_dict().values()
     return Exported(folder, target, lock.step, len(tensors), sum(each.nbytes for each in tensors))
-
-
-@contextlib.contextmanager
-def new_folder(target: Path) -> Iterator[Path]:
-    """Yield a draft of `target`, and rename it at the end. Raises TrainingError. If the block fails, the draft is removed."""
-    _check_new(target)
-    draft = target.with_name(f".{target.name}.part")
-    shutil.rmtree(draft, ignore_errors=True)
-    draft.mkdir(parents=True)
-    try:
-        with _could_not(f"write {target}"):
-            yield draft
-            draft.rename(target)
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
 
 
 def save_pretrained(
@@ -216,62 +207,20 @@ def save_pretrained(
 
     def begin() -> None:
         if is_first(mesh):
-            _check_new(target)
+            check_new(target)
             # Remove the remains of a call that was killed.
             shutil.rmtree(parts, ignore_errors=True)
 
     on_all_ranks(mesh, what, begin)
     weights = engine.own_weights()
     try:
-        checkpoint.write(mesh, weights, parts, trainer._lock())
+        write(mesh, weights, parts, trainer._lock())
         make = partial(export_pretrained, parts, target, dtype=dtype, shard_bytes=shard_bytes)
         on_all_ranks(mesh, what, lambda: make() if is_first(mesh) else None)
     finally:
         if is_first(mesh):
             shutil.rmtree(parts, ignore_errors=True)
     return target
-
-
-def _check_new(target: Path) -> None:
-    if target.exists():
-        raise TrainingError(
-            f"{target} exists already",
-            given=f"{target}, which is a {'folder' if target.is_dir() else 'file'}",
-            expected="the name of a folder that does not exist yet",
-            hint="choose another name, or remove it first",
-        )
-
-
-def copy_beside(folder: Path, source: Path) -> None:
-    """Copy all that `source` holds beside the weights: files of tokenizer and processor, chat templates, generation settings.
-
-    A subfolder is copied in the same way, unless it holds a model of its own.
-    """
-    if not source.is_dir():
-        return
-    for path in source.iterdir():
-        if any(fnmatchcase(path.name, pattern) for pattern in _NOT_BESIDE):
-            continue
-        if path.is_file():
-            folder.mkdir(exist_ok=True)
-            shutil.copyfile(path, folder / path.name)
-        elif not (path / CONFIG).exists() and not path.is_symlink():
-            copy_beside(folder / path.name, path)
-
-
-def _write_beside(
-    folder: Path, known: Mapping[str, Any], shards: Mapping[str, Sequence[Piece]], dtype: str
-) -> None:
-    """Write config.json and, if there are several files, the index of the weights."""
-    texts: dict[str, Any] = {}
-    if len(shards) > 1:
-        places = {piece.name: file for file, shard in shards.items() for piece in shard}
-        size = sum(piece.nbytes for shard in shards.values() for piece in shard)
-        texts[INDEX] = {"metadata": {"total_size": size}, "weight_map": dict(sorted(places.items()))}
-    texts[CONFIG] = {k: v for k, v in known.items() if k not in ("torch_dtype", "_name_or_path")}
-    texts[CONFIG]["dtype"] = dtype.removeprefix("torch.")
-    for name, content in texts.items():
-        (folder / name).write_text(json.dumps(content, indent=2) + "\n")
 
 
 def _model(known: Mapping[str, Any]) -> SpecModel:
@@ -292,77 +241,20 @@ def _model(known: Mapping[str, Any]) -> SpecModel:
     return made
 
 
-@final
-class _Reverted:
-    """Computes all stored tensors of a parameter together and only once."""
-
-    def __init__(self, stored: Conversions, name: str) -> None:
-        self._stored, self._name = stored, name
-        self._of: Tensor | None = None
-
-    def take(self, wanted: str, dtype: torch.dtype, value: Tensor) -> Tensor:
-        """Return one of these tensors."""
-        if self._of is not value:
-            self._of, self._made = value, dict(self._stored.stored(self._name, value))
-        return self._made.pop(wanted).to(dtype).contiguous()
+def _adapted(names: Mapping[str, Any]) -> list[str]:
+    """Return the layers that adapters with these names belong to."""
+    return [name.partition(".lora_A.")[0] for name in names if ".lora_A." in name]
 
 
-def pieces_of(model: SpecModel, name: str, kind: Kind) -> Iterator[Piece]:
-    """Yield the tensors that store a parameter in the folder."""
-    shape, stored = kind.shape, model.spec.stored
-    if stored is not None and not callable(stored):
-        without_memory = torch.empty(shape, dtype=kind.dtype, device="meta")
-        reverted = _Reverted(stored, name)
-        for each, made in stored.stored(name, without_memory).items():
-            take = partial(reverted.take, each, kind.dtype)
-            yield Piece(each, Kind(kind.dtype, tuple(made.shape)), name, take)
-        return
-    names, transposed = (name, False) if stored is None else stored(name)
-
-    def taken(value: Tensor, at: tuple[Any, ...] = ()) -> Tensor:
-        value = value[at].to(kind.dtype)
-        return (value.T if transposed else value).contiguous()
-
-    if isinstance(names, str):
-        yield Piece(names, Kind(kind.dtype, shape[::-1] if transposed else shape), name, taken)
-        return
-    for place, row in enumerate(names):
-        rows = shape[1] // len(row)
-        part = (rows, *shape[2:])
-        lying = Kind(kind.dtype, part[::-1] if transposed else part)
-        for run, each in enumerate(row):
-            at = (place, slice(run * rows, (run + 1) * rows))
-            yield Piece(each, lying, name, partial(taken, at=at))
-
-
-def _shards(pieces: Sequence[Piece], most: int) -> dict[str, list[Piece]]:
-    """Return the tensors in each file, which holds at most `most` bytes or a single larger tensor."""
-    found: list[list[Piece]] = []
-    used = 0
-    for piece in pieces:
-        if not found or used + piece.nbytes > most:
-            found.append([])
-            used = 0
-        found[-1].append(piece)
-        used += piece.nbytes
-    if len(found) == 1:
-        return {SINGLE: found[0]}
-    return {f"model-{n:05}-of-{len(found):05}.safetensors": shard for n, shard in enumerate(found, 1)}
-
-
-@contextlib.contextmanager
-def _could_not(what: str) -> Iterator[None]:
-    """Convert errors from other libraries or the disk into a TrainingError with the message: could not `what`."""
-    try:
-        yield
-    except MeshcommError:
-        raise
-    except Exception as error:
-        raise TrainingError(
-            f"could not {what}",
-            given=f"{type(error).__name__}: {error}",
-            expected="complete files, and a writable folder with enough space",
-        ) from error
+def _write_adapter_config(
+    folder: Path, base: str, lora: Mapping[str, Any], kinds: Mapping[str, Kind]
+) -> None:
+    """Write adapter_config.json. base: the folder of the model without adapters."""
+    settings = LoraConfig(**lora)
+    options = adapter_options(settings, settings.targets or _adapted(kinds))
+    options.lora_dropout = settings.dropout
+    options.base_model_name_or_path, options.task_type, options.inference_mode = base, "CAUSAL_LM", True
+    options.save_pretrained(folder)
 
 
 def _not_pretrained(what: str) -> ConfigError:

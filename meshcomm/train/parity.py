@@ -31,8 +31,7 @@ from meshcomm.parallel.shard import Sharded
 from meshcomm.parallel.tensor import whole
 from meshcomm.parallel.tensor.parameters import Parts, fused_parts, joined
 from meshcomm.parallel.tree import called, sliced
-from meshcomm.train import checkpoint_reader
-from meshcomm.train.export import pieces_of
+from meshcomm.train.export_files import stored_tensors
 from meshcomm.train.trainer import RECORDER, StepRecorder, Trainer
 
 Kind: TypeAlias = Literal["loss", "gradient norm", "weight", "gradient"]
@@ -92,9 +91,8 @@ def in_float64(config: Config) -> tuple[Config, tuple[str, ...]]:
         "parallel.options.reduce_dtype": None if parallel is None else parallel.options.reduce_dtype,
         "train.float32_matmul_precision": train.float32_matmul_precision,
     }
-    narrow = {key: value for key, value in narrow.items() if value is not None}
-    changes = [f"{key}=" for key in narrow]
-    words = [f'{key} left out, was "{value}"' for key, value in narrow.items()]
+    changes = [f"{key}=" for key, value in narrow.items() if value is not None]
+    words = [f'{key} left out, was "{value}"' for key, value in narrow.items() if value is not None]
     if train.dtype != "float64":
         changes.append('train.dtype="float64"')
         words.append(f'train.dtype = "float64", was "{train.dtype}"')
@@ -108,21 +106,13 @@ def reference(config: Config) -> Config:
     """
     if config.parallel is None or config.train is None:
         raise _no_training(config)
-    facts = config.model_dump(exclude_unset=True, mode="python")
-    train = {
-        key: value
-        for key, value in facts["train"].items()
-        if key not in ("compile", "activation_checkpointing")
-    }
-    return load_config(
-        {
-            "mesh": {"dims": {"one": 1}, "device": config.mesh.device, "timeout_s": config.mesh.timeout_s},
-            "parallel": {},
-            "model": facts["model"],
-            "data": facts["data"],
-            "train": train,
-        }
+    facts = config.model_dump(
+        include={"model", "data", "train"},
+        exclude={"train": {"compile", "activation_checkpointing"}},
+        exclude_unset=True,
     )
+    mesh = {"dims": {"one": 1}, "device": config.mesh.device, "timeout_s": config.mesh.timeout_s}
+    return load_config({**facts, "mesh": mesh, "parallel": {}})
 
 
 class _Enough(BaseException):
@@ -220,10 +210,8 @@ def _recorded(engine: Engine, done: Sequence[Done]) -> Record:
     fused = _fused(engine)
     for name, parameter in engine.named_parameters():
         grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        both = (whole(parameter).detach(), whole(grad, of=parameter))
-        weights[name], gradients[name] = (
-            (joined(each, fused[name]) if name in fused else each).double().cpu() for each in both
-        )
+        weights[name] = _unsplit(parameter, parameter, fused.get(name)).double().cpu()
+        gradients[name] = _unsplit(grad, parameter, fused.get(name)).double().cpu()
     losses, norms = tuple(each.loss for each in done), tuple(each.gradient_norm for each in done)
     return Record(losses, norms, weights, gradients, any(batch_norms(module) for module in engine.modules))
 
@@ -247,9 +235,14 @@ def compare_forward(engine: Engine, inputs: Any, *, from_folder: bool) -> str:
         return ""
     spec, name = model.spec, "transformers"
     if spec.original is not None:
-        theirs = spec.original(
-            None if from_folder and spec.weights is not None else _as_stored(engine, model)
-        )
+        stored: dict[str, Tensor] | None = None
+        if not from_folder or spec.weights is None:
+            stored = {
+                each: part
+                for name, value in _values(engine).items()
+                for each, part in stored_tensors(model, name, value).items()
+            }
+        theirs = spec.original(stored)
     else:
         with seeded(model._train.seed):
             theirs = spec.module()
@@ -307,21 +300,17 @@ def _outputs(engine: Engine, x: Tensor) -> Any:
 def _values(engine: Engine) -> dict[str, Tensor]:
     """Return the unsharded parameters under the names that they had before the model was split."""
     fused = _fused(engine)
-    found = {name: whole(parameter).detach() for name, parameter in engine.own_parameters()}
-    return {name: joined(value, fused[name]) if name in fused else value for name, value in found.items()}
+    return {name: _unsplit(each, each, fused.get(name)) for name, each in engine.own_parameters()}
 
 
 def _fused(engine: Engine) -> dict[str, Parts]:
     return {name: parts for module in engine.modules for name, parts in fused_parts(module).items()}
 
 
-def _as_stored(engine: Engine, model: SpecModel) -> dict[str, Tensor]:
-    """Return the tensors that a pretrained folder would store for these weights."""
-    return {
-        piece.name: piece.take(value)
-        for name, value in _values(engine).items()
-        for piece in pieces_of(model, name, checkpoint_reader.Kind(value.dtype, tuple(value.shape)))
-    }
+def _unsplit(tensor: Tensor, of: Tensor, parts: Parts | None) -> Tensor:
+    """Return a parameter or its gradient as it was before the split. of: the parameter. parts: of a multi-part weight."""
+    values = whole(tensor, of).detach()
+    return values if parts is None else joined(values, parts)
 
 
 def _fill(module: nn.Module, values: Mapping[str, Tensor], tied: tuple[str, str] | None) -> str:

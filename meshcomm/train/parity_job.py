@@ -201,7 +201,7 @@ class _Runs:
         """Return the largest differences between a part of the mesh and the reference. names: the reference's parameters."""
         place = self._job(self._sized(part))
         of_ranks = [json.loads(path.read_text()) for path in sorted(place.glob("rank*.json"))]
-        return worst([[Difference(**each) for each in found] for found in of_ranks], names)
+        return worst([[Difference(**each) for each in ours] for ours in of_ranks], names)
 
     def _sized(self, part: Config) -> Config:
         """Return `part`, with a single microbatch if the model has batch norms. Raises UnsupportedOp if a step has several."""
@@ -331,10 +331,10 @@ def _tried(config: Config, dims: Sequence[str], run: Run, tolerance: float) -> B
         return None  # this training cannot run on such a mesh
     ranks = math.prod(part.mesh.dims.values())
     try:
-        found = max(run(part), key=attrgetter("relative"))
+        largest = max(run(part), key=attrgetter("relative"))
     except MeshcommError:
         return Blame(tuple(dims), ranks, None)
-    return Blame(tuple(dims), ranks, found) if found.relative > tolerance else None
+    return Blame(tuple(dims), ranks, largest) if largest.relative > tolerance else None
 
 
 def differences(config: Config, steps: int, reference: Path) -> list[Difference] | None:

@@ -7,9 +7,8 @@ import json
 import math
 import os
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final, Self, final
 
 from meshcomm.config import Config, TrainConfig
@@ -19,7 +18,7 @@ from meshcomm.errors import TrainingError
 from meshcomm.layout import Plan
 from meshcomm.mesh import Mesh
 from meshcomm.train.callbacks import Evaluation, Start, Step, Summary
-from meshcomm.train.checkpoint_folder import FOLDER, replace
+from meshcomm.train.checkpoint.folder import FOLDER, replace
 
 METRICS: Final = "metrics.jsonl"
 CONFIG: Final = "config.json"
@@ -97,9 +96,7 @@ class MetricsFile:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         # Writing any remaining output has already failed.
         with contextlib.suppress(OSError):
             self._file.close()
@@ -158,22 +155,20 @@ def recorded(
         "resumed": None if start.resumed is None else start.resumed.step,
         "ended": None,
     }
+    run, ended = folder / RUN, list[Summary]()
     _write(folder / CONFIG, settings_of(config, plan))
-    _write(folder / RUN, about)
-    ended: list[Summary] = []
+    _write(run, about)
     try:
         yield ended
     except BaseException as error:
+        reason = f"{type(error).__name__}: {error}".partition("\n")[0].removesuffix(": ")
+        reason = "interrupted" if isinstance(error, KeyboardInterrupt) else reason
         # The error that ended the run matters more than this file.
-        with contextlib.suppress(TrainingError), naming(folder / RUN):
-            check()
-            reason = f"{type(error).__name__}: {error}".partition("\n")[0].removesuffix(": ")
-            reason = "interrupted" if isinstance(error, KeyboardInterrupt) else reason
-            _end(folder, about, "stopped", ended, reason)
+        with contextlib.suppress(TrainingError):
+            _write(run, {**about, "state": "stopped", "ended": _facts(ended, reason)}, check)
         raise
-    with naming(folder / RUN):
-        check()
-    _end(folder, about, "finished", ended, (ended[-1].stopped or None) if ended else None)
+    reason = ended[-1].stopped if ended else ""
+    _write(run, {**about, "state": "finished", "ended": _facts(ended, reason or None)}, check)
 
 
 def settings_of(config: Config, plan: Plan) -> dict[str, Any]:
@@ -181,14 +176,14 @@ def settings_of(config: Config, plan: Plan) -> dict[str, Any]:
     views = Table({name: Table(sizes) for name, sizes in plan.layout.views.items()})
     sizes = {"dims": Table(plan.layout.dims), **({"views": views} if views else {})}
     filled = config.model_copy(update={"mesh": config.mesh.model_copy(update=sizes)})
-    found: dict[str, Any] = plain(filled.model_dump(mode="json", exclude_unset=True, exclude_none=True))
-    return found
+    settings: dict[str, Any] = plain(filled.model_dump(mode="json", exclude_unset=True, exclude_none=True))
+    return settings
 
 
-def _end(folder: Path, about: dict[str, Any], state: str, ended: list[Summary], reason: str | None) -> None:
+def _facts(ended: Sequence[Summary], reason: str | None) -> dict[str, Any] | None:
+    """Return what is known of a run's end; None if nothing is."""
     facts: dict[str, Any] = {}
-    if ended:
-        last = ended[-1]
+    for last in ended[-1:]:
         facts = {
             "steps": last.steps,
             "tokens": last.tokens,
@@ -200,12 +195,12 @@ def _end(folder: Path, about: dict[str, Any], state: str, ended: list[Summary], 
             "peak_memory_bytes": getattr(last.memory, "nbytes", None),
             "peak_memory_rank": getattr(last.memory, "rank", None),
         }
-    end = {**facts, "reason": reason} if facts or reason else None
-    _write(folder / RUN, {**about, "state": state, "ended": end})
+    return {**facts, "reason": reason} if facts or reason else None
 
 
-def _write(path: Path, content: Mapping[str, Any]) -> None:
+def _write(path: Path, content: Mapping[str, Any], check: Callable[[], None] = lambda: None) -> None:
     with naming(path):
+        check()
         replace(path, json.dumps(content, indent=2))
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import threading
-from types import TracebackType
 from typing import Any, Final, Self, final
 
 from meshcomm.mesh import Mesh
@@ -43,9 +42,7 @@ class Signals(Callback):
             self._usual = {each: signal.signal(each, self._received) for each in _SIGNALS}
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for number, handler in self._usual.items():
             signal.signal(number, signal.SIG_IGN if self.stop else handler)
         self._usual = {}

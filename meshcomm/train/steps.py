@@ -1,4 +1,4 @@
-"""Run the training steps of a run, report and evaluate them, and save checkpoints. Also computes the learning rate."""
+"""Run the training steps of a run, report and evaluate them, and save checkpoints."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, final
 
 import torch
+from torch import Tensor
 
 from meshcomm.config import Config, TrainConfig
 from meshcomm.errors import TrainingError
@@ -21,14 +22,13 @@ from meshcomm.mesh.all_ranks import is_first, of_every_rank, on_all_ranks
 from meshcomm.parallel.compose import Engine
 from meshcomm.parallel.results import Done
 from meshcomm.train.callbacks import Best, Callback, EarlyStop, Evaluation, Resumed, Start, Step, Summary
-from meshcomm.train.checkpoint import Checkpoints, state_of
-from meshcomm.train.checkpoint_folder import FOLDER, has
-from meshcomm.train.copies import Copies
+from meshcomm.train.checkpoint.checkpoints import Checkpoints, state_of
+from meshcomm.train.checkpoint.folder import FOLDER, is_complete, name_of
+from meshcomm.train.checkpoint.lock import Lock
 from meshcomm.train.cost import Cost
-from meshcomm.train.data import Batches, Corpus, GivenBatches, ReadAhead
+from meshcomm.train.data import Corpus, Source
+from meshcomm.train.elastic import Copies
 from meshcomm.train.evaluation import Evaluator
-from meshcomm.train.lease import Lease
-from meshcomm.train.lock import Lock
 from meshcomm.train.run_files import (
     METRICS,
     MetricsFile,
@@ -45,6 +45,29 @@ from meshcomm.train.sinks import Sink, check_sinks
 _IN_A_ROW = 10
 # The number of steps whose metrics are kept, for a new first rank.
 _RECENT = 100
+
+
+def check_outputs(train: TrainConfig) -> None:
+    """Create `train.out`. Raises TrainingError if this fails, or ConfigError if a package in train.log_to is missing."""
+    check_sinks(train)
+    check_folder(Path(train.out))
+
+
+@contextlib.contextmanager
+def threads_and_precision(mesh: Mesh, train: TrainConfig, ranks_here: int) -> Iterator[None]:
+    """Set torch's thread count and `train.float32_matmul_precision` until the run has ended."""
+    threads, precision = torch.get_num_threads(), torch.get_float32_matmul_precision()
+    try:
+        if mesh.device.type == "cpu":
+            # Ranks on one host share its cores, and more threads than cores would slow each other down.
+            bound = hasattr(os, "sched_getaffinity")
+            cores = len(os.sched_getaffinity(0)) if bound else os.cpu_count() or 1
+            torch.set_num_threads(max(1, cores // ranks_here))
+        torch.set_float32_matmul_precision(train.float32_matmul_precision or precision)
+        yield
+    finally:
+        torch.set_float32_matmul_precision(precision)
+        torch.set_num_threads(threads)
 
 
 def learning_rate(train: TrainConfig, step: int) -> float:
@@ -76,49 +99,19 @@ def learning_rate(train: TrainConfig, step: int) -> float:
     return train.lr * (least + (1 - least) * falls.get(train.schedule, 1 - done))
 
 
-def check_outputs(train: TrainConfig) -> None:
-    """Create `train.out`. Raises TrainingError if this fails, or ConfigError if a package in train.log_to is missing."""
-    check_sinks(train)
-    check_folder(Path(train.out))
-
-
-@contextlib.contextmanager
-def threads_and_precision(mesh: Mesh, train: TrainConfig, ranks_here: int) -> Iterator[None]:
-    """Set torch's thread count and `train.float32_matmul_precision` until the run has ended."""
-    threads, precision = torch.get_num_threads(), torch.get_float32_matmul_precision()
-    try:
-        if mesh.device.type == "cpu":
-            # Ranks on one host share its cores, and more threads than cores would slow each other down.
-            bound = hasattr(os, "sched_getaffinity")
-            cores = len(os.sched_getaffinity(0)) if bound else os.cpu_count() or 1
-            torch.set_num_threads(max(1, cores // ranks_here))
-        torch.set_float32_matmul_precision(train.float32_matmul_precision or precision)
-        yield
-    finally:
-        torch.set_float32_matmul_precision(precision)
-        torch.set_num_threads(threads)
-
-
-class Reading(NamedTuple):
-    """The data for steps and evaluations. corpus: the data in [data]; None if the program provides the data."""
-
-    batches: Batches | ReadAhead | GivenBatches
-    corpus: Corpus | None
-    evaluator: Evaluator
-
-
-class Saving(NamedTuple):
-    """Where the state is saved. run: the number of this `Trainer.run` call in the program, starting at 1."""
-
-    checkpoints: Checkpoints
-    lease: Lease
-    copies: Copies
-    run: int
+def take_step(engine: Engine, number: int, inputs: Any, targets: Any, documents: Any = None) -> None:
+    """Run a step of an engine, with the learning rate of its schedule. Called by: every rank."""
+    scheduler = engine.scheduler
+    lr = learning_rate(engine.sections.train, number) if scheduler is None else None
+    engine.step(inputs, targets, lr, number, documents)
+    if scheduler is not None:
+        scheduler.step()
 
 
 class Progress(NamedTuple):
     """The progress of a run: the lock and the losses of its last checkpoint. resumed: None if the run starts from scratch.
 
+    loader: the saved state of the program's data loader, if any.
     pending: completed steps that are not yet in `losses` and not yet reported. evaluates, saves: whether the last step must
     still be evaluated or saved.
     """
@@ -126,6 +119,7 @@ class Progress(NamedTuple):
     lock: Lock
     losses: list[float]
     resumed: Resumed | None
+    loader: Tensor | None = None
     pending: Sequence[Done] = ()
     evaluates: bool = False
     saves: bool = False
@@ -144,10 +138,10 @@ def progress_of(engine: Engine, start: Lock, facts: Mapping[str, Any]) -> Progre
 
     def look() -> tuple[int, bool] | None:
         # A background save may have been in progress.
-        return (last_step(out), has(out / FOLDER, step)) if is_first(mesh) else None
+        return (last_step(out), is_complete(out / FOLDER / name_of(step))) if is_first(mesh) else None
 
-    found = of_every_rank(mesh, on_all_ranks(mesh, "read the metrics", look))
-    reported, saved = next(each for each in found if each is not None)
+    of_ranks = of_every_rank(mesh, on_all_ranks(mesh, "read the metrics", look))
+    reported, saved = next(each for each in of_ranks if each is not None)
     recent = [*(Done(*each) for each in facts["recent"]), *(Done(*each) for each in facts["pending"])]
     pending = [each for each in recent if each.number > reported]
     losses = [*losses, *(each[1] for each in facts["pending"])][: step - len(pending)]
@@ -156,32 +150,41 @@ def progress_of(engine: Engine, start: Lock, facts: Mapping[str, Any]) -> Progre
     resumed = Resumed(step, out, (), generation=mesh.generation)
     is_done = {"evaluates": facts["evaluates"] == step, "saves": saved}
     due = {"evaluates": train.eval_every, "saves": train.checkpoint_every}
-    left = {
+    left: dict[str, Any] = {
         name: bool(every) and bool(step) and (step % every == 0 or step == train.steps) and not is_done[name]
         for name, every in due.items()
     }
-    return Progress(lock, losses, resumed, pending, **left)
+    return Progress(lock, losses, resumed, pending=pending, **left)
 
 
 @final
 class Steps:
-    """The remaining steps of a run after `progress`. Every rank of the mesh has a Steps object."""
+    """The remaining steps of a run after `progress`. Every rank of the mesh has a Steps object.
+
+    source:  the data for the steps. corpus: the data in [data]; None if the program provides the data.
+    number:  the number of this `Trainer.run` call in the program, starting at 1.
+    """
 
     def __init__(
         self,
         engine: Engine,
         config: Config,
-        reading: Reading,
         callbacks: Sequence[Callback],
-        saving: Saving,
+        *,
+        source: Source,
+        corpus: Corpus | None,
+        evaluator: Evaluator,
+        checkpoints: Checkpoints,
+        copies: Copies,
         progress: Progress,
+        number: int,
     ) -> None:
         _, _, data, train = engine.sections
-        mesh, corpus = engine.mesh, reading.corpus
-        lock, losses, resumed, pending, evaluates, saves = progress
+        mesh = engine.mesh
+        lock, losses, resumed, _, pending, evaluates, saves = progress
         self._engine, self._mesh, self._train, self._config = engine, mesh, train, config
-        self._reading = reading
-        self._checkpoints, self._lease, self._copies, self._run_number = saving
+        self._source, self._corpus, self._evaluator = source, corpus, evaluator
+        self._checkpoints, self._copies, self._number = checkpoints, copies, number
         self._lock = lock
         self._out = Path(train.out)
         self._first = len(losses) + len(pending)
@@ -217,15 +220,12 @@ class Steps:
             ended: list[Summary] = []
             if is_first(mesh):
                 # Files of another run were renamed when this one started.
-                self._metrics = stack.enter_context(
-                    MetricsFile(self._out, 0 if resumed is None else resumed.step, self._lease.check)
-                )
-                about = recorded(self._out, self._config, mesh.plan, self._start, self._lease.check)
-                ended = stack.enter_context(about)
+                after, check = 0 if resumed is None else resumed.step, self._checkpoints.lease.check
+                self._metrics = stack.enter_context(MetricsFile(self._out, after, check))
+                ended = stack.enter_context(recorded(self._out, self._config, mesh.plan, self._start, check))
             stack.enter_context(self._checkpoints)
             stack.enter_context(self._signals)
-            if isinstance(self._reading.batches, ReadAhead):
-                stack.enter_context(self._reading.batches)
+            stack.enter_context(self._source)
             window = stack.enter_context(TraceWindow(mesh, train, self._first))
             for callback in self._callbacks:
                 callback.on_start(self._start)
@@ -265,11 +265,11 @@ class Steps:
         lock = {
             "seconds": self._seconds,
             "skipped": self._skipped,
-            "samples": self._reading.batches.read(step),
+            "samples": self._source.read(step),
             "best": tuple(self._early.best),
         }
         return {
-            "runs": self._run_number,
+            "runs": self._number,
             "losses": [*self._losses],
             "recent": [tuple(each) for each in self._recent],
             "pending": [tuple(each) for each in pending],
@@ -280,7 +280,7 @@ class Steps:
     # -- inside -----------------------------------------------------------------------------------
 
     def _make(self, window: TraceWindow) -> None:
-        engine, mesh, train, scheduler = self._engine, self._mesh, self._train, self._engine.scheduler
+        engine, mesh, train = self._engine, self._mesh, self._train
         logged = time.perf_counter()
         began = logged - self._lock.seconds
         logged_step = self._first
@@ -289,21 +289,16 @@ class Steps:
         if evaluates:
             self._evaluate(self._first)
         # A loader may already have read the next step. Its state would then belong to that step.
-        ahead = isinstance(self._reading.batches, GivenBatches) and self._reading.batches.has_state
-        if saves and not ahead:
+        if saves and not self._source.has_state:
             self._save(self._first)
         for step in range(self._first + 1, train.steps + 1):
             if self._stopped():
                 break
             self._checkpoints.poll()
-            lr = learning_rate(train, step) if scheduler is None else None
             window.before(step)
-            batch = self._reading.batches(step)
+            batch = self._source(step)
             with self._cost.counting():
-                inputs, targets, *documents = batch
-                engine.step(inputs, targets, lr, step, *documents)
-            if scheduler is not None:
-                scheduler.step()
+                take_step(engine, step, *batch)
             mesh.step(step)
             window.after(step)
             self._seconds = time.perf_counter() - began
@@ -373,7 +368,7 @@ class Steps:
         return logged
 
     def _evaluate(self, step: int) -> None:
-        self._evaluation = self._reading.evaluator.after(step, self._start.tokens_per_step)
+        self._evaluation = self._evaluator.after(step, self._start.tokens_per_step)
         self._cost.compare_counts()
         if self._metrics is not None:
             self._metrics.write(self._evaluation)
@@ -389,12 +384,11 @@ class Steps:
             step=step,
             seconds=self._seconds,
             skipped=self._skipped,
-            samples=self._reading.batches.read(step),
+            samples=self._source.read(step),
             best=self._early.best,
         )
-        batches = self._reading.batches
-        data = batches.saved if isinstance(batches, GivenBatches) else None
-        folder = self._checkpoints.save(lock, state_of(self._mesh, self._engine, self._losses, data))
+        state = state_of(self._mesh, self._engine, self._losses, self._source.saved)
+        folder = self._checkpoints.save(lock, state)
         for callback in self._callbacks:
             callback.on_save(step, folder)
 
@@ -406,7 +400,7 @@ class Steps:
 
     def _summary(self) -> Summary:
         """Return the summary so far."""
-        done, corpus = len(self._losses), self._reading.corpus
+        done, corpus = len(self._losses), self._corpus
         return Summary(
             done,
             tuple(self._losses),

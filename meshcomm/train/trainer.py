@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
 from functools import partial
@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from meshcomm.config import Config
 from meshcomm.errors import ConfigError, TrainingError, UnsupportedOp
 from meshcomm.mesh import Mesh
-from meshcomm.mesh.all_ranks import is_first, of_every_rank, on_all_ranks
+from meshcomm.mesh.all_ranks import is_first, on_all_ranks
 from meshcomm.mesh.source import with_sizes
 from meshcomm.models import ModelSpec
 from meshcomm.parallel.batch import Batch
@@ -29,47 +29,41 @@ from meshcomm.parallel.compose import Engine
 from meshcomm.parallel.model import LossOf, Model
 from meshcomm.parallel.optimizer import MakeOptimizer
 from meshcomm.parallel.results import Done
-from meshcomm.parallel.tree import sliced
-from meshcomm.train import checkpoint
 from meshcomm.train.agree import agree, agreed_corpus, corpus_of
 from meshcomm.train.arguments import (
-    Checked,
     MakeScheduler,
     check_callbacks,
-    checked,
     config_of_the_job,
     model_for,
     scheduler_for,
 )
 from meshcomm.train.callbacks import Callback, Summary
-from meshcomm.train.checkpoint import Checkpoints
-from meshcomm.train.copies import Copies
+from meshcomm.train.checkpoint.checkpoints import Checkpoints, resume, state_of, write
+from meshcomm.train.checkpoint.lease import Attempt, Lease, find_attempt
+from meshcomm.train.checkpoint.lock import Lock, check_batch_size, lock_of
 from meshcomm.train.data import (
-    Batches,
     Corpus,
     Data,
-    GivenBatch,
-    GivenBatches,
-    ReadAhead,
+    Source,
+    UserBatches,
     batches_of,
-    check_batches,
     check_data,
     check_lengths,
-    placed,
+    user_batches,
 )
+from meshcomm.train.data.batch import UserBatch, placed
+from meshcomm.train.data.batches import ReadAhead
+from meshcomm.train.data.loader import evaluated
+from meshcomm.train.elastic import Copies, Survivor, nobody_holds, other_parts, refuse_shards
 from meshcomm.train.evaluation import Evaluator, evaluate_of
-from meshcomm.train.lease import Attempt, Lease, find_attempt
-from meshcomm.train.lock import Lock, check_batch_size, lock_of
-from meshcomm.train.recovery import Survivor, nobody_holds, other_parts, refuse_shards
+from meshcomm.train.program_check import ProgramCheck
 from meshcomm.train.screen import TrainingReporter, not_compared
 from meshcomm.train.steps import (
     Progress,
-    Reading,
-    Saving,
     Steps,
     check_outputs,
-    learning_rate,
     progress_of,
+    take_step,
     threads_and_precision,
 )
 
@@ -151,14 +145,14 @@ class Trainer:
         self._holds = False
         self._steps: Steps | None = None
         # The samples read from the program's data before ranks were lost.
-        self._read: GivenBatches | None = None
+        self._read: UserBatches | None = None
         # The number of `run` calls so far. Ranks that meet again must be in the same call.
         self._runs = 0
         # After ranks have met again: this rank's state, until it is in a new engine.
         self._survivor = Survivor() if mesh.generation.number else None
         self._copies = Copies()
         self.callbacks = check_callbacks(callbacks)
-        self._begin_again()
+        self._recovering(lambda: None, begins=True)
         for callback in self.callbacks:
             callback.trainer = self
 
@@ -171,34 +165,30 @@ class Trainer:
         if self._survivor is not None:
             self._survivor.settle(mesh)
         self._facts = agree(mesh, config)
-        self._model = model_for(mesh, config, model, self._loss)
-        recorded = self._recorder is not None
-        self._checked = Checked() if recorded else checked(mesh, config, self._model, self._optimizer)
+        known = self._facts.sections
+        self._model = model_for(config, known, model, self._loss)
+        self._check: ProgramCheck | None = None
+        if known.train.check and self._recorder is None and not mesh.is_fake:
+            self._check = ProgramCheck(mesh, known, self._model, self._optimizer)
         if isinstance(model, nn.Module):
             self._make(True)
 
-    def _begin_again(self) -> None:
-        if not self._mesh.recovers:
-            self._begin()
-            return
-        while True:
-            try:
-                self._begin()
-                return
-            except Exception as error:
-                self._meet_again(error)
+    def _recovering(self, action: Callable[[], T], begins: bool = False) -> T:
+        """Return the result of `action`, which is repeated if it fails because ranks were lost and replaced.
 
-    def _recovering(self, action: Callable[[], T]) -> T:
-        """Return the result of `action`, which is repeated if it fails because ranks were lost and replaced."""
-        if not self._mesh.recovers:
-            return action()
+        begins: whether to begin first, as on each reopened mesh.
+        """
         while True:
             try:
+                if begins:
+                    self._begin()
                 return action()
             except Exception as error:
+                if not self._mesh.recovers:
+                    raise
                 self._meet_again(error)
             # Do this outside the except block, in which the error keeps the step's tensors alive.
-            self._begin_again()
+            begins = True
 
     def _meet_again(self, error: Exception) -> None:
         mesh = self._mesh
@@ -240,9 +230,8 @@ class Trainer:
         """
         if error is not None:
             self._meet_again(error)
-            self._begin_again()
-        found = self._recovering(self._restored)
-        if found is None and self._survivor is not None:
+        facts = self._recovering(self._restored, begins=error is not None)
+        if facts is None and self._survivor is not None:
             raise nobody_holds(self._mesh)
         self._survivor = None
         return self.engine.done
@@ -276,8 +265,7 @@ class Trainer:
 
         Known on the first rank, and, for a program that is compared on its first batch, after the first step.
         """
-        check = self._checked.check
-        return "" if check is None else check.why
+        return "" if self._check is None else self._check.why
 
     @property
     def scheduler(self) -> LRScheduler | None:
@@ -320,10 +308,10 @@ class Trainer:
         self._runs, self._read = self._runs + 1, None
         self._copies.clear()
         if self._recorder is not None:
-            batches = self._batches(self._corpus() if data is None else data)
+            source = self._source(self._corpus() if data is None else data)
             # The recorder ends the loop.
             for step in count(1):
-                self.step(*batches(step))
+                self.step(*source(step))
         out = Path(self._facts.sections.train.out)
         with Lease(out, attempt or find_attempt(os.environ)) as lease:
             return self._recovering(partial(self._run, data, attempt or Attempt(), lease))
@@ -348,26 +336,31 @@ class Trainer:
         progress = self._go_on(checkpoints, start)
         if progress is None:
             progress = self._start(checkpoints, start, attempt, data)
-        engine, lock, resumed = self.engine, progress.lock, progress.resumed
+        engine, lock = self.engine, progress.lock
         evaluate = evaluate_of(engine.sections.train)
         evaluator = Evaluator(engine, corpus, None if evaluate is None else partial(evaluate, self))
-        state = None
-        if corpus is None and resumed is not None and lock.step and resumed.generation is None:
-            state = checkpoint.saved_data(self.mesh, engine, resumed.folder)
-        batches: Batches | ReadAhead | GivenBatches
-        if self._read is None or state is not None:
+        if self._read is None or progress.loader is not None:
             # After a loss of ranks, only the new ranks read from the start.
             if isinstance(data, Iterable) and not self.mesh.is_fake and not self.mesh.generation.number:
                 check_lengths(data, self.mesh, engine.sections.train.steps)
-            batches = self._batches(data, lock.step, lock.samples or 0, state)
+            source = self._source(data, lock.step, lock.samples or 0, progress.loader)
         else:
-            batches = self._read
-            batches.goes_on(engine, lock.step)
+            source = self._read
+            self._read.goes_on(engine, lock.step)
         # Within a run, the loss of ranks does not restart an iterable.
-        self._read = batches if isinstance(batches, GivenBatches) else None
-        reading = Reading(batches, corpus, evaluator)
-        saving = Saving(checkpoints, lease, self._copies, self._runs)
-        self._steps = Steps(engine, self._config, reading, self.callbacks, saving, progress)
+        self._read = source if isinstance(source, UserBatches) else None
+        self._steps = Steps(
+            engine,
+            self._config,
+            self.callbacks,
+            source=source,
+            corpus=corpus,
+            evaluator=evaluator,
+            checkpoints=checkpoints,
+            copies=self._copies,
+            progress=progress,
+            number=self._runs,
+        )
         # Only the new steps now hold the survivor's state.
         self._survivor = None
         return self._steps.run()
@@ -385,32 +378,33 @@ class Trainer:
         # Parameters of a checkpoint are not read from elsewhere or initialized before it is loaded.
         engine = self._make(not lock.step)
         losses: list[float] = []
+        loader: Tensor | None = None
         if resumed is not None and lock.step:
-            checkpoint.resume(self.mesh, engine, resumed.folder, losses)
+            losses, loader = resume(self.mesh, engine, resumed.folder, run=True)
         self._holds = True
-        return Progress(start.continuing(lock), losses, resumed)
+        return Progress(start.continuing(lock), losses, resumed, None if isinstance(data, Corpus) else loader)
 
     def _go_on(self, checkpoints: Checkpoints, start: Lock) -> Progress | None:
         """Continue from the survivors' state after ranks were lost and replaced. Return None if no rank holds the state."""
-        found = self._restored()
-        if not found:
+        facts = self._restored()
+        if not facts:
             return None
-        if found["runs"] != self._runs:
+        if facts["runs"] != self._runs:
             raise TrainingError(
                 "a new rank is in a different Trainer.run call than the other ranks",
-                given=f"run {self._runs} of this program on {self.mesh.label}, run {found['runs']} on the others",
+                given=f"run {self._runs} of this program on {self.mesh.label}, run {facts['runs']} on the others",
                 expected="a single Trainer.run call in a program whose lost ranks are replaced",
                 hint="start a job for each run",
             )
         checkpoints.tidy()
-        return progress_of(self.engine, start, found)
+        return progress_of(self.engine, start, facts)
 
-    def _batches(
+    def _source(
         self, data: Data | Corpus, step: int = 0, samples: int = 0, state: Tensor | None = None
-    ) -> Batches | ReadAhead | GivenBatches:
+    ) -> Source:
         """Return the data for each step after `step`. samples: the samples read so far. state: the loader's saved state."""
         if not isinstance(data, Corpus):
-            return GivenBatches(data, self.engine, step, state)
+            return user_batches(data, self.engine, step, state)
         batches = batches_of(self.engine, data, (step, samples))
         facts = self._facts.sections
         if facts.data is None or not facts.data.workers or self._recorder is not None:
@@ -442,9 +436,7 @@ class Trainer:
         """
         self._check_gradients("step")
         engine = self.engine
-        scheduler = engine.scheduler
         number = engine.done + 1
-        lr = None if scheduler is not None else learning_rate(engine.sections.train, number)
         given: object = inputs
         # Without targets, a dictionary is inputs and targets, or the named arguments of a model whose loss needs no targets.
         if not isinstance(inputs, Mapping) or targets is not None:
@@ -452,9 +444,7 @@ class Trainer:
         batch = Batch(*placed(engine, given, f"step {number}"))
         if self._recorder is not None:
             self._recorder.begins(engine, batch.inputs)
-        engine.step(batch.inputs, batch.targets, lr, number, batch.documents)
-        if scheduler is not None:
-            scheduler.step()
+        take_step(engine, number, *batch)
         self._copies.after_step(engine)
         if self._recorder is not None:
             self._recorder.stepped(engine)
@@ -477,7 +467,7 @@ class Trainer:
         """
         return self.engine.results()
 
-    def evaluate(self, batches: Iterable[GivenBatch]) -> float:
+    def evaluate(self, batches: Iterable[UserBatch]) -> float:
         """Return the mean loss over the given global batches, computed in eval mode without backward passes.
 
         batches:   this rank's share of each global batch, shaped as in `step`, or with fewer samples: each counts once. If
@@ -486,31 +476,7 @@ class Trainer:
         Returns:   the same value on every rank. Waits for the device.
         Raises:    TrainingError if a rank has no batches, and the errors of `Engine.evaluate`.
         """
-        return self.engine.evaluate(self._placed(batches))
-
-    def _placed(self, batches: Iterable[GivenBatch]) -> Iterator[tuple[Any, ...]]:
-        check_batches(batches)
-        try:
-            length = len(batches)  # type: ignore[arg-type]
-        except TypeError:
-            length = None
-        lengths = [length] if self.mesh.is_fake else of_every_rank(self.mesh, length)
-        known = [each for each in lengths if each is not None]
-        most = max(known) if len(known) == len(lengths) else 0
-        if most and not min(known):
-            raise TrainingError(
-                "some ranks have nothing to evaluate",
-                given=f"0 to {most} batches on the ranks of the mesh",
-                expected="at least one batch on each rank",
-                hint="more data, or fewer ranks along data and shard",
-            )
-        last: tuple[Any, ...] = ()
-        count = 0
-        for batch in batches:
-            last, count = placed(self.engine, batch, "an evaluation"), count + 1
-            yield last
-        for _ in range(count, most):
-            yield sliced(last, slice(0))
+        return self.engine.evaluate(evaluated(batches, self.engine))
 
     def state(self) -> dict[str, Tensor]:
         """Return all state that a step changes, as tensors by name: what `save` writes. The state is not modified.
@@ -532,7 +498,7 @@ class Trainer:
         Raises:    TrainingError on every rank if one rank cannot write, or holds state that cannot be saved, or if the folder
                    has files already or is named after another step, as step-000040.
         """
-        checkpoint.write(self.mesh, checkpoint.state_of(self.mesh, self.engine), Path(folder), self._lock())
+        write(self.mesh, state_of(self.mesh, self.engine), Path(folder), self._lock())
 
     def _lock(self) -> Lock:
         """Return the lock for a checkpoint of the last completed step."""
@@ -546,7 +512,7 @@ class Trainer:
         Called by: every rank.
         Raises:    TrainingError on every rank if one rank cannot read the folder, or if the state does not match.
         """
-        checkpoint.resume(self.mesh, self._make(False), Path(folder))
+        resume(self.mesh, self._make(False), Path(folder))
         self._holds = True
         self._copies.clear()
 
@@ -575,19 +541,10 @@ class Trainer:
                 engine.scheduler = scheduler_for(
                     self._scheduler, engine.optimizer, engine.sections.train.steps
                 )
-            if (named := self._checked.named) is not None:
-                engine.look_named = partial(named, engine)
             self._made, self._holds = engine, holds
-            if self._checked.look is None:
-                self._say_what_is_not_checked()
-            else:
-                engine.look = self._look
+            if self._check is not None:
+                self._check.follow(engine, self._say_what_is_not_checked)
         return self._made
-
-    def _look(self, batch: Batch) -> None:
-        assert self._checked.look is not None
-        self._checked.look(batch)
-        self._say_what_is_not_checked()
 
     def _say_what_is_not_checked(self) -> None:
         """Log it, unless the run's screen says it."""

@@ -22,8 +22,8 @@ from meshcomm.parallel.tensor.parameters import parameter_of
 from meshcomm.show.units import seconds_text
 from meshcomm.testing import Pool
 from meshcomm.train import Checkpoints
-from meshcomm.train.checkpoint import read
-from meshcomm.train.lock import Lock
+from meshcomm.train.checkpoint.lock import Lock
+from meshcomm.train.checkpoint.reader import Saved
 from tests.benchmarks.table import markdown
 
 TENSORS: Final = 228
@@ -71,7 +71,7 @@ def _round(mesh: meshcomm.Mesh, state: dict[str, torch.Tensor], folder: Path) ->
             row.append(time.perf_counter() - began)
     mesh.barrier()
     began = time.perf_counter()
-    read(mesh, state, saved)
+    Saved(saved).fill(state)
     return [*row, time.perf_counter() - began]
 
 

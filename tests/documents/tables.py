@@ -27,7 +27,7 @@ PRELUDES: Final[Mapping[str, str]] = {
     "docs/guide/checkpoints.md": _TORCH
     + """
 from meshcomm.config import TrainConfig
-from meshcomm.train.lock import Lock
+from meshcomm.train.checkpoint.lock import Lock
 
 train = TrainConfig(steps=2, global_batch_size=1, micro_batch_size=1, checkpoint_every=2, out="runs/books")
 state = {"model.weight": torch.full((2, 3), float(mesh.rank))}

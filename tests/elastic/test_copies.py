@@ -18,7 +18,7 @@ from meshcomm.mesh import Mesh
 from meshcomm.mesh.opening import init
 from meshcomm.mesh.runtime import WORLD
 from meshcomm.simulator.run import run_ranks
-from meshcomm.train import Callback, Start, Step, Trainer, copies
+from meshcomm.train import Callback, Start, Step, Trainer, elastic
 from tests.elastic.deaths import MESHES, config_of, left_over, simulated, training
 from tests.elastic.test_simulated_losses import SMALLER
 
@@ -129,15 +129,16 @@ def test_without_copies_it_goes_back_to_the_beginning(tmp_path: Path) -> None:
 def test_the_next_rank_gets_a_copy_however_many_tensors_each_has(
     ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(copies, "_AT_ONCE_BYTES", 64)
+    monkeypatch.setattr(elastic, "_AT_ONCE_BYTES", 64)
 
     def tensors(rank: int) -> dict[str, torch.Tensor]:
         return {f"{number}": torch.full((number, rank + 1), float(number)) for number in range(3 * rank + 2)}
 
-    def body(mesh: Mesh) -> copies.Held:
+    def body(mesh: Mesh) -> elastic.Held | None:
         mine = tensors(mesh.rank)
         kinds = {name: (x.dtype, tuple(x.shape)) for name, x in mine.items()}
-        return copies._exchanged(mesh, "pp", copies.Held(7, f"{mesh.rank}", kinds, mine))
+        after, before = (mesh.rank + 1) % ranks, (mesh.rank - 1) % ranks
+        return elastic.passed(mesh, "pp", elastic.Held(7, f"{mesh.rank}", kinds, mine), after, before)
 
     for rank, held in enumerate(meshcomm.simulate(body, dims={"pp": ranks})):
         before = (rank - 1) % ranks

@@ -137,7 +137,7 @@ def _saves(fault: Callable[[Rank], None], me: Rank, mesh: Mesh) -> None:
     # Here, as few rows need it and it takes seconds where it is not loaded yet.
     from meshcomm.config import TrainConfig
     from meshcomm.train import Checkpoints
-    from meshcomm.train.lock import Lock
+    from meshcomm.train.checkpoint.lock import Lock
 
     batch: dict[str, Any] = {"steps": 9, "global_batch_size": 4, "micro_batch_size": 1}
     checkpoints = Checkpoints(mesh, TrainConfig(**batch, out=str(me.folder / "run"), checkpoint_every=1))
@@ -156,8 +156,8 @@ def _saves(fault: Callable[[Rank], None], me: Rank, mesh: Mesh) -> None:
 
 def _whole(checkpoints: Any, first: Path) -> None:
     """The first checkpoint is the last complete one, and has the numbers that were saved."""
-    from meshcomm.train.checkpoint_folder import complete
-    from meshcomm.train.checkpoint_reader import Saved
+    from meshcomm.train.checkpoint.folder import complete
+    from meshcomm.train.checkpoint.reader import Saved
 
     if complete(checkpoints.folder) != [first]:
         raise AssertionError(f"complete: {complete(checkpoints.folder)}")
@@ -185,9 +185,9 @@ def _no_space(me: Rank) -> None:
 
 
 def _ends_in_write(how: End, me: Rank) -> None:
-    from meshcomm.train import checkpoint_writer
+    from meshcomm.train.checkpoint import writer
 
-    checkpoint_writer.write_part = lambda *_: me.end(how)  # type: ignore[assignment]
+    writer.write_part = lambda *_: me.end(how)  # type: ignore[assignment]
 
 
 _OWN: Final[dict[str, Any]] = {"server": "own process"}

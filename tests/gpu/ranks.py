@@ -47,7 +47,7 @@ from meshcomm.parallel.context import gather_sequence, ring_attention, split_seq
 from meshcomm.testing import emulated_nccl as emulation
 from meshcomm.train import Trainer
 from meshcomm.train.callbacks import Callback, Step
-from meshcomm.train.checkpoint_writer import parts_of, value_of
+from meshcomm.train.checkpoint.parts import parts_of
 from meshcomm.train.cost import known_peak
 from meshcomm.train.data import batches_of
 from meshcomm.train.data import load as text
@@ -461,10 +461,10 @@ def checkpoint() -> None:
     device = torch.device(DEVICE)
     elements = (1 << 28) if ON_GPU else (1 << 20)
     state = {"weight": torch.randn(elements, device=device)}
-    (item,) = parts_of(state)
+    (part,) = parts_of(state)
     with case(f"{elements * 4 >> 20} MiB") as row:
         ways = {
-            "ours": lambda: value_of(state, True, item),
+            "ours": lambda: part.on_host(True),
             "pageable": lambda: state["weight"].to("cpu", copy=True),
         }
         for name, copy in ways.items():
@@ -479,7 +479,7 @@ def checkpoint() -> None:
             row[f"{name} first GB/s"] = round(elements * 4e-9 / times[0], 1)
             row[f"{name} GB/s"] = round(elements * 4e-9 / sorted(times[1:])[1], 1)
         assert copied.is_pinned() is False
-        assert not ON_GPU or value_of(state, True, item).is_pinned()
+        assert not ON_GPU or part.on_host(True).is_pinned()
 
 
 def graphs() -> None:

@@ -16,12 +16,13 @@ from typer.testing import CliRunner
 
 from meshcomm.commands import app
 from meshcomm.errors import TrainingError, UnsupportedOp
-from meshcomm.train.checkpoint_folder import commit, name_of, saving
-from meshcomm.train.checkpoint_reader import SAFETENSORS_NAMES as NAMES
-from meshcomm.train.checkpoint_reader import Saved
-from meshcomm.train.checkpoint_writer import parts_of, write_metadata, write_part
+from meshcomm.train.checkpoint.folder import commit, name_of, saving
+from meshcomm.train.checkpoint.lock import Lock
+from meshcomm.train.checkpoint.parts import parts_of
+from meshcomm.train.checkpoint.reader import SAFETENSORS_NAMES as NAMES
+from meshcomm.train.checkpoint.reader import Saved
+from meshcomm.train.checkpoint.writer import write_metadata, write_part
 from meshcomm.train.export import export_weights
-from meshcomm.train.lock import Lock
 
 LOCK = Lock(40, 2.5, "f", {"device": "cpu"}, {"train": {"lr": 0.1}}, {"torch": "2"})
 
@@ -48,7 +49,7 @@ def state() -> dict[str, torch.Tensor]:
 def checkpoint(run: Path, tensors: dict[str, torch.Tensor], lock: Lock = LOCK) -> Path:
     """A complete checkpoint, made in one process."""
     path = run / "checkpoints" / name_of(lock.step)
-    write_part(saving(path), 0, parts_of(tensors), lambda item: tensors[item.index.fqn])
+    write_part(saving(path), 0, [(part, tensors[part.name]) for part in parts_of(tensors)])
     write_metadata(saving(path), [0])
     lock.write(saving(path))
     commit(path)

@@ -23,12 +23,12 @@ from meshcomm.config import TrainConfig, load_config
 from meshcomm.errors import MeshcommError, RankFailed, TrainingError
 from meshcomm.mesh import Mesh
 from meshcomm.testing import Pool
-from meshcomm.train import Attempt, Checkpoints, Trainer, checkpoint_writer
-from meshcomm.train.checkpoint import read
-from meshcomm.train.checkpoint_folder import complete
-from meshcomm.train.checkpoint_reader import Saved
-from meshcomm.train.checkpoint_writer import divide
-from meshcomm.train.lock import Lock
+from meshcomm.train import Attempt, Checkpoints, Trainer
+from meshcomm.train.checkpoint import writer as checkpoint_writer
+from meshcomm.train.checkpoint.folder import complete
+from meshcomm.train.checkpoint.lock import Lock
+from meshcomm.train.checkpoint.reader import Saved
+from meshcomm.train.checkpoint.writer import divide
 from tests.elastic.test_copies import settings_of
 from tests.sizes import train_of
 from tests.train.test_checkpoint import names
@@ -185,7 +185,7 @@ def saved_and_loaded_everywhere(folder: Path) -> list[str]:
                 for step in (2, 1):
                     losses = torch.zeros(step)
                     path = folder / str(other) / "checkpoints" / f"step-{step:06d}"
-                    read(mesh, {**state, "run.losses": losses}, path)
+                    Saved(path).fill({**state, "run.losses": losses})
                     wrong += [f"{other} -> {number}, step {step}: {name}" for name in differing(state, step)]
                     if losses.tolist() != list(range(step)):
                         wrong.append(f"{other} -> {number}: losses {losses}")
@@ -411,10 +411,10 @@ def divided(_: str) -> tuple[list[str], str]:
         tp = mesh.coord("tp")
         part: Any = distribute_tensor(torch.zeros(4, 4), mesh["dp"], [Shard(0)])
         state = {f"whole.{n}": torch.zeros(4) for n in range(20)} | {f"only.{tp}": part}
-        items = divide(mesh, state)
+        parts = divide(mesh, state)
         with pytest.raises(TrainingError) as caught:
             divide(mesh, {"optimizer.bad": "no tensor" if mesh.rank == 3 else torch.zeros(1)})  # type: ignore[dict-item]
-        return [f"{i.index.fqn} {tuple(i.index.offset or ())}" for i in items], str(caught.value)
+        return [f"{part.name} {part.box[0]}" for part in parts], str(caught.value)
 
 
 def test_each_part_is_written_once(pool: Pool) -> None:

@@ -17,9 +17,9 @@ from meshcomm.errors import MeshcommError, TrainingError, UnsupportedOp
 from meshcomm.parallel.batch import Batch
 from meshcomm.testing import Pool
 from meshcomm.train import Trainer
+from meshcomm.train.data.batch import named_of
 from meshcomm.train.data.build import SampleForm
 from meshcomm.train.data.corpus import IGNORED, Stream
-from meshcomm.train.data.given import named_of
 from meshcomm.train.data.load import load
 from meshcomm.train.parity import Record, _recorded, compare, reference
 from tests.models.families import config_of, folder_of

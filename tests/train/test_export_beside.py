@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from meshcomm.train.export import copy_beside
+from meshcomm.train.export_files import copy_beside
 
 COPIED = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.txt"),

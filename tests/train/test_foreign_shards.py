@@ -14,12 +14,12 @@ import torch
 
 import meshcomm
 from meshcomm.errors import TrainingError
+from meshcomm.mesh.all_ranks import on_all_ranks
 from meshcomm.testing import Pool
-from meshcomm.train import checkpoint
-from meshcomm.train.checkpoint_folder import METADATA
-from meshcomm.train.checkpoint_reader import Saved
+from meshcomm.train.checkpoint.folder import METADATA
+from meshcomm.train.checkpoint.lock import Lock
+from meshcomm.train.checkpoint.reader import Saved
 from meshcomm.train.export import export_weights
-from meshcomm.train.lock import Lock
 from tests.train.test_checkpoint import TWO, run_once, tiny
 from tests.train.test_checkpoint_safetensors import LOCK
 from tests.train.test_checkpoint_safetensors import checkpoint as written
@@ -124,10 +124,15 @@ def test_metadata_without_checksums_are_refused(tmp_path: Path) -> None:
 
 
 def reads(path: Path) -> str:
-    """What `read` says, on every rank."""
+    """What reading raises, on every rank."""
+
+    def read() -> None:
+        Lock.read(path)
+        Saved(path).fill({"model.a": torch.zeros(3, 4)})
+
     with meshcomm.init(dims={"dp": 2}, device="cpu") as mesh:
         try:
-            checkpoint.read(mesh, {"model.a": torch.zeros(3, 4)}, path)
+            on_all_ranks(mesh, "read", read)
         except TrainingError as error:
             return str(error)
     return ""

@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
-from torch.distributed.checkpoint.planner import WriteItemType
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 
 from meshcomm.config.write import write_whole
 from meshcomm.errors import TrainingError
-from meshcomm.train.checkpoint_reader import Kind, Saved, unpickle
-from meshcomm.train.checkpoint_writer import parts_of, write_metadata, write_part
+from meshcomm.train.checkpoint.parts import Kind, parts_of
+from meshcomm.train.checkpoint.reader import Saved, unpickle
+from meshcomm.train.checkpoint.writer import write_metadata, write_part
 
 
 def text(value: str) -> bytes:
@@ -35,6 +35,8 @@ def class_of(module: str, name: str) -> bytes:
 
 
 METADATA = "torch.distributed.checkpoint.metadata"
+# The Enum of memory formats, which torch names privately: of what pickled properties have.
+ENCODING: Any = TensorProperties().__getstate__()[3].__class__
 SLOTS = b"N}" + text("__hash__") + b"Ns\x86"
 FIELDS = b"}" + text("_value_") + b"K\x07s"
 
@@ -48,18 +50,18 @@ FIELDS = b"}" + text("_value_") + b"K\x07s"
         built(class_of(METADATA, "MetadataIndex"), SLOTS),
         built(class_of(METADATA, "MetadataIndex"), FIELDS),
         # Of the member of an Enum, which is one for the whole process.
-        built(class_of("torch.distributed.checkpoint.planner", "WriteItemType") + b"K\x02\x85R", FIELDS),
+        built(class_of(METADATA, "_MEM_FORMAT_ENCODING") + b"K\x01\x85R", FIELDS),
         # Of an object, fields that it does not have.
         built(class_of(METADATA, "ChunkStorageMetadata") + b")\x81", b"}" + text("__class__") + b"Ns"),
         built(class_of(METADATA, "ChunkStorageMetadata") + b")\x81", SLOTS),
     ],
 )
 def test_metadata_run_no_code_and_set_no_attribute_but_fields_of_new_objects(data: bytes) -> None:
-    hash_of, members = MetadataIndex.__hash__, [each.value for each in WriteItemType]
+    hash_of, members = MetadataIndex.__hash__, [each.value for each in ENCODING]
     try:
         with pytest.raises(pickle.UnpicklingError, match="is not allowed in a checkpoint of tensors"):
             unpickle(data)
-        assert MetadataIndex.__hash__ is hash_of and [each.value for each in WriteItemType] == members
+        assert MetadataIndex.__hash__ is hash_of and [each.value for each in ENCODING] == members
     finally:
         MetadataIndex.__hash__ = hash_of  # type: ignore[method-assign]
 
@@ -73,7 +75,7 @@ def test_what_metadata_are_made_of_is_read(tmp_path: Path) -> None:
 def saved(folder: Path, *values: torch.Tensor) -> Saved:
     """A checkpoint of `w`, float32 (4,), of which the values are parts one after the other."""
     whole = torch.cat([each.float().reshape(-1) for each in values])
-    write_part(folder, 0, parts_of({"w": torch.empty(4, device="meta")}), lambda _: whole)
+    write_part(folder, 0, [(part, whole) for part in parts_of({"w": torch.empty(4, device="meta")})])
     write_metadata(folder, [0])
     return Saved(folder)
 
@@ -154,7 +156,7 @@ def test_a_part_that_has_no_record_is_named(tmp_path: Path) -> None:
 
 def test_complex_numbers_come_back(tmp_path: Path) -> None:
     value = torch.randn(3, dtype=torch.complex128)
-    write_part(tmp_path, 0, parts_of({"w": value}), lambda _: value)
+    write_part(tmp_path, 0, [(part, value) for part in parts_of({"w": value})])
     write_metadata(tmp_path, [0])
     again, found = torch.zeros_like(value), Saved(tmp_path)
     assert found.kinds == {"w": Kind(torch.complex128, (3,))}

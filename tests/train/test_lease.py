@@ -21,8 +21,9 @@ import meshcomm
 from meshcomm.errors import MeshcommError, TrainingError
 from meshcomm.mesh.job_store import process_name
 from meshcomm.testing import Pool
-from meshcomm.train import Attempt, Callback, Checkpoints, lease, run
-from meshcomm.train.lease import EXPIRES_S, Lease, LeaseLost
+from meshcomm.train import Attempt, Callback, Checkpoints, run
+from meshcomm.train.checkpoint import lease
+from meshcomm.train.checkpoint.lease import EXPIRES_S, Lease, LeaseLost
 from tests.train.test_checkpoint import TWO, content, tiny
 from tests.train.test_checkpoint_state import lock, settings
 
@@ -31,7 +32,7 @@ HOLDER = """
 import sys, time, meshcomm
 from pathlib import Path
 from meshcomm.errors import TrainingError
-from meshcomm.train.lease import Attempt, Lease
+from meshcomm.train.checkpoint.lease import Attempt, Lease
 
 mesh = meshcomm.init(dims={"one": 1})
 lease = Lease(Path(sys.argv[1]), Attempt(*sys.argv[2:3]))

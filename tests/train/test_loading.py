@@ -22,8 +22,9 @@ from meshcomm.config import Config, load_config
 from meshcomm.errors import ConfigError, MeshcommError, ShapeError, TrainingError, UnsupportedOp
 from meshcomm.testing import Pool
 from meshcomm.train import Callback, Trainer, run
+from meshcomm.train.data.batch import named_of
 from meshcomm.train.data.corpus import IGNORED
-from meshcomm.train.data.given import check_epoch, named_of
+from meshcomm.train.data.loader import check_epoch
 from tests.sizes import model_of, train_of
 from tests.train.runs import config_on, losses_or_error, metrics, trained
 

@@ -22,8 +22,8 @@ from meshcomm.errors import ConfigError, MeshcommError
 from meshcomm.models.weights import INDEX, SINGLE
 from meshcomm.testing import Pool
 from meshcomm.train import Callback, Trainer, export, run, save_pretrained
+from meshcomm.train.checkpoint.lock import Lock
 from meshcomm.train.export import export_pretrained, find_checkpoint
-from meshcomm.train.lock import Lock
 from tests.models.families import folder_of
 
 transformers = pytest.importorskip("transformers")

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import signal
+import warnings
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import final
+from contextlib import AbstractContextManager
+from typing import Any, final
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
 
+from meshcomm.errors import MeshcommError, TrainingError
+from meshcomm.launch.reaper import end_with_parent
 from meshcomm.parallel.compose import Engine
 from meshcomm.train.data.corpus import Corpus, Samples
 
@@ -78,12 +85,14 @@ class Order:
             slots = permuted(positions[here] % self.epoch, self.epoch, [self.seed, 0, int(epoch)])
             part = np.searchsorted(self._ends, slots, side="right")
             parts[here] = part
-            found = np.empty_like(slots)
+            within_part = np.empty_like(slots)
             for index in np.unique(part):
                 count, size, of = self.counts[index], self.sizes[index], part == index
                 within = slots[of] - (self._ends[index] - count)
-                found[of] = within if count == size else self._again(within + epoch * count, size, int(index))
-            samples[here] = found
+                within_part[of] = (
+                    within if count == size else self._again(within + epoch * count, size, int(index))
+                )
+            samples[here] = within_part
         return parts, samples
 
     def _again(self, running: Indices, size: int, part: int) -> Indices:
@@ -95,8 +104,30 @@ class Order:
         return samples
 
 
+class Source(AbstractContextManager["Source"]):
+    """What a run reads its batches from. As a context manager, it ends the processes that read for it."""
+
+    # Whether a state of its own is saved and restored, which may already be that of a later step.
+    has_state = False
+
+    @abstractmethod
+    def __call__(self, step: int) -> tuple[Any, ...]:
+        """Return inputs, targets and, if any, documents of a step: this rank's share, on its device."""
+
+    def read(self, step: int) -> int | None:
+        """Return the number of samples read by the end of `step`; None if only steps are counted."""
+        return None
+
+    def saved(self) -> dict[str, Tensor]:
+        """Return the state to save in a checkpoint."""
+        return {}
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        return None
+
+
 @final
-class Batches:
+class Batches(Source):
     """The samples that one data rank reads in each step.
 
     Position p is the p-th sample that all ranks together read during training. Each step reads the next B positions, where
@@ -136,7 +167,7 @@ class Batches:
         self.order = Order([len(part) for part in corpus.parts], corpus.weights, seed)
 
     def read(self, step: int) -> int:
-        """Return the number of samples read by the end of `step`."""
+        """See Source."""
         return self._after[1] + (step - self._after[0]) * self._global_batch
 
     def places(self, step: int) -> tuple[Indices, Indices]:
@@ -145,9 +176,7 @@ class Batches:
         return self.order.at(np.arange(first, first + self._global_batch)[self._mine])
 
     def __call__(self, step: int) -> tuple[Tensor, ...]:
-        """Return inputs, targets and, if any, documents, each of shape (global_batch_size / size, ...). Tokens are int64 of
-        shape (..., sequence).
-        """
+        """See Source. Each tensor has the shape (global_batch_size / size, ...). Tokens are int64 of shape (..., sequence)."""
         return self.on_device(self.held(step))
 
     def held(self, step: int) -> tuple[Tensor, ...]:
@@ -166,13 +195,13 @@ class Batches:
             yield self.on_device(_tensors(self._samples(parts, numbers - starts[parts]), self._dtype))
 
     def _samples(self, parts: Indices, numbers: Indices) -> Samples:
-        rows, found = [], []
+        rows, samples = [], []
         for index in np.unique(parts):
             here = np.flatnonzero(parts == index)
             rows.append(here)
-            found.append(self._parts[index].read(numbers[here]))
+            samples.append(self._parts[index].read(numbers[here]))
         back = np.argsort(np.concatenate(rows))
-        return tuple(np.concatenate(each)[back] for each in zip(*found, strict=True))
+        return tuple(np.concatenate(each)[back] for each in zip(*samples, strict=True))
 
     def on_device(self, held: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Return the tensors in `held`, copied to the device."""
@@ -184,8 +213,8 @@ class Batches:
 
 
 def _tensors(samples: Samples, dtype: torch.dtype | None) -> tuple[Tensor, ...]:
-    found = (torch.from_numpy(np.ascontiguousarray(each)) for each in samples)
-    return tuple(each.to(dtype) if each.is_floating_point() else each for each in found)
+    tensors = (torch.from_numpy(np.ascontiguousarray(each)) for each in samples)
+    return tuple(each.to(dtype) if each.is_floating_point() else each for each in tensors)
 
 
 def batches_of(engine: Engine, corpus: Corpus, after: tuple[int, int] = (0, 0)) -> Batches:
@@ -205,3 +234,92 @@ def batches_of(engine: Engine, corpus: Corpus, after: tuple[int, int] = (0, 0)) 
         after=after,
         dtype=engine.split.dtype,
     )
+
+
+@final
+class ReadAhead(Source):
+    """Reads the steps of `batches` up to `last` through torch's DataLoader, in `workers` processes, each two steps ahead.
+
+    The samples do not depend on the workers. For CUDA, one of the loader's threads pins memory. As a context manager, it ends
+    the processes on exit. A worker error, which torch may raise at any point in the program, is converted to a
+    TrainingError.
+
+    timeout_s: how long to wait for a step before raising an error.
+    """
+
+    def __init__(self, batches: Batches, last: int, workers: int, timeout_s: float) -> None:
+        self._batches, self._last, self._workers, self._timeout_s = batches, last, workers, timeout_s
+        self._steps: Iterator[Any] | None = None
+
+    def __call__(self, step: int) -> tuple[Tensor, ...]:
+        """See Source. Called for the first step to read, and then for each subsequent step."""
+        if self._steps is None:
+            self._steps = self._begun(step)
+        held = next(self._steps)
+        if isinstance(held, MeshcommError):
+            raise held
+        return self._batches.on_device(held)
+
+    def read(self, step: int) -> int | None:
+        """See Source."""
+        return self._batches.read(step)
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self._steps = None
+        # torch raises the error from a signal handler, at any line of the program: within a call, another error follows it.
+        while error is not None and not (
+            isinstance(error, RuntimeError) and str(error).startswith("DataLoader")
+        ):
+            error = error.__cause__ or error.__context__
+        if error is not None:
+            raise TrainingError(
+                "a worker process that reads samples has ended or is not responding",
+                given=f"data.workers = {self._workers}: {str(error).splitlines()[0]}",
+                expected="a step's samples within mesh.timeout_s",
+                hint="check the host's memory and /dev/shm; with data.workers = 0, the rank reads samples itself",
+            ) from error
+
+    def _begun(self, first: int) -> Iterator[Any]:
+        loader: DataLoader[Any] = DataLoader(
+            _Steps(self._batches),
+            batch_size=None,
+            sampler=range(first, self._last + 1),
+            num_workers=self._workers,
+            collate_fn=_as_it_is,
+            pin_memory=self._batches.device_type == "cuda",
+            timeout=self._timeout_s,
+            worker_init_fn=_begin,
+            # A separate generator, so that the program's random numbers do not depend on the workers.
+            generator=torch.Generator(),
+            # Data mapped from a file are not copied.
+            multiprocessing_context="fork",
+        )
+        with warnings.catch_warnings():
+            # Python 3.12 and later warn about a fork in a process with threads. A worker needs none of these threads.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            return iter(loader)
+
+
+class _Steps(Dataset[Any]):
+    def __init__(self, batches: Batches) -> None:
+        self._batches = batches
+
+    def __getitem__(self, step: int) -> tuple[Tensor, ...] | MeshcommError:
+        try:
+            return self._batches.held(step)
+        except MeshcommError as error:
+            # If the error were raised here, torch would add a traceback to its message.
+            return error
+
+
+def _as_it_is(held: Any) -> Any:
+    return held
+
+
+def _begin(_: int) -> None:
+    """Make a worker exit when its rank exits, even if the rank is killed, but not on signals that ask a job to save."""
+    end_with_parent()
+    for number in (signal.SIGINT, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
+    # Slurm sends one SIGTERM to all processes of a job. torch sends one to a worker that does not end.
+    signal.signal(signal.SIGTERM, lambda *_: signal.signal(signal.SIGTERM, signal.SIG_DFL))

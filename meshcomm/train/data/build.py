@@ -16,9 +16,9 @@ from torch import Tensor
 from meshcomm.config import DataConfig
 from meshcomm.errors import MeshcommError, TrainingError, UnsupportedOp
 from meshcomm.models.build import function_of
+from meshcomm.train.data.batch import named_of
 from meshcomm.train.data.batches import permuted
 from meshcomm.train.data.corpus import IGNORED, Corpus, Samples, held_back, outside
-from meshcomm.train.data.given import named_of
 
 # The number of samples that the digest of a dataset covers.
 _LOOKS = 16

@@ -77,12 +77,12 @@ def _packed(found: Sequence[Conversation], config: DataConfig) -> list[list[int]
     return groups
 
 
-def _joined(some: Sequence[Conversation]) -> dict[str, list[int]]:
+def _joined(conversations: Sequence[Conversation]) -> dict[str, list[int]]:
     """Return a sample in transformers' format."""
     return {
-        "input_ids": [token for each in some for token in each.tokens],
-        "labels": [label for each in some for label in each.labels],
-        "position_ids": [at for each in some for at in range(len(each.tokens))],
+        "input_ids": [token for each in conversations for token in each.tokens],
+        "labels": [label for each in conversations for label in each.labels],
+        "position_ids": [at for each in conversations for at in range(len(each.tokens))],
     }
 
 
@@ -157,5 +157,5 @@ def _tokens(tokenizer: Any, messages: Any, answers_only: bool, where: str) -> tu
 
 
 def _templated(tokenizer: Any, messages: Any, **more: Any) -> list[int]:
-    found = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True, **more)["input_ids"]
-    return [int(each) for each in found]
+    tokens = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True, **more)["input_ids"]
+    return [int(each) for each in tokens]

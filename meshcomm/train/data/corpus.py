@@ -72,15 +72,15 @@ class Stream:
     def read(self, samples: NDArray[np.int64]) -> Samples:
         """See DataPart. All arrays are int64 of shape (samples, sequence). Targets are shifted by one token."""
         offsets = samples * self._seq_len
-        found = self.tokens[offsets[:, None] + self._window].astype(np.int64)
-        if self.vocab_size is not None and found.size:
-            for worst in (found.argmax(), found.argmin()):
-                sample, place = divmod(int(worst), found.shape[1])
-                token = int(found[sample, place])
+        tokens = self.tokens[offsets[:, None] + self._window].astype(np.int64)
+        if self.vocab_size is not None and tokens.size:
+            for worst in (tokens.argmax(), tokens.argmin()):
+                sample, place = divmod(int(worst), tokens.shape[1])
+                token = int(tokens[sample, place])
                 if not 0 <= token < self.vocab_size:
                     where = f"position {self._first + int(offsets[sample]) + place} of {self.name}"
                     raise outside(token, self.vocab_size, where)
-        inputs, targets = found[:, :-1], found[:, 1:]
+        inputs, targets = tokens[:, :-1], tokens[:, 1:]
         if self._eos is None:
             return inputs, targets
         # The first token of a document is not predicted from the end of the previous document.

@@ -99,10 +99,10 @@ def _texts(config: DataConfig, tokens: Tokens, patterns: tuple[str, ...], key: s
     documents = list(texts_of(files, config.max_bytes))
     if tokens.tokenizer is None:
         return _bytes(config, tokens.vocab_size, documents, files, key)
-    found = tokens.of(documents)
-    part = Stream(found, config.seq_len, key, eos=_eos_id(config, tokens.eos, tokens.vocab_size))
-    checked([part], f"{len(found)} tokens of {key}", config.seq_len)
-    return Corpus((part,), part.digest(), len(found), "tokens", tuple(files))
+    ids = tokens.of(documents)
+    part = Stream(ids, config.seq_len, key, eos=_eos_id(config, tokens.eos, tokens.vocab_size))
+    checked([part], f"{len(ids)} tokens of {key}", config.seq_len)
+    return Corpus((part,), part.digest(), len(ids), "tokens", tuple(files))
 
 
 def _bytes(

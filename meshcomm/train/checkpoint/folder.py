@@ -89,11 +89,6 @@ def check_free(path: Path) -> None:
         )
 
 
-def has(folder: Path, step: int) -> bool:
-    """Return whether there is a complete checkpoint of this step in `folder`."""
-    return is_complete(folder / name_of(step))
-
-
 def check_step(path: Path, step: int) -> None:
     """Raise TrainingError if the folder of the checkpoint of `step` is named after another step."""
     if step_of(path) not in (-1, step):

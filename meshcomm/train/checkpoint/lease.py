@@ -22,7 +22,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final, Self, final
 
 from meshcomm.errors import TrainingError
@@ -130,9 +129,7 @@ class Lease:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
 
     def _take(self) -> None:
@@ -204,28 +201,26 @@ class Lease:
 
 
 def _leases(folder: Path) -> dict[int, Path]:
-    return {
-        int(found[1]): folder / found[0] for each in os.listdir(folder) if (found := _NAME.fullmatch(each))
-    }
+    return {int(name[1]): folder / name[0] for each in os.listdir(folder) if (name := _NAME.fullmatch(each))}
 
 
 def _newest(folder: Path) -> tuple[int, Path, dict[str, str]]:
     """Return the number, the path and the content of the lease that counts; the number 0 if there is none."""
-    found = _leases(folder)
-    number = max(found, default=0)
+    leases = _leases(folder)
+    number = max(leases, default=0)
     if not number:
         return 0, folder, {}
     until = time.monotonic() + _WRITTEN_S
     # The holder may be writing it.
-    while not (facts := _read(found[number])) and found[number].exists() and time.monotonic() < until:
+    while not (facts := _read(leases[number])) and leases[number].exists() and time.monotonic() < until:
         time.sleep(_PAUSE_S)
-    return (number, found[number], facts) if found[number].exists() else _newest(folder)
+    return (number, leases[number], facts) if leases[number].exists() else _newest(folder)
 
 
 def _read(path: Path) -> dict[str, str]:
     """Return the content of a lease; {} if it is gone or incomplete."""
     try:
-        found: Any = json.loads(path.read_bytes())
+        facts: Any = json.loads(path.read_bytes())
     except ValueError:
         return {}
     except OSError as error:
@@ -233,7 +228,7 @@ def _read(path: Path) -> dict[str, str]:
             return {}
         raise
     names = ("user", "process", "launcher", "job", "since", "renewed", "token")
-    return found if isinstance(found, dict) and all(type(found.get(name)) is str for name in names) else {}
+    return facts if isinstance(facts, dict) and all(type(facts.get(name)) is str for name in names) else {}
 
 
 def _described(facts: Mapping[str, str]) -> str:

@@ -19,7 +19,7 @@ from meshcomm.config import Config
 from meshcomm.config.write import toml
 from meshcomm.errors import ConfigError, TrainingError
 from meshcomm.mesh import Mesh
-from meshcomm.train.checkpoint_folder import LOCK, METADATA, check_step, instead_of, write
+from meshcomm.train.checkpoint.folder import LOCK, METADATA, check_step, instead_of, write
 
 _FORMAT = 4
 
@@ -131,9 +131,9 @@ class Lock:
         """Return the lock that `text` describes. Raises ValueError if it is not a valid lock."""
         try:
             facts = json.loads(text)
-            if (found := facts.pop("format")) != _FORMAT:
+            if (number := facts.pop("format")) != _FORMAT:
                 raise ValueError(
-                    f"format {found!r}, which only the version of meshcomm that wrote it can read"
+                    f"format {number!r}, which only the version of meshcomm that wrote it can read"
                 )
             if facts.pop("sha256") != _sha256(json.dumps({"format": _FORMAT, **facts}).encode()):
                 raise ValueError("the text has changed since it was written: its SHA-256 differs")
@@ -242,5 +242,5 @@ def _flat(lock: Lock) -> dict[str, Any]:
     if "options" in (parallel := dict(sections.get("parallel") or {})):
         sections["parallel.options"] = parallel.pop("options")
         sections["parallel"] = parallel
-    found = {f"{section}.{key}": value for section, table in sections.items() for key, value in table.items()}
-    return {**found, "device": lock.plan.get("device")}
+    flat = {f"{section}.{key}": value for section, table in sections.items() for key, value in table.items()}
+    return {**flat, "device": lock.plan.get("device")}

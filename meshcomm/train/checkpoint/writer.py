@@ -1,6 +1,6 @@
 """Write sharded tensors into one folder. Each rank writes its part, and any mesh can read the result.
 
-The format and the planner are those of torch.distributed.checkpoint. The `save` and `async_save` functions in that package are
+The format is that of torch.distributed.checkpoint. The `save` and `async_save` functions in that package are
 not used. Both functions communicate over a group of all processes (`async_save` from a thread) and gather the plans of all
 ranks on one rank. Instead, ranks that hold the same part decide along one mesh dim at a time which of them writes that part,
 with 16 bytes of communication per part. Writing itself needs no communication. Each rank lists its written parts in a file
@@ -12,34 +12,36 @@ from __future__ import annotations
 import errno
 import hashlib
 import io
+import json
 import pickle
 import shutil
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Final, TypeVar, final
+from typing import Any, Final, TypeVar, final
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import DefaultSavePlanner
-from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
-from torch.distributed.checkpoint.storage import WriteResult
-from torch.distributed.checkpoint.utils import find_state_dict_object
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.tensor import DTensor
 
 from meshcomm.errors import TrainingError
 from meshcomm.mesh import Mesh
 from meshcomm.mesh.all_ranks import is_first, on_all_ranks, ranks_of
 from meshcomm.parallel.state import EXTRA
-from meshcomm.parallel.tensor.parameters import Kept, Piece
-from meshcomm.train.checkpoint_folder import METADATA, go_on_without, sync, write
-from meshcomm.train.checkpoint_reader import unpickle
-from meshcomm.train.lease import LeaseLost
+from meshcomm.parallel.tensor.parameters import Kept
+from meshcomm.train.checkpoint.folder import METADATA, go_on_without, sync, write
+from meshcomm.train.checkpoint.lease import LeaseLost
+from meshcomm.train.checkpoint.parts import Part, parts_of, untiled
 from meshcomm.train.torch_private import storage_info
 
 T = TypeVar("T")
@@ -48,7 +50,7 @@ _KEY_BYTES: Final = 8
 _PAUSE_S: Final = 0.01
 
 
-def divide(mesh: Mesh, state: Mapping[str, Tensor | Kept]) -> list[WriteItem]:
+def divide(mesh: Mesh, state: Mapping[str, Tensor | Kept]) -> list[Part]:
     """Return the parts of the state that this rank writes. If several ranks hold a part, only one of them writes it.
 
     state: a DTensor for each name, or a plain tensor that is equal on every rank that has the name; `Kept` if a
@@ -58,8 +60,8 @@ def divide(mesh: Mesh, state: Mapping[str, Tensor | Kept]) -> list[WriteItem]:
         that a rank holds. The cost grows with the size of a dim, not with the size of the mesh.
     Raises: TrainingError on every rank if one rank cannot list its parts, or if compared values differ between ranks.
     """
-    mine = on_all_ranks(mesh, "divide a checkpoint", partial(_parts, state))
-    names = {key: item.index.fqn for key, (item, _) in mine.items()}
+    mine = on_all_ranks(mesh, "divide a checkpoint", partial(_keyed, state))
+    names = {key: part.name for key, (part, _) in mine.items()}
     contents = {key: content for key, (_, content) in mine.items()}
     different: list[str] = []
     for dim, size in mesh.layout.dims.items():
@@ -75,43 +77,40 @@ def divide(mesh: Mesh, state: Mapping[str, Tensor | Kept]) -> list[WriteItem]:
                     different.append(f"{names[key]} along {dim}")
         # Each rank along a dim gets a different share of the parts. Ranks with the same coord get the same share.
         mine = {
-            key: item
-            for key, item in mine.items()
+            key: each
+            for key, each in mine.items()
             if holders[key][_number(key, dim) % len(holders[key])] == mesh.coord(dim)
         }
-    on_all_ranks(mesh, "divide a checkpoint", partial(_raise_different, list(dict.fromkeys(different))))
-    return [item for item, _ in mine.values()]
+    on_all_ranks(mesh, "divide a checkpoint", partial(_check_equal, list(dict.fromkeys(different))))
+    return [part for part, _ in mine.values()]
 
 
-def _raise_different(names: list[str]) -> None:
-    if names:
+def _check_equal(different: list[str]) -> None:
+    if different:
         raise TrainingError(
-            f"ranks that hold the same state differ in {names[0].split(' ')[0]}",
-            given=", ".join(names[:8]),
+            f"ranks that hold the same state differ in {different[0].split(' ')[0]}",
+            given=", ".join(different[:8]),
             expected="the same numbers on every rank, because only one rank saves them",
             hint="compute them from data that all ranks have, such as reduced values or unsharded tensors, not from a rank's "
             "own part or samples",
         )
 
 
-def _parts(state: Mapping[str, Tensor | Kept]) -> dict[bytes, tuple[WriteItem, bytes]]:
+def _keyed(state: Mapping[str, Tensor | Kept]) -> dict[bytes, tuple[Part, bytes]]:
     """Return each part with the value to compare between ranks, which is a digest of the part's bytes or zeros."""
-    found: dict[bytes, tuple[WriteItem, bytes]] = {}
-    for name, tensor in state.items():
-        content = bytes(_KEY_BYTES)
-        compared = False
-        if not isinstance(tensor, Kept) and _is_compared(name, tensor):
-            compared = True
-            content = _digest(bytes(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy()))
-        for item in parts_of({name: tensor}):
-            sizes = item.tensor_data.chunk.sizes if item.tensor_data and not compared else ()
-            found[_digest(repr((name, item.index.offset, tuple(sizes))).encode())] = item, content
-    return found
+    keyed: dict[bytes, tuple[Part, bytes]] = {}
+    for part in parts_of(state):
+        (at, sizes), content = part.box, bytes(_KEY_BYTES)
+        if _is_compared(part.name, state[part.name]):
+            # Values of different sizes differ, too, so they need the same key.
+            sizes, content = (), _digest(bytes(part.on_host().reshape(-1).view(torch.uint8).numpy()))
+        keyed[_digest(repr((part.name, at, sizes)).encode())] = part, content
+    return keyed
 
 
-def _is_compared(name: str, tensor: Tensor) -> bool:
+def _is_compared(name: str, tensor: Tensor | Kept) -> bool:
     """Return whether a value must be equal on all ranks: plain data, extra state, or a scalar of the optimizer."""
-    if isinstance(tensor, DTensor):
+    if isinstance(tensor, (DTensor, Kept)):
         return False
     number = name.startswith("optimizer.") and not tensor.ndim
     return number or name.startswith("plain.") or name.endswith(f".{EXTRA}")
@@ -125,72 +124,29 @@ def _number(key: bytes, dim: str) -> int:
     return int.from_bytes(hashlib.blake2b(key + dim.encode(), digest_size=4).digest(), "little")
 
 
-def parts_of(state: Mapping[str, Tensor | Kept]) -> list[WriteItem]:
-    """Return the parts of `state` that this process holds."""
-    plain = {name: each for name, each in state.items() if not isinstance(each, Kept)}
-    found: list[WriteItem] = create_default_local_save_plan(plain, True).items
-    for name, kept in state.items():
-        if isinstance(kept, Kept):
-            found += [_item(name, kept, piece) for piece in kept.pieces() if piece.held.numel()]
-    return found
-
-
-def _item(name: str, kept: Kept, piece: Piece) -> WriteItem:
-    at, sizes = torch.Size(piece.at), torch.Size(piece.shape)
-    about = TensorWriteData(
-        ChunkStorageMetadata(at, sizes),
-        TensorProperties.create_from_tensor(piece.held),
-        torch.Size(kept.shape),
-    )
-    return WriteItem(MetadataIndex(name, at), WriteItemType.SHARD, tensor_data=about)
-
-
-def value_of(state: Mapping[str, Tensor | Kept], copy: bool, item: WriteItem) -> Tensor:
-    """Return the part of a tensor in `state` that `item` names, in host memory. With `copy`, the memory is newly
-    allocated.
-    """
-    held = state.get(item.index.fqn)
-    if isinstance(held, Kept):
-        at = item.index.offset
-        part = next(
-            piece for piece in held.pieces() if torch.Size(piece.at) == at and piece.held.numel()
-        ).read()
-    else:
-        part = find_state_dict_object(dict(state), item.index).detach()
-    if part.device.type != "cuda":
-        return part.to("cpu", copy=copy)
-    # Copies to pinned memory are asynchronous, and torch reuses that memory for the next copy.
-    host = torch.empty(part.shape, dtype=part.dtype, pin_memory=True)
-    return host.copy_(part)
-
-
-def write_part(
-    folder: Path, rank: int, items: Iterable[WriteItem], value: Callable[[WriteItem], Tensor]
-) -> None:
+def write_part(folder: Path, rank: int, values: Iterable[tuple[Part, Tensor]]) -> None:
     """Write this rank's file and sync it to disk, and write a list of its content for `write_metadata`.
 
-    value: a function that returns the values of a part when needed, so that only one part is in memory at a time.
+    values: the parts with their values in host memory. They are requested one at a time, so that only one is in memory.
     Does not communicate, and may be called from any thread. Raises an OSError that names the file.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    items = list(items)
     path = folder / f"__{rank}_0.distcp"
-    places = []
+    written = []
     try:
         with path.open("xb") as file:
-            for item in items:
-                part = value(item)
-                if part.untyped_storage().nbytes() != part.nbytes:
-                    part = part.clone()  # otherwise the full storage behind the view would be written
+            for part, value in values:
+                if value.untyped_storage().nbytes() != value.nbytes:
+                    value = value.clone()  # otherwise the full storage behind the view would be written
                 record = io.BytesIO()
-                torch.save(part, record)
-                crc32 = zlib.crc32(record.getbuffer())
-                place = storage_info(path.name, file.tell(), record.tell(), crc32)
-                places.append(WriteResult(item.index, record.tell(), place))
+                torch.save(value, record)
+                dtype, shape = part.kind
+                place = (path.name, file.tell(), record.tell(), zlib.crc32(record.getbuffer()))
+                written.append((part.name, str(dtype).removeprefix("torch."), shape, part.box, place))
                 file.write(record.getbuffer())
         sync(path)
         path = _written(folder, rank)
-        path.write_bytes(pickle.dumps((SavePlan(items), places)))
+        path.write_text(json.dumps(written), encoding="utf-8")
     except OSError as error:
         error.filename = error.filename or str(path)
         raise
@@ -203,23 +159,28 @@ def write_metadata(folder: Path, ranks: Iterable[int]) -> None:
     Raises TrainingError if a file is missing or too short, ValueError if the ranks' states are inconsistent, and
     OSError.
     """
-    written = [_written(folder, rank) for rank in ranks]
-    for part in written:
-        _check(part, 1)
-    plans, results = zip(*(unpickle(part.read_bytes()) for part in written), strict=True)
-    places = {each.index: each.storage_data for result in results for each in result}
+    tensors: dict[str, Any] = {}
+    places: dict[MetadataIndex, Any] = {}
     ends: dict[str, int] = {}
-    for place in places.values():
-        ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
-    for name, end in ends.items():
-        _check(folder / name, end)
-    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    planner.set_up_planner({}, None, True)
-    _, metadata = planner.create_global_plan(list(plans))
-    metadata.storage_data = places
-    write(folder / METADATA, pickle.dumps(metadata))
-    for part in written:
-        part.unlink()
+    lists = [_written(folder, rank) for rank in ranks]
+    for path in lists:
+        _check(path, 1)
+        for name, dtype, shape, (at, sizes), (file, offset, length, crc32) in json.loads(path.read_bytes()):
+            whole = TensorStorageMetadata(TensorProperties(getattr(torch, dtype)), torch.Size(shape), [])
+            chunk = ChunkStorageMetadata(torch.Size(at), torch.Size(sizes))
+            tensors.setdefault(name, whole).chunks.append(chunk)
+            places[MetadataIndex(name, at)] = storage_info(file, offset, length, crc32)
+            ends[file] = max(ends.get(file, 0), offset + length)
+    for file, end in ends.items():
+        _check(folder / file, end)
+    for name, tensor in tensors.items():
+        if why := untiled(
+            [(tuple(each.offsets), tuple(each.sizes)) for each in tensor.chunks], tuple(tensor.size)
+        ):
+            raise ValueError(f"the ranks hold {why} of {name}")
+    write(folder / METADATA, pickle.dumps(Metadata(tensors, storage_data=places)))
+    for path in lists:
+        path.unlink()
 
 
 @final
@@ -230,7 +191,7 @@ class Save:
     every rank has finished `write_part`. Calls from another thread would disturb the sequence of calls on the training's
     process groups, so ranks communicate only in `poll`, which runs in the training thread.
 
-    items:     the parts that this rank writes, from `divide`.
+    parts:     the parts that this rank writes, from `divide`.
     copy:      copy the data to host memory first, so that the state may change before it is written.
     Called by: every rank of the mesh, at the same point of the program. The same applies to all methods except `settle`.
     Raises:    TrainingError on every rank if any rank cannot write. The error names the lowest such rank, its
@@ -240,8 +201,7 @@ class Save:
     def __init__(
         self,
         mesh: Mesh,
-        state: Mapping[str, Tensor | Kept],
-        items: list[WriteItem],
+        parts: list[Part],
         folder: Path,
         *,
         copy: bool = False,
@@ -249,12 +209,10 @@ class Save:
     ) -> None:
         self._mesh, self._folder, self._complete = mesh, folder, complete
         self._what = f"save into {folder}"
-        state = dict(state)
-        self._value: Callable[[WriteItem], Tensor] = partial(value_of, state, False)
-        if copy:
-            copies = self._together(lambda: {item.index: value_of(state, True, item) for item in items})
-            self._value = lambda item: copies.pop(item.index)
-        self._items = items
+        self._parts, self._copies = (
+            parts,
+            self._together(lambda: [p.on_host(True) for p in parts]) if copy else None,
+        )
         self._left = [self._write, self._finish]
 
     def now(self) -> None:
@@ -329,7 +287,12 @@ class Save:
             raise self._failure
 
     def _write(self) -> None:
-        write_part(self._folder, self._mesh.rank, self._items, self._value)
+        write_part(self._folder, self._mesh.rank, self._values())
+
+    def _values(self) -> Iterator[tuple[Part, Tensor]]:
+        for part in self._parts:
+            # A copy is freed once it is written.
+            yield part, part.on_host() if self._copies is None else self._copies.pop(0)
 
     def _finish(self) -> None:
         if is_first(self._mesh):
@@ -371,11 +334,11 @@ def _written(folder: Path, rank: int) -> Path:
 
 
 def _check(file: Path, size: int) -> None:
-    found = file.stat().st_size if file.is_file() else None
-    if found is None or found < size:
+    nbytes = file.stat().st_size if file.is_file() else None
+    if nbytes is None or nbytes < size:
         raise TrainingError(
             f"a part of the checkpoint is missing: {file.name}",
-            given=f"{file} " + ("is not there" if found is None else f"has {found} bytes"),
+            given=f"{file} " + ("is not there" if nbytes is None else f"has {nbytes} bytes"),
             expected=f"{size} bytes, as its rank wrote them",
             hint="train.out must be on a file system that all hosts share",
         )

@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Final, Self, final
 
 import torch
@@ -21,7 +20,7 @@ from meshcomm.parallel.compose import Engine
 from meshcomm.parallel.state import OF_MODULE
 from meshcomm.parallel.tensor.parameters import Kept, split_dims
 from meshcomm.train.callbacks import Resumed
-from meshcomm.train.checkpoint_folder import (
+from meshcomm.train.checkpoint.folder import (
     FOLDER,
     LATEST,
     check_free,
@@ -35,11 +34,11 @@ from meshcomm.train.checkpoint_folder import (
     saving,
     tidy,
 )
-from meshcomm.train.checkpoint_reader import Saved
-from meshcomm.train.checkpoint_writer import Save, divide
+from meshcomm.train.checkpoint.lease import Attempt, Lease, find_attempt
+from meshcomm.train.checkpoint.lock import Lock, resume_differences
+from meshcomm.train.checkpoint.reader import Saved
+from meshcomm.train.checkpoint.writer import Save, divide
 from meshcomm.train.data import STATE
-from meshcomm.train.lease import Attempt, Lease, find_attempt
-from meshcomm.train.lock import Lock, resume_differences
 from meshcomm.train.run_files import put_aside
 
 # The losses of all steps, in a run's checkpoint.
@@ -48,30 +47,21 @@ LOSSES: Final = "run.losses"
 _GRACE_S: Final = 5.0
 
 
-def read(mesh: Mesh, state: Mapping[str, Tensor | Kept], folder: Path) -> None:
-    """Fill the tensors of `state` in place from a folder that `write` or a run has saved on any mesh.
+def resume(
+    mesh: Mesh, engine: Engine, folder: Path, *, run: bool = False
+) -> tuple[list[float], Tensor | None]:
+    """Load a checkpoint, saved on any mesh, into the engine.
 
+    run:       whether to read also what only a run saves.
     Called by: every rank. Each rank reads only the data that its parts need.
+    Returns:   the loss of each step, and the state of this rank's data loader. [] and None if they are not saved, the latter
+               also if none was saved for this rank's share of the data.
     Raises:    TrainingError on every rank if one rank cannot read, or if a name, shape or dtype differs.
-    """
-
-    def fill() -> None:
-        Lock.read(folder)
-        Saved(folder).fill(state)
-
-    on_all_ranks(mesh, f"resume from {folder}", fill)
-
-
-def resume(mesh: Mesh, engine: Engine, folder: Path, losses: list[float] | None = None) -> Lock:
-    """Load a checkpoint, saved on any mesh, into the engine. losses: a list to fill with the loss of each step.
-
-    Called by and raises: the same as for `read`.
     """
     known = engine.names_of_all_stages()
 
-    def put_back() -> Lock:
-        lock = Lock.read(folder)
-        saved = Saved(folder)
+    def put_back() -> tuple[list[float], Tensor | None]:
+        lock, saved = Lock.read(folder), Saved(folder)
         parts = [name for name in saved.kinds if name.startswith(("model.", OF_MODULE))]
         if more_there := [name for name in parts if name not in known]:
             raise TrainingError(
@@ -80,27 +70,13 @@ def resume(mesh: Mesh, engine: Engine, folder: Path, losses: list[float] | None 
                 expected="a model that has all of the checkpoint's parameters and buffers",
                 hint="resume with the checkpoint's model; to use its weights in another model, run meshcomm export",
             )
-        more = {} if losses is None else {LOSSES: torch.zeros(lock.step, dtype=torch.float64)}
-        engine.put_back(saved.kinds, lambda state: saved.fill({**state, **more}), lock.step)
-        if losses is not None:
-            losses[:] = more[LOSSES].tolist()
-        return lock
+        losses = {LOSSES: torch.zeros(lock.step, dtype=torch.float64)} if run else {}
+        engine.put_back(saved.kinds, lambda state: saved.fill({**state, **losses}), lock.step)
+        data = STATE.format(engine.data_coord, engine.data_size)
+        loader = saved.load(data) if run and data in saved.kinds else None
+        return [loss for each in losses.values() for loss in each.tolist()], loader
 
     return on_all_ranks(mesh, f"resume from {folder}", put_back)
-
-
-def saved_data(mesh: Mesh, engine: Engine, folder: Path) -> Tensor | None:
-    """Return the saved state of this rank's data loader; None if none was saved for this rank's share of the data.
-
-    Called by: every rank.
-    """
-    name = STATE.format(engine.data_coord, engine.data_size)
-
-    def look() -> Tensor | None:
-        saved = Saved(folder)
-        return saved.load(name) if name in saved.kinds else None
-
-    return on_all_ranks(mesh, f"resume from {folder}", look)
 
 
 def state_of(
@@ -109,7 +85,7 @@ def state_of(
     losses: list[float] | None = None,
     data: Callable[[], Mapping[str, Tensor]] | None = None,
 ) -> dict[str, Tensor | Kept]:
-    """Return all the state that `resume` and `saved_data` need. data: a function that returns the data loader's state.
+    """Return all the state that `resume` needs. data: a function that returns the data loader's state.
 
     Raises TrainingError on every rank if one rank holds state that cannot be saved. Raises UnsupportedOp in the
     simulator, where the parts of a tensor do not know their position in the full tensor.
@@ -138,7 +114,7 @@ def write(mesh: Mesh, state: Mapping[str, Tensor | Kept], folder: Path, lock: Lo
     Raises:    TrainingError on every rank if one rank cannot write, or if the folder has files already or is named after another step.
     """
     _check_free(mesh, folder, lock.step)
-    Save(mesh, state, divide(mesh, state), folder, complete=partial(lock.write, folder)).now()
+    Save(mesh, divide(mesh, state), folder, complete=partial(lock.write, folder)).now()
 
 
 def _check_free(mesh: Mesh, folder: Path, step: int) -> None:
@@ -167,7 +143,7 @@ class Checkpoints:
     def __init__(self, mesh: Mesh, train: TrainConfig, lease: Lease | None = None) -> None:
         self._mesh = mesh
         self._train = train
-        self._lease = lease or Lease(Path(train.out), find_attempt(os.environ))
+        self.lease = lease or Lease(Path(train.out), find_attempt(os.environ))
         self._holds_own = lease is None
         self.folder = Path(train.out) / FOLDER
         self._under_way: Save | None = None
@@ -187,7 +163,7 @@ class Checkpoints:
                  checkpoint does not match.
         """
         mesh = self._mesh
-        self._lease.hold(mesh)
+        self.lease.hold(mesh)
         # The agent of each host counts only the failures of its own processes.
         restarts = max(of_every_rank(mesh, attempt.restarts))
 
@@ -225,19 +201,18 @@ class Checkpoints:
                    path is taken. Earlier checkpoints stay intact in any case, even if the job ends during the save.
         """
         self.finish()
-        self._lease.hold(self._mesh)
+        self.lease.hold(self._mesh)
         path = self.folder / name_of(lock.step)
         _check_free(self._mesh, path, lock.step)
         draft, beside = saving(path), self._train.checkpoint_async
 
         def complete() -> None:
-            self._lease.check()
+            self.lease.check()
             lock.write(draft)
             commit(path)
             keep_last(self.folder, self._train.keep)
 
-        items = divide(self._mesh, state)
-        save = Save(self._mesh, state, items, draft, copy=beside, complete=complete)
+        save = Save(self._mesh, divide(self._mesh, state), draft, copy=beside, complete=complete)
         if beside:
             save.start()
             self._under_way = save
@@ -268,9 +243,7 @@ class Checkpoints:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None:
             self.finish()
         elif self._under_way is not None:
@@ -279,7 +252,7 @@ class Checkpoints:
             self._under_way.settle(_GRACE_S if broken else self._mesh.plan.defaults.timeout_s, grace_s)
             self._under_way = None
         if self._holds_own:
-            self._lease.release()
+            self.lease.release()
 
     def _decide(self, job: str, restarts: int) -> tuple[bool, str, int]:
         every = self._train.checkpoint_every
@@ -288,16 +261,16 @@ class Checkpoints:
         restarted = bool(every and restarts and job and known == job)
         continues = self._train.resume or restarted
         # If the last one is damaged, the run must not continue from an earlier one, whose later steps it would save again.
-        found = [path.name for path in checkpoints_in(self.folder)]
-        if not restarted and not (continues and found):
-            put_aside(Path(self._train.out), with_checkpoints=bool(found))
-            found = []
+        names = [path.name for path in checkpoints_in(self.folder)]
+        if not restarted and not (continues and names):
+            put_aside(Path(self._train.out), with_checkpoints=bool(names))
+            names = []
         if self.folder.is_dir():
             tidy(self.folder)
         if every:
             self.folder.mkdir(parents=True, exist_ok=True)
             # Write the name last: until an earlier run's files are renamed, they could be mistaken for this job's files.
             replace(marker, job)
-        if found and is_complete(self.folder / found[-1]):
-            replace(self.folder / LATEST, found[-1])
-        return continues, found[-1] if found else "", restarts if restarted else 0
+        if names and is_complete(self.folder / names[-1]):
+            replace(self.folder / LATEST, names[-1])
+        return continues, names[-1] if names else "", restarts if restarted else 0

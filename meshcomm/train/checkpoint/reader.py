@@ -7,19 +7,18 @@ checkpoint from an untrusted source cannot run code.
 from __future__ import annotations
 
 import io
-import math
 import pickle
 import zlib
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from enum import Enum, EnumType
 from pathlib import Path
-from typing import Any, ClassVar, Final, NamedTuple, TypeAlias, final
+from typing import Any, ClassVar, Final, final
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import DefaultLoadPlanner, Metadata
 from torch.distributed.checkpoint.metadata import (
+    Metadata,
     MetadataIndex,
     TensorProperties,
     TensorStorageMetadata,
@@ -27,7 +26,8 @@ from torch.distributed.checkpoint.metadata import (
 
 from meshcomm.errors import TrainingError
 from meshcomm.parallel.tensor.parameters import Kept, Piece
-from meshcomm.train.checkpoint_folder import METADATA, instead_of
+from meshcomm.train.checkpoint.folder import METADATA, instead_of
+from meshcomm.train.checkpoint.parts import Box, Kind, kind_of, overlap, parts_of, untiled
 from meshcomm.train.torch_private import CHECKSUM
 
 SAFETENSORS_NAMES: Final = {
@@ -51,16 +51,14 @@ SAFETENSORS_NAMES: Final = {
 
 # The location of a record. meshcomm adds the record's checksum.
 _LOCATION: Final = "_StorageInfo"
-# The classes in plans and metadata of tensors. They contain no nested pickles. Entries that are not
-# tensors (BytesStorageMetadata) are excluded, because reading such an entry would unpickle it.
+# The classes in metadata of tensors. They contain no nested pickles. Entries that are not tensors (BytesStorageMetadata) are
+# excluded, because reading such an entry would unpickle it.
 _KNOWN: Final = {
-    "torch.distributed.checkpoint.planner": {"SavePlan", "WriteItem", "WriteItemType", "TensorWriteData"},
     "torch.distributed.checkpoint.metadata": {
         *("ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties"),
         *("TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
     },
     "torch.distributed.checkpoint.filesystem": {_LOCATION, "_StoragePrefix"},
-    "torch.distributed.checkpoint.storage": {"WriteResult"},
     "torch.serialization": {"_get_layout"},
     "torch": {
         *("Size", "complex64", "complex128"),
@@ -69,23 +67,12 @@ _KNOWN: Final = {
 }
 
 
-# Offsets and sizes of a part of a tensor.
-Box: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
-
-
-class Kind(NamedTuple):
-    """The dtype and shape of a full tensor."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    def __str__(self) -> str:
-        return f"{self.dtype} of shape {self.shape}"
-
-
 @final
 class Saved:
-    """The tensors in the folder of one checkpoint. Raises TrainingError if its metadata is missing or invalid."""
+    """The tensors in the folder of one checkpoint. Raises TrainingError if its metadata is missing or invalid.
+
+    kinds: the kind of every tensor, by global name. Entries that are not tensors are omitted.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -94,6 +81,11 @@ class Saved:
             metadata = unpickle(path.read_bytes())
             if not isinstance(metadata, Metadata):
                 raise pickle.UnpicklingError(f"a {type(metadata).__name__} instead of metadata")
+            self.kinds = {
+                name: Kind(saved.properties.dtype, tuple(saved.size))
+                for name, saved in metadata.state_dict_metadata.items()
+                if isinstance(saved, TensorStorageMetadata)
+            }
         except Exception as error:  # a damaged pickle may raise anything
             said = error if isinstance(error, OSError | pickle.UnpicklingError) else repr(error)
             raise TrainingError(
@@ -105,51 +97,34 @@ class Saved:
         self._metadata = metadata
 
     @property
-    def kinds(self) -> dict[str, Kind]:
-        """The kind of every tensor, by global name. Entries that are not tensors are omitted."""
-        return {
-            name: Kind(saved.properties.dtype, tuple(saved.size))
-            for name, saved in self._metadata.state_dict_metadata.items()
-            if isinstance(saved, TensorStorageMetadata)
-        }
+    def weights(self) -> dict[str, Kind]:
+        """The kinds of the model's parameters and buffers, by their names in the module."""
+        weights = {name: kind for name, kind in self.kinds.items() if name.startswith("model.")}
+        return {name.removeprefix("model."): kind for name, kind in weights.items()}
 
     def fill(self, state: Mapping[str, Tensor | Kept]) -> None:
-        """Fill the tensors of `state`, DTensors or unsharded ones, reading only the data that they need.
+        """Fill the tensors of `state` in place, reading only the data that lie on this rank.
 
         Raises TrainingError if a name, shape or dtype differs, if parts are missing, or if a file is missing, truncated
         or has changed since it was written.
         """
-        kinds = self.kinds
         for name, tensor in state.items():
-            dtype = tensor.tensor.dtype if isinstance(tensor, Kept) else tensor.dtype
-            self._check(name, Kind(dtype, tuple(tensor.shape)), kinds.get(name))
-            if isinstance(tensor, Kept):
-                for piece in tensor.pieces():
-                    self._fill_piece(name, piece, dtype)
-        state = {name: each for name, each in state.items() if not isinstance(each, Kept)}
-        planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        planner.set_up_planner(dict(state), self._metadata, True)
-        for item in planner.create_local_plan().items:
-            saved = self._read(item.storage_index, kinds[item.storage_index.fqn].dtype)
-            part = tuple(
-                slice(at, at + size) for at, size in zip(item.storage_offsets, item.lengths, strict=True)
-            )
-            planner.resolve_tensor(item).detach().copy_(saved[part])
+            self._check(name, kind_of(tensor), self.kinds.get(name))
+        for part in parts_of(state):
+            # A piece of a multi-part weight may not be a view of the box, so its values are first put together.
+            held = part.held
+            into = torch.empty(part.box[1], dtype=part.kind.dtype) if isinstance(held, Piece) else held
+            for chunk in self._chunks(part.name):
+                common = overlap(chunk, part.box)
+                if common is not None:
+                    there, here = common
+                    into[here].copy_(self._read(MetadataIndex(part.name, chunk[0]), part.kind.dtype)[there])
+            if isinstance(held, Piece):
+                held.write(into.to(held.held.device))
 
-    def _fill_piece(self, name: str, piece: Piece, dtype: torch.dtype) -> None:
-        values = torch.empty(piece.shape, dtype=dtype)
+    def _chunks(self, name: str) -> list[Box]:
         saved: Any = self._metadata.state_dict_metadata[name]
-        for chunk in saved.chunks:
-            at, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
-            if not _overlap((at, sizes), (piece.at, piece.shape)):
-                continue
-            ends = [min(a + n, b + m) for a, n, b, m in zip(at, sizes, piece.at, piece.shape, strict=True)]
-            begins = [max(a, b) for a, b in zip(at, piece.at, strict=True)]
-            pairs = list(zip(begins, ends, strict=True))
-            there = tuple(slice(begin - a, end - a) for (begin, end), a in zip(pairs, at, strict=True))
-            here = tuple(slice(begin - a, end - a) for (begin, end), a in zip(pairs, piece.at, strict=True))
-            values[here] = self._read(MetadataIndex(name, chunk.offsets), dtype)[there]
-        piece.write(values.to(piece.held.device))
+        return [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in saved.chunks]
 
     def load(self, name: str) -> Tensor:
         """Return one full tensor. Raises TrainingError in the same cases as `fill`."""
@@ -172,13 +147,14 @@ class Saved:
             # The metadata say which bytes belong to this part. A file of another step or run may have the same sizes.
             crc32 = zlib.crc32(record.getbuffer())
             if crc32 != place.crc32:
-                raise _OtherBytes(place, crc32, self._with_checksum(crc32))
-            found: Tensor = torch.load(record, map_location="cpu", weights_only=True)
-            if type(found) is not Tensor or found.layout != torch.strided:
-                raise ValueError(f"holds a {type(found).__name__}, not a dense tensor")
-            chunks: Any = self._metadata.state_dict_metadata[index.fqn]
-            sizes = next(tuple(each.sizes) for each in chunks.chunks if tuple(each.offsets) == index.offset)
-            held, described = Kind(found.dtype, tuple(found.shape)), Kind(dtype, sizes)
+                # Another tensor of this checkpoint may have these bytes.
+                places = self._metadata.storage_data.items()
+                raise _OtherBytes(place, crc32, next((i.fqn for i, p in places if p.crc32 == crc32), ""))
+            values: Tensor = torch.load(record, map_location="cpu", weights_only=True)
+            if type(values) is not Tensor or values.layout != torch.strided:
+                raise ValueError(f"holds a {type(values).__name__}, not a dense tensor")
+            sizes = dict(self._chunks(index.fqn))[tuple(index.offset or ())]
+            held, described = Kind(values.dtype, tuple(values.shape)), Kind(dtype, sizes)
             if held != described:
                 raise ValueError(f"holds {held}, but the metadata describe {described}")
         except Exception as error:
@@ -191,19 +167,13 @@ class Saved:
                 else "the bytes that were saved, readable on every host",
                 hint=instead_of(self.folder),
             ) from error
-        return found
-
-    def _with_checksum(self, crc32: int) -> str:
-        """Return the name of the tensor that the bytes with this checksum belong to; "" if they belong to no tensor here."""
-        found = (index.fqn for index, place in self._metadata.storage_data.items() if place.crc32 == crc32)
-        return next(found, "")
+        return values
 
     def _check(self, name: str, kind: Kind, there: Kind | None) -> None:
         given = "no such tensor" if there is None else str(there)
         if there == kind:
             # Without this check, a missing part would go unnoticed: the tensor would keep its old values.
-            saved: Any = self._metadata.state_dict_metadata[name]
-            given = _untiled([(tuple(each.offsets), tuple(each.sizes)) for each in saved.chunks], kind.shape)
+            given = untiled(self._chunks(name), kind.shape)
             if not given:
                 return
         raise TrainingError(
@@ -237,47 +207,17 @@ def _file(folder: Path, place: Any) -> Path:
     return folder / name
 
 
-def _untiled(chunks: list[Box], shape: tuple[int, ...]) -> str:
-    """Return why the chunks do not cover a tensor of this shape without gaps and overlaps; "" if they do."""
-    for offsets, sizes in chunks:
-        within = len(offsets) == len(sizes) == len(shape) and all(
-            type(at) is int and type(size) is int and at >= 0 and size >= 0 and at + size <= whole
-            for at, size, whole in zip(offsets, sizes, shape, strict=True)
-        )
-        if not within:
-            return f"a part of shape {sizes} at {offsets}, outside shape {shape},"
-    parts, whole = sum(math.prod(sizes) for _, sizes in chunks), math.prod(shape)
-    if parts != whole:
-        return f"parts of {parts} of {whole} elements"
-    boxes = [(at, sizes) for at, sizes in chunks if math.prod(sizes)]
-    # Along the axis with the most cuts, each chunk has few neighbors to compare with.
-    axis = max(range(len(shape)), key=lambda axis: len({at[axis] for at, _ in boxes}), default=0)
-    met: list[Box] = []
-    for at, sizes in sorted(boxes, key=lambda box: box[0][axis : axis + 1]):
-        met = [box for box in met if box[0][axis] + box[1][axis] > at[axis]] if shape else met
-        if any(_overlap((at, sizes), other) for other in met):
-            return f"parts that overlap at {at}"
-        met.append((at, sizes))
-    return ""
-
-
-def _overlap(one: Box, other: Box) -> bool:
-    return all(a < b + n and b < a + m for a, m, b, n in zip(*one, *other, strict=True))
-
-
 def unpickle(text: bytes) -> Any:
-    """Return the plan or metadata in a pickle. Raises UnpicklingError if the pickle contains anything else."""
+    """Return the metadata in a pickle. Raises UnpicklingError if the pickle contains anything else."""
     return _Plain(io.BytesIO(text)).load()
 
 
 @final
 class _Plain(pickle._Unpickler):
-    """Reads plans and metadata, and rejects every class or function that they do not need. It is based on the Python
-    unpickler, because the C unpickler lets a pickle set attributes of classes and of Enum members.
-    """
+    """Reads metadata, and rejects every class or function that they do not need. It is based on the Python unpickler, because the C unpickler lets a pickle set attributes of classes and of Enum members."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Raise UnpicklingError for any name that plans and metadata do not need."""
+        """Raise UnpicklingError for any name that metadata do not need."""
         if (module, name) == ("builtins", "getattr"):
             return _member  # Python 3.11.0 to 3.11.3 pickle the member of an Enum this way
         if name not in _KNOWN.get(module, ()):

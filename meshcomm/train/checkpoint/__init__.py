@@ -1,0 +1,1 @@
+"""Checkpoints on disk: which parts ranks write and read, in which files, and which job may write them."""

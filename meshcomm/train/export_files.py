@@ -1,0 +1,237 @@
+"""Write parts of a checkpoint to a folder of safetensors files, with only one parameter in memory at a time.
+
+The safetensors package would need all tensors in memory. The format of a file is:
+
+8 bytes    length of the header, little-endian
+header     JSON, padded with spaces to a multiple of 8:
+           {"__metadata__": {text: text}, name: {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}}
+data       the elements of each tensor, little-endian, in C order, without gaps
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, NamedTuple, final
+
+import torch
+from torch import Tensor
+
+from meshcomm.errors import MeshcommError, TrainingError, UnsupportedOp
+from meshcomm.models.spec_model import SpecModel
+from meshcomm.models.weights import INDEX, SINGLE
+from meshcomm.train.checkpoint.parts import Kind
+from meshcomm.train.checkpoint.reader import SAFETENSORS_NAMES, Saved
+
+CONFIG: Final = "config.json"
+_METADATA: Final = "__metadata__"
+# Not copied from the source folder: weights in any format and their index, the files that an export itself writes, and hidden
+# entries, such as .git.
+_NOT_BESIDE: Final = (
+    *(
+        "*.safetensors",
+        "*.bin",
+        "*.pt",
+        "*.pth",
+        "*.ckpt",
+        "*.h5",
+        "*.msgpack",
+        "*.gguf",
+        "*.onnx",
+        "*.onnx_data",
+    ),
+    *("*.index.json", CONFIG, "adapter_config.json", ".*"),
+)
+
+
+class Piece(NamedTuple):
+    """A tensor in a file. of: the parameter from which `take` takes it. If `take` is None, it is the parameter itself."""
+
+    name: str
+    kind: Kind
+    of: str
+    take: Callable[[Tensor], Tensor] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.kind.shape) * self.kind.dtype.itemsize
+
+
+def write_file(path: Path, pieces: Sequence[Piece], saved: Saved) -> None:
+    """Write pieces of a checkpoint to a safetensors file. Adjacent pieces of a parameter share one load of that parameter.
+
+    The file appears under its name once it is complete and on disk. An existing file is replaced.
+    Raises: UnsupportedOp for a dtype that the format does not support, or on a big-endian machine; OSError.
+    """
+    entries: dict[str, Any] = {_METADATA: {"format": "pt"}}
+    place = 0
+    for piece in pieces:
+        kind = piece.kind
+        if kind.dtype not in SAFETENSORS_NAMES or piece.name == _METADATA or sys.byteorder != "little":
+            raise UnsupportedOp(
+                f"a safetensors file cannot hold {piece.name}",
+                given=f"{kind}, {sys.byteorder}-endian",
+                expected=f"another name than {_METADATA}, one of {', '.join(SAFETENSORS_NAMES.values())}, "
+                "little-endian",
+            )
+        offsets = [place, place + piece.nbytes]
+        dtype, shape = SAFETENSORS_NAMES[kind.dtype], list(kind.shape)
+        entries[piece.name] = {"dtype": dtype, "shape": shape, "data_offsets": offsets}
+        place += piece.nbytes
+    header = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    header += b" " * (-len(header) % 8)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(path.name + ".tmp")
+    try:
+        with draft.open("wb") as file:
+            file.write(len(header).to_bytes(8, "little") + header)
+            of, whole = "", torch.empty(0)
+            for piece in pieces:
+                if piece.of != of:
+                    del whole
+                    of, whole = piece.of, saved.load(f"model.{piece.of}")
+                tensor = whole if piece.take is None else piece.take(whole)
+                tensor = tensor.to(piece.kind.dtype).contiguous()
+                if tensor.numel():
+                    file.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(path)
+    except BaseException:
+        draft.unlink(missing_ok=True)
+        raise
+
+
+def stored_tensors(model: SpecModel, name: str, value: Tensor) -> dict[str, Tensor]:
+    """Return the tensors that store a parameter in the model's folder, by name. They may share its memory."""
+    stored = model.spec.stored
+    if stored is not None and not callable(stored):
+        return dict(stored.stored(name, value))
+    names, transposed = (name, False) if stored is None else stored(name)
+    if isinstance(names, str):
+        return {names: value.T if transposed else value}
+    # Experts are stacked along axis 0, and the tensors of a row along axis 1.
+    found = {
+        each: part
+        for row, rows in zip(names, value, strict=True)
+        for each, part in zip(row, rows.chunk(len(row)), strict=True)
+    }
+    return {each: part.T if transposed else part for each, part in found.items()}
+
+
+@final
+class _Once:
+    """Computes all stored tensors of a parameter together and only once, and keeps none that has been taken."""
+
+    def __init__(self, model: SpecModel, name: str) -> None:
+        self._model, self._name = model, name
+        self._left: dict[str, Tensor] = {}
+
+    def take(self, wanted: str, value: Tensor) -> Tensor:
+        """Return one of these tensors."""
+        if wanted not in self._left:
+            self._left = stored_tensors(self._model, self._name, value)
+        return self._left.pop(wanted)
+
+
+def pieces_of(model: SpecModel, name: str, kind: Kind) -> Iterator[Piece]:
+    """Yield the tensors that store a parameter in the folder."""
+    once = _Once(model, name)
+    without_memory = torch.empty(kind.shape, dtype=kind.dtype, device="meta")
+    for each, made in stored_tensors(model, name, without_memory).items():
+        yield Piece(each, Kind(kind.dtype, tuple(made.shape)), name, partial(once.take, each))
+
+
+def shards_of(pieces: Sequence[Piece], most: int) -> dict[str, list[Piece]]:
+    """Return the tensors in each file, which holds at most `most` bytes or a single larger tensor."""
+    shards: list[list[Piece]] = []
+    used = 0
+    for piece in pieces:
+        if not shards or used + piece.nbytes > most:
+            shards.append([])
+            used = 0
+        shards[-1].append(piece)
+        used += piece.nbytes
+    if len(shards) == 1:
+        return {SINGLE: shards[0]}
+    return {f"model-{n:05}-of-{len(shards):05}.safetensors": shard for n, shard in enumerate(shards, 1)}
+
+
+@contextlib.contextmanager
+def new_folder(target: Path) -> Iterator[Path]:
+    """Yield a draft of `target`, and rename it at the end. Raises TrainingError. If the block fails, the draft is removed."""
+    check_new(target)
+    draft = target.with_name(f".{target.name}.part")
+    shutil.rmtree(draft, ignore_errors=True)
+    draft.mkdir(parents=True)
+    try:
+        with could_not(f"write {target}"):
+            yield draft
+            draft.rename(target)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def check_new(target: Path) -> None:
+    if target.exists():
+        raise TrainingError(
+            f"{target} exists already",
+            given=f"{target}, which is a {'folder' if target.is_dir() else 'file'}",
+            expected="the name of a folder that does not exist yet",
+            hint="choose another name, or remove it first",
+        )
+
+
+def copy_beside(folder: Path, source: Path) -> None:
+    """Copy all that `source` holds beside the weights: files of tokenizer and processor, chat templates, generation settings.
+
+    A subfolder is copied in the same way, unless it holds a model of its own.
+    """
+    if not source.is_dir():
+        return
+    for path in source.iterdir():
+        if any(fnmatchcase(path.name, pattern) for pattern in _NOT_BESIDE):
+            continue
+        if path.is_file():
+            folder.mkdir(exist_ok=True)
+            shutil.copyfile(path, folder / path.name)
+        elif not (path / CONFIG).exists() and not path.is_symlink():
+            copy_beside(folder / path.name, path)
+
+
+def write_beside(
+    folder: Path, known: Mapping[str, Any], shards: Mapping[str, Sequence[Piece]], dtype: str
+) -> None:
+    """Write config.json and, if there are several files, the index of the weights."""
+    texts: dict[str, Any] = {}
+    if len(shards) > 1:
+        places = {piece.name: file for file, shard in shards.items() for piece in shard}
+        size = sum(piece.nbytes for shard in shards.values() for piece in shard)
+        texts[INDEX] = {"metadata": {"total_size": size}, "weight_map": dict(sorted(places.items()))}
+    texts[CONFIG] = {k: v for k, v in known.items() if k not in ("torch_dtype", "_name_or_path")}
+    texts[CONFIG]["dtype"] = dtype.removeprefix("torch.")
+    for name, content in texts.items():
+        (folder / name).write_text(json.dumps(content, indent=2) + "\n")
+
+
+@contextlib.contextmanager
+def could_not(what: str) -> Iterator[None]:
+    """Convert errors from other libraries or the disk into a TrainingError with the message: could not `what`."""
+    try:
+        yield
+    except MeshcommError:
+        raise
+    except Exception as error:
+        raise TrainingError(
+            f"could not {what}",
+            given=f"{type(error).__name__}: {error}",
+            expected="complete files, and a writable folder with enough space",
+        ) from error
