@@ -6,6 +6,7 @@ from math import prod
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from meshcomm.collectives import ALL_GATHER, ALL_TO_ALL, BROADCAST, SCATTER, Call
 from meshcomm.comm.check_call import misfit
@@ -77,8 +78,15 @@ def _given_sizes(request: Request) -> dict[str, Any]:
     processes = isinstance(request.comm.transport, ProcessGroupTransport)
     if not processes or sends is None or expects is None or source is None:
         return {}
-    rest = prod(source.shape) // max(source.shape[request.axis], 1)
+    rest = _elements_of_a_row(source, request.axis)
     return exchanged(request.comm.coord, [n * rest for n in sends], [n * rest for n in expects])
+
+
+def _elements_of_a_row(x: Tensor, axis: int) -> int:
+    """Return the number of elements for one index of `axis`, also if the axis has size 0: a rank without rows to send may
+    still receive some.
+    """
+    return prod([*x.shape[:axis], *x.shape[axis + 1 :]])
 
 
 def _agree_on_slice(request: Request) -> None:
@@ -130,8 +138,7 @@ def _agree_on_sizes(request: Request) -> None:
     else:
         request.sizes = list(output_split_sizes)
     if input_split_sizes is None:
-        rest = prod([*x.shape[:axis], *x.shape[axis + 1 :]])
-        comm.recorder.set_bytes(sum(request.sizes) * rest * x.element_size())
+        comm.recorder.set_bytes(sum(request.sizes) * _elements_of_a_row(x, axis) * x.element_size())
     request.problem = _misjoined(request, request.sizes)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, final
@@ -448,12 +448,23 @@ def _call_of(status: Status) -> str:
     return f"{failed['call']}, at {failed['callsite']}" if failed else doing_of(status).removeprefix("is in ")
 
 
-def find_hung(statuses: Statuses, processes: Mapping[int, str]) -> dict[int, str]:
+def find_hung(
+    statuses: Statuses, processes: Mapping[int, str], ask: Callable[[list[int]], Statuses]
+) -> dict[int, str]:
     """Return the ranks at which chains of waiting end although they are in no call, or do not answer. With what each of them
     does. {} if ranks make different calls, or wait in a circle.
 
-    processes: see `diagnose`.
+    processes: see `diagnose`. ask: returns the records that ranks have now. Calls time out together, so a rank may have been
+    on its way from its own failed call to the error: a rank hangs if it is found so twice.
     """
+    hung = _hung(statuses, processes)
+    if running := [rank for rank in hung if rank in statuses]:
+        later = _hung({**statuses, **ask(running)}, processes)
+        hung = {rank: what for rank, what in later.items() if rank in hung}
+    return hung
+
+
+def _hung(statuses: Statuses, processes: Mapping[int, str]) -> dict[int, str]:
     places = places_of(statuses, processes)
     ends = chain_ends({rank: place.waits_for for rank, place in places.items() if place.waits_for})
     if any(end.is_circle for end in ends) or any(True for _ in _mismatches(statuses)):

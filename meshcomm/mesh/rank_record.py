@@ -119,6 +119,8 @@ class RankRecord:
 
     def data(self, differs: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Return the record as plain data. `differs` is a difference between the ranks' steps; see `find_desync`."""
+        # Calls first: one that fails meanwhile is then found to be under way or to have failed, never neither.
+        groups = [recorder.status() for recorder in list(self.recorders)]
         raised = self.raised()
         failed = isinstance(raised and raised.error, RuntimeError | OSError)
         return {
@@ -135,7 +137,7 @@ class RankRecord:
             "barrier": self._in_barrier,
             "failed": self.failed,
             "differs": differs,
-            "groups": [recorder.status() for recorder in list(self.recorders)],
+            "groups": groups,
         }
 
     def write(self, differs: Mapping[str, Any] | None = None) -> bool:

@@ -593,7 +593,8 @@ class Watchdog(Watching):
         others = [rank for rank in range(self._world_size) if rank != self.own.rank]
         statuses = {**self._exchange.ask(others), self.own.rank: self.status()}
         silent = {rank: self._options.process_of(rank) for rank in others if rank not in statuses}
-        return {str(rank): what for rank, what in find_hung(statuses, silent).items()}
+        hung = find_hung(statuses, silent, self._exchange.ask)
+        return {str(rank): what for rank, what in hung.items()}
 
     def _shared_diagnosis(self, failed: FailedCall) -> dict[str, Any]:
         """Return the diagnosis that one rank makes for the whole group or, for a message, this rank's own diagnosis."""

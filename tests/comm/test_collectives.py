@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 import meshcomm
 from meshcomm.comm.handle import Handle, UnwaitedHandle
@@ -313,6 +314,28 @@ def rightly_known(mesh: Mesh) -> None:
         assert came.view(8, -1)[:, 0].tolist() == list(range(8))
 
 
+# How many rows each rank sends to each other one: rank 0 sends none, and rank 2 gets none.
+ROWS = [[0, 0, 0], [2, 1, 0], [0, 3, 0]]
+
+
+def nothing_to_send(mesh: Mesh) -> None:
+    """A rank that has no rows may get some, and the other way round, as experts without tokens do."""
+    sends, expects = ROWS[mesh.rank], [row[mesh.rank] for row in ROWS]
+    held = torch.full((sum(sends), 4), float(mesh.rank))
+    want = torch.tensor([float(rank) for rank, rows in enumerate(expects) for _ in range(rows)])
+    for axis in (0, 1):
+        x = held.movedim(0, axis)
+        for later in (False, True):
+            came = mesh.all_to_all(
+                "dp", x, axis, axis, input_split_sizes=sends, output_split_sizes=expects, async_op=later
+            )
+            came = came.wait() if isinstance(came, Handle) else came
+            assert torch.equal(came.movedim(axis, 0), want[:, None].expand(-1, 4)), (axis, later)
+    out = torch.empty(len(want), 4)
+    dist.all_to_all_single(out, held, expects, sends, group=mesh.group("dp"))
+    assert torch.equal(out, want[:, None].expand(-1, 4))
+
+
 def wrongly_known_later(mesh: Mesh) -> None:
     """An asynchronous call waits for no exchange, so every rank is told before data of sizes that do not fit meets."""
     sends = [2, 1, 1] if mesh.rank == 2 else [1, 1, 1]
@@ -327,6 +350,7 @@ def test_a_wrong_known_size(pool: Pool) -> None:
     pool.run(on_processes, wrongly_known, {"dims": {"dp": 2}}, ranks=2)
     pool.run(on_processes, wrongly_known_later, {"dims": {"dp": 3}}, ranks=3)
     pool.run(on_processes, rightly_known, {"dims": {"dp": 8}}, ranks=8)
+    pool.run(on_processes, nothing_to_send, {"dims": {"dp": 3}}, ranks=3)
     with pytest.raises(CallMismatchError, match="ranks differ in call 1"):
         meshcomm.simulate(
             lambda mesh: mesh.all_to_all(

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Collection, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from meshcomm.comm.diagnosis import BlockedCall, diagnose, find_hung, root_cause, unasked, whereabouts
 from meshcomm.comm.waits import chain_ends, ends_of
+from meshcomm.mesh.rank_record import RankRecord
 
 Waits = dict[int, Sequence[int]]
 # Each end: its ranks, and those that wait for it.
@@ -218,6 +220,47 @@ def test_a_rank_whose_call_has_just_failed_does_not_hang() -> None:
     # Rank 3 is stopped. Rank 2 has waited for it and handles the timeout, while 0 still waits for 2, and 1 for 3.
     statuses = {0: record(0, "dp0", dp0=9), 1: record(1, "dp1", dp1=9), 2: record(2, tp1=9, dp0=8)}
     hung = {2: "is at train.py:2 in step", 3: "does not answer: its process is stopped"}
-    assert find_hung(statuses, {3: "stopped"}) == hung
+    unchanged = statuses.__getitem__
+    assert (
+        find_hung(statuses, {3: "stopped"}, lambda ranks: {rank: unchanged(rank) for rank in ranks}) == hung
+    )
+    # It was on its way to the error when it was asked first, or has made another call meanwhile.
+    for later in (
+        {"call_failed": True},
+        {"failed": {"call": "all_gather", "callsite": "train.py:8"}},
+        record(2, "dp0", tp1=9, dp0=9),
+    ):
+        assert find_hung(statuses, {3: "stopped"}, lambda ranks: {2: {**statuses[2], **later}}) == {
+            3: hung[3]
+        }
     statuses[2]["call_failed"] = True
-    assert find_hung(statuses, {3: "stopped"}) == {3: hung[3]}
+    assert find_hung(statuses, {3: "stopped"}, lambda ranks: {}) == {3: hung[3]}
+
+
+class Ending:
+    """A recorder whose call times out after it has been looked at `looks` times."""
+
+    counters: Mapping[str, Any] = {}
+    messages = SimpleNamespace(waiting=None)
+
+    def __init__(self, looks: int) -> None:
+        self.looks = looks
+
+    @property
+    def inside(self) -> bool:
+        self.looks -= 1
+        return self.looks >= 0
+
+    def status(self) -> dict[str, Any]:
+        return {"last": {"inside": self.inside}}
+
+
+@pytest.mark.parametrize("looks", [0, 1, 2])
+def test_a_call_that_fails_while_it_is_recorded_is_under_way_or_has_failed(looks: int) -> None:
+    recorder: Any = Ending(looks)
+    own = RankRecord(0, {"dp": 0}, [recorder])
+    try:
+        raise RuntimeError("Timed out waiting 15000ms for recv operation to complete")
+    except RuntimeError:
+        status = own.data()
+    assert status["call_failed"] or status["groups"][0]["last"]["inside"], status

@@ -294,7 +294,9 @@ def test_a_resumed_training_is_bit_equal(
     pool: Pool, tmp_path: Path, kind: str, case: str, other: str
 ) -> None:
     names = list({"optimizer": OPTIMIZERS, "module": MODULES, "scheduler": SCHEDULERS}[kind])
-    here, there = config_on(BASE, case), config_on(BASE, other)
+    # The state of Counting is that of a rank, not of a step: the check before training refuses it.
+    settings = ["train.check=false"] if kind == "module" else []
+    here, there = config_on(BASE, case, *settings), config_on(BASE, other, *settings)
     (expected, *_) = pool.run(trained, here, kind, names, tmp_path, ranks=ranks_of(here), timeout_s=120)
     for first in (0, CUT):
         again = pool.run(trained, here, kind, names, tmp_path, first, ranks=ranks_of(here), timeout_s=120)
