@@ -103,6 +103,23 @@ def check_tensor(x: object, kinds: tuple[str, ...], where: Callable[[], str], pl
         )
 
 
+def check_input(
+    x: Any, kinds: tuple[str, ...], where: Callable[[], str], functional: str, written: bool = False
+) -> Tensor:
+    """Return the tensor that a call outside of `mesh.functional` takes, see `value_of`.
+
+    functional: see `check_in_place`. written: whether the call writes to x.
+    Raises the errors of `check_tensor`, `check_in_place` and, if x is written, `check_written`.
+    """
+    x = value_of(x)
+    check_tensor(x, kinds, where)
+    check_in_place(x, where, functional)
+    if written:
+        check_written(x, where)
+    found: Tensor = x
+    return found
+
+
 # Classes with operators of their own, by name, so that a program that uses none of them does not import them.
 _FOR_OPERATORS: Final = ("FakeTensor", "FunctionalTensor", "AsyncCollectiveTensor")
 _PLAIN_FORMS: Final = {

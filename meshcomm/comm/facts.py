@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from meshcomm.collectives import ALL_TO_ALL, BARRIER, HOOKED, SCATTER, Collective
+from meshcomm.comm.request import Checked
 from meshcomm.comm.shapes import is_ordered
+from meshcomm.reductions import REDUCTIONS
 from meshcomm.transport.support import WIDENED, name_of
 
 # A longer list is compared by its length and a digest: a call and its callsite are exchanged in a kilobyte.
@@ -58,6 +60,43 @@ def facts_of(row: Collective, tensors: Sequence[Tensor], op: str | None, root: i
         facts |= {"input_split_sizes": None, "output_split_sizes": None}
     elif row.joins:
         facts["uneven"] = None
+    return facts
+
+
+def facts_of_call(checked: Checked, coord: int, processes: bool) -> dict[str, Any]:
+    """Return the facts of a call of the mesh.
+
+    coord: this rank's place in the group. processes: whether the ranks are processes. The simulator compares split sizes itself.
+    """
+    request, axis = checked.request, checked.axis
+    row, options = request.row, request.options
+    x = request.out if row is SCATTER else checked.common
+    op = request.op if row.reduces else None
+    facts = facts_of(row, [] if x is None else [x], op, request.root)
+    if x is not None:
+        shape = list(x.shape)
+        if checked.differs:
+            shape = [0 if place == axis else size for place, size in enumerate(shape)]
+        facts = {"shape": shape, **facts}
+        if row.reduces:
+            facts["sent as"] = sent_as(x, REDUCTIONS[request.op].wire.name)
+    if checked.differs:
+        facts["elements"] = None
+    if row is SCATTER:
+        facts["out"] = False if x is None else None
+        facts["x_is"] = None if x is None or checked.problem is None else "not to be scattered"
+    elif row is ALL_TO_ALL:
+        facts |= {"split_axis": axis, "concat_axis": checked.concat}
+        facts["input_split_sizes"] = None if checked.sends is None else True
+        facts["output_split_sizes"] = None if checked.expects is None else True
+    elif row.joins or row.splits:
+        facts["axis"] = axis
+        if row.joins:
+            facts["uneven"] = options.uneven or None
+    facts = shortened(facts | options.compared() | (options.packed or {}))
+    if processes and x is not None and checked.sends is not None and checked.expects is not None:
+        count = x.numel() // max(x.shape[axis], 1)
+        facts |= exchanged(coord, [n * count for n in checked.sends], [n * count for n in checked.expects])
     return facts
 
 

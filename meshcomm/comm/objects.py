@@ -15,6 +15,7 @@ from meshcomm.collectives import ALL_GATHER, ALL_TO_ALL, BROADCAST, GATHER
 from meshcomm.comm.checks import OWN_TAGS, check_answered, check_coord, check_other, check_tag
 from meshcomm.comm.codec import HEADER_BYTES, decode, encode
 from meshcomm.comm.communicator import Communicator, CommunicatorCache
+from meshcomm.comm.request import Options
 from meshcomm.errors import LayoutError, ObjectError
 from meshcomm.layout import Dims
 from meshcomm.layout.sizes import fold
@@ -145,9 +146,11 @@ class Objects:
             self._nobody(call)
         with call.begun() as (comm, moves):
             mine, _ = call.agree(comm, lambda: _one_each(objs, comm.size) if comm.coord == src else [], moves)
-            input_split_sizes = [message.numel() for message in mine] or [0] * comm.size
+            sizes = [message.numel() for message in mine] or [0] * comm.size
             own = comm.collective(
-                ALL_TO_ALL, torch.cat(mine) if mine else call.blank(0), input_split_sizes=input_split_sizes
+                ALL_TO_ALL,
+                torch.cat(mine) if mine else call.blank(0),
+                options=Options(input_split_sizes=sizes),
             )
         return call.decoded(own)
 
@@ -409,7 +412,7 @@ def _gathered(comm: Communicator, mine: Tensor, sizes: list[int], dst: int | Non
     even = longest * comm.size <= max(2 * sum(sizes), 1 << 16)
     x = pad(mine, (0, longest - mine.numel())) if even else mine
     row, root = (ALL_GATHER, -1) if dst is None else (GATHER, dst)
-    found = comm.collective(row, x, root=root, uneven=not even)
+    found = comm.collective(row, x, root=root, options=None if even else Options(uneven=True))
     if found is None:
         return []
     parts = found.split([longest] * comm.size if even else sizes)

@@ -110,11 +110,6 @@ def pack(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat([x if x.ndim == 1 else x.reshape(-1) for x in tensors])
 
 
-def without(x: Tensor, axis: int) -> Tensor:
-    """Return `x` with size 0 along `axis`, so that ranks whose sizes along `axis` differ can compare shapes."""
-    return x.new_empty(0).expand(0) if x.ndim == 0 else x.narrow(axis, 0, 0)
-
-
 # -- the form in which a tensor is sent ------------------------------------------------------------
 
 
