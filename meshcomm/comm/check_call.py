@@ -8,7 +8,7 @@ from operator import index
 
 from torch import Tensor
 
-from meshcomm.collectives import BARRIER, REDUCE, SCATTER
+from meshcomm.collectives import ALL_TO_ALL, BARRIER, REDUCE, SCATTER
 from meshcomm.comm.checks import (
     check_coord,
     check_divisible,
@@ -72,12 +72,15 @@ def _check_x(comm: Caller, request: Request, where: Where) -> Checked:
     source = x.unsqueeze(0) if row.joins and not row.splits and x.ndim == 0 else x
     concat = normal_axis(source, request.concat, where)
     axis = normal_axis(source, request.axis, where)
+    if row is not ALL_TO_ALL:
+        concat = axis
     expects = _received_sizes(comm.size, request, where)
     sends = _split_sizes(x, axis, comm.size, options.input_split_sizes, where)
     if row.splits and sends is None:
         check_divisible(x, axis, comm.size, where, comm.who)
-    checked = Checked(request, gets, source, axis, concat, sends, expects)
-    if request.out is None or not gets or checked.differs:
+    differs = options.uneven or sends is not None
+    checked = Checked(request, gets, source, axis, concat, sends, expects, differs)
+    if differs:
         return checked
     problem = misfit(checked, comm.kinds, row.shape(source.shape, axis, comm.size, concat), where)
     # Other ranks do not know the root's `out`.

@@ -144,7 +144,7 @@ class Communicator(Caller):
         parts.under_way = True
         made = Communicator(self.name, self.transport, self.who, parts)
         if group:
-            with self._recorded(counter, 0, None, None, root, users_frame()):
+            with recorder.call(self, counter, 0, None, root=root):
                 recorder.announce_call(self.name, call, facts or {})
                 yield made, recorder.set_bytes
             return
@@ -158,44 +158,36 @@ class Communicator(Caller):
     # -- the stages -----------------------------------------------------------------------------
 
     def _by_stages(self, request: Request, frame: FrameType) -> Any:
-        """Check the call, compare it with the other ranks' calls, load it, start it, and finish it or return its Handle."""
-        row, recorder, checked = request.row, self.recorder, check(self, request)
-        counter, x = counter_of(recorder.counters, self.name, request.name), checked.common
+        """Check a call, compare it with the other ranks' calls, load, start and finish it, or return its Handle."""
+        row, x, async_op, op, root, *_, options = request
+        name = row.name if options.algorithm is None else f"{row.name} by {options.algorithm.name}"
+        recorder, checked = self.recorder, check(self, request)
+        # Only the source of a scatter knows its bytes.
+        x = None if row is SCATTER else checked.source
         nbytes = 0 if x is None else row.moved(x.nbytes, self.size)
-        with self._recorded(counter, nbytes, x, request.op, request.root, frame):
-            self._compare(checked)
+        recorder.begin(self, counter_of(recorder.counters, self.name, name), nbytes, x, frame)
+        if recorder.span is not None:
+            recorder.span.op, recorder.span.root = op, root
+        with recorder:
+            facts = {}
+            if recorder.check is not None:
+                facts = facts_of_call(checked, self.coord, isinstance(self.transport, ProcessGroupTransport))
+            try:
+                waits = not async_op and row.waits_for_all(nbytes)
+                recorder.announce_call(self.name, name, facts, waits)
+            except MeshcommError:
+                if row is SCATTER and checked.problem is not None:
+                    raise checked.problem from None
+                raise
             loaded = load(self, checked)
             if loaded.nbytes is not None:
                 recorder.set_bytes(loaded.nbytes)
             if loaded.repeatable:
                 self._keep(checked)
-            if not request.async_op:
+            if not async_op:
                 return self._carried_out(loaded)
             works = self._started(loaded)
             return Handle(works, self, row.name, partial(finish, loaded), pending=recorder.later())
-
-    def _recorded(
-        self, counter: CallCounter, nbytes: int, x: Tensor | None, op: str | None, root: int, frame: FrameType
-    ) -> FlightRecorder:
-        """Record the start of a call, which ends with the `with` block."""
-        recorder = self.recorder
-        recorder.begin(self, counter, nbytes, x, frame)
-        if recorder.span is not None:
-            recorder.span.op, recorder.span.root = op, root
-        return recorder
-
-    def _compare(self, checked: Checked) -> None:
-        """Return when no rank is known to make another call. Raises CallMismatchError, see CallCheck."""
-        request, x, facts = checked.request, checked.common, {}
-        if self.recorder.check is not None:
-            facts = facts_of_call(checked, self.coord, isinstance(self.transport, ProcessGroupTransport))
-        waits = not request.async_op and request.row.waits_for_all(1 if x is None else x.nbytes)
-        try:
-            self.recorder.announce_call(self.name, request.name, facts, waits)
-        except MeshcommError:
-            if checked.problem is not None and request.row is SCATTER:
-                raise checked.problem from None
-            raise
 
     def _started(self, loaded: Loaded) -> Sequence[Work]:
         """Start the call, or run its algorithm."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from functools import cache
 from typing import Any, Final
 
 import torch
@@ -12,9 +14,9 @@ from torch import Tensor
 
 from meshcomm.collectives import ALL_TO_ALL, BARRIER, HOOKED, SCATTER, Collective
 from meshcomm.comm.request import Checked
-from meshcomm.comm.shapes import is_ordered
+from meshcomm.comm.shapes import sent_as
 from meshcomm.reductions import REDUCTIONS
-from meshcomm.transport.support import WIDENED, name_of
+from meshcomm.transport.support import name_of
 
 # A longer list is compared by its length and a digest: a call and its callsite are exchanged in a kilobyte.
 _LONGEST: Final = 48
@@ -70,7 +72,7 @@ def facts_of_call(checked: Checked, coord: int, processes: bool) -> dict[str, An
     """
     request, axis = checked.request, checked.axis
     row, options = request.row, request.options
-    x = request.out if row is SCATTER else checked.common
+    x = request.out if row is SCATTER else checked.source
     op = request.op if row.reduces else None
     facts = facts_of(row, [] if x is None else [x], op, request.root)
     if x is not None:
@@ -79,7 +81,7 @@ def facts_of_call(checked: Checked, coord: int, processes: bool) -> dict[str, An
             shape = [0 if place == axis else size for place, size in enumerate(shape)]
         facts = {"shape": shape, **facts}
         if row.reduces:
-            facts["sent as"] = sent_as(x, REDUCTIONS[request.op].wire.name)
+            facts["sent as"] = sent_as(x.dtype, REDUCTIONS[request.op].wire.name)
     if checked.differs:
         facts["elements"] = None
     if row is SCATTER:
@@ -93,11 +95,17 @@ def facts_of_call(checked: Checked, coord: int, processes: bool) -> dict[str, An
         facts["axis"] = axis
         if row.joins:
             facts["uneven"] = options.uneven or None
-    facts = shortened(facts | options.compared() | (options.packed or {}))
+    facts |= {name: getattr(options, name) for name in _compared_options(type(options))}
+    facts = shortened(facts | (options.packed or {}))
     if processes and x is not None and checked.sends is not None and checked.expects is not None:
         count = x.numel() // max(x.shape[axis], 1)
         facts |= exchanged(coord, [n * count for n in checked.sends], [n * count for n in checked.expects])
     return facts
+
+
+@cache
+def _compared_options(kind: Any) -> list[str]:
+    return [each.name for each in fields(kind) if "own" not in each.metadata]
 
 
 def facts_of_list(tensors: Sequence[Tensor], message: Sequence[Tensor]) -> dict[str, Any]:
@@ -273,13 +281,6 @@ def balanced(calls: Sequence[Mapping[str, Any]]) -> bool:
             return False
         total += balance
     return total % _PRIME == 0
-
-
-def sent_as(x: Tensor, op: str) -> str | None:
-    """Return how the values of a reduction are sent, if that is not their own dtype."""
-    if is_ordered(x.dtype, op):
-        return "ordered integers"
-    return name_of(WIDENED[x.dtype]) if x.dtype in WIDENED else None
 
 
 def _one(values: list[Any]) -> Any:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
-from functools import cache
+from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, Protocol
 
 from torch import Tensor
 
-from meshcomm.collectives import ALL_TO_ALL, SCATTER, Call, Collective
+from meshcomm.collectives import Call, Collective
 from meshcomm.errors import MeshcommError
 from meshcomm.transport import P2P
 
@@ -44,15 +43,6 @@ class Options:
     algorithm: Algorithm | None = field(default=None, metadata=_OWN)
     packed: dict[str, Any] | None = field(default=None, metadata=_OWN)
 
-    def compared(self) -> dict[str, object]:
-        """Return the options that must be equal on all ranks."""
-        return {name: getattr(self, name) for name in _compared(type(self))}
-
-
-@cache
-def _compared(kind: Any) -> list[str]:
-    return [each.name for each in fields(kind) if "own" not in each.metadata]
-
 
 NO_OPTIONS: Final = Options()
 
@@ -73,20 +63,15 @@ class Request(NamedTuple):
     out: Tensor | None = None
     options: Options = NO_OPTIONS
 
-    @property
-    def name(self) -> str:
-        """The name under which the call is recorded, compared and counted. Each algorithm has its own name."""
-        algorithm = self.options.algorithm
-        return self.row.name if algorithm is None else f"{self.row.name} by {algorithm.name}"
-
 
 class Checked(NamedTuple):
     """A call that this rank may make, if the other ranks make the same one.
 
-    source:   x, with the axis to split or join; None on ranks that contribute nothing.
-    axis, concat: counted from the front.
-    sends, expects: the split sizes of an all_to_all, one for each coord.
     gets:     whether this rank has a result.
+    source:   x, with the axis to split or join; None on ranks that contribute nothing.
+    axis, concat: counted from the front. concat: the axis along which parts are joined.
+    sends, expects: the split sizes of an all_to_all, one for each coord.
+    differs:  whether the sizes of parts may differ from rank to rank.
     problem:  an error on this rank only, raised after the other ranks have received their part of the call.
     """
 
@@ -97,22 +82,8 @@ class Checked(NamedTuple):
     concat: int = 0
     sends: list[int] | None = None
     expects: list[int] | None = None
+    differs: bool = False
     problem: MeshcommError | None = None
-
-    @property
-    def common(self) -> Tensor | None:
-        """This rank's tensor, if all ranks contribute tensors of the same kind; None for a scatter or a barrier."""
-        return None if self.request.row is SCATTER else self.source
-
-    @property
-    def differs(self) -> bool:
-        """Whether the sizes of parts may differ from rank to rank."""
-        return self.request.options.uneven or self.sends is not None
-
-    @property
-    def joined(self) -> int:
-        """The axis along which parts are joined."""
-        return self.concat if self.request.row is ALL_TO_ALL else self.axis
 
 
 class Loaded(NamedTuple):

@@ -71,7 +71,7 @@ def _exchanged(comm: Caller, checked: Checked, x: Tensor) -> list[int]:
 
 def _misjoined(comm: Caller, checked: Checked, sizes: list[int], x: Tensor) -> MeshcommError | None:
     """Return the error if the received sizes are wrong on this rank only."""
-    where, axis, joined = partial(comm.where, checked.request.row.name), checked.axis, checked.joined
+    where, axis, joined = partial(comm.where, checked.request.row.name), checked.axis, checked.concat
     if joined != axis and len(set(sizes)) > 1:
         return ShapeError(
             f"{where()}: parts of unequal size cannot be joined along axis {joined}",
@@ -109,7 +109,7 @@ def _gather(comm: Caller, sent: Tensor, coming: list[int], blocking: bool) -> tu
 
 def _result(checked: Checked, sizes: list[int], rest: list[int], came: Tensor) -> Tensor:
     """Return the received parts, joined. rest: the sizes of the other axes."""
-    axis, joined = checked.axis, checked.joined
+    axis, joined = checked.axis, checked.concat
     if came.ndim > 1:
         # Remove the padding of the parts.
         came = torch.cat([row[: size * prod(rest)] for row, size in zip(came, sizes, strict=True)])

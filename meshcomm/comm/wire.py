@@ -11,14 +11,13 @@ from meshcomm.comm.checks import apart, check_answered, number_of
 from meshcomm.comm.flight_recorder import Caller
 from meshcomm.comm.request import Checked, Loaded
 from meshcomm.comm.shapes import (
-    as_ordered,
+    as_reduced,
     blank_header,
     buffer_for,
     described_by,
-    from_ordered,
+    from_reduced,
     header_of,
     into,
-    is_ordered,
     join,
     materialised,
     split,
@@ -28,7 +27,6 @@ from meshcomm.comm.shapes import (
 from meshcomm.comm.uneven import load_uneven
 from meshcomm.errors import MeshcommError, ShapeError
 from meshcomm.reductions import REDUCTIONS
-from meshcomm.transport.support import WIDENED
 
 
 def load(comm: Caller, checked: Checked) -> Loaded:
@@ -107,9 +105,7 @@ def _prepared(comm: Caller, checked: Checked, dense: Tensor) -> tuple[Tensor, st
             dense = dense.clone()
         with unwatched(dense):
             reduction.prepare(dense, factor)
-    if is_ordered(dense.dtype, op):
-        return as_ordered(dense, op), op
-    return dense.to(WIDENED[dense.dtype]) if dense.dtype in WIDENED else dense, op
+    return as_reduced(dense, op), op
 
 
 def _slice_of(comm: Caller, checked: Checked) -> Tensor:
@@ -164,9 +160,9 @@ def _result(checked: Checked, op: str, is_new: bool, direct: bool, came: Tensor)
     """
     row, x = checked.request.row, checked.request.x
     if row.reduces:
-        came = from_ordered(came, x.dtype, op)
+        came = from_reduced(came, x.dtype, op)
     if is_new:
         came = came.to(x.dtype)
     if row.joins and not direct:
-        came = join(came, checked.joined)
+        came = join(came, checked.concat)
     return came
