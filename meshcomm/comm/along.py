@@ -31,6 +31,7 @@ from meshcomm.transport.torch_private import outside_graphs
 Algorithm: TypeAlias = Literal["flat", "hierarchical"] | scheduled.Scheduled
 
 Envelopes: TypeAlias = Sequence[Envelope]
+Axis: TypeAlias = int | None
 # `async_op`: whether the call returns its result, or a Handle for it.
 Sync: TypeAlias = Literal[False]
 Async: TypeAlias = Literal[True]
@@ -52,19 +53,19 @@ class Out(TypedDict, total=False):
     out: Tensor | None
 
 
-class Axis(TypedDict, total=False):
+class Dim(TypedDict, total=False):
     dim: int  # torch's word for `axis`
 
 
-class Reduced(Factor, Out, Axis, total=False):
+class Reduced(Factor, Out, Dim, total=False):
     pass
 
 
-class Joined(Out, Axis, total=False):
+class Joined(Out, Dim, total=False):
     uneven: bool
 
 
-class Sliced(Out, Axis, total=False):
+class Sliced(Out, Dim, total=False):
     pass
 
 
@@ -227,7 +228,7 @@ class AlongDims:
         self,
         dims: Dims,
         x: Tensor,
-        axis: int | None = ...,
+        axis: Axis = ...,
         op: str = ...,
         *,
         async_op: Sync = ...,
@@ -238,7 +239,7 @@ class AlongDims:
         self,
         dims: Dims,
         x: Tensor,
-        axis: int | None = ...,
+        axis: Axis = ...,
         op: str = ...,
         *,
         async_op: Async,
@@ -286,11 +287,11 @@ class AlongDims:
 
     @overload
     def all_gather(
-        self, dims: Dims, x: Tensor, axis: int | None = ..., *, async_op: Sync = ..., **more: Unpack[Joined]
+        self, dims: Dims, x: Tensor, axis: Axis = ..., *, async_op: Sync = ..., **more: Unpack[Joined]
     ) -> Tensor: ...
     @overload
     def all_gather(
-        self, dims: Dims, x: Tensor, axis: int | None = ..., *, async_op: Async, **more: Unpack[Joined]
+        self, dims: Dims, x: Tensor, axis: Axis = ..., *, async_op: Async, **more: Unpack[Joined]
     ) -> Handle[Tensor]: ...
     def all_gather(
         self,
@@ -323,21 +324,14 @@ class AlongDims:
         dims: Dims,
         x: Tensor,
         dst: int,
-        axis: int | None = ...,
+        axis: Axis = ...,
         *,
         async_op: Sync = ...,
         **more: Unpack[Joined],
     ) -> Tensor | None: ...
     @overload
     def gather(
-        self,
-        dims: Dims,
-        x: Tensor,
-        dst: int,
-        axis: int | None = ...,
-        *,
-        async_op: Async,
-        **more: Unpack[Joined],
+        self, dims: Dims, x: Tensor, dst: int, axis: Axis = ..., *, async_op: Async, **more: Unpack[Joined]
     ) -> Handle[Tensor | None]: ...
     def gather(
         self,
@@ -362,7 +356,7 @@ class AlongDims:
         dims: Dims,
         x: Tensor | None,
         src: int,
-        axis: int | None = ...,
+        axis: Axis = ...,
         *,
         async_op: Sync = ...,
         **more: Unpack[Sliced],
@@ -373,7 +367,7 @@ class AlongDims:
         dims: Dims,
         x: Tensor | None,
         src: int,
-        axis: int | None = ...,
+        axis: Axis = ...,
         *,
         async_op: Async,
         **more: Unpack[Sliced],

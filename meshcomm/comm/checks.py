@@ -104,16 +104,17 @@ def check_tensor(x: object, kinds: tuple[str, ...], where: Callable[[], str], pl
 
 
 def check_input(
-    x: Any, kinds: tuple[str, ...], where: Callable[[], str], functional: str, written: bool = False
+    x: Any, kinds: tuple[str, ...], where: Callable[[], str], functional: str | None, written: bool = False
 ) -> Tensor:
     """Return the tensor that a call outside of `mesh.functional` takes, see `value_of`.
 
-    functional: see `check_in_place`. written: whether the call writes to x.
+    functional: see `check_in_place`; None if autograd may track x. written: whether the call writes to x.
     Raises the errors of `check_tensor`, `check_in_place` and, if x is written, `check_written`.
     """
     x = value_of(x)
     check_tensor(x, kinds, where)
-    check_in_place(x, where, functional)
+    if functional is not None:
+        check_in_place(x, where, functional)
     if written:
         check_written(x, where)
     found: Tensor = x
@@ -222,6 +223,21 @@ def check_apart(
                     hint="torch.empty_like(x) for each receive",
                 )
         open_.append(each)
+
+
+def lie_apart(received: Sequence[Tensor], sent: Sequence[Tensor] = ()) -> bool:
+    """Return whether no received tensor shares memory with another one. All tensors are contiguous."""
+    spans = [(x.data_ptr(), x.nbytes, True) for x in received]
+    spans += [(x.data_ptr(), x.nbytes, False) for x in sent]
+    spans.sort()
+    all_until = received_until = 0
+    for begin, nbytes, comes in spans:
+        if begin < received_until or (comes and begin < all_until):
+            return False
+        all_until = max(all_until, begin + nbytes)
+        if comes:
+            received_until = max(received_until, begin + nbytes)
+    return True
 
 
 def share_memory(one: Tensor, other: Tensor) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
 from operator import attrgetter
 from typing import Any
 
@@ -18,6 +17,7 @@ from meshcomm.comm.checks import (
     check_apart,
     check_coord,
     check_input,
+    lie_apart,
 )
 from meshcomm.comm.communicator import Communicator
 from meshcomm.comm.facts import facts_of_list
@@ -59,7 +59,7 @@ def collective(
         tensors = [check_input(x, comm.kinds, where, row.functional, written=True) for x in tensors]
     # An empty list is a call, too: another rank may pass one that is not empty.
     messages = _messages(tensors, dense) or [[]]
-    if len(messages) > 1 and not (dense and _lie_apart(tensors)):
+    if len(messages) > 1 and not (dense and lie_apart(tensors)):
         check_apart(tensors, (), where, lambda one, other: one.dtype == other.dtype)
 
     def started(group: list[Tensor], async_op: bool = False) -> Any:
@@ -115,12 +115,6 @@ def _write(packed: Tensor, group: list[Tensor], dense: bool) -> None:
                 x.copy_(value)
         else:
             copy_all(group, values)
-
-
-def _lie_apart(tensors: Sequence[Tensor]) -> bool:
-    """Return whether the given contiguous tensors share no memory."""
-    spans = sorted(zip(map(Tensor.data_ptr, tensors), map(_NBYTES, tensors), strict=True))
-    return all(begin + nbytes <= other for (begin, nbytes), (other, _) in pairwise(spans))
 
 
 def _messages(tensors: Sequence[Tensor], one_device: bool) -> list[list[Tensor]]:

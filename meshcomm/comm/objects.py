@@ -99,13 +99,7 @@ class Objects:
         Called by: every rank along `dims`, in the same program order.
         Raises:    ObjectError, on every rank along `dims`.
         """
-        call = self._call(dims, "all_gather", -1, pickle, max_bytes)
-        if self._is_fake:
-            return [self._own_of(call, obj, call.comm.size)] * call.comm.size
-        with call.begun() as (comm, moves):
-            mine, sizes = call.agree(comm, lambda: [obj], moves)
-            parts = _gathered(comm, mine[0], sizes)
-        return [call.decoded(part) for part in parts]
+        return self._gathered(self._call(dims, "all_gather", -1, pickle, max_bytes), obj)
 
     def gather(
         self, dims: Dims, obj: Any, dst: int, *, pickle: bool = False, max_bytes: int = MAX_BYTES
@@ -116,13 +110,8 @@ class Objects:
         Raises:    ObjectError, on every rank along `dims`; LayoutError if dst is not a coord.
         """
         call = self._call(dims, "gather", dst, pickle, max_bytes)
-        if self._is_fake:
-            found = [self._own_of(call, obj, call.comm.size)] * call.comm.size
-            return found if call.comm.coord == dst else None
-        with call.begun() as (comm, moves):
-            mine, sizes = call.agree(comm, lambda: [obj], moves)
-            parts = _gathered(comm, mine[0], sizes, dst)
-        return [call.decoded(part) for part in parts] if comm.coord == dst else None
+        objects = self._gathered(call, obj)
+        return objects if call.comm.coord == dst else None
 
     def scatter(
         self,
@@ -221,6 +210,15 @@ class Objects:
         comm = self._at.along(dims)
         check_tag(tag, lambda: comm.where(f"objects.{name}"))
         return _Call(comm, name, root, _Offer("", 0, None, None, max_bytes, bool(pickle)), self._device)
+
+    def _gathered(self, call: _Call, obj: Any) -> list[Any]:
+        """Return every rank's object; [] on ranks other than the root, if there is one."""
+        if self._is_fake:
+            return [self._own_of(call, obj, call.comm.size)] * call.comm.size
+        with call.begun() as (comm, moves):
+            mine, sizes = call.agree(comm, lambda: [obj], moves)
+            parts = _gathered(comm, mine[0], sizes, call.root)
+        return [call.decoded(part) for part in parts]
 
     def _own_of(self, call: _Call, obj: Any, copies: int = 1, group: bool = True) -> Any:
         """Return this rank's object as the result of a call in a simulated world. The call is counted like any other."""
@@ -405,13 +403,13 @@ class _Call:
         raise error from self._cause
 
 
-def _gathered(comm: Communicator, mine: Tensor, sizes: list[int], dst: int | None = None) -> list[Tensor]:
-    """Return every rank's bytes in coord order: on coord `dst` if it is given, otherwise on all ranks."""
+def _gathered(comm: Communicator, mine: Tensor, sizes: list[int], root: int) -> list[Tensor]:
+    """Return every rank's bytes in coord order: on coord `root`, or on all ranks if it is -1."""
     longest = max(sizes)
     # Padding to the longest object may at most double the data to move and store.
     even = longest * comm.size <= max(2 * sum(sizes), 1 << 16)
     x = pad(mine, (0, longest - mine.numel())) if even else mine
-    row, root = (ALL_GATHER, -1) if dst is None else (GATHER, dst)
+    row = ALL_GATHER if root < 0 else GATHER
     found = comm.collective(row, x, root=root, options=None if even else Options(uneven=True))
     if found is None:
         return []
