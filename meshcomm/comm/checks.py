@@ -32,18 +32,12 @@ _LONGEST_S: Final = 1e8
 _STRIDED: Final = torch.strided
 
 
-def usable(x: Any, device: torch.device) -> bool:
-    """Return whether a backend can take `x` unchanged: its memory holds its values, and neither autograd nor
-    a transform tracks it.
-
-    This is the only test that the fast paths apply to each tensor. In all other relevant properties, a tensor
-    that passes equals a tensor that has already been checked.
-    """
-    return unobserved() and is_plain(x, device)
-
-
 def is_plain(x: Any, device: torch.device) -> bool:
-    """Return the part of `usable` that is tested for each tensor of a call; `unobserved` is tested once."""
+    """Return whether a backend can take `x` unchanged: its memory holds its values, and autograd does not track it.
+
+    This and `unobserved`, which is tested once for each call, are the only tests of the fast paths. In all other relevant
+    properties, a tensor that passes equals a tensor that has already been checked.
+    """
     return (
         type(x) is Tensor
         and x.device == device
@@ -55,8 +49,8 @@ def is_plain(x: Any, device: torch.device) -> bool:
     )
 
 
-def all_usable(tensors: Sequence[Tensor], device: torch.device) -> bool:
-    """Return whether each tensor of a list is `usable` and not quantized."""
+def all_plain(tensors: Sequence[Tensor], device: torch.device) -> bool:
+    """Return whether each tensor of a list is plain and not quantized, and nothing observes the call."""
     return unobserved() and not any(not is_plain(x, device) or x.is_quantized for x in tensors)
 
 

@@ -62,7 +62,7 @@ class Communicator(Caller):
     | start   | here            | Loaded -> Works |
     | finish  | wire.py         | Loaded -> the result |
 
-    Later calls go straight to the backend if every tensor is `usable`.
+    Later calls go straight to the backend if every tensor is plain.
 
     name, who: the dim or dims, and this rank with its coords, for error messages.
     """

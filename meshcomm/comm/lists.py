@@ -13,7 +13,7 @@ from torch import Tensor
 
 from meshcomm.collectives import Collective
 from meshcomm.comm.checks import (
-    all_usable,
+    all_plain,
     check_apart,
     check_coord,
     check_input,
@@ -54,7 +54,7 @@ def collective(
     if row.root is not None:
         check_coord(root, comm.size, row.root, where)
     # A fast check for the common case, as lists are long.
-    dense = all_usable(tensors, comm.transport.device)
+    dense = all_plain(tensors, comm.transport.device)
     if not dense:
         tensors = [check_input(x, comm.kinds, where, row.functional, written=True) for x in tensors]
     # An empty list is a call, too: another rank may pass one that is not empty.

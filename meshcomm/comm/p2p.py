@@ -15,7 +15,7 @@ from torch.autograd.profiler import record_function
 from meshcomm.comm.callsite import line_of
 from meshcomm.comm.checks import (
     OWN_TAGS,
-    all_usable,
+    all_plain,
     check_answered,
     check_apart,
     check_coord,
@@ -57,7 +57,7 @@ class Messages(Caller):
     """Point-to-point messages along `name`; each communicator has one. Peers are coords.
 
     Every call ends in `_start`, with one message or many, blocking or not. A message is not checked if its tensor
-    is `usable` and an earlier message with the same peer, tag and dtype was checked.
+    is plain and an earlier message with the same peer, tag and dtype was checked.
     """
 
     def __init__(self, name: str, transport: Transport, who: str, recorder: FlightRecorder) -> None:
@@ -179,7 +179,7 @@ class Messages(Caller):
                     device = known[direction, peer, tag, x.dtype]
                     ends.append(P2P(direction, x, peer, tag))
                     tensors.append(x)
-            if not ends or not all_usable(tensors, device):
+            if not ends or not all_plain(tensors, device):
                 return None
             return ends if lie_apart(tensors[: len(recvs)], tensors[len(recvs) :]) else None
         except (AttributeError, KeyError, TypeError, ValueError, RuntimeError):
