@@ -132,12 +132,12 @@ class AlongDims:
         Gradient:   none. A tensor that requires a gradient raises AutogradError; see `mesh.functional`.
         Raises:     UnknownDim, UnsupportedOp, AutogradError; CommunicationError.
         """
+        options = None if factor is None else Options(factor=factor)
         if algorithm != "flat":
             if async_op or not isinstance(x, Tensor):
                 raise self._no_algorithm(dims, x, async_op, algorithm)
-            return self._by_algorithm(dims, x, op, algorithm, factor)
+            return self._by_algorithm(dims, x, op, algorithm, options)
         comm = self._at[dims] if type(dims) is str else self._at.along(dims)
-        options = None if factor is None else Options(factor=factor)
         if not isinstance(x, Tensor):
             return lists.collective(comm, ALL_REDUCE, x, async_op, op, options=options)
         return comm.collective(ALL_REDUCE, x, async_op, op, options=options)
@@ -172,7 +172,9 @@ class AlongDims:
             comm.collective(ALL_REDUCE, sums, False, "sum", options=lists.packed(comm, parts))
         return mean_of(values, sums)
 
-    def _by_algorithm(self, dims: Dims, x: Tensor, op: str, algorithm: Any, factor: float | None) -> Tensor:
+    def _by_algorithm(
+        self, dims: Dims, x: Tensor, op: str, algorithm: Any, options: Options | None
+    ) -> Tensor:
         self.layout.digits(dims)
         expanded = self.layout.expand(dims)
         levels = algorithm in ("hierarchical", "two_level")
@@ -180,10 +182,10 @@ class AlongDims:
             raise self._no_algorithm(dims, x, False, algorithm)
         self.layout.digits(expanded)
         if algorithm == "hierarchical":
-            return scheduled.hierarchical([self._at[name] for name in expanded], x, op, factor)
+            return scheduled.hierarchical([self._at[name] for name in expanded], x, op, options)
         inner = self.layout.size(expanded[-1]) if levels else 1
         chosen = scheduled.Algorithm(algorithm, inner)
-        return scheduled.all_reduce(self._at.along(dims), x, op, chosen, factor)
+        return scheduled.all_reduce(self._at.along(dims), x, op, chosen, options)
 
     def _no_algorithm(self, dims: Dims, x: object, async_op: bool, algorithm: str) -> UnsupportedOp:
         self.layout.digits(dims)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any, Final, Literal, NamedTuple, TypeAlias, get_args
 
@@ -24,7 +25,7 @@ from meshcomm.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from meshcomm.comm.checks import OWN_TAGS, check_input, check_tensor, is_wrapper, value_of
 from meshcomm.comm.communicator import Communicator
 from meshcomm.comm.handle import Handle
-from meshcomm.comm.request import Options
+from meshcomm.comm.request import NO_OPTIONS, Options
 from meshcomm.comm.shapes import into, materialised, unwatched
 from meshcomm.reductions import REDUCTIONS, WIRE_OPS
 
@@ -76,7 +77,7 @@ class Algorithm(NamedTuple):
 
 
 def all_reduce(
-    comm: Communicator, x: Tensor, op: str, algorithm: Algorithm, factor: float | None = None
+    comm: Communicator, x: Tensor, op: str, algorithm: Algorithm, options: Options | None = None
 ) -> Tensor:
     """Reduce `x` in place over `comm` by the schedule of `algorithm`, and return it.
 
@@ -86,7 +87,7 @@ def all_reduce(
     """
     # Even with nothing to reduce, the ranks synchronize, so that a skipped call is noticed.
     chosen = algorithm if is_wrapper(x) or x.numel() > 0 else None
-    options = Options(factor=factor, algorithm=chosen)
+    options = replace(options or NO_OPTIONS, algorithm=chosen)
     reduced: Tensor = comm.collective(ALL_REDUCE, x, False, op, options=options)
     return reduced
 
@@ -153,7 +154,7 @@ def _run(
                 combine(left, right, out=mine)
 
 
-def hierarchical(comms: Sequence[Communicator], x: Tensor, op: str, factor: float | None = None) -> Tensor:
+def hierarchical(comms: Sequence[Communicator], x: Tensor, op: str, options: Options | None = None) -> Tensor:
     """Reduce `x` in place over the dims of `comms`, outermost first, and return it.
 
     Along the innermost dim, a reduce_scatter leaves each rank with slice number `coord`. The slices are reduced over the
@@ -162,7 +163,6 @@ def hierarchical(comms: Sequence[Communicator], x: Tensor, op: str, factor: floa
     result equals that of a flat all_reduce up to rounding, because the order of summation differs.
     """
     inner = comms[-1]
-    options = None if factor is None else Options(factor=factor)
     where, x = partial(inner.where, "all_reduce"), value_of(x)
     check_tensor(x, inner.kinds, where)
     if len(comms) == 1 or x.numel() == 0:
