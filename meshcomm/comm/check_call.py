@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from operator import index
+from typing import Any
 
 from torch import Tensor
 
@@ -21,7 +22,7 @@ from meshcomm.comm.checks import (
     value_of,
 )
 from meshcomm.comm.flight_recorder import Caller
-from meshcomm.comm.request import Checked, Request
+from meshcomm.comm.request import Checked, Options, Request
 from meshcomm.errors import MeshcommError, ShapeError
 from meshcomm.transport.support import check_reduce
 
@@ -62,7 +63,9 @@ def _check_x(comm: Caller, request: Request, where: Where) -> Checked:
             hint="x if mesh.coord(dims) == src else None",
         )
     x = check_input(x, comm.kinds, where, row.functional, row.in_place and row is not REDUCE)
-    request = request._replace(x=x, out=value_of(request.out))
+    out = value_of(request.out)
+    if x is not request.x or out is not request.out:
+        request = request._replace(x=x, out=out)
     if row.reduces:
         check_reduce(comm.transport.name, request.op, x.dtype, where)
         check_factor(options.factor, request.op, x.dtype, where)
@@ -74,13 +77,16 @@ def _check_x(comm: Caller, request: Request, where: Where) -> Checked:
     axis = normal_axis(source, request.axis, where)
     if row is not ALL_TO_ALL:
         concat = axis
-    expects = _received_sizes(comm.size, request, where)
-    sends = _split_sizes(x, axis, comm.size, options.input_split_sizes, where)
+    sends = expects = None
+    if options.output_split_sizes is not None:
+        expects = _received_sizes(comm.size, options, where)
+    if options.input_split_sizes is not None:
+        sends = _split_sizes(x, axis, comm.size, options.input_split_sizes, where)
     if row.splits and sends is None:
         check_divisible(x, axis, comm.size, where, comm.who)
     differs = options.uneven or sends is not None
     checked = Checked(request, gets, source, axis, concat, sends, expects, differs)
-    if differs:
+    if differs or out is None or not gets:
         return checked
     problem = misfit(checked, comm.kinds, row.shape(source.shape, axis, comm.size, concat), where)
     # Other ranks do not know the root's `out`.
@@ -122,11 +128,9 @@ def misfit(
     )
 
 
-def _received_sizes(size: int, request: Request, where: Where) -> list[int] | None:
+def _received_sizes(size: int, options: Options, where: Where) -> list[int]:
     """Return `output_split_sizes` as plain ints, one per coord."""
-    asked, splits = request.options.output_split_sizes, request.options.input_split_sizes
-    if asked is None:
-        return None
+    asked, splits = options.output_split_sizes, options.input_split_sizes
     sizes = _indices(asked)
     if splits is None or len(sizes) != size or min(sizes) < 0:
         raise ShapeError(
@@ -138,12 +142,8 @@ def _received_sizes(size: int, request: Request, where: Where) -> list[int] | No
     return sizes
 
 
-def _split_sizes(
-    x: Tensor, axis: int, size: int, asked: Sequence[int] | None, where: Where
-) -> list[int] | None:
+def _split_sizes(x: Tensor, axis: int, size: int, asked: Sequence[int], where: Where) -> list[int]:
     """Return `input_split_sizes` as plain ints, which must split the axis into one part per coord."""
-    if asked is None:
-        return None
     sizes, length = _indices(asked), x.shape[axis]
     if len(sizes) != size or sum(sizes) != length or min(sizes) < 0:
         even = length % size == 0
@@ -156,7 +156,7 @@ def _split_sizes(
     return sizes
 
 
-def _indices(sizes: Sequence[int]) -> list[int]:
+def _indices(sizes: Any) -> list[int]:
     """Return integers as plain ints; [] for anything else."""
     try:
         return [index(size) for size in sizes]

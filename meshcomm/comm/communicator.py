@@ -159,21 +159,21 @@ class Communicator(Caller):
 
     def _by_stages(self, request: Request, frame: FrameType) -> Any:
         """Check a call, compare it with the other ranks' calls, load, start and finish it, or return its Handle."""
-        row, x, async_op, op, root, *_, options = request
-        name = row.name if options.algorithm is None else f"{row.name} by {options.algorithm.name}"
+        row, algorithm = request.row, request.options.algorithm
+        name = row.name if algorithm is None else f"{row.name} by {algorithm.name}"
         recorder, checked = self.recorder, check(self, request)
         # Only the source of a scatter knows its bytes.
         x = None if row is SCATTER else checked.source
         nbytes = 0 if x is None else row.moved(x.nbytes, self.size)
         recorder.begin(self, counter_of(recorder.counters, self.name, name), nbytes, x, frame)
         if recorder.span is not None:
-            recorder.span.op, recorder.span.root = op, root
+            recorder.span.op, recorder.span.root = request.op, request.root
         with recorder:
             facts = {}
             if recorder.check is not None:
                 facts = facts_of_call(checked, self.coord, isinstance(self.transport, ProcessGroupTransport))
             try:
-                waits = not async_op and row.waits_for_all(nbytes)
+                waits = not request.async_op and row.waits_for_all(nbytes)
                 recorder.announce_call(self.name, name, facts, waits)
             except MeshcommError:
                 if row is SCATTER and checked.problem is not None:
@@ -184,7 +184,7 @@ class Communicator(Caller):
                 recorder.set_bytes(loaded.nbytes)
             if loaded.repeatable:
                 self._keep(checked)
-            if not async_op:
+            if not request.async_op:
                 return self._carried_out(loaded)
             works = self._started(loaded)
             return Handle(works, self, row.name, partial(finish, loaded), pending=recorder.later())

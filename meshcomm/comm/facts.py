@@ -5,15 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
-from functools import cache
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from meshcomm.collectives import ALL_TO_ALL, BARRIER, HOOKED, SCATTER, Collective
-from meshcomm.comm.request import Checked
+from meshcomm.comm.request import OWN_OPTIONS, Checked
 from meshcomm.comm.shapes import sent_as
 from meshcomm.reductions import REDUCTIONS
 from meshcomm.transport.support import name_of
@@ -95,17 +93,12 @@ def facts_of_call(checked: Checked, coord: int, processes: bool) -> dict[str, An
         facts["axis"] = axis
         if row.joins:
             facts["uneven"] = options.uneven or None
-    facts |= {name: getattr(options, name) for name in _compared_options(type(options))}
+    facts |= {name: value for name, value in options._asdict().items() if name not in OWN_OPTIONS}
     facts = shortened(facts | (options.packed or {}))
     if processes and x is not None and checked.sends is not None and checked.expects is not None:
         count = x.numel() // max(x.shape[axis], 1)
         facts |= exchanged(coord, [n * count for n in checked.sends], [n * count for n in checked.expects])
     return facts
-
-
-@cache
-def _compared_options(kind: Any) -> list[str]:
-    return [each.name for each in fields(kind) if "own" not in each.metadata]
 
 
 def facts_of_list(tensors: Sequence[Tensor], message: Sequence[Tensor]) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -93,7 +92,7 @@ def packed(
     """
     if comm.recorder.check is None:
         return options
-    return replace(options or NO_OPTIONS, packed=facts_of_list(tensors, message or tensors))
+    return (options or NO_OPTIONS)._replace(packed=facts_of_list(tensors, message or tensors))
 
 
 def _finish(

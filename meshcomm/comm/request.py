@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, Protocol
 
 from torch import Tensor
@@ -22,29 +21,28 @@ class Algorithm(Protocol):
     def run(self, comm: Any, flat: Tensor, op: str) -> None: ...
 
 
-# Marks an option that may differ between ranks, or that facts.py compares by itself.
-_OWN: Final = {"own": True}
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Options:
+class Options(NamedTuple):
     """What a call takes beyond the arguments of `Request`. A call with options goes through all stages, and ranks must agree
-    on each option that is not marked as `_OWN`.
+    on each option that is not in `OWN_OPTIONS`.
 
     uneven:   whether the size of `axis` may differ between ranks. input_split_sizes: the size of `axis` sent to each coord;
               output_split_sizes: the size received from each coord, if known.
     packed:   the facts of the tensors that x packs, while calls are compared.
     """
 
-    factor: Any = field(default=None, metadata=_OWN)
-    uneven: bool = field(default=False, metadata=_OWN)
-    input_split_sizes: Sequence[int] | None = field(default=None, metadata=_OWN)
-    output_split_sizes: Sequence[int] | None = field(default=None, metadata=_OWN)
-    algorithm: Algorithm | None = field(default=None, metadata=_OWN)
-    packed: dict[str, Any] | None = field(default=None, metadata=_OWN)
+    factor: Any = None
+    uneven: bool = False
+    input_split_sizes: Sequence[int] | None = None
+    output_split_sizes: Sequence[int] | None = None
+    algorithm: Algorithm | None = None
+    packed: dict[str, Any] | None = None
 
 
 NO_OPTIONS: Final = Options()
+# The options that may differ between ranks, or that facts.py compares in another way.
+OWN_OPTIONS: Final = frozenset(
+    ("factor", "uneven", "input_split_sizes", "output_split_sizes", "algorithm", "packed")
+)
 
 
 class Request(NamedTuple):

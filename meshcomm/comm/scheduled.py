@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any, Final, Literal, NamedTuple, TypeAlias, get_args
 
@@ -87,7 +86,7 @@ def all_reduce(
     """
     # Even with nothing to reduce, the ranks synchronize, so that a skipped call is noticed.
     chosen = algorithm if is_wrapper(x) or x.numel() > 0 else None
-    options = replace(options or NO_OPTIONS, algorithm=chosen)
+    options = (options or NO_OPTIONS)._replace(algorithm=chosen)
     reduced: Tensor = comm.collective(ALL_REDUCE, x, False, op, options=options)
     return reduced
 

@@ -36,8 +36,9 @@ def load(comm: Caller, checked: Checked) -> Loaded:
     """
     if checked.differs:
         return load_uneven(comm, checked)
-    (row, x, async_op, op, root, *_), source = checked.request, checked.source
-    out = _slice_of(comm, checked) if row is SCATTER else checked.request.out
+    request, source = checked.request, checked.source
+    row, x, op = request.row, request.x, request.op
+    out = _slice_of(comm, checked) if row is SCATTER else request.out
     sent: Tensor | None = None
     repeatable = False
     if source is not None:
@@ -50,9 +51,9 @@ def load(comm: Caller, checked: Checked) -> Loaded:
             and source is x
             and sent is dense
             and materialised(x) is x
-            and not (row.reduces and REDUCTIONS[checked.request.op].prepare)
+            and not (row.reduces and REDUCTIONS[request.op].prepare)
             and checked.axis == checked.concat == 0
-            and checked.request.options.algorithm is None
+            and request.options.algorithm is None
         )
         # Backends leave partial results in the tensors of the other ranks, but x must stay unchanged.
         if row is REDUCE and sent is x:
@@ -81,8 +82,8 @@ def load(comm: Caller, checked: Checked) -> Loaded:
         None if sent is None else wire(sent, row.reduces),
         None if row.in_place or arrived is None else wire(arrived, row.reduces),
         op,
-        root,
-        blocking=not async_op,
+        request.root,
+        blocking=not request.async_op,
     )
     target = x if row.in_place and row.root != "dst" else out
     result = partial(_result, checked, op, target is None, direct)
