@@ -24,6 +24,7 @@ from meshcomm.comm.checks import (
 from meshcomm.comm.flight_recorder import Caller
 from meshcomm.comm.request import Checked, Options, Request
 from meshcomm.errors import MeshcommError, ShapeError
+from meshcomm.reductions import REDUCTIONS
 from meshcomm.transport.support import check_reduce
 
 Where = Callable[[], str]
@@ -68,7 +69,8 @@ def _check_x(comm: Caller, request: Request, where: Where) -> Checked:
         request = request._replace(x=x, out=out)
     if row.reduces:
         check_reduce(comm.transport.name, request.op, x.dtype, where)
-        check_factor(options.factor, request.op, x.dtype, where)
+        if options.factor is not None or REDUCTIONS[request.op].factor:
+            check_factor(options.factor, request.op, x.dtype, where)
     gets = row.root != "dst" or request.root == comm.coord
     if row.in_place:
         return Checked(request, gets, x)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from time import perf_counter as clock
 from types import FrameType
@@ -22,7 +22,7 @@ from meshcomm.comm.flight_recorder import Caller, FlightRecorder
 from meshcomm.comm.handle import Handle, failure
 from meshcomm.comm.p2p import Messages
 from meshcomm.comm.request import NO_OPTIONS, Checked, Loaded, Options, Request
-from meshcomm.comm.shapes import CARRIED, unwatched
+from meshcomm.comm.shapes import CARRIED
 from meshcomm.comm.torch_private import unobserved
 from meshcomm.comm.wire import finish, load
 from meshcomm.errors import MeshcommError
@@ -200,9 +200,11 @@ class Communicator(Caller):
             assert call.x is not None and call.op is not None
             algorithm.run(self, call.x.detach(), call.op)
             return ()
-        # Gloo divides in place by an operator, in the mode of the start.
-        with unwatched(call.x) if call.x is not None and call.row.in_place else nullcontext():
-            return self.start(call)
+        if call.row.in_place and call.x is not None and call.x.is_inference():
+            # Gloo divides in place by an operator, which refuses an inference tensor outside of inference mode.
+            with torch.inference_mode():
+                return self.start(call)
+        return self.start(call)
 
     def _carried_out(self, loaded: Loaded) -> Tensor | None:
         """Start the call, wait for it, and return its result.
