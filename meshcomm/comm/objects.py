@@ -217,7 +217,7 @@ class Objects:
             return [self._own_of(call, obj, call.comm.size)] * call.comm.size
         with call.begun() as (comm, moves):
             mine, sizes = call.agree(comm, lambda: [obj], moves)
-            parts = _gathered(comm, mine[0], sizes, call.root)
+            parts = _gathered_bytes(comm, mine[0], sizes, call.root)
         return [call.decoded(part) for part in parts]
 
     def _own_of(self, call: _Call, obj: Any, copies: int = 1, group: bool = True) -> Any:
@@ -403,7 +403,7 @@ class _Call:
         raise error from self._cause
 
 
-def _gathered(comm: Communicator, mine: Tensor, sizes: list[int], root: int) -> list[Tensor]:
+def _gathered_bytes(comm: Communicator, mine: Tensor, sizes: list[int], root: int) -> list[Tensor]:
     """Return every rank's bytes in coord order: on coord `root`, or on all ranks if it is -1."""
     longest = max(sizes)
     # Padding to the longest object may at most double the data to move and store.
