@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from operator import index
 from typing import Any
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from meshcomm.collectives import ALL_TO_ALL, BARRIER, REDUCE, SCATTER
 from meshcomm.comm.checks import (
+    Where,
     check_coord,
     check_divisible,
     check_factor,
@@ -26,8 +27,6 @@ from meshcomm.comm.request import Checked, Options, Request
 from meshcomm.errors import MeshcommError, ShapeError
 from meshcomm.reductions import REDUCTIONS
 from meshcomm.transport.support import check_reduce
-
-Where = Callable[[], str]
 
 
 def check(comm: Caller, request: Request) -> Checked:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 from numbers import Complex, Real
 from operator import index, itemgetter
 from types import SimpleNamespace
-from typing import Any, Final, TypeGuard
+from typing import Any, Final, TypeAlias, TypeGuard
 
 import numpy as np
 import torch
@@ -24,6 +24,9 @@ from meshcomm.comm.torch_private import (
 )
 from meshcomm.errors import AutogradError, LayoutError, ShapeError, UnsupportedOp
 from meshcomm.reductions import REDUCTIONS
+
+# Returns the beginning of an error about a call: its name, its dim and this rank.
+Where: TypeAlias = Callable[[], str]
 
 # Tags from this one up are reserved for the library: for objects, and for algorithms that run over messages.
 OWN_TAGS: Final = 1 << 30
@@ -59,7 +62,7 @@ def value_of(x: Any) -> Any:
     return x if type(x) is Tensor or not isinstance(x, Tensor) else finished(x)
 
 
-def check_tensor(x: object, kinds: tuple[str, ...], where: Callable[[], str], plain: bool = True) -> None:
+def check_tensor(x: object, kinds: tuple[str, ...], where: Where, plain: bool = True) -> None:
     """Raise unless `x` is a dense, local tensor on a device that the group supports, and its memory holds its values.
 
     torch would accept other tensors and fail late, or send memory that has nothing to do with their values.
@@ -98,7 +101,7 @@ def check_tensor(x: object, kinds: tuple[str, ...], where: Callable[[], str], pl
 
 
 def check_input(
-    x: Any, kinds: tuple[str, ...], where: Callable[[], str], functional: str | None, written: bool = False
+    x: Any, kinds: tuple[str, ...], where: Where, functional: str | None, written: bool = False
 ) -> Tensor:
     """Return the tensor that a call outside of `mesh.functional` takes, see `value_of`.
 
@@ -192,7 +195,7 @@ def apart(out: Tensor, sent: Tensor, coord: int) -> bool:
 def check_apart(
     received: Sequence[Tensor],
     sent: Sequence[Tensor],
-    where: Callable[[], str],
+    where: Where,
     together: Callable[[Tensor, Tensor], bool] = lambda one, other: False,
 ) -> None:
     """Raise if concurrent messages share memory, because the values sent and received would be undefined.
@@ -256,7 +259,7 @@ def span_of(x: Tensor) -> tuple[int, int]:
     return x.data_ptr(), x.data_ptr() + (last + 1) * x.element_size()
 
 
-def check_in_place(x: Tensor, where: Callable[[], str], functional: str) -> None:
+def check_in_place(x: Tensor, where: Where, functional: str) -> None:
     """Raise if autograd tracks a tensor that an in-place collective would change.
 
     functional: the differentiable call; "" if there is none.
@@ -292,7 +295,7 @@ def followed(x: Tensor) -> bool:
     return (x.requires_grad and torch.is_grad_enabled()) or forward_level() >= 0 or transforming()
 
 
-def check_written(x: Tensor, where: Callable[[], str]) -> None:
+def check_written(x: Tensor, where: Where) -> None:
     """Raise if two elements of `x` share memory, because then `x` cannot be written."""
     if x.is_contiguous():
         return
@@ -306,7 +309,7 @@ def check_written(x: Tensor, where: Callable[[], str]) -> None:
         )
 
 
-def axis_or_dim(axis: int | None, dim: int | None, where: Callable[[], str]) -> int:
+def axis_or_dim(axis: int | None, dim: int | None, where: Where) -> int:
     """Return the axis of a call that also accepts torch's name `dim`; 0 if neither is given.
 
     Raises ShapeError if both are given.
@@ -321,7 +324,7 @@ def axis_or_dim(axis: int | None, dim: int | None, where: Callable[[], str]) -> 
     return next((number for number in (axis, dim) if number is not None), 0)
 
 
-def normal_axis(x: Tensor, axis: int, where: Callable[[], str]) -> int:
+def normal_axis(x: Tensor, axis: int, where: Where) -> int:
     """Return `axis` counted from the front, as a plain int."""
     try:
         axis = index(axis)
@@ -353,7 +356,7 @@ def check_answered(backend: str, what: str, where: str, hint: str) -> None:
         )
 
 
-def check_divisible(x: Tensor, axis: int, size: int, where: Callable[[], str], who: str) -> None:
+def check_divisible(x: Tensor, axis: int, size: int, where: Where, who: str) -> None:
     """Raise unless axis `axis` of `x` splits into `size` equal parts."""
     length = x.shape[axis]
     if length % size:
@@ -370,9 +373,7 @@ def is_int(number: object) -> TypeGuard[int]:
     return isinstance(number, int) and not isinstance(number, bool)
 
 
-def check_coord(
-    coord: object, size: int, what: str, where: Callable[[], str], hint: str | None = None
-) -> None:
+def check_coord(coord: object, size: int, what: str, where: Where, hint: str | None = None) -> None:
     """Raise unless a peer or root is a coord of the dim. A global rank is not accepted."""
     if not is_int(coord) or not 0 <= coord < size:
         raise LayoutError(
@@ -384,7 +385,7 @@ def check_coord(
         )
 
 
-def check_other(coord: int, own: int, what: str, where: Callable[[], str]) -> None:
+def check_other(coord: int, own: int, what: str, where: Where) -> None:
     """Raise if the peer of a message is this rank."""
     if coord == own:
         raise UnsupportedOp(
@@ -395,7 +396,7 @@ def check_other(coord: int, own: int, what: str, where: Callable[[], str]) -> No
         )
 
 
-def check_tag(tag: object, where: Callable[[], str]) -> None:
+def check_tag(tag: object, where: Where) -> None:
     """Raise unless a tag is a small integer. Higher tags are reserved for the library."""
     if not is_int(tag) or not 0 <= tag < OWN_TAGS:
         raise LayoutError(
@@ -406,7 +407,7 @@ def check_tag(tag: object, where: Callable[[], str]) -> None:
         )
 
 
-def check_offset(offset: object, where: Callable[[], str]) -> None:
+def check_offset(offset: object, where: Where) -> None:
     """Raise unless a shift's offset in coords is an integer, of either sign."""
     if not is_int(offset):
         raise LayoutError(
@@ -417,7 +418,7 @@ def check_offset(offset: object, where: Callable[[], str]) -> None:
         )
 
 
-def number_of(factor: object, dtype: torch.dtype, where: Callable[[], str]) -> float | complex:
+def number_of(factor: object, dtype: torch.dtype, where: Where) -> float | complex:
     """Return a factor as a plain number by which a tensor of `dtype` can be multiplied."""
     found = factor.item() if isinstance(factor, Tensor) and factor.numel() == 1 else factor
     try:
@@ -435,7 +436,7 @@ def number_of(factor: object, dtype: torch.dtype, where: Callable[[], str]) -> f
     )
 
 
-def check_factor(factor: object, op: str, dtype: torch.dtype, where: Callable[[], str]) -> None:
+def check_factor(factor: object, op: str, dtype: torch.dtype, where: Where) -> None:
     """Raise if an operation requires a factor and none is given, or if another operation is given a factor."""
     takes = REDUCTIONS[op].factor
     if factor is not None and not takes:
@@ -456,7 +457,7 @@ def check_factor(factor: object, op: str, dtype: torch.dtype, where: Callable[[]
         number_of(factor, dtype, where)
 
 
-def check_envelopes(envelopes: object, what: str, where: Callable[[], str]) -> None:
+def check_envelopes(envelopes: object, what: str, where: Where) -> None:
     """Raise unless `envelopes` is a list of messages, each with its peer."""
     found = type(envelopes).__name__
     if isinstance(envelopes, (list, tuple)):
@@ -473,7 +474,7 @@ def check_envelopes(envelopes: object, what: str, where: Callable[[], str]) -> N
     )
 
 
-def seconds_of(timeout_s: object, where: Callable[[], str]) -> float:
+def seconds_of(timeout_s: object, where: Where) -> float:
     """Return a timeout as a number that a backend accepts: backends count milliseconds, and treat 0 as no limit."""
     seconds = math.nan
     if not isinstance(timeout_s, bool) and isinstance(timeout_s, (int, float, Real)):

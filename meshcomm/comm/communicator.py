@@ -54,13 +54,13 @@ class Communicator(Caller):
 
     A call takes one of two paths. The first call of its kind goes through stages, each of which makes a new value:
 
-    | stage   | file            | from -> to |
+    | stage   | file               | takes -> returns |
     |---|---|---|
-    | check   | check_call.py   | Request -> Checked |
-    | compare | facts.py        | Checked -> facts, the same on all ranks |
+    | check   | check_call.py      | Request -> Checked |
+    | compare | facts.py           | Checked -> its facts, for the comparison with the other ranks |
     | load    | wire.py, uneven.py | Checked -> Loaded |
-    | start   | here            | Loaded -> Works |
-    | finish  | wire.py         | Loaded -> the result |
+    | start   | this file          | Loaded -> Works |
+    | finish  | wire.py            | Loaded -> the result |
 
     Later calls go straight to the backend if every tensor is plain.
 
