@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from time import perf_counter as clock
-from types import FrameType
 from typing import Any, NamedTuple, final
 
 import torch
@@ -98,7 +97,6 @@ class Communicator(Caller):
 
         dim: torch's name for `axis`. The fast path supports no options: a call with options goes through all stages.
         """
-        frame = users_frame(2)
         if dim is not None:
             axis = axis_or_dim(axis, dim, partial(self.where, row.name))
         elif axis is None:
@@ -113,11 +111,11 @@ class Communicator(Caller):
                 # True, 1.0 and NumPy's 1 hash like 1, so check types. Which axis a negative number selects depends on ndim.
                 and type(root) is type(axis) is type(concat) is int
                 and not (axis or concat)
-                and (found := self._fast_path(row, ready, x, out, async_op, frame)) is not NotImplemented
+                and (found := self._fast_path(row, ready, x, out, async_op)) is not NotImplemented
             ):
                 return found
             options = NO_OPTIONS
-        return self._by_stages(Request(row, x, async_op, op, root, axis, concat, out, options), frame)
+        return self._by_stages(Request(row, x, async_op, op, root, axis, concat, out, options))
 
     def barrier(self, async_op: bool = False) -> Handle[None] | None:
         """Return when every rank of the group has arrived."""
@@ -157,7 +155,7 @@ class Communicator(Caller):
 
     # -- the stages -----------------------------------------------------------------------------
 
-    def _by_stages(self, request: Request, frame: FrameType) -> Any:
+    def _by_stages(self, request: Request) -> Any:
         """Check a call, compare it with the other ranks' calls, load, start and finish it, or return its Handle."""
         row, algorithm = request.row, request.options.algorithm
         name = row.name if algorithm is None else f"{row.name} by {algorithm.name}"
@@ -165,7 +163,7 @@ class Communicator(Caller):
         # Only the source of a scatter knows its bytes.
         x = None if row is SCATTER else checked.source
         nbytes = 0 if x is None else row.moved(x.nbytes, self.size)
-        recorder.begin(self, counter_of(recorder.counters, self.name, name), nbytes, x, frame)
+        recorder.begin(self, counter_of(recorder.counters, self.name, name), nbytes, x, users_frame())
         if recorder.span is not None:
             recorder.span.op, recorder.span.root = request.op, request.root
         with recorder:
@@ -219,9 +217,7 @@ class Communicator(Caller):
 
     # -- the fast path --------------------------------------------------------------------------
 
-    def _fast_path(
-        self, row: Collective, ready: Ready, x: Any, out: Tensor | None, async_op: bool, frame: FrameType
-    ) -> Any:
+    def _fast_path(self, row: Collective, ready: Ready, x: Any, out: Tensor | None, async_op: bool) -> Any:
         """Make a call of a prepared kind. Return NotImplemented if the tensors cannot be sent unchanged."""
         start, options, counter, device, gets, divides = ready
         if not unobserved() or not is_plain(x, device):
@@ -265,7 +261,8 @@ class Communicator(Caller):
                 return NotImplemented
         recorder = self.recorder
         nbytes = x.nbytes * self.size if row.whole else x.nbytes
-        recorder.begin(self, counter, nbytes, x, frame)
+        # Begins beyond this method and `collective`, because each frame that is looked at takes time.
+        recorder.begin(self, counter, nbytes, x, users_frame(3))
         try:
             work = start(*row.arguments(sent, came, self.size, ()), options)
             if recorder.ordered:

@@ -78,8 +78,6 @@ def facts_of_call(checked: Checked, coord: int, processes: bool) -> dict[str, An
         if checked.differs:
             shape = [0 if place == axis else size for place, size in enumerate(shape)]
         facts = {"shape": shape, **facts}
-        if row.reduces:
-            facts["sent as"] = sent_as(x.dtype, REDUCTIONS[request.op].wire.name)
     if checked.differs:
         facts["elements"] = None
     if row is SCATTER:
@@ -98,6 +96,8 @@ def facts_of_call(checked: Checked, coord: int, processes: bool) -> dict[str, An
     if processes and x is not None and checked.sends is not None and checked.expects is not None:
         count = x.numel() // max(x.shape[axis], 1)
         facts |= exchanged(coord, [n * count for n in checked.sends], [n * count for n in checked.expects])
+    if row.reduces and x is not None:
+        facts["sent as"] = sent_as(x.dtype, REDUCTIONS[request.op].wire.name)
     return facts
 
 

@@ -39,25 +39,17 @@ def load(comm: Caller, checked: Checked) -> Loaded:
     request, source = checked.request, checked.source
     row, x, op = request.row, request.x, request.op
     out = _slice_of(comm, checked) if row is SCATTER else request.out
-    sent: Tensor | None = None
-    repeatable = False
+    sent, unchanged = None, False
     if source is not None:
-        sent = dense = split(source, checked.axis, comm.size) if row.splits else materialised(source)
-        if row.reduces:
-            sent, op = _prepared(comm, checked, dense)
-        repeatable = (
-            # The fast path sends x unchanged and nothing before x. A scatter first sends the shape of its slices.
-            row is not SCATTER
-            and source is x
-            and sent is dense
-            and materialised(x) is x
-            and not (row.reduces and REDUCTIONS[request.op].prepare)
-            and checked.axis == checked.concat == 0
-            and request.options.algorithm is None
-        )
-        # Backends leave partial results in the tensors of the other ranks, but x must stay unchanged.
-        if row is REDUCE and sent is x:
-            sent = x.clone()
+        sent, op, unchanged = _sent(comm, checked, source)
+    repeatable = (
+        # The fast path sends x as it is and nothing before x. A scatter first sends the shape of its slices.
+        unchanged
+        and source is x
+        and row is not SCATTER
+        and checked.axis == checked.concat == 0
+        and request.options.algorithm is None
+    )
     # The parts of a join along axis 0, and of a split, arrive in the result's order.
     direct = (
         out is not None
@@ -91,22 +83,30 @@ def load(comm: Caller, checked: Checked) -> Loaded:
     return Loaded(checked, call, arrived, result, target, checked.problem, repeatable, nbytes)
 
 
-def _prepared(comm: Caller, checked: Checked, dense: Tensor) -> tuple[Tensor, str]:
-    """Return the tensor to send in a reduction of a dense tensor, and the backend's operation. The two tensors share
-    memory if possible.
+def _sent(comm: Caller, checked: Checked, source: Tensor) -> tuple[Tensor, str | None, bool]:
+    """Return the tensor to send, the backend's operation, and whether the tensor has the values of `source` in its memory.
+
+    A reduction prepares its values in the memory of x if it may overwrite x.
     """
     request = checked.request
-    reduction, x = REDUCTIONS[request.op], request.x
-    op = reduction.wire.name
-    if reduction.prepare is not None:
-        factor = None
-        if reduction.factor:
-            factor = number_of(request.options.factor, x.dtype, partial(comm.where, request.row.name))
-        if request.row is not ALL_REDUCE and dense.untyped_storage() is x.untyped_storage():
-            dense = dense.clone()
-        with unwatched(dense):
-            reduction.prepare(dense, factor)
-    return as_reduced(dense, op), op
+    row, x, op = request.row, request.x, request.op
+    sent = split(source, checked.axis, comm.size) if row.splits else materialised(source)
+    unchanged = source.is_contiguous() and not (source.is_neg() or source.is_conj())
+    if row.reduces:
+        dense, reduction = sent, REDUCTIONS[op]
+        op = reduction.wire.name
+        if reduction.prepare is not None:
+            factor = None
+            if reduction.factor:
+                factor = number_of(request.options.factor, x.dtype, partial(comm.where, row.name))
+            if row is not ALL_REDUCE and dense.untyped_storage() is x.untyped_storage():
+                dense = dense.clone()
+            with unwatched(dense):
+                reduction.prepare(dense, factor)
+        sent = as_reduced(dense, op)
+        unchanged = unchanged and sent is dense and reduction.prepare is None
+    # Backends leave partial results in the tensors of the other ranks, but x must stay unchanged.
+    return x.clone() if row is REDUCE and sent is x else sent, op, unchanged
 
 
 def _slice_of(comm: Caller, checked: Checked) -> Tensor:
