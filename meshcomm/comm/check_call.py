@@ -14,11 +14,11 @@ from meshcomm.comm.checks import (
     Where,
     check_coord,
     check_divisible,
-    check_factor,
     check_in_place,
     check_input,
     check_tensor,
     check_written,
+    factor_of,
     normal_axis,
     value_of,
 )
@@ -66,13 +66,14 @@ def _check_x(comm: Caller, request: Request, where: Where) -> Checked:
     out = value_of(request.out)
     if x is not request.x or out is not request.out:
         request = request._replace(x=x, out=out)
+    factor = None
     if row.reduces:
         check_reduce(comm.transport.name, request.op, x.dtype, where)
         if options.factor is not None or REDUCTIONS[request.op].factor:
-            check_factor(options.factor, request.op, x.dtype, where)
+            factor = factor_of(options.factor, request.op, x.dtype, where)
     gets = row.root != "dst" or request.root == comm.coord
     if row.in_place:
-        return Checked(request, gets, x)
+        return Checked(request, gets, x, factor)
     source = x.unsqueeze(0) if row.joins and not row.splits and x.ndim == 0 else x
     concat = normal_axis(source, request.concat, where)
     axis = normal_axis(source, request.axis, where)
@@ -86,7 +87,7 @@ def _check_x(comm: Caller, request: Request, where: Where) -> Checked:
     if row.splits and sends is None:
         check_divisible(x, axis, comm.size, where, comm.who)
     differs = options.uneven or sends is not None
-    checked = Checked(request, gets, source, axis, concat, sends, expects, differs)
+    checked = Checked(request, gets, source, factor, axis, concat, sends, expects, differs)
     if differs or out is None or not gets:
         return checked
     problem = misfit(checked, comm.kinds, row.shape(source.shape, axis, comm.size, concat), where)

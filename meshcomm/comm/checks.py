@@ -418,26 +418,11 @@ def check_offset(offset: object, where: Where) -> None:
         )
 
 
-def number_of(factor: object, dtype: torch.dtype, where: Where) -> float | complex:
-    """Return a factor as a plain number by which a tensor of `dtype` can be multiplied."""
-    found = factor.item() if isinstance(factor, Tensor) and factor.numel() == 1 else factor
-    try:
-        if isinstance(found, Real):
-            return float(found)
-        if isinstance(found, Complex) and dtype.is_complex:
-            return complex(found)
-    except OverflowError:
-        pass
-    raise ShapeError(
-        f"{where()}: factor={factor!r} is not a number for {str(dtype).removeprefix('torch.')}",
-        given=f"factor={factor!r}, a {type(factor).__name__}",
-        expected="a number that this rank's x is multiplied by before the sum",
-        hint="factor=0.5",
-    )
+def factor_of(factor: object, op: str, dtype: torch.dtype, where: Where) -> float | complex | None:
+    """Return the factor of an operation that takes one, as a plain number by which a tensor of `dtype` can be multiplied.
 
-
-def check_factor(factor: object, op: str, dtype: torch.dtype, where: Where) -> None:
-    """Raise if an operation requires a factor and none is given, or if another operation is given a factor."""
+    Raises if it is missing or no number, or if another operation is given a factor.
+    """
     takes = REDUCTIONS[op].factor
     if factor is not None and not takes:
         raise ShapeError(
@@ -453,8 +438,22 @@ def check_factor(factor: object, op: str, dtype: torch.dtype, where: Where) -> N
             expected="the number that each rank multiplies its x by before the sum",
             hint="factor=0.5",
         )
-    if factor is not None:
-        number_of(factor, dtype, where)
+    if factor is None:
+        return None
+    number = factor.item() if isinstance(factor, Tensor) and factor.numel() == 1 else factor
+    try:
+        if isinstance(number, Real):
+            return float(number)
+        if isinstance(number, Complex) and dtype.is_complex:
+            return complex(number)
+    except OverflowError:
+        pass
+    raise ShapeError(
+        f"{where()}: factor={factor!r} is not a number for {str(dtype).removeprefix('torch.')}",
+        given=f"factor={factor!r}, a {type(factor).__name__}",
+        expected="a number that this rank's x is multiplied by before the sum",
+        hint="factor=0.5",
+    )
 
 
 def check_envelopes(envelopes: object, what: str, where: Where) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from torch import Tensor
 
@@ -11,14 +11,8 @@ from meshcomm.collectives import Call, Collective
 from meshcomm.errors import MeshcommError
 from meshcomm.transport import P2P
 
-
-class Algorithm(Protocol):
-    """An algorithm, used instead of the backend's, that reduces a flat tensor in place."""
-
-    @property
-    def name(self) -> str: ...
-
-    def run(self, comm: Any, flat: Tensor, op: str) -> None: ...
+if TYPE_CHECKING:
+    from meshcomm.comm.scheduled import Algorithm
 
 
 class Options(NamedTuple):
@@ -27,7 +21,7 @@ class Options(NamedTuple):
 
     uneven:   whether the size of `axis` may differ between ranks. input_split_sizes: the size of `axis` sent to each coord;
               output_split_sizes: the size received from each coord, if known.
-    packed:   the facts of the tensors that x packs, while calls are compared.
+    algorithm: reduces instead of the backend. packed: the facts of the tensors that x packs, while calls are compared.
     """
 
     factor: Any = None
@@ -76,6 +70,7 @@ class Checked(NamedTuple):
     request: Request
     gets: bool
     source: Tensor | None = None
+    factor: float | complex | None = None
     axis: int = 0
     concat: int = 0
     sends: list[int] | None = None

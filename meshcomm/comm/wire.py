@@ -7,7 +7,7 @@ from functools import partial
 from torch import Tensor
 
 from meshcomm.collectives import ALL_REDUCE, BARRIER, BROADCAST, REDUCE, SCATTER, Call
-from meshcomm.comm.checks import apart, check_answered, number_of
+from meshcomm.comm.checks import apart, check_answered
 from meshcomm.comm.flight_recorder import Caller
 from meshcomm.comm.request import Checked, Loaded
 from meshcomm.comm.shapes import (
@@ -96,13 +96,10 @@ def _sent(comm: Caller, checked: Checked, source: Tensor) -> tuple[Tensor, str |
         dense, reduction = sent, REDUCTIONS[op]
         op = reduction.wire.name
         if reduction.prepare is not None:
-            factor = None
-            if reduction.factor:
-                factor = number_of(request.options.factor, x.dtype, partial(comm.where, row.name))
             if row is not ALL_REDUCE and dense.untyped_storage() is x.untyped_storage():
                 dense = dense.clone()
             with unwatched(dense):
-                reduction.prepare(dense, factor)
+                reduction.prepare(dense, checked.factor)
         sent = as_reduced(dense, op)
         unchanged = unchanged and sent is dense and reduction.prepare is None
     # Backends leave partial results in the tensors of the other ranks, but x must stay unchanged.
