@@ -75,10 +75,8 @@ def _check_x(comm: Caller, request: Request, where: Where) -> Checked:
     if row.in_place:
         return Checked(request, gets, x, factor)
     source = x.unsqueeze(0) if row.joins and not row.splits and x.ndim == 0 else x
-    concat = normal_axis(source, request.concat, where)
     axis = normal_axis(source, request.axis, where)
-    if row is not ALL_TO_ALL:
-        concat = axis
+    concat = normal_axis(source, request.concat, where) if row is ALL_TO_ALL else axis
     sends = expects = None
     if options.output_split_sizes is not None:
         expects = _received_sizes(comm.size, options, where)

@@ -52,15 +52,12 @@ def load_uneven(comm: Caller, checked: Checked) -> Loaded:
 
 def _exchanged(comm: Caller, checked: Checked, x: Tensor) -> list[int]:
     """Return the size that each coord sends to this rank."""
-    sends, where = checked.sends, comm.where(checked.request.row.name)
-    if sends is None:
-        hint, row, own = (
-            "equal sizes: pad before the call, and trim after it",
-            ALL_GATHER,
-            [x.shape[checked.axis]],
-        )
-    else:
-        hint, row, own = "output_split_sizes=, the sizes to receive", ALL_TO_ALL, sends
+    row, own = ALL_GATHER, [x.shape[checked.axis]]
+    hint = "equal sizes: pad before the call, and trim after it"
+    if checked.sends is not None:
+        row, own = ALL_TO_ALL, checked.sends
+        hint = "output_split_sizes=, the sizes to receive"
+    where = comm.where(checked.request.row.name)
     check_answered(comm.transport.name, "the sizes of their parts", where, hint)
     told = torch.tensor(own, dtype=torch.int64, device=x.device)
     answer = told.new_empty(comm.size)
