@@ -42,8 +42,9 @@ def check(comm: Caller, request: Request) -> Checked:
     if row is not SCATTER:
         return _check_x(comm, request, where)
     if request.out is not None:
-        request = request._replace(out=value_of(request.out))
-        _check_out(request.out, comm.kinds, where)
+        out = value_of(request.out)
+        _check_out(out, comm.kinds, where)
+        request = request._replace(out=out)
     if root != comm.coord:
         return Checked(request, True)
     try:
@@ -77,7 +78,8 @@ def _check_x(comm: Caller, request: Request, where: Where) -> Checked:
     source = x.unsqueeze(0) if row.joins and not row.splits and x.ndim == 0 else x
     axis = normal_axis(source, request.axis, where)
     concat = normal_axis(source, request.concat, where) if row is ALL_TO_ALL else axis
-    sends = expects = None
+    sends: list[int] | None = None
+    expects: list[int] | None = None
     if options.output_split_sizes is not None:
         expects = _received_sizes(comm.size, options, where)
     if options.input_split_sizes is not None:

@@ -167,7 +167,7 @@ class Communicator(Caller):
         if recorder.span is not None:
             recorder.span.op, recorder.span.root = request.op, request.root
         with recorder:
-            facts = {}
+            facts: dict[str, Any] = {}
             if recorder.check is not None:
                 facts = facts_of_call(checked, self.coord, isinstance(self.transport, ProcessGroupTransport))
             try:

@@ -39,7 +39,8 @@ def load(comm: Caller, checked: Checked) -> Loaded:
     request, source = checked.request, checked.source
     row, x, op = request.row, request.x, request.op
     out = _slice_of(comm, checked) if row is SCATTER else request.out
-    sent, unchanged = None, False
+    sent: Tensor | None = None
+    unchanged = False
     if source is not None:
         sent, op, unchanged = _sent(comm, checked, source)
     repeatable = (

@@ -435,7 +435,10 @@ def test_every_keyword_of_a_public_collective_has_an_effect(name: str) -> None:
     """Beside other keywords, too: an option that only some ways of a call hand on would be ignored in silence."""
     keywords = signature(getattr(meshcomm.Mesh, name)).parameters.keys() - {"self", "dims", "x"}
     usual = {key: 0 for key in ("src", "dst") if key in keywords}
-    beside = [{}, *({key: TWO_VALUES[key][1]} for key in ("async_op", "out", "algorithm") if key in keywords)]
+    beside: list[dict[str, Any]] = [
+        {},
+        *({key: TWO_VALUES[key][1]} for key in ("async_op", "out", "algorithm") if key in keywords),
+    ]
     ways = [(others, False) for others in beside]
     if name in ("all_reduce", "broadcast"):
         ways.append(({}, True))
@@ -446,7 +449,7 @@ def test_every_keyword_of_a_public_collective_has_an_effect(name: str) -> None:
             alone = key == "algorithm" and (others or listed)
             if key in others or alone or (key in ("axis", "dim") and "out" in others):
                 continue
-            given = {**usual, **NEEDED.get(key, {}), **others}
+            given: dict[str, Any] = {**usual, **NEEDED.get(key, {}), **others}
             one, other = (ending(name, {**given, key: value}, listed) for value in TWO_VALUES[key])
             assert one != other, f"{name}({key}=) has no effect beside {others}, x a list: {listed}"
             assert not (isinstance(one, str) and isinstance(other, str)), one
