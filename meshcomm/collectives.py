@@ -48,7 +48,7 @@ class Collective:
     in_place:  whether the result overwrites x.
     splits, joins: whether an axis of x is split into one part per coord, and whether the parts of all coords are joined.
     whole:     whether nccl-tests counts the data of all ranks. bus: for n ranks, bytes on the busiest link per counted byte.
-    functional: the name of the differentiable call in `mesh.functional`; "" if there is none; None if it is `name`.
+    functional: the name of the differentiable call in `mesh.functional`; "" if there is none.
     """
 
     name: str
@@ -63,12 +63,7 @@ class Collective:
     joins: bool = False
     whole: bool = False
     bus: Callable[[int], Fraction] = lambda n: Fraction(1)
-    functional: str | None = None
-
-    @property
-    def with_gradient(self) -> str:
-        """The name of the differentiable call in `mesh.functional`; "" if there is none."""
-        return self.name if self.functional is None else self.functional
+    functional: str = ""
 
     def waits_for_all(self, nbytes: int) -> bool:
         """Return whether every rank's blocking call on Gloo ends only when all ranks have made it, given the bytes that it
@@ -127,6 +122,7 @@ ALL_REDUCE: Final = Collective(
     in_place=True,
     reduces=True,
     bus=lambda n: 2 * _ring(n),
+    functional="all_reduce",
 )
 REDUCE: Final = Collective(
     "reduce",
@@ -145,7 +141,6 @@ BROADCAST: Final = Collective(
     hooks=("BROADCAST",),
     root="src",
     in_place=True,
-    functional="",
 )
 ALL_GATHER: Final = Collective(
     "all_gather",
@@ -156,6 +151,7 @@ ALL_GATHER: Final = Collective(
     joins=True,
     whole=True,
     bus=_ring,
+    functional="all_gather",
 )
 GATHER: Final = Collective(
     "gather",
@@ -187,6 +183,7 @@ REDUCE_SCATTER: Final = Collective(
     reduces=True,
     splits=True,
     bus=_ring,
+    functional="reduce_scatter",
 )
 ALL_TO_ALL: Final = Collective(
     "all_to_all",
@@ -197,6 +194,7 @@ ALL_TO_ALL: Final = Collective(
     splits=True,
     joins=True,
     bus=_ring,
+    functional="all_to_all",
 )
 BARRIER: Final = Collective(
     "barrier", ("barrier",), "BarrierOptions", hooks=("BARRIER",), arguments=lambda x, out, size, lengths: ()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, Literal, TypeAlias, TypedDict, TypeVar, Unpack, overload
 
 from torch import Tensor
@@ -19,11 +18,12 @@ from meshcomm.collectives import (
     SCATTER,
 )
 from meshcomm.comm import lists, scheduled
-from meshcomm.comm.checks import axis_or_dim, value_of
+from meshcomm.comm.checks import value_of
 from meshcomm.comm.communicator import CommunicatorCache
 from meshcomm.comm.functional import mean_message, mean_of
 from meshcomm.comm.handle import Handle
 from meshcomm.comm.p2p import Envelope
+from meshcomm.comm.request import Options
 from meshcomm.errors import UnknownDim, UnsupportedOp
 from meshcomm.layout import Dims, Layout
 from meshcomm.transport.torch_private import outside_graphs
@@ -31,6 +31,7 @@ from meshcomm.transport.torch_private import outside_graphs
 Algorithm: TypeAlias = Literal["flat", "hierarchical"] | scheduled.Scheduled
 
 Envelopes: TypeAlias = Sequence[Envelope]
+Axis: TypeAlias = int | None
 # `async_op`: whether the call returns its result, or a Handle for it.
 Sync: TypeAlias = Literal[False]
 Async: TypeAlias = Literal[True]
@@ -52,19 +53,19 @@ class Out(TypedDict, total=False):
     out: Tensor | None
 
 
-class Axis(TypedDict, total=False):
+class Dim(TypedDict, total=False):
     dim: int  # torch's word for `axis`
 
 
-class Reduced(Factor, Out, Axis, total=False):
+class Reduced(Factor, Out, Dim, total=False):
     pass
 
 
-class Joined(Out, Axis, total=False):
+class Joined(Out, Dim, total=False):
     uneven: bool
 
 
-class Sliced(Out, Axis, total=False):
+class Sliced(Out, Dim, total=False):
     pass
 
 
@@ -131,17 +132,15 @@ class AlongDims:
         Gradient:   none. A tensor that requires a gradient raises AutogradError; see `mesh.functional`.
         Raises:     UnknownDim, UnsupportedOp, AutogradError; CommunicationError.
         """
+        options = None if factor is None else Options(factor=factor)
         if algorithm != "flat":
             if async_op or not isinstance(x, Tensor):
                 raise self._no_algorithm(dims, x, async_op, algorithm)
-            return self._by_algorithm(dims, x, op, algorithm, factor)
+            return self._by_algorithm(dims, x, op, algorithm, options)
         comm = self._at[dims] if type(dims) is str else self._at.along(dims)
         if not isinstance(x, Tensor):
-            given = {} if factor is None else {"factor": factor}
-            return lists.collective(comm, ALL_REDUCE, x, async_op, op=op, **given)
-        if factor is not None:
-            return comm.collective(ALL_REDUCE, x, async_op, op, factor=factor)
-        return comm.collective(ALL_REDUCE, x, async_op, op)
+            return lists.collective(comm, ALL_REDUCE, x, async_op, op, options=options)
+        return comm.collective(ALL_REDUCE, x, async_op, op, options=options)
 
     def mean(self, dims: Dims, values: Tensor, weights: Tensor | float) -> Tensor:
         """Return the sum of `values` over `dims`, divided by the sum of `weights` over `dims`.
@@ -170,10 +169,12 @@ class AlongDims:
                 names = self.layout.expand(dims)
         for each in names:
             comm = self._at.along(each)
-            comm.collective(ALL_REDUCE, sums, False, "sum", **lists.packed(comm, parts))
+            comm.collective(ALL_REDUCE, sums, False, "sum", options=lists.packed(comm, parts))
         return mean_of(values, sums)
 
-    def _by_algorithm(self, dims: Dims, x: Tensor, op: str, algorithm: Any, factor: float | None) -> Tensor:
+    def _by_algorithm(
+        self, dims: Dims, x: Tensor, op: str, algorithm: Any, options: Options | None
+    ) -> Tensor:
         self.layout.digits(dims)
         expanded = self.layout.expand(dims)
         levels = algorithm in ("hierarchical", "two_level")
@@ -181,10 +182,10 @@ class AlongDims:
             raise self._no_algorithm(dims, x, False, algorithm)
         self.layout.digits(expanded)
         if algorithm == "hierarchical":
-            return scheduled.hierarchical([self._at[name] for name in expanded], x, op, factor)
+            return scheduled.hierarchical([self._at[name] for name in expanded], x, op, options)
         inner = self.layout.size(expanded[-1]) if levels else 1
         chosen = scheduled.Algorithm(algorithm, inner)
-        return scheduled.all_reduce(self._at.along(dims), x, op, chosen, factor)
+        return scheduled.all_reduce(self._at.along(dims), x, op, chosen, options)
 
     def _no_algorithm(self, dims: Dims, x: object, async_op: bool, algorithm: str) -> UnsupportedOp:
         self.layout.digits(dims)
@@ -221,16 +222,15 @@ class AlongDims:
         Returns:    the reduced x in new memory on coord `dst`; None on other ranks.
         """
         comm = self._at.along(dims)
-        if factor is not None:
-            return comm.collective(REDUCE, x, async_op, op, dst, factor=factor)
-        return comm.collective(REDUCE, x, async_op, op, dst)
+        options = None if factor is None else Options(factor=factor)
+        return comm.collective(REDUCE, x, async_op, op, root=dst, options=options)
 
     @overload
     def reduce_scatter(
         self,
         dims: Dims,
         x: Tensor,
-        axis: int | None = ...,
+        axis: Axis = ...,
         op: str = ...,
         *,
         async_op: Sync = ...,
@@ -241,7 +241,7 @@ class AlongDims:
         self,
         dims: Dims,
         x: Tensor,
-        axis: int | None = ...,
+        axis: Axis = ...,
         op: str = ...,
         *,
         async_op: Async,
@@ -268,12 +268,8 @@ class AlongDims:
         Raises:     UnknownDim; ShapeError if x.shape[axis] is not divisible by n.
         """
         comm = self._at[dims] if type(dims) is str else self._at.along(dims)
-        if dim is not None:
-            axis = axis_or_dim(axis, dim, partial(comm.where, "reduce_scatter"))
-        axis = 0 if axis is None else axis
-        if factor is not None:
-            return comm.collective(REDUCE_SCATTER, x, async_op, op, -1, axis, 0, out, factor=factor)
-        return comm.collective(REDUCE_SCATTER, x, async_op, op, -1, axis, 0, out)
+        options = None if factor is None else Options(factor=factor)
+        return comm.collective(REDUCE_SCATTER, x, async_op, op, axis=axis, dim=dim, out=out, options=options)
 
     # -- moving data ----------------------------------------------------------------------------
 
@@ -288,16 +284,16 @@ class AlongDims:
         """
         comm = self._at[dims] if type(dims) is str else self._at.along(dims)
         if isinstance(x, Tensor):
-            return comm.collective(BROADCAST, x, async_op, None, src)
+            return comm.collective(BROADCAST, x, async_op, root=src)
         return lists.collective(comm, BROADCAST, x, async_op, root=src)
 
     @overload
     def all_gather(
-        self, dims: Dims, x: Tensor, axis: int | None = ..., *, async_op: Sync = ..., **more: Unpack[Joined]
+        self, dims: Dims, x: Tensor, axis: Axis = ..., *, async_op: Sync = ..., **more: Unpack[Joined]
     ) -> Tensor: ...
     @overload
     def all_gather(
-        self, dims: Dims, x: Tensor, axis: int | None = ..., *, async_op: Async, **more: Unpack[Joined]
+        self, dims: Dims, x: Tensor, axis: Axis = ..., *, async_op: Async, **more: Unpack[Joined]
     ) -> Handle[Tensor]: ...
     def all_gather(
         self,
@@ -321,12 +317,8 @@ class AlongDims:
         Raises:     UnknownDim, ShapeError, AutogradError; CommunicationError.
         """
         comm = self._at[dims] if type(dims) is str else self._at.along(dims)
-        if dim is not None:
-            axis = axis_or_dim(axis, dim, partial(comm.where, "all_gather"))
-        axis = 0 if axis is None else axis
-        if uneven:
-            return comm.collective(ALL_GATHER, x, async_op, None, -1, axis, 0, out, uneven=uneven)
-        return comm.collective(ALL_GATHER, x, async_op, None, -1, axis, 0, out)
+        options = Options(uneven=True) if uneven else None
+        return comm.collective(ALL_GATHER, x, async_op, axis=axis, dim=dim, out=out, options=options)
 
     @overload
     def gather(
@@ -334,21 +326,14 @@ class AlongDims:
         dims: Dims,
         x: Tensor,
         dst: int,
-        axis: int | None = ...,
+        axis: Axis = ...,
         *,
         async_op: Sync = ...,
         **more: Unpack[Joined],
     ) -> Tensor | None: ...
     @overload
     def gather(
-        self,
-        dims: Dims,
-        x: Tensor,
-        dst: int,
-        axis: int | None = ...,
-        *,
-        async_op: Async,
-        **more: Unpack[Joined],
+        self, dims: Dims, x: Tensor, dst: int, axis: Axis = ..., *, async_op: Async, **more: Unpack[Joined]
     ) -> Handle[Tensor | None]: ...
     def gather(
         self,
@@ -364,12 +349,8 @@ class AlongDims:
     ) -> Any:
         """Gather like `all_gather`, but only to coord `dst`; return None on other ranks. `out` is used only on `dst`."""
         comm = self._at.along(dims)
-        if dim is not None:
-            axis = axis_or_dim(axis, dim, partial(comm.where, "gather"))
-        axis = 0 if axis is None else axis
-        if uneven:
-            return comm.collective(GATHER, x, async_op, None, dst, axis, 0, out, uneven=uneven)
-        return comm.collective(GATHER, x, async_op, None, dst, axis, 0, out)
+        options = Options(uneven=True) if uneven else None
+        return comm.collective(GATHER, x, async_op, root=dst, axis=axis, dim=dim, out=out, options=options)
 
     @overload
     def scatter(
@@ -377,7 +358,7 @@ class AlongDims:
         dims: Dims,
         x: Tensor | None,
         src: int,
-        axis: int | None = ...,
+        axis: Axis = ...,
         *,
         async_op: Sync = ...,
         **more: Unpack[Sliced],
@@ -388,7 +369,7 @@ class AlongDims:
         dims: Dims,
         x: Tensor | None,
         src: int,
-        axis: int | None = ...,
+        axis: Axis = ...,
         *,
         async_op: Async,
         **more: Unpack[Sliced],
@@ -412,10 +393,7 @@ class AlongDims:
         Returns:    new memory or `out`.
         """
         comm = self._at.along(dims)
-        if dim is not None:
-            axis = axis_or_dim(axis, dim, partial(comm.where, "scatter"))
-        axis = 0 if axis is None else axis
-        return comm.collective(SCATTER, x, async_op, None, src, axis, 0, out)
+        return comm.collective(SCATTER, x, async_op, root=src, axis=axis, dim=dim, out=out)
 
     @overload
     def all_to_all(
@@ -465,19 +443,11 @@ class AlongDims:
         Raises:     UnknownDim; ShapeError if x.shape[split_axis] is not divisible by n.
         """
         comm = self._at[dims] if type(dims) is str else self._at.along(dims)
-        if input_split_sizes is None and output_split_sizes is None:
-            return comm.collective(ALL_TO_ALL, x, async_op, None, -1, split_axis, concat_axis, out)
+        options = None
+        if input_split_sizes is not None or output_split_sizes is not None:
+            options = Options(input_split_sizes=input_split_sizes, output_split_sizes=output_split_sizes)
         return comm.collective(
-            ALL_TO_ALL,
-            x,
-            async_op,
-            None,
-            -1,
-            split_axis,
-            concat_axis,
-            out,
-            input_split_sizes=input_split_sizes,
-            output_split_sizes=output_split_sizes,
+            ALL_TO_ALL, x, async_op, axis=split_axis, concat=concat_axis, out=out, options=options
         )
 
     # -- messages -------------------------------------------------------------------------------

@@ -3,49 +3,59 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from operator import index
+from typing import Any
 
 from torch import Tensor
 
-from meshcomm.collectives import BARRIER, REDUCE, SCATTER
+from meshcomm.collectives import ALL_TO_ALL, BARRIER, REDUCE, SCATTER
 from meshcomm.comm.checks import (
+    Where,
     check_coord,
     check_divisible,
-    check_factor,
     check_in_place,
+    check_input,
     check_tensor,
     check_written,
+    factor_of,
     normal_axis,
+    value_of,
 )
-from meshcomm.comm.request import Request
-from meshcomm.comm.shapes import header_of
+from meshcomm.comm.flight_recorder import Caller
+from meshcomm.comm.request import Checked, Options, Request
 from meshcomm.errors import MeshcommError, ShapeError
+from meshcomm.reductions import REDUCTIONS
 from meshcomm.transport.support import check_reduce
 
 
-def check(request: Request) -> None:
-    """Raise errors that occur on every rank.
+def check(comm: Caller, request: Request) -> Checked:
+    """Return the checked call. Raises errors that occur on every rank.
 
     An error on this rank only is stored in `problem`, because the other ranks must finish first.
     """
-    row, comm = request.row, request.comm
+    row, root, where = request.row, request.root, partial(comm.where, request.row.name)
     if row.root is not None:
-        check_coord(request.root, comm.size, row.root, request.where)
-    if row is SCATTER:
-        if request.out is not None:
-            check_out(request, request.out)
-        if request.root == comm.coord:
-            try:
-                _check_x(request)
-            except MeshcommError as error:
-                request.problem = error
-    elif row is not BARRIER:
-        _check_x(request)
+        check_coord(root, comm.size, row.root, where)
+    if row is BARRIER:
+        return Checked(request, False)
+    if row is not SCATTER:
+        return _check_x(comm, request, where)
+    if request.out is not None:
+        out = value_of(request.out)
+        _check_out(out, comm.kinds, where)
+        request = request._replace(out=out)
+    if root != comm.coord:
+        return Checked(request, True)
+    try:
+        return _check_x(comm, request, where)
+    except MeshcommError as error:
+        return Checked(request, True, problem=error)
 
 
-def _check_x(request: Request) -> None:
+def _check_x(comm: Caller, request: Request, where: Where) -> Checked:
     """Check this rank's input: whether it can be sent, reduced and split, and whether its result fits `out`."""
-    row, comm, where, x = request.row, request.comm, request.where, request.x
+    row, x, options = request.row, request.x, request.options
     if x is None and row is SCATTER:
         raise ShapeError(
             f"{where()}: the source has nothing to scatter",
@@ -53,91 +63,102 @@ def _check_x(request: Request) -> None:
             expected="a tensor on src; None on other ranks",
             hint="x if mesh.coord(dims) == src else None",
         )
-    check_tensor(x, comm.kinds, where)
-    check_in_place(x, where, row.with_gradient)
-    if row.in_place and row is not REDUCE:
-        check_written(x, where)
+    x = check_input(x, comm.kinds, where, row.functional, row.in_place and row is not REDUCE)
+    out = value_of(request.out)
+    if x is not request.x or out is not request.out:
+        request = request._replace(x=x, out=out)
+    factor = None
     if row.reduces:
         check_reduce(comm.transport.name, request.op, x.dtype, where)
-        check_factor(request.factor, request.op, x.dtype, where)
-    request.source = source = x.unsqueeze(0) if row.joins and not row.splits and x.ndim == 0 else x
+        if options.factor is not None or REDUCTIONS[request.op].factor:
+            factor = factor_of(options.factor, request.op, x.dtype, where)
+    gets = row.root != "dst" or request.root == comm.coord
     if row.in_place:
-        return
-    request.concat = normal_axis(source, request.concat, where)
-    request.axis = axis = normal_axis(source, request.axis, where)
-    if request.output_split_sizes is not None:
-        request.output_split_sizes = _plain_received(request, request.output_split_sizes)
-    if request.input_split_sizes is not None:
-        request.input_split_sizes = _plain_splits(request, request.input_split_sizes)
-    elif row.splits:
+        return Checked(request, gets, x, factor)
+    source = x.unsqueeze(0) if row.joins and not row.splits and x.ndim == 0 else x
+    axis = normal_axis(source, request.axis, where)
+    concat = normal_axis(source, request.concat, where) if row is ALL_TO_ALL else axis
+    sends: list[int] | None = None
+    expects: list[int] | None = None
+    if options.output_split_sizes is not None:
+        expects = _received_sizes(comm.size, options, where)
+    if options.input_split_sizes is not None:
+        sends = _split_sizes(x, axis, comm.size, options.input_split_sizes, where)
+    if row.splits and sends is None:
         check_divisible(x, axis, comm.size, where, comm.who)
-    if request.out is not None and request.gets and not request.differs:
-        shape = row.shape(source.shape, axis, comm.size, request.concat)
-        request.problem = misfit(request, request.out, shape)
-        # Other ranks do not know the root's `out`.
-        if request.problem is not None and row.root != "dst":
-            raise request.problem
-    if row is SCATTER and request.out is None:
-        request.header = header_of(x.narrow(axis, 0, x.shape[axis] // comm.size), where())
+    differs = options.uneven or sends is not None
+    checked = Checked(request, gets, source, factor, axis, concat, sends, expects, differs)
+    if differs or out is None or not gets:
+        return checked
+    problem = misfit(checked, comm.kinds, row.shape(source.shape, axis, comm.size, concat), where)
+    # Other ranks do not know the root's `out`.
+    if problem is not None and row.root != "dst":
+        raise problem
+    return checked._replace(problem=problem)
 
 
-def check_out(request: Request, out: Tensor) -> None:
+def _check_out(out: Tensor, kinds: tuple[str, ...], where: Where) -> None:
     """Raise if `out` cannot be written, whatever the shape of the result."""
 
-    def where() -> str:
-        return f"{request.where()}: out"
+    def named() -> str:
+        return f"{where()}: out"
 
-    check_tensor(out, request.comm.kinds, where)
-    check_in_place(out, request.where, "")
-    check_written(out, where)
+    check_tensor(out, kinds, named)
+    check_in_place(out, where, "")
+    check_written(out, named)
 
 
-def misfit(request: Request, out: Tensor, shape: Sequence[int]) -> MeshcommError | None:
-    """Return the error if a result of this shape cannot be written to `out`; None if it can."""
+def misfit(
+    checked: Checked, kinds: tuple[str, ...], shape: Sequence[int], where: Where
+) -> MeshcommError | None:
+    """Return the error if a result of this shape cannot be written to `out`; None if it can, or there is no `out`."""
+    out, like = checked.request.out, checked.request.x
+    if out is None or not checked.gets:
+        return None
     try:
-        check_out(request, out)
+        _check_out(out, kinds, where)
     except MeshcommError as error:
         return error
-    shape, like = tuple(shape), request.x
+    shape = tuple(shape)
     if (tuple(out.shape), out.dtype, out.device) == (shape, like.dtype, like.device):
         return None
     return ShapeError(
-        f"{request.where()}: out does not fit the result",
+        f"{where()}: out does not fit the result",
         given=f"out of shape {tuple(out.shape)}, {out.dtype}, {out.device}",
         expected=f"shape {shape}, {like.dtype}, {like.device}",
         hint=f"out=x.new_empty({shape}), or no out",
     )
 
 
-def _plain_received(request: Request, output_split_sizes: Sequence[int]) -> list[int]:
+def _received_sizes(size: int, options: Options, where: Where) -> list[int]:
     """Return `output_split_sizes` as plain ints, one per coord."""
-    sizes = _indices(output_split_sizes)
-    if request.input_split_sizes is None or len(sizes) != request.comm.size or min(sizes) < 0:
+    asked, splits = options.output_split_sizes, options.input_split_sizes
+    sizes = _indices(asked)
+    if splits is None or len(sizes) != size or min(sizes) < 0:
         raise ShapeError(
-            f"{request.where()}: output_split_sizes does not give a size for each coord",
-            given=f"output_split_sizes={output_split_sizes}, input_split_sizes={request.input_split_sizes}",
-            expected=f"{request.comm.size} sizes of 0 or more, together with input_split_sizes",
+            f"{where()}: output_split_sizes does not give a size for each coord",
+            given=f"output_split_sizes={asked}, input_split_sizes={splits}",
+            expected=f"{size} sizes of 0 or more, together with input_split_sizes",
             hint="leave out output_split_sizes, or give both",
         )
     return sizes
 
 
-def _plain_splits(request: Request, input_split_sizes: Sequence[int]) -> list[int]:
+def _split_sizes(x: Tensor, axis: int, size: int, asked: Sequence[int], where: Where) -> list[int]:
     """Return `input_split_sizes` as plain ints, which must split the axis into one part per coord."""
-    x, axis, size, sizes = request.x, request.axis, request.comm.size, _indices(input_split_sizes)
-    length = x.shape[axis]
+    sizes, length = _indices(asked), x.shape[axis]
     if len(sizes) != size or sum(sizes) != length or min(sizes) < 0:
         even = length % size == 0
         raise ShapeError(
-            f"{request.where()}: input_split_sizes do not split axis {axis}",
-            given=f"input_split_sizes={input_split_sizes}, x of shape {tuple(x.shape)}",
+            f"{where()}: input_split_sizes do not split axis {axis}",
+            given=f"input_split_sizes={asked}, x of shape {tuple(x.shape)}",
             expected=f"{size} sizes of 0 or more whose sum is {length}",
             hint=f"input_split_sizes={[length // size] * size}" if even else "one size for each coord",
         )
     return sizes
 
 
-def _indices(sizes: Sequence[int]) -> list[int]:
+def _indices(sizes: Any) -> list[int]:
     """Return integers as plain ints; [] for anything else."""
     try:
         return [index(size) for size in sizes]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 from numbers import Complex, Real
 from operator import index, itemgetter
 from types import SimpleNamespace
-from typing import Any, Final, TypeGuard
+from typing import Any, Final, TypeAlias, TypeGuard
 
 import numpy as np
 import torch
@@ -25,6 +25,9 @@ from meshcomm.comm.torch_private import (
 from meshcomm.errors import AutogradError, LayoutError, ShapeError, UnsupportedOp
 from meshcomm.reductions import REDUCTIONS
 
+# Returns the beginning of an error about a call: its name, its dim and this rank.
+Where: TypeAlias = Callable[[], str]
+
 # Tags from this one up are reserved for the library: for objects, and for algorithms that run over messages.
 OWN_TAGS: Final = 1 << 30
 _LONGEST_S: Final = 1e8
@@ -32,18 +35,12 @@ _LONGEST_S: Final = 1e8
 _STRIDED: Final = torch.strided
 
 
-def usable(x: Any, device: torch.device) -> bool:
-    """Return whether a backend can take `x` unchanged: its memory holds its values, and neither autograd nor
-    a transform tracks it.
-
-    This is the only test that the fast paths apply to each tensor. In all other relevant properties, a tensor
-    that passes equals a tensor that has already been checked.
-    """
-    return unobserved() and is_plain(x, device)
-
-
 def is_plain(x: Any, device: torch.device) -> bool:
-    """Return the part of `usable` that is tested for each tensor of a call; `unobserved` is tested once."""
+    """Return whether a backend can take `x` unchanged: its memory holds its values, and autograd does not track it.
+
+    This and `unobserved`, which is tested once for each call, are the only tests of the fast paths. In all other relevant
+    properties, a tensor that passes equals a tensor that has already been checked.
+    """
     return (
         type(x) is Tensor
         and x.device == device
@@ -55,8 +52,8 @@ def is_plain(x: Any, device: torch.device) -> bool:
     )
 
 
-def all_usable(tensors: Sequence[Tensor], device: torch.device) -> bool:
-    """Return whether each tensor of a list is `usable` and not quantized."""
+def all_plain(tensors: Sequence[Tensor], device: torch.device) -> bool:
+    """Return whether each tensor of a list is plain and not quantized, and nothing observes the call."""
     return unobserved() and not any(not is_plain(x, device) or x.is_quantized for x in tensors)
 
 
@@ -65,7 +62,7 @@ def value_of(x: Any) -> Any:
     return x if type(x) is Tensor or not isinstance(x, Tensor) else finished(x)
 
 
-def check_tensor(x: object, kinds: tuple[str, ...], where: Callable[[], str], plain: bool = True) -> None:
+def check_tensor(x: object, kinds: tuple[str, ...], where: Where, plain: bool = True) -> None:
     """Raise unless `x` is a dense, local tensor on a device that the group supports, and its memory holds its values.
 
     torch would accept other tensors and fail late, or send memory that has nothing to do with their values.
@@ -101,6 +98,24 @@ def check_tensor(x: object, kinds: tuple[str, ...], where: Callable[[], str], pl
             expected=f"a dense tensor on {' or '.join(kinds)}",
             hint=_made_dense(x),
         )
+
+
+def check_input(
+    x: Any, kinds: tuple[str, ...], where: Where, functional: str | None, written: bool = False
+) -> Tensor:
+    """Return the tensor that a call outside of `mesh.functional` takes, see `value_of`.
+
+    functional: see `check_in_place`; None if autograd may track x. written: whether the call writes to x.
+    Raises the errors of `check_tensor`, `check_in_place` and, if x is written, `check_written`.
+    """
+    x = value_of(x)
+    check_tensor(x, kinds, where)
+    if functional is not None:
+        check_in_place(x, where, functional)
+    if written:
+        check_written(x, where)
+    found: Tensor = x
+    return found
 
 
 # Classes with operators of their own, by name, so that a program that uses none of them does not import them.
@@ -180,7 +195,7 @@ def apart(out: Tensor, sent: Tensor, coord: int) -> bool:
 def check_apart(
     received: Sequence[Tensor],
     sent: Sequence[Tensor],
-    where: Callable[[], str],
+    where: Where,
     together: Callable[[Tensor, Tensor], bool] = lambda one, other: False,
 ) -> None:
     """Raise if concurrent messages share memory, because the values sent and received would be undefined.
@@ -207,6 +222,21 @@ def check_apart(
         open_.append(each)
 
 
+def lie_apart(received: Sequence[Tensor], sent: Sequence[Tensor] = ()) -> bool:
+    """Return whether no received tensor shares memory with another one. All tensors are contiguous."""
+    spans = [(x.data_ptr(), x.nbytes, True) for x in received]
+    spans += [(x.data_ptr(), x.nbytes, False) for x in sent]
+    spans.sort()
+    all_until = received_until = 0
+    for begin, nbytes, comes in spans:
+        if begin < received_until or (comes and begin < all_until):
+            return False
+        all_until = max(all_until, begin + nbytes)
+        if comes:
+            received_until = max(received_until, begin + nbytes)
+    return True
+
+
 def share_memory(one: Tensor, other: Tensor) -> bool:
     """Return whether two tensors share any byte of memory. Two columns of a matrix interleave but share no byte."""
     if one.is_contiguous() and other.is_contiguous():
@@ -229,7 +259,7 @@ def span_of(x: Tensor) -> tuple[int, int]:
     return x.data_ptr(), x.data_ptr() + (last + 1) * x.element_size()
 
 
-def check_in_place(x: Tensor, where: Callable[[], str], functional: str) -> None:
+def check_in_place(x: Tensor, where: Where, functional: str) -> None:
     """Raise if autograd tracks a tensor that an in-place collective would change.
 
     functional: the differentiable call; "" if there is none.
@@ -265,7 +295,7 @@ def followed(x: Tensor) -> bool:
     return (x.requires_grad and torch.is_grad_enabled()) or forward_level() >= 0 or transforming()
 
 
-def check_written(x: Tensor, where: Callable[[], str]) -> None:
+def check_written(x: Tensor, where: Where) -> None:
     """Raise if two elements of `x` share memory, because then `x` cannot be written."""
     if x.is_contiguous():
         return
@@ -279,7 +309,7 @@ def check_written(x: Tensor, where: Callable[[], str]) -> None:
         )
 
 
-def axis_or_dim(axis: int | None, dim: int | None, where: Callable[[], str]) -> int:
+def axis_or_dim(axis: int | None, dim: int | None, where: Where) -> int:
     """Return the axis of a call that also accepts torch's name `dim`; 0 if neither is given.
 
     Raises ShapeError if both are given.
@@ -294,7 +324,7 @@ def axis_or_dim(axis: int | None, dim: int | None, where: Callable[[], str]) -> 
     return next((number for number in (axis, dim) if number is not None), 0)
 
 
-def normal_axis(x: Tensor, axis: int, where: Callable[[], str]) -> int:
+def normal_axis(x: Tensor, axis: int, where: Where) -> int:
     """Return `axis` counted from the front, as a plain int."""
     try:
         axis = index(axis)
@@ -326,7 +356,7 @@ def check_answered(backend: str, what: str, where: str, hint: str) -> None:
         )
 
 
-def check_divisible(x: Tensor, axis: int, size: int, where: Callable[[], str], who: str) -> None:
+def check_divisible(x: Tensor, axis: int, size: int, where: Where, who: str) -> None:
     """Raise unless axis `axis` of `x` splits into `size` equal parts."""
     length = x.shape[axis]
     if length % size:
@@ -343,9 +373,7 @@ def is_int(number: object) -> TypeGuard[int]:
     return isinstance(number, int) and not isinstance(number, bool)
 
 
-def check_coord(
-    coord: object, size: int, what: str, where: Callable[[], str], hint: str | None = None
-) -> None:
+def check_coord(coord: object, size: int, what: str, where: Where, hint: str | None = None) -> None:
     """Raise unless a peer or root is a coord of the dim. A global rank is not accepted."""
     if not is_int(coord) or not 0 <= coord < size:
         raise LayoutError(
@@ -357,7 +385,7 @@ def check_coord(
         )
 
 
-def check_other(coord: int, own: int, what: str, where: Callable[[], str]) -> None:
+def check_other(coord: int, own: int, what: str, where: Where) -> None:
     """Raise if the peer of a message is this rank."""
     if coord == own:
         raise UnsupportedOp(
@@ -368,7 +396,7 @@ def check_other(coord: int, own: int, what: str, where: Callable[[], str]) -> No
         )
 
 
-def check_tag(tag: object, where: Callable[[], str]) -> None:
+def check_tag(tag: object, where: Where) -> None:
     """Raise unless a tag is a small integer. Higher tags are reserved for the library."""
     if not is_int(tag) or not 0 <= tag < OWN_TAGS:
         raise LayoutError(
@@ -379,7 +407,7 @@ def check_tag(tag: object, where: Callable[[], str]) -> None:
         )
 
 
-def check_offset(offset: object, where: Callable[[], str]) -> None:
+def check_offset(offset: object, where: Where) -> None:
     """Raise unless a shift's offset in coords is an integer, of either sign."""
     if not is_int(offset):
         raise LayoutError(
@@ -390,26 +418,11 @@ def check_offset(offset: object, where: Callable[[], str]) -> None:
         )
 
 
-def number_of(factor: object, dtype: torch.dtype, where: Callable[[], str]) -> float | complex:
-    """Return a factor as a plain number by which a tensor of `dtype` can be multiplied."""
-    found = factor.item() if isinstance(factor, Tensor) and factor.numel() == 1 else factor
-    try:
-        if isinstance(found, Real):
-            return float(found)
-        if isinstance(found, Complex) and dtype.is_complex:
-            return complex(found)
-    except OverflowError:
-        pass
-    raise ShapeError(
-        f"{where()}: factor={factor!r} is not a number for {str(dtype).removeprefix('torch.')}",
-        given=f"factor={factor!r}, a {type(factor).__name__}",
-        expected="a number that this rank's x is multiplied by before the sum",
-        hint="factor=0.5",
-    )
+def factor_of(factor: object, op: str, dtype: torch.dtype, where: Where) -> float | complex | None:
+    """Return the factor of an operation that takes one, as a plain number by which a tensor of `dtype` can be multiplied.
 
-
-def check_factor(factor: object, op: str, dtype: torch.dtype, where: Callable[[], str]) -> None:
-    """Raise if an operation requires a factor and none is given, or if another operation is given a factor."""
+    Raises if it is missing or no number, or if another operation is given a factor.
+    """
     takes = REDUCTIONS[op].factor
     if factor is not None and not takes:
         raise ShapeError(
@@ -425,11 +438,25 @@ def check_factor(factor: object, op: str, dtype: torch.dtype, where: Callable[[]
             expected="the number that each rank multiplies its x by before the sum",
             hint="factor=0.5",
         )
-    if factor is not None:
-        number_of(factor, dtype, where)
+    if factor is None:
+        return None
+    number = factor.item() if isinstance(factor, Tensor) and factor.numel() == 1 else factor
+    try:
+        if isinstance(number, Real):
+            return float(number)
+        if isinstance(number, Complex) and dtype.is_complex:
+            return complex(number)
+    except OverflowError:
+        pass
+    raise ShapeError(
+        f"{where()}: factor={factor!r} is not a number for {str(dtype).removeprefix('torch.')}",
+        given=f"factor={factor!r}, a {type(factor).__name__}",
+        expected="a number that this rank's x is multiplied by before the sum",
+        hint="factor=0.5",
+    )
 
 
-def check_envelopes(envelopes: object, what: str, where: Callable[[], str]) -> None:
+def check_envelopes(envelopes: object, what: str, where: Where) -> None:
     """Raise unless `envelopes` is a list of messages, each with its peer."""
     found = type(envelopes).__name__
     if isinstance(envelopes, (list, tuple)):
@@ -446,7 +473,7 @@ def check_envelopes(envelopes: object, what: str, where: Callable[[], str]) -> N
     )
 
 
-def seconds_of(timeout_s: object, where: Callable[[], str]) -> float:
+def seconds_of(timeout_s: object, where: Where) -> float:
     """Return a timeout as a number that a backend accepts: backends count milliseconds, and treat 0 as no limit."""
     seconds = math.nan
     if not isinstance(timeout_s, bool) and isinstance(timeout_s, (int, float, Real)):

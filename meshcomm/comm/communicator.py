@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from time import perf_counter as clock
@@ -11,22 +11,23 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor
 
-from meshcomm.collectives import BARRIER, REDUCE, Collective
-from meshcomm.comm.agree import agree
+from meshcomm.collectives import BARRIER, REDUCE, SCATTER, Collective
 from meshcomm.comm.callsite import users_frame
 from meshcomm.comm.check_call import check
-from meshcomm.comm.checks import apart, is_plain, value_of
+from meshcomm.comm.checks import apart, axis_or_dim, is_plain
 from meshcomm.comm.counters import CallCounter, counter_of
+from meshcomm.comm.facts import facts_of_call
 from meshcomm.comm.flight_recorder import Caller, FlightRecorder
 from meshcomm.comm.handle import Handle, failure
 from meshcomm.comm.p2p import Messages
-from meshcomm.comm.request import Request
+from meshcomm.comm.request import NO_OPTIONS, Checked, Loaded, Options, Request
 from meshcomm.comm.shapes import CARRIED
 from meshcomm.comm.torch_private import unobserved
-from meshcomm.comm.wire import carry_out, finish, load, start
+from meshcomm.comm.wire import finish, load
+from meshcomm.errors import MeshcommError
 from meshcomm.layout import Dims
 from meshcomm.reductions import REDUCTIONS
-from meshcomm.transport import Transport
+from meshcomm.transport import ProcessGroupTransport, Transport, Work
 from meshcomm.transport.torch_private import written
 
 
@@ -50,8 +51,17 @@ class Ready(NamedTuple):
 class Communicator(Caller):
     """The collectives along `name`. This class defines the shape rules for all transports.
 
-    A call takes one of two paths. The first call of its kind is a Request, which is checked, compared with the other
-    ranks' calls, and prepared. Later calls go straight to the backend if every tensor is `usable`.
+    A call takes one of two paths. The first call of its kind goes through stages, each of which makes a new value:
+
+    | stage   | file               | takes -> returns |
+    |---|---|---|
+    | check   | check_call.py      | Request -> Checked |
+    | compare | facts.py           | Checked -> its facts, for the comparison with the other ranks |
+    | load    | wire.py, uneven.py | Checked -> Loaded |
+    | start   | this file          | Loaded -> Works |
+    | finish  | wire.py            | Loaded -> the result |
+
+    Later calls go straight to the backend if every tensor is plain.
 
     name, who: the dim or dims, and this rank with its coords, for error messages.
     """
@@ -77,16 +87,21 @@ class Communicator(Caller):
         async_op: bool = False,
         op: Any = None,
         root: int = -1,
-        axis: int = 0,
+        axis: int | None = None,
         concat: int = 0,
         out: Tensor | None = None,
-        **options: Any,
+        dim: int | None = None,
+        options: Options | None = None,
     ) -> Any:
-        """Run any collective; with `async_op`, return a Handle. `Mesh` documents the collectives, Request the arguments.
+        """Run any collective; with `async_op`, return a Handle. `Mesh` documents the collectives.
 
-        The fast path supports no options: a call with any option goes through all stages.
+        dim: torch's name for `axis`. The fast path supports no options: a call with options goes through all stages.
         """
-        if not options:
+        if dim is not None:
+            axis = axis_or_dim(axis, dim, partial(self.where, row.name))
+        elif axis is None:
+            axis = 0
+        if options is None:
             try:
                 ready = self._ready.get((row, op, root, async_op, x.dtype))  # type: ignore[union-attr]
             except (AttributeError, TypeError):  # not a tensor, or op is not a string: reported later
@@ -99,21 +114,8 @@ class Communicator(Caller):
                 and (found := self._fast_path(row, ready, x, out, async_op)) is not NotImplemented
             ):
                 return found
-        x, out = value_of(x), value_of(out)
-        request = Request(self, row, x, async_op, op, root, axis, concat, out, **options)
-        check(request)
-        counter = counter_of(self.recorder.counters, self.name, request.name)
-        known = request.common
-        nbytes = 0 if known is None else row.moved(known.nbytes, self.size)
-        with self.recorder.call(self, counter, nbytes, known, op, root):
-            agree(request)
-            load(request)
-            if request.repeatable:
-                self._keep(request)
-            if not async_op:
-                return carry_out(request)
-            works, made = start(request), partial(finish, request)
-            return Handle(works, self, row.name, made, pending=self.recorder.later())
+            options = NO_OPTIONS
+        return self._by_stages(Request(row, x, async_op, op, root, axis, concat, out, options))
 
     def barrier(self, async_op: bool = False) -> Handle[None] | None:
         """Return when every rank of the group has arrived."""
@@ -150,6 +152,68 @@ class Communicator(Caller):
             counter.calls += 1
             counter.nbytes += moved[-1]
             counter.seconds += clock() - began
+
+    # -- the stages -----------------------------------------------------------------------------
+
+    def _by_stages(self, request: Request) -> Any:
+        """Check a call, compare it with the other ranks' calls, load, start and finish it, or return its Handle."""
+        row, algorithm = request.row, request.options.algorithm
+        name = row.name if algorithm is None else f"{row.name} by {algorithm.name}"
+        recorder, checked = self.recorder, check(self, request)
+        # Only the source of a scatter knows its bytes.
+        x = None if row is SCATTER else checked.source
+        nbytes = 0 if x is None else row.moved(x.nbytes, self.size)
+        recorder.begin(self, counter_of(recorder.counters, self.name, name), nbytes, x, users_frame())
+        if recorder.span is not None:
+            recorder.span.op, recorder.span.root = request.op, request.root
+        with recorder:
+            facts: dict[str, Any] = {}
+            if recorder.check is not None:
+                facts = facts_of_call(checked, self.coord, isinstance(self.transport, ProcessGroupTransport))
+            try:
+                waits = not request.async_op and row.waits_for_all(nbytes)
+                recorder.announce_call(self.name, name, facts, waits)
+            except MeshcommError:
+                if row is SCATTER and checked.problem is not None:
+                    raise checked.problem from None
+                raise
+            loaded = load(self, checked)
+            if loaded.nbytes is not None:
+                recorder.set_bytes(loaded.nbytes)
+            if loaded.repeatable:
+                self._keep(checked)
+            if not request.async_op:
+                return self._carried_out(loaded)
+            works = self._started(loaded)
+            return Handle(works, self, row.name, partial(finish, loaded), pending=recorder.later())
+
+    def _started(self, loaded: Loaded) -> Sequence[Work]:
+        """Start the call, or run its algorithm."""
+        call, algorithm = loaded.call, loaded.checked.request.options.algorithm
+        if isinstance(call, list):
+            works = self.transport.start_p2p(call)
+            self.recorder.issued(works)
+            return works
+        if algorithm is not None:
+            assert call.x is not None and call.op is not None
+            algorithm.run(self, call.x.detach(), call.op)
+            return ()
+        if call.row.in_place and call.x is not None and call.x.is_inference():
+            # Gloo divides in place by an operator, which refuses an inference tensor outside of inference mode.
+            with torch.inference_mode():
+                return self.start(call)
+        return self.start(call)
+
+    def _carried_out(self, loaded: Loaded) -> Tensor | None:
+        """Start the call, wait for it, and return its result.
+
+        This is a separate function, so that a stored error does not keep its Works alive.
+        """
+        for work in self._started(loaded):
+            work.wait()
+        if loaded.checked.request.row is BARRIER:
+            self.confirm("barrier")
+        return finish(loaded)
 
     # -- the fast path --------------------------------------------------------------------------
 
@@ -197,6 +261,7 @@ class Communicator(Caller):
                 return NotImplemented
         recorder = self.recorder
         nbytes = x.nbytes * self.size if row.whole else x.nbytes
+        # Begins beyond this method and `collective`, because each frame that is looked at takes time.
         recorder.begin(self, counter, nbytes, x, users_frame(3))
         try:
             work = start(*row.arguments(sent, came, self.size, ()), options)
@@ -215,17 +280,17 @@ class Communicator(Caller):
         finally:
             recorder.end()
 
-    def _keep(self, request: Request) -> None:
+    def _keep(self, checked: Checked) -> None:
         """Prepare calls of this kind for the fast path, once they are no longer compared or traced."""
-        row, op, root, async_op = request.row, request.op, request.root, request.async_op
-        dtype, recorder = request.x.dtype, self.recorder
+        row, x, async_op, op, root, *_ = checked.request
+        dtype, recorder = x.dtype, self.recorder
         if recorder.check is None and recorder.spans is None and dtype in CARRIED:
             prepared = self.transport.prepare(row, op, root, not async_op)
             if prepared is not None:
                 counter = counter_of(recorder.counters, self.name, row.name)
-                device, gets = request.x.device, request.gets
                 divides = row.reduces and REDUCTIONS[op].wire.divided
-                self._ready[row, op, root, async_op, dtype] = Ready(*prepared, counter, device, gets, divides)
+                ready = Ready(*prepared, counter, x.device, checked.gets, divides)
+                self._ready[row, op, root, async_op, dtype] = ready
 
 
 @final

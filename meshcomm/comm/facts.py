@@ -5,14 +5,17 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from math import prod
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from meshcomm.collectives import ALL_TO_ALL, BARRIER, HOOKED, SCATTER, Collective
-from meshcomm.comm.shapes import is_ordered
-from meshcomm.transport.support import WIDENED, name_of
+from meshcomm.comm.request import OWN_OPTIONS, Checked
+from meshcomm.comm.shapes import sent_as
+from meshcomm.reductions import REDUCTIONS
+from meshcomm.transport.support import name_of
 
 # A longer list is compared by its length and a digest: a call and its callsite are exchanged in a kilobyte.
 _LONGEST: Final = 48
@@ -58,6 +61,45 @@ def facts_of(row: Collective, tensors: Sequence[Tensor], op: str | None, root: i
         facts |= {"input_split_sizes": None, "output_split_sizes": None}
     elif row.joins:
         facts["uneven"] = None
+    return facts
+
+
+def facts_of_call(checked: Checked, coord: int, processes: bool) -> dict[str, Any]:
+    """Return the facts of a call of the mesh.
+
+    coord: this rank's place in the group. processes: whether the ranks are processes. The simulator compares split sizes itself.
+    """
+    request, axis = checked.request, checked.axis
+    row, options = request.row, request.options
+    x = request.out if row is SCATTER else checked.source
+    op = request.op if row.reduces else None
+    facts = facts_of(row, [] if x is None else [x], op, request.root)
+    if x is not None:
+        shape = list(x.shape)
+        if checked.differs:
+            shape = [0 if place == axis else size for place, size in enumerate(shape)]
+        facts = {"shape": shape, **facts}
+    if checked.differs:
+        facts["elements"] = None
+    if row is SCATTER:
+        facts["out"] = False if x is None else None
+        facts["x_is"] = None if x is None or checked.problem is None else "not to be scattered"
+    elif row is ALL_TO_ALL:
+        facts |= {"split_axis": axis, "concat_axis": checked.concat}
+        facts["input_split_sizes"] = None if checked.sends is None else True
+        facts["output_split_sizes"] = None if checked.expects is None else True
+    elif row.joins or row.splits:
+        facts["axis"] = axis
+        if row.joins:
+            facts["uneven"] = options.uneven or None
+    facts |= {name: value for name, value in options._asdict().items() if name not in OWN_OPTIONS}
+    facts = shortened(facts | (options.packed or {}))
+    if processes and x is not None and checked.sends is not None and checked.expects is not None:
+        # Not by the number of elements: a rank without rows to send may still receive some.
+        count = prod([*x.shape[:axis], *x.shape[axis + 1 :]])
+        facts |= exchanged(coord, [n * count for n in checked.sends], [n * count for n in checked.expects])
+    if row.reduces and x is not None:
+        facts["sent as"] = sent_as(x.dtype, REDUCTIONS[request.op].wire.name)
     return facts
 
 
@@ -234,13 +276,6 @@ def balanced(calls: Sequence[Mapping[str, Any]]) -> bool:
             return False
         total += balance
     return total % _PRIME == 0
-
-
-def sent_as(x: Tensor, op: str) -> str | None:
-    """Return how the values of a reduction are sent, if that is not their own dtype."""
-    if is_ordered(x.dtype, op):
-        return "ordered integers"
-    return name_of(WIDENED[x.dtype]) if x.dtype in WIDENED else None
 
 
 def _one(values: list[Any]) -> Any:

@@ -74,7 +74,7 @@ class Handle(Generic[T]):
         # Store the instruction, not the line: finding the line takes longer, and it is rarely needed.
         place = None if pending is None else pending.place
         if place is None:
-            frame = users_frame(2)
+            frame = users_frame()
             place = frame.f_code, frame.f_lasti
         self._place = place
 

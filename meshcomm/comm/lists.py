@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from itertools import pairwise
 from operator import attrgetter
 from typing import Any
 
@@ -13,17 +12,16 @@ from torch import Tensor
 
 from meshcomm.collectives import Collective
 from meshcomm.comm.checks import (
-    all_usable,
+    all_plain,
     check_apart,
     check_coord,
-    check_in_place,
-    check_tensor,
-    check_written,
-    value_of,
+    check_input,
+    lie_apart,
 )
 from meshcomm.comm.communicator import Communicator
 from meshcomm.comm.facts import facts_of_list
 from meshcomm.comm.handle import Handle
+from meshcomm.comm.request import NO_OPTIONS, Options
 from meshcomm.comm.shapes import materialised, pack, unpack, unwatched
 from meshcomm.errors import ShapeError
 from meshcomm.transport.torch_private import copy_all
@@ -34,7 +32,13 @@ _DTYPE, _NBYTES = attrgetter("dtype"), attrgetter("nbytes")
 
 
 def collective(
-    comm: Communicator, row: Collective, tensors: Sequence[Tensor], async_op: bool, **options: Any
+    comm: Communicator,
+    row: Collective,
+    tensors: Sequence[Tensor],
+    async_op: bool,
+    op: str | None = None,
+    root: int = -1,
+    options: Options | None = None,
 ) -> list[Tensor] | Handle[list[Tensor]]:
     """Run an in-place collective on a list of tensors, through `Communicator.collective`."""
     call = f"{row.name} of a list"
@@ -47,24 +51,21 @@ def collective(
             hint="torch.as_tensor(x), or mesh.objects for plain Python objects",
         )
     if row.root is not None:
-        check_coord(options["root"], comm.size, row.root, where)
+        check_coord(root, comm.size, row.root, where)
     # A fast check for the common case, as lists are long.
-    dense = all_usable(tensors, comm.transport.device)
+    dense = all_plain(tensors, comm.transport.device)
     if not dense:
-        tensors = [value_of(x) for x in tensors]
-    for x in tensors if not dense else ():
-        check_tensor(x, comm.kinds, where)
-        check_in_place(x, where, row.with_gradient)
-        check_written(x, where)
+        tensors = [check_input(x, comm.kinds, where, row.functional, written=True) for x in tensors]
     # An empty list is a call, too: another rank may pass one that is not empty.
     messages = _messages(tensors, dense) or [[]]
-    if len(messages) > 1 and not (dense and _lie_apart(tensors)):
+    if len(messages) > 1 and not (dense and lie_apart(tensors)):
         check_apart(tensors, (), where, lambda one, other: one.dtype == other.dtype)
 
     def started(group: list[Tensor], async_op: bool = False) -> Any:
         whole = group or [torch.empty(0, device=comm.transport.device)]
         x = pack(whole if dense else [materialised(x) for x in whole])
-        found = comm.collective(row, x, async_op, **options, **packed(comm, tensors, group))
+        chosen = packed(comm, tensors, group, options)
+        found = comm.collective(row, x, async_op, op, root=root, options=chosen)
         if comm.recorder.span is not None:
             comm.recorder.span.of(group)
         return found
@@ -80,13 +81,18 @@ def collective(
 
 
 def packed(
-    comm: Communicator, tensors: Sequence[Tensor], message: Sequence[Tensor] | None = None
-) -> dict[str, Any]:
-    """Return the option of `Communicator.collective` for a tensor that packs others, while calls are compared.
+    comm: Communicator,
+    tensors: Sequence[Tensor],
+    message: Sequence[Tensor] | None = None,
+    options: Options | None = None,
+) -> Options | None:
+    """Return the options of a call whose tensor packs others: their facts are compared, while calls are.
 
-    message: those of the tensors that it packs; None for all.
+    message: those of the tensors that it packs; None for all. options: the other options.
     """
-    return {} if comm.recorder.check is None else {"packed": facts_of_list(tensors, message or tensors)}
+    if comm.recorder.check is None:
+        return options
+    return (options or NO_OPTIONS)._replace(packed=facts_of_list(tensors, message or tensors))
 
 
 def _finish(
@@ -108,12 +114,6 @@ def _write(packed: Tensor, group: list[Tensor], dense: bool) -> None:
                 x.copy_(value)
         else:
             copy_all(group, values)
-
-
-def _lie_apart(tensors: Sequence[Tensor]) -> bool:
-    """Return whether the given contiguous tensors share no memory."""
-    spans = sorted(zip(map(Tensor.data_ptr, tensors), map(_NBYTES, tensors), strict=True))
-    return all(begin + nbytes <= other for (begin, nbytes), (other, _) in pairwise(spans))
 
 
 def _messages(tensors: Sequence[Tensor], one_device: bool) -> list[list[Tensor]]:

@@ -15,6 +15,7 @@ from meshcomm.collectives import ALL_GATHER, ALL_TO_ALL, BROADCAST, GATHER
 from meshcomm.comm.checks import OWN_TAGS, check_answered, check_coord, check_other, check_tag
 from meshcomm.comm.codec import HEADER_BYTES, decode, encode
 from meshcomm.comm.communicator import Communicator, CommunicatorCache
+from meshcomm.comm.request import Options
 from meshcomm.errors import LayoutError, ObjectError
 from meshcomm.layout import Dims
 from meshcomm.layout.sizes import fold
@@ -98,13 +99,7 @@ class Objects:
         Called by: every rank along `dims`, in the same program order.
         Raises:    ObjectError, on every rank along `dims`.
         """
-        call = self._call(dims, "all_gather", -1, pickle, max_bytes)
-        if self._is_fake:
-            return [self._own_of(call, obj, call.comm.size)] * call.comm.size
-        with call.begun() as (comm, moves):
-            mine, sizes = call.agree(comm, lambda: [obj], moves)
-            parts = _gathered(comm, mine[0], sizes)
-        return [call.decoded(part) for part in parts]
+        return self._gathered(self._call(dims, "all_gather", -1, pickle, max_bytes), obj)
 
     def gather(
         self, dims: Dims, obj: Any, dst: int, *, pickle: bool = False, max_bytes: int = MAX_BYTES
@@ -115,13 +110,8 @@ class Objects:
         Raises:    ObjectError, on every rank along `dims`; LayoutError if dst is not a coord.
         """
         call = self._call(dims, "gather", dst, pickle, max_bytes)
-        if self._is_fake:
-            found = [self._own_of(call, obj, call.comm.size)] * call.comm.size
-            return found if call.comm.coord == dst else None
-        with call.begun() as (comm, moves):
-            mine, sizes = call.agree(comm, lambda: [obj], moves)
-            parts = _gathered(comm, mine[0], sizes, dst)
-        return [call.decoded(part) for part in parts] if comm.coord == dst else None
+        objects = self._gathered(call, obj)
+        return objects if call.comm.coord == dst else None
 
     def scatter(
         self,
@@ -145,9 +135,11 @@ class Objects:
             self._nobody(call)
         with call.begun() as (comm, moves):
             mine, _ = call.agree(comm, lambda: _one_each(objs, comm.size) if comm.coord == src else [], moves)
-            input_split_sizes = [message.numel() for message in mine] or [0] * comm.size
+            sizes = [message.numel() for message in mine] or [0] * comm.size
             own = comm.collective(
-                ALL_TO_ALL, torch.cat(mine) if mine else call.blank(0), input_split_sizes=input_split_sizes
+                ALL_TO_ALL,
+                torch.cat(mine) if mine else call.blank(0),
+                options=Options(input_split_sizes=sizes),
             )
         return call.decoded(own)
 
@@ -218,6 +210,15 @@ class Objects:
         comm = self._at.along(dims)
         check_tag(tag, lambda: comm.where(f"objects.{name}"))
         return _Call(comm, name, root, _Offer("", 0, None, None, max_bytes, bool(pickle)), self._device)
+
+    def _gathered(self, call: _Call, obj: Any) -> list[Any]:
+        """Return every rank's object; [] on ranks other than the root, if there is one."""
+        if self._is_fake:
+            return [self._own_of(call, obj, call.comm.size)] * call.comm.size
+        with call.begun() as (comm, moves):
+            mine, sizes = call.agree(comm, lambda: [obj], moves)
+            parts = _gathered_bytes(comm, mine[0], sizes, call.root)
+        return [call.decoded(part) for part in parts]
 
     def _own_of(self, call: _Call, obj: Any, copies: int = 1, group: bool = True) -> Any:
         """Return this rank's object as the result of a call in a simulated world. The call is counted like any other."""
@@ -402,14 +403,14 @@ class _Call:
         raise error from self._cause
 
 
-def _gathered(comm: Communicator, mine: Tensor, sizes: list[int], dst: int | None = None) -> list[Tensor]:
-    """Return every rank's bytes in coord order: on coord `dst` if it is given, otherwise on all ranks."""
+def _gathered_bytes(comm: Communicator, mine: Tensor, sizes: list[int], root: int) -> list[Tensor]:
+    """Return every rank's bytes in coord order: on coord `root`, or on all ranks if it is -1."""
     longest = max(sizes)
     # Padding to the longest object may at most double the data to move and store.
     even = longest * comm.size <= max(2 * sum(sizes), 1 << 16)
     x = pad(mine, (0, longest - mine.numel())) if even else mine
-    row, root = (ALL_GATHER, -1) if dst is None else (GATHER, dst)
-    found = comm.collective(row, x, root=root, uneven=not even)
+    row = ALL_GATHER if root < 0 else GATHER
+    found = comm.collective(row, x, root=root, options=None if even else Options(uneven=True))
     if found is None:
         return []
     parts = found.split([longest] * comm.size if even else sizes)

@@ -15,19 +15,17 @@ from torch.autograd.profiler import record_function
 from meshcomm.comm.callsite import line_of
 from meshcomm.comm.checks import (
     OWN_TAGS,
-    all_usable,
+    all_plain,
     check_answered,
     check_apart,
     check_coord,
     check_envelopes,
-    check_in_place,
+    check_input,
     check_offset,
     check_other,
     check_tag,
-    check_tensor,
-    check_written,
     is_plain,
-    value_of,
+    lie_apart,
 )
 from meshcomm.comm.flight_recorder import Caller, FlightRecorder
 from meshcomm.comm.handle import Handle
@@ -59,7 +57,7 @@ class Messages(Caller):
     """Point-to-point messages along `name`; each communicator has one. Peers are coords.
 
     Every call ends in `_start`, with one message or many, blocking or not. A message is not checked if its tensor
-    is `usable` and an earlier message with the same peer, tag and dtype was checked.
+    is plain and an earlier message with the same peer, tag and dtype was checked.
     """
 
     def __init__(self, name: str, transport: Transport, who: str, recorder: FlightRecorder) -> None:
@@ -79,7 +77,7 @@ class Messages(Caller):
         """Send `x` to coord `dst`; with `async_op`, return a handle. See `Mesh.send`."""
         if not handshake and self._is_fast("send", x, dst, tag):
             return self._start(Batch("send", [P2P("send", x, dst, tag)], async_op, carried=True))
-        end = self._checked("send", "send", x, dst, tag)
+        _, end = self._checked("send", "send", x, dst, tag)
         ends = [end._replace(x=header_of(end.x, self.where("send"))), end] if handshake else [end]
         return self._start(Batch("send", ends, async_op, nbytes=end.x.nbytes))
 
@@ -92,9 +90,8 @@ class Messages(Caller):
             written([out])
             ends = [P2P("recv", out, src, tag)]
             return self._start(Batch("recv", ends, async_op, result=out, source=src, carried=True))
-        out = value_of(out)
         if out is None and not async_op:
-            header = self._checked("recv", "recv", blank_header(self._device), src, tag)
+            _, header = self._checked("recv", "recv", blank_header(self._device), src, tag)
             check_answered(
                 self.transport.name, "the message's shape", self.where("recv"), "out=torch.empty(...)"
             )
@@ -103,20 +100,18 @@ class Messages(Caller):
                 out = described_by(header.x)
             finally:
                 self.confirm("recv")
-        end = self._checked("recv", "irecv" if async_op else "recv", out, src, tag)
-        assert out is not None
+        out, end = self._checked("recv", "irecv" if async_op else "recv", out, src, tag)
         return self._start(Batch("recv", [end], async_op, partial(into, out, end.x), source=src))
 
     def recv_any(self, out: Tensor | None, tag: int = 0) -> tuple[Tensor, int]:
         """Receive from the rank that sends first, and return the tensor and that rank's coord. See `Mesh.recv_any`."""
-        out = value_of(out)
         first = blank_header(self._device) if out is None else out
-        end = self._checked("recv", "recv_any", first, None, tag)
+        first, end = self._checked("recv", "recv_any", first, None, tag)
         handle = self._start(Batch("recv_any", [end], True, calls=0 if out is None else 1))
         handle._at_once()
         handle.wait()
         if out is not None:
-            return into(out, end.x), handle.source
+            return into(first, end.x), handle.source
         return self.recv(described_by(end.x), handle.source, tag), handle.source
 
     def exchange(
@@ -133,13 +128,12 @@ class Messages(Caller):
             return self._start(Batch(call, ends, async_op, result=outs, carried=True))
         check_envelopes(sends, "sends", partial(self.where, call))
         check_envelopes(recvs, "recvs", partial(self.where, call))
-        sends, recvs = ([(value_of(x), *more) for x, *more in each] for each in (sends, recvs))
-        coming = [self._checked("recv", call, *each) for each in recvs]
-        going = [self._checked("send", call, *each) for each in sends]
+        received = [self._checked("recv", call, *each) for each in recvs]
+        sent = [self._checked("send", call, *each) for each in sends]
         if call == "exchange":
-            check_apart([x for x, *_ in recvs], [x for x, *_ in sends], partial(self.where, call))
-
-        finish = partial(_received, [each[0] for each in recvs], [end.x for end in coming])
+            check_apart([out for out, _ in received], [x for x, _ in sent], partial(self.where, call))
+        finish = partial(_finish, received)
+        coming, going = [end for _, end in received], [end for _, end in sent]
         self._copy_own(call, coming, going)
         if ends := [end for end in (*coming, *going) if end.peer != self.coord]:
             return self._start(Batch(call, ends, async_op, finish))
@@ -159,9 +153,7 @@ class Messages(Caller):
                 return out
         goes, comes = 0 <= target < self.size, 0 <= source < self.size
         if not goes or not self._is_fast("send", x, target, 0):
-            x = value_of(x)
-            check_tensor(x, self.kinds, partial(self.where, "shift"))
-            check_in_place(x, partial(self.where, "shift"), "shift")
+            x = check_input(x, self.kinds, partial(self.where, "shift"), "shift")
         if target == self.coord:
             return x.detach().clone()
         buffer = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -173,7 +165,7 @@ class Messages(Caller):
 
     def _fast_batch(self, sends: Any, recvs: Any) -> list[P2P] | None:
         """Return the messages of an exchange, receives first; None if any message still has to be checked."""
-        known, ends, tensors, spans = self._fast, [], [], []
+        known, ends, tensors = self._fast, [], []
         device: Any = None
         try:
             direction: Direction
@@ -187,22 +179,11 @@ class Messages(Caller):
                     device = known[direction, peer, tag, x.dtype]
                     ends.append(P2P(direction, x, peer, tag))
                     tensors.append(x)
-            if not ends or not all_usable(tensors, device):
+            if not ends or not all_plain(tensors, device):
                 return None
-            for end in ends:
-                begin, comes = end.x.data_ptr(), end.direction == "recv"
-                spans.append((begin, begin + end.x.nbytes, comes))
+            return ends if lie_apart(tensors[: len(recvs)], tensors[len(recvs) :]) else None
         except (AttributeError, KeyError, TypeError, ValueError, RuntimeError):
             return None
-        # A message's receive buffer must not overlap any other; see check_apart.
-        spans.sort()
-        reach = received = 0
-        for begin, end_, comes in spans:
-            if begin < received or (comes and begin < reach):
-                return None
-            reach = max(reach, end_)
-            received = max(received, end_) if comes else received
-        return ends
 
     def _is_fast(self, direction: Direction, x: Any, peer: object, tag: object) -> bool:
         """Return whether a message of this kind was checked before, and `x` can be sent unchanged."""
@@ -213,32 +194,30 @@ class Messages(Caller):
         # True, 1.0 and NumPy's 1 hash like 1, so check types.
         return device is not None and type(peer) is type(tag) is int and unobserved() and is_plain(x, device)
 
-    def _checked(self, direction: Direction, call: str, x: Any, peer: Any, tag: int = 0) -> P2P:
-        """Return one end of a message for `x`. peer: None for any source, which only irecv and recv_any accept."""
+    def _checked(
+        self, direction: Direction, call: str, x: Any, peer: Any, tag: int = 0
+    ) -> tuple[Tensor, P2P]:
+        """Return the caller's tensor, and one end of a message with the memory that is sent or received.
+
+        peer: None for any source, which only irecv and recv_any accept.
+        """
         if self._is_fast(direction, x, peer, tag):
-            return P2P(direction, x, peer, tag)
-
-        def where() -> str:
-            return self.where(call)
-
-        x = value_of(x)
-        check_tensor(x, self.kinds, where)
+            return x, P2P(direction, x, peer, tag)
+        where, comes = partial(self.where, call), direction == "recv"
+        x = check_input(x, self.kinds, where, "shift" if comes else None, written=comes)
         if peer is None and call in ("irecv", "recv_any"):
             self._check_any(call)
         else:
             any_source = peer is None and call == "recv"
             hint = "x, src = mesh.recv_any(dims, x), for the rank that sends first" if any_source else None
-            end = "dst" if direction == "send" else "src"
+            end = "src" if comes else "dst"
             check_coord(peer, self.size, end, where, hint)
             if call != "exchange":
                 check_other(peer, self.coord, end, where)
         # The library's own calls, recorded separately, may use the reserved tags.
         if type(tag) is not int or tag < 0 or (tag >= OWN_TAGS and not self.recorder.inside):
             check_tag(tag, where)
-        if direction == "recv":
-            check_in_place(x, where, "shift")
-            check_written(x, where)
-        dense = leaving(x) if direction == "send" else buffer_for(x)
+        dense = buffer_for(x) if comes else leaving(x)
         if (
             dense is x
             and peer not in (None, self.coord)
@@ -249,7 +228,7 @@ class Messages(Caller):
             and self.recorder.messages.settled(direction, peer)
         ):
             self._fast[direction, peer, tag, x.dtype] = x.device
-        return P2P(direction, dense, peer, tag)
+        return x, P2P(direction, dense, peer, tag)
 
     def _check_any(self, call: str) -> None:
         if self.size == 1:
@@ -415,5 +394,5 @@ def _carried(ends: Sequence[P2P]) -> list[P2P]:
     return [end if end.x.dtype in CARRIED else end._replace(x=as_bytes(end.x.view(-1))) for end in ends]
 
 
-def _received(outs: Sequence[Tensor], buffers: Sequence[Tensor]) -> list[Tensor]:
-    return [into(out, buffer) for out, buffer in zip(outs, buffers, strict=True)]
+def _finish(received: Sequence[tuple[Tensor, P2P]]) -> list[Tensor]:
+    return [into(out, end.x) for out, end in received]

@@ -21,9 +21,10 @@ from meshcomm.algorithms import (
 )
 from meshcomm.algorithms.schedule import bounds
 from meshcomm.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
-from meshcomm.comm.checks import OWN_TAGS, check_in_place, check_tensor, check_written, is_wrapper, value_of
+from meshcomm.comm.checks import OWN_TAGS, check_input, check_tensor, is_wrapper, value_of
 from meshcomm.comm.communicator import Communicator
 from meshcomm.comm.handle import Handle
+from meshcomm.comm.request import NO_OPTIONS, Options
 from meshcomm.comm.shapes import into, materialised, unwatched
 from meshcomm.reductions import REDUCTIONS, WIRE_OPS
 
@@ -75,7 +76,7 @@ class Algorithm(NamedTuple):
 
 
 def all_reduce(
-    comm: Communicator, x: Tensor, op: str, algorithm: Algorithm, factor: float | None = None
+    comm: Communicator, x: Tensor, op: str, algorithm: Algorithm, options: Options | None = None
 ) -> Tensor:
     """Reduce `x` in place over `comm` by the schedule of `algorithm`, and return it.
 
@@ -85,7 +86,8 @@ def all_reduce(
     """
     # Even with nothing to reduce, the ranks synchronize, so that a skipped call is noticed.
     chosen = algorithm if is_wrapper(x) or x.numel() > 0 else None
-    reduced: Tensor = comm.collective(ALL_REDUCE, x, False, op, factor=factor, algorithm=chosen)
+    options = (options or NO_OPTIONS)._replace(algorithm=chosen)
+    reduced: Tensor = comm.collective(ALL_REDUCE, x, False, op, options=options)
     return reduced
 
 
@@ -151,7 +153,7 @@ def _run(
                 combine(left, right, out=mine)
 
 
-def hierarchical(comms: Sequence[Communicator], x: Tensor, op: str, factor: float | None = None) -> Tensor:
+def hierarchical(comms: Sequence[Communicator], x: Tensor, op: str, options: Options | None = None) -> Tensor:
     """Reduce `x` in place over the dims of `comms`, outermost first, and return it.
 
     Along the innermost dim, a reduce_scatter leaves each rank with slice number `coord`. The slices are reduced over the
@@ -160,16 +162,14 @@ def hierarchical(comms: Sequence[Communicator], x: Tensor, op: str, factor: floa
     result equals that of a flat all_reduce up to rounding, because the order of summation differs.
     """
     inner = comms[-1]
-    given: dict[str, Any] = {} if factor is None else {"factor": factor}
     where, x = partial(inner.where, "all_reduce"), value_of(x)
     check_tensor(x, inner.kinds, where)
     if len(comms) == 1 or x.numel() == 0:
         # Even with an empty tensor, the ranks synchronize, so that a skipped call is noticed.
         for comm in comms:
-            comm.collective(ALL_REDUCE, x, False, op, **given)
+            comm.collective(ALL_REDUCE, x, False, op, options=options)
         return x
-    check_in_place(x, where, "all_reduce")
-    check_written(x, where)
+    check_input(x, inner.kinds, where, ALL_REDUCE.functional, written=True)
     flat = materialised(x).view(-1)
     length = flat.numel()
     padding = -length % inner.size
@@ -183,7 +183,7 @@ def hierarchical(comms: Sequence[Communicator], x: Tensor, op: str, factor: floa
     gathering: list[Handle[Tensor]] = []
 
     def reduce(number: int) -> Any:
-        return inner.collective(REDUCE_SCATTER, pieces[number], True, op, **given)
+        return inner.collective(REDUCE_SCATTER, pieces[number], True, op, options=options)
 
     def gather() -> None:
         across, mine, piece = crossing.popleft()

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from meshcomm.errors import ShapeError
 from meshcomm.reductions import WIRE_OPS
+from meshcomm.transport.support import WIDENED, name_of
 from meshcomm.transport.torch_private import written
 
 # The dtypes that every backend supports directly.
@@ -110,11 +111,6 @@ def pack(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat([x if x.ndim == 1 else x.reshape(-1) for x in tensors])
 
 
-def without(x: Tensor, axis: int) -> Tensor:
-    """Return `x` with size 0 along `axis`, so that ranks whose sizes along `axis` differ can compare shapes."""
-    return x.new_empty(0).expand(0) if x.ndim == 0 else x.narrow(axis, 0, 0)
-
-
 # -- the form in which a tensor is sent ------------------------------------------------------------
 
 
@@ -144,12 +140,35 @@ def as_bytes(flat: Tensor) -> Tensor:
     return flat.view(torch.uint8)
 
 
-def is_ordered(dtype: torch.dtype, op: str) -> bool:
-    """Return whether this reduction sends `as_ordered`: backends disagree on whether NaN is less than a number."""
+def sent_as(dtype: torch.dtype, op: str) -> str | None:
+    """Return how the values of a reduction are sent, if that is not their own dtype."""
+    if _is_ordered(dtype, op):
+        return "ordered integers"
+    return name_of(WIDENED[dtype]) if dtype in WIDENED else None
+
+
+def as_reduced(x: Tensor, op: str) -> Tensor:
+    """Return the values of `x` in the form in which a reduction sends them; `x` itself if that is its own."""
+    if _is_ordered(x.dtype, op):
+        return _ordered(x, op)
+    return x.to(WIDENED[x.dtype]) if x.dtype in WIDENED else x
+
+
+def from_reduced(came: Tensor, dtype: torch.dtype, op: str) -> Tensor:
+    """Return the values of a received tensor, in `dtype` or a wider dtype."""
+    if not _is_ordered(dtype, op):
+        return came
+    kind = _INTS[dtype]
+    keys = came.to(kind)
+    return torch.where(keys < 0, keys ^ torch.iinfo(kind).max, keys).view(dtype)
+
+
+def _is_ordered(dtype: torch.dtype, op: str) -> bool:
+    """Return whether floats are sent as `_ordered`: backends disagree on whether NaN is less than a number."""
     return WIRE_OPS[op].nan is not None and dtype in _INTS
 
 
-def as_ordered(x: Tensor, op: str) -> Tensor:
+def _ordered(x: Tensor, op: str) -> Tensor:
     """Return integers that sort like the floats in `x`. NaN sorts last for max and first for min.
 
     The bits of floats, read as integers, are ordered except below zero, where all bits but the sign are inverted. So
@@ -162,15 +181,6 @@ def as_ordered(x: Tensor, op: str) -> Tensor:
     keys.masked_fill_(x.isnan(), limits.max if WIRE_OPS[op].nan == "greatest" else limits.min)
     # No backend reduces 16-bit integers.
     return keys.to(torch.int32) if kind is torch.int16 else keys
-
-
-def from_ordered(carried: Tensor, dtype: torch.dtype, op: str) -> Tensor:
-    """Return the values of a received tensor; `carried` itself if it was not sent as `as_ordered`."""
-    if not is_ordered(dtype, op):
-        return carried
-    kind = _INTS[dtype]
-    keys = carried.to(kind)
-    return torch.where(keys < 0, keys ^ torch.iinfo(kind).max, keys).view(dtype)
 
 
 # -- dtype and shape as a message ------------------------------------------------------------------

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections import namedtuple
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from inspect import signature
 from typing import Any, Final
@@ -18,9 +18,9 @@ import meshcomm
 from meshcomm.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL
 from meshcomm.comm import communicator
 from meshcomm.comm.check_call import check
-from meshcomm.comm.communicator import Communicator
+from meshcomm.comm.handle import Handle
 from meshcomm.comm.p2p import Messages
-from meshcomm.comm.request import Request
+from meshcomm.comm.request import Options
 from meshcomm.errors import CallMismatchError, CommunicationError, MeshcommError, ShapeError
 from meshcomm.testing import Pool
 from meshcomm.transport import ProcessGroupTransport
@@ -323,35 +323,33 @@ def test_messages_that_were_checked_once_are_not_checked_again(monkeypatch: pyte
 # -- an option that somebody adds ---------------------------------------------------------------------------
 
 
-@dataclass(slots=True, eq=False)
-class WithOption(Request):  # type: ignore[misc]
-    interleave: bool = False
+# Options, with another field.
+WithOption: Any = namedtuple("WithOption", (*Options._fields, "interleave"), defaults=(*Options(), False))
 
 
 @pytest.mark.mesh(dp=2, validate_calls=0, via="gloo")
 def test_an_option_that_the_fast_path_does_not_know_takes_the_stages(mesh: Any) -> None:
     seen = []
 
-    def checked(request: Any) -> None:
-        seen.append(request.interleave)
-        check(request)
+    def checked(comm: Any, request: Any) -> Any:
+        seen.append(request.options.interleave)
+        return check(comm, request)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(communicator, "Request", WithOption)
-        patch.setattr(communicator, "check", checked)
-        comm, x = mesh._at["dp"], torch.ones(4)
-        calls = [
-            partial(comm.collective, ALL_GATHER, x),
-            partial(comm.collective, ALL_REDUCE, x, False, "sum"),
-            partial(comm.collective, ALL_TO_ALL, x),
-        ]
-        for call in calls:
-            for _ in range(70):
-                call()
+    comm, x = mesh._at["dp"], torch.ones(4)
+    calls = [
+        partial(comm.collective, ALL_GATHER, x),
+        partial(comm.collective, ALL_REDUCE, x, False, "sum"),
+        partial(comm.collective, ALL_TO_ALL, x),
+    ]
+    for call in calls:
+        for _ in range(70):
+            call()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(communicator, "check", checked)
             seen.clear()
             call()
             assert seen == []
-            call(interleave=True)
+            call(options=WithOption(interleave=True))
             assert seen == [True]
     with pytest.raises(TypeError, match="interleave"):
         mesh.all_gather("dp", torch.ones(4), interleave=True)
@@ -359,19 +357,35 @@ def test_an_option_that_the_fast_path_does_not_know_takes_the_stages(mesh: Any) 
 
 @pytest.mark.mesh(dp=2, via="gloo", timeout_s=20)
 def test_an_option_that_somebody_adds_is_compared(mesh: Any) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(communicator, "Request", WithOption)
-        comm, x = mesh._at["dp"], torch.ones(4)
-        assert comm.collective(ALL_GATHER, x, interleave=True).numel() == 8
-        with pytest.raises(CallMismatchError, match="interleave True"):
-            comm.collective(ALL_GATHER, x, **({"interleave": True} if mesh.rank else {}))
+    comm, x = mesh._at["dp"], torch.ones(4)
+    assert comm.collective(ALL_GATHER, x, options=WithOption(interleave=True)).numel() == 8
+    with pytest.raises(CallMismatchError, match="interleave True"):
+        comm.collective(ALL_GATHER, x, options=WithOption(interleave=mesh.rank == 1))
 
 
-# What a keyword of a public collective is given, to see whether it arrives; another one for each type.
-GIVEN: dict[str, Any] = {
-    "axis": 1, "dim": 1, "split_axis": 1, "concat_axis": 1, "op": "max", "factor": 2.0, "algorithm": "ring", "uneven": True,
-    "input_split_sizes": [1, 1], "output_split_sizes": [1, 1], "async_op": True, "src": 1, "dst": 1,
-}  # fmt: skip
+# Two values for each keyword of a public collective, with which the same call ends differently: in another result, in
+# another record of the call, or in an error with one of the two.
+TWO_VALUES: dict[str, tuple[Any, Any]] = {
+    "axis": (0, 1),
+    "dim": (0, 1),
+    "split_axis": (0, 1),
+    "concat_axis": (0, 1),
+    "op": ("sum", "max"),
+    "factor": (2.0, 3.0),
+    "algorithm": ("flat", "ring"),
+    "uneven": (False, True),
+    "input_split_sizes": ([1, 1], [2, 0]),
+    "output_split_sizes": ([1, 1], [2, 0]),
+    "async_op": (False, True),
+    "src": (0, 1),
+    "dst": (0, 1),
+    "out": (None, "out"),
+}
+# What a keyword needs in addition, on both sides.
+NEEDED: dict[str, dict[str, Any]] = {
+    "factor": {"op": "premul_sum"},
+    "output_split_sizes": {"input_split_sizes": [1, 1]},
+}
 PUBLIC = (
     "all_reduce",
     "reduce",
@@ -384,31 +398,61 @@ PUBLIC = (
 )
 
 
-def test_every_keyword_of_a_public_collective_reaches_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A keyword that a method takes and does not hand on would have no effect, in silence."""
-    calls: list[Any] = []
-    monkeypatch.setattr(
-        Communicator, "collective", lambda self, *given, **options: calls.append((given, options))
-    )
+# The sizes of `out` along axis 0, if x has two.
+OUT = {"reduce_scatter": 1, "scatter": 1, "all_to_all": 2, "all_gather": 4, "gather": 4}
 
-    def body(mesh: Any) -> None:
-        for name in PUBLIC:
-            method, x = getattr(mesh, name), torch.ones(2, 2)
-            usual = {key: 0 for key in ("src", "dst") if key in signature(method).parameters}
-            for key in signature(method).parameters:
-                if key in ("dims", "x"):
-                    continue
-                calls.clear()
-                value = torch.zeros(2, 2) if key == "out" else GIVEN[key]
-                method("dp", x, **usual)
-                method("dp", x, **{**usual, key: value})
-                plain, given = ({**dict(enumerate(places)), **options} for places, options in calls)
-                changed = [arrived for place, arrived in given.items() if arrived is not plain.get(place)]
-                assert any(
-                    arrived is value or getattr(arrived, "name", None) == value for arrived in changed
-                ), f"{name}({key}=) has no effect"
 
-    meshcomm.simulate(body, dims={"dp": 1})
+def ending(name: str, given: dict[str, Any], listed: bool) -> Any:
+    """How a call on two ranks ends: what each rank gets and which calls it counts, or the error.
+
+    listed: whether x is a list of two tensors.
+    """
+
+    def body(mesh: Any) -> Any:
+        # The sizes may differ only with uneven=, and must differ to show that it has an effect.
+        rows = 2 + (mesh.rank if "uneven" in given else 0)
+        x = torch.arange(1.0, 1 + 2 * rows).view(rows, 2) * 10**mesh.rank
+        out = None
+        if given.get("out") is not None:
+            out = torch.zeros(OUT[name] + ("uneven" in given), 2)
+        more = {**given, "out": out} if "out" in given else given
+        result = getattr(mesh, name)("dp", [x, 2 * x] if listed else x, **more)
+        is_handle = isinstance(result, Handle)
+        if isinstance(result, Handle):
+            result = result.wait()
+        parts = result if listed else [result]
+        values = [None if part is None else part.tolist() for part in parts]
+        return is_handle, values, result is out, [row.call for row in mesh.stats().rows]
+
+    try:
+        return meshcomm.simulate(body, dims={"dp": 2}, device="cpu")
+    except MeshcommError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_every_keyword_of_a_public_collective_has_an_effect(name: str) -> None:
+    """Beside other keywords, too: an option that only some ways of a call hand on would be ignored in silence."""
+    keywords = signature(getattr(meshcomm.Mesh, name)).parameters.keys() - {"self", "dims", "x"}
+    usual = {key: 0 for key in ("src", "dst") if key in keywords}
+    beside: list[dict[str, Any]] = [
+        {},
+        *({key: TWO_VALUES[key][1]} for key in ("async_op", "out", "algorithm") if key in keywords),
+    ]
+    ways = [(others, False) for others in beside]
+    if name in ("all_reduce", "broadcast"):
+        ways.append(({}, True))
+    for key in keywords:
+        assert key in TWO_VALUES, f"give two values of {key}= with which {name} ends differently"
+        for others, listed in ways:
+            # An algorithm is refused in other ways, and along another axis the shape of `out` differs.
+            alone = key == "algorithm" and (others or listed)
+            if key in others or alone or (key in ("axis", "dim") and "out" in others):
+                continue
+            given: dict[str, Any] = {**usual, **NEEDED.get(key, {}), **others}
+            one, other = (ending(name, {**given, key: value}, listed) for value in TWO_VALUES[key])
+            assert one != other, f"{name}({key}=) has no effect beside {others}, x a list: {listed}"
+            assert not (isinstance(one, str) and isinstance(other, str)), one
 
 
 @pytest.mark.mesh(dp=2, validate_calls=0, via="gloo", timeout_s=20)
