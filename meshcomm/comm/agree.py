@@ -10,12 +10,13 @@ import torch
 from meshcomm.collectives import ALL_GATHER, ALL_TO_ALL, BROADCAST, SCATTER, Call
 from meshcomm.comm.check_call import misfit
 from meshcomm.comm.checks import check_answered
-from meshcomm.comm.facts import exchanged, facts_of, sent_as, shortened
 from meshcomm.comm.request import Request
-from meshcomm.comm.shapes import blank_header, described_by, without
+from meshcomm.comm.shapes import blank_header, described_by, is_ordered, without
 from meshcomm.errors import MeshcommError, ShapeError
 from meshcomm.reductions import REDUCTIONS
 from meshcomm.transport import ProcessGroupTransport
+from meshcomm.transport.support import WIDENED, name_of
+from meshcomm.watch.facts import exchanged, facts_of, shortened
 
 
 def agree(request: Request) -> None:
@@ -52,7 +53,7 @@ def _facts(request: Request) -> dict[str, Any]:
     if request.differs:
         facts["elements"] = None
     if x is not None and row.reduces:
-        facts["sent as"] = sent_as(x, REDUCTIONS[op].wire.name)
+        facts["sent as"] = _sent_as(x, REDUCTIONS[op].wire.name)
     if row is SCATTER:
         refused = request.problem is not None and out is not None
         facts |= {
@@ -68,6 +69,13 @@ def _facts(request: Request) -> dict[str, Any]:
         facts |= {"uneven": True if request.uneven else None} if row.joins else {}
     # Each rank has its own factor, so factors are not compared.
     return shortened(facts | request.options | (request.packed or {})) | _given_sizes(request)
+
+
+def _sent_as(x: torch.Tensor, op: str) -> str | None:
+    """Return how the values of a reduction are sent, if that is not their own dtype."""
+    if is_ordered(x.dtype, op):
+        return "ordered integers"
+    return name_of(WIDENED[x.dtype]) if x.dtype in WIDENED else None
 
 
 def _given_sizes(request: Request) -> dict[str, Any]:

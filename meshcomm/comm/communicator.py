@@ -13,12 +13,10 @@ from torch import Tensor
 
 from meshcomm.collectives import BARRIER, REDUCE, Collective
 from meshcomm.comm.agree import agree
-from meshcomm.comm.callsite import users_frame
+from meshcomm.comm.caller import Caller
 from meshcomm.comm.check_call import check
 from meshcomm.comm.checks import apart, is_plain, value_of
-from meshcomm.comm.counters import CallCounter, counter_of
-from meshcomm.comm.flight_recorder import Caller, FlightRecorder
-from meshcomm.comm.handle import Handle, failure
+from meshcomm.comm.handle import Handle
 from meshcomm.comm.p2p import Messages
 from meshcomm.comm.request import Request
 from meshcomm.comm.shapes import CARRIED
@@ -28,6 +26,9 @@ from meshcomm.layout import Dims
 from meshcomm.reductions import REDUCTIONS
 from meshcomm.transport import Transport
 from meshcomm.transport.torch_private import written
+from meshcomm.watch.callsite import users_frame
+from meshcomm.watch.counters import CallCounter, counter_of
+from meshcomm.watch.recorder import FlightRecorder
 
 
 class Ready(NamedTuple):
@@ -63,7 +64,7 @@ class Communicator(Caller):
         who: str,
         recorder: FlightRecorder | None = None,
     ) -> None:
-        recorder = recorder or FlightRecorder(name, [], lambda _, where, error: failure(where, error))
+        recorder = recorder or FlightRecorder(name, [])
         super().__init__(name, transport, who, recorder)
         # Prepared calls hold no reference to this object, so its last outside reference frees it and its group.
         self._ready: dict[tuple[object, ...], Ready] = {}

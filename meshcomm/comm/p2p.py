@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.profiler import record_function
 
-from meshcomm.comm.callsite import line_of
+from meshcomm.comm.caller import Caller
 from meshcomm.comm.checks import (
     OWN_TAGS,
     all_usable,
@@ -29,9 +29,7 @@ from meshcomm.comm.checks import (
     is_plain,
     value_of,
 )
-from meshcomm.comm.flight_recorder import Caller, FlightRecorder
 from meshcomm.comm.handle import Handle
-from meshcomm.comm.p2p_log import Batch, MessageLog, PendingMessage
 from meshcomm.comm.shapes import (
     CARRIED,
     as_bytes,
@@ -47,6 +45,9 @@ from meshcomm.errors import CallMismatchError, ShapeError, UnsupportedOp
 from meshcomm.transport import P2P, Transport, Work
 from meshcomm.transport.base import Direction
 from meshcomm.transport.torch_private import profiling, written
+from meshcomm.watch.callsite import line_of
+from meshcomm.watch.messages import Batch, MessageLog, PendingMessage
+from meshcomm.watch.recorder import FlightRecorder
 
 Envelope: TypeAlias = tuple[Tensor, int] | tuple[Tensor, int, int]
 

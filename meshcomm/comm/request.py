@@ -10,7 +10,7 @@ from typing import Any, Final, Protocol, final
 from torch import Tensor
 
 from meshcomm.collectives import ALL_TO_ALL, SCATTER, Call, Collective
-from meshcomm.comm.flight_recorder import Caller
+from meshcomm.comm.caller import Caller
 from meshcomm.errors import MeshcommError
 from meshcomm.transport import P2P
 

@@ -21,9 +21,9 @@ from meshcomm.predict.place import ASSUMED_TFLOPS
 from meshcomm.predict.times import OPERATIONS, Operation, fastest
 
 if TYPE_CHECKING:
-    from meshcomm.comm.spans import Span
     from meshcomm.dryrun.compare import Members
     from meshcomm.dryrun.rank import RankStep
+    from meshcomm.watch.spans import Span
 
 Facts = dict[str, Any]
 

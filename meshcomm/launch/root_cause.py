@@ -9,11 +9,11 @@ from itertools import groupby
 from operator import attrgetter
 from types import MappingProxyType
 
-from meshcomm.comm.mismatch import alike, majority
-from meshcomm.comm.waits import ChainEnd, chain_ends
 from meshcomm.launch.reaper import signal_text
 from meshcomm.layout.sizes import ranks_text
 from meshcomm.mesh.rank_failure import Failure
+from meshcomm.watch.verdict import alike, majority
+from meshcomm.watch.waits import ChainEnd, chain_ends
 
 # A thread of a backend, for example.
 _ELSEWHERE = " in a thread that runs no Python"

@@ -16,7 +16,6 @@ from pathlib import Path
 from subprocess import Popen
 from typing import Final, NoReturn, final
 
-from meshcomm.comm.diagnosis import whereabouts
 from meshcomm.config.elastic import ElasticConfig
 from meshcomm.errors import LaunchError
 from meshcomm.launch.places import Sizes
@@ -29,6 +28,7 @@ from meshcomm.mesh.generation import VARIABLE
 from meshcomm.mesh.rank_failure import Failure, ask_places, collect, forget, frame_at_signal, names_of_ranks
 from meshcomm.mesh.rendezvous import of_this_attempt, state_of_rank
 from meshcomm.mesh.signed import SECRET_VARIABLE, SignedStore, new_secret
+from meshcomm.watch.verdict import whereabouts
 
 SAVED: Final = os.EX_TEMPFAIL
 """Exit code 75, "try again": of a rank that stopped on a signal after saving a checkpoint, and of a job with such ranks."""

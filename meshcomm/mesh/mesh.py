@@ -24,9 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshcomm.comm import Communicator, CommunicatorCache, Functional, Handle
 from meshcomm.comm.along import AlongDims
-from meshcomm.comm.callsite import callsite, users_frame
 from meshcomm.comm.checks import seconds_of
-from meshcomm.comm.mismatch import CallCheck
 from meshcomm.comm.objects import Objects
 from meshcomm.errors import (
     CommunicationError,
@@ -63,6 +61,9 @@ from meshcomm.transport.torch_private import (
     keep_for_good,
     outside_graphs,
 )
+from meshcomm.watch.callsite import callsite, users_frame
+from meshcomm.watch.compare import CallCheck
+from meshcomm.watch.hooks import observe
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -920,7 +921,7 @@ class Mesh(AlongDims):
             recorder.plan = f", plan {self.plan.fingerprint}"
             recorder.trace(self.metrics.spans)
             if isinstance(transport, ProcessGroupTransport):
-                recorder.watch(transport.group, name, self.label)
+                observe(recorder, transport.group, name, self.label)
         return Communicator(name, transport, self.label, recorders[key])
 
     def _member(self) -> int:

@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshcomm import __version__
-from meshcomm.comm.diagnosis import INTERFACES, Reason, first_line, reason_of
 from meshcomm.config.mesh import MeshConfig
 from meshcomm.errors import (
     CommunicationError,
@@ -65,6 +64,7 @@ from meshcomm.transport import Transport
 from meshcomm.transport.connections import Connections
 from meshcomm.transport.support import STREAM_ORDERED, backend_on
 from meshcomm.transport.torch_private import abort, default_group, default_store, give_back
+from meshcomm.watch.words import INTERFACES, Reason, first_line, reason_of
 
 if TYPE_CHECKING:
     from meshcomm.config import TopologyConfig

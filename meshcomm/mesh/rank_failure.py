@@ -21,13 +21,13 @@ from typing import Any, Final, NoReturn, final
 
 import torch.distributed as dist
 
-from meshcomm.comm.callsite import is_ours, is_program, place_in
-from meshcomm.comm.diagnosis import Reason, reason_of, text_of
 from meshcomm.errors import CommunicationError, MeshcommError, RankLost, StoreTimeout
 from meshcomm.mesh.environment import Launch, attempt_of, is_helper
 from meshcomm.mesh.rank_record import frames_of, handled_by, one_line, place_of
 from meshcomm.mesh.rendezvous import of_this_attempt
 from meshcomm.mesh.store import within
+from meshcomm.watch.callsite import is_ours, is_program, place_in
+from meshcomm.watch.words import Reason, reason_of, text_of
 
 # How long a rank waits for another rank to report first if this rank's error follows from that rank's error.
 _PATIENCE_S = 3.0

@@ -16,13 +16,14 @@ from pathlib import Path
 from traceback import FrameSummary, extract_tb
 from typing import Any, Final, NamedTuple, TypeVar, final
 
-from meshcomm.comm.callsite import C10D, is_ours, place_in, stack_of
-from meshcomm.comm.diagnosis import BARRIER, Reason, reason_of, text_of
-from meshcomm.comm.flight_recorder import FlightRecorder
-from meshcomm.comm.spans import host
 from meshcomm.layout.sizes import rank_text
 from meshcomm.mesh.store import wait_for, within
 from meshcomm.transport.torch_private import failed_barrier
+from meshcomm.watch.callsite import C10D, is_ours, place_in, stack_of
+from meshcomm.watch.recorder import FlightRecorder
+from meshcomm.watch.spans import host
+from meshcomm.watch.verdict import ToldCall
+from meshcomm.watch.words import BARRIER, Reason, reason_of, text_of
 
 T = TypeVar("T")
 
@@ -267,7 +268,7 @@ class RecordExchange:
 
 @final
 class SharedCalls:
-    """What ranks know of each other's calls without taking part in them; see comm.mismatch.Shared.
+    """What ranks know of each other's calls without taking part in them; see watch.compare.Shared.
 
     store: used for nothing else.
     """
@@ -291,14 +292,14 @@ class SharedCalls:
     def delete(self, key: str) -> None:
         self._store.delete_key(key)
 
-    def made(self, label: str, number: int, ranks: Sequence[int]) -> dict[int, Sequence[Any]]:
-        found: dict[int, Sequence[Any]] = {}
+    def made(self, label: str, number: int, ranks: Sequence[int]) -> dict[int, ToldCall]:
+        found: dict[int, ToldCall] = {}
         until = time.monotonic() + _MEETS_S
         while left := [rank for rank in ranks if rank not in found]:
             for rank, status in self._exchange.ask(left).items():
                 for group in status["groups"]:
                     if group["label"] == label and str(number) in group["compared"]:
-                        found[rank] = group["compared"][str(number)]
+                        found[rank] = ToldCall(**group["compared"][str(number)], rank=rank)
             if time.monotonic() > until:
                 break
         return found

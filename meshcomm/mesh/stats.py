@@ -7,13 +7,13 @@ from dataclasses import asdict, dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any, Final
 
-from meshcomm.comm.counters import Counters
-from meshcomm.comm.flight_recorder import FlightRecorder
 from meshcomm.layout import Plan
 from meshcomm.predict.links import Machine, slowest_level, span
 from meshcomm.predict.times import OPERATIONS, Line, Operation, backend_lines, best, bus_factor
 from meshcomm.show.page import as_text, page_view
 from meshcomm.show.stats import stats_page
+from meshcomm.watch.counters import Counters
+from meshcomm.watch.recorder import FlightRecorder
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -20,22 +20,6 @@ from weakref import WeakKeyDictionary, ref
 
 import torch.distributed as dist
 
-from meshcomm.comm.callsite import C10D, is_inside
-from meshcomm.comm.diagnosis import (
-    BARRIER,
-    Diagnosis,
-    FailedCall,
-    Reason,
-    activity,
-    diagnose,
-    find_hung,
-    first_line,
-    places_of,
-    unasked,
-)
-from meshcomm.comm.flight_recorder import FlightRecorder
-from meshcomm.comm.handle import failure
-from meshcomm.comm.p2p_log import MessageCheck, PendingMessage
 from meshcomm.errors import CollectiveTimeout, MeshcommError, PeerLost, RankLost
 from meshcomm.layout.sizes import fold
 from meshcomm.mesh import watchdogs
@@ -60,6 +44,13 @@ from meshcomm.transport.torch_private import (
     overdue_barrier,
     unfinished_collectives,
 )
+from meshcomm.watch.callsite import C10D, is_inside
+from meshcomm.watch.compare import MessageCheck
+from meshcomm.watch.failed_call import FailedCall
+from meshcomm.watch.messages import PendingMessage
+from meshcomm.watch.recorder import FlightRecorder
+from meshcomm.watch.verdict import Diagnosis, diagnose, find_hung, places_of, unasked
+from meshcomm.watch.words import BARRIER, Reason, activity, failure, first_line
 
 # A backend that has not ended a call this many seconds after the group's timeout never will.
 GRACE_S: Final = 5.0

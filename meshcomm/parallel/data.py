@@ -17,7 +17,6 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from meshcomm.comm.checks import is_wrapper
-from meshcomm.comm.mismatch import alike, blamed, majority
 from meshcomm.errors import CallMismatchError, TrainingError
 from meshcomm.layout import Dims
 from meshcomm.layout.names import listed
@@ -30,6 +29,7 @@ from meshcomm.parallel.tensor.parameters import fused_parts
 from meshcomm.parallel.torch_private import put_shards_back
 from meshcomm.transport.support import name_of
 from meshcomm.transport.torch_private import storage_id
+from meshcomm.watch.verdict import alike, blamed, majority
 
 
 @final

@@ -14,10 +14,10 @@ import torch.distributed as dist
 
 import meshcomm
 from meshcomm import collectives
-from meshcomm.comm.p2p_log import MessageCheck
 from meshcomm.errors import CallMismatchError, CollectiveTimeout
 from meshcomm.mesh import Mesh
 from meshcomm.testing import Pool
+from meshcomm.watch.compare import MessageCheck
 
 Call = Callable[[Mesh, bool], object]
 

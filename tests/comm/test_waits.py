@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from meshcomm.comm.diagnosis import BlockedCall, diagnose, find_hung, root_cause, unasked, whereabouts
-from meshcomm.comm.waits import chain_ends, ends_of
+from meshcomm.watch.verdict import BlockedCall, diagnose, find_hung, root_cause, unasked, whereabouts
+from meshcomm.watch.waits import chain_ends, ends_of
 
 Waits = dict[int, Sequence[int]]
 # Each end: its ranks, and those that wait for it.

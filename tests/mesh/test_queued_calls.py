@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from meshcomm.comm.counters import counter_of
-from meshcomm.comm.flight_recorder import FlightRecorder
 from meshcomm.errors import MeshcommError
 from meshcomm.mesh import watchdog
 from meshcomm.mesh.watchdog import CallTimer, _queued
 from meshcomm.testing import Pool
 from meshcomm.transport.torch_private import bindings, unfinished_collectives
+from meshcomm.watch.counters import counter_of
+from meshcomm.watch.recorder import FlightRecorder
 from tests.forked_jobs import Job
 from tests.mesh.queued_program import TIMEOUT_S
 

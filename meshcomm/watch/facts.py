@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from meshcomm.collectives import ALL_TO_ALL, BARRIER, HOOKED, SCATTER, Collective
-from meshcomm.comm.shapes import is_ordered
-from meshcomm.transport.support import WIDENED, name_of
+from meshcomm.transport.support import name_of
 
 # A longer list is compared by its length and a digest: a call and its callsite are exchanged in a kilobyte.
 _LONGEST: Final = 48
@@ -21,8 +20,8 @@ OWN: Final = ("sends", "expects", "balance")
 # Bound at module level because every call looks it up.
 _STRIDED: Final = torch.strided
 # A prime, and a number whose powers weight the pairs of ranks.
-_PRIME: Final = (1 << 61) - 1
-_WEIGHT: Final = 0x9E3779B97F4A7C15 % _PRIME
+PRIME: Final = (1 << 61) - 1
+_WEIGHT: Final = 0x9E3779B97F4A7C15 % PRIME
 
 
 def kind_of(x: Tensor) -> str:
@@ -166,7 +165,7 @@ def exchanged(coord: int, sends: list[int], expects: list[int], fit: bool = True
         "elements": None,
         "sends": sends,
         "expects": expects,
-        "balance": _balance(coord, len(sends), sends, expects) if fit else None,
+        "balance": balance(coord, len(sends), sends, expects) if fit else None,
     }
 
 
@@ -191,56 +190,15 @@ def _parts(tensors: Sequence[Tensor], sizes: Sequence[int] | None, size: int) ->
     return [int(each) * row for each in sizes]
 
 
-def _balance(coord: int, size: int, sends: Sequence[int], expects: Sequence[int]) -> int:
+def balance(coord: int, size: int, sends: Sequence[int], expects: Sequence[int]) -> int:
     """Return a number whose sum over the ranks is 0, modulo a prime, if every rank expects what the others send it.
 
     Each pair of ranks has its own weight, so that errors of two pairs do not cancel out. Lists for hundreds of ranks would
     not fit into the message.
     """
-    leaving = sum(n * pow(_WEIGHT, coord * size + other, _PRIME) for other, n in enumerate(sends))
-    coming = sum(n * pow(_WEIGHT, other * size + coord, _PRIME) for other, n in enumerate(expects))
-    return (leaving - coming) % _PRIME
-
-
-def facts_match(calls: Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether each fact is equal in all calls of which it is known, except facts that may differ between ranks."""
-    # Equal splits on one rank may fit unequal ones on another.
-    own = {*OWN, "elements"} if any("balance" in facts for facts in calls) else {*OWN}
-    first: dict[str, Any] = {}
-    return all(
-        first.setdefault(key, value) == value
-        for facts in calls
-        for key, value in facts.items()
-        if key not in own
-    )
-
-
-def balanced(calls: Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether each rank of an all_to_all expects what the others send it. calls: the facts, in coord order.
-
-    Returns True if no rank has its own splits, or the splits of a rank are unknown.
-    """
-    if not any("balance" in facts for facts in calls):
-        return True
-    size, total = len(calls), 0
-    for coord, facts in enumerate(calls):
-        balance = facts.get("balance")
-        if "balance" not in facts:
-            if not isinstance(facts.get("elements"), int):
-                return True
-            even = [facts["elements"] // size] * size
-            balance = _balance(coord, size, even, even)
-        if balance is None:
-            return False
-        total += balance
-    return total % _PRIME == 0
-
-
-def sent_as(x: Tensor, op: str) -> str | None:
-    """Return how the values of a reduction are sent, if that is not their own dtype."""
-    if is_ordered(x.dtype, op):
-        return "ordered integers"
-    return name_of(WIDENED[x.dtype]) if x.dtype in WIDENED else None
+    leaving = sum(n * pow(_WEIGHT, coord * size + other, PRIME) for other, n in enumerate(sends))
+    coming = sum(n * pow(_WEIGHT, other * size + coord, PRIME) for other, n in enumerate(expects))
+    return (leaving - coming) % PRIME
 
 
 def _one(values: list[Any]) -> Any:
