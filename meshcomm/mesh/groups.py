@@ -23,7 +23,8 @@ from meshcomm.transport.torch_private import (
     default_group,
     split_color,
 )
-from meshcomm.watch.words import INTERFACES, Reason, first_line, reason_of
+from meshcomm.watch.exceptions import Reason, first_line, reason_of
+from meshcomm.watch.words import INTERFACES
 
 
 def create_transports(

@@ -47,7 +47,6 @@ from meshcomm.mesh.barriers import calls_of, monitored_barrier
 from meshcomm.mesh.devices import check_backends
 from meshcomm.mesh.generation import Generation
 from meshcomm.mesh.outside import OutsideGroups
-from meshcomm.mesh.rank_failure import caused_by
 from meshcomm.mesh.runtime import WORLD, Metrics, Runtime
 from meshcomm.mesh.signed import unsigned
 from meshcomm.mesh.store import MeshStore, prefixed, within
@@ -63,6 +62,7 @@ from meshcomm.transport.torch_private import (
 )
 from meshcomm.watch.callsite import callsite, users_frame
 from meshcomm.watch.compare import CallCheck
+from meshcomm.watch.exceptions import caused_by
 from meshcomm.watch.hooks import observe
 
 if TYPE_CHECKING:

@@ -13,7 +13,6 @@ from typing import Any, Final, Protocol, final
 from torch import Tensor
 from torch.autograd.profiler import record_function
 
-from meshcomm.collectives import ROWS
 from meshcomm.errors import MeshcommError
 from meshcomm.transport.torch_private import GroupHooks, capturing, end_wait_by, profiling, work_error
 from meshcomm.watch.callsite import C10D, is_inside, line_of, users_frame
@@ -28,8 +27,6 @@ from meshcomm.watch.words import failure
 KEPT: Final = 256
 # How many recent collectives a rank reports to the others.
 _RECENT: Final = 16
-# Collectives to which all ranks contribute tensors of the same size.
-_EQUALLY_LARGE: Final = frozenset(name for name, row in ROWS.items() if row.in_place)
 # The upper limit on recent collectives for backends that run calls long after they were made.
 _MOST_RECENT: Final = 128
 # The id of the recorder that saw this process's last collective outside the mesh.
@@ -370,18 +367,13 @@ class FlightRecorder:
     def status(self) -> dict[str, Any]:
         """Return the state of the group's calls, as plain data.
 
-        recent: recent collectives except refused ones, each with its number, call, callsite and, if equal on all ranks, its
-        bytes. If calls are ordered, the list begins with the first call that may not have completed. compared: the compared
-        calls that may differ on another rank, by their number among compared calls, each with its call, facts and callsite.
+        recent: recent collectives except refused ones. If calls are ordered, the list begins with the first call that may not
+        have completed. compared: the compared calls that may differ on another rank, by their number among compared calls.
         """
         first = self.started - _RECENT
         if self.ordered:
             first = min(first, max(self.over, self.started - _MOST_RECENT))
         numbers = range(max(first, 0) + 1, self.started + 1)
-        rows = [row for n in numbers if n not in self.refused and (row := self.call_data(n)) is not None]
-        recent = [{key: row[key] for key in ("number", "call", "callsite", "bytes")} for row in rows]
-        for row in recent:
-            row["bytes"] = row["bytes"] if row["call"] in _EQUALLY_LARGE else None
         compared = {}
         for number, recorded, call, facts in [] if self.check is None else list(self.check.made):
             made = self.call_data(recorded) or {"callsite": "?"}
@@ -391,7 +383,9 @@ class FlightRecorder:
             "ranks": self.ranks,
             "started": self.started,
             "last": self.last(),
-            "recent": recent,
+            "recent": [
+                row for n in numbers if n not in self.refused and (row := self.call_data(n)) is not None
+            ],
             "compared": compared,
             "messages": self.messages.status(self.ranks),
             "steps": self.steps.data(),

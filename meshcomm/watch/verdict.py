@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple, TypeAlias
 
+from meshcomm.collectives import ROWS
 from meshcomm.errors import CallMismatchError
 from meshcomm.layout.sizes import fold, ranks_text
 from meshcomm.watch.facts import OWN, PRIME, balance
@@ -35,6 +36,8 @@ Waiting: TypeAlias = Mapping[str, Any] | None
 # What an error expects if no majority tells which ranks are wrong.
 SAME: Final = "the same calls on every rank of the group"
 _NONE_SILENT: Final[Silent] = MappingProxyType({})
+# Collectives to which all ranks contribute tensors of the same size.
+_EQUALLY_LARGE: Final = frozenset(name for name, row in ROWS.items() if row.in_place)
 # Facts that an error shows only if nothing else differs.
 _UNSEEN: Final = ("sent as",)
 
@@ -324,7 +327,7 @@ def find_mismatch(label: str, ranks: Sequence[int], statuses: Statuses) -> Diagn
         rows = {rank: made[number] for rank, made in recent.items() if number in made}
         what = {rank: row["call"] for rank, row in rows.items()}
         if len({*what.values()}) == 1:
-            sizes = {rank: row["bytes"] for rank, row in rows.items() if row["bytes"] is not None}
+            sizes = {rank: row["bytes"] for rank, row in rows.items() if row["call"] in _EQUALLY_LARGE}
             what |= {rank: f"{what[rank]} of {size} bytes" for rank, size in sizes.items()}
         usual, mismatched = majority(what)
         if mismatched:

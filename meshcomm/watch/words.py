@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from enum import Enum
 from typing import Any, Final, TypeAlias
 
 from meshcomm.errors import CommunicationError
 from meshcomm.layout.sizes import rank_text, ranks_text
+from meshcomm.watch.exceptions import first_line
 
 # The status of one rank, as in `RankRecord.data`.
 Status: TypeAlias = Mapping[str, Any]
@@ -26,58 +26,6 @@ SILENT: Final = {
 INTERFACES: Final = "[network] interfaces; meshcomm doctor, under the launcher, shows each rank's address"
 # A barrier of torch that is no collective: rank 0 waits for a message of each rank.
 BARRIER: Final = "monitored_barrier"
-
-
-# -- of a backend's error --------------------------------------------------------------------------------
-
-
-class Reason(Enum):
-    """Why a backend ends a call; the value becomes part of the error's text."""
-
-    UNREACHABLE = "could not connect"
-    TIMEOUT = "did not end in time"
-    CLOSED = "lost a peer"
-    DATA = "failed: the received data does not match the call"
-    OTHER = "failed"
-
-
-# Parts of backends' error texts, in lower case; the first match decides. Gloo's are tested with torch 2.11 to 2.15. Gloo
-# connects to an address that another rank offered. NCCL's are from ProcessGroupNCCL.cpp and NCCL's own messages.
-_TEXTS: Final = (
-    (Reason.UNREACHABLE, ("connecting", "connect timeout", "unable to find address")),
-    (Reason.CLOSED, ("connection closed", "connection reset", "connection refused", "broken pipe")),
-    (Reason.TIMEOUT, ("timed out", "timeout", "failed to pass monitoredbarrier")),
-    (Reason.DATA, ("enforce fail", "ncclinvalidusage")),
-    (Reason.CLOSED, ("ncclremoteerror", "remote process exited", "communicator was aborted")),
-)
-
-
-def reason_of(error: BaseException) -> Reason:
-    """Return why the backend ended a call. The type of the error takes precedence over its text. The errors in its
-    chain of causes are also searched.
-    """
-    if isinstance(error, TimeoutError):
-        return Reason.TIMEOUT
-    if isinstance(error, ConnectionError):
-        return Reason.CLOSED
-    text = text_of(error).lower()
-    reason = next((why for why, texts in _TEXTS if any(said in text for said in texts)), Reason.OTHER)
-    if reason is Reason.OTHER and error.__cause__ is not None:
-        return reason_of(error.__cause__)
-    return reason
-
-
-def text_of(error: BaseException) -> str:
-    """Return an error's text, or what Python prints in its place if the error's own `__str__` raises an exception."""
-    try:
-        return str(error)
-    except Exception:
-        return "<exception str() failed>"
-
-
-def first_line(error: BaseException) -> str:
-    """Return the first line of an error's text."""
-    return next(iter(text_of(error).strip().splitlines()), type(error).__name__)
 
 
 def failure(where: str, error: BaseException) -> CommunicationError:

@@ -21,7 +21,7 @@ import meshcomm
 from meshcomm.commands.report import combined
 from meshcomm.errors import CollectiveTimeout
 from meshcomm.mesh.rank_record import RecordExchange
-from meshcomm.mesh.watchdog import GRACE_S, CallTimer, Watchdog, WatchOptions
+from meshcomm.mesh.watchdog import Watchdog, WatchOptions
 from meshcomm.testing import Pool
 from meshcomm.transport import SoloTransport
 from meshcomm.transport.base import P2P
@@ -30,6 +30,7 @@ from meshcomm.watch.counters import counter_of
 from meshcomm.watch.hooks import hooked
 from meshcomm.watch.messages import Batch
 from meshcomm.watch.recorder import FlightRecorder
+from meshcomm.watch.timer import GRACE_S, CallTimer
 from meshcomm.watch.verdict import BlockedCall, absent, diagnose
 from tests.forked_jobs import Job
 from tests.group_hooks import HAS_HOOKS, needs_group_hooks
@@ -506,10 +507,10 @@ class _Work:
 
 STUCK = """
 import ctypes, torch, meshcomm
-from meshcomm.mesh import watchdog
 from meshcomm.transport import ProcessGroupTransport
+from meshcomm.watch import timer
 
-watchdog.GRACE_S = 0.5
+timer.GRACE_S = 0.5
 mesh = meshcomm.init()
 # A backend that never gives up: it sleeps in C, which no signal handler of Python interrupts.
 ProcessGroupTransport.start = eval(compile("lambda *_: ctypes.CDLL(None).sleep(1000)", torch.__file__, "eval"))
@@ -691,7 +692,7 @@ def test_a_diagnosis_that_never_comes_is_made_by_each_rank(monkeypatch: pytest.M
 @pytest.fixture
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """A watchdog does not wait for long."""
-    monkeypatch.setattr("meshcomm.mesh.watchdog.GRACE_S", 0.1)
+    monkeypatch.setattr("meshcomm.watch.timer.GRACE_S", 0.1)
     monkeypatch.setattr("meshcomm.mesh.rank_record._ANSWER_S", 0.2)
 
 
