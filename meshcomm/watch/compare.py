@@ -167,11 +167,10 @@ class CallCheck:
             self._number += 1
             if self._left is not None:
                 self._left -= 1
-            told = ToldCall(call, shortened(facts), caller()[-_SITE:], -1 if shared is None else shared.rank)
             if shared is None:
-                self._agrees(transport, name, told, facts, True)
-            elif transport.ordered or not self._agrees(transport, name, told, facts, waits):
-                self._meet(shared, name, told, parts_of(facts, transport.size))
+                self._agrees(transport, name, call, facts, True)
+            elif transport.ordered or not self._agrees(transport, name, call, facts, waits):
+                self._meet(shared, name, call, facts)
                 self.guarded = True
             self.announced = True
         except BaseException as error:
@@ -242,11 +241,9 @@ class CallCheck:
         self.raised |= error is not None
         return error
 
-    def _agrees(
-        self, transport: Transport, name: str, told: ToldCall, facts: dict[str, Any], waits: bool
-    ) -> bool:
+    def _agrees(self, transport: Transport, name: str, call: str, facts: dict[str, Any], waits: bool) -> bool:
         """Post the comparison. Return whether the calls are equal, or False if this rank or another one does not wait for it."""
-        sign = _sign(told.call, facts)
+        sign = _sign(call, facts)
         signs = torch.tensor([sign, -sign, int(not waits)], device=transport.device)
         compare = partial(transport.start, Call(ALL_REDUCE, signs, op="max"))
         # Not waited for at once, so it may outlive a profiler.
@@ -263,7 +260,7 @@ class CallCheck:
         if highest != -lowest:
             if guarded:
                 return False
-            self._exchange(transport, name, told)
+            self._exchange(transport, name, _told(call, facts))
         self.made.clear()
         return True
 
@@ -281,14 +278,11 @@ class CallCheck:
             self.made.clear()
             raise mismatch(name, self._number, self._ranks, calls)
 
-    def _meet(
-        self, shared: Shared, name: str, told: ToldCall, parts: tuple[list[int], list[int]] | None
-    ) -> None:
-        """Compare this rank's call with the call of the rank that came first. Does not wait for any rank.
-
-        parts: what this rank sends to each coord and expects from each, in an all_to_all. It is compared with all ranks that
-        have come.
+    def _meet(self, shared: Shared, name: str, call: str, facts: dict[str, Any]) -> None:
+        """Compare this rank's call with the call of the rank that came first, and what this rank sends to each coord and
+        expects from each in an all_to_all with all ranks that have come. Does not wait for any rank.
         """
+        told, parts = _told(call, facts, shared.rank), parts_of(facts, len(self._ranks))
         number, own = self._number, json.dumps(told)
         first = shared.first(f"{self._key}/{number}", own)
         if first == own and number > _BEHIND:
@@ -334,6 +328,10 @@ def _sign(call: str, facts: dict[str, Any]) -> int:
     """Return a 63-bit number that is the same for equal calls in every process."""
     text = json.dumps([call, facts]).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
+
+
+def _told(call: str, facts: dict[str, Any], rank: int = -1) -> ToldCall:
+    return ToldCall(call, shortened(facts), caller()[-_SITE:], rank)
 
 
 def _message(told: ToldCall) -> bytes:
