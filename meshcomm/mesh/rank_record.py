@@ -20,7 +20,6 @@ from meshcomm.watch.callsite import C10D, place_in, stack_of
 from meshcomm.watch.exceptions import Raised, Reason, handled_by, reason_of, unawaited
 from meshcomm.watch.recorder import FlightRecorder
 from meshcomm.watch.spans import host
-from meshcomm.watch.verdict import ToldCall
 from meshcomm.watch.words import BARRIER
 
 T = TypeVar("T")
@@ -30,9 +29,6 @@ _ANSWER_S: Final = 1.5
 
 # How long a store that has not answered is not asked again.
 _AGAIN_S: Final = 5.0
-
-# How long a rank whose call differs waits until it knows the calls of the others.
-_MEETS_S: Final = 1.0
 
 # Extra time for slow checks on a busy machine, where the other ranks are slow to answer too.
 _PAUSE_S: Final = 0.02
@@ -190,6 +186,10 @@ class RecordExchange:
             return read
         return make()
 
+    def publish(self, call: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Return the result of `shared`, as `limited`."""
+        return self.limited(partial(self.shared, call, make))
+
     def published(self, call: str) -> dict[str, Any] | None:
         """Return the result of `shared` if there is one already.
 
@@ -250,48 +250,3 @@ class RecordExchange:
         return {
             rank: json.loads(self._store.get(key)) for rank, key in keys.items() if self._store.check([key])
         }
-
-
-@final
-class SharedCalls:
-    """What ranks know of each other's calls without taking part in them; see watch.compare.Shared.
-
-    store: used for nothing else.
-    """
-
-    def __init__(self, store: Any, rank: int, exchange: RecordExchange, look_s: float) -> None:
-        self.rank = rank
-        self.look_s = look_s
-        self._store, self._exchange = store, exchange
-
-    def first(self, key: str, told: str) -> str:
-        found: bytes = self._store.compare_set(key, "", told)
-        return found.decode()
-
-    def lines(self, key: str, told: str) -> list[str]:
-        if not self._store.has_extended_api():
-            return []
-        self._store.append(key, f"{told}\n")
-        found: bytes = self._store.get(key)
-        return found.decode().splitlines()
-
-    def delete(self, key: str) -> None:
-        self._store.delete_key(key)
-
-    def made(self, label: str, number: int, ranks: Sequence[int]) -> dict[int, ToldCall]:
-        found: dict[int, ToldCall] = {}
-        until = time.monotonic() + _MEETS_S
-        while left := [rank for rank in ranks if rank not in found]:
-            for rank, status in self._exchange.ask(left).items():
-                for group in status["groups"]:
-                    if group["label"] == label and str(number) in group["compared"]:
-                        found[rank] = ToldCall(**group["compared"][str(number)], rank=rank)
-            if time.monotonic() > until:
-                break
-        return found
-
-    def publish(self, key: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        return self._exchange.limited(partial(self._exchange.shared, f"calls/{key}", make))
-
-    def published(self, key: str) -> dict[str, Any] | None:
-        return self._exchange.published(f"calls/{key}")

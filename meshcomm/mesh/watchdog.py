@@ -31,7 +31,7 @@ from meshcomm.mesh.rank_failure import (
     leave_seen,
     show_hidden,
 )
-from meshcomm.mesh.rank_record import RankRecord, RecordExchange, SharedCalls
+from meshcomm.mesh.rank_record import RankRecord, RecordExchange
 from meshcomm.mesh.runtime import Watching
 from meshcomm.mesh.store import prefixed, within
 from meshcomm.transport import Transport
@@ -43,7 +43,7 @@ from meshcomm.transport.torch_private import (
     unfinished_collectives,
 )
 from meshcomm.watch.callsite import C10D, is_inside
-from meshcomm.watch.compare import MessageCheck
+from meshcomm.watch.compare import MessageCheck, Shared
 from meshcomm.watch.exceptions import Reason, backend_error, caused_by, error_under_way, first_line, place_of
 from meshcomm.watch.failed_call import FailedCall
 from meshcomm.watch.messages import PendingMessage
@@ -136,7 +136,7 @@ class Watchdog(Watching):
         self._exchange = RecordExchange(store, rank, self._interval_s)
         self._desync = DesyncMonitor(prefixed("desync", store), self.own, world_size)
         if not options.alone:
-            self.shared = SharedCalls(prefixed("calls", store), rank, self._exchange, self._interval_s)
+            self.shared = Shared(prefixed("calls", store), rank, self._exchange, self._interval_s)
         self._timer = CallTimer()
         # The last Work outside the mesh that was reported as blocked or failed.
         self._reported: object = None

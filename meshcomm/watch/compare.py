@@ -41,6 +41,8 @@ _PAIRED: Final = 64
 # How long, in seconds, a rank looks for a published difference after a comparison that was not equal. The ranks may have made
 # the same call in two ways, of which different facts are known.
 _LOOKS_S: Final = 10.0
+# How long a rank whose call differs waits until it knows the calls of the others.
+_MEETS_S: Final = 1.0
 # What is told in place of a call when the ranks are known to have made different ones.
 _APART: Final = "[]"
 # Comparing a message costs seven operations on the job's single store.
@@ -62,38 +64,51 @@ Unanswered: TypeAlias = tuple[str, int]
 Heard: TypeAlias = Callable[[str, Sequence[str]], None]
 
 
-class Shared(Protocol):
+class Exchange(Protocol):
+    """Asks the watchdogs of other ranks, and publishes results for them; see mesh.rank_record.RecordExchange."""
+
+    def ask(self, ranks: Sequence[int]) -> dict[int, Any]: ...
+
+    def publish(self, call: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]: ...
+
+    def published(self, call: str) -> dict[str, Any] | None: ...
+
+
+@final
+class Shared:
     """What a rank can ask of the other ranks without their taking part: in the job's store, or of their watchdogs.
 
-    rank: this rank. look_s: time in seconds between two looks at what was published, for a rank that waits.
+    store: used for nothing else. look_s: time in seconds between two looks at what was published, for a rank that waits.
     """
 
-    rank: int
-    look_s: float
+    def __init__(self, store: Any, rank: int, exchange: Exchange, look_s: float) -> None:
+        self.store, self.rank, self.exchange, self.look_s = store, rank, exchange, look_s
 
     def first(self, key: str, told: str) -> str:
         """Return what the first rank told under `key`, which is `told` if that is this rank."""
-        ...
+        first: bytes = self.store.compare_set(key, "", told)
+        return first.decode()
 
     def lines(self, key: str, told: str) -> list[str]:
         """Add a line under `key`, and return all lines. Returns [] if the store has no such operation."""
-        ...
-
-    def delete(self, key: str) -> None:
-        """Forget what was told under `key`."""
-        ...
+        if not self.store.has_extended_api():
+            return []
+        self.store.append(key, f"{told}\n")
+        lines: bytes = self.store.get(key)
+        return lines.decode().splitlines()
 
     def made(self, label: str, number: int, ranks: Sequence[int]) -> dict[int, ToldCall]:
         """Return the compared call `number` of each rank that has made it. Waits for a short time."""
-        ...
-
-    def publish(self, key: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Return the difference that the first rank made and published under `key`. May wait for seconds."""
-        ...
-
-    def published(self, key: str) -> dict[str, Any] | None:
-        """Return what was published under `key`; None if nothing was."""
-        ...
+        made: dict[int, ToldCall] = {}
+        until = time.monotonic() + _MEETS_S
+        while left := [rank for rank in ranks if rank not in made]:
+            for rank, status in self.exchange.ask(left).items():
+                for group in status["groups"]:
+                    if group["label"] == label and str(number) in group["compared"]:
+                        made[rank] = ToldCall(**group["compared"][str(number)], rank=rank)
+            if time.monotonic() > until:
+                break
+        return made
 
 
 @final
@@ -215,14 +230,14 @@ class CallCheck:
         self._difference = as_data(left)
         if self._shared is not None:
             with suppress(RuntimeError, TimeoutError):
-                self._difference = self._shared.publish(self._key, lambda: as_data(left))
+                self._difference = self._shared.exchange.publish(f"calls/{self._key}", lambda: as_data(left))
         self.raised = True
 
     def difference(self) -> CallMismatchError | None:
         """Return the error if the ranks of the group have made different calls, some of which are under way."""
         if self._difference is None and self._shared is not None and self._number:
             with suppress(RuntimeError, TimeoutError):
-                self._difference = self._shared.published(self._key)
+                self._difference = self._shared.exchange.published(f"calls/{self._key}")
         return None if self._difference is None else error_of(self._difference)
 
     def is_apart(self) -> bool:
@@ -288,7 +303,7 @@ class CallCheck:
         if first == own and number > _BEHIND:
             # The call of a rank that is so far behind is not compared.
             for key in (f"{number - _BEHIND}", f"{number - _BEHIND}/parts"):
-                shared.delete(f"{self._key}/{key}")
+                shared.store.delete_key(f"{self._key}/{key}")
         known = {shared.rank: told}
         if first != _APART:
             theirs = ToldCall(*json.loads(first))
@@ -296,7 +311,9 @@ class CallCheck:
                 known[theirs.rank] = theirs
             elif parts is None or self._fit(shared, f"{self._key}/{number}/parts", *parts):
                 return
-        self._difference = shared.publish(self._key, partial(self._differ, shared, name, known))
+        self._difference = shared.exchange.publish(
+            f"calls/{self._key}", partial(self._differ, shared, name, known)
+        )
         # A rank that makes its next call through the store finds the difference there.
         later = (f"{self._key}/{after}" for after in count(number + 1))
         next(key for key in later if shared.first(key, _APART) == _APART)
@@ -448,16 +465,14 @@ class MessageCheck:
 
         Raises CallMismatchError before the data moves.
         """
-        if not self._any:
-            self.takes_any()
-        if peer is None or tag is None:
-            # From here on, the numbers of the two ends may differ.
-            self._uncounted = True
+        self.takes_any()
+        # From a message of unknown peer or tag on, the numbers of the two ends may differ.
+        self._uncounted |= peer is None or tag is None
         if peer is None:
             return
-        pair = direction, peer
-        self.pairs[pair] = made = self.pairs[pair] + 1
-        if made > self._limit or self._uncounted:
+        compared = self.is_compared(direction, peer) and not self._uncounted
+        self.pairs[direction, peer] += 1
+        if not compared:
             return
         key = self.key(*self._ends(direction, peer), tag or 0, number)
         theirs, told = self._compare(direction, peer, key, tensors, frame, _PAST)

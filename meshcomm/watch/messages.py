@@ -72,10 +72,17 @@ class PendingMessage(PendingCall):
     _log: MessageLog | None = None
 
     def __init__(
-        self, log: MessageLog, name: str, call: str, nbytes: int, parts: Sequence[Part], frame: FrameType
+        self,
+        log: MessageLog,
+        name: str,
+        call: str,
+        nbytes: int,
+        parts: Sequence[Part],
+        frame: FrameType,
+        total: CallCounter | None = None,
     ) -> None:
         began = clock()
-        super().__init__(None, nbytes, began, began, None, (frame.f_code, frame.f_lasti))
+        super().__init__(total, nbytes, began, began, None, (frame.f_code, frame.f_lasti))
         self._shown = log
         self.name = name
         self.call = call
@@ -84,10 +91,6 @@ class PendingMessage(PendingCall):
             span = Span(log.label, name, call, line_of(*self.place), began, nbytes=nbytes, parts=parts)
             self.told = log.spans.keep(span)
         log.recent.append(self)
-
-    def counts(self, total: CallCounter, calls: int) -> None:
-        """Set the counter. calls: 0 if another part of the same call is counted instead."""
-        self._total, self._sums, self._calls = total, total.async_op, calls
 
     def data(self, ranks: Sequence[int]) -> dict[str, Any]:
         """Return the call as plain data, with peers as global ranks; the peer of a message from any source is None."""
@@ -178,11 +181,11 @@ class MessageLog:
         nbytes = batch.nbytes
         if nbytes is None:
             nbytes = max(sent, came) if batch.calls else 0
-        self.waiting = message = PendingMessage(self, name, batch.call, nbytes, parts, frame)
+        total = counter_of(self._counters, name, batch.call) if counted else None
+        self.waiting = message = PendingMessage(self, name, batch.call, nbytes, parts, frame, total)
+        message._calls = batch.calls
         if message.told is not None:
             message.told.of([end.x for end in batch.ends])
-        if counted:
-            message.counts(counter_of(self._counters, name, batch.call), batch.calls)
         if compared is not None:
             message.keys, message.unanswered, message.agreed = compared
         return message

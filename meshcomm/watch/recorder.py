@@ -43,10 +43,6 @@ class Issuer(Protocol):
     def confirm(self, call: str, error: BaseException | None = None) -> None: ...
 
 
-def _unasked(recorder: FlightRecorder, where: str, error: BaseException) -> MeshcommError:
-    return failure(where, error)
-
-
 @final
 class FlightRecorder:
     """Records one group's calls under all its names: a ring buffer of the last 256 collectives, counters and messages.
@@ -80,7 +76,11 @@ class FlightRecorder:
     """
 
     def __init__(
-        self, label: str, ranks: list[int], inquire: Inquire = _unasked, check: MessageCheck | None = None
+        self,
+        label: str,
+        ranks: list[int],
+        inquire: Inquire = lambda _, where, error: failure(where, error),
+        check: MessageCheck | None = None,
     ) -> None:
         self.label = label
         self.plan = self.group_name = ""
