@@ -177,9 +177,9 @@ class RecordExchange:
         """
         own, published = str(self._rank), f"diagnosis/{call}"
         if self._store.compare_set(f"first/{call}", "", own).decode() == own:
-            found = make()
-            self._store.set(published, json.dumps(found))
-            return found
+            result = make()
+            self._store.set(published, json.dumps(result))
+            return result
         # The first rank waits this long for answers, and longer on a busy machine.
         if wait_for(self._store, [published], _LONGER * self._within_s):
             read: dict[str, Any] = json.loads(self._store.get(published))

@@ -214,9 +214,9 @@ class Watchdog(Watching):
     def _report_failed(self) -> None:
         """Print one line on why the latest call outside the mesh failed, unless the program already has an explanation."""
         past = [] if capturing() else self._calls_past()
-        found = next((call for call in reversed(past) if call.error is not None), None)
-        if found is not None and found.error is not None and self._reported is not found.call:
-            _report(self._explained(found, found.error))
+        failed = next((call for call in reversed(past) if call.error is not None), None)
+        if failed is not None and failed.error is not None and self._reported is not failed.call:
+            _report(self._explained(failed, failed.error))
 
     def drain(self) -> None:
         for recorder in self._recorders:
@@ -328,18 +328,18 @@ class Watchdog(Watching):
 
     def _tell_raised(self, now: float) -> None:
         """Leave an exception for the launcher that the program has raised but that has not ended it; after a while, print it."""
-        found = self.own.raised()
+        raised = self.own.raised()
         before, since, told = self._raised
-        if found is None or id(found.error) != before:
+        if raised is None or id(raised.error) != before:
             if since and now - since > _SEEN_S:
                 forget_seen()
-            self._raised = (0 if found is None else id(found.error), now if found else 0.0, False)
+            self._raised = (0 if raised is None else id(raised.error), now if raised else 0.0, False)
         elif now - since > _SEEN_S and not told:
-            leave_seen(found.error, self.own.label)
-            if now - since > _TELLS_RAISED_S and backend_error(found.error) is None:
+            leave_seen(raised.error, self.own.label)
+            if now - since > _TELLS_RAISED_S and backend_error(raised.error) is None:
                 self._raised = (before, since, True)
                 ago = f"{_TELLS_RAISED_S:g} s ago and has not ended; it is at {self.own.main_line}"
-                sys.stderr.write(f"meshcomm: {self.own.label}: {found}, {ago}\n")
+                sys.stderr.write(f"meshcomm: {self.own.label}: {raised}, {ago}\n")
                 sys.stderr.flush()
 
     def _tell(self, now: float) -> None:
@@ -490,7 +490,7 @@ class Watchdog(Watching):
 
     def _calls_past(self) -> list[_Past]:
         """Return the calls outside the mesh that have not completed or that their backend has given up on, earliest first."""
-        found: list[_Past] = []
+        calls: list[_Past] = []
         for recorder in self._recorders:
             if recorder.ordered or (recorder.check is not None and recorder.check.raised):
                 continue  # errors of queued calls are not raised in the program's own lines; others have been raised
@@ -498,10 +498,10 @@ class Watchdog(Watching):
             unfinished = recorder.messages.unfinished()[:1]
             if (pending := recorder.pending) or (error := recorder.failure) is not None:
                 began = recorder.began(recorder.started)
-                found.append(_Past(began, recorder, None, None if pending else error))
+                calls.append(_Past(began, recorder, None, None if pending else error))
             for message, lost in (*((each, None) for each in unfinished), *recorder.messages.failed()):
-                found.append(_Past(message.began, recorder, message, lost))
-        return sorted(found, key=attrgetter("began"))
+                calls.append(_Past(message.began, recorder, message, lost))
+        return sorted(calls, key=attrgetter("began"))
 
     def _explained(self, past: _Past, error: BaseException) -> MeshcommError:
         self._reported = past.call
@@ -607,8 +607,8 @@ class Watchdog(Watching):
             late = time.monotonic() - began > _FOLLOWS_S
             asks = [] if late else unasked(failed.blocked, statuses, silent)
         self._desync.cause(statuses)
-        found = diagnose(failed.blocked, statuses, silent)
-        return {"differs": self._desync.found, "diagnosis": found._asdict()}
+        diagnosis = diagnose(failed.blocked, statuses, silent)
+        return {"differs": self._desync.found, "diagnosis": diagnosis._asdict()}
 
 
 def _was_in_barrier(status: Mapping[str, Any]) -> bool:

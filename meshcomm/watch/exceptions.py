@@ -122,12 +122,12 @@ def handled_by(thread: int) -> BaseException | None:
     # As in `thread_frames`: Python holds a lock meanwhile.
     gc.disable()
     try:
-        found: Any = sys._current_exceptions().get(thread)
+        current: Any = sys._current_exceptions().get(thread)
     finally:
         if collects:
             gc.enable()
     # A tuple before Python 3.12.
-    error: BaseException | None = found[1] if isinstance(found, tuple) else found
+    error: BaseException | None = current[1] if isinstance(current, tuple) else current
     return error
 
 
@@ -135,10 +135,10 @@ def unawaited() -> list[Raised]:
     """Return the errors of the tasks of asyncio that have ended and that no other task has awaited."""
     loaded: Any = sys.modules.get("asyncio.tasks")
     # The names of Python 3.12 and later, and of 3.11. Both hold weak references to all tasks.
-    found: Any = getattr(loaded, "_scheduled_tasks", None) or getattr(loaded, "_all_tasks", ())
+    listed: Any = getattr(loaded, "_scheduled_tasks", None) or getattr(loaded, "_all_tasks", ())
     for _ in range(8):
         try:
-            tasks = list(found)
+            tasks = list(listed)
         except RuntimeError:
             continue  # the program has created a task meanwhile
         # Reading the result would hide the error from the program.
@@ -169,8 +169,8 @@ def first_cause(error: BaseException) -> BaseException:
     A group follows from other ranks' errors only if all of its errors do; otherwise, return the first that does not.
     """
     if isinstance(error, BaseExceptionGroup):
-        found = [first_cause(each) for each in error.exceptions]
-        return next((each for each in found if not about_others(each)), found[0])
+        causes = [first_cause(each) for each in error.exceptions]
+        return next((each for each in causes if not about_others(each)), causes[0])
     for link in _chain(error):
         if isinstance(link, BaseExceptionGroup) and link is not error:
             link = first_cause(link)

@@ -71,20 +71,20 @@ class FailedCall:
             rank for rank in self.blocked.ranks if rank != self.blocked.rank and (everybody or rank in peers)
         ]
 
-    def error(self, found: Diagnosis, reports: str) -> MeshcommError:
+    def error(self, diagnosis: Diagnosis, reports: str) -> MeshcommError:
         """Return the error to raise on the call's rank. reports: the reports' folder; "" if no report was written."""
         hint = "look at the ranks named above"
         if reports:
             hint = f"meshcomm report {reports} combines the ranks' reports"
-        if found.mismatched:
+        if diagnosis.mismatched:
             return CallMismatchError(
                 f"{self.at} {self.reason.value}: the ranks of the group make different calls, "
-                f"{blamed(found.mismatched, found.tie)}",
-                given="\n".join([self._first, *found.lines]),
+                f"{blamed(diagnosis.mismatched, diagnosis.tie)}",
+                given="\n".join([self._first, *diagnosis.lines]),
                 expected="the same calls in the same order on every rank of the group",
                 hint="look for a call that only some ranks make; mesh.step() at the end of each step names the "
                 "step and the call that was left out",
-                mismatched_ranks=tuple(found.mismatched),
+                mismatched_ranks=tuple(diagnosis.mismatched),
             )
         if self.blocked.messages is None:
             complete = "every rank of the group has arrived at the call"
@@ -94,15 +94,15 @@ class FailedCall:
             expected = (
                 "a receive for every send, with the same tag, and both ends to stay alive until it ends"
             )
-        lines = list(found.lines)
-        if not found.missing:
+        lines = list(diagnosis.lines)
+        if not diagnosis.missing:
             lines.insert(0, f"{complete}; moving its data failed: {self._error_line}")
             if self.reason is Reason.UNREACHABLE:
                 hint = INTERFACES
-        reason = Reason.CLOSED if found.silent else self.reason
+        reason = Reason.CLOSED if diagnosis.silent else self.reason
         if reason is Reason.UNREACHABLE:
             reason = Reason.TIMEOUT
-        return self._error(reason, lines, expected, hint, found.missing, found.chain)
+        return self._error(reason, lines, expected, hint, diagnosis.missing, diagnosis.chain)
 
     def error_unasked(self, silent: bool) -> MeshcommError:
         """Return the error if no rank could be asked: only the backend's error is known.

@@ -240,8 +240,8 @@ class MessageLog:
         is none.
         """
         over = ((message, work) for message, work in list(self._posted) if work.is_completed())
-        found = ((message, work_error(work)) for message, work in over)
-        return next(([(message, error)] for message, error in found if error is not None), [])
+        errors = ((message, work_error(work)) for message, work in over)
+        return next(([(message, error)] for message, error in errors if error is not None), [])
 
     def confirm(self, message: PendingMessage, heard: Heard = lambda key, together: None) -> float | None:
         """Wait a limited time for peers to confirm messages that are still compared. Raises CallMismatchError.

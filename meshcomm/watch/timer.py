@@ -60,15 +60,15 @@ class CallTimer:
         """Return the calls that have been running for longer than `most_s`, or for longer than their group's timeout plus a
         grace period (see `_under_way`).
         """
-        found = []
+        late = []
         for recorder in list(recorders):
             call, seen = _under_way(recorder), self._groups.setdefault(recorder, _Timed(None, now))
             if call is None or call != seen.call:
                 seen.call, seen.since = call, now
             # Do not ask the backend earlier, because the query may disturb CUDA graph capture.
             elif now - seen.since > min(most_s, recorder.timeout_s() + GRACE_S) and is_held(recorder, call):
-                found.append((recorder, call))
-        return found
+                late.append((recorder, call))
+        return late
 
     def stuck(self, recorders: Sequence[FlightRecorder], now: float) -> list[tuple[FlightRecorder, Queued]]:
         """Return the calls that have been queued for longer than their group's timeout, earliest first, because later calls
@@ -77,7 +77,7 @@ class CallTimer:
         The backend is queried only eight times per timeout, because a query may disturb CUDA graph capture. It is queried
         about the same call until that call has ended.
         """
-        found, asked = [], cache(unfinished_collectives)
+        late, asked = [], cache(unfinished_collectives)
         for recorder in list(recorders):
             seen = self._groups.setdefault(recorder, _Timed(None, now))
             if not recorder.ordered or now < seen.next:
@@ -92,18 +92,18 @@ class CallTimer:
             if before is not None and before is not seen.queued:
                 recorder.over = max(recorder.over, before.number)
             elif before is not None and now - before.since > timeout_s:
-                found.append((recorder, before))
+                late.append((recorder, before))
         # An earlier call of another group may have been seen later, if both calls were made during one check.
-        told = [recorder for recorder, _ in found]
-        for recorder in [each for each in recorders if found and each not in told]:
+        told = [recorder for recorder, _ in late]
+        for recorder in [each for each in recorders if late and each not in told]:
             queued = self._groups[recorder].queued
             if queued is None or now - _began(recorder, queued) <= recorder.timeout_s():
                 continue
             with contextlib.suppress(RuntimeError):
                 # Check again: the call may have ended since.
                 if queued_in(recorder, queued, asked, now) is queued:
-                    found.append((recorder, queued))
-        return sorted(found, key=lambda pair: _began(*pair))
+                    late.append((recorder, queued))
+        return sorted(late, key=lambda pair: _began(*pair))
 
 
 def queued_in(
