@@ -192,6 +192,9 @@ class CallCheck:
             if not isinstance(error, Exception):
                 self.leave(name, call, type(error).__name__)
             raise
+        finally:
+            # A stored error keeps this frame alive; it must not keep the group.
+            del transport
 
     def _refuse(self) -> None:
         """Raise CallMismatchError if the ranks are known to have made different calls that are under way."""

@@ -188,23 +188,23 @@ class FlightRecorder:
             self.end()
 
     def _failed(self, error: BaseException, trace: TracebackType | None) -> None:
-        entry, caller, check = self.ring[self.started % KEPT], self._caller, self.check
+        entry, check = self.ring[self.started % KEPT], self.check
         if entry is None:
             return
         call = entry[0].call
-        if isinstance(error, RuntimeError) and caller is not None:
-            # The error must not keep the backend's Work alive, and with it the group's sockets.
+        # A stored error must not keep the backend's Work alive, and with it the group's sockets: neither in the frames of
+        # `trace` nor, as the caller, in this one.
+        if isinstance(error, RuntimeError) and self._caller is not None:
             clear_frames(trace)
-            raise caller.failed(call, error) from error
+            raise self._caller.failed(call, error) from error
         if check is not None and check.raised:
-            # Nor must an error about calls that are under way.
             clear_frames(trace)
         # An Exception between the comparison and the start is raised on every rank; an interrupt is not.
         if check is not None and check.announced and not isinstance(error, Exception):
             check.leave(entry[0].name, call, type(error).__name__)
         # This may be any error from reading the result of an abandoned call.
-        if isinstance(error, Exception) and caller is not None:
-            caller.confirm(call, error)
+        if isinstance(error, Exception) and self._caller is not None:
+            self._caller.confirm(call, error)
 
     def set_bytes(self, nbytes: int) -> None:
         """Set the bytes of the call under way, as the counters count them."""
