@@ -163,11 +163,13 @@ def stats(
 
 def stats_of_groups(label: str, seconds: float, recorders: Iterable[FlightRecorder]) -> Stats:
     """Return the table of one rank's calls in groups outside any plan, group by group. The durations are unknown."""
-    rows: list[CallStats] = []
-    for recorder in recorders:
-        for total in list(recorder.counters.values()):
-            counted = (len(recorder.ranks), total.calls, total.nbytes, None, None)
-            rows.append(CallStats(recorder.label, total.call, False, *counted))
+    rows = [
+        CallStats(
+            recorder.label, total.call, False, len(recorder.ranks), total.calls, total.nbytes, None, None
+        )
+        for recorder in recorders
+        for total in list(recorder.counters.values())
+    ]
     return Stats(label, seconds, tuple(rows))
 
 

@@ -79,10 +79,6 @@ _COMM: Final = f"{Path(__file__).parents[1] / 'comm'}{os.sep}"
 _ALL: WeakValueDictionary[int, Watchdog] = WeakValueDictionary()
 
 
-def _unknown(rank: int) -> str:
-    return ""
-
-
 @final
 @dataclass(frozen=True, slots=True)
 class WatchOptions:
@@ -105,7 +101,7 @@ class WatchOptions:
     reports: str = ""
     compared: int | None = 0
     alone: bool = False
-    process_of: Callable[[int], str] = _unknown
+    process_of: Callable[[int], str] = lambda rank: ""
     tells_s: float = math.inf
     refused: Callable[[], MeshcommError | None] = lambda: None
     lost: Callable[[str, bool, bool], MeshcommError | None] = lambda what, waits, confirms: None
@@ -467,7 +463,9 @@ class Watchdog(Watching):
         # Rank 0 of the group says which ranks it waited for; the others see only that it has given up.
         told = re.search(r"Ranks? ([\d, ]+) failed to pass", why)
         missing = [recorder.ranks[int(place)] for place in re.findall(r"\d+", told[1])] if told else []
-        came = {rank for rank, status in statuses.items() if status["barrier"] or _was_in_barrier(status)}
+        was_in = {rank: status["failed"] or {"call": ""} for rank, status in statuses.items()}
+        came = {rank for rank, failed in was_in.items() if failed["call"].startswith(BARRIER)}
+        came |= {rank for rank, status in statuses.items() if status["barrier"]}
         missing = missing or [rank for rank in others if rank not in came]
         own.failed.setdefault("waited_for", missing)
         shown = sorted(others, key=lambda rank: rank not in missing)
@@ -609,11 +607,6 @@ class Watchdog(Watching):
         self._desync.cause(statuses)
         diagnosis = diagnose(failed.blocked, statuses, silent)
         return {"differs": self._desync.found, "diagnosis": diagnosis._asdict()}
-
-
-def _was_in_barrier(status: Mapping[str, Any]) -> bool:
-    failed = status["failed"]
-    return failed is not None and failed["call"].startswith(BARRIER)
 
 
 def look_interval_s(world_size: int) -> float:

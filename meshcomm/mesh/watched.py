@@ -175,7 +175,13 @@ class Watch:
         store = signed(of_this_attempt(default_store()), "default group")
         claim(store, rank, kept=True)
         own = prefixed(f"meshcomm/watch{store.add(f'meshcomm/watched/{rank}', 1)}", store)
-        agreed = agree(prefixed("agree", own), rank, ranks, self._facts(), timeout_s, "the watch")
+        versions = {
+            "meshcomm": __version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        }
+        facts = {"validate_calls": self._compared, "versions": versions}
+        agreed = agree(prefixed("agree", own), rank, ranks, facts, timeout_s, "the watch")
         label = rank_text(rank, None)
         options = WatchOptions(
             timeout_s,
@@ -188,14 +194,6 @@ class Watch:
         self._watchdog = Watchdog(prefixed("mesh", own), rank, {}, len(ranks), options)
         self._outside = OutsideGroups(self._watchdog, ranks, device, label, options.compared)
         self._began = time.perf_counter()
-
-    def _facts(self) -> dict[str, object]:
-        versions = {
-            "meshcomm": __version__,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-        }
-        return {"validate_calls": self._compared, "versions": versions}
 
     def _end(self) -> None:
         if self._prints and self._watchdog is not None and self._watchdog.own.rank == 0:

@@ -261,7 +261,9 @@ class CallCheck:
 
     def _agrees(self, transport: Transport, name: str, call: str, facts: dict[str, Any], waits: bool) -> bool:
         """Post the comparison. Return whether the calls are equal, or False if this rank or another one does not wait for it."""
-        sign = _sign(call, facts)
+        digest = hashlib.blake2b(json.dumps([call, facts]).encode(), digest_size=8).digest()
+        # 63 bits that are the same for equal calls in every process.
+        sign = int.from_bytes(digest, "little") >> 1
         signs = torch.tensor([sign, -sign, int(not waits)], device=transport.device)
         compare = partial(transport.start, Call(ALL_REDUCE, signs, op="max"))
         # Not waited for at once, so it may outlive a profiler.
@@ -342,12 +344,6 @@ class CallCheck:
         if absent := [rank for rank in self._ranks if rank not in calls]:
             error.given = f"{error.given}\n{ranks_text(absent)}: not known yet"
         return as_data(error)
-
-
-def _sign(call: str, facts: dict[str, Any]) -> int:
-    """Return a 63-bit number that is the same for equal calls in every process."""
-    text = json.dumps([call, facts]).encode()
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
 
 
 def _told(call: str, facts: dict[str, Any], rank: int = -1) -> ToldCall:

@@ -151,13 +151,12 @@ def unawaited() -> list[Raised]:
 def trace_of(error: BaseException) -> TracebackType | None:
     """Return the traceback of an error without the frames that only started the script."""
     trace = error.__traceback__
-    while trace and trace.tb_next and _starts_scripts(trace.tb_frame.f_code.co_filename):
+    while trace and trace.tb_next:
+        file = trace.tb_frame.f_code.co_filename
+        if "runpy" not in file and not file.startswith(_STARTERS):
+            break
         trace = trace.tb_next
     return trace
-
-
-def _starts_scripts(file: str) -> bool:
-    return "runpy" in file or file.startswith(_STARTERS)
 
 
 # -- what it followed from --------------------------------------------------------------------------------

@@ -469,7 +469,10 @@ def root_cause(statuses: Statuses, silent: Silent = _NONE_SILENT) -> list[str]:
                 lines.append(f"  {places[rank].name} {places[rank].doing} and waits for rank {other}")
             continue
         root, direct = end.ranks[0], [rank for rank in end.waiters if end.ranks[0] in waits[rank]]
-        waits_for = f"wait{'' if direct[1:] else 's'} for it in {_call_of(statuses[direct[0]])}"
+        waiter = statuses[direct[0]]
+        failed = waiter.get("failed")
+        call = f"{failed['call']}, at {failed['callsite']}" if failed else doing_of(waiter)
+        waits_for = f"wait{'' if direct[1:] else 's'} for it in {call.removeprefix('is in ')}"
         doing = activity(root, statuses.get(root), silent.get(root, "no report"))
         through = sorted({*end.waiters} - {*direct})
         others = f", and {ranks_text(through)} for {'them' if direct[1:] else 'that rank'}" if through else ""
@@ -493,11 +496,6 @@ def whereabouts(statuses: Statuses, silent: Silent) -> list[str]:
             ]
         ),
     ]
-
-
-def _call_of(status: Status) -> str:
-    failed = status.get("failed")
-    return f"{failed['call']}, at {failed['callsite']}" if failed else doing_of(status).removeprefix("is in ")
 
 
 def find_hung(statuses: Statuses, silent: Silent) -> dict[int, str]:

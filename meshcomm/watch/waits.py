@@ -31,7 +31,10 @@ def chain_ends(waits: Mapping[int, Collection[int]]) -> list[ChainEnd]:
     waits: rank -> the ranks that it waits for. A rank that is not a key, or has an empty value, waits for no other.
     """
     circles: list[ChainEnd] = []
-    waiters = _reversed(waits)
+    waiters: dict[int, list[int]] = {}
+    for rank, others in waits.items():
+        for other in others:
+            waiters.setdefault(other, []).append(rank)
     left: dict[int, Collection[int]] = {rank: others for rank, others in waits.items() if others}
     while circle := find_circle(left):
         circles.append(_end(circle, waiters))
@@ -50,14 +53,6 @@ def ends_of(start: int, waits: Mapping[int, Collection[int]]) -> list[ChainEnd]:
 
 def _end(ranks: Sequence[int], waiters: Mapping[int, Collection[int]]) -> ChainEnd:
     return ChainEnd(tuple(ranks), tuple(sorted({*_reached(ranks, waiters)} - {*ranks})))
-
-
-def _reversed(waits: Mapping[int, Collection[int]]) -> dict[int, list[int]]:
-    waiters: dict[int, list[int]] = {}
-    for rank, others in waits.items():
-        for other in others:
-            waiters.setdefault(other, []).append(rank)
-    return waiters
 
 
 def _reached(sources: Iterable[int], after: Mapping[int, Iterable[int]]) -> list[int]:
