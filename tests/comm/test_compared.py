@@ -14,9 +14,8 @@ import torch
 import torch.distributed as dist
 
 from meshcomm.collectives import ALL_GATHER, ALL_TO_ALL, REDUCE_SCATTER, Collective
-from meshcomm.comm.torch_private import arguments_of
 from meshcomm.testing import Pool
-from meshcomm.transport.torch_private import HOOK_NAMES
+from meshcomm.transport.torch_private import HOOK_NAMES, arguments_of
 from meshcomm.watch.facts import facts_of_hook, is_refused, shortened
 from meshcomm.watch.verdict import balanced, facts_match
 from tests.comm import compared
