@@ -28,7 +28,7 @@ ORDER = [
     "show",
     "view",
     "transport",
-    "watch",
+    "watching",
     "comm",
     "pattern",
     "mesh",

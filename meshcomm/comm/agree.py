@@ -16,7 +16,7 @@ from meshcomm.errors import MeshcommError, ShapeError
 from meshcomm.reductions import REDUCTIONS
 from meshcomm.transport import ProcessGroupTransport
 from meshcomm.transport.support import WIDENED, name_of
-from meshcomm.watch.facts import exchanged, facts_of, shortened
+from meshcomm.watching.facts import exchanged, facts_of, shortened
 
 
 def agree(request: Request) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from meshcomm.collectives import Call
 from meshcomm.errors import MeshcommError
 from meshcomm.transport.base import Transport, Work
-from meshcomm.watch.recorder import FlightRecorder
+from meshcomm.watching.recorder import FlightRecorder
 
 
 class Caller:

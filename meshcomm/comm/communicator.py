@@ -26,9 +26,9 @@ from meshcomm.layout import Dims
 from meshcomm.reductions import REDUCTIONS
 from meshcomm.transport import Transport
 from meshcomm.transport.torch_private import written
-from meshcomm.watch.callsite import users_frame
-from meshcomm.watch.counters import CallCounter, counter_of
-from meshcomm.watch.recorder import FlightRecorder
+from meshcomm.watching.callsite import users_frame
+from meshcomm.watching.counters import CallCounter, counter_of
+from meshcomm.watching.recorder import FlightRecorder
 
 
 class Ready(NamedTuple):

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar, final
 from meshcomm.comm.checks import seconds_of
 from meshcomm.errors import CommunicationError, MeshcommError, UnsupportedOp
 from meshcomm.transport.torch_private import outside_graphs
-from meshcomm.watch.callsite import line_of, users_frame
-from meshcomm.watch.counters import PendingCall
+from meshcomm.watching.callsite import line_of, users_frame
+from meshcomm.watching.counters import PendingCall
 
 if TYPE_CHECKING:
     from meshcomm.comm.caller import Caller

@@ -45,9 +45,9 @@ from meshcomm.errors import CallMismatchError, ShapeError, UnsupportedOp
 from meshcomm.transport import P2P, Transport, Work
 from meshcomm.transport.base import Direction
 from meshcomm.transport.torch_private import profiling, written
-from meshcomm.watch.callsite import line_of
-from meshcomm.watch.messages import Batch, MessageLog, PendingMessage
-from meshcomm.watch.recorder import FlightRecorder
+from meshcomm.watching.callsite import line_of
+from meshcomm.watching.messages import Batch, MessageLog, PendingMessage
+from meshcomm.watching.recorder import FlightRecorder
 
 Envelope: TypeAlias = tuple[Tensor, int] | tuple[Tensor, int, int]
 

@@ -10,11 +10,11 @@ from itertools import takewhile
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 
 from meshcomm.layout.sizes import ranks_text
-from meshcomm.watch.verdict import majority
+from meshcomm.watching.verdict import majority
 
 if TYPE_CHECKING:
     from meshcomm.dryrun.rank import RankStep
-    from meshcomm.watch.spans import Span
+    from meshcomm.watching.spans import Span
 
 # Operations whose shapes may differ between ranks.
 _OWN_SHAPES: Final = ("all_to_all", "gather", "scatter", "objects")

@@ -37,7 +37,7 @@ from meshcomm.parallel.compose import Engine
 from meshcomm.parallel.data import GradientSync
 from meshcomm.parallel.tensor import local
 from meshcomm.parallel.torch_private import fsdp_tensors
-from meshcomm.watch.spans import PASSES, Span, Spans
+from meshcomm.watching.spans import PASSES, Span, Spans
 
 BETWEEN: Final = "between passes"
 

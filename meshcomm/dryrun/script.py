@@ -39,7 +39,7 @@ from meshcomm.mesh.runtime import PRETENDED
 from meshcomm.mesh.source import CONFIG_VARIABLE, OVERRIDES_VARIABLE, MeshOnly, Settings, new_job
 from meshcomm.parallel.compose import Engine
 from meshcomm.train.trainer import RECORDER, StepRecorder
-from meshcomm.watch.spans import Span
+from meshcomm.watching.spans import Span
 
 
 class Script(NamedTuple):

@@ -22,9 +22,9 @@ from meshcomm.transport.torch_private import (
     ranks_of,
     without_modes,
 )
-from meshcomm.watch.hooks import hooked
-from meshcomm.watch.recorder import FlightRecorder
-from meshcomm.watch.spans import Spans
+from meshcomm.watching.hooks import hooked
+from meshcomm.watching.recorder import FlightRecorder
+from meshcomm.watching.spans import Spans
 
 
 @final

@@ -23,7 +23,7 @@ from meshcomm.predict.times import OPERATIONS, Operation, fastest
 if TYPE_CHECKING:
     from meshcomm.dryrun.compare import Members
     from meshcomm.dryrun.rank import RankStep
-    from meshcomm.watch.spans import Span
+    from meshcomm.watching.spans import Span
 
 Facts = dict[str, Any]
 

@@ -16,7 +16,7 @@ from meshcomm.launch.reaper import end_with_parent
 from meshcomm.mesh.environment import Launch, speak_for_rank
 from meshcomm.mesh.rank_failure import end_rank, leave_stack_on_signal
 from meshcomm.mesh.watchdog import explained, latest_label, leave_all
-from meshcomm.watch.exceptions import trace_of
+from meshcomm.watching.exceptions import trace_of
 
 
 def as_rank(body: Callable[[], None], launch: Launch, label: Callable[[], str]) -> None:

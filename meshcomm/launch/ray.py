@@ -37,7 +37,7 @@ from meshcomm.mesh.generation import ANNOUNCED_VARIABLE, VARIABLE
 from meshcomm.mesh.rendezvous import of_this_attempt
 from meshcomm.mesh.signed import SECRET_VARIABLE, SignedStore, new_secret
 from meshcomm.mesh.source import with_sizes
-from meshcomm.watch.ending import Failure, root_cause, without_error
+from meshcomm.watching.ending import Failure, root_cause, without_error
 
 # How long to wait for the original error after errors that it caused.
 _CAUSE_S: Final = 5.0

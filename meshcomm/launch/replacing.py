@@ -21,7 +21,7 @@ from meshcomm.mesh.generation import (
     may_grow,
 )
 from meshcomm.mesh.rendezvous import state_of_rank
-from meshcomm.watch.ending import Failure
+from meshcomm.watching.ending import Failure
 
 # Exit codes with which a new process would also end, because of misuse or an interrupt.
 _FINAL: Final = (2, 130)

@@ -27,8 +27,8 @@ from meshcomm.mesh.generation import VARIABLE
 from meshcomm.mesh.rank_failure import ask_places, collect, forget, frame_at_signal, names_of_ranks
 from meshcomm.mesh.rendezvous import of_this_attempt, state_of_rank
 from meshcomm.mesh.signed import SECRET_VARIABLE, SignedStore, new_secret
-from meshcomm.watch.ending import Failure, root_cause, signal_text, without_error
-from meshcomm.watch.verdict import whereabouts
+from meshcomm.watching.ending import Failure, root_cause, signal_text, without_error
+from meshcomm.watching.verdict import whereabouts
 
 SAVED: Final = os.EX_TEMPFAIL
 """Exit code 75, "try again": of a rank that stopped on a signal after saving a checkpoint, and of a job with such ranks."""

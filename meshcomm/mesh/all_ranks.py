@@ -15,9 +15,9 @@ from meshcomm.errors import CallMismatchError, CommunicationError, MeshcommError
 from meshcomm.layout.sizes import ranks_text
 from meshcomm.show.page import Cells, Line, as_text, page_view
 from meshcomm.show.stats import spread_page
-from meshcomm.watch.callsite import caller, is_ours
-from meshcomm.watch.recorder import FlightRecorder
-from meshcomm.watch.spans import host
+from meshcomm.watching.callsite import caller, is_ours
+from meshcomm.watching.recorder import FlightRecorder
+from meshcomm.watching.spans import host
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

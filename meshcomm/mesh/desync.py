@@ -15,9 +15,9 @@ import torch.distributed as dist
 from meshcomm.errors import CallMismatchError, MeshcommError, StoreError
 from meshcomm.mesh.rank_record import RankRecord
 from meshcomm.mesh.store import kind_of, within
-from meshcomm.watch.recorder import FlightRecorder
-from meshcomm.watch.steps import find_desync, last_common
-from meshcomm.watch.verdict import error_of
+from meshcomm.watching.recorder import FlightRecorder
+from meshcomm.watching.steps import find_desync, last_common
+from meshcomm.watching.verdict import error_of
 
 # The interval in seconds at which a rank posts and compares in small worlds.
 _PERIOD_S: Final = 1.0

@@ -23,8 +23,8 @@ from meshcomm.transport.torch_private import (
     default_group,
     split_color,
 )
-from meshcomm.watch.exceptions import Reason, first_line, reason_of
-from meshcomm.watch.words import INTERFACES
+from meshcomm.watching.exceptions import Reason, first_line, reason_of
+from meshcomm.watching.words import INTERFACES
 
 
 def create_transports(

@@ -60,10 +60,10 @@ from meshcomm.transport.torch_private import (
     keep_for_good,
     outside_graphs,
 )
-from meshcomm.watch.callsite import callsite, users_frame
-from meshcomm.watch.compare import CallCheck
-from meshcomm.watch.exceptions import caused_by
-from meshcomm.watch.hooks import observe
+from meshcomm.watching.callsite import callsite, users_frame
+from meshcomm.watching.compare import CallCheck
+from meshcomm.watching.exceptions import caused_by
+from meshcomm.watching.hooks import observe
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -63,8 +63,8 @@ from meshcomm.transport import Transport
 from meshcomm.transport.connections import Connections
 from meshcomm.transport.support import STREAM_ORDERED, backend_on
 from meshcomm.transport.torch_private import abort, default_group, default_store, give_back
-from meshcomm.watch.exceptions import Reason, first_line, reason_of
-from meshcomm.watch.words import INTERFACES
+from meshcomm.watching.exceptions import Reason, first_line, reason_of
+from meshcomm.watching.words import INTERFACES
 
 if TYPE_CHECKING:
     from meshcomm.config import TopologyConfig

@@ -27,9 +27,9 @@ from meshcomm.transport.torch_private import (
     ranks_of,
     timeout_of,
 )
-from meshcomm.watch.compare import CallCheck
-from meshcomm.watch.hooks import hooked
-from meshcomm.watch.recorder import FlightRecorder
+from meshcomm.watching.compare import CallCheck
+from meshcomm.watching.hooks import hooked
+from meshcomm.watching.recorder import FlightRecorder
 
 # The name prefix of the groups that a mesh creates.
 OWN: Final = "meshcomm"

@@ -24,9 +24,9 @@ from meshcomm.errors import LaunchError, MeshcommError
 from meshcomm.mesh.environment import Launch, attempt_of, is_helper
 from meshcomm.mesh.rendezvous import of_this_attempt
 from meshcomm.mesh.store import within
-from meshcomm.watch.callsite import place_in
-from meshcomm.watch.ending import INTERRUPTED, Failure, failure_of
-from meshcomm.watch.exceptions import about_others, caused_by, first_cause, handled_by
+from meshcomm.watching.callsite import place_in
+from meshcomm.watching.ending import INTERRUPTED, Failure, failure_of
+from meshcomm.watching.exceptions import about_others, caused_by, first_cause, handled_by
 
 # How long a rank waits for another rank to report first if this rank's error follows from that rank's error.
 _PATIENCE_S = 3.0

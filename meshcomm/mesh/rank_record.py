@@ -16,11 +16,11 @@ from typing import Any, Final, TypeVar, final
 from meshcomm.layout.sizes import rank_text
 from meshcomm.mesh.store import wait_for, within
 from meshcomm.transport.torch_private import failed_barrier
-from meshcomm.watch.callsite import C10D, place_in, stack_of
-from meshcomm.watch.exceptions import Raised, Reason, handled_by, reason_of, unawaited
-from meshcomm.watch.recorder import FlightRecorder
-from meshcomm.watch.spans import host
-from meshcomm.watch.words import BARRIER
+from meshcomm.watching.callsite import C10D, place_in, stack_of
+from meshcomm.watching.exceptions import Raised, Reason, handled_by, reason_of, unawaited
+from meshcomm.watching.recorder import FlightRecorder
+from meshcomm.watching.spans import host
+from meshcomm.watching.words import BARRIER
 
 T = TypeVar("T")
 

@@ -19,9 +19,9 @@ from meshcomm.layout import Group, Plan
 from meshcomm.mesh.environment import Launch
 from meshcomm.mesh.generation import Generation, Generations
 from meshcomm.transport import Transport
-from meshcomm.watch.compare import Shared
-from meshcomm.watch.recorder import FlightRecorder
-from meshcomm.watch.spans import Spans
+from meshcomm.watching.compare import Shared
+from meshcomm.watching.recorder import FlightRecorder
+from meshcomm.watching.spans import Spans
 
 if TYPE_CHECKING:
     from meshcomm.config import TopologyConfig

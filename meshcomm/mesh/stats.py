@@ -12,8 +12,8 @@ from meshcomm.predict.links import Machine, slowest_level, span
 from meshcomm.predict.times import OPERATIONS, Line, Operation, backend_lines, best, bus_factor
 from meshcomm.show.page import as_text, page_view
 from meshcomm.show.stats import stats_page
-from meshcomm.watch.counters import Counters
-from meshcomm.watch.recorder import FlightRecorder
+from meshcomm.watching.counters import Counters
+from meshcomm.watching.recorder import FlightRecorder
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

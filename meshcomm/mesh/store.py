@@ -16,7 +16,7 @@ from meshcomm.comm.checks import seconds_of
 from meshcomm.errors import MeshClosed, MeshcommError, StoreError, StoreTimeout, UnsupportedOp
 from meshcomm.mesh.signed import unsigned
 from meshcomm.transport.torch_private import await_at_exit
-from meshcomm.watch.exceptions import first_line
+from meshcomm.watching.exceptions import first_line
 
 T = TypeVar("T")
 Value: TypeAlias = str | bytes | bytearray

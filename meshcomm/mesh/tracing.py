@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias, final
 
 from meshcomm.errors import StoreError, UnsupportedOp
 from meshcomm.mesh.all_ranks import of_every_rank
-from meshcomm.watch.spans import Span, Spans, host, stretch
+from meshcomm.watching.spans import Span, Spans, host, stretch
 
 if TYPE_CHECKING:
     from meshcomm.mesh.mesh import Mesh

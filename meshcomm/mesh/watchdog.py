@@ -42,15 +42,22 @@ from meshcomm.transport.torch_private import (
     overdue_barrier,
     unfinished_collectives,
 )
-from meshcomm.watch.callsite import C10D, is_inside
-from meshcomm.watch.compare import MessageCheck, Shared
-from meshcomm.watch.exceptions import Reason, backend_error, caused_by, error_under_way, first_line, place_of
-from meshcomm.watch.failed_call import FailedCall
-from meshcomm.watch.messages import PendingMessage
-from meshcomm.watch.recorder import FlightRecorder
-from meshcomm.watch.timer import GRACE_S, CallTimer, is_held, queued_in
-from meshcomm.watch.verdict import Diagnosis, diagnose, find_hung, places_of, unasked
-from meshcomm.watch.words import BARRIER, activity, failure
+from meshcomm.watching.callsite import C10D, is_inside
+from meshcomm.watching.compare import MessageCheck, Shared
+from meshcomm.watching.exceptions import (
+    Reason,
+    backend_error,
+    caused_by,
+    error_under_way,
+    first_line,
+    place_of,
+)
+from meshcomm.watching.failed_call import FailedCall
+from meshcomm.watching.messages import PendingMessage
+from meshcomm.watching.recorder import FlightRecorder
+from meshcomm.watching.timer import GRACE_S, CallTimer, is_held, queued_in
+from meshcomm.watching.verdict import Diagnosis, diagnose, find_hung, places_of, unasked
+from meshcomm.watching.words import BARRIER, activity, failure
 
 # The part of a group's timeout after which the ranks that a call waits for are hung. Backends do not wait to the millisecond.
 _LEAST: Final = 0.9

@@ -38,7 +38,7 @@ from meshcomm.transport.torch_private import (
     on_default_group,
     timeout_of,
 )
-from meshcomm.watch.exceptions import caused_by
+from meshcomm.watching.exceptions import caused_by
 
 if TYPE_CHECKING:
     from meshcomm.mesh.stats import Stats

@@ -30,7 +30,7 @@ from meshcomm.parallel.build import cast, seeded
 from meshcomm.parallel.context.split import AttentionKind
 from meshcomm.parallel.loss import IGNORED, logits_of
 from meshcomm.parallel.tree import first_tensor
-from meshcomm.watch.callsite import is_ours
+from meshcomm.watching.callsite import is_ours
 
 _SAMPLES, _TOKENS = 4, 16
 

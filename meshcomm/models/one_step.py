@@ -41,7 +41,7 @@ from meshcomm.parallel.tree import called, in_parts, with_tensors
 from meshcomm.predict.stages import split_layers
 from meshcomm.simulator import simulate
 from meshcomm.transport.torch_private import DispatchMode
-from meshcomm.watch.callsite import users_frame
+from meshcomm.watching.callsite import users_frame
 
 STEPS: Final = 2
 _CPU: Final = torch.device("cpu")

@@ -29,7 +29,7 @@ from meshcomm.parallel.tensor.parameters import fused_parts
 from meshcomm.parallel.torch_private import put_shards_back
 from meshcomm.transport.support import name_of
 from meshcomm.transport.torch_private import storage_id
-from meshcomm.watch.verdict import alike, blamed, majority
+from meshcomm.watching.verdict import alike, blamed, majority
 
 
 @final

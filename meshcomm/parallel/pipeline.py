@@ -27,7 +27,7 @@ from meshcomm.parallel.torch_private import is_view
 from meshcomm.parallel.tree import in_parts, samples_of, sliced, tensors_of
 from meshcomm.predict.passes import schedule_properties
 from meshcomm.predict.stages import Stage, split_layers, stages_of_rank
-from meshcomm.watch.spans import PASSES, stretch
+from meshcomm.watching.spans import PASSES, stretch
 
 __all__ = ["Accumulate", "Pipelined", "Stage", "split_layers"]
 

@@ -14,7 +14,7 @@ from meshcomm.layout.sizes import ranks_text
 from meshcomm.mesh.generation import WAITS, Announcement, Generation, Generations, all_done, announcement_of
 from meshcomm.simulator.scheduler import Actor, Lost
 from meshcomm.simulator.transport import here
-from meshcomm.watch.ending import Failure
+from meshcomm.watching.ending import Failure
 
 if TYPE_CHECKING:
     from meshcomm.simulator.world import SharedState

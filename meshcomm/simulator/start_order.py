@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import Final, NamedTuple, TypeAlias, final
 
 from meshcomm.errors import DeadlockError
-from meshcomm.watch.waits import shortest_way
+from meshcomm.watching.waits import shortest_way
 
 # A collective is identified by its group and its sequence number, and a message by the coords of its ends and its number.
 Call: TypeAlias = tuple[int, ...]

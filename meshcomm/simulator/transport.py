@@ -26,8 +26,8 @@ from meshcomm.simulator.start_order import Start, StartOrder
 from meshcomm.transport import Transport, Work
 from meshcomm.transport.base import P2P
 from meshcomm.transport.support import name_of
-from meshcomm.watch.callsite import is_ours, thread_frames
-from meshcomm.watch.verdict import ToldCall, mismatch
+from meshcomm.watching.callsite import is_ours, thread_frames
+from meshcomm.watching.verdict import ToldCall, mismatch
 
 # The user's call: its dim, its name and its arguments as errors show them.
 Told: TypeAlias = tuple[str, str, dict[str, Any]]

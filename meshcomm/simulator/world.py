@@ -22,10 +22,10 @@ from meshcomm.simulator.start_order import StartOrder
 from meshcomm.simulator.transport import SimulatedGroup, SimulatorTransport
 from meshcomm.transport import Transport
 from meshcomm.transport.support import backend_on
-from meshcomm.watch.recorder import FlightRecorder
-from meshcomm.watch.steps import find_desync
-from meshcomm.watch.verdict import error_of
-from meshcomm.watch.words import failure
+from meshcomm.watching.recorder import FlightRecorder
+from meshcomm.watching.steps import find_desync
+from meshcomm.watching.verdict import error_of
+from meshcomm.watching.words import failure
 
 _CPU = torch.device("cpu")
 

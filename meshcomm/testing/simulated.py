@@ -26,7 +26,7 @@ from meshcomm.testing.marker import MeshRequest
 from meshcomm.testing.pool import Ended
 from meshcomm.testing.processes import given
 from meshcomm.testing.report import Ends, Outcome, outcome_of, stack_text
-from meshcomm.watch.callsite import thread_frames
+from meshcomm.watching.callsite import thread_frames
 
 # The prefix of the simulator's thread names.
 _THREAD: Final = "meshcomm-rank-"

@@ -18,7 +18,7 @@ from meshcomm.parallel.compose import Engine
 from meshcomm.predict.estimate import expected
 from meshcomm.predict.passes import Costs, Pass, orders, timeline
 from meshcomm.predict.times import counted_bytes
-from meshcomm.watch.spans import PASSES, Span, Spans
+from meshcomm.watching.spans import PASSES, Span, Spans
 
 # Where a traced step goes beside dims.
 COMPUTE: Final = "forward and backward"

@@ -15,7 +15,7 @@ import torch
 
 import meshcomm
 from meshcomm.testing import Pool
-from meshcomm.watch.callsite import is_ours, place_in, stack_of, users_frame
+from meshcomm.watching.callsite import is_ours, place_in, stack_of, users_frame
 
 TORCH, OWN = Path(torch.__file__).parent, Path(meshcomm.__file__).parent
 

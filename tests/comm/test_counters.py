@@ -20,7 +20,7 @@ from meshcomm.mesh.stats import CallStats, Stats
 from meshcomm.predict.estimate import expected
 from meshcomm.show.page import Cells, Line
 from meshcomm.show.stats import stats_page
-from meshcomm.watch.counters import CallCounter, PendingCall, counter_of
+from meshcomm.watching.counters import CallCounter, PendingCall, counter_of
 from tests.group_hooks import HAS_HOOKS
 
 Counted = dict[tuple[str, str, bool], tuple[int, int]]

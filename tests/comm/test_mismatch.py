@@ -18,7 +18,7 @@ from meshcomm.errors import CallMismatchError, CollectiveTimeout
 from meshcomm.mesh import Mesh
 from meshcomm.testing import Pool
 from meshcomm.transport import P2P
-from meshcomm.watch.compare import MessageCheck
+from meshcomm.watching.compare import MessageCheck
 
 Call = Callable[[Mesh, bool], object]
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from meshcomm.watch.verdict import BlockedCall, diagnose, find_hung, root_cause, unasked, whereabouts
-from meshcomm.watch.waits import chain_ends, ends_of
+from meshcomm.watching.verdict import BlockedCall, diagnose, find_hung, root_cause, unasked, whereabouts
+from meshcomm.watching.waits import chain_ends, ends_of
 
 Waits = dict[int, Sequence[int]]
 # Each end: its ranks, and those that wait for it.

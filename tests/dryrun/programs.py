@@ -9,7 +9,7 @@ from meshcomm.dryrun.ledger import PARTS, Peak
 from meshcomm.dryrun.rank import Event, RankStep
 from meshcomm.layout import Layout
 from meshcomm.layout.plan import Plan
-from meshcomm.watch.spans import Span
+from meshcomm.watching.spans import Span
 
 
 class Rank:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from meshcomm.errors import CallMismatchError, LayoutError, MeshcommError, PeerLost, RankLost
 from meshcomm.mesh.rank_failure import await_cause, collect, leave
-from meshcomm.watch.ending import Failure, failure_of, root_cause, without_error
+from meshcomm.watching.ending import Failure, failure_of, root_cause, without_error
 
 LAYOUT = {rank: f"rank {rank} (pp={rank // 4} tp={rank % 4})" for rank in range(8)}
 

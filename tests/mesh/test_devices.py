@@ -26,7 +26,7 @@ from meshcomm.mesh.watchdog import look_interval_s
 from meshcomm.testing import Pool
 from meshcomm.transport import ProcessGroupTransport, SoloTransport
 from meshcomm.transport.base import Call
-from meshcomm.watch.exceptions import Reason, reason_of
+from meshcomm.watching.exceptions import Reason, reason_of
 
 
 def pretend(

@@ -35,7 +35,7 @@ from meshcomm.mesh.job_store import _elsewhere, find_agent, find_job, find_tcp_s
 from meshcomm.mesh.rank_failure import _speaks_first
 from meshcomm.mesh.rendezvous import blame, claim, meet
 from meshcomm.testing import Pool
-from meshcomm.watch.ending import failure_of, root_cause
+from meshcomm.watching.ending import failure_of, root_cause
 from tests.forked_jobs import Job
 from tests.ports import free_port
 from tests.ranks import on_ranks

@@ -11,10 +11,10 @@ import pytest
 from meshcomm.errors import MeshcommError
 from meshcomm.testing import Pool
 from meshcomm.transport.torch_private import bindings, unfinished_collectives
-from meshcomm.watch import timer as timers
-from meshcomm.watch.counters import counter_of
-from meshcomm.watch.recorder import FlightRecorder
-from meshcomm.watch.timer import CallTimer, queued_in
+from meshcomm.watching import timer as timers
+from meshcomm.watching.counters import counter_of
+from meshcomm.watching.recorder import FlightRecorder
+from meshcomm.watching.timer import CallTimer, queued_in
 from tests.forked_jobs import Job
 from tests.mesh.queued_program import TIMEOUT_S
 

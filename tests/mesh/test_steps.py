@@ -27,11 +27,11 @@ from meshcomm.errors import (
 from meshcomm.mesh import Mesh, desync
 from meshcomm.mesh.desync import DesyncMonitor
 from meshcomm.mesh.rank_record import RankRecord
-from meshcomm.watch.callsite import callsite
-from meshcomm.watch.counters import counter_of
-from meshcomm.watch.recorder import KEPT, FlightRecorder
-from meshcomm.watch.steps import RUNS, StepHistory, find_desync, last_common
-from meshcomm.watch.verdict import error_of
+from meshcomm.watching.callsite import callsite
+from meshcomm.watching.counters import counter_of
+from meshcomm.watching.recorder import KEPT, FlightRecorder
+from meshcomm.watching.steps import RUNS, StepHistory, find_desync, last_common
+from meshcomm.watching.verdict import error_of
 from tests.ranks import on_ranks
 from tests.simulator import random_programs
 

@@ -24,7 +24,7 @@ from meshcomm.parallel.pipeline import Pipelined
 from meshcomm.testing import Pool
 from meshcomm.train import Callback, run
 from meshcomm.train.run_files import put_aside
-from meshcomm.watch.spans import Span
+from meshcomm.watching.spans import Span
 from tests.sizes import model_of, train_of
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.toml"

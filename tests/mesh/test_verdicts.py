@@ -26,12 +26,12 @@ from meshcomm.testing import Pool
 from meshcomm.transport import SoloTransport
 from meshcomm.transport.base import P2P
 from meshcomm.transport.torch_private import HOOK_NAMES
-from meshcomm.watch.counters import counter_of
-from meshcomm.watch.hooks import hooked
-from meshcomm.watch.messages import Batch
-from meshcomm.watch.recorder import FlightRecorder
-from meshcomm.watch.timer import GRACE_S, CallTimer
-from meshcomm.watch.verdict import BlockedCall, absent, diagnose
+from meshcomm.watching.counters import counter_of
+from meshcomm.watching.hooks import hooked
+from meshcomm.watching.messages import Batch
+from meshcomm.watching.recorder import FlightRecorder
+from meshcomm.watching.timer import GRACE_S, CallTimer
+from meshcomm.watching.verdict import BlockedCall, absent, diagnose
 from tests.forked_jobs import Job
 from tests.group_hooks import HAS_HOOKS, needs_group_hooks
 from tests.ranks import on_ranks
@@ -508,7 +508,7 @@ class _Work:
 STUCK = """
 import ctypes, torch, meshcomm
 from meshcomm.transport import ProcessGroupTransport
-from meshcomm.watch import timer
+from meshcomm.watching import timer
 
 timer.GRACE_S = 0.5
 mesh = meshcomm.init()
@@ -692,7 +692,7 @@ def test_a_diagnosis_that_never_comes_is_made_by_each_rank(monkeypatch: pytest.M
 @pytest.fixture
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """A watchdog does not wait for long."""
-    monkeypatch.setattr("meshcomm.watch.timer.GRACE_S", 0.1)
+    monkeypatch.setattr("meshcomm.watching.timer.GRACE_S", 0.1)
     monkeypatch.setattr("meshcomm.mesh.rank_record._ANSWER_S", 0.2)
 
 

@@ -19,7 +19,7 @@ from meshcomm.errors import CallMismatchError, ConfigError, MeshMismatchError, U
 from meshcomm.mesh import Watch, watched
 from meshcomm.testing import Pool
 from meshcomm.transport import torch_private
-from meshcomm.watch.timer import is_held
+from meshcomm.watching.timer import is_held
 from tests.forked_jobs import Job
 from tests.group_hooks import needs_group_hooks
 from tests.ranks import on_ranks

@@ -22,7 +22,7 @@ from meshcomm.parallel.compose import Engine
 from meshcomm.parallel.tensor import whole
 from meshcomm.testing import Pool
 from meshcomm.train import Trainer
-from meshcomm.watch.ending import failure_of
+from meshcomm.watching.ending import failure_of
 
 from . import own
 from .families import SMALL, config_of, differences

@@ -27,7 +27,7 @@ from meshcomm.parallel.tensor.layers import (
 from meshcomm.parallel.tensor.parameters import FUSED, kept, local
 from meshcomm.parallel.tensor.plan import Entry, Rule, checked_rules
 from meshcomm.parallel.tensor.split import TensorSplit
-from meshcomm.watch.verdict import majority
+from meshcomm.watching.verdict import majority
 
 # The number of elements that a digest reads at a time.
 _CHUNK = 1 << 20

@@ -17,7 +17,7 @@ from meshcomm.errors import MeshcommError, TrainingError
 from meshcomm.parallel.tensor.parameters import fused_parts, joined, local, whole
 from meshcomm.parallel.tensor.plan import Rule
 from meshcomm.parallel.tensor.split import TensorSplit
-from meshcomm.watch.callsite import is_ours
+from meshcomm.watching.callsite import is_ours
 
 Example: TypeAlias = Sequence[Any] | Mapping[str, Any]
 Shapes: TypeAlias = dict[str, tuple[int, ...]]

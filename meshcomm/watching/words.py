@@ -7,7 +7,7 @@ from typing import Any, Final, TypeAlias
 
 from meshcomm.errors import CommunicationError
 from meshcomm.layout.sizes import rank_text, ranks_text
-from meshcomm.watch.exceptions import first_line
+from meshcomm.watching.exceptions import first_line
 
 # The status of one rank, as in `RankRecord.data`.
 Status: TypeAlias = Mapping[str, Any]

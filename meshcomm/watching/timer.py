@@ -11,8 +11,8 @@ from typing import Any, Final, NamedTuple, final
 from weakref import WeakKeyDictionary
 
 from meshcomm.transport.torch_private import unfinished_collectives
-from meshcomm.watch.messages import PendingMessage
-from meshcomm.watch.recorder import FlightRecorder
+from meshcomm.watching.messages import PendingMessage
+from meshcomm.watching.recorder import FlightRecorder
 
 # A backend that has not ended a call this many seconds after the group's timeout never will.
 GRACE_S: Final = 5.0

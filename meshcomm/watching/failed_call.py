@@ -7,10 +7,10 @@ from typing import Any, final
 
 from meshcomm.errors import CallMismatchError, CollectiveTimeout, CommunicationError, MeshcommError, PeerLost
 from meshcomm.layout.sizes import fold, ranks_text
-from meshcomm.watch.exceptions import Reason, first_line, reason_of
-from meshcomm.watch.recorder import FlightRecorder
-from meshcomm.watch.verdict import BlockedCall, Diagnosis, Waiting, blamed
-from meshcomm.watch.words import INTERFACES, call_text, described
+from meshcomm.watching.exceptions import Reason, first_line, reason_of
+from meshcomm.watching.recorder import FlightRecorder
+from meshcomm.watching.verdict import BlockedCall, Diagnosis, Waiting, blamed
+from meshcomm.watching.words import INTERFACES, call_text, described
 
 
 @final

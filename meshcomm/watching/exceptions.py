@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple
 import torch.distributed as dist
 
 from meshcomm.errors import CommunicationError, MeshcommError, RankLost, StoreTimeout
-from meshcomm.watch.callsite import is_ours, is_program, place_in
+from meshcomm.watching.callsite import is_ours, is_program, place_in
 
 # The prefixes of Gloo's and NCCL's error messages.
 _CPP: Final = re.compile(r"\b\w+\.(cc|cpp|h|hpp):\d+")

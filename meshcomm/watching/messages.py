@@ -13,10 +13,10 @@ from torch import Tensor
 
 from meshcomm.transport.base import P2P, Direction
 from meshcomm.transport.torch_private import capturing, work_error
-from meshcomm.watch.callsite import line_of, users_frame
-from meshcomm.watch.compare import Channel, Heard, MessageCheck, Part, Unanswered
-from meshcomm.watch.counters import CallCounter, Counters, PendingCall, counter_of
-from meshcomm.watch.spans import Span, Spans
+from meshcomm.watching.callsite import line_of, users_frame
+from meshcomm.watching.compare import Channel, Heard, MessageCheck, Part, Unanswered
+from meshcomm.watching.counters import CallCounter, Counters, PendingCall, counter_of
+from meshcomm.watching.spans import Span, Spans
 
 _KEPT: Final = 256
 # Messages are counted for this many channels; the oldest are dropped first.

@@ -10,11 +10,11 @@ from weakref import ref
 from meshcomm.collectives import BARRIER, HOOKED
 from meshcomm.transport.base import Direction
 from meshcomm.transport.torch_private import HOOK_NAMES, GroupHooks, arguments_of, tag_of
-from meshcomm.watch.callsite import users_frame
-from meshcomm.watch.counters import counter_of
-from meshcomm.watch.facts import bytes_of, facts_of_hook, is_refused
-from meshcomm.watch.messages import PendingMessage
-from meshcomm.watch.recorder import LATEST, FlightRecorder
+from meshcomm.watching.callsite import users_frame
+from meshcomm.watching.counters import counter_of
+from meshcomm.watching.facts import bytes_of, facts_of_hook, is_refused
+from meshcomm.watching.messages import PendingMessage
+from meshcomm.watching.recorder import LATEST, FlightRecorder
 
 # A collective that has been recorded, between its two hooks.
 _COLLECTIVE: Final = object()

@@ -15,14 +15,14 @@ from torch.autograd.profiler import record_function
 
 from meshcomm.errors import MeshcommError
 from meshcomm.transport.torch_private import GroupHooks, capturing, end_wait_by, profiling, work_error
-from meshcomm.watch.callsite import C10D, is_inside, line_of, users_frame
-from meshcomm.watch.compare import CallCheck, MessageCheck
-from meshcomm.watch.counters import CallCounter, Counters, Entry, PendingCall
-from meshcomm.watch.facts import shortened
-from meshcomm.watch.messages import MessageLog, PendingMessage
-from meshcomm.watch.spans import Span, Spans
-from meshcomm.watch.steps import StepHistory
-from meshcomm.watch.words import failure
+from meshcomm.watching.callsite import C10D, is_inside, line_of, users_frame
+from meshcomm.watching.compare import CallCheck, MessageCheck
+from meshcomm.watching.counters import CallCounter, Counters, Entry, PendingCall
+from meshcomm.watching.facts import shortened
+from meshcomm.watching.messages import MessageLog, PendingMessage
+from meshcomm.watching.spans import Span, Spans
+from meshcomm.watching.steps import StepHistory
+from meshcomm.watching.words import failure
 
 KEPT: Final = 256
 # How many recent collectives a rank reports to the others.

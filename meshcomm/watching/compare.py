@@ -24,9 +24,9 @@ from meshcomm.transport import P2P, Transport, Work
 from meshcomm.transport.base import Direction
 from meshcomm.transport.support import name_of
 from meshcomm.transport.torch_private import unprofiled, wait_until
-from meshcomm.watch.callsite import caller
-from meshcomm.watch.facts import parts_of, shortened
-from meshcomm.watch.verdict import SAME, ToldCall, are_same, as_data, error_of, is_same, mismatch
+from meshcomm.watching.callsite import caller
+from meshcomm.watching.facts import parts_of, shortened
+from meshcomm.watching.verdict import SAME, ToldCall, are_same, as_data, error_of, is_same, mismatch
 
 _BYTES: Final = 1024
 _SITE: Final = 200

@@ -13,9 +13,9 @@ from typing import Any, Final, NamedTuple, TypeAlias
 from meshcomm.collectives import ROWS
 from meshcomm.errors import CallMismatchError
 from meshcomm.layout.sizes import fold, ranks_text
-from meshcomm.watch.facts import OWN, PRIME, balance
-from meshcomm.watch.waits import ChainEnd, chain_ends, ends_of, shortest_way
-from meshcomm.watch.words import (
+from meshcomm.watching.facts import OWN, PRIME, balance
+from meshcomm.watching.waits import ChainEnd, chain_ends, ends_of, shortest_way
+from meshcomm.watching.words import (
     SILENT,
     Status,
     activity,

@@ -7,7 +7,7 @@ from types import CodeType
 from typing import Any, Final, TypeAlias, final
 from zlib import crc32
 
-from meshcomm.watch.spans import Span
+from meshcomm.watching.spans import Span
 
 # Calls whose bytes may differ between ranks: uneven splits and objects.
 _UNEVEN: Final = ("all_to_all", "objects.")

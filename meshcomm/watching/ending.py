@@ -14,7 +14,7 @@ from typing import Any, Final, final
 
 from meshcomm.errors import CommunicationError, MeshcommError
 from meshcomm.layout.sizes import ranks_text
-from meshcomm.watch.exceptions import (
+from meshcomm.watching.exceptions import (
     about_others,
     first_cause,
     frames_of,
@@ -24,8 +24,8 @@ from meshcomm.watch.exceptions import (
     text_of,
     trace_of,
 )
-from meshcomm.watch.verdict import Place, alike, majority
-from meshcomm.watch.waits import ChainEnd, chain_ends
+from meshcomm.watching.verdict import Place, alike, majority
+from meshcomm.watching.waits import ChainEnd, chain_ends
 
 INTERRUPTED: Final = 130
 # A thread of a backend, for example.

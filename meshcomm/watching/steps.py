@@ -10,9 +10,9 @@ from typing import Any, Final, NamedTuple, final
 from zlib import crc32
 
 from meshcomm.layout.sizes import rank_text, ranks_text
-from meshcomm.watch.callsite import line_of
-from meshcomm.watch.counters import Entry
-from meshcomm.watch.verdict import SAME, alike, majority
+from meshcomm.watching.callsite import line_of
+from meshcomm.watching.counters import Entry
+from meshcomm.watching.verdict import SAME, alike, majority
 
 # The number of runs of equal steps whose calls are kept.
 RUNS: Final = 64
