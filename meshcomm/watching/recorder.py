@@ -188,15 +188,16 @@ class FlightRecorder:
             self.end()
 
     def _failed(self, error: BaseException, trace: TracebackType | None) -> None:
-        entry, check = self.ring[self.started % KEPT], self.check
+        entry = self.ring[self.started % KEPT]
         if entry is None:
             return
         call = entry[0].call
         # A stored error must not keep the backend's Work alive, and with it the group's sockets: neither in the frames of
-        # `trace` nor, as the caller, in this one.
+        # `trace` nor in this one, which therefore names neither the caller nor the comparison.
         if isinstance(error, RuntimeError) and self._caller is not None:
             clear_frames(trace)
             raise self._caller.failed(call, error) from error
+        check = self.check
         if check is not None and check.raised:
             clear_frames(trace)
         # An Exception between the comparison and the start is raised on every rank; an interrupt is not.
