@@ -28,6 +28,7 @@ ORDER = [
     "show",
     "view",
     "transport",
+    "watching",
     "comm",
     "pattern",
     "mesh",

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from meshcomm.collectives import ALL_TO_ALL, BARRIER, REDUCE, SCATTER
+from meshcomm.comm.caller import Caller
 from meshcomm.comm.checks import (
     Where,
     check_coord,
@@ -22,7 +23,6 @@ from meshcomm.comm.checks import (
     normal_axis,
     value_of,
 )
-from meshcomm.comm.flight_recorder import Caller
 from meshcomm.comm.request import Checked, Options, Request
 from meshcomm.errors import MeshcommError, ShapeError
 from meshcomm.reductions import REDUCTIONS

@@ -12,13 +12,11 @@ import torch
 from torch import Tensor
 
 from meshcomm.collectives import BARRIER, REDUCE, SCATTER, Collective
-from meshcomm.comm.callsite import users_frame
+from meshcomm.comm.caller import Caller
 from meshcomm.comm.check_call import check
 from meshcomm.comm.checks import apart, axis_or_dim, is_plain
-from meshcomm.comm.counters import CallCounter, counter_of
 from meshcomm.comm.facts import facts_of_call
-from meshcomm.comm.flight_recorder import Caller, FlightRecorder
-from meshcomm.comm.handle import Handle, failure
+from meshcomm.comm.handle import Handle
 from meshcomm.comm.p2p import Messages
 from meshcomm.comm.request import NO_OPTIONS, Checked, Loaded, Options, Request
 from meshcomm.comm.shapes import CARRIED
@@ -29,6 +27,9 @@ from meshcomm.layout import Dims
 from meshcomm.reductions import REDUCTIONS
 from meshcomm.transport import ProcessGroupTransport, Transport, Work
 from meshcomm.transport.torch_private import written
+from meshcomm.watching.callsite import users_frame
+from meshcomm.watching.counters import CallCounter, counter_of
+from meshcomm.watching.recorder import FlightRecorder
 
 
 class Ready(NamedTuple):
@@ -73,7 +74,7 @@ class Communicator(Caller):
         who: str,
         recorder: FlightRecorder | None = None,
     ) -> None:
-        recorder = recorder or FlightRecorder(name, [], lambda _, where, error: failure(where, error))
+        recorder = recorder or FlightRecorder(name, [])
         super().__init__(name, transport, who, recorder)
         # Prepared calls hold no reference to this object, so its last outside reference frees it and its group.
         self._ready: dict[tuple[object, ...], Ready] = {}

@@ -9,15 +9,14 @@ from threading import Lock
 from time import perf_counter as clock
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar, final
 
-from meshcomm.comm.callsite import line_of, users_frame
 from meshcomm.comm.checks import seconds_of
-from meshcomm.comm.counters import PendingCall
-from meshcomm.comm.diagnosis import first_line
 from meshcomm.errors import CommunicationError, MeshcommError, UnsupportedOp
 from meshcomm.transport.torch_private import outside_graphs
+from meshcomm.watching.callsite import line_of, users_frame
+from meshcomm.watching.counters import PendingCall
 
 if TYPE_CHECKING:
-    from meshcomm.comm.flight_recorder import Caller
+    from meshcomm.comm.caller import Caller
 
 T = TypeVar("T")
 
@@ -206,13 +205,3 @@ class Handle(Generic[T]):
                 stacklevel=2,
                 source=self,
             )
-
-
-def failure(where: str, error: BaseException) -> CommunicationError:
-    """Return the backend's error, with the operation, the dim and the coords added."""
-    return CommunicationError(
-        f"{where} failed",
-        given=first_line(error),
-        expected="every rank of the group to make the same call and stay alive until it ends",
-        hint="look for the first error on the other ranks; this error may be a consequence of it",
-    )

@@ -19,12 +19,12 @@ from meshcomm.comm.checks import (
     lie_apart,
 )
 from meshcomm.comm.communicator import Communicator
-from meshcomm.comm.facts import facts_of_list
 from meshcomm.comm.handle import Handle
 from meshcomm.comm.request import NO_OPTIONS, Options
 from meshcomm.comm.shapes import materialised, pack, unpack, unwatched
 from meshcomm.errors import ShapeError
 from meshcomm.transport.torch_private import copy_all
+from meshcomm.watching.facts import facts_of_list
 
 # One message holds at most this many bytes; the packed copy is the only extra memory that a list needs.
 _MOST_BYTES = 256 * 1024 * 1024

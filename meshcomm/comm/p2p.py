@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.profiler import record_function
 
-from meshcomm.comm.callsite import line_of
+from meshcomm.comm.caller import Caller
 from meshcomm.comm.checks import (
     OWN_TAGS,
     all_plain,
@@ -27,9 +27,7 @@ from meshcomm.comm.checks import (
     is_plain,
     lie_apart,
 )
-from meshcomm.comm.flight_recorder import Caller, FlightRecorder
 from meshcomm.comm.handle import Handle
-from meshcomm.comm.p2p_log import Batch, MessageLog, PendingMessage
 from meshcomm.comm.shapes import (
     CARRIED,
     as_bytes,
@@ -45,6 +43,9 @@ from meshcomm.errors import CallMismatchError, ShapeError, UnsupportedOp
 from meshcomm.transport import P2P, Transport, Work
 from meshcomm.transport.base import Direction
 from meshcomm.transport.torch_private import profiling, written
+from meshcomm.watching.callsite import line_of
+from meshcomm.watching.messages import Batch, MessageLog, PendingMessage
+from meshcomm.watching.recorder import FlightRecorder
 
 Envelope: TypeAlias = tuple[Tensor, int] | tuple[Tensor, int, int]
 

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from types import FrameType
 from typing import Any
 
 import torch
-import torch.distributed.distributed_c10d as c10d
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 from torch.autograd import forward_ad
@@ -45,40 +43,6 @@ is_fwd_grad_enabled: Callable[[], bool] = torch._C._is_fwd_grad_enabled
 unpack_dual: Any = torch._VF._unpack_dual
 
 
-def arguments_of(frame: FrameType) -> dict[str, Any]:
-    """Return what group hooks do not report of the collective that this frame makes: `op`, `input_split_sizes` and
-    `output_split_sizes`, as far as it has them; {} for the frame of another function, such as one that C++ has called.
-
-    frame: a function of distributed_c10d, or the call of a functional collective's operator.
-    """
-    given = frame.f_locals
-    operator = given.get("self")
-    if frame.f_code.co_filename == c10d.__file__:
-        found = {name: given[name] for name in _SPLITS if name in given}
-        ops = (
-            value.reduceOp
-            for name, value in given.items()
-            if name.endswith("opts") and hasattr(value, "reduceOp")
-        )
-        op: Any = next(ops, None)
-    elif isinstance(operator, torch._ops.OpOverload) and operator.namespace.endswith("_c10d_functional"):
-        names = [each.name for each in operator._schema.arguments]
-        given = {**dict(zip(names, given.get("args", ()), strict=False)), **given.get("kwargs", {})}
-        found = {name: given[name] for name in _SPLITS if name in given}
-        op = given.get("reduce_op")
-    else:
-        return {}
-    if op is not None:
-        found["op"] = op if isinstance(op, str) else getattr(op, "op", op).name.lower()
-    return found
-
-
-def tag_of(frame: FrameType) -> int | None:
-    """Return the tag of the message that this frame of distributed_c10d sends or receives; None for another frame."""
-    return frame.f_locals.get("tag") if frame.f_code.co_filename == c10d.__file__ else None
-
-
-_SPLITS = ("input_split_sizes", "output_split_sizes")
 _DEVICES = tuple(getattr(torch._C.DispatchKey, name) for name in ("CPU", "CUDA", "XPU", "HPU", "PrivateUse1"))
 
 # The tag of operators that tracing never runs for real, even if all their inputs are constants.

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from meshcomm.collectives import ALL_GATHER, ALL_TO_ALL, Call
+from meshcomm.comm.caller import Caller
 from meshcomm.comm.check_call import misfit
 from meshcomm.comm.checks import OWN_TAGS, check_answered
-from meshcomm.comm.flight_recorder import Caller
 from meshcomm.comm.request import Checked, Loaded
 from meshcomm.comm.shapes import join, materialised, wire
 from meshcomm.errors import MeshcommError, ShapeError

@@ -7,8 +7,8 @@ from functools import partial
 from torch import Tensor
 
 from meshcomm.collectives import ALL_REDUCE, BARRIER, BROADCAST, REDUCE, SCATTER, Call
+from meshcomm.comm.caller import Caller
 from meshcomm.comm.checks import apart, check_answered
-from meshcomm.comm.flight_recorder import Caller
 from meshcomm.comm.request import Checked, Loaded
 from meshcomm.comm.shapes import (
     as_reduced,

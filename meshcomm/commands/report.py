@@ -35,7 +35,7 @@ def combined(folder: Path) -> str:
 
     Raises LaunchError if there are no reports, or if one is invalid.
     """
-    from meshcomm.comm.diagnosis import root_cause
+    from meshcomm.watching.verdict import root_cause
 
     runs = [path for path in folder.glob("*/") if any(_reports_in(path))]
     older = ""
@@ -59,7 +59,7 @@ def _read(folder: Path) -> dict[int, Any]:
     """Return the reports in a folder, by rank. Raises LaunchError if there are no reports, or if a report is invalid."""
     from json import loads
 
-    from meshcomm.comm.diagnosis import root_cause
+    from meshcomm.watching.verdict import root_cause
 
     files = sorted(_reports_in(folder))
     if not files:
@@ -100,7 +100,7 @@ def _reading(file: Path) -> Iterator[None]:
 
 
 def _line(rank: int, status: Mapping[str, Any]) -> str:
-    from meshcomm.comm.diagnosis import activity, name_of_rank
+    from meshcomm.watching.words import activity, name_of_rank
 
     failed = status["failed"]
     if failed is None:

@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import takewhile
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 
-from meshcomm.comm.mismatch import majority
 from meshcomm.layout.sizes import ranks_text
+from meshcomm.watching.verdict import majority
 
 if TYPE_CHECKING:
-    from meshcomm.comm.spans import Span
     from meshcomm.dryrun.rank import RankStep
+    from meshcomm.watching.spans import Span
 
 # Operations whose shapes may differ between ranks.
 _OWN_SHAPES: Final = ("all_to_all", "gather", "scatter", "objects")

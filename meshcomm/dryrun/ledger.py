@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, UntypedStorage
 from torch.distributed.tensor import DTensor
 
-from meshcomm.comm.callsite import is_ours, line_of
 from meshcomm.parallel.torch_private import parts_of_dtensor
 from meshcomm.train.torch_private import backward_number
 from meshcomm.transport.torch_private import DispatchMode, storage_id
+from meshcomm.watching.callsite import is_ours, line_of
 
 MemoryPart: TypeAlias = Literal["weights", "gradients", "optimizer", "activations", "gathered", "rest"]
 PARTS: Final[tuple[MemoryPart, ...]] = get_args(MemoryPart)

@@ -21,7 +21,6 @@ from torch.optim.optimizer import (
 )
 
 from meshcomm.comm.checks import check_answered
-from meshcomm.comm.spans import PASSES, Span, Spans
 from meshcomm.config import Config
 from meshcomm.config.mesh import DimOptions
 from meshcomm.config.section import Table
@@ -38,6 +37,7 @@ from meshcomm.parallel.data import GradientSync
 from meshcomm.parallel.splits import sections
 from meshcomm.parallel.tensor import local
 from meshcomm.parallel.torch_private import fsdp_tensors
+from meshcomm.watching.spans import PASSES, Span, Spans
 
 BETWEEN: Final = "between passes"
 

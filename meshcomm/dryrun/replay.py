@@ -9,12 +9,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias, final
 
-from meshcomm.comm.waits import find_circle
 from meshcomm.dryrun.compare import DryRunFinding, Members, call_text
+from meshcomm.watching.waits import find_circle
 
 if TYPE_CHECKING:
-    from meshcomm.comm.spans import Span
     from meshcomm.dryrun.rank import RankStep
+    from meshcomm.watching.spans import Span
 
 # Returns the seconds that a call takes once all ranks have arrived. Members: the group's ranks, or a message's two ends.
 Seconds: TypeAlias = "Callable[[Span, Members], float]"

@@ -17,7 +17,6 @@ from unittest.mock import patch
 import numpy
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-from meshcomm.comm.spans import Span
 from meshcomm.config.mesh import MeshConfig
 from meshcomm.dryrun.hollow import Hollow
 from meshcomm.dryrun.rank import (
@@ -40,6 +39,7 @@ from meshcomm.mesh.runtime import PRETENDED
 from meshcomm.mesh.source import CONFIG_VARIABLE, OVERRIDES_VARIABLE, MeshOnly, Settings, new_job
 from meshcomm.parallel.compose import Engine
 from meshcomm.train.trainer import RECORDER, StepRecorder
+from meshcomm.watching.spans import Span
 
 
 class Script(NamedTuple):

@@ -9,9 +9,6 @@ from typing import Any, final
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshcomm.comm.flight_recorder import FlightRecorder, hooked
-from meshcomm.comm.handle import failure
-from meshcomm.comm.spans import Spans
 from meshcomm.errors import MeshcommError
 from meshcomm.layout import Layout
 from meshcomm.layout.sizes import fold
@@ -25,6 +22,9 @@ from meshcomm.transport.torch_private import (
     ranks_of,
     without_modes,
 )
+from meshcomm.watching.hooks import hooked
+from meshcomm.watching.recorder import FlightRecorder
+from meshcomm.watching.spans import Spans
 
 
 @final
@@ -88,7 +88,7 @@ class TorchGroups:
             while label in self.ranks:
                 label = f"{base}, {len(self.ranks)}"
             self.ranks[label] = list(ranks)
-            made = FlightRecorder(label, list(ranks), lambda _, where, error: failure(where, error))
+            made = FlightRecorder(label, list(ranks))
             made.trace(self._spans)
             self._recorders[name] = made
         return self._recorders[name] if len(self._recorders[name].ranks) > 1 else None

@@ -20,9 +20,9 @@ from meshcomm.predict.lint import footprint
 from meshcomm.predict.times import OPERATIONS, Operation, fastest
 
 if TYPE_CHECKING:
-    from meshcomm.comm.spans import Span
     from meshcomm.dryrun.compare import Members
     from meshcomm.dryrun.rank import RankStep
+    from meshcomm.watching.spans import Span
 
 Facts = dict[str, Any]
 

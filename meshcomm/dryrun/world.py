@@ -209,7 +209,7 @@ def _ran(program: Program, world: int, rank: tuple[int, str]) -> RankStep | Mesh
 
 def failure_of(error: Exception, name: str) -> MeshcommError:
     """Return a MeshcommError unchanged, and convert any other error to RankFailed with the program's line."""
-    from meshcomm.comm.callsite import is_ours
+    from meshcomm.watching.callsite import is_ours
 
     if isinstance(error, MeshcommError):
         return error

@@ -14,8 +14,9 @@ from typing import final
 
 from meshcomm.launch.reaper import end_with_parent
 from meshcomm.mesh.environment import Launch, speak_for_rank
-from meshcomm.mesh.rank_failure import end_rank, leave_stack_on_signal, trace_of
-from meshcomm.mesh.watchdogs import explained, latest_label, leave_all
+from meshcomm.mesh.rank_failure import end_rank, leave_stack_on_signal
+from meshcomm.mesh.watchdog import explained, latest_label, leave_all
+from meshcomm.watching.exceptions import trace_of
 
 
 def as_rank(body: Callable[[], None], launch: Launch, label: Callable[[], str]) -> None:

@@ -30,15 +30,14 @@ from meshcomm.errors import LaunchError, MeshcommError
 from meshcomm.launch.places import sizes_of
 from meshcomm.launch.reaper import DISMISSED, JOB_VARIABLE, end_all, start_reaper
 from meshcomm.launch.replacing import Replacing
-from meshcomm.launch.root_cause import root_cause, without_error
 from meshcomm.launch.spawn import SAVED
 from meshcomm.layout.sizes import rank_text
 from meshcomm.mesh.exposure import serve_on_loopback
 from meshcomm.mesh.generation import ANNOUNCED_VARIABLE, VARIABLE
-from meshcomm.mesh.rank_failure import Failure
 from meshcomm.mesh.rendezvous import of_this_attempt
 from meshcomm.mesh.signed import SECRET_VARIABLE, SignedStore, new_secret
 from meshcomm.mesh.source import with_sizes
+from meshcomm.watching.ending import Failure, root_cause, without_error
 
 # How long to wait for the original error after errors that it caused.
 _CAUSE_S: Final = 5.0

@@ -94,12 +94,6 @@ def end_with_parent(poll: bool = False) -> None:
     threading.Thread(target=watch, name="meshcomm-parent", daemon=True).start()
 
 
-def signal_text(number: int) -> str:
-    """Return a signal's name, such as `SIGKILL`, or `signal 99` if it has no name."""
-    known = {each.value for each in signal.Signals}
-    return signal.Signals(number).name if number in known else f"signal {number}"
-
-
 def _main() -> None:
     for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(each, signal.SIG_IGN)

@@ -20,8 +20,8 @@ from meshcomm.mesh.generation import (
     is_waiting,
     may_grow,
 )
-from meshcomm.mesh.rank_failure import Failure
 from meshcomm.mesh.rendezvous import state_of_rank
+from meshcomm.watching.ending import Failure
 
 # Exit codes with which a new process would also end, because of misuse or an interrupt.
 _FINAL: Final = (2, 130)

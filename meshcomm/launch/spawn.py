@@ -16,19 +16,19 @@ from pathlib import Path
 from subprocess import Popen
 from typing import Final, NoReturn, final
 
-from meshcomm.comm.diagnosis import whereabouts
 from meshcomm.config.elastic import ElasticConfig
 from meshcomm.errors import LaunchError
 from meshcomm.launch.places import Sizes
-from meshcomm.launch.reaper import DISMISSED, JOB_VARIABLE, end_all, signal_text, start_reaper
+from meshcomm.launch.reaper import DISMISSED, JOB_VARIABLE, end_all, start_reaper
 from meshcomm.launch.replacing import Replacing
-from meshcomm.launch.root_cause import root_cause, without_error
 from meshcomm.launch.standby import Process, Standby
 from meshcomm.mesh.exposure import serve_on_loopback
 from meshcomm.mesh.generation import VARIABLE
-from meshcomm.mesh.rank_failure import Failure, ask_places, collect, forget, frame_at_signal, names_of_ranks
+from meshcomm.mesh.rank_failure import ask_places, collect, forget, frame_at_signal, names_of_ranks
 from meshcomm.mesh.rendezvous import of_this_attempt, state_of_rank
 from meshcomm.mesh.signed import SECRET_VARIABLE, SignedStore, new_secret
+from meshcomm.watching.ending import Failure, root_cause, signal_text, without_error
+from meshcomm.watching.verdict import whereabouts
 
 SAVED: Final = os.EX_TEMPFAIL
 """Exit code 75, "try again": of a rank that stopped on a signal after saving a checkpoint, and of a job with such ranks."""

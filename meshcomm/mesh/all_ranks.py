@@ -11,13 +11,13 @@ from statistics import fmean
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from meshcomm.comm.callsite import caller, is_ours
-from meshcomm.comm.flight_recorder import FlightRecorder
-from meshcomm.comm.spans import host
 from meshcomm.errors import CallMismatchError, CommunicationError, MeshcommError, TrainingError
 from meshcomm.layout.sizes import ranks_text
 from meshcomm.show.page import Cells, Line, as_text, page_view
 from meshcomm.show.stats import spread_page
+from meshcomm.watching.callsite import caller, is_ours
+from meshcomm.watching.recorder import FlightRecorder
+from meshcomm.watching.spans import host
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

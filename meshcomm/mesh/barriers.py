@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from meshcomm.comm.flight_recorder import FlightRecorder
 from meshcomm.errors import BarrierTimeout
 from meshcomm.layout.sizes import fold
 from meshcomm.mesh.runtime import Watching
 from meshcomm.mesh.store import GRACE_S, kind_of, wait_for, within
+from meshcomm.watching.recorder import FlightRecorder
 
 
 def monitored_barrier(

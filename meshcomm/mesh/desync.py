@@ -12,11 +12,12 @@ from typing import Any, Final, final
 
 import torch.distributed as dist
 
-from meshcomm.comm.flight_recorder import FlightRecorder
-from meshcomm.comm.mismatch import error_of, find_desync, last_common
 from meshcomm.errors import CallMismatchError, MeshcommError, StoreError
 from meshcomm.mesh.rank_record import RankRecord
 from meshcomm.mesh.store import kind_of, within
+from meshcomm.watching.recorder import FlightRecorder
+from meshcomm.watching.steps import find_desync, last_common
+from meshcomm.watching.verdict import error_of
 
 # The interval in seconds at which a rank posts and compares in small worlds.
 _PERIOD_S: Final = 1.0
@@ -98,7 +99,7 @@ class DesyncMonitor:
         self.found = self.found or next((s["differs"] for s in statuses.values() if s.get("differs")), None)
         coords = {rank: status["coords"] for rank, status in statuses.items()}
         for recorder in list(self._record.recorders):
-            # In the group's order, which is the same on every rank. If there is a tie, the first ranks count as correct.
+            # In the order of the group, which is the same on every rank.
             histories = {
                 rank: group.get("steps")
                 for rank in recorder.ranks
@@ -208,6 +209,6 @@ class DesyncMonitor:
         }
         # If the other ranks are too far behind for a comparison, compare only these two ranks.
         two = {rank: histories[rank] for rank in ranks if rank in (self._record.rank, peer)}
-        found = find_desync(label, histories, coords) or find_desync(label, two, coords)
-        if found is not None:
-            self.found = json.loads(self._store.compare_set("desync", "", json.dumps(found)))
+        difference = find_desync(label, histories, coords) or find_desync(label, two, coords)
+        if difference is not None:
+            self.found = json.loads(self._store.compare_set("desync", "", json.dumps(difference)))

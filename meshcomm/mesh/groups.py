@@ -10,7 +10,6 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
-from meshcomm.comm.diagnosis import INTERFACES, Reason, first_line, reason_of
 from meshcomm.config.write import toml
 from meshcomm.errors import CommunicationError, PeerLost, UnsupportedOp
 from meshcomm.layout import Group, GroupOptions, Plan
@@ -24,6 +23,8 @@ from meshcomm.transport.torch_private import (
     default_group,
     split_color,
 )
+from meshcomm.watching.exceptions import Reason, first_line, reason_of
+from meshcomm.watching.words import INTERFACES
 
 
 def create_transports(

@@ -20,11 +20,11 @@ from typing import Any, Final
 import psutil
 import torch.distributed as dist
 
-from meshcomm.comm.diagnosis import first_line
 from meshcomm.errors import LaunchError
 from meshcomm.mesh.environment import MPI_RANKS, Launch
 from meshcomm.mesh.exposure import serve_on_loopback
 from meshcomm.mesh.store import within
+from meshcomm.watching.exceptions import first_line
 
 # How long a client that is about to succeed may continue after its timeout.
 _GRACE_S: Final = 0.5

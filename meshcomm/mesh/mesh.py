@@ -24,9 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshcomm.comm import Communicator, CommunicatorCache, Functional, Handle
 from meshcomm.comm.along import AlongDims
-from meshcomm.comm.callsite import callsite, users_frame
 from meshcomm.comm.checks import seconds_of
-from meshcomm.comm.mismatch import CallCheck
 from meshcomm.comm.objects import Objects
 from meshcomm.errors import (
     CommunicationError,
@@ -49,7 +47,6 @@ from meshcomm.mesh.barriers import calls_of, monitored_barrier
 from meshcomm.mesh.devices import check_backends
 from meshcomm.mesh.generation import Generation
 from meshcomm.mesh.outside import OutsideGroups
-from meshcomm.mesh.rank_failure import caused_by
 from meshcomm.mesh.runtime import WORLD, Metrics, Runtime
 from meshcomm.mesh.signed import unsigned
 from meshcomm.mesh.store import MeshStore, prefixed, within
@@ -63,6 +60,10 @@ from meshcomm.transport.torch_private import (
     keep_for_good,
     outside_graphs,
 )
+from meshcomm.watching.callsite import callsite, users_frame
+from meshcomm.watching.compare import CallCheck
+from meshcomm.watching.exceptions import caused_by
+from meshcomm.watching.hooks import observe
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -920,7 +921,7 @@ class Mesh(AlongDims):
             recorder.plan = f", plan {self.plan.fingerprint}"
             recorder.trace(self.metrics.spans)
             if isinstance(transport, ProcessGroupTransport):
-                recorder.watch(transport.group, name, self.label)
+                observe(recorder, transport.group, name, self.label)
         return Communicator(name, transport, self.label, recorders[key])
 
     def _member(self) -> int:

@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshcomm import __version__
-from meshcomm.comm.diagnosis import INTERFACES, Reason, first_line, reason_of
 from meshcomm.config.mesh import MeshConfig
 from meshcomm.errors import (
     CommunicationError,
@@ -51,20 +50,21 @@ from meshcomm.mesh.existing import Existing, of_device_meshes, of_groups
 from meshcomm.mesh.generation import FOREVER, Generation, Generations, generations_of
 from meshcomm.mesh.groups import create_transports, open_group
 from meshcomm.mesh.job_store import is_serving
-from meshcomm.mesh.launched import end_by, launch_here, reports_of
 from meshcomm.mesh.mesh import Mesh
-from meshcomm.mesh.rank_failure import leave_names
+from meshcomm.mesh.rank_failure import end_by, leave_names
 from meshcomm.mesh.rendezvous import Meeting, another_job, blame, claim, meet, of_this_attempt, state_of_rank
 from meshcomm.mesh.runtime import PRETENDED, WORLD, Runtime, Watching
 from meshcomm.mesh.signed import signed, unsigned
 from meshcomm.mesh.source import MeshOnly, Settings, Source, given_keys, refuse_alone, settings_of, with_sizes
 from meshcomm.mesh.store import prefixed, store_failed
 from meshcomm.mesh.watchdog import Watchdog, WatchOptions
-from meshcomm.mesh.watched import gives_way
+from meshcomm.mesh.watched import gives_way, launch_here, reports_of
 from meshcomm.transport import Transport
 from meshcomm.transport.connections import Connections
 from meshcomm.transport.support import STREAM_ORDERED, backend_on
 from meshcomm.transport.torch_private import abort, default_group, default_store, give_back
+from meshcomm.watching.exceptions import Reason, first_line, reason_of
+from meshcomm.watching.words import INTERFACES
 
 if TYPE_CHECKING:
     from meshcomm.config import TopologyConfig

@@ -13,9 +13,6 @@ from zlib import crc32
 import torch
 import torch.distributed as dist
 
-from meshcomm.comm.flight_recorder import FlightRecorder, hooked
-from meshcomm.comm.handle import failure
-from meshcomm.comm.mismatch import CallCheck
 from meshcomm.mesh.runtime import Watching
 from meshcomm.transport import ProcessGroupTransport
 from meshcomm.transport.support import STREAM_ORDERED, backend_on
@@ -30,6 +27,9 @@ from meshcomm.transport.torch_private import (
     ranks_of,
     timeout_of,
 )
+from meshcomm.watching.compare import CallCheck
+from meshcomm.watching.hooks import hooked
+from meshcomm.watching.recorder import FlightRecorder
 
 # The name prefix of the groups that a mesh creates.
 OWN: Final = "meshcomm"
@@ -105,7 +105,7 @@ class OutsideGroups:
 
         name, label, watch = str(group.group_name), _label(group), self._watch()
         if watch is None:
-            recorder = FlightRecorder(label, ranks, lambda _, where, error: failure(where, error))
+            recorder = FlightRecorder(label, ranks)
         else:
             recorder = watch.record(label, ranks, transport(group))
             # The program may change the timeout. Do not keep a reference to the group.

@@ -10,9 +10,8 @@ import re
 import sys
 import threading
 import time
-import traceback
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
 from datetime import timedelta
 from operator import attrgetter
 from pathlib import Path
@@ -21,21 +20,19 @@ from typing import Any, Final, NoReturn, final
 
 import torch.distributed as dist
 
-from meshcomm.comm.callsite import is_ours, is_program, place_in
-from meshcomm.comm.diagnosis import Reason, reason_of, text_of
-from meshcomm.errors import CommunicationError, MeshcommError, RankLost, StoreTimeout
+from meshcomm.errors import LaunchError, MeshcommError
 from meshcomm.mesh.environment import Launch, attempt_of, is_helper
-from meshcomm.mesh.rank_record import frames_of, handled_by, one_line, place_of
 from meshcomm.mesh.rendezvous import of_this_attempt
 from meshcomm.mesh.store import within
+from meshcomm.watching.callsite import place_in
+from meshcomm.watching.ending import INTERRUPTED, Failure, failure_of
+from meshcomm.watching.exceptions import about_others, caused_by, first_cause, handled_by
 
 # How long a rank waits for another rank to report first if this rank's error follows from that rank's error.
 _PATIENCE_S = 3.0
 
 # How long the job's store may take to report whether another rank has printed its error.
 _ASK_S = 5.0
-
-_INTERRUPTED: Final = 130
 
 # The file with the names of the ranks, for each attempt.
 _NAMES: Final = "{}-names.json"
@@ -46,193 +43,6 @@ _PLACE: Final = "{}-where-{}.json"
 
 # The file with a rank's stack at a signal.
 _STACK: Final = "{}-stack-{}"
-
-# The prefixes of Gloo's and NCCL's error messages.
-_CPP: Final = re.compile(r"\b\w+\.(cc|cpp|h|hpp):\d+")
-
-# Frames of code that only started the user's script.
-_STARTERS = tuple(f"{Path(__file__).parents[1]}/{part}" for part in ("commands/", "launch/"))
-
-
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """The error of a rank, or how the rank ended without an error.
-
-    who: the rank with its coords.
-    time: seconds since the epoch.
-    what: the error's type and first line or, for a rank that left no error, how the rank ended.
-    frame: the innermost line of the user's code.
-    text: the text to print, "" if the rank left no error.
-    code: the rank's exit code.
-    follows: whether another rank's error, if any, is the cause.
-    mismatched: whether the error itself names this rank as the one that differs.
-    missing: the ranks that this rank waited for.
-    call: the collective that failed; see `CommunicationError.call`.
-    chain: the ranks that this rank waited for, directly or through others; see `CommunicationError.chain`.
-    raised: whether `what` is an error of this rank.
-    seen: whether the rank had raised the error but not ended, as in a long `finally` block.
-    held: the error that the rank had raised before this one, with its line, if a `finally` or `except` block made the call that
-        failed. It may be the cause, or one that the program has handled.
-    """
-
-    rank: int
-    who: str
-    time: float
-    what: str
-    frame: str = ""
-    text: str = ""
-    code: int = 1
-    follows: bool = False
-    mismatched: bool = False
-    missing: Sequence[int] = ()
-    call: Mapping[str, Any] | None = None
-    chain: Sequence[Sequence[Any]] = ()
-    raised: bool = True
-    seen: bool = False
-    held: str = ""
-
-    @property
-    def summary(self) -> str:
-        """One line with the rank, the error and the source line."""
-        failed = "" if not self.raised else " raised" if self.seen else " failed:"
-        ended = " and had not ended" if self.seen else ""
-        at = f", at {self.frame}" if self.frame else ""
-        return f"{self.who}{failed} {self.what}{at}{self.handling}{ended}"
-
-    @property
-    def handling(self) -> str:
-        """The end of a line that names the error that the rank was handling, if any."""
-        return f", while handling {self.held}" if self.held else ""
-
-
-def failure_of(error: BaseException, rank: int, who: str) -> Failure:
-    """Return the Failure for `rank`, which raised `error`. `who` is the rank with its coords."""
-    first = _first_cause(error)
-    of_others = _about_others(first)
-    # The error itself, or the one of a group that no other rank explains.
-    main = error if of_others or not isinstance(error, BaseExceptionGroup) else first
-    misused = isinstance(main, MeshcommError) and not isinstance(main, CommunicationError)
-    # In other libraries' errors, attributes with these names may have a different meaning.
-    facts = vars(first) if isinstance(first, MeshcommError) else {}
-    mismatched = facts.get("mismatched_ranks", ())
-    frames = frames_of(main)
-    text = (
-        f" {type(error).__name__}: {text_of(error)}"
-        if isinstance(error, MeshcommError)
-        else f"\n{_traceback(error)}"
-    )
-    what = one_line(main)
-    if of_others and first is not error:
-        what = f"{what}, after {one_line(first)}"
-        if text_of(first) not in text:
-            # As after `raise ... from None`.
-            text = f"{text}\nafter {type(first).__name__}: {text_of(first)}"
-    elif main is not error:
-        what = f"{what} (in {type(error).__name__})"
-    if isinstance(error, CommunicationError) and frames:
-        # If another rank is the cause, the call stack shows how the program reached its call.
-        text = f"{text}\ncalled from:\n{''.join(traceback.format_list(frames))}".rstrip()
-    held = _held(first) if isinstance(first, MeshcommError) or of_others else None
-    if held is not None and (isinstance(error, MeshcommError) or one_line(held) not in text):
-        text = f"{text}\nwhile handling:\n{_traceback(held)}"
-    return Failure(
-        rank,
-        who,
-        time.time(),
-        what,
-        place_of(main),
-        f"{who}:{text}",
-        code=_INTERRUPTED if isinstance(error, KeyboardInterrupt) else 2 if misused else 1,
-        follows=of_others and rank not in mismatched,
-        mismatched=rank in mismatched,
-        missing=[*facts.get("missing", ())],
-        call=facts.get("call"),
-        chain=[[*each[:-1], [*each[-1]]] for each in facts.get("chain", ())],
-        held="" if held is None else f"{one_line(held)}, at {place_of(held)}",
-    )
-
-
-def _first_cause(error: BaseException) -> BaseException:
-    """Return the error in the chain of causes of `error` that other ranks explain; if there is none, the error itself.
-
-    A group follows from other ranks' errors only if all of its errors do; otherwise, return the first that does not.
-    """
-    if isinstance(error, BaseExceptionGroup):
-        found = [_first_cause(each) for each in error.exceptions]
-        return next((each for each in found if not _about_others(each)), found[0])
-    for link in _chain(error):
-        if isinstance(link, BaseExceptionGroup) and link is not error:
-            link = _first_cause(link)
-        if _about_others(link):
-            return link
-    return error
-
-
-def _held(error: BaseException) -> BaseException | None:
-    """Return the error that the program was raising or handling when it made the call that raised `error`, if any."""
-    links = _chain(error)
-    contexts = [link.__context__ for link in links if link.__context__ is not link.__cause__]
-    # The traceback of an error that a library has raised and handled by itself has no line of the program.
-    return next(
-        (
-            link
-            for link in links[1:]
-            if any(link is each for each in contexts)
-            and not _about_others(link)
-            and any(is_program(frame.filename) for frame in frames_of(link))
-        ),
-        None,
-    )
-
-
-def _chain(error: BaseException) -> list[BaseException]:
-    """Return an error with all errors that it was raised from, or while they were handled."""
-    chain = [error]
-    for link in chain:
-        # `raise ... from None` hides the context, but does not change the cause. A program that has handled the loss of ranks,
-        # by a new mesh, goes on.
-        handled = None if isinstance(link.__context__, RankLost) else link.__context__
-        # By identity: an error's own `__eq__` may raise an exception.
-        chain += [
-            each
-            for each in (link.__cause__, handled)
-            if each is not None and not any(each is other for other in chain)
-        ]
-    return chain
-
-
-def _about_others(error: BaseException) -> bool:
-    """Return whether the error itself says that another rank may be the cause."""
-    # torch's own errors about a lost store or peer explain the cause no better than meshcomm's errors.
-    known = isinstance(error, (CommunicationError, StoreTimeout, dist.DistError))
-    named = isinstance(error, MeshcommError) and bool(vars(error).get("mismatched_ranks"))
-    return known or named or _of_torch(error)
-
-
-def _of_torch(error: BaseException) -> bool:
-    """Return whether `error` is a backend's own error about a peer or a timeout, which shows only that a call ended."""
-    cause = backend_error(error)
-    if cause is None:
-        return False
-    innermost = traceback.extract_tb(cause.__traceback__)[-1:]
-    # If the program itself waits for a Work, the frame is the program's, but the text begins with a line of C++.
-    return any(is_ours(frame.filename) for frame in innermost) or _CPP.search(text_of(cause)) is not None
-
-
-def _traceback(error: BaseException) -> str:
-    return "".join(traceback.format_exception(type(error), error, trace_of(error))).rstrip()
-
-
-def trace_of(error: BaseException) -> TracebackType | None:
-    """Return the traceback of an error without the frames that only started the script."""
-    trace = error.__traceback__
-    while trace and trace.tb_next and _starts_scripts(trace.tb_frame.f_code.co_filename):
-        trace = trace.tb_next
-    return trace
-
-
-def _starts_scripts(file: str) -> bool:
-    return "runpy" in file or file.startswith(_STARTERS)
 
 
 def leave(failure: Failure, folder: Path, attempt: int) -> bool:
@@ -308,7 +118,7 @@ def forget(folder: Path, attempt: int, rank: int) -> None:
 
 def leave_seen(error: BaseException, label: str) -> None:
     """Write an error that this rank has raised, and that may end it later, for meshcomm's launcher."""
-    if (folder := _folder_of_job()) is not None and not _about_others(_first_cause(error)):
+    if (folder := _folder_of_job()) is not None and not about_others(first_cause(error)):
         attempt, rank = attempt_of(os.environ), int(os.environ["RANK"])
         failure = replace(failure_of(error, rank, label), seen=True)
         _leave(asdict(failure), folder / f"{attempt}-seen-{rank}.json")
@@ -421,12 +231,21 @@ def end_rank(
     elif folder is not None and left:
         if failure.follows:
             await_cause(folder, attempt, patience_s)
-    elif failure.code != _INTERRUPTED and _speaks_first(launch, patience_s if failure.follows else 0.0):
+    elif failure.code != INTERRUPTED and _speaks_first(launch, patience_s if failure.follows else 0.0):
         print(failure.text, file=sys.stderr)
     sys.stdout.flush()
     sys.stderr.flush()
     # Exit immediately: destructors might wait for peers that are gone.
     os._exit(failure.code)
+
+
+def end_by(launch: Launch, label: str, error: MeshcommError) -> None:
+    """End this process with `error`, which describes a call that is blocked in the backend."""
+    # If the rank that caused the error has not reported a grace period after the timeout, it never will. But a rank that
+    # this rank waits for may be about to report which rank it waits for.
+    # Ranks of another job do not report for this job.
+    asks = replace(launch, address=None) if isinstance(error, LaunchError) else launch
+    end_rank(error, asks, label, patience_s=1.0)
 
 
 def _speaks_first(launch: Launch, patience_s: float) -> bool:
@@ -503,7 +322,7 @@ class ExceptHooks:
 
 def show_hidden(error: BaseException) -> None:
     """Print the meshcomm error that `error` followed from, if its traceback does not show it, as after `raise ... from None`."""
-    first, shown = _first_cause(error), list[BaseException]()
+    first, shown = first_cause(error), list[BaseException]()
     link: BaseException | None = error
     while link is not None and link not in shown:
         shown.append(link)
@@ -517,27 +336,3 @@ def show_hidden(error: BaseException) -> None:
         print(
             f"meshcomm: {type(error).__name__} followed from {type(first).__name__}: {first}", file=sys.stderr
         )
-
-
-def caused_by(explanation: MeshcommError, error: BaseException) -> MeshcommError:
-    """Return the exception that `raise explanation from error` would raise, with the traceback of `error`, which shows how
-    the program reached its call.
-    """
-    explanation.__cause__ = error
-    return explanation.with_traceback(error.__traceback__)
-
-
-def backend_error(error: BaseException) -> RuntimeError | None:
-    """Return torch's error about a peer or a timeout if `error` is one or was raised from one, otherwise None.
-
-    For a SystemExit, also check the exception that was being handled. Return None if the error is already explained.
-    """
-    chain: list[BaseException] = []
-    link: BaseException | None = error
-    while link is not None and link not in chain:
-        chain.append(link)
-        link = link.__cause__ or (link.__context__ if isinstance(link, SystemExit) else None)
-    if any(isinstance(link, MeshcommError) for link in chain):
-        return None
-    innermost = next((link for link in reversed(chain) if isinstance(link, RuntimeError)), None)
-    return None if innermost is None or reason_of(innermost) is Reason.OTHER else innermost

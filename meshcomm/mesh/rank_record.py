@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import json
 import os
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from traceback import FrameSummary, extract_tb
-from typing import Any, Final, NamedTuple, TypeVar, final
+from typing import Any, Final, TypeVar, final
 
-from meshcomm.comm.callsite import C10D, is_ours, place_in, stack_of
-from meshcomm.comm.diagnosis import BARRIER, Reason, reason_of, text_of
-from meshcomm.comm.flight_recorder import FlightRecorder
-from meshcomm.comm.spans import host
 from meshcomm.layout.sizes import rank_text
 from meshcomm.mesh.store import wait_for, within
 from meshcomm.transport.torch_private import failed_barrier
+from meshcomm.watching.callsite import C10D, place_in, stack_of
+from meshcomm.watching.exceptions import Raised, Reason, handled_by, reason_of, unawaited
+from meshcomm.watching.recorder import FlightRecorder
+from meshcomm.watching.spans import host
+from meshcomm.watching.words import BARRIER
 
 T = TypeVar("T")
 
@@ -32,25 +30,10 @@ _ANSWER_S: Final = 1.5
 # How long a store that has not answered is not asked again.
 _AGAIN_S: Final = 5.0
 
-# How long a rank whose call differs waits until it knows the calls of the others.
-_MEETS_S: Final = 1.0
-
 # Extra time for slow checks on a busy machine, where the other ranks are slow to answer too.
 _PAUSE_S: Final = 0.02
 _LOOK_S: Final = 0.03
 _LONGER: Final = 4
-
-
-class Raised(NamedTuple):
-    """An exception that the program has raised, and that has not ended it. whose: "" for the main thread, or its task."""
-
-    error: BaseException
-    whose: str
-
-    def __str__(self) -> str:
-        at = place_of(self.error)
-        whose = f"its {self.whose}" if self.whose else "it"
-        return f"{whose} raised {one_line(self.error)}{f', at {at}' if at else ''}"
 
 
 @final
@@ -115,7 +98,7 @@ class RankRecord:
                 self._handled = (id(error), calls)
             if calls == self._handled[1]:
                 return Raised(error, "")
-        return next(iter(_unawaited()), None)
+        return next(iter(unawaited()), None)
 
     def data(self, differs: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Return the record as plain data. `differs` is a difference between the ranks' steps; see `find_desync`."""
@@ -196,14 +179,18 @@ class RecordExchange:
         """
         own, published = str(self._rank), f"diagnosis/{call}"
         if self._store.compare_set(f"first/{call}", "", own).decode() == own:
-            found = make()
-            self._store.set(published, json.dumps(found))
-            return found
+            result = make()
+            self._store.set(published, json.dumps(result))
+            return result
         # The first rank waits this long for answers, and longer on a busy machine.
         if wait_for(self._store, [published], _LONGER * self._within_s):
             read: dict[str, Any] = json.loads(self._store.get(published))
             return read
         return make()
+
+    def publish(self, call: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Return the result of `shared`, as `limited`."""
+        return self.limited(partial(self.shared, call, make))
 
     def published(self, call: str) -> dict[str, Any] | None:
         """Return the result of `shared` if there is one already.
@@ -265,109 +252,3 @@ class RecordExchange:
         return {
             rank: json.loads(self._store.get(key)) for rank, key in keys.items() if self._store.check([key])
         }
-
-
-@final
-class SharedCalls:
-    """What ranks know of each other's calls without taking part in them; see comm.mismatch.Shared.
-
-    store: used for nothing else.
-    """
-
-    def __init__(self, store: Any, rank: int, exchange: RecordExchange, look_s: float) -> None:
-        self.rank = rank
-        self.look_s = look_s
-        self._store, self._exchange = store, exchange
-
-    def first(self, key: str, told: str) -> str:
-        found: bytes = self._store.compare_set(key, "", told)
-        return found.decode()
-
-    def lines(self, key: str, told: str) -> list[str]:
-        if not self._store.has_extended_api():
-            return []
-        self._store.append(key, f"{told}\n")
-        found: bytes = self._store.get(key)
-        return found.decode().splitlines()
-
-    def delete(self, key: str) -> None:
-        self._store.delete_key(key)
-
-    def made(self, label: str, number: int, ranks: Sequence[int]) -> dict[int, Sequence[Any]]:
-        found: dict[int, Sequence[Any]] = {}
-        until = time.monotonic() + _MEETS_S
-        while left := [rank for rank in ranks if rank not in found]:
-            for rank, status in self._exchange.ask(left).items():
-                for group in status["groups"]:
-                    if group["label"] == label and str(number) in group["compared"]:
-                        found[rank] = group["compared"][str(number)]
-            if time.monotonic() > until:
-                break
-        return found
-
-    def publish(self, key: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        return self._exchange.limited(partial(self._exchange.shared, f"calls/{key}", make))
-
-    def published(self, key: str) -> dict[str, Any] | None:
-        return self._exchange.published(f"calls/{key}")
-
-
-def error_under_way() -> str:
-    """Return one line about the exception that is ending or has ended the program, or "" if there is none."""
-    error = sys.exception() or getattr(sys, "last_value", None)
-    return "" if error is None or isinstance(error, SystemExit) else one_line(error)
-
-
-def one_line(error: BaseException) -> str:
-    """Return the type of an error and the first line of its message."""
-    return ": ".join([type(error).__name__, *text_of(error).strip().splitlines()[:1]])
-
-
-def place_of(error: BaseException) -> str:
-    """Return the line to show of the traceback of an error, see `place_in`; if there is none, the innermost line outside of
-    meshcomm and torch, or the innermost one. Returns "" if the error has no traceback.
-    """
-    frames = extract_tb(error.__traceback__)[::-1]
-    if not frames:
-        return ""
-    at = place_in([each.filename for each in frames])
-    frame = frames[at] if at is not None else [frames[0], *frames_of(error)][-1]
-    return f"{frame.filename}:{frame.lineno} in {frame.name}"
-
-
-def frames_of(error: BaseException) -> list[FrameSummary]:
-    """Return the frames of the error's traceback, except those of meshcomm and torch, and those that started the script."""
-    frames = extract_tb(error.__traceback__)
-    return [frame for frame in frames if not is_ours(frame.filename) and "runpy" not in frame.filename]
-
-
-def handled_by(thread: int) -> BaseException | None:
-    """Return the exception that a thread is handling, if any."""
-    collects = gc.isenabled()
-    # As in `thread_frames`: Python holds a lock meanwhile.
-    gc.disable()
-    try:
-        found: Any = sys._current_exceptions().get(thread)
-    finally:
-        if collects:
-            gc.enable()
-    # A tuple before Python 3.12.
-    error: BaseException | None = found[1] if isinstance(found, tuple) else found
-    return error
-
-
-def _unawaited() -> list[Raised]:
-    """Return the errors of the tasks of asyncio that have ended and that no other task has awaited."""
-    loaded: Any = sys.modules.get("asyncio.tasks")
-    # The names of Python 3.12 and later, and of 3.11. Both hold weak references to all tasks.
-    found: Any = getattr(loaded, "_scheduled_tasks", None) or getattr(loaded, "_all_tasks", ())
-    for _ in range(8):
-        try:
-            tasks = list(found)
-        except RuntimeError:
-            continue  # the program has created a task meanwhile
-        # Reading the result would hide the error from the program.
-        lost = [task for task in tasks if task.done() and getattr(task, "_log_traceback", False)]
-        errors: list[Any] = [getattr(task, "_exception", None) for task in lost]
-        return [Raised(error, f"task {task.get_name()}") for task, error in zip(lost, errors, strict=True)]
-    return []

@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any, Protocol, final
 import torch
 import torch.distributed as dist
 
-from meshcomm.comm.flight_recorder import FlightRecorder
-from meshcomm.comm.mismatch import Shared
-from meshcomm.comm.spans import Spans
 from meshcomm.errors import MeshcommError
 from meshcomm.layout import Group, Plan
 from meshcomm.mesh.environment import Launch
 from meshcomm.mesh.generation import Generation, Generations
 from meshcomm.transport import Transport
+from meshcomm.watching.compare import Shared
+from meshcomm.watching.recorder import FlightRecorder
+from meshcomm.watching.spans import Spans
 
 if TYPE_CHECKING:
     from meshcomm.config import TopologyConfig

@@ -7,13 +7,13 @@ from dataclasses import asdict, dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any, Final
 
-from meshcomm.comm.counters import Counters
-from meshcomm.comm.flight_recorder import FlightRecorder
 from meshcomm.layout import Plan
 from meshcomm.predict.links import Machine, slowest_level, span
 from meshcomm.predict.times import OPERATIONS, Line, Operation, backend_lines, best, bus_factor
 from meshcomm.show.page import as_text, page_view
 from meshcomm.show.stats import stats_page
+from meshcomm.watching.counters import Counters
+from meshcomm.watching.recorder import FlightRecorder
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -163,11 +163,13 @@ def stats(
 
 def stats_of_groups(label: str, seconds: float, recorders: Iterable[FlightRecorder]) -> Stats:
     """Return the table of one rank's calls in groups outside any plan, group by group. The durations are unknown."""
-    rows: list[CallStats] = []
-    for recorder in recorders:
-        for total in list(recorder.counters.values()):
-            counted = (len(recorder.ranks), total.calls, total.nbytes, None, None)
-            rows.append(CallStats(recorder.label, total.call, False, *counted))
+    rows = [
+        CallStats(
+            recorder.label, total.call, False, len(recorder.ranks), total.calls, total.nbytes, None, None
+        )
+        for recorder in recorders
+        for total in list(recorder.counters.values())
+    ]
     return Stats(label, seconds, tuple(rows))
 
 

@@ -13,10 +13,10 @@ from typing import Any, Final, TypeAlias, TypeVar, final
 import torch.distributed as dist
 
 from meshcomm.comm.checks import seconds_of
-from meshcomm.comm.diagnosis import first_line
 from meshcomm.errors import MeshClosed, MeshcommError, StoreError, StoreTimeout, UnsupportedOp
 from meshcomm.mesh.signed import unsigned
 from meshcomm.transport.torch_private import await_at_exit
+from meshcomm.watching.exceptions import first_line
 
 T = TypeVar("T")
 Value: TypeAlias = str | bytes | bytearray

@@ -15,9 +15,9 @@ from time import perf_counter as clock
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, final
 
-from meshcomm.comm.spans import Span, Spans, host, stretch
 from meshcomm.errors import StoreError, UnsupportedOp
 from meshcomm.mesh.all_ranks import of_every_rank
+from meshcomm.watching.spans import Span, Spans, host, stretch
 
 if TYPE_CHECKING:
     from meshcomm.mesh.mesh import Mesh

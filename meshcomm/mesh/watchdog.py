@@ -10,46 +10,28 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, Final, NamedTuple, final
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakValueDictionary, ref
 
 import torch.distributed as dist
 
-from meshcomm.comm.callsite import C10D, is_inside
-from meshcomm.comm.diagnosis import (
-    BARRIER,
-    Diagnosis,
-    FailedCall,
-    Reason,
-    activity,
-    diagnose,
-    find_hung,
-    first_line,
-    places_of,
-    unasked,
-)
-from meshcomm.comm.flight_recorder import FlightRecorder
-from meshcomm.comm.handle import failure
-from meshcomm.comm.p2p_log import MessageCheck, PendingMessage
 from meshcomm.errors import CollectiveTimeout, MeshcommError, PeerLost, RankLost
 from meshcomm.layout.sizes import fold
-from meshcomm.mesh import watchdogs
 from meshcomm.mesh.desync import DesyncMonitor
 from meshcomm.mesh.rank_failure import (
     ExceptHooks,
     answer_place,
-    backend_error,
     expect_question,
     forget_seen,
     leave_seen,
     show_hidden,
 )
-from meshcomm.mesh.rank_record import RankRecord, RecordExchange, SharedCalls, error_under_way, place_of
+from meshcomm.mesh.rank_record import RankRecord, RecordExchange
 from meshcomm.mesh.runtime import Watching
 from meshcomm.mesh.store import prefixed, within
 from meshcomm.transport import Transport
@@ -60,9 +42,22 @@ from meshcomm.transport.torch_private import (
     overdue_barrier,
     unfinished_collectives,
 )
-
-# A backend that has not ended a call this many seconds after the group's timeout never will.
-GRACE_S: Final = 5.0
+from meshcomm.watching.callsite import C10D, is_inside
+from meshcomm.watching.compare import MessageCheck, Shared
+from meshcomm.watching.exceptions import (
+    Reason,
+    backend_error,
+    caused_by,
+    error_under_way,
+    first_line,
+    place_of,
+)
+from meshcomm.watching.failed_call import FailedCall
+from meshcomm.watching.messages import PendingMessage
+from meshcomm.watching.recorder import FlightRecorder
+from meshcomm.watching.timer import GRACE_S, CallTimer, is_held, queued_in
+from meshcomm.watching.verdict import Diagnosis, diagnose, find_hung, places_of, unasked
+from meshcomm.watching.words import BARRIER, activity, failure
 
 # The part of a group's timeout after which the ranks that a call waits for are hung. Backends do not wait to the millisecond.
 _LEAST: Final = 0.9
@@ -70,9 +65,6 @@ _LEAST: Final = 0.9
 # How many times per second all ranks together check the job's store for questions. A TCPStore on one core answers about
 # 26,000 calls per second.
 _LOOKS_PER_S: Final = 2_000
-
-# The interval in seconds between checks of queued calls if their group's timeout is long.
-_ASKS_S: Final = 10.0
 
 # How long closing waits for a store that still seems to answer. A busy host may take seconds.
 _CLOSES_S: Final = 10.0
@@ -90,8 +82,8 @@ _CREATED: Final = "created"
 _COMM: Final = f"{Path(__file__).parents[1] / 'comm'}{os.sep}"
 
 
-def _unknown(rank: int) -> str:
-    return ""
+# The watchdogs of this process, by the time at which they started.
+_ALL: WeakValueDictionary[int, Watchdog] = WeakValueDictionary()
 
 
 @final
@@ -116,7 +108,7 @@ class WatchOptions:
     reports: str = ""
     compared: int | None = 0
     alone: bool = False
-    process_of: Callable[[int], str] = _unknown
+    process_of: Callable[[int], str] = lambda rank: ""
     tells_s: float = math.inf
     refused: Callable[[], MeshcommError | None] = lambda: None
     lost: Callable[[str, bool, bool], MeshcommError | None] = lambda what, waits, confirms: None
@@ -147,7 +139,7 @@ class Watchdog(Watching):
         self._exchange = RecordExchange(store, rank, self._interval_s)
         self._desync = DesyncMonitor(prefixed("desync", store), self.own, world_size)
         if not options.alone:
-            self.shared = SharedCalls(prefixed("calls", store), rank, self._exchange, self._interval_s)
+            self.shared = Shared(prefixed("calls", store), rank, self._exchange, self._interval_s)
         self._timer = CallTimer()
         # The last Work outside the mesh that was reported as blocked or failed.
         self._reported: object = None
@@ -181,7 +173,7 @@ class Watchdog(Watching):
             self._threads.append(threading.Thread(target=_poll, args=polled, name=name, daemon=True))
             self._threads[-1].start()
         self._hooks = ExceptHooks(partial(_explain, ref(self)))
-        watchdogs.add(self)
+        _ALL[time.monotonic_ns()] = self
 
     # -- for the mesh -----------------------------------------------------------------------------------
 
@@ -225,15 +217,17 @@ class Watchdog(Watching):
     def _report_failed(self) -> None:
         """Print one line on why the latest call outside the mesh failed, unless the program already has an explanation."""
         past = [] if capturing() else self._calls_past()
-        found = next((call for call in reversed(past) if call.error is not None), None)
-        if found is not None and found.error is not None and self._reported is not found.call:
-            _report(self._explained(found, found.error))
+        failed = next((call for call in reversed(past) if call.error is not None), None)
+        if failed is not None and failed.error is not None and self._reported is not failed.call:
+            _report(self._explained(failed, failed.error))
 
     def drain(self) -> None:
         for recorder in self._recorders:
             pause_s = 0.001
             while (
-                recorder.ordered and recorder.started and _queued(recorder, None, unfinished_collectives, 0.0)
+                recorder.ordered
+                and recorder.started
+                and queued_in(recorder, None, unfinished_collectives, 0.0)
             ):
                 time.sleep(pause_s)
                 pause_s = min(2 * pause_s, 0.1)
@@ -250,7 +244,7 @@ class Watchdog(Watching):
             time.sleep(self._desync.linger_s)
         self._stop.set()
         if not self._options.alone:
-            expect_question(watchdogs.latest() not in (self, None))
+            expect_question(any(other is not self for other in _latest()[:1]))
         error = sys.exception()
         if error is not None and not abandons and not isinstance(error, SystemExit):
             leave_seen(error, self.own.label)
@@ -301,7 +295,7 @@ class Watchdog(Watching):
 
     def _answer(self) -> bool:
         """Answer the pending questions. Return whether to check again."""
-        if not self._placed and watchdogs.latest() is self:
+        if not self._placed and _latest()[:1] == [self]:
             self._placed = answer_place(self.status)
         try:
             if self._exchange.answer(self.status):
@@ -337,18 +331,18 @@ class Watchdog(Watching):
 
     def _tell_raised(self, now: float) -> None:
         """Leave an exception for the launcher that the program has raised but that has not ended it; after a while, print it."""
-        found = self.own.raised()
+        raised = self.own.raised()
         before, since, told = self._raised
-        if found is None or id(found.error) != before:
+        if raised is None or id(raised.error) != before:
             if since and now - since > _SEEN_S:
                 forget_seen()
-            self._raised = (0 if found is None else id(found.error), now if found else 0.0, False)
+            self._raised = (0 if raised is None else id(raised.error), now if raised else 0.0, False)
         elif now - since > _SEEN_S and not told:
-            leave_seen(found.error, self.own.label)
-            if now - since > _TELLS_RAISED_S and backend_error(found.error) is None:
+            leave_seen(raised.error, self.own.label)
+            if now - since > _TELLS_RAISED_S and backend_error(raised.error) is None:
                 self._raised = (before, since, True)
                 ago = f"{_TELLS_RAISED_S:g} s ago and has not ended; it is at {self.own.main_line}"
-                sys.stderr.write(f"meshcomm: {self.own.label}: {found}, {ago}\n")
+                sys.stderr.write(f"meshcomm: {self.own.label}: {raised}, {ago}\n")
                 sys.stderr.flush()
 
     def _tell(self, now: float) -> None:
@@ -391,7 +385,7 @@ class Watchdog(Watching):
                 error = self._diagnosed(FailedCall.last_of(self.own.rank, recorder, where, held))
                 error.given = f"{error.given}\n{held}"
                 # Asking took a while. The backend may have given up or completed the call in the meantime.
-                if _is_held(recorder, call) and is_inside(inside, __file__):
+                if is_held(recorder, call) and is_inside(inside, __file__):
                     return error
             elif past and call is not self._reported:
                 self._reported = call
@@ -413,7 +407,7 @@ class Watchdog(Watching):
         elif now - self._line_since > GRACE_S:
             for recorder in compared:
                 with contextlib.suppress(RuntimeError):  # while a graph is captured
-                    held = recorder.inside or _queued(recorder, None, unfinished_collectives, now)
+                    held = recorder.inside or queued_in(recorder, None, unfinished_collectives, now)
                     if held and (error := recorder.difference()) is not None:
                         return error
         return None
@@ -476,7 +470,9 @@ class Watchdog(Watching):
         # Rank 0 of the group says which ranks it waited for; the others see only that it has given up.
         told = re.search(r"Ranks? ([\d, ]+) failed to pass", why)
         missing = [recorder.ranks[int(place)] for place in re.findall(r"\d+", told[1])] if told else []
-        came = {rank for rank, status in statuses.items() if status["barrier"] or _was_in_barrier(status)}
+        was_in = {rank: status["failed"] or {"call": ""} for rank, status in statuses.items()}
+        came = {rank for rank, failed in was_in.items() if failed["call"].startswith(BARRIER)}
+        came |= {rank for rank, status in statuses.items() if status["barrier"]}
         missing = missing or [rank for rank in others if rank not in came]
         own.failed.setdefault("waited_for", missing)
         shown = sorted(others, key=lambda rank: rank not in missing)
@@ -499,7 +495,7 @@ class Watchdog(Watching):
 
     def _calls_past(self) -> list[_Past]:
         """Return the calls outside the mesh that have not completed or that their backend has given up on, earliest first."""
-        found: list[_Past] = []
+        calls: list[_Past] = []
         for recorder in self._recorders:
             if recorder.ordered or (recorder.check is not None and recorder.check.raised):
                 continue  # errors of queued calls are not raised in the program's own lines; others have been raised
@@ -507,10 +503,10 @@ class Watchdog(Watching):
             unfinished = recorder.messages.unfinished()[:1]
             if (pending := recorder.pending) or (error := recorder.failure) is not None:
                 began = recorder.began(recorder.started)
-                found.append(_Past(began, recorder, None, None if pending else error))
+                calls.append(_Past(began, recorder, None, None if pending else error))
             for message, lost in (*((each, None) for each in unfinished), *recorder.messages.failed()):
-                found.append(_Past(message.began, recorder, message, lost))
-        return sorted(found, key=attrgetter("began"))
+                calls.append(_Past(message.began, recorder, message, lost))
+        return sorted(calls, key=attrgetter("began"))
 
     def _explained(self, past: _Past, error: BaseException) -> MeshcommError:
         self._reported = past.call
@@ -617,13 +613,8 @@ class Watchdog(Watching):
             late = time.monotonic() - began > _FOLLOWS_S
             asks = [] if late else unasked(failed.blocked, statuses, silent)
         self._desync.cause(statuses)
-        found = diagnose(failed.blocked, statuses, silent)
-        return {"differs": self._desync.found, "diagnosis": found._asdict()}
-
-
-def _was_in_barrier(status: Mapping[str, Any]) -> bool:
-    failed = status["failed"]
-    return failed is not None and failed["call"].startswith(BARRIER)
+        diagnosis = diagnose(failed.blocked, statuses, silent)
+        return {"differs": self._desync.found, "diagnosis": diagnosis._asdict()}
 
 
 def look_interval_s(world_size: int) -> float:
@@ -642,154 +633,6 @@ class _Past(NamedTuple):
     @property
     def call(self) -> object:
         return self.message or self.recorder.work
-
-
-class Queued(NamedTuple):
-    """A call that the backend has queued.
-
-    number: the number of the collective or, for a message, of the last collective before the message; 0 if unknown.
-    work: None for a blocking call on NCCL.
-    record: the call's number in torch's flight recorder.
-    """
-
-    work: Any
-    message: PendingMessage | None
-    number: int
-    since: float
-    record: int | None = None
-
-
-@dataclass(slots=True)
-class _Timed:
-    """The last check of a group. `since` is when `call` was first seen running, and `next` is when to check `queued` again."""
-
-    call: Any
-    since: float
-    queued: Queued | None = None
-    next: float = 0.0
-
-
-@final
-class CallTimer:
-    """Measures how long each group's blocking call, or the wait for a call, has been running since it was first seen."""
-
-    def __init__(self) -> None:
-        # Weak references, because groups are created and released over time.
-        self._groups: WeakKeyDictionary[FlightRecorder, _Timed] = WeakKeyDictionary()
-
-    def overdue(
-        self, recorders: Sequence[FlightRecorder], now: float, most_s: float = math.inf
-    ) -> list[tuple[FlightRecorder, Any]]:
-        """Return the calls that have been running for longer than `most_s`, or for longer than their group's timeout plus a
-        grace period (see `_under_way`).
-        """
-        found = []
-        for recorder in list(recorders):
-            call, seen = _under_way(recorder), self._groups.setdefault(recorder, _Timed(None, now))
-            if call is None or call != seen.call:
-                seen.call, seen.since = call, now
-            # Do not ask the backend earlier, because the query may disturb CUDA graph capture.
-            elif now - seen.since > min(most_s, recorder.timeout_s() + GRACE_S) and _is_held(recorder, call):
-                found.append((recorder, call))
-        return found
-
-    def stuck(self, recorders: Sequence[FlightRecorder], now: float) -> list[tuple[FlightRecorder, Queued]]:
-        """Return the calls that have been queued for longer than their group's timeout, earliest first, because later calls
-        may wait for them.
-
-        The backend is queried only eight times per timeout, because a query may disturb CUDA graph capture. It is queried
-        about the same call until that call has ended.
-        """
-        found, asked = [], cache(unfinished_collectives)
-        for recorder in list(recorders):
-            seen = self._groups.setdefault(recorder, _Timed(None, now))
-            if not recorder.ordered or now < seen.next:
-                continue
-            timeout_s = recorder.timeout_s()
-            seen.next = now + min(timeout_s / 8, _ASKS_S)
-            before = seen.queued
-            try:
-                seen.queued = _queued(recorder, before, asked, now)
-            except RuntimeError:
-                continue  # a graph is being captured; ask again later
-            if before is not None and before is not seen.queued:
-                recorder.over = max(recorder.over, before.number)
-            elif before is not None and now - before.since > timeout_s:
-                found.append((recorder, before))
-        # An earlier call of another group may have been seen later, if both calls were made during one check.
-        told = [recorder for recorder, _ in found]
-        for recorder in [each for each in recorders if found and each not in told]:
-            queued = self._groups[recorder].queued
-            if queued is None or now - _began(recorder, queued) <= recorder.timeout_s():
-                continue
-            with contextlib.suppress(RuntimeError):
-                # Check again: the call may have ended since.
-                if _queued(recorder, queued, asked, now) is queued:
-                    found.append((recorder, queued))
-        return sorted(found, key=lambda pair: _began(*pair))
-
-
-def _queued(
-    recorder: FlightRecorder,
-    before: Queued | None,
-    asked: Callable[[], Mapping[str, Sequence[tuple[int, str]]]],
-    now: float,
-) -> Queued | None:
-    """Return the call that the backend has queued but not completed, or `before` if the call is still the same."""
-    if before is not None and before.work is not None and not before.work.is_completed():
-        return before
-    work, message, number = recorder.work, recorder.message, recorder.started
-    if work is not None:
-        return None if work.is_completed() else Queued(work, message, number, now)
-    calls = asked().get(recorder.group_name, ()) if number else ()
-    if not calls:
-        return None
-    # Do not compare meshcomm's own number: without torch's hooks, it does not change when others make calls.
-    record, name = calls[0]
-    if before is not None and before.record == record:
-        return before
-    number = max(1, number - len(calls) + 1)
-    return Queued(None, None, number if _has_recorded(recorder, number, name) else 0, now, record)
-
-
-def _began(recorder: FlightRecorder, queued: Queued) -> float:
-    """Return the time at which the program made the call; if unknown, when it was first seen."""
-    if queued.message is not None:
-        return queued.message.began
-    made = recorder.call_data(queued.number) if queued.number else None
-    return queued.since if made is None else float(made["began"])
-
-
-def _has_recorded(recorder: FlightRecorder, number: int, name: str) -> bool:
-    """Return whether the recorder has recorded the call that the backend names `name`.
-
-    Without hooks, the recorder does not record calls made outside the mesh.
-    """
-    told = recorder.hooks is not None and recorder.hooks.group is not None
-    if told or (number == recorder.started and recorder.under_way is not None):
-        return True
-    recorded = recorder.call_data(number)
-    return recorded is not None and recorded["call"] in name
-
-
-def _under_way(recorder: FlightRecorder) -> Any:
-    """Return what currently blocks the rank: a sequence number, a message, a wait, or the last Work outside the
-    mesh; or None.
-    """
-    if recorder.under_way is not None:
-        return recorder.started
-    if recorder.messages.waiting is not None:
-        return recorder.messages.waiting
-    # Iterate over a copy, because the program may make its first call of a kind in the meantime.
-    waits = (total.waiting for total in list(recorder.counters.values()))
-    return next((later for later in waits if later is not None), None) or (
-        None if recorder.ordered else recorder.work
-    )
-
-
-def _is_held(recorder: FlightRecorder, call: Any) -> bool:
-    """Return whether this call is still running. For a call outside the mesh, check its Work."""
-    return bool(_under_way(recorder) == call and (call is not recorder.work or recorder.inside))
 
 
 @contextlib.contextmanager
@@ -848,3 +691,30 @@ def _report(error: MeshcommError) -> None:
     # Use one write, because several ranks write to the same stream.
     sys.stderr.write(f"meshcomm: {' '.join(str(error).split())}\n")
     sys.stderr.flush()
+
+
+# -- for the error that ends the process ------------------------------------------------------------------
+
+
+def explained(error: BaseException) -> BaseException:
+    """Return the explanation of `error`, which ends the process, if a watchdog has one; otherwise `error`."""
+    for watchdog in _latest():
+        if (found := watchdog.explain(error)) is not None:
+            return caused_by(found, error)
+    return error
+
+
+def leave_all() -> None:
+    """Report to the other ranks that this rank ends with the current exception."""
+    for watchdog in _latest():
+        watchdog.close()
+
+
+def latest_label() -> str | None:
+    """Return this rank's name in errors, with its coords in the last mesh opened, or None if there is no mesh."""
+    return next((watchdog.own.label for watchdog in _latest()), None)
+
+
+def _latest() -> list[Watchdog]:
+    """Return the watchdogs that still exist, the last one that started first."""
+    return [watchdog for _, watchdog in sorted(_ALL.items(), reverse=True)]

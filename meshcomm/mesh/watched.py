@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import atexit
+import os
 import platform
+import re
 import time
+from contextlib import suppress
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Final, Literal, final
@@ -15,13 +18,13 @@ import torch.distributed as dist
 from meshcomm import __version__
 from meshcomm.comm.checks import seconds_of
 from meshcomm.config.mesh import MeshConfig
-from meshcomm.errors import UnsupportedOp
+from meshcomm.errors import LaunchError, UnsupportedOp
 from meshcomm.layout.sizes import rank_text
 from meshcomm.mesh.agree import agree
 from meshcomm.mesh.devices import choose_device
-from meshcomm.mesh.launched import end_by, launch_here, reports_of
+from meshcomm.mesh.environment import Launch, find_launch
 from meshcomm.mesh.outside import OutsideGroups
-from meshcomm.mesh.rank_failure import caused_by
+from meshcomm.mesh.rank_failure import end_by
 from meshcomm.mesh.rendezvous import claim, of_this_attempt, state_of_rank
 from meshcomm.mesh.signed import signed
 from meshcomm.mesh.store import prefixed
@@ -35,12 +38,16 @@ from meshcomm.transport.torch_private import (
     on_default_group,
     timeout_of,
 )
+from meshcomm.watching.exceptions import caused_by
 
 if TYPE_CHECKING:
     from meshcomm.mesh.stats import Stats
 
 # The last requested watch. A program has one watch. A mesh that the program opens does its own watching.
 _LAST: list[Watch] = []
+
+# Characters that are not allowed in folder names.
+_NO_NAME: Final = re.compile(r"[^\w.-]")
 
 # The timeout for the groups of a default group whose backend does not report a timeout.
 _TIMEOUT_S: Final = 600.0
@@ -168,7 +175,13 @@ class Watch:
         store = signed(of_this_attempt(default_store()), "default group")
         claim(store, rank, kept=True)
         own = prefixed(f"meshcomm/watch{store.add(f'meshcomm/watched/{rank}', 1)}", store)
-        agreed = agree(prefixed("agree", own), rank, ranks, self._facts(), timeout_s, "the watch")
+        versions = {
+            "meshcomm": __version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        }
+        facts = {"validate_calls": self._compared, "versions": versions}
+        agreed = agree(prefixed("agree", own), rank, ranks, facts, timeout_s, "the watch")
         label = rank_text(rank, None)
         options = WatchOptions(
             timeout_s,
@@ -182,14 +195,6 @@ class Watch:
         self._outside = OutsideGroups(self._watchdog, ranks, device, label, options.compared)
         self._began = time.perf_counter()
 
-    def _facts(self) -> dict[str, object]:
-        versions = {
-            "meshcomm": __version__,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-        }
-        return {"validate_calls": self._compared, "versions": versions}
-
     def _end(self) -> None:
         if self._prints and self._watchdog is not None and self._watchdog.own.rank == 0:
             print(self.stats())
@@ -199,3 +204,26 @@ class Watch:
             watchdog.close()
         if outside is not None:
             outside.close()
+
+
+def launch_here() -> Launch:
+    """Return the launch of this process, from the launcher or from torch's default group, which may not use the launcher's
+    variables.
+    """
+    if not dist.is_initialized() or dist.get_backend() == "fake":
+        return find_launch(os.environ)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    with suppress(LaunchError):
+        found = find_launch(os.environ)
+        if (found.rank, found.world_size) == (rank, world):
+            return found
+    # Lightning sets only LOCAL_RANK.
+    local = os.environ.get("LOCAL_RANK", "")
+    return Launch("torch", rank, world, int(local) if local.isdecimal() else 0, 1, placed=local.isdecimal())
+
+
+def reports_of(folder: str, moment: str) -> str:
+    """Return this run's folder inside `folder`. The folder's name contains the time and, if known, the job."""
+    named = (os.environ.get(name, "") for name in ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID"))
+    job = next((name for name in named if name not in ("", "none")), "")
+    return os.path.join(folder, _NO_NAME.sub("-", f"{moment}-{job}".rstrip("-"))) if folder else ""

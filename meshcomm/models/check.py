@@ -17,7 +17,6 @@ from typing import Any, Final, final
 import torch
 from torch import Tensor, nn
 
-from meshcomm.comm.callsite import is_ours
 from meshcomm.config import Config, load_config
 from meshcomm.errors import MeshClosed, MeshcommError, RankFailed, TrainingError, UnsupportedOp
 from meshcomm.layout.names import listed
@@ -29,6 +28,7 @@ from meshcomm.parallel.context.split import AttentionKind
 from meshcomm.parallel.loss import IGNORED
 from meshcomm.parallel.memory import cast, seeded
 from meshcomm.parallel.tree import first_tensor
+from meshcomm.watching.callsite import is_ours
 
 _SAMPLES, _TOKENS = 4, 16
 

@@ -24,7 +24,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from meshcomm.comm.callsite import users_frame
 from meshcomm.config import Config
 from meshcomm.mesh import Mesh
 from meshcomm.models.family_code import wide
@@ -44,6 +43,7 @@ from meshcomm.parallel.tree import called, in_parts, with_tensors
 from meshcomm.predict.stages import split_layers
 from meshcomm.simulator import simulate
 from meshcomm.transport.torch_private import DispatchMode
+from meshcomm.watching.callsite import users_frame
 
 STEPS: Final = 2
 _CPU: Final = torch.device("cpu")

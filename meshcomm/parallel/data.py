@@ -15,7 +15,6 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from meshcomm.comm.checks import is_wrapper
-from meshcomm.comm.mismatch import alike, blamed, majority
 from meshcomm.errors import CallMismatchError, TrainingError
 from meshcomm.layout import Dims
 from meshcomm.layout.names import listed
@@ -23,6 +22,7 @@ from meshcomm.layout.sizes import ranks_text
 from meshcomm.mesh import Mesh
 from meshcomm.parallel.tensor import local
 from meshcomm.transport.support import name_of
+from meshcomm.watching.verdict import alike, blamed, majority
 
 
 @final

@@ -17,7 +17,6 @@ from torch.distributed.pipelining import (
     ScheduleInterleavedZeroBubble,
 )
 
-from meshcomm.comm.spans import PASSES, stretch
 from meshcomm.config.parallel import PipelineSchedule, runs
 from meshcomm.errors import LayoutError, MeshcommError, TrainingError, UnsupportedOp
 from meshcomm.mesh import Mesh
@@ -28,6 +27,7 @@ from meshcomm.parallel.torch_private import is_view
 from meshcomm.parallel.tree import in_parts, samples_of, sliced, tensors_of
 from meshcomm.predict.passes import schedule_properties
 from meshcomm.predict.stages import Stage, split_layers, stages_of_rank
+from meshcomm.watching.spans import PASSES, stretch
 
 __all__ = ["Accumulate", "Pipelined", "Stage", "split_layers"]
 

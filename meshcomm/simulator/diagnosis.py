@@ -7,12 +7,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, Final
 
-from meshcomm.comm.waits import find_circle
 from meshcomm.errors import DeadlockError, HandleNotWaited, MeshcommError, RankFailed, UnmatchedMessage
 from meshcomm.layout.sizes import ranks_text
 from meshcomm.simulator.scheduler import Actor
 from meshcomm.simulator.transport import PendingMessage, SimulatedWork, callsite_of, raised_at
 from meshcomm.simulator.world import SharedState, StoreWait
+from meshcomm.watching.waits import find_circle
 
 # An error shows this many lines of each kind and gives the number of omitted lines.
 _SHOWN: Final = 16

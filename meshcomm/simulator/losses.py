@@ -12,9 +12,9 @@ from meshcomm.launch.places import Sizes
 from meshcomm.launch.replacing import Replacing
 from meshcomm.layout.sizes import ranks_text
 from meshcomm.mesh.generation import WAITS, Announcement, Generation, Generations, all_done, announcement_of
-from meshcomm.mesh.rank_failure import Failure
 from meshcomm.simulator.scheduler import Actor, Lost
 from meshcomm.simulator.transport import here
+from meshcomm.watching.ending import Failure
 
 if TYPE_CHECKING:
     from meshcomm.simulator.world import SharedState

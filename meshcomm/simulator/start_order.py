@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Final, NamedTuple, TypeAlias, final
 
-from meshcomm.comm.waits import shortest_way
 from meshcomm.errors import DeadlockError
+from meshcomm.watching.waits import shortest_way
 
 # A collective is identified by its group and its sequence number, and a message by the coords of its ends and its number.
 Call: TypeAlias = tuple[int, ...]

@@ -17,8 +17,6 @@ import torch
 from torch import Tensor
 
 from meshcomm.collectives import BARRIER, BROADCAST, GATHER, SCATTER, Call, write_results
-from meshcomm.comm.callsite import is_ours, thread_frames
-from meshcomm.comm.mismatch import mismatch
 from meshcomm.errors import CallMismatchError
 from meshcomm.layout import Group
 from meshcomm.layout.sizes import ranks_text
@@ -28,6 +26,8 @@ from meshcomm.simulator.start_order import Start, StartOrder
 from meshcomm.transport import Transport, Work
 from meshcomm.transport.base import P2P
 from meshcomm.transport.support import name_of
+from meshcomm.watching.callsite import is_ours, thread_frames
+from meshcomm.watching.verdict import ToldCall, mismatch
 
 # The user's call: its dim, its name and its arguments as errors show them.
 Told: TypeAlias = tuple[str, str, dict[str, Any]]
@@ -229,7 +229,7 @@ class PendingCollective:
         """Return the error for ranks that made different calls. The error also names the ranks that did not arrive."""
         came = sorted(self.contributions.items())
         calls = [
-            [each.work.call, each.facts(), (each.work.site or callsite_of(each.work.actor)).line]
+            ToldCall(each.work.call, each.facts(), (each.work.site or callsite_of(each.work.actor)).line)
             for _, each in came
         ]
         name = next((each.told[0] for _, each in came if each.told is not None), self.group.label)

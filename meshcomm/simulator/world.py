@@ -10,9 +10,6 @@ from typing import Any, final
 import torch
 import torch.distributed as dist
 
-from meshcomm.comm.flight_recorder import FlightRecorder
-from meshcomm.comm.handle import failure
-from meshcomm.comm.mismatch import error_of, find_desync
 from meshcomm.errors import CallMismatchError, CommunicationError, MeshcommError
 from meshcomm.layout import Group
 from meshcomm.mesh.environment import Launch
@@ -25,6 +22,10 @@ from meshcomm.simulator.start_order import StartOrder
 from meshcomm.simulator.transport import SimulatedGroup, SimulatorTransport
 from meshcomm.transport import Transport
 from meshcomm.transport.support import backend_on
+from meshcomm.watching.recorder import FlightRecorder
+from meshcomm.watching.steps import find_desync
+from meshcomm.watching.verdict import error_of
+from meshcomm.watching.words import failure
 
 _CPU = torch.device("cpu")
 

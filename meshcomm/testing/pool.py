@@ -23,7 +23,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple, final
 
-from meshcomm.launch.reaper import signal_text
+from meshcomm.watching.ending import signal_text
 
 # Loading torch takes seconds, or much longer on a busy machine.
 _START_S: Final = 120.0

@@ -18,7 +18,6 @@ from typing import Any, Final, TextIO, final
 
 import pytest
 
-from meshcomm.comm.callsite import thread_frames
 from meshcomm.errors import ConfigError, MeshcommError, RankFailed
 from meshcomm.mesh import Mesh
 from meshcomm.simulator import simulate
@@ -27,6 +26,7 @@ from meshcomm.testing.marker import MeshRequest
 from meshcomm.testing.pool import Ended
 from meshcomm.testing.processes import given
 from meshcomm.testing.report import Ends, Outcome, outcome_of, stack_text
+from meshcomm.watching.callsite import thread_frames
 
 # The prefix of the simulator's thread names.
 _THREAD: Final = "meshcomm-rank-"

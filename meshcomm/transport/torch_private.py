@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from queue import Empty, SimpleQueue
-from types import FunctionType
+from types import FrameType, FunctionType
 from typing import Any, TypeAlias, TypeVar, final
 from unittest.mock import patch
 from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
@@ -129,6 +129,42 @@ def has_hooks(group: Any) -> bool:
     """Return whether a group's calls are already observed by GroupHooks."""
     hooks = hooks_of(group)
     return hooks is not None and hooks.group is group
+
+
+_SPLITS = ("input_split_sizes", "output_split_sizes")
+
+
+def arguments_of(frame: FrameType) -> dict[str, Any]:
+    """Return what group hooks do not report of the collective that this frame makes: `op`, `input_split_sizes` and
+    `output_split_sizes`, as far as it has them; {} for the frame of another function, such as one that C++ has called.
+
+    frame: a function of distributed_c10d, or the call of a functional collective's operator.
+    """
+    given = frame.f_locals
+    operator = given.get("self")
+    if frame.f_code.co_filename == c10d.__file__:
+        found = {name: given[name] for name in _SPLITS if name in given}
+        ops = (
+            value.reduceOp
+            for name, value in given.items()
+            if name.endswith("opts") and hasattr(value, "reduceOp")
+        )
+        op: Any = next(ops, None)
+    elif isinstance(operator, torch._ops.OpOverload) and operator.namespace.endswith("_c10d_functional"):
+        names = [each.name for each in operator._schema.arguments]
+        given = {**dict(zip(names, given.get("args", ()), strict=False)), **given.get("kwargs", {})}
+        found = {name: given[name] for name in _SPLITS if name in given}
+        op = given.get("reduce_op")
+    else:
+        return {}
+    if op is not None:
+        found["op"] = op if isinstance(op, str) else getattr(op, "op", op).name.lower()
+    return found
+
+
+def tag_of(frame: FrameType) -> int | None:
+    """Return the tag of the message that this frame of distributed_c10d sends or receives; None for another frame."""
+    return frame.f_locals.get("tag") if frame.f_code.co_filename == c10d.__file__ else None
 
 
 # Callbacks to run for each group that torch creates. If there are any, a wrapper replaces torch's function.

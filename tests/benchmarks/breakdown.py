@@ -10,7 +10,6 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from meshcomm.comm.spans import PASSES, Span, Spans
 from meshcomm.commands.measure import in_turn, pair, slowest
 from meshcomm.config import Config
 from meshcomm.errors import ConfigError
@@ -19,6 +18,7 @@ from meshcomm.parallel.compose import Engine
 from meshcomm.predict.estimate import expected
 from meshcomm.predict.passes import Costs, Pass, orders, timeline
 from meshcomm.predict.times import counted_bytes
+from meshcomm.watching.spans import PASSES, Span, Spans
 
 # Where a traced step goes beside dims.
 COMPUTE: Final = "forward and backward"

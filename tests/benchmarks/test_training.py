@@ -8,12 +8,12 @@ import pytest
 import torch
 
 import meshcomm
-from meshcomm.comm.spans import Span
 from meshcomm.commands.measure import machine_facts
 from meshcomm.config import Config, load_config
 from meshcomm.errors import ConfigError
 from meshcomm.predict.passes import Costs, orders, timeline
 from meshcomm.testing import Pool
+from meshcomm.watching.spans import Span
 from tests.benchmarks.breakdown import Bubble, bubble_of, expected_exposure, exposed, parts_of_a_step
 from tests.benchmarks.training import measured, trained, training_text, ways
 

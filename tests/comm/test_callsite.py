@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import meshcomm
-from meshcomm.comm.callsite import is_ours, place_in, stack_of, users_frame
 from meshcomm.testing import Pool
+from meshcomm.watching.callsite import is_ours, place_in, stack_of, users_frame
 
 TORCH, OWN = Path(torch.__file__).parent, Path(meshcomm.__file__).parent
 

@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 
 from meshcomm.collectives import ALL_GATHER, ALL_TO_ALL, REDUCE_SCATTER, Collective
-from meshcomm.comm.facts import balanced, facts_match, facts_of_hook, is_refused, shortened
-from meshcomm.comm.torch_private import arguments_of
 from meshcomm.testing import Pool
-from meshcomm.transport.torch_private import HOOK_NAMES
+from meshcomm.transport.torch_private import HOOK_NAMES, arguments_of
+from meshcomm.watching.facts import facts_of_hook, is_refused, shortened
+from meshcomm.watching.verdict import balanced, facts_match
 from tests.comm import compared
 from tests.comm.compared import ALONE, DONE, EVERY, OPERATIONS, OWN, PAGE, TOLD
 from tests.group_hooks import needs_group_hooks

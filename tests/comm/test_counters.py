@@ -12,7 +12,6 @@ import torch.distributed as dist
 
 import meshcomm
 from meshcomm.collectives import Call
-from meshcomm.comm.counters import CallCounter, PendingCall, counter_of
 from meshcomm.config import load_config
 from meshcomm.errors import MeshClosed
 from meshcomm.mesh import Mesh
@@ -21,6 +20,7 @@ from meshcomm.mesh.stats import CallStats, Stats
 from meshcomm.predict.estimate import expected
 from meshcomm.show.page import Cells, Line
 from meshcomm.show.stats import stats_page
+from meshcomm.watching.counters import CallCounter, PendingCall, counter_of
 from tests.group_hooks import HAS_HOOKS
 
 Counted = dict[tuple[str, str, bool], tuple[int, int]]

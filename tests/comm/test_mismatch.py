@@ -14,10 +14,11 @@ import torch.distributed as dist
 
 import meshcomm
 from meshcomm import collectives
-from meshcomm.comm.p2p_log import MessageCheck
 from meshcomm.errors import CallMismatchError, CollectiveTimeout
 from meshcomm.mesh import Mesh
 from meshcomm.testing import Pool
+from meshcomm.transport import P2P
+from meshcomm.watching.compare import MessageCheck
 
 Call = Callable[[Mesh, bool], object]
 
@@ -325,15 +326,19 @@ def test_both_ends_of_a_mismatched_message_are_told_at_once(
 def test_an_end_that_stays_silent_is_waited_for_within_the_timeout() -> None:
     store = dist.HashStore()
     first, second = (MessageCheck(store, "pp", [0, 1], rank, 64, timeout_s=0.2) for rank in (0, 1))
-    (frame, x), key = (sys._getframe(), torch.zeros(2)), first.key(0, 1, 0, 1)
-    assert first.meet("send", 1, key, x, frame, [key]) is None
+    frame, x = sys._getframe(), torch.zeros(2)
+    key, other = (first.key(0, 1, tag, 1) for tag in (0, 5))
+    sends = first.announce([P2P("send", x, 1, 0)], [("send", 1, 0, 1)], frame)
+    assert sends == ([key], [(key, 1)], {})
     heard: list[Any] = []
     left_s = first.confirm([(key, 1)], lambda *told: heard.append(told))
     # Half of it was waited at least; the rest is what the backend gets.
     assert left_s is not None and left_s <= 0.1 and heard == [(key, ())]
-    assert second.meet("recv", 0, key, x, frame, [key, "other"]) == [key]
+    comes = [P2P("recv", x, 0, tag) for tag in (0, 5)]
+    recvs = second.announce(comes, [("recv", 0, 0, 1), ("recv", 0, 5, 1)], frame)
+    assert recvs == ([key, other], [(other, 0)], {key: [key]})
     assert first.confirm([(key, 1)], lambda *told: heard.append(told)) is None
-    assert heard[1:] == [(key, [key, "other"])]
+    assert heard[1:] == [(key, [key, other])]
 
 
 def sent(*tags: int) -> list[tuple[torch.Tensor, int, int]]:

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from meshcomm.comm.diagnosis import BlockedCall, diagnose, find_hung, root_cause, unasked, whereabouts
-from meshcomm.comm.waits import chain_ends, ends_of
 from meshcomm.mesh.rank_record import RankRecord
+from meshcomm.watching.verdict import BlockedCall, diagnose, find_hung, root_cause, unasked, whereabouts
+from meshcomm.watching.waits import chain_ends, ends_of
 
 Waits = dict[int, Sequence[int]]
 # Each end: its ranks, and those that wait for it.

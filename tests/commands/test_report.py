@@ -26,8 +26,8 @@ GROUP: dict[str, Any] = {
         "shape": [1],
         "inside": True,
     },
-    "recent": [[3, "all_reduce", "train.py:9", 4]],
-    "messages": {"begun": [["send", 1, 0, 2]], "waiting": None},
+    "recent": [{"number": 3, "call": "all_reduce", "callsite": "train.py:9", "bytes": 4}],
+    "messages": {"begun": [{"direction": "send", "peer": 1, "tag": 0, "number": 2}], "waiting": None},
     "steps": {},
 }
 REPORT: dict[str, Any] = {

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from meshcomm.comm.spans import Span
 from meshcomm.dryrun.ledger import PARTS, Peak
 from meshcomm.dryrun.rank import Event, RankStep
 from meshcomm.layout import Layout
 from meshcomm.layout.plan import Plan
+from meshcomm.watching.spans import Span
 
 
 class Rank:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from meshcomm.config import load_config
 from meshcomm.launch.places import sizes_of
 from meshcomm.launch.replacing import Replacing
-from meshcomm.mesh.rank_failure import Failure
+from meshcomm.watching.ending import Failure
 
 
 def main() -> None:

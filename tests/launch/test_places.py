@@ -16,7 +16,7 @@ from meshcomm.config.elastic import ElasticConfig
 from meshcomm.errors import ConfigError
 from meshcomm.launch.places import Places, Sizes, sizes_of
 from meshcomm.launch.replacing import Replacing
-from meshcomm.mesh.rank_failure import Failure
+from meshcomm.watching.ending import Failure
 
 
 def lost(*processes: int, follows: bool = False, code: int = 137) -> dict[int, Failure]:

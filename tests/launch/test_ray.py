@@ -19,7 +19,7 @@ from meshcomm.errors import ConfigError, LaunchError
 from meshcomm.launch import ray
 from meshcomm.launch.places import Sizes
 from meshcomm.launch.replacing import Replacing
-from meshcomm.mesh.rank_failure import Failure
+from meshcomm.watching.ending import Failure
 
 
 class RayError(Exception):

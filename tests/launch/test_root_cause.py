@@ -11,8 +11,8 @@ import pytest
 import torch.distributed as dist
 
 from meshcomm.errors import CallMismatchError, LayoutError, MeshcommError, PeerLost, RankLost
-from meshcomm.launch.root_cause import root_cause, without_error
-from meshcomm.mesh.rank_failure import Failure, await_cause, collect, failure_of, leave
+from meshcomm.mesh.rank_failure import await_cause, collect, leave
+from meshcomm.watching.ending import Failure, failure_of, root_cause, without_error
 
 LAYOUT = {rank: f"rank {rank} (pp={rank // 4} tp={rank % 4})" for rank in range(8)}
 

@@ -15,7 +15,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import meshcomm
 from meshcomm.collectives import BARRIER
 from meshcomm.comm import Communicator
-from meshcomm.comm.diagnosis import Reason, reason_of
 from meshcomm.config.mesh import DimOptions, MeshConfig
 from meshcomm.errors import LaunchError, MeshcommError, ShapeError, UnsupportedOp
 from meshcomm.mesh import groups
@@ -27,6 +26,7 @@ from meshcomm.mesh.watchdog import look_interval_s
 from meshcomm.testing import Pool
 from meshcomm.transport import ProcessGroupTransport, SoloTransport
 from meshcomm.transport.base import Call
+from meshcomm.watching.exceptions import Reason, reason_of
 
 
 def pretend(

@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 
 from meshcomm.errors import CollectiveTimeout, MeshcommError
-from meshcomm.mesh.rank_failure import ExceptHooks, backend_error
+from meshcomm.mesh.rank_failure import ExceptHooks
 from meshcomm.testing import Pool
+from meshcomm.watching.exceptions import backend_error
 from tests.commands.test_run import written
 from tests.forked_jobs import Job
 from tests.group_hooks import needs_group_hooks

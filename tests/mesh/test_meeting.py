@@ -28,14 +28,14 @@ from meshcomm.errors import (
     MeshcommError,
     MeshMismatchError,
 )
-from meshcomm.launch.root_cause import root_cause
 from meshcomm.mesh import Mesh, agree
 from meshcomm.mesh.agree import leave_together
 from meshcomm.mesh.environment import Launch, network_variables
 from meshcomm.mesh.job_store import _elsewhere, find_agent, find_job, find_tcp_store, is_running, process_name
-from meshcomm.mesh.rank_failure import _speaks_first, failure_of
+from meshcomm.mesh.rank_failure import _speaks_first
 from meshcomm.mesh.rendezvous import blame, claim, meet
 from meshcomm.testing import Pool
+from meshcomm.watching.ending import failure_of, root_cause
 from tests.forked_jobs import Job
 from tests.ports import free_port
 from tests.ranks import on_ranks

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from meshcomm.comm.counters import counter_of
-from meshcomm.comm.flight_recorder import FlightRecorder
 from meshcomm.errors import MeshcommError
-from meshcomm.mesh import watchdog
-from meshcomm.mesh.watchdog import CallTimer, _queued
 from meshcomm.testing import Pool
 from meshcomm.transport.torch_private import bindings, unfinished_collectives
+from meshcomm.watching import timer as timers
+from meshcomm.watching.counters import counter_of
+from meshcomm.watching.recorder import FlightRecorder
+from meshcomm.watching.timer import CallTimer, queued_in
 from tests.forked_jobs import Job
 from tests.mesh.queued_program import TIMEOUT_S
 
@@ -79,15 +79,15 @@ def test_without_hooks_a_call_that_no_recorder_knows_is_not_taken_for_the_last_o
         (["nccl:_all_gather_base"], 0),
     ):
         calls = {"meshcomm1/fsdp/0": list(enumerate(names, 7))}
-        found = _queued(recorder, None, calls.copy, 1.0)
+        found = queued_in(recorder, None, calls.copy, 1.0)
         assert found is not None and found.number == number
-        assert _queued(recorder, found, calls.copy, 2.0) is found
-    assert _queued(recorder, found, dict, 3.0) is None
+        assert queued_in(recorder, found, calls.copy, 2.0) is found
+    assert queued_in(recorder, found, dict, 3.0) is None
     # A training queues one unknown call after the other: each look meets another one, and none is stuck.
     timer, recorder.timeout_s = CallTimer(), lambda: 8.0
     for second in range(60):
         queued = {"meshcomm1/fsdp/0": [(second if second < 30 else 30, "nccl:_all_gather_base")]}
-        monkeypatch.setattr(watchdog, "unfinished_collectives", queued.copy)
+        monkeypatch.setattr(timers, "unfinished_collectives", queued.copy)
         assert bool(timer.stuck([recorder], float(second))) is (second > 38)
 
 
@@ -103,9 +103,9 @@ def test_of_calls_that_wait_for_each_other_the_first_made_is_told(monkeypatch: p
             pass
         queued[recorder.label] = [(7, "nccl:all_reduce")]
     timer, began = CallTimer(), time.monotonic()
-    monkeypatch.setattr(watchdog, "unfinished_collectives", lambda: {"tp": queued["tp"]})
+    monkeypatch.setattr(timers, "unfinished_collectives", lambda: {"tp": queued["tp"]})
     assert timer.stuck(recorders, began) == []
-    monkeypatch.setattr(watchdog, "unfinished_collectives", queued.copy)
+    monkeypatch.setattr(timers, "unfinished_collectives", queued.copy)
     looks = [timer.stuck(recorders, began + 0.4 * look) for look in range(1, 9)]
     assert looks[:-1] == [[]] * 7 and looks[-1][0][0].label == "dp"
 

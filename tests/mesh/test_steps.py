@@ -16,10 +16,6 @@ import torch
 import torch.distributed as dist
 
 import meshcomm
-from meshcomm.comm.callsite import callsite
-from meshcomm.comm.counters import counter_of
-from meshcomm.comm.flight_recorder import KEPT, FlightRecorder
-from meshcomm.comm.mismatch import RUNS, StepHistory, error_of, find_desync, last_common
 from meshcomm.errors import (
     CallMismatchError,
     DeadlockError,
@@ -31,6 +27,11 @@ from meshcomm.errors import (
 from meshcomm.mesh import Mesh, desync
 from meshcomm.mesh.desync import DesyncMonitor
 from meshcomm.mesh.rank_record import RankRecord
+from meshcomm.watching.callsite import callsite
+from meshcomm.watching.counters import counter_of
+from meshcomm.watching.recorder import KEPT, FlightRecorder
+from meshcomm.watching.steps import RUNS, StepHistory, find_desync, last_common
+from meshcomm.watching.verdict import error_of
 from tests.ranks import on_ranks
 from tests.simulator import random_programs
 

@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 import meshcomm
-from meshcomm.comm.spans import Span
 from meshcomm.config import load_config
 from meshcomm.errors import ConfigError, StoreError, UnsupportedOp
 from meshcomm.mesh import Mesh
@@ -25,6 +24,7 @@ from meshcomm.parallel.pipeline import Pipelined
 from meshcomm.testing import Pool
 from meshcomm.train import Callback, run
 from meshcomm.train.run_files import put_aside
+from meshcomm.watching.spans import Span
 from tests.sizes import model_of, train_of
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.toml"

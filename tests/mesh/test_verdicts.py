@@ -18,19 +18,20 @@ import torch
 import torch.distributed as dist
 
 import meshcomm
-from meshcomm.comm.counters import counter_of
-from meshcomm.comm.diagnosis import BlockedCall, absent, diagnose
-from meshcomm.comm.flight_recorder import FlightRecorder
-from meshcomm.comm.handle import failure
-from meshcomm.comm.p2p_log import Batch
 from meshcomm.commands.report import combined
 from meshcomm.errors import CollectiveTimeout
 from meshcomm.mesh.rank_record import RecordExchange
-from meshcomm.mesh.watchdog import GRACE_S, CallTimer, Watchdog, WatchOptions
+from meshcomm.mesh.watchdog import Watchdog, WatchOptions
 from meshcomm.testing import Pool
 from meshcomm.transport import SoloTransport
 from meshcomm.transport.base import P2P
 from meshcomm.transport.torch_private import HOOK_NAMES
+from meshcomm.watching.counters import counter_of
+from meshcomm.watching.hooks import hooked
+from meshcomm.watching.messages import Batch
+from meshcomm.watching.recorder import FlightRecorder
+from meshcomm.watching.timer import GRACE_S, CallTimer
+from meshcomm.watching.verdict import BlockedCall, absent, diagnose
 from tests.forked_jobs import Job
 from tests.group_hooks import HAS_HOOKS, needs_group_hooks
 from tests.ranks import on_ranks
@@ -286,13 +287,19 @@ def test_who_has_not_come_and_what_it_does_instead(pool: Pool, tmp_path: Path, n
     assert all(re.search(pattern, said) for pattern in story.report), said
 
 
+def message(direction: str, peer: int | None, tag: int, number: int) -> dict[str, Any]:
+    """A message as a rank's status has it."""
+    return {"direction": direction, "peer": peer, "tag": tag, "number": number}
+
+
 def test_who_could_have_sent_to_a_receive_from_any_rank() -> None:
     def status(rank: int, *begun: tuple[str, int, int, int]) -> dict[str, Any]:
-        group = {"label": "pp[0]", "ranks": [0, 1, 2, 3], "last": None, "messages": {"begun": begun}}
+        messages = {"begun": [message(*each) for each in begun]}
+        group = {"label": "pp[0]", "ranks": [0, 1, 2, 3], "last": None, "messages": messages}
         return {"rank": rank, "main": f"train.py:{rank} in step", "groups": [group]}
 
     def said(tag: int) -> list[tuple[int, str | None]]:
-        waiting = {"call": "recv_any", "parts": [("recv", None, tag, 0)]}
+        waiting = {"call": "recv_any", "parts": [message("recv", None, tag, 0)]}
         return absent(BlockedCall(0, "pp[0]", [0, 1, 2, 3], 0, waiting), statuses)
 
     statuses = {
@@ -313,7 +320,7 @@ def test_who_could_have_sent_to_a_receive_from_any_rank() -> None:
     # Somebody has sent: nobody who answers is missing.
     assert said(9) == [(3, None)]
     # Of several messages, those that lack one.
-    waiting = {"call": "exchange", "parts": [("recv", 1, 7, 2), ("recv", 2, 9, 2)]}
+    waiting = {"call": "exchange", "parts": [message("recv", 1, 7, 2), message("recv", 2, 9, 2)]}
     assert absent(BlockedCall(0, "pp[0]", [0, 1, 2, 3], 0, waiting), statuses) == [
         (2, "has sent 1 of 2 with tag 9, and 1 with tag 7; it is at train.py:2 in step")
     ]
@@ -500,10 +507,10 @@ class _Work:
 
 STUCK = """
 import ctypes, torch, meshcomm
-from meshcomm.mesh import watchdog
 from meshcomm.transport import ProcessGroupTransport
+from meshcomm.watching import timer
 
-watchdog.GRACE_S = 0.5
+timer.GRACE_S = 0.5
 mesh = meshcomm.init()
 # A backend that never gives up: it sleeps in C, which no signal handler of Python interrupts.
 ProcessGroupTransport.start = eval(compile("lambda *_: ctypes.CDLL(None).sleep(1000)", torch.__file__, "eval"))
@@ -569,8 +576,11 @@ def test_a_rank_that_left_out_one_of_many_equal_calls_is_named(pool: Pool, tmp_p
 
 def status_of(rank: int, started: int, *recent: tuple[int, str], inside: bool = True) -> dict[str, Any]:
     """The status of a rank of dp, whose last collectives were `recent`."""
-    calls = [(number, call, f"train.py:{number}{rank}", None) for number, call in recent]
-    last = {"number": started, "dim": "dp", "call": calls[-1][1], "callsite": calls[-1][2], "inside": inside}
+    calls = [
+        {"number": number, "call": call, "callsite": f"train.py:{number}{rank}", "bytes": None}
+        for number, call in recent
+    ]
+    last = {**calls[-1], "number": started, "dim": "dp", "inside": inside}
     group = {"label": "dp", "ranks": [0, 1, 2, 3], "started": started, "last": last, "recent": calls}
     return {"rank": rank, "coords": {"dp": rank}, "main": "train.py:1 in step", "groups": [group]}
 
@@ -682,7 +692,7 @@ def test_a_diagnosis_that_never_comes_is_made_by_each_rank(monkeypatch: pytest.M
 @pytest.fixture
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """A watchdog does not wait for long."""
-    monkeypatch.setattr("meshcomm.mesh.watchdog.GRACE_S", 0.1)
+    monkeypatch.setattr("meshcomm.watching.timer.GRACE_S", 0.1)
     monkeypatch.setattr("meshcomm.mesh.rank_record._ANSWER_S", 0.2)
 
 
@@ -847,9 +857,10 @@ def test_a_call_that_the_backend_refused_is_not_ended_by_the_next_one() -> None:
         x = torch.ones(2)
         return SimpleNamespace(name=kinds[kind], input_tensors=[x], output_tensors=[], root=1, work=work)
 
-    recorder.before("dp", "rank 0", given("ALLREDUCE"))
-    recorder.before("dp", "rank 0", given("SEND"))
-    recorder.after(given("SEND"))
+    hooks = hooked(SimpleNamespace(group_name="dp"), lambda: recorder, "dp", "rank 0")
+    hooks.before(given("ALLREDUCE"))
+    hooks.before(given("SEND"))
+    hooks.after(given("SEND"))
     assert {key[1]: counter.calls for key, counter in recorder.counters.items()} == {
         "all_reduce": 0,
         "send": 1,
@@ -859,7 +870,7 @@ def test_a_call_that_the_backend_refused_is_not_ended_by_the_next_one() -> None:
 
 
 def test_a_queued_call_is_watched_again_after_a_capture() -> None:
-    recorder = FlightRecorder("dp", [0, 1], lambda _, where, error: failure(where, error))
+    recorder = FlightRecorder("dp", [0, 1])
     work = Mock(
         **{"is_completed.side_effect": RuntimeError("operation not permitted when stream is capturing")}
     )

@@ -17,9 +17,9 @@ import meshcomm
 from meshcomm.commands.report import combined
 from meshcomm.errors import CallMismatchError, ConfigError, MeshMismatchError, UnsupportedOp
 from meshcomm.mesh import Watch, watched
-from meshcomm.mesh.watchdog import _is_held
 from meshcomm.testing import Pool
 from meshcomm.transport import torch_private
+from meshcomm.watching.timer import is_held
 from tests.forked_jobs import Job
 from tests.group_hooks import needs_group_hooks
 from tests.ranks import on_ranks
@@ -144,7 +144,7 @@ def test_a_reduce_scatter_whose_work_never_ends_is_no_hang() -> None:
     dist.reduce_scatter_tensor(out, torch.ones(4), group=group)
     (recorder,) = outside(watch)
     assert out.tolist() == [2.0, 2.0] and recorder.last()["over"] is not None  # type: ignore[index]
-    assert not recorder.inside and not _is_held(recorder, recorder.work)
+    assert not recorder.inside and not is_held(recorder, recorder.work)
     work = dist.reduce_scatter_tensor(out, torch.ones(4), group=group, async_op=True)
     assert recorder.pending
     work.wait()

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 import meshcomm
 from meshcomm.config import Config, TrainConfig, load_config
 from meshcomm.errors import ConfigError, MeshcommError, TrainingError, UnsupportedOp
-from meshcomm.mesh.rank_failure import failure_of
 from meshcomm.models import ModelSpec, StageContext
 from meshcomm.models.spec import KINDS
 from meshcomm.models.spec_model import SpecModel
@@ -23,6 +22,7 @@ from meshcomm.parallel.compose import Engine
 from meshcomm.parallel.tensor import whole
 from meshcomm.testing import Pool
 from meshcomm.train import Trainer
+from meshcomm.watching.ending import failure_of
 
 from . import own
 from .families import SMALL, config_of, differences

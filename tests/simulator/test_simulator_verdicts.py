@@ -19,7 +19,6 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 import meshcomm
-from meshcomm.comm.waits import find_circle
 from meshcomm.errors import (
     CallMismatchError,
     DeadlockError,
@@ -31,6 +30,7 @@ from meshcomm.errors import (
 )
 from meshcomm.mesh import Mesh
 from meshcomm.simulator import scheduler
+from meshcomm.watching.waits import find_circle
 from tests.simulator import planted_bugs
 from tests.simulator.planted_bugs import DIMS, MERGE, PROGRAMS, one
 
@@ -345,7 +345,7 @@ def test_stacks_are_taken_without_a_collection_that_would_hang() -> None:
     # Python 3.11 holds a lock while it lists the stacks, and the end of a threading.local asks for it again.
     program = """
 import gc, threading
-from meshcomm.comm.callsite import thread_frames
+from meshcomm.watching.callsite import thread_frames
 class Ring: pass
 done = threading.Event()
 for more in range(8):

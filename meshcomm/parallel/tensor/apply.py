@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from meshcomm.comm.mismatch import majority
 from meshcomm.errors import MeshMismatchError, ShapeError
 from meshcomm.layout.sizes import ranks_text
 from meshcomm.mesh import Mesh
@@ -28,6 +27,7 @@ from meshcomm.parallel.tensor.layers import (
 from meshcomm.parallel.tensor.parameters import FUSED, kept, local
 from meshcomm.parallel.tensor.plan import Entry, Rule, checked_rules
 from meshcomm.parallel.tensor.split import TensorSplit
+from meshcomm.watching.verdict import majority
 
 # The number of elements that a digest reads at a time.
 _CHUNK = 1 << 20

@@ -13,12 +13,12 @@ from typing import Any, TypeAlias, final
 import torch
 from torch import Tensor, nn
 
-from meshcomm.comm.callsite import is_ours
 from meshcomm.errors import MeshcommError, TrainingError
 from meshcomm.parallel.memory import eval_mode
 from meshcomm.parallel.tensor.parameters import fused_parts, joined, local, whole
 from meshcomm.parallel.tensor.plan import Rule
 from meshcomm.parallel.tensor.split import TensorSplit
+from meshcomm.watching.callsite import is_ours
 
 Example: TypeAlias = Sequence[Any] | Mapping[str, Any]
 Shapes: TypeAlias = dict[str, tuple[int, ...]]

@@ -30,16 +30,19 @@ def chain_ends(waits: Mapping[int, Collection[int]]) -> list[ChainEnd]:
 
     waits: rank -> the ranks that it waits for. A rank that is not a key, or has an empty value, waits for no other.
     """
-    found: list[ChainEnd] = []
-    waiters = _reversed(waits)
+    circles: list[ChainEnd] = []
+    waiters: dict[int, list[int]] = {}
+    for rank, others in waits.items():
+        for other in others:
+            waiters.setdefault(other, []).append(rank)
     left: dict[int, Collection[int]] = {rank: others for rank, others in waits.items() if others}
     while circle := find_circle(left):
-        found.append(_end(circle, waiters))
+        circles.append(_end(circle, waiters))
         # What leads to a circle cannot be part of another one that is independent of it.
-        for rank in (*circle, *found[-1].waiters):
+        for rank in (*circle, *circles[-1].waiters):
             left.pop(rank, None)
     roots = [rank for rank in waiters if not waits.get(rank)]
-    return found + sorted((_end([rank], waiters) for rank in roots), key=lambda end: -len(end.waiters))
+    return circles + sorted((_end([rank], waiters) for rank in roots), key=lambda end: -len(end.waiters))
 
 
 def ends_of(start: int, waits: Mapping[int, Collection[int]]) -> list[ChainEnd]:
@@ -52,24 +55,16 @@ def _end(ranks: Sequence[int], waiters: Mapping[int, Collection[int]]) -> ChainE
     return ChainEnd(tuple(ranks), tuple(sorted({*_reached(ranks, waiters)} - {*ranks})))
 
 
-def _reversed(waits: Mapping[int, Collection[int]]) -> dict[int, list[int]]:
-    waiters: dict[int, list[int]] = {}
-    for rank, others in waits.items():
-        for other in others:
-            waiters.setdefault(other, []).append(rank)
-    return waiters
-
-
 def _reached(sources: Iterable[int], after: Mapping[int, Iterable[int]]) -> list[int]:
     """Return what follows the sources, nearest first; a source only if it also follows one."""
-    found: dict[int, None] = {}
+    reached: dict[int, None] = {}
     front = list(sources)
     for node in front:
         for later in after.get(node, ()):
-            if later not in found:
-                found[later] = None
+            if later not in reached:
+                reached[later] = None
                 front.append(later)
-    return list(found)
+    return list(reached)
 
 
 def find_circle(waits: Mapping[int, Collection[int]]) -> list[int]:

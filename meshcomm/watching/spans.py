@@ -12,8 +12,8 @@ from typing import Final, final
 
 from torch import Tensor
 
-from meshcomm.comm.callsite import caller
 from meshcomm.transport.support import name_of
+from meshcomm.watching.callsite import caller
 
 # The lane of forward and backward passes, and the lane of `mesh.step`.
 PASSES: Final = "passes"

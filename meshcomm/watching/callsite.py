@@ -48,8 +48,8 @@ class _Ours(dict[str, int]):
 
     def __missing__(self, file: str) -> int:
         ours = file.startswith(_OURS) and file != _BENCH
-        found = self[file] = _COMMAND if ours and file.startswith(_COMMANDS) else ours
-        return found
+        between = self[file] = _COMMAND if ours and file.startswith(_COMMANDS) else ours
+        return between
 
 
 _ours: Final = _Ours()
@@ -150,13 +150,13 @@ def thread_frames() -> dict[int, FrameType]:
     collects = gc.isenabled()
     gc.disable()
     try:
-        found = sys._current_frames()
+        frames = sys._current_frames()
     finally:
         if collects:
             gc.enable()
     # The line where the caller is now, not the first line of its code.
-    found[threading.get_ident()] = sys._getframe(1)
-    return found
+    frames[threading.get_ident()] = sys._getframe(1)
+    return frames
 
 
 def caller() -> str:
@@ -174,8 +174,8 @@ def callsite(depth: int) -> tuple[CodeType, int]:
 @lru_cache(maxsize=4096)
 def line_of(code: CodeType, instruction: int) -> str:
     """Return file:line of an instruction. Callers store the instruction, because finding its line takes longer."""
-    found = code.co_firstlineno
+    at = code.co_firstlineno
     for start, end, line in code.co_lines():
         if line is not None and start <= instruction < end:
-            found = line
-    return f"{code.co_filename}:{found}"
+            at = line
+    return f"{code.co_filename}:{at}"

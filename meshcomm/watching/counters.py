@@ -7,7 +7,7 @@ from types import CodeType
 from typing import Any, Final, TypeAlias, final
 from zlib import crc32
 
-from meshcomm.comm.spans import Span
+from meshcomm.watching.spans import Span
 
 # Calls whose bytes may differ between ranks: uneven splits and objects.
 _UNEVEN: Final = ("all_to_all", "objects.")
@@ -49,10 +49,10 @@ Counters: TypeAlias = dict[tuple[str, str, bool], CallCounter]
 
 def counter_of(counters: Counters, name: str, call: str, past: bool = False) -> CallCounter:
     """Return the counter of `call` on the dim `name`; create it for the first call."""
-    found = counters.get((name, call, past))
-    if found is None:
-        found = counters[name, call, past] = CallCounter(name, call, past)
-    return found
+    counter = counters.get((name, call, past))
+    if counter is None:
+        counter = counters[name, call, past] = CallCounter(name, call, past)
+    return counter
 
 
 class PendingCall:
