@@ -363,7 +363,7 @@ class _End(NamedTuple):
     direction: str
     keys: Sequence[str] | str
     dtype: str
-    count: int
+    elements: int
     shapes: str
     nbytes: int
     callsite: str
@@ -510,7 +510,7 @@ class MessageCheck:
             return None, ""
         other = _End(*json.loads(first))
         sent, room = (own, other) if direction == "send" else (other, own)
-        fits = (sent.dtype, sent.count) == (room.dtype, room.count)
+        fits = (sent.dtype, sent.elements) == (room.dtype, room.elements)
         if _PAST in (own.keys, other.keys):
             fits = sent.nbytes <= room.nbytes
         src, dst = self._ends(direction, peer)
