@@ -299,7 +299,8 @@ def test_training_goes_on_while_files_are_written(pool: Pool, tmp_path: Path) ->
 def without_space(out: Path, moment: str) -> tuple[int, str, str, list[str]]:
     """The step at which this rank hears that the save of step 2 failed, and in which words."""
     with meshcomm.init(config({"dp": 2, "tp": 2})) as mesh:
-        state = {"w": torch.zeros(300), "v": torch.ones(300), "u": torch.ones(300), "t": torch.ones(300)}
+        # So many that each of the four ranks writes some of them.
+        state = {f"w{n}": torch.ones(300) for n in range(32)}
         checkpoints = Checkpoints(mesh, settings(out))
         checkpoints.begin(Attempt(), lock(0))
         checkpoints.save(lock(1), state)

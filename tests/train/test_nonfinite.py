@@ -43,9 +43,9 @@ def spoilt(config: Config, plant: Plant) -> tuple[Summary | str, list[str]]:
         step, finish = trainer.step, trainer.gradients[-1].finish
         now = [0]
 
-        def stepping(*args: Any) -> Any:
-            now[0] = args[-1]
-            return step(*args)
+        def stepping(inputs: Any, targets: Any, lr: Any, number: int, *more: Any) -> Any:
+            now[0] = number
+            return step(inputs, targets, lr, number, *more)
 
         trainer.step = stepping
         if trainer.mesh.rank == rank:
