@@ -7,7 +7,6 @@ import re
 import signal
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -38,72 +37,6 @@ _OF_JOBS = re.compile(
     r"|(MESHCOMM|SLURM|OMPI|PMI|PMIX|MPI|MV2|I_MPI|FLUX|JSM|PALS|RAY|TORCHELASTIC|TORCH_ELASTIC|TORCH_DISTRIBUTED|GLOO|NCCL)_\w+)"
 )
 
-# The files that take longest, longest first. One that began last would leave the other process without work.
-LONGEST = (
-    "train/test_pretrained.py", "mesh/test_endings.py", "comm/test_counters.py", "faults/test_faults.py",
-    "train/test_training_state.py", "models/test_families.py", "commands/test_run.py",
-    "mesh/test_two_jobs.py", "train/test_parity.py", "train/test_early_stop.py", "dryrun/test_dryrun.py",
-    "train/test_evaluate.py", "train/test_nonfinite.py", "comm/test_functional.py",
-    "documents/test_finetune_llama.py", "train/test_checkpoint.py", "parallel/test_random_numbers.py",
-    "documents/test_documented_blocks.py", "train/test_number_types.py", "mesh/test_verdicts.py",
-    "documents/test_examples.py", "train/test_cost.py", "train/test_queued_steps.py",
-    "train/test_optimizers.py", "commands/test_wrong_files.py", "comm/test_collectives.py",
-    "testing/test_emulated_nccl.py", "parallel/test_recompute.py", "mesh/test_opening_counts.py",
-    "parallel/test_context_kernels.py", "testing/test_plugin.py", "train/test_random_configs.py",
-    "train/test_checkpoint_state.py", "dryrun/test_rank.py", "train/test_training.py",
-    "launch/test_launch.py", "parallel/test_context.py", "benchmarks/test_training.py",
-    "mesh/test_queued_calls.py",
-)  # fmt: skip
-
-# Cases that others of their file stand for in the gate: by file, which. They are deep.
-FURTHER = {
-    "comm/test_collectives.py": r"against_numpy\[hierarchical",
-    "comm/test_compiled.py": r"graph_without_tangents|rearrange_and_shift_compile",
-    "comm/test_counters.py": r"same_counts_and_the_time_on_real_ranks",
-    "comm/test_functional.py": r"in_one_graph\[vmap|eager\[make_fx",
-    "comm/test_objects.py": r"rank_order\[emulated_nccl",
-    "config/test_schema.py": r"checked_strictly",
-    "documents/test_examples.py": r"says\[(bring_your_own_model|hybrid_training)",
-    "documents/test_project.py": r"a_release_is_checked",
-    "documents/test_wheel.py": r"away_from_the_clone",
-    "dryrun/test_model.py": r"config_json_is_run_dry",
-    "dryrun/test_rank.py": r"of_a_folder_of_transformers",
-    "dryrun/test_torch_programs.py": r"large_world_of_a_device_mesh|processes_call\[fsdp, tensor",
-    "elastic/test_replaced.py": r"loop_of_ones_own_meets|does_not_reopen_ends",
-    "elastic/test_simulated_losses.py": r"begin_again_in_another_order",
-    "elastic/test_simulated_smaller.py": r"a_training_grows_back",
-    "elastic/test_smaller.py": r"loop_of_ones_own_goes_on",
-    "faults/test_faults.py": r"short_form\[bare-(fsdp-skip|new-group-exits)",
-    "mesh/test_endings.py": r"ended_well_too_early\[ddp\]|slice_of_a_device_mesh_is_refused",
-    "mesh/test_opening_counts.py": r"reads_the_list\[131072",
-    "mesh/test_watched.py": r"left_alone\[(pipeline|groups|fsdp, tensor)|know_meshcomm\[fsdp, tensor-kill",
-    "models/test_any_family.py": r"itself\[(minimax_m2|qwen2_moe|glm4|granite_swa|olmo2|cohere2|gemma3_text|mixtral|phi3|deepseek_v3)\]|bits\[(gpt2|mixtral)\]",
-    "models/test_any_module.py": r"on_a_mesh\[.*(as_it_is.*(tp=2|pp=2 fsdp=2)|alone|placed)",
-    "models/test_families.py": r"on_a_mesh\[(qwen3(_moe)?-|gpt2-pp=2 tp=2)|sends\[(ulysses|ring)\]",
-    "parallel/test_random_numbers.py": r"one_process_draws\[.*alone",
-    "testing/test_emulated_nccl.py": r"test_emulated\[compiled(_step)?\]",
-    "testing/test_plugin.py": r"a_suite\[gloo",
-    "train/test_checkpoint.py": r"fits_any_mesh\[\{ pp = 1",
-    "train/test_cost.py": r"multiply_add\[((dp=2 tp|fsdp=2 cp)=2|pp=2)",
-    "train/test_documents.py": r"\[llama, pp2 tp2\]|\[cp2 ulysses\]",
-    "train/test_evaluate.py": r"every_mesh\[pp=2 fsdp=2",
-    "train/test_frozen.py": r"a_model_has_frozen_itself|one_process\[fsdp4",
-    "train/test_loading.py": r"without_reading_again\[(3-(its|torchdata|wraps)|5-(its|torchdata|without)|7)|workers_stay",
-    "train/test_lora.py": r"goes_on_elsewhere|\[dropout|frozen_weights_are_held|one_process\[own, pp2 tp2 seq",
-    "train/test_nonfinite.py": r"is_not_saved\[\{ pp = 2, dp = 2",
-    "train/test_number_types.py": r"\[(pp2 tp2 sequence recompute|True-1f1b|False-zero_bubble)",
-    "train/test_optimizers.py": r"of_another_type|moments_in_bfloat16",
-    "train/test_original.py": r"around_its_blocks",
-    "train/test_parity.py": r"\[(shard2 tp2|shard4 ep2|shard2 cp2 ulysses|shard4 ep4 capacity|pp2 tp2 sequence recompute)\]",
-    "train/test_pretrained.py": r"layout_of_weights|as_it_went_in\[dims[01]|bfloat16_becomes_float32",
-    "train/test_queued_steps.py": r"waits_for_nothing\[fsdp\]",
-    "train/test_signals.py": r"two moments",
-    # The gate runs the README's first command, which is the same training.
-    "train/test_training.py": r"the_quickstart_learns",
-    "train/test_training_state.py": r"bit_equal\[module-fsdp=2-dp=2 tp=2",
-}
-
-_TESTS = Path(__file__).parent
 _FIGURE = "measured"
 _ROWS: pytest.StashKey[list[tuple[str, Difference]]] = pytest.StashKey()
 
@@ -125,13 +58,16 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest files first; the sets that take minutes have one name together: `-m deep`."""
-    place = {_TESTS / file: at for at, file in enumerate(LONGEST)}
-    items.sort(key=lambda item: place.get(item.path, len(place)))
-    further = {_TESTS / file: re.compile(names) for file, names in FURTHER.items()}
+    """Put long files first, because one that begins last leaves the other process without work; and mark deep tests.
+
+    `deep_cases(pattern)` makes those cases of a test deep whose name the pattern finds. The sets that take minutes are deep, too.
+    """
+    items.sort(key=lambda item: item.get_closest_marker("long") is None)
     for item in items:
-        found = item.path in further and further[item.path].search(item.name)
-        if found or any(item.get_closest_marker(name) for name in ("faults", "parity", "netns")):
+        cases = item.get_closest_marker("deep_cases")
+        if (cases is not None and re.search(cases.args[0], item.name)) or any(
+            item.get_closest_marker(name) for name in ("faults", "parity", "netns")
+        ):
             item.add_marker("deep")
 
 

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 import meshcomm
-from tests.conftest import LONGEST
 
 ROOT = Path(meshcomm.__file__).parent
 
@@ -175,10 +174,6 @@ assert not {"torch.distributed.tensor", "sympy"} & set(sys.modules)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
-
-
-def test_the_files_that_come_first_exist() -> None:
-    assert [file for file in LONGEST if not (Path(__file__).parent / file).is_file()] == []
 
 
 def test_public_names_exist_and_are_listed_once() -> None:

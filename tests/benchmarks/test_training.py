@@ -17,6 +17,8 @@ from meshcomm.watching.spans import Span
 from tests.benchmarks.breakdown import Bubble, bubble_of, expected_exposure, exposed, parts_of_a_step
 from tests.benchmarks.training import measured, trained, training_text, ways
 
+pytestmark = pytest.mark.long
+
 MODEL = "model={ num_layers = 2, hidden_size = 32, num_heads = 4, num_kv_heads = 2, intermediate_size = 64, vocab_size = 64 }"
 
 

@@ -25,6 +25,8 @@ from meshcomm.testing.emulated_nccl import NAME, emulated_nccl, host_syncs
 from meshcomm.transport.support import reduce_refusal
 from meshcomm.transport.torch_private import DispatchMode, leaves_of
 
+pytestmark = pytest.mark.long
+
 # All combinations of three dims are simulated; on processes one order of four ranks has a group whose ranks are
 # neighbours, one with a stride and one in another order.
 DIMS = {"pp": 2, "dp": 2, "tp": 2}
@@ -500,6 +502,7 @@ CHECKS = [reductions, moves, uneven, lists, hierarchical, factors, messages, han
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.deep_cases(r"\[hierarchical")
 def test_against_numpy(pool: Pool, check: Callable[[Mesh], None]) -> None:
     everywhere(pool, check)
 

@@ -59,6 +59,7 @@ def test_a_maximum_has_no_derivative_in_any_mode(mesh: Mesh) -> None:
     timeout_s=110,
     not_via={"emulated_nccl": "the emulation stands between autograd and the call"},
 )
+@pytest.mark.deep
 def test_a_graph_without_tangents_is_not_used_with_them(mesh: Mesh) -> None:
     """Inductor's code would take the value and leave the tangent behind, as it does for torch.sin."""
     f = torch.compile(lambda x: mesh.functional.all_reduce("tp", x * 2, grad="sum") + 1)
@@ -75,6 +76,7 @@ def test_a_graph_without_tangents_is_not_used_with_them(mesh: Mesh) -> None:
 
 
 @pytest.mark.mesh(tp=2, via="gloo", timeout_s=110)
+@pytest.mark.deep
 def test_rearrange_and_shift_compile_without_a_break(mesh: Mesh) -> None:
     patterns: list[tuple[str, dict[str, Any], bool]] = [
         ("a b -> a (tp b)", {"grad": "slice"}, True),

@@ -23,6 +23,8 @@ from meshcomm.show.stats import stats_page
 from meshcomm.watching.counters import CallCounter, PendingCall, counter_of
 from tests.group_hooks import HAS_HOOKS
 
+pytestmark = pytest.mark.long
+
 Counted = dict[tuple[str, str, bool], tuple[int, int]]
 
 
@@ -118,6 +120,7 @@ def test_every_call_by_hand_in_the_simulator() -> None:
 
 
 @pytest.mark.mesh(dp=2, tp=2, via="gloo", not_via={"emulated_nccl": "times are not known"})
+@pytest.mark.deep
 def test_the_same_counts_and_the_time_on_real_ranks(mesh: Mesh) -> None:
     x, found = torch.ones(4), program(mesh)
     assert without_objects(found) == by_hand(mesh.coords)

@@ -15,6 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 from meshcomm.mesh import Mesh
 
+pytestmark = pytest.mark.long
+
 # The ys of all ranks from all their xs.
 Whole = Callable[[Tensor], Tensor]
 
@@ -244,6 +246,7 @@ def test_values_and_gradients_along_every_dim(mesh: Mesh) -> None:
 
 @pytest.mark.mesh(tp=2, via="gloo")
 @pytest.mark.parametrize("name", [name for name in EAGER if name not in ("no_grad", "backward")])
+@pytest.mark.deep_cases(r"\[make_fx")
 def test_eager(mesh: Mesh, name: str) -> None:
     eagerly(mesh, name)
 
@@ -288,6 +291,7 @@ COMPILED = ("all_reduce identity", "all_gather reduce_scatter", "slice", "all_to
         ),
     ],
 )
+@pytest.mark.deep_cases(r"\[vmap")
 def test_compiled_with_the_transform_in_one_graph(
     mesh: Mesh, name: str, backend: str, rows: Sequence[str]
 ) -> None:

@@ -52,6 +52,7 @@ GRID = pytest.mark.mesh(**DIMS, merge=MERGE, rank_order=ORDER, via="gloo")
 
 
 @pytest.mark.mesh(**DIMS, merge=MERGE, rank_order=ORDER, via=("gloo", "emulated_nccl"))
+@pytest.mark.deep_cases(r"\[emulated_nccl")
 def test_every_call_along_every_dim_under_a_permuted_rank_order(mesh: Mesh) -> None:
     for turn, dims in enumerate(NAMES):
         more = 4 * (turn % 2)  # the other four kinds

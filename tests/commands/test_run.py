@@ -18,6 +18,8 @@ from meshcomm.commands import app
 from meshcomm.testing import Pool
 from tests.forked_jobs import Job
 
+pytestmark = pytest.mark.long
+
 CONFIG = """
 [mesh]
 dims = { dp = 2, tp = 2 }

@@ -13,6 +13,8 @@ from typer.testing import CliRunner
 
 from meshcomm.commands.app import GROUPS, app
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).parents[2]
 QUICK = str(ROOT / "configs/quickstart.toml")
 NOISE = bytes(range(255, -1, -1))

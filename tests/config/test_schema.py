@@ -260,6 +260,7 @@ follow_imports = skip
 """
 
 
+@pytest.mark.deep
 def test_a_program_that_uses_the_package_is_checked_strictly(
     tmp_path: Path, pytestconfig: pytest.Config
 ) -> None:

@@ -16,6 +16,8 @@ from tests.documents.running import Page, Wrong
 from tests.documents.shown import differs
 from tests.documents.tables import NOT_RUN, OWN_TESTS
 
+pytestmark = pytest.mark.long
+
 ALL = {page: blocks(page) for page in pages()}
 
 

@@ -21,6 +21,8 @@ from meshcomm.mesh.source import world_of_mesh
 from meshcomm.simulator.run import simulate_script
 from meshcomm.testing import Pool
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "examples"
 # finetune_llama and finetune_chat have several commands, and tests of their own.
@@ -127,6 +129,7 @@ def check(name: str, what: Said, lines: list[str]) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.deep_cases(r"\[(bring_your_own_model|hybrid_training)")
 def test_it_prints_what_it_says(pool: Pool, name: str) -> None:
     what = said(name)
     assert (what.run.config is None) == ("init(dims=" in (FOLDER / name).read_text())

@@ -21,6 +21,8 @@ from meshcomm.testing import Pool
 from meshcomm.train import Trainer
 from tests.forked_jobs import Job
 
+pytestmark = pytest.mark.long
+
 transformers = pytest.importorskip("transformers")
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -175,6 +175,7 @@ def clone(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.deep
 def test_a_release_is_checked_and_prepared(clone: Path, capsys: pytest.CaptureFixture[str]) -> None:
     release = tool("release")
     assert release.main(["7.8.9", "--check"], clone) == 0

@@ -128,6 +128,7 @@ def test_its_pytest_plugin_is_found(installed: Path, tmp_path: Path) -> None:
     assert "@pytest.mark.mesh(via=" in shown.stdout, shown.stdout + shown.stderr
 
 
+@pytest.mark.deep
 def test_a_project_begins_away_from_the_clone(installed: Path, tmp_path: Path) -> None:
     made = call(installed, tmp_path, "meshcomm", "new", "demo")
     assert made.stdout == "meshcomm train demo/config.toml\nmeshcomm run --world-size 8 demo/hello.py\n", (

@@ -19,6 +19,8 @@ from meshcomm.errors import MeshcommError
 from meshcomm.predict.place import place_config
 from meshcomm.show.page import as_text
 
+pytestmark = pytest.mark.long
+
 HEAD = """
 import torch
 import meshcomm

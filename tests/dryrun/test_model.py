@@ -34,6 +34,7 @@ def _said(*arguments: str) -> Any:
     return json.loads(result.stdout)
 
 
+@pytest.mark.deep
 def test_a_config_json_is_run_dry(tmp_path: Path) -> None:
     from tests.models import table
 

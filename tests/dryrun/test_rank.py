@@ -23,6 +23,8 @@ from tests.dryrun.measured import Watched
 from tests.group_hooks import HAS_HOOKS, needs_group_hooks
 from tests.models.families import folder_of
 
+pytestmark = pytest.mark.long
+
 WORLD = 4
 BUILT_IN: dict[str, Any] = {
     "num_layers": 4,
@@ -80,6 +82,7 @@ def test_the_memory_and_the_calls_of_a_step(pool: Pool, figures: Callable[[str],
     figures(f"dry run, fsdp: predicted / measured peak {', '.join(f'{each:.3f}' for each in ratios)}")
 
 
+@pytest.mark.deep
 def test_of_a_folder_of_transformers(pool: Pool, figures: Callable[[str], None], tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     folder = folder_of("qwen3", tmp_path / "qwen3", weights=True)

@@ -122,6 +122,7 @@ def written(folder: Path, name: str) -> Path:
 
 
 @pytest.mark.parametrize("name", ALL)
+@pytest.mark.deep_cases(r"\[fsdp, tensor")
 def test_a_dry_run_calls_what_processes_call(pool: Pool, tmp_path: Path, name: str) -> None:
     path = written(tmp_path, name)
     made = pool.run(as_process, str(path), "none", "0", ranks=4)
@@ -136,6 +137,7 @@ def test_a_dry_run_calls_what_processes_call(pool: Pool, tmp_path: Path, name: s
     assert told(facts) == most != {}
 
 
+@pytest.mark.deep
 def test_a_large_world_of_a_device_mesh(tmp_path: Path) -> None:
     path = written(tmp_path, "hsdp")
     facts = dry_run(None, 1024, Script(path, ("none", "0")))

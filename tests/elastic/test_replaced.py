@@ -135,6 +135,7 @@ def run(*words: str, replace: int = 1) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=100, env=env, check=False)
 
 
+@pytest.mark.deep
 def test_a_loop_of_ones_own_meets_the_new_process() -> None:
     ended = run("--world-size", "4", str(SCRIPT), "dies")
     assert ended.returncode == 0, ended.stderr
@@ -147,6 +148,7 @@ def test_a_loop_of_ones_own_meets_the_new_process() -> None:
     assert "rank 3 (dp=1 tp=1) was ended by SIGKILL; replaced, replacements left: 0" in ended.stderr
 
 
+@pytest.mark.deep
 def test_a_program_that_does_not_reopen_ends_by_the_name_of_the_lost_rank(tmp_path: Path) -> None:
     script = tmp_path / "forgets.py"
     script.write_text(FORGETS)

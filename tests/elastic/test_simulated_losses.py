@@ -126,6 +126,7 @@ class Drawn:
             yield tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
+@pytest.mark.deep
 def test_data_that_would_begin_again_in_another_order(tmp_path: Path) -> None:
     settings = settings_of(tmp_path, evaluates=False)
 

@@ -112,6 +112,7 @@ def test_a_training_with_fewer(tmp_path: Path) -> None:
     assert at_any_moments(tmp_path, "{ min = { dp = 1 } }", 3, 0) == 0
 
 
+@pytest.mark.deep
 def test_a_training_grows_back(tmp_path: Path) -> None:
     at_any_moments(tmp_path, "{ min = { dp = 1 }, replace = 2, delay_s = 300.0 }", 3, 10)
 

@@ -79,6 +79,7 @@ def losses(job: Run) -> list[float]:
     return [line["loss"] for line in job.lines]
 
 
+@pytest.mark.deep
 def test_a_loop_of_ones_own_goes_on_with_fewer_and_grows_back(tmp_path: Path) -> None:
     config, script = tmp_path / "mesh.toml", tmp_path / "loop.py"
     config.write_text(

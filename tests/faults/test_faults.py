@@ -11,6 +11,8 @@ from tests.faults.runner import Result, Said, complaints, names, run
 from tests.faults.table import PAGE, page
 from tests.group_hooks import needs_group_hooks
 
+pytestmark = pytest.mark.long
+
 QUICK = [name for name, row in ROWS.items() if row.quick]
 
 
@@ -24,6 +26,7 @@ def marked(name: str) -> object:
 
 
 @pytest.mark.parametrize("name", [marked(name) for name in QUICK])
+@pytest.mark.deep_cases(r"\[bare-(fsdp-skip|new-group-exits)")
 def test_short_form(name: str) -> None:
     assert complaints(ROWS[name], run(ROWS[name]), BUSY_S) == []
 

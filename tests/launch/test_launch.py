@@ -16,6 +16,8 @@ from meshcomm.testing import Pool
 from tests.commands.test_run import CONFIG, start, written
 from tests.forked_jobs import Job
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(autouse=True)
 def same_handlers() -> Iterator[None]:

@@ -19,6 +19,8 @@ from tests.commands.test_run import written
 from tests.forked_jobs import Job
 from tests.group_hooks import needs_group_hooks
 
+pytestmark = pytest.mark.long
+
 EXPLAINED = CollectiveTimeout("all_reduce did not end in time")
 Shown = list[BaseException]
 
@@ -157,6 +159,7 @@ def test_the_launcher_names_the_rank_that_has_not_come(pool: Pool, tmp_path: Pat
 
 @needs_group_hooks
 @pytest.mark.parametrize("step", ["ddp", pytest.param("default", marks=pytest.mark.faults)])
+@pytest.mark.deep_cases(r"\[ddp\]")
 def test_the_launcher_names_a_rank_that_ended_well_too_early(pool: Pool, tmp_path: Path, step: str) -> None:
     code, err = ended(pool, tmp_path, f"trains({step}, lambda: os._exit(0))")
     assert code == 1 and "rank 1 does not answer: its process has ended" in err
@@ -235,6 +238,7 @@ mesh.all_reduce("dp", torch.ones(2))
     assert ended(pool, tmp_path, script) == (0, "")
 
 
+@pytest.mark.deep
 def test_a_slice_of_a_device_mesh_is_refused_by_name(pool: Pool, tmp_path: Path) -> None:
     script = """
 from torch.distributed.device_mesh import init_device_mesh

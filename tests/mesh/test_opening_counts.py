@@ -20,6 +20,8 @@ from meshcomm.mesh import agree
 from meshcomm.mesh.job_store import TWICE
 from meshcomm.testing import Pool
 
+pytestmark = pytest.mark.long
+
 
 class Counting(dist.Store):
     """A store that writes down what it is asked, also by Gloo, and passes it on."""
@@ -217,6 +219,7 @@ def agreement(world: int, monkeypatch: pytest.MonkeyPatch, odd: int = -1) -> tup
 
 
 @pytest.mark.parametrize("world", [1_024, 131_072])
+@pytest.mark.deep_cases(r"\[131072")
 def test_ranks_of_any_world_agree_in_three_calls_each_and_one_reads_the_list(
     world: int, monkeypatch: pytest.MonkeyPatch, record_property: Callable[[str, object], None]
 ) -> None:

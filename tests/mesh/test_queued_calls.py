@@ -18,6 +18,8 @@ from meshcomm.watching.timer import CallTimer, queued_in
 from tests.forked_jobs import Job
 from tests.mesh.queued_program import TIMEOUT_S
 
+pytestmark = pytest.mark.long
+
 PROGRAM = str(Path(__file__).with_name("queued_program.py"))
 
 # What the launcher's last lines say of the cause; rank 1 shares its "dp" group with rank 3.

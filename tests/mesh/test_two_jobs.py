@@ -23,6 +23,8 @@ from meshcomm.testing import Pool
 from tests.forked_jobs import Job
 from tests.ports import free_port
 
+pytestmark = pytest.mark.long
+
 _TWO: Final = range(2)
 _SHORT: Final = timedelta(seconds=2)
 

@@ -36,6 +36,8 @@ from tests.forked_jobs import Job
 from tests.group_hooks import HAS_HOOKS, needs_group_hooks
 from tests.ranks import on_ranks
 
+pytestmark = pytest.mark.long
+
 TIMEOUT = 2.0
 
 # Kind, text and ranks of the error of one rank, and how long its program took.

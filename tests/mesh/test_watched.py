@@ -298,6 +298,7 @@ _IN_THE_GATE = (("ddp", "exit"), ("groups by hand", "shape"), ("fsdp, tensor", "
     [pytest.param(*case, marks=[pytest.mark.faults] * (case[:2] not in _IN_THE_GATE)) for case in FAULTS],
     ids=lambda value: str(value),
 )
+@pytest.mark.deep_cases(r"\[fsdp, tensor-kill")
 def test_a_fault_in_a_program_that_does_not_know_meshcomm(
     pool: Pool, tmp_path: Path, program: str, fault: str, late: int, said: str
 ) -> None:
@@ -309,6 +310,7 @@ def test_a_fault_in_a_program_that_does_not_know_meshcomm(
 @pytest.mark.parametrize(
     "program", [pytest.param(each, marks=[pytest.mark.faults] * (each == "ddp")) for each in PROGRAMS]
 )
+@pytest.mark.deep_cases(r"\[(pipeline|groups|fsdp, tensor)")
 def test_a_program_without_a_fault_is_left_alone(pool: Pool, tmp_path: Path, program: str) -> None:
     code, out, err = ran(pool, tmp_path, program, "none")
     assert (code, out.split()) == (0, ["trained"] * 4), err

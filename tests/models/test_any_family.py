@@ -59,6 +59,9 @@ def small(name: str) -> ModelSpec:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.deep_cases(
+    r"\[(minimax_m2|qwen2_moe|glm4|granite_swa|olmo2|cohere2|gemma3_text|mixtral|phi3|deepseek_v3)\]"
+)
 def test_a_family_in_parts_is_itself(name: str) -> None:
     spec, done = small(name), []
     for kind, use in USES.items():
@@ -379,6 +382,7 @@ MORE_WEIGHTS = ["llama", "phi3", "olmo2", "granite", "gemma2", "qwen2_moe", "dee
     "name",
     [*WEIGHTS, *(pytest.param(each, marks=[pytest.mark.deep, pytest.mark.parity]) for each in MORE_WEIGHTS)],
 )
+@pytest.mark.deep_cases(r"\[(gpt2|mixtral)\]")
 def test_weights_that_went_through_a_mesh_are_the_same_bits(pool: Pool, tmp_path: Path, name: str) -> None:
     source = folder_of(name, tmp_path / "from")
     config = config_of({"pretrained": str(source), "dropout": 0.0}, "pp=2 tp=2", train={"dtype": "float32"})

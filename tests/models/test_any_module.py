@@ -160,6 +160,7 @@ DROPS = {"build": "tests.models.own:spec", "args": {"width": 32, "dropped": 0.1}
     ],
     ids=str,
 )
+@pytest.mark.deep_cases(r"\[.*(as_it_is.*(tp=2|pp=2 fsdp=2)|alone|placed)")
 def test_a_module_of_thirty_lines_is_the_same_on_a_mesh(
     pool: Pool, model: dict[str, Any], dims: str, more: dict[str, Any]
 ) -> None:

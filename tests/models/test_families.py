@@ -32,6 +32,8 @@ from meshcomm.train import Trainer
 
 from .families import FAMILIES, config_of, differences, folder_of, logits_of
 
+pytestmark = pytest.mark.long
+
 _EXPERT = {"expert": {"pp": 2, "edp": 1, "ep": 2}}
 
 # What every run trains: each family on one mesh that has most of what it can do wrong.
@@ -93,6 +95,7 @@ def _is_the_same(
 
 
 @pytest.mark.parametrize(("family", "dims", "more"), ALWAYS, ids=lambda each: str(each))
+@pytest.mark.deep
 def test_a_family_is_the_same_on_a_mesh(
     pool: Pool, tmp_path: Path, family: str, dims: str, more: dict[str, Any]
 ) -> None:
@@ -233,6 +236,7 @@ def sent(settings: Config, world: int) -> Counter[tuple[str, str]]:
     ],
     ids=["dp tp", "tp sequence again", "ring", "ulysses"],
 )
+@pytest.mark.deep_cases(r"\[(ulysses|ring)\]")
 def test_llama_sends_what_the_built_in_model_sends(tmp_path: Path, world: int, overrides: list[str]) -> None:
     built_in = load_config(TRAIN, overrides)
     sizes = built_in.model

@@ -35,6 +35,8 @@ from meshcomm.parallel.context.block import (
     wide,
 )
 
+pytestmark = pytest.mark.long
+
 Attend = Callable[..., Tensor]
 KINDS: dict[str, Attend] = {"ring": ring_attention, "ulysses": ulysses_attention}
 BATCH, SEQUENCE, HEAD = 2, 24, 6

@@ -23,6 +23,8 @@ from meshcomm.parallel.context.block import (
 from meshcomm.transport.torch_private import DispatchMode
 from tests.parallel.test_context import SEQUENCE, draw, farthest, one_process, split_up
 
+pytestmark = pytest.mark.long
+
 FLASH = "aten._scaled_dot_product_flash_attention.default"
 FLASH_BACK = "aten._scaled_dot_product_flash_attention_backward.default"
 HALVES = (torch.float16, torch.bfloat16)

@@ -24,6 +24,8 @@ from meshcomm.train import Trainer
 from tests.models import own
 from tests.models.families import config_of, differences
 
+pytestmark = pytest.mark.long
+
 
 class Block(own.Block):
     """With dropouts on what blocks add, and on the inner activations where `inner` is above 0."""
@@ -102,6 +104,7 @@ DEEP: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
     [(ALONE, "dp=2 fsdp=2", {}), *(pytest.param(*each, marks=pytest.mark.parity) for each in DEEP)],
     ids=str,
 )
+@pytest.mark.deep_cases(r"\[.*alone")
 def test_what_is_drawn_is_what_one_process_draws(
     pool: Pool, model: dict[str, Any], dims: str, more: dict[str, Any]
 ) -> None:

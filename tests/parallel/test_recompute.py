@@ -23,6 +23,8 @@ from meshcomm.train import Trainer
 from tests.models import own
 from tests.models.families import config_of, differences
 
+pytestmark = pytest.mark.long
+
 OWN = {"build": "tests.models.own:spec", "args": {"width": 32}}
 BUILT_IN: dict[str, Any] = {
     "num_layers": 4,

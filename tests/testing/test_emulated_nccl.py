@@ -28,6 +28,8 @@ from meshcomm.testing.emulated_nccl import (
     no_host_sync,
 )
 
+pytestmark = pytest.mark.long
+
 
 def on_a_mesh(check: Callable[[Mesh], None], timeout_s: float = 30.0) -> None:
     dims = {"dp": 2, "tp": 2}
@@ -195,6 +197,7 @@ def compiled_step(mesh: Mesh) -> None:
     [every_call, order_and_host, messages, captured, limited_wait, compiled, compiled_step],
     ids=lambda check: check.__name__,
 )
+@pytest.mark.deep_cases(r"\[compiled(_step)?\]")
 def test_emulated(pool: Pool, check: Callable[[Mesh], None]) -> None:
     pool.run(on_a_mesh, check, ranks=4)
 

@@ -19,6 +19,8 @@ from meshcomm.testing.marker import read, vias
 from meshcomm.testing.pool import Ended
 from meshcomm.testing.report import Ends, Outcome, failure_of
 
+pytestmark = pytest.mark.long
+
 pytest_plugins = ["pytester"]
 
 # These suites run inside a process that has imported meshcomm; pytest, which would rewrite the asserts of
@@ -152,6 +154,7 @@ def lay_out(pytester: pytest.Pytester, **files: str) -> None:
 
 
 @pytest.mark.parametrize("via", ["gloo", "simulator"])
+@pytest.mark.deep_cases(r"\[gloo")
 def test_a_suite(pytester: pytest.Pytester, via: str) -> None:
     gloo = via == "gloo"
     lay_out(pytester, test_suite=SUITE + (KILLED if gloo else DEADLOCK), helpers=HELPERS)

@@ -39,6 +39,8 @@ from meshcomm.train.export import export_weights
 from meshcomm.train.run_files import MetricsFile
 from tests.train import runs
 
+pytestmark = pytest.mark.long
+
 TINY: dict[str, Any] = {
     "mesh": {"dims": {"pp": 2, "dp": 1, "tp": 2}, "device": "cpu", "timeout_s": 60.0},
     "parallel": {"data": "dp", "tensor": "tp", "pipeline": "pp", "options": {"bucket_mb": 0.01}},
@@ -187,6 +189,7 @@ def loaded_and_continued(config: Config, path: Path) -> Any:
         ("{ pp = 1, dp = 2, tp = 1 }", 3, ["mesh.ranks=[1, 2]", "train.micro_batch_size=4"]),
     ],
 )
+@pytest.mark.deep_cases(r"\[\{ pp = 1")
 def test_a_checkpoint_fits_any_mesh(
     pool: Pool,
     undisturbed: tuple[Path, Summary],

@@ -33,6 +33,8 @@ from tests.elastic.test_copies import settings_of
 from tests.sizes import train_of
 from tests.train.test_checkpoint import names
 
+pytestmark = pytest.mark.long
+
 
 def settings(out: Path | str) -> TrainConfig:
     return TrainConfig(**train_of(9, 8, 1, out=str(out), checkpoint_every=1, checkpoint_async=True, keep=2))

@@ -24,6 +24,8 @@ from meshcomm.train.data import batches_of
 from tests.train.runs import config_on, metrics, run_json
 from tests.train.test_trainer import BATCH, Net, loss, samples, sections
 
+pytestmark = pytest.mark.long
+
 BASE: dict[str, Any] = {
     "mesh": {"dims": {"one": 1}, "device": "cpu", "timeout_s": 60.0},
     "parallel": {},
@@ -72,6 +74,7 @@ def by_hand(config: Config) -> tuple[int, int]:
         ("pp=2 tp=2", {"schedule": "zero_bubble", "stages_per_rank": 2}),
     ],
 )
+@pytest.mark.deep_cases(r"\[((dp=2 tp|fsdp=2 cp)=2|pp=2)")
 def test_six_flops_for_each_multiply_add(pool: Pool, dims: str, parallel: dict[str, Any]) -> None:
     config = on(dims, **parallel)
     macs, _ = by_hand(config)

@@ -102,6 +102,7 @@ def settings_of(path: Path, kind: str, dims: str, samples: int, masks: bool, **m
 @pytest.mark.parametrize(
     "name", [pytest.param(each, marks=() if each in _IN_THE_GATE else pytest.mark.parity) for each in MESHES]
 )
+@pytest.mark.deep_cases(r"\[llama, pp2 tp2\]|\[cp2 ulysses\]")
 def test_packed_documents_train_as_one_by_one(pool: Pool, tmp_path: Path, name: str) -> None:
     kind, dims, more = MESHES[name]
     alone = reference(settings_of(tmp_path, kind, "dp=1", len(documents()), False))

@@ -19,6 +19,8 @@ from meshcomm.train.callbacks import Best, EarlyStop
 from tests.train.runs import run_json, trained
 from tests.train.test_evaluate import on
 
+pytestmark = pytest.mark.long
+
 # Of evaluations, one after the other; as each rank but the first sees them, a little higher or lower.
 FALLS_TWICE = [3.0, 2.0, 2.5, 1.99, 2.5, 2.5, 2.5, 2.5]
 

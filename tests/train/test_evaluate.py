@@ -20,6 +20,8 @@ from meshcomm.train.data import batches_of
 from tests.sizes import model_of, train_of
 from tests.train.runs import config_on, losses_or_error, metrics, trained
 
+pytestmark = pytest.mark.long
+
 BASE: dict[str, Any] = {
     "mesh": {"dims": {"one": 1}, "device": "cpu", "timeout_s": 60.0},
     "parallel": {},
@@ -99,6 +101,7 @@ def test_evaluating_changes_nothing(
         ("pp=2 fsdp=2", {"schedule": "zero_bubble", "stages_per_rank": 2}),
     ],
 )
+@pytest.mark.deep_cases(r"\[pp=2 fsdp=2")
 def test_it_is_equal_on_every_mesh(
     pool: Pool,
     tmp_path: Path,

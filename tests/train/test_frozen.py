@@ -57,6 +57,7 @@ def alone(config: Config) -> tuple[Record, list[str], dict[str, bool]]:
 @pytest.mark.parametrize(
     "name", [pytest.param(each, marks=pytest.mark.parity if each in _DEEP else ()) for each in MESHES]
 )
+@pytest.mark.deep_cases(r"\[fsdp4")
 def test_what_is_frozen_stays_and_the_rest_is_that_of_one_process(pool: Pool, name: str) -> None:
     config = load_config(MESHES[name], [f"train.frozen={FROZEN}"])
     ((one, held, same),) = pool.run(alone, reference(config), ranks=1)
@@ -67,6 +68,7 @@ def test_what_is_frozen_stays_and_the_rest_is_that_of_one_process(pool: Pool, na
         assert max(each.relative for each in compare(made, one)) < 1e-9
 
 
+@pytest.mark.deep
 def test_what_a_model_has_frozen_itself_stays(pool: Pool) -> None:
     config = config_of({"build": "tests.models.own:frozen"}, "pp=2 tp=2", sequence_parallel=True)
     ((one, held, same),) = pool.run(alone, reference(config), ranks=1)

@@ -221,6 +221,7 @@ def killed(config: Config, file: Path) -> None:
     trained(config, _Kills(file))
 
 
+@pytest.mark.deep
 def test_workers_stay_when_a_job_is_asked_to_save_and_end_with_their_rank(pool: Pool, tmp_path: Path) -> None:
     config = on("one=1", tmp_path, "data.workers=2")
     file = tmp_path / "workers"
@@ -408,6 +409,7 @@ def loaded(config: Config, kind: str) -> tuple[list[float], int]:
 # Steps before the end: within the first epoch of five steps, at its end, and in the second one.
 @pytest.mark.parametrize("kind", ["its own", "wraps", "torchdata", "without a state"])
 @pytest.mark.parametrize("stopped", [3, 5, 7])
+@pytest.mark.deep_cases(r"\[(3-(its|torchdata|wraps)|5-(its|torchdata|without)|7)")
 def test_a_loader_with_a_state_goes_on_without_reading_again(
     pool: Pool, tmp_path: Path, kind: str, stopped: int
 ) -> None:

@@ -73,6 +73,7 @@ def trained(config: Config) -> Record:
 @pytest.mark.parametrize(
     "name", [pytest.param(each, marks=() if each in _IN_THE_GATE else pytest.mark.parity) for each in MESHES]
 )
+@pytest.mark.deep_cases(r"\[dropout|\[own, pp2 tp2 seq")
 def test_adapters_learn_as_on_one_process(pool: Pool, tmp_path: Path, name: str) -> None:
     family, dims, more = MESHES[name]
     config = lora_config(tmp_path, family, dims, **more)
@@ -96,6 +97,7 @@ def run_of(config: Config) -> tuple[list[float], Any]:
 
 # Of peft, which reads what transformers has renamed.
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+@pytest.mark.deep
 def test_a_run_goes_on_elsewhere_and_its_adapters_are_those_of_peft(pool: Pool, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     folder, out = tmp_path / "base", tmp_path / "run"
@@ -152,6 +154,7 @@ def narrow(config: Config, held: bool) -> tuple[list[float], list[float], set[to
     "name",
     [pytest.param(each, marks=() if each in _IN_THE_GATE[:1] else pytest.mark.parity) for each in MESHES],
 )
+@pytest.mark.deep
 def test_frozen_weights_are_held_as_they_are_computed_with(pool: Pool, tmp_path: Path, name: str) -> None:
     family, dims, more = MESHES[name]
     train = {**more.get("train", {}), "dtype": "float32", "compute_dtype": "bfloat16"}

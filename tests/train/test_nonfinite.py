@@ -22,6 +22,8 @@ from tests.sizes import train_of
 from tests.train.runs import metrics, run_json
 from tests.train.test_checkpoint import TINY, names
 
+pytestmark = pytest.mark.long
+
 Plant = tuple[str, int, str, range]
 
 
@@ -114,6 +116,7 @@ CASES: list[tuple[str, Plant, list[str]]] = [
     ("dims", "plant", "where"),
     [*(pytest.param(*each, marks=pytest.mark.parity) for each in CASES[:-1]), CASES[-1]],
 )
+@pytest.mark.deep_cases(r"\[\{ pp = 2, dp = 2")
 def test_a_gradient_that_is_not_finite_ends_the_run_on_every_rank_and_is_not_saved(
     pool: Pool, tmp_path: Path, dims: str, plant: Plant, where: list[str]
 ) -> None:

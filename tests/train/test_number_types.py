@@ -19,6 +19,8 @@ from meshcomm.train.parity import record, reference
 from tests.sizes import model_of, train_of
 from tests.train.parity_cases import PAIRS
 
+pytestmark = pytest.mark.long
+
 # Every part, every kind of boundary: gathered weights, activations whole and along the sequence, those between stages,
 # keys and values, heads, rows of experts.
 NARROW = ("shard2 tp2", "shard2 cp2 ulysses", "pp2 ep2", "pp2 tp2 sequence recompute", "pp2 cp2")
@@ -56,6 +58,7 @@ def trained(case: dict[str, Any], alone: bool) -> Found:
         ),
     ],
 )
+@pytest.mark.deep_cases(r"\[(pp2 tp2 sequence recompute|True-1f1b|False-zero_bubble)")
 def test_narrow_types_stay_close(pool: Pool, mesh: str, compute: str | None, tolerance: float) -> None:
     exact, case = PAIRS[mesh], copy.deepcopy(PAIRS[mesh])
     case["train"] |= {"dtype": "float32"} | ({} if compute is None else {"compute_dtype": compute})
@@ -105,6 +108,7 @@ def casts(case: dict[str, Any]) -> tuple[set[int], list[float]]:
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
 @pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.deep_cases(r"\[(pp2 tp2 sequence recompute|True-1f1b|False-zero_bubble)")
 def test_a_weight_is_cast_once_in_a_step(pool: Pool, schedule: str, recompute: bool) -> None:
     if recompute and schedule == "zero_bubble":
         pytest.skip("refused")

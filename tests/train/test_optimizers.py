@@ -23,6 +23,8 @@ from meshcomm.train.data import batches_of
 from meshcomm.train.parity import compare, in_float64, record, reference
 from tests.train.test_training import TINY
 
+pytestmark = pytest.mark.long
+
 MESHES = ["{ pp = 1, dp = 2, tp = 2 }", "{ pp = 1, dp = 4, tp = 1 }"]
 
 
@@ -97,6 +99,7 @@ def narrow(config: Config, at_once: int) -> tuple[Any, set[torch.dtype]]:
 
 
 @pytest.mark.parametrize("name", [pytest.param("adamw"), pytest.param("sgd", marks=pytest.mark.parity)])
+@pytest.mark.deep
 def test_moments_in_bfloat16_are_the_same_on_a_mesh(pool: Pool, name: str) -> None:
     shard = "parallel={ shard = 'dp', tensor = 'tp', pipeline = 'pp' }"
     ((alone, kinds),) = pool.run(narrow, reference(config_of(name, MESHES[0], NARROW)), 1 << 24, ranks=1)
@@ -111,6 +114,7 @@ def test_moments_in_bfloat16_are_the_same_on_a_mesh(pool: Pool, name: str) -> No
 
 
 @pytest.mark.parametrize("more", [(NARROW, NARROW), (NARROW, ""), ("", NARROW)])
+@pytest.mark.deep
 def test_a_run_goes_on_with_moments_of_another_type(
     pool: Pool, tmp_path: Path, more: tuple[str, str]
 ) -> None:

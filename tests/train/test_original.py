@@ -97,6 +97,7 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.deep
 def test_what_a_family_does_around_its_blocks_is_its_own(pool: Pool, tmp_path: Path) -> None:
     configs = []
     for kind, (name, more) in OTHERS.items():

@@ -25,6 +25,8 @@ from tests.train.parity_bugs import BUGS, planted
 from tests.train.parity_cases import CASES, PAIRS, small
 from tests.train.parity_page import PAGE, settings
 
+pytestmark = pytest.mark.long
+
 TOLERANCE = 1e-9
 
 Mesh = Callable[..., list[Difference]]
@@ -69,6 +71,9 @@ def mesh(pool: Pool) -> Mesh:
 
 
 @pytest.mark.parametrize("case", PAIRS)
+@pytest.mark.deep_cases(
+    r"\[(shard2 tp2|shard4 ep2|shard2 cp2 ulysses|shard4 ep4 capacity|pp2 tp2 sequence recompute)\]"
+)
 def test_three_steps_are_those_of_one_process(mesh: Mesh, case: str) -> None:
     found = mesh(load_config(PAIRS[case]), 3)
     assert {one.kind for one in found} == {"loss", "gradient norm", "weight", "gradient"}

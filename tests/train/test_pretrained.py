@@ -26,6 +26,8 @@ from meshcomm.train.checkpoint.lock import Lock
 from meshcomm.train.export import export_pretrained, find_checkpoint
 from tests.models.families import folder_of
 
+pytestmark = pytest.mark.long
+
 transformers = pytest.importorskip("transformers")
 
 SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 4, "vocab_size": 256}
@@ -93,6 +95,7 @@ OTHERS = [
 
 
 @pytest.mark.parametrize(("family", "views"), OTHERS, ids=str)
+@pytest.mark.deep
 def test_every_layout_of_weights_survives(
     pool: Pool, tmp_path: Path, family: str, views: dict[str, Any]
 ) -> None:
@@ -122,6 +125,7 @@ def held(path: Path) -> dict[str, Tensor]:
 @pytest.mark.parametrize("shard_bytes", [10_000_000, 9_000])
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize(("dims", "shard"), [({"pp": 2, "tp": 2}, False), ({"dp": 2, "tp": 2}, True)])
+@pytest.mark.deep
 def test_a_folder_comes_out_of_a_mesh_as_it_went_in(
     pool: Pool, tmp_path: Path, dims: dict[str, int], shard: bool, tied: bool, shard_bytes: int
 ) -> None:
@@ -138,6 +142,7 @@ def test_a_folder_comes_out_of_a_mesh_as_it_went_in(
     assert not list(tmp_path.glob(".*"))
 
 
+@pytest.mark.deep
 def test_bfloat16_becomes_float32_and_bfloat16_again(pool: Pool, tmp_path: Path) -> None:
     source, target = made(tmp_path / "from", dtype=torch.bfloat16), tmp_path / "to"
     config = config_of(source, tmp_path / "run", {"pp": 2, "tp": 2})

@@ -21,6 +21,8 @@ from meshcomm.train.data import batches_of
 from meshcomm.train.data import load as text
 from tests.train.test_checkpoint import TINY
 
+pytestmark = pytest.mark.long
+
 WARM = 8
 STEPS = WARM + 5
 
@@ -73,6 +75,7 @@ MESHES = {
         for each in MESHES
     ],
 )
+@pytest.mark.deep_cases(r"\[fsdp\]")
 def test_a_step_that_logs_nothing_waits_for_nothing(pool: Pool, dims: str) -> None:
     config = tiny(*MESHES[dims])
     plain = pool.run(trained, config, ranks=4)

@@ -30,6 +30,8 @@ from tests.train.parity_cases import small
 from tests.train.random_configs import PARTS, SIMULATED, changed, right
 from tests.train.runs import parallel_of
 
+pytestmark = pytest.mark.long
+
 TOLERANCE = 1e-9
 
 

@@ -63,6 +63,7 @@ def config_of(out: Path) -> Config:
 @pytest.mark.parametrize(
     "count", [pytest.param(20, marks=pytest.mark.parity), 2], ids=["twenty moments", "two moments"]
 )
+@pytest.mark.deep_cases(r"two moments")
 def test_a_run_that_is_asked_to_end_goes_on_bit_for_bit(pool: Pool, tmp_path: Path, count: int) -> None:
     whole, asked, why = pool.run(trained, config_of(tmp_path / "whole"), None, ranks=4)[0]
     assert len(whole) == STEPS and not asked and not why

@@ -28,6 +28,8 @@ from meshcomm.train import Callback, Start, Step, Summary, run
 from meshcomm.train.screen import TrainingReporter
 from tests.train.runs import metrics, run_json
 
+pytestmark = pytest.mark.long
+
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.toml"
 
 TINY: dict[str, Any] = {
@@ -351,6 +353,7 @@ def test_an_interrupted_run_is_closed_with_one_line() -> None:
 # -- the quickstart -------------------------------------------------------------------------------
 
 
+@pytest.mark.deep
 def test_the_quickstart_learns(pool: Pool, tmp_path: Path) -> None:
     dims = "mesh.dims={ pp = 1, dp = 2, tp = 1 }"  # the losses of any mesh
     config = load_config(QUICKSTART, [dims, "train.steps=12", f'train.out="{tmp_path}"'])

@@ -37,6 +37,8 @@ from tests.train.runs import config_on
 from tests.train.test_trainer import BASE as FOUR_STEPS
 from tests.train.test_trainer import BATCH, Net, loss, mine, samples
 
+pytestmark = pytest.mark.long
+
 STEPS, CUT = 6, 3
 BASE = {**FOUR_STEPS, "train": {**FOUR_STEPS["train"], "steps": STEPS}}
 
@@ -290,6 +292,7 @@ def ranks_of(config: Config) -> int:
         ),
     ],
 )
+@pytest.mark.deep_cases(r"\[module-fsdp=2-dp=2 tp=2")
 def test_a_resumed_training_is_bit_equal(
     pool: Pool, tmp_path: Path, kind: str, case: str, other: str
 ) -> None:
