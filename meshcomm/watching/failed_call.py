@@ -64,7 +64,7 @@ class FailedCall:
         peers = (
             set()
             if self.blocked.messages is None
-            else {peer for _, peer, _, _ in self.blocked.messages["parts"]}
+            else {part["peer"] for part in self.blocked.messages["parts"]}
         )
         everybody = not peers or None in peers
         return [
