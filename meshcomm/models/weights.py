@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor
 
 from meshcomm.errors import ShapeError, TrainingError
 from meshcomm.layout.names import did_you_mean, listed
-from meshcomm.parallel.tensor import assign, local, whole_shape
-from meshcomm.parallel.tensor.parameters import Kept, fused_parts, kept, parts_of
+from meshcomm.parallel.tensor import assign, local
+from meshcomm.parallel.tensor.parameters import Kept, fused_parts, kept
 from meshcomm.parallel.torch_private import offsets
 
 INDEX = "model.safetensors.index.json"
@@ -74,9 +74,8 @@ def write(module: nn.Module, value: Callable[[str, tuple[int, ...]], Any]) -> No
     fused = fused_parts(module)
     for name, parameter in module.named_parameters():
         own = Kept(parameter, fused[name]) if name in fused else None
-        found = value(name, whole_shape(parameter) if own is None else own.shape)
-        if not isinstance(found, Stored) or parts_of(parameter):
-            found = found[:] if isinstance(found, Stored) else found
+        found = value(name, tuple(parameter.shape) if own is None else own.shape)
+        if not isinstance(found, Stored):
             assign(parameter, found if own is None else kept(found, own.parts))
         elif own is None:
             held = local(parameter)

@@ -215,7 +215,7 @@ def _needs(shared: SharedState, actor: Actor) -> list[int]:
     match = _OF_THE_MESH.fullmatch(on.keys[0])
     if match is None:
         return []
-    of_mesh = [group for (prefix, *_), group in shared.groups.items() if prefix == match["mesh"]]
+    of_mesh = [group for (name, _), group in shared.groups.items() if name.startswith(f"{match['mesh']}/")]
     # The ranks of the mesh, as far as they are known from its groups.
     expected = {rank for group in of_mesh for rank in group.ranks}
     if match["agree"]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 import sysconfig
-from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -16,16 +16,14 @@ from typing import Any, Literal, NamedTuple, TypeAlias, final
 import torch
 from torch import Tensor
 
-from meshcomm.collectives import BARRIER, BROADCAST, GATHER, SCATTER, Call, write_results
+from meshcomm.collectives import BROADCAST, GATHER, SCATTER, Call, write_results
 from meshcomm.comm.callsite import is_ours, thread_frames
 from meshcomm.comm.mismatch import mismatch
 from meshcomm.errors import CallMismatchError
-from meshcomm.layout import Group
 from meshcomm.layout.sizes import ranks_text
 from meshcomm.simulator.gloo_order import reduced
 from meshcomm.simulator.scheduler import Actor, Scheduler
-from meshcomm.simulator.start_order import Start, StartOrder
-from meshcomm.transport import Transport, Work
+from meshcomm.simulator.start_order import StartOrder
 from meshcomm.transport.base import P2P
 from meshcomm.transport.support import name_of
 
@@ -67,7 +65,8 @@ def _walk(frame: Any) -> Callsite:
     while frame.f_back is not None:
         file = frame.f_code.co_filename
         if is_ours(file):
-            call = frame.f_code.co_name
+            # torch wraps its functions.
+            call = call if frame.f_code.co_name == "wrapper" else frame.f_code.co_name
         elif not file.startswith(_STDLIB) or "site-packages" in file:
             break
         frame = frame.f_back
@@ -82,7 +81,8 @@ class SimulatedWork:
     call:   the operation, such as `all_reduce`. label: the group, such as `tp[dp=0]`.
     absent: returns the global ranks that the operation still waits for.
     site:   where the operation was started; None for a blocking call, because the rank is still at that line.
-    gone:   returns whether ranks of the group were lost.
+    gone:   returns whether ranks of the group were lost. finish: copies the result to where the caller wants it.
+    of_torch: whether code outside the mesh made the call. Such a call has to complete, but nobody has to wait for it.
     number: a collective's sequence number in its group. peer: the global rank at the other end of a message, or
             None for a receive from any source. source: the coord from which a receive got its message.
     """
@@ -100,6 +100,8 @@ class SimulatedWork:
     done: bool = False
     source: int = -1
     gone: Callable[[], bool] = bool
+    finish: Callable[[], None] | None = None
+    of_torch: bool = False
 
     def __post_init__(self) -> None:
         if self.site is not None:
@@ -121,9 +123,30 @@ class SimulatedWork:
             self.scheduler.poll(self.actor, self)
         return self.done or self.gone()
 
+    def then(self, finish: Callable[[], None]) -> None:
+        """Call `finish` when the operation is done, which may be now."""
+        self.finish = finish
+        if self.done:
+            self._finish()
+
+    def belongs_to_torch(self) -> None:
+        """See `of_torch`."""
+        self.of_torch = True
+        if self.done:
+            self.actor.unwaited.pop(self, None)
+
+    def _finish(self) -> None:
+        if self.finish is not None:
+            with torch.inference_mode():
+                self.finish()
+            self.finish = None
+
     def complete(self) -> None:
         """Record that the operation is done, and wake its rank if it is waiting."""
         self.done = True
+        self._finish()
+        if self.of_torch:
+            self.actor.unwaited.pop(self, None)
         # Release the tensors of all ranks, to which `absent` refers.
         self.absent = list
         if self.actor.wait is self:
@@ -268,9 +291,10 @@ class SimulatedGroup:
     As on Gloo and NCCL, messages are not buffered: a send completes when the matching receive has started.
     """
 
-    def __init__(self, scheduler: Scheduler, group: Group) -> None:
-        self.name, self.dims, self.ranks, self.label = group.name, group.dims, group.ranks, group.label
-        self.scheduler = scheduler
+    def __init__(self, scheduler: Scheduler, ranks: tuple[int, ...]) -> None:
+        self.ranks, self.scheduler = ranks, scheduler
+        # How errors name the group, and the dims of a mesh's group.
+        self.label, self.dims = "a group", tuple[str, ...]()
         # The ranks that have opened the group, by coord.
         self.actors: dict[int, Actor] = {}
         self.pending: dict[int, PendingCollective] = {}
@@ -424,81 +448,3 @@ def _lengths_fit(calls: list[Call]) -> bool:
         for mine, (_, leaving) in enumerate(lengths)
         for theirs, sends in enumerate(leaving)
     )
-
-
-@final
-class SimulatorTransport(Transport):
-    """One rank's transport in a simulated group. Every call is compared with the other ranks' calls.
-
-    backend: the plan's backend, so that the simulator refuses the same operations as this backend.
-    start_order: the order of starts on all NCCL groups; None for other backends.
-    """
-
-    device = torch.device("cpu")
-    group_name = ""
-    tells_unwaited = True
-
-    def __init__(
-        self, actor: Actor, group: SimulatedGroup, backend: str, start_order: StartOrder | None
-    ) -> None:
-        self.name = backend
-        self.size = len(group.ranks)
-        self.coord = group.ranks.index(actor.rank)
-        self.any_source = backend in ("gloo", "mpi")
-        self._actor = group.actors[self.coord] = actor
-        self._group = group
-        self._start_order = start_order
-        self.ordered = start_order is not None
-        self._number = 0
-        # The number of messages started so far, by sender and receiver.
-        self._sent: Counter[tuple[int, int]] = Counter()
-        self._announced: Told | None = None
-
-    def announce_call(self, name: str, call: str, facts: dict[str, Any]) -> bool:
-        self._announced = (name, call, facts)
-        return True
-
-    def start(self, call: Call) -> SimulatedWork:
-        group, actor, row = self._group, self._actor, call.row
-        group.scheduler.operates(actor)
-        told, self._announced = self._announced, None
-        self._number += 1
-        if self._start_order is not None:
-            name = row.name if told is None else told[1]
-            what = f"{name}, call {self._number} on {group.label} at {here().line}"
-            start, one = Start(actor.rank, actor.name, what), [(id(group), self._number)]
-            for order in (self._start_order, group.order):
-                if (error := order.start(one, self.size, start)) is not None:
-                    group.scheduler.fail(error)
-        return group.start(self.coord, self._number, call, told)
-
-    def start_p2p(self, batch: Sequence[P2P], single: bool = False) -> Sequence[SimulatedWork]:
-        if self._announced is not None:
-            # A collective that runs over messages: no other call of its ranks would be compared with it.
-            self.start(Call(BARRIER)).wait()
-        site, scheduler = here(), self._group.scheduler
-        if self.ordered:
-            calls = []
-            for direction, _, peer, _ in batch:
-                assert peer is not None
-                ends = (self.coord, peer) if direction == "send" else (peer, self.coord)
-                self._sent[ends] += 1
-                calls.append((*ends, self._sent[ends]))
-            start = Start(
-                self._actor.rank, self._actor.name, f"{site.call} on {self._group.label} at {site.line}"
-            )
-            if (error := self._group.order.start(calls, 2, start)) is not None:
-                scheduler.fail(error)
-        works = []
-        for message in batch:
-            scheduler.operates(self._actor)
-            scheduler.maybe_pause(self._actor)
-            works.append(self._group.start_message(self.coord, message, site, single and self.ordered))
-        return works
-
-    def source_of(self, work: Work) -> int:
-        assert isinstance(work, SimulatedWork)
-        return work.source
-
-    def close(self) -> None:
-        return None

@@ -17,7 +17,7 @@ from meshcomm.mesh import Mesh
 from meshcomm.parallel.compose import Engine
 from meshcomm.parallel.state import Kinds
 from meshcomm.parallel.tensor import local
-from meshcomm.parallel.tensor.parameters import Kept, parts_of
+from meshcomm.parallel.tensor.parameters import Kept
 from meshcomm.parallel.torch_private import offsets
 
 _AT_ONCE_BYTES: Final = 32 << 20
@@ -99,9 +99,7 @@ def parts_held(engine: Engine) -> str:
 
 
 def _place(parameter: Tensor) -> Sequence[object]:
-    if isinstance(parameter, DTensor):
-        return offsets(parameter)
-    return [(part.dim, part.mesh.coord(part.dim)) for part in parts_of(parameter)]
+    return offsets(parameter) if isinstance(parameter, DTensor) else ()
 
 
 @final

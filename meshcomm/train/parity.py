@@ -220,7 +220,7 @@ def _recorded(engine: Engine, done: Sequence[Done]) -> Record:
     fused = _fused(engine)
     for name, parameter in engine.named_parameters():
         grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        both = (whole(parameter).detach(), whole(grad, of=parameter))
+        both = (whole(parameter).detach(), whole(grad))
         weights[name], gradients[name] = (
             (joined(each, fused[name]) if name in fused else each).double().cpu() for each in both
         )
