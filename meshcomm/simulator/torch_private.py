@@ -88,6 +88,7 @@ def ranks_in_threads(
     def met(*args: Any, **given: Any) -> Any:
         return iter([meet()]) if is_rank() else rendezvous(*args, **given)
 
+    inside = isinstance(c10d._world, _Worlds)
     bindings._set_thread_isolation_mode(True)
     try:
         with (
@@ -99,7 +100,8 @@ def ranks_in_threads(
         ):
             yield
     finally:
-        bindings._set_thread_isolation_mode(False)
+        # A rank may run a simulation of its own.
+        bindings._set_thread_isolation_mode(inside)
         # DTensor's caches identify a DeviceMesh by its thread, and a later thread may have the same number.
         forget_device_meshes(())
 
