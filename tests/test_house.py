@@ -28,6 +28,7 @@ ORDER = [
     "show",
     "view",
     "transport",
+    "watch",
     "comm",
     "pattern",
     "mesh",

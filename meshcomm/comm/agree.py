@@ -15,7 +15,6 @@ from meshcomm.comm.request import Request
 from meshcomm.comm.shapes import blank_header, described_by, without
 from meshcomm.errors import MeshcommError, ShapeError
 from meshcomm.reductions import REDUCTIONS
-from meshcomm.transport import ProcessGroupTransport
 
 
 def agree(request: Request) -> None:
@@ -73,9 +72,7 @@ def _facts(request: Request) -> dict[str, Any]:
 def _given_sizes(request: Request) -> dict[str, Any]:
     """Return the facts of the sizes of an all_to_all that its ranks do not exchange."""
     sends, expects, source = request.input_split_sizes, request.output_split_sizes, request.source
-    # The simulator compares the sizes of the calls themselves.
-    processes = isinstance(request.comm.transport, ProcessGroupTransport)
-    if not processes or sends is None or expects is None or source is None:
+    if sends is None or expects is None or source is None:
         return {}
     rest = prod(source.shape) // max(source.shape[request.axis], 1)
     return exchanged(request.comm.coord, [n * rest for n in sends], [n * rest for n in expects])

@@ -168,6 +168,20 @@ def test_coalesced_messages_of_nccl_are_one_call() -> None:
     assert found == [[1.0], [0.0], [3.0], [2.0]]
 
 
+def test_splits_of_a_group_of_the_mesh_fit_or_are_told() -> None:
+    def program(mesh: Mesh, more: int) -> list[float]:
+        sends = [[1, 3], [2, 4]][mesh.rank]
+        comes = [[1, 2], [3 + more, 4]][mesh.rank]
+        y = torch.empty(sum(comes))
+        dist.all_to_all_single(y, torch.full((sum(sends),), float(mesh.rank)), comes, sends, mesh.group("ep"))
+        return y.tolist()
+
+    found = meshcomm.simulate(program, dims={"ep": 2}, args=(0,))
+    assert found == [[0.0, 1.0, 1.0], [0.0] * 3 + [1.0] * 4]
+    with pytest.raises(CallMismatchError, match=r"sends \(1, 3\), expects \(1, 2\)"):
+        meshcomm.simulate(program, dims={"ep": 2}, args=(1,))
+
+
 def test_calls_of_torch_on_the_groups_of_a_mesh_are_counted() -> None:
     def program(mesh: Mesh) -> Any:
         dist.all_reduce(torch.ones(4), group=mesh.group("tp"))

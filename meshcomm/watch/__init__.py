@@ -1,0 +1,1 @@
+"""The rule by which calls of several ranks belong together."""
