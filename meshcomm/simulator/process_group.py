@@ -128,7 +128,7 @@ class SimulatedProcessGroup(PythonGroup):
             for order in (self._start_order, group.order):
                 if (error := order.start(one, len(group.ranks), start)) is not None:
                     group.scheduler.fail(error)
-        return group.start(self.coord, self.number, call, told)
+        return group.start(self.coord, call, told)
 
     def barrier(self, opts: Any = None) -> StartedWork:
         blocking = opts is not None and not opts.asyncOp

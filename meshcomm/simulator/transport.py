@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import sys
 import sysconfig
-from collections import defaultdict
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from operator import attrgetter
 from traceback import walk_tb
 from typing import Any, Literal, NamedTuple, TypeAlias, final
 
@@ -26,6 +24,7 @@ from meshcomm.simulator.scheduler import Actor, Scheduler
 from meshcomm.simulator.start_order import StartOrder
 from meshcomm.transport.base import P2P
 from meshcomm.transport.support import name_of
+from meshcomm.watch.matcher import Collective, Collectives, Messages
 
 # The user's call: its dim, its name and its arguments as errors show them.
 Told: TypeAlias = tuple[str, str, dict[str, Any]]
@@ -204,7 +203,7 @@ class Contribution(NamedTuple):
 @final
 @dataclass(slots=True, eq=False)
 class PendingCollective:
-    """A collective that not all ranks of its group have reached yet. contributions: the ranks' inputs, by coord.
+    """What is known of a collective that not all ranks of its group have reached yet. contributions: by coord.
 
     sent: a broadcast's data, as the source brought it.
     mismatched: whether the calls differ. If they do, the simulation ends only when all ranks have arrived or none can run,
@@ -212,15 +211,18 @@ class PendingCollective:
     """
 
     group: SimulatedGroup
-    number: int
-    contributions: dict[int, Contribution] = field(default_factory=dict)
+    call: Collective[Contribution]
     compared: tuple[Any, ...] = ()
     mismatched: bool = False
     sent: Tensor | None = None
 
-    def absent(self, needed: Collection[int]) -> list[int]:
-        """Return the global ranks of the coords in `needed` that have not arrived."""
-        return [self.group.ranks[coord] for coord in sorted(needed) if coord not in self.contributions]
+    @property
+    def contributions(self) -> dict[int, Contribution]:
+        return self.call.came
+
+    def absent(self, needed: Collection[int] | None = None) -> list[int]:
+        """Return the global ranks that have not arrived, of the coords in `needed` or of all."""
+        return [self.group.ranks[coord] for coord in self.call.absent(needed)]
 
     def let_go(self, coord: int) -> None:
         """Move the data of a broadcast, gather or scatter that `coord` has joined, and complete it where it has ended: a rank
@@ -256,25 +258,17 @@ class PendingCollective:
             for _, each in came
         ]
         name = next((each.told[0] for _, each in came if each.told is not None), self.group.label)
-        error = mismatch(name, self.number, [self.group.ranks[coord] for coord, _ in came], calls)
-        if absent := self.absent(range(len(self.group.ranks))):
+        error = mismatch(name, self.call.number, [self.group.ranks[coord] for coord, _ in came], calls)
+        if absent := self.absent():
             error.given = f"{error.given}\n{ranks_text(absent)}: did not arrive"
         return error
 
 
-@final
-@dataclass(slots=True, eq=False)
-class PendingMessage:
-    """One unmatched end of a message. src, dst: the coords of the sender and the receiver; src is None for any source.
-
-    order: the end's sequence number among the group's messages. single: see Transport.start_p2p.
-    """
+class End(NamedTuple):
+    """What a rank has brought to one end of a message. single: see Transport.start_p2p."""
 
     x: Tensor
-    src: int | None
-    dst: int
     work: SimulatedWork
-    order: int
     single: bool
 
     def line(self) -> str:
@@ -297,10 +291,10 @@ class SimulatedGroup:
         self.label, self.dims = "a group", tuple[str, ...]()
         # The ranks that have opened the group, by coord.
         self.actors: dict[int, Actor] = {}
+        # The calls by coord.
+        self._collectives: Collectives[Contribution] = Collectives(range(len(ranks)))
         self.pending: dict[int, PendingCollective] = {}
-        # The unmatched ends by destination and tag, in the order in which they were posted.
-        self._ends: dict[tuple[int, int], list[PendingMessage]] = defaultdict(list)
-        self._messages = 0
+        self.messages: Messages[End] = Messages()
         # Used only for NCCL, which runs a group's calls one after another.
         self.order = StartOrder(messages=True)
         # Whether ranks were lost since the group was created. If so, no call completes.
@@ -310,45 +304,43 @@ class SimulatedGroup:
         """Record that ranks were lost."""
         self.gone = True
         self.pending.clear()
-        self._ends.clear()
+        self.messages = Messages()
 
     def is_gone(self) -> bool:
         """Return whether ranks were lost."""
         return self.gone
 
-    def start(self, coord: int, number: int, call: Call, told: Told | None) -> SimulatedWork:
-        """Record that the rank at `coord` starts the collective with sequence number `number`; see Contribution."""
+    def start(self, coord: int, call: Call, told: Told | None) -> SimulatedWork:
+        """Record that the rank at `coord` starts its next collective; see Contribution."""
         scheduler = self.scheduler
         scheduler.check()
         if self.gone:
             raise broken(self.label)
-        pending = self.pending.get(number)
-        if pending is None:
-            pending = self.pending[number] = PendingCollective(self, number)
         work = SimulatedWork(
             scheduler,
             self.actors[coord],
             "collective",
             call.row.name if told is None else told[1],
             self.label,
-            partial(pending.absent, call.row.needs(coord, call.root, len(self.ranks))),
+            list,
             None if call.blocking else here(),
-            number,
             gone=self.is_gone,
         )
         contribution = Contribution(call, told, work)
+        joined = self._collectives.join(coord, contribution)
+        number = work.number = joined.number
+        pending = self.pending.get(number)
         compared = contribution.compared()
-        contributions = pending.contributions
-        if not contributions:
-            pending.compared = compared
+        if pending is None:
+            pending = self.pending[number] = PendingCollective(self, joined, compared)
         elif compared != pending.compared:
             pending.mismatched = True
-        contributions[coord] = contribution
+        work.absent = partial(pending.absent, call.row.needs(coord, call.root, len(self.ranks)))
         partly = call.row in (BROADCAST, GATHER, SCATTER)
         if partly and not pending.mismatched:
             pending.let_go(coord)
-        if len(contributions) == len(self.ranks):
-            calls = [contributions[each].call for each in range(len(self.ranks))]
+        if joined.complete:
+            calls = [joined.came[each].call for each in range(len(self.ranks))]
             if pending.mismatched or not _lengths_fit(calls):
                 scheduler.fail(pending.error())
             del self.pending[number]
@@ -357,7 +349,7 @@ class SimulatedGroup:
             # Results must not depend on the grad mode of the rank that happens to arrive last.
             with torch.inference_mode():
                 write_results(calls, reduced)
-            for each in contributions.values():
+            for each in joined.came.values():
                 each.work.complete()
         return work
 
@@ -384,34 +376,17 @@ class SimulatedGroup:
             tag,
             gone=self.is_gone,
         )
-        self._messages += 1
-        src, dst = (coord, peer) if direction == "send" else (peer, coord)
-        assert dst is not None
-        mine = PendingMessage(x, src, dst, work, self._messages, single)
-        ends = self._ends[mine.dst, tag]
-        fits = [
-            end
-            for end in ends
-            if end.work.kind != direction and (end.src == mine.src or None in (end.src, mine.src))
-        ]
-        if not fits:
-            ends.append(mine)
-        elif direction == "send":
-            ends.remove(fits[0])
-            self._deliver(mine, fits[0])
+        mine = End(x, work, single)
+        if direction == "send":
+            assert peer is not None
+            found = self.messages.send(coord, peer, tag, mine)
         else:
-            # Take the first message of one sender. The schedule chooses the sender.
-            first = list({end.src: end for end in reversed(fits)}.values())
-            end = first[scheduler.choose(len(first)) if len(first) > 1 else 0]
-            ends.remove(end)
-            self._deliver(end, mine)
+            found = self.messages.receive(peer, coord, tag, mine, scheduler.choose)
+        if found.sent is not None and found.received is not None:
+            self._deliver(found.source, found.sent, found.received)
         return work
 
-    def unmatched(self) -> list[PendingMessage]:
-        """Return the ends that wait for a matching end, in the order in which they were posted."""
-        return sorted((end for ends in self._ends.values() for end in ends), key=attrgetter("order"))
-
-    def _deliver(self, send: PendingMessage, recv: PendingMessage) -> None:
+    def _deliver(self, source: int | None, send: End, recv: End) -> None:
         if send.single != recv.single:
             error = CallMismatchError(
                 f"the two ends of a message use different communicators along {self.label}",
@@ -434,8 +409,8 @@ class SimulatedGroup:
         if send.x.numel():
             with torch.inference_mode():
                 recv.x.view(-1).copy_(send.x.view(-1))
-        assert send.src is not None
-        recv.work.source = send.src
+        assert source is not None
+        recv.work.source = source
         send.work.complete()
         recv.work.complete()
 

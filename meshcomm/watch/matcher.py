@@ -119,7 +119,9 @@ class Messages(Generic[T]):
 
     def unmatched(self) -> list[Message[T]]:
         """Return the messages that lack an end, as they were posted."""
-        waiting = sorted((each for group in self._waiting.values() for each in group), key=lambda each: each[0])
+        waiting = sorted(
+            (each for group in self._waiting.values() for each in group), key=lambda each: each[0]
+        )
         return [message for _, message in waiting]
 
     def _post(self, source: int | None, target: int, tag: int) -> Message[T]:
