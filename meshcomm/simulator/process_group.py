@@ -143,7 +143,8 @@ class SimulatedProcessGroup(PythonGroup):
         blocking = options is not None and not options.asyncOp
         root = getattr(options, "rootRank", -1)
         op, factor = reduction_of(options) if row.reduces else (None, None)
-        first, second, *splits = *arguments, None, None
+        padded: tuple[Any, ...] = *arguments, None, None
+        first, second, *splits = padded
         if row.in_place:
             pairs: list[tuple[_Data, _Data]] = [(x, None) for x in first]
         elif isinstance(first, Tensor) or row is ALL_TO_ALL:
@@ -172,7 +173,8 @@ class SimulatedProcessGroup(PythonGroup):
         blocking: bool,
     ) -> SimulatedWork:
         """Start one collective. given, result: its input and its output; an in-place collective writes to `given`."""
-        x, out = _flat(given), result if _is_flat(result) else _room(result)
+        x = _flat(given)
+        out: Any = result if _is_flat(result) else _room(result)
         lengths: Any = ()
         if row is ALL_TO_ALL:
             lengths = self._lengths(given, result, splits)
@@ -312,7 +314,7 @@ class SimulatorTransport(ProcessGroupTransport):
     """The calls of a mesh on a simulated group."""
 
     tells_unwaited = True
-    timeout_s = 0.0  # type: ignore[assignment]
+    timeout_s = 0.0
     wait_within = Transport.wait_within
     group: SimulatedProcessGroup
 

@@ -106,9 +106,10 @@ def ranks_in_threads(
         forget_device_meshes(())
 
 
-def start_default_group(rank: int, size: int, backend: str, store: dist.Store) -> dist.ProcessGroup:
+def start_default_group(rank: int, size: int, backend: str, store: dist.Store) -> Any:
     """Return a new default group of the calling rank. init_process_group does the same in three times as long."""
-    group, _ = c10d._new_process_group_helper(
+    create: Any = c10d._new_process_group_helper
+    group, _ = create(
         size, rank, [], backend, store, c10d._process_group_name([], use_hashed_name=False),
         timeout=c10d.default_pg_timeout, group_desc="default_pg",
     )  # fmt: skip

@@ -85,7 +85,9 @@ def test_a_different_shape_on_one_rank_is_named() -> None:
 
     error = _error(CallMismatchError, program)
     assert error.mismatched_ranks == (2,)
-    assert 'along "default group"' in str(error) and "rank 2: all_reduce(dtype float32, elements 3" in str(error)
+    assert 'along "default group"' in str(error) and "rank 2: all_reduce(dtype float32, elements 3" in str(
+        error
+    )
     assert _line("# the wrong shape") in str(error)
 
 

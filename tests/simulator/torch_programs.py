@@ -64,7 +64,9 @@ def ddp() -> Any:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 4)).double()
     copies = DistributedDataParallel(net, bucket_cap_mb=0.001)
-    return _trained(copies, torch.optim.SGD(net.parameters(), 0.1, momentum=0.9), dist.get_rank()), _numbers(net)
+    return _trained(copies, torch.optim.SGD(net.parameters(), 0.1, momentum=0.9), dist.get_rank()), _numbers(
+        net
+    )
 
 
 def pipeline() -> Any:
@@ -80,7 +82,7 @@ def pipeline() -> Any:
         for x in _batches(0):
             losses: list[Tensor] = []
             given = (x,) if rank == 0 else ()
-            last = {"target": x.flip(1), "losses": losses} if rank == size - 1 else {}
+            last: dict[str, Any] = {"target": x.flip(1), "losses": losses} if rank == size - 1 else {}
             schedule.step(*given, **last)
             optimizer.step()
             optimizer.zero_grad()
@@ -146,7 +148,7 @@ def every_call() -> Any:
     told = [f"from {rank}", rank]
     dist.broadcast_object_list(told, src=3)
     found["broadcast_object_list"] = told
-    half = dist.new_group([0, 1]), dist.new_group([2, 3])
+    half: list[Any] = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     y = x.clone()
     dist.all_reduce(y, group=half[rank // 2])
     keep("new_group", y)
@@ -163,7 +165,7 @@ def every_call() -> Any:
         found["source"] = dist.recv(y := torch.empty(8), tag=5)
         keep("recv", y)
     dist.barrier()
-    found["backend"] = dist.get_backend(), dist.get_process_group_ranks(half[rank // 2] or dist.group.WORLD)
+    found["backend"] = dist.get_backend(), dist.get_process_group_ranks(half[rank // 2])
     return found
 
 
