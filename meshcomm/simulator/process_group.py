@@ -319,9 +319,10 @@ class SimulatorTransport(ProcessGroupTransport):
     group: SimulatedProcessGroup
 
     def announce_call(self, name: str, call: str, facts: dict[str, Any]) -> bool:
-        # The matcher compares the sizes of an all_to_all themselves.
-        own = {*OWN, "elements"} if call == ALL_TO_ALL.name else ()
-        self.group.announced = name, call, {fact: value for fact, value in facts.items() if fact not in own}
+        if call == ALL_TO_ALL.name:
+            # The sizes themselves are compared.
+            facts = {fact: value for fact, value in facts.items() if fact not in OWN and fact != "elements"}
+        self.group.announced = name, call, facts
         return True
 
     def start(self, call: Call) -> SimulatedWork:

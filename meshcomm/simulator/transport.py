@@ -143,7 +143,8 @@ class SimulatedWork:
     def complete(self) -> None:
         """Record that the operation is done, and wake its rank if it is waiting."""
         self.done = True
-        self._finish()
+        if self.finish is not None:
+            self._finish()
         if self.of_torch:
             self.actor.unwaited.pop(self, None)
         # Release the tensors of all ranks, to which `absent` refers.
