@@ -405,7 +405,7 @@ def on_a_mesh(
 
 @final
 class InTurn(Model):
-    """A model that is cut into two stages, which one rank runs in turn: torch's pipelines do not run in the simulator."""
+    """A model that is cut into two stages, which one rank runs in turn, without a pipeline."""
 
     num_layers = 1
 
