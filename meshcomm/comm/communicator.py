@@ -25,7 +25,7 @@ from meshcomm.comm.wire import finish, load
 from meshcomm.errors import MeshcommError
 from meshcomm.layout import Dims
 from meshcomm.reductions import REDUCTIONS
-from meshcomm.transport import ProcessGroupTransport, Transport, Work
+from meshcomm.transport import Transport, Work
 from meshcomm.transport.torch_private import written
 from meshcomm.watching.callsite import users_frame
 from meshcomm.watching.counters import CallCounter, counter_of
@@ -170,7 +170,7 @@ class Communicator(Caller):
         with recorder:
             facts: dict[str, Any] = {}
             if recorder.check is not None:
-                facts = facts_of_call(checked, self.coord, isinstance(self.transport, ProcessGroupTransport))
+                facts = facts_of_call(checked, self.coord)
             try:
                 waits = not request.async_op and row.waits_for_all(nbytes)
                 recorder.announce_call(self.name, name, facts, waits)

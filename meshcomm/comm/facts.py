@@ -12,10 +12,10 @@ from meshcomm.reductions import REDUCTIONS
 from meshcomm.watching.facts import exchanged, facts_of, shortened
 
 
-def facts_of_call(checked: Checked, coord: int, processes: bool) -> dict[str, Any]:
+def facts_of_call(checked: Checked, coord: int) -> dict[str, Any]:
     """Return the facts of a call of the mesh.
 
-    coord: this rank's place in the group. processes: whether the ranks are processes. The simulator compares split sizes itself.
+    coord: this rank's place in the group.
     """
     request, axis = checked.request, checked.axis
     row, options = request.row, request.options
@@ -42,7 +42,7 @@ def facts_of_call(checked: Checked, coord: int, processes: bool) -> dict[str, An
             facts["uneven"] = options.uneven or None
     facts |= {name: value for name, value in options._asdict().items() if name not in OWN_OPTIONS}
     facts = shortened(facts | (options.packed or {}))
-    if processes and x is not None and checked.sends is not None and checked.expects is not None:
+    if x is not None and checked.sends is not None and checked.expects is not None:
         # Not by the number of elements: a rank without rows to send may still receive some.
         count = prod([*x.shape[:axis], *x.shape[axis + 1 :]])
         facts |= exchanged(coord, [n * count for n in checked.sends], [n * count for n in checked.expects])

@@ -7,14 +7,17 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import takewhile
-from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias, TypeVar
 
 from meshcomm.layout.sizes import ranks_text
+from meshcomm.watching.matcher import Message, Messages
 from meshcomm.watching.verdict import majority
 
 if TYPE_CHECKING:
     from meshcomm.dryrun.rank import RankStep
     from meshcomm.watching.spans import Span
+
+T = TypeVar("T")
 
 # Operations whose shapes may differ between ranks.
 _OWN_SHAPES: Final = ("all_to_all", "gather", "scatter", "objects")
@@ -160,10 +163,18 @@ def _carried(span: Span) -> tuple[object, ...] | None:
     return (span.shape or (1,), span.dtype, span.nbytes) if len(span.parts) == 1 else None
 
 
+def post(messages: Messages[T], sends: bool, source: int, target: int, tag: int, brought: T) -> Message[T]:
+    """Return the message whose one end a rank has posted."""
+    if sends:
+        return messages.send(source, target, tag, brought)
+    return messages.receive(source, target, tag, brought, lambda count: 0)
+
+
 def _messages(steps: Sequence[RankStep], where: Callable[[int], str]) -> Iterator[DryRunFinding]:
     ran = {step.rank for step in steps}
-    # (group, from, to, tag) -> the calls of each end, in order.
-    ends: dict[tuple[Members, int, int, int], tuple[list[Span], list[Span]]] = defaultdict(lambda: ([], []))
+    groups: dict[Members, Messages[Span]] = defaultdict(Messages)
+    # (group, from, to, tag) -> its messages in order, which are repeated where both ends have come.
+    channels: dict[tuple[Members, int, int, int], dict[Message[Span], None]] = defaultdict(dict)
     for step in steps:
         for span in step.calls:
             for direction, peer, tag, _ in span.parts:
@@ -175,10 +186,12 @@ def _messages(steps: Sequence[RankStep], where: Callable[[int], str]) -> Iterato
                     continue
                 sends = direction == "send"
                 pair = (step.rank, other) if sends else (other, step.rank)
-                ends[members, *pair, tag][not sends].append(span)
-    for (_, source, target, tag), (sent, received) in ends.items():
+                channels[members, *pair, tag][post(groups[members], sends, *pair, tag, span)] = None
+    for (_, source, target, tag), messages in channels.items():
         tagged = f", tag {tag}," if tag else ""
-        for out, into in zip(sent, received, strict=False):
+        matched = [(each.sent, each.received) for each in messages if each.complete]
+        for out, into in matched:
+            assert out is not None and into is not None
             carried = _carried(out), _carried(into)
             if None not in carried and carried[0] != carried[1]:
                 yield DryRunFinding(
@@ -190,14 +203,16 @@ def _messages(steps: Sequence[RankStep], where: Callable[[int], str]) -> Iterato
                 )
                 break
         else:
-            if len(sent) != len(received):
-                sends = len(sent) > len(received)
-                alone = (sent if sends else received)[min(len(sent), len(received))]
+            rest = [each for each in messages if not each.complete]
+            if rest:
+                alone = rest[0].sent or rest[0].received
+                assert alone is not None
+                sends, more = rest[0].sent is not None, len(matched) + len(rest)
                 said = "is sent and never received" if sends else "is waited for and never sent"
                 yield DryRunFinding(
-                    f"message {min(len(sent), len(received)) + 1} from {where(source)} to {where(target)}{tagged} "
+                    f"message {len(matched) + 1} from {where(source)} to {where(target)}{tagged} "
                     f"along {alone.lane} {said}: {call_text(alone)} at {alone.site}",
-                    (f"{len(sent)} sent, {len(received)} received",),
+                    (f"{more if sends else len(matched)} sent, {len(matched) if sends else more} received",),
                     (source if sends else target,),
                     alone.lane,
                 )

@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias, final
 
-from meshcomm.dryrun.compare import DryRunFinding, Members, call_text
+from meshcomm.dryrun.compare import DryRunFinding, Members, call_text, post
+from meshcomm.watching.matcher import Collective, Collectives, Message, Messages
 from meshcomm.watching.waits import find_circle
 
 if TYPE_CHECKING:
@@ -56,31 +57,15 @@ class Replay:
         return max((self.ends[rank] for rank in self.sound), default=0.0)
 
 
-# Messages with the same (group, sender, receiver, tag) are matched in order.
-_Channel: TypeAlias = tuple[Members, int, int, int]
-
-
-@final
-class _Collective:
-    """A collective in progress. arrived: rank -> time. needs: the ranks that must arrive. over: the end of the transfer."""
-
-    __slots__ = ("arrived", "needs", "over")
-
-    def __init__(self, needs: tuple[int, ...]) -> None:
-        self.arrived: dict[int, float] = {}
-        self.needs = needs
-        self.over: float | None = None
-
-
 class _Messages(NamedTuple):
     """The messages of one call by one rank. began: the start time. pairs: the (sender, receiver) of each message.
 
-    parts: for each message whose peer was run, its channel, its index in the channel, and whether this rank sends it.
+    parts: the messages whose peers were run, with the times at which their ends started.
     """
 
     began: float
     pairs: list[tuple[int, int]]
-    parts: list[tuple[_Channel, int, bool]]
+    parts: list[Message[float]]
 
 
 @final
@@ -93,7 +78,7 @@ class _Rank:
         self.at = 0
         self.now = 0.0
         self.flops = 0
-        self.calls: dict[int, _Collective | _Messages] = {}
+        self.calls: dict[int, Collective[float] | _Messages] = {}
         self.sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
         self.began = self.computed = 0.0
 
@@ -130,12 +115,12 @@ class _Replayer:
         self.where, self.seconds, self.flop_s = where, seconds, flop_s
         self.ranks = {step.rank: _Rank(step) for step in steps}
         self.found = Replay()
-        # Per group: the collectives in order, how many of them each rank has started, and when the last transfer ends.
-        self.collectives: dict[Members, list[_Collective]] = defaultdict(list)
-        self.started: dict[tuple[Members, int], int] = defaultdict(int)
+        # Per group: the calls, with the times at which ranks started them, and when the last transfer ends.
+        self.collectives: dict[Members, Collectives[float]] = {}
+        self.messages: dict[Members, Messages[float]] = defaultdict(Messages)
         self.busy: dict[Members, float] = defaultdict(float)
-        # The times at which the sends and the receives of each channel's messages started.
-        self.messages: dict[_Channel, tuple[list[float], list[float]]] = defaultdict(lambda: ([], []))
+        # When the transfers of complete collectives end.
+        self.ends: dict[Collective[float], float] = {}
 
     def run(self) -> Replay:
         """Advance the ranks in turn until all of them have ended or none can continue."""
@@ -187,17 +172,14 @@ class _Replayer:
             else self.start_collective(rank, span, members)
         )
 
-    def start_collective(self, rank: _Rank, span: Span, members: Members) -> _Collective:
+    def start_collective(self, rank: _Rank, span: Span, members: Members) -> Collective[float]:
         """Record that one rank has arrived. The last rank to arrive starts the transfer."""
-        calls, place = self.collectives[members], self.started[members, rank.number]
-        self.started[members, rank.number] += 1
-        if place == len(calls):
-            calls.append(_Collective(tuple(each for each in members if each in self.ranks)))
-        call = calls[place]
-        call.arrived[rank.number] = rank.now
-        if len(call.arrived) == len(call.needs):
-            starts = max(self.busy[members], *call.arrived.values())
-            call.over = self.busy[members] = starts + self.seconds(span, members)
+        if members not in self.collectives:
+            self.collectives[members] = Collectives([each for each in members if each in self.ranks])
+        call = self.collectives[members].join(rank.number, rank.now)
+        if call.complete:
+            starts = max(self.busy[members], *call.came.values())
+            self.ends[call] = self.busy[members] = starts + self.seconds(span, members)
         return call
 
     def start_messages(self, rank: _Rank, span: Span, members: Members) -> _Messages:
@@ -212,10 +194,7 @@ class _Replayer:
             if members[peer] not in self.ranks:
                 self.found.early.add(rank.number)
                 continue
-            channel = (members, *pair, tag)
-            ends = self.messages[channel][not sends]
-            call.parts.append((channel, len(ends), sends))
-            ends.append(rank.now)
+            call.parts.append(post(self.messages[members], sends, *pair, tag, rank.now))
         return call
 
     def wait(self, rank: _Rank, number: int) -> bool:
@@ -232,27 +211,22 @@ class _Replayer:
             rank.now = over
         return True
 
-    def over(self, call: _Collective | _Messages, span: Span) -> tuple[float, float] | None:
+    def over(self, call: Collective[float] | _Messages, span: Span) -> tuple[float, float] | None:
         """Return when the last peer arrived and when the transfer ends, or None if that is not known yet."""
-        if isinstance(call, _Collective):
-            return None if call.over is None else (max(call.arrived.values()), call.over)
-        if self.missing(call):
-            return None
-        last = max(
-            (self.messages[channel][sends][place] for channel, place, sends in call.parts), default=0.0
-        )
-        last = max(last, call.began)
+        if isinstance(call, Collective):
+            return (max(call.came.values()), self.ends[call]) if call.complete else None
+        last = call.began
+        for message in call.parts:
+            if message.sent is None or message.received is None:
+                return None
+            last = max(last, message.sent, message.received)
         return last, last + max((self.seconds(span, pair) for pair in call.pairs), default=0.0)
 
-    def missing(self, call: _Collective | _Messages) -> list[int]:
+    def missing(self, call: Collective[float] | _Messages) -> list[int]:
         """Return the ranks that a call still waits for."""
-        if isinstance(call, _Collective):
-            return [rank for rank in call.needs if rank not in call.arrived]
-        return [
-            channel[2] if sends else channel[1]
-            for channel, place, sends in call.parts
-            if place >= len(self.messages[channel][sends])
-        ]
+        if isinstance(call, Collective):
+            return call.absent()
+        return [rank for each in call.parts if not each.complete and (rank := each.lacks()) is not None]
 
     def stuck(self, waiting: Sequence[_Rank]) -> list[DryRunFinding]:
         """Return a finding for the ranks that wait for each other in a cycle. If there is no cycle, return one finding for

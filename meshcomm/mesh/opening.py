@@ -298,6 +298,9 @@ class Opening:
         self._warn_of_places()
         if self._world is None:
             self._start_default_group()
+        else:
+            meeting, backend = self._meeting, self._plan.defaults.backend
+            self._world.start(meeting.rank, meeting.world_size, backend, self._resources)
         return self._create()
 
     def _job_store(self) -> Any:

@@ -130,6 +130,10 @@ class World(Protocol):
         """Return the device of the mesh and the backend for "auto". `wanted` is the configured device."""
         ...
 
+    def start(self, rank: int, world_size: int, backend: str, resources: ExitStack) -> None:
+        """Start torch's default group, unless the program has started it. `resources` end it."""
+        ...
+
     def open(self, group: Group, prefix: str) -> Transport:
         """Return one group of a plan. Called by the group's ranks. Groups with the same name and prefix are the same group."""
         ...

@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshcomm.errors import UnsupportedOp
 from meshcomm.layout import Layout
 from meshcomm.transport import ProcessGroupTransport, Transport
 from meshcomm.transport.torch_private import (
@@ -45,17 +44,10 @@ class TorchMesh:
         self._device_meshes: dict[tuple[str, ...], DeviceMesh] = {}
 
     def group(self, name: str) -> dist.ProcessGroup:
-        """Return the group along `name`. A group of one rank only copies data. Raises UnsupportedOp in the simulator."""
+        """Return the group along `name`. A group of one rank only copies data."""
         transport = self._transports[name]
         if isinstance(transport, ProcessGroupTransport):
             return transport.group
-        if transport.size > 1 or not dist.is_initialized():
-            raise UnsupportedOp(
-                f'no torch process group along "{name}": this mesh does not use torch.distributed',
-                given=f"a group that {type(transport).__name__} carries",
-                expected="the mesh's own collectives and messages in the simulator",
-                hint=f'mesh.all_reduce("{name}", x); code that needs torch\'s groups: meshcomm run',
-            )
         if name not in self._solo:
             self._solo[name] = SoloGroup(f"{self._prefix}/{name}/solo{self._rank}", self._rank)
         return self._solo[name]

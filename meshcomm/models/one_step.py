@@ -392,10 +392,8 @@ def on_a_mesh(
             outcome = Outcome()
 
             def keep() -> None:
-                grads = [(name, each, each.grad) for name, each in engine.named_parameters()]
-                outcome.gradients = outcome.gradients or _whole(
-                    engine, {name: (each, grad) for name, each, grad in grads if grad is not None}
-                )
+                grads = {name: each.grad for name, each in engine.named_parameters()}
+                outcome.gradients = outcome.gradients or _whole(engine, grads)
 
             engine.before_update = keep
             for number, batch in enumerate(program.batches, 1):
@@ -406,8 +404,7 @@ def on_a_mesh(
                 terms = {"loss": done.loss, **done.terms}
                 outcome.results |= {f"{name} of step {done.number}": value for name, value in terms.items()}
                 outcome.results[f"gradient norm of step {done.number}"] = done.gradient_norm
-            weights = {name: (each, each.detach()) for name, each in engine.named_parameters()}
-            outcome.after = _whole(engine, weights)
+            outcome.after = _whole(engine, dict(engine.named_parameters()))
             for module in engine.modules:
                 outcome.after |= {name: each.detach().clone() for name, each in module.named_buffers()}
         return outcome
@@ -417,7 +414,7 @@ def on_a_mesh(
 
 @final
 class InTurn(Model):
-    """A model that is cut into two stages, which one rank runs in turn: torch's pipelines do not run in the simulator."""
+    """A model that is cut into two stages, which one rank runs in turn, without a pipeline."""
 
     num_layers = 1
 
@@ -474,12 +471,14 @@ class _InTurn(nn.Module):
         return x
 
 
-def _whole(engine: Engine, parts: Mapping[str, tuple[nn.Parameter, Tensor]]) -> dict[str, Tensor]:
-    """Return the full tensors of which each rank has the parts that its parameters have."""
+def _whole(engine: Engine, parts: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
+    """Return the full tensors of which each rank has parts. A parameter without a gradient has none."""
     fused = {name: each for module in engine.modules for name, each in fused_parts(module).items()}
     found: dict[str, Tensor] = {}
-    for name, (parameter, part) in parts.items():
-        value = whole(part.to_dense() if part.is_sparse else part, of=parameter)
+    for name, part in parts.items():
+        if part is None:
+            continue
+        value = whole(part.to_dense() if part.is_sparse else part)
         found[name] = (joined(value, fused[name]) if name in fused else value).detach().clone()
     return found
 

@@ -28,7 +28,6 @@ from meshcomm.parallel.tensor import (
     VocabParallelEmbedding,
     assign,
     local,
-    whole_shape,
 )
 from meshcomm.predict.stages import PartCosts, part_costs
 
@@ -344,7 +343,7 @@ def initialise(model: nn.Module, config: ModelConfig, seed: int) -> None:
     weight that the embedding and the head share is generated like the head's weight.
     """
     for name, parameter in model.named_parameters():
-        shape = whole_shape(parameter)
+        shape = tuple(parameter.shape)
         if len(shape) == 1:
             assign(parameter, torch.ones(shape, dtype=parameter.dtype))
             continue

@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor
 
 from meshcomm.errors import ShapeError, TrainingError
 from meshcomm.layout.names import did_you_mean, listed
-from meshcomm.parallel.tensor import assign, local, whole_shape
-from meshcomm.parallel.tensor.parameters import Kept, fused_parts, kept, parts_of
+from meshcomm.parallel.tensor import assign, local
+from meshcomm.parallel.tensor.parameters import Kept, fused_parts, kept
 from meshcomm.parallel.torch_private import offsets
 
 INDEX = "model.safetensors.index.json"
@@ -75,9 +75,8 @@ def write(module: nn.Module, value: Callable[[str, tuple[int, ...]], Any]) -> No
     fused = fused_parts(module)
     for name, parameter in module.named_parameters():
         own = Kept(parameter, fused[name]) if name in fused else None
-        full = value(name, whole_shape(parameter) if own is None else own.shape)
-        if not isinstance(full, Stored) or parts_of(parameter):
-            full = full.whole() if isinstance(full, Stored) else full
+        full = value(name, tuple(parameter.shape) if own is None else own.shape)
+        if not isinstance(full, Stored):
             assign(parameter, full if own is None else kept(full, own.parts))
         elif own is None:
             held = local(parameter)

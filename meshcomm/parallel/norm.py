@@ -40,8 +40,7 @@ class GradientNorm:
     its gradient is the same on all ranks and counts once.
 
     Args:
-        model: a module, or (name, parameter) pairs. A DTensor, or a parameter of a TensorSplit in the simulator, records
-            how it is split. Any other tensor is assumed to be equal on all ranks. Frozen parameters are left out, and a
+        model: a module, or (name, parameter) pairs. A DTensor records how it is split. Any other tensor is assumed to be equal on all ranks. Frozen parameters are left out, and a
             parameter with two names counts once. After fully_shard, pass the module's new parameters.
         pipeline: the dim along which ranks hold different parameters.
         skip: parameters that another coord along the pipeline counts (tied embeddings). Skipped parameters are clipped too.

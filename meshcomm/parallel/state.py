@@ -525,8 +525,7 @@ def _is_tensor(what: str, value: Any, parameter: Tensor) -> bool:
         if any(each.is_partial() for each in value.placements):
             raise _refused(what, "a DTensor with a pending sum", "value.full_tensor()")
         return True
-    # In the simulator the parameter is plain too.
-    if value.ndim == 0 or not split_dims(parameter) or not isinstance(parameter, DTensor):
+    if value.ndim == 0 or not split_dims(parameter):
         return True
     if value.shape == local(parameter.detach()).shape:
         raise _refused(

@@ -10,7 +10,7 @@ from typing import Any, Final
 from meshcomm.errors import DeadlockError, HandleNotWaited, MeshcommError, RankFailed, UnmatchedMessage
 from meshcomm.layout.sizes import ranks_text
 from meshcomm.simulator.scheduler import Actor
-from meshcomm.simulator.transport import PendingMessage, SimulatedWork, callsite_of, raised_at
+from meshcomm.simulator.transport import SimulatedWork, callsite_of, raised_at
 from meshcomm.simulator.world import SharedState, StoreWait
 from meshcomm.watching.waits import find_circle
 
@@ -105,13 +105,13 @@ def _failed(shared: SharedState, waiting: Mapping[int, Actor]) -> RankFailed | N
 
 def _tags_differ(shared: SharedState) -> UnmatchedMessage | None:
     """Return the error if two ranks wait for each other in a send and a receive with different tags, or None."""
-    messages = [each for each in _unmatched(shared) if each.work.actor.wait is each.work]
-    sends = [each for each in messages if each.work.kind == "send"]
-    for recv in messages:
-        for send in sends if recv.work.kind == "recv" else ():
-            meet = (send.work.label, send.dst) == (recv.work.label, recv.dst)
-            if meet and recv.src in (None, send.src):
-                what = f"{send.work.actor.name} sends with tag {send.work.tag}, {recv.work.actor.name} receives with tag {recv.work.tag}"
+    waiting = [work for work in _unmatched(shared) if work.actor.wait is work]
+    sends = [work for work in waiting if work.kind == "send"]
+    for recv in waiting:
+        for send in sends if recv.kind == "recv" else ():
+            meet = (send.label, send.peer) == (recv.label, recv.actor.rank)
+            if meet and recv.peer in (None, send.actor.rank):
+                what = f"{send.actor.name} sends with tag {send.tag}, {recv.actor.name} receives with tag {recv.tag}"
                 return _unmatched_error(what, [send, recv], "equal tags")
     return None
 
@@ -176,7 +176,7 @@ def _left_over(shared: SharedState) -> UnmatchedMessage | None:
     messages = _unmatched(shared)
     if not messages:
         return None
-    ranks = ranks_text(sorted({each.work.actor.rank for each in messages}))
+    ranks = ranks_text(sorted({work.actor.rank for work in messages}))
     what = f"{ranks} ended with {_count(messages, 'unmatched message')}"
     return _unmatched_error(what, messages, _PAIRS)
 
@@ -202,8 +202,10 @@ def _not_waited(shared: SharedState) -> HandleNotWaited | None:
 # -- facts ----------------------------------------------------------------------------------
 
 
-def _unmatched(shared: SharedState) -> list[PendingMessage]:
-    return [each for group in shared.groups.values() for each in group.unmatched()]
+def _unmatched(shared: SharedState) -> list[SimulatedWork]:
+    """Return the messages of all groups that lack an end, in the order in which a group's were posted."""
+    messages = [each for group in shared.groups.values() for each in group.messages.unmatched()]
+    return [end.work for each in messages if (end := each.sent or each.received) is not None]
 
 
 def _needs(shared: SharedState, actor: Actor) -> list[int]:
@@ -215,7 +217,7 @@ def _needs(shared: SharedState, actor: Actor) -> list[int]:
     match = _OF_THE_MESH.fullmatch(on.keys[0])
     if match is None:
         return []
-    of_mesh = [group for (prefix, *_), group in shared.groups.items() if prefix == match["mesh"]]
+    of_mesh = [group for (name, _), group in shared.groups.items() if name.startswith(f"{match['mesh']}/")]
     # The ranks of the mesh, as far as they are known from its groups.
     expected = {rank for group in of_mesh for rank in group.ranks}
     if match["agree"]:
@@ -252,13 +254,13 @@ def _started(work: SimulatedWork) -> str:
     return f"{work.actor.name}: {work.described(work.site.call)} at {work.site.line}"
 
 
-def _unmatched_error(what: str, messages: Sequence[PendingMessage], expected: str) -> UnmatchedMessage:
+def _unmatched_error(what: str, messages: Sequence[SimulatedWork], expected: str) -> UnmatchedMessage:
     return UnmatchedMessage(
         what,
-        given="\n".join(_shortened([_started(each.work) for each in messages])),
+        given="\n".join(_shortened([_started(work) for work in messages])),
         expected=expected,
         hint="check the peers, the tags and the number of messages on both sides",
-        waiting=tuple(sorted({each.work.actor.rank for each in messages})),
+        waiting=tuple(sorted({work.actor.rank for work in messages})),
     )
 
 

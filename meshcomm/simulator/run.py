@@ -31,7 +31,7 @@ from meshcomm.mesh.source import (
 from meshcomm.simulator.diagnosis import at_the_end, diagnose, unyielding
 from meshcomm.simulator.losses import Losses
 from meshcomm.simulator.scheduler import Actor, RankLocals, Scheduler
-from meshcomm.simulator.split_optimizers import elementwise_steps
+from meshcomm.simulator.torch_private import leave_groups, ranks_in_threads
 from meshcomm.simulator.world import SharedState, SimulatedWorld
 
 T = TypeVar("T")
@@ -168,7 +168,10 @@ def run_ranks(
 
     def live(actor: Actor) -> Any:
         WORLD.set(SimulatedWorld(shared, actor))
-        return body()
+        try:
+            return body()
+        finally:
+            leave_groups()
 
     def sleep(seconds: float) -> None:
         if seconds > 0:
@@ -183,7 +186,7 @@ def run_ranks(
         with (
             with_variables({"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}),
             patch.object(time, "sleep", sleep),
-            elementwise_steps(),
+            ranks_in_threads(_is_rank, lambda *group: _here().group(*group), lambda: _here().meet()),
         ):
             shared.scheduler.run(live, partial(diagnose, shared), partial(unyielding, shared))
             error = shared.scheduler.error or at_the_end(shared)
@@ -194,3 +197,14 @@ def run_ranks(
             error.hint = f"{error.hint}; schedule seed {seed} reproduces it"
         raise error
     return [actor.result for actor in actors]
+
+
+def _is_rank() -> bool:
+    return isinstance(WORLD.get(), SimulatedWorld)
+
+
+def _here() -> SimulatedWorld:
+    """Return the world of the calling rank."""
+    world = WORLD.get()
+    assert isinstance(world, SimulatedWorld)
+    return world

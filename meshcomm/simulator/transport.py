@@ -4,29 +4,26 @@ from __future__ import annotations
 
 import sys
 import sysconfig
-from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from operator import attrgetter
 from traceback import walk_tb
 from typing import Any, Literal, NamedTuple, TypeAlias, final
 
 import torch
 from torch import Tensor
 
-from meshcomm.collectives import BARRIER, BROADCAST, GATHER, SCATTER, Call, write_results
+from meshcomm.collectives import BROADCAST, GATHER, SCATTER, Call, write_results
 from meshcomm.errors import CallMismatchError
-from meshcomm.layout import Group
 from meshcomm.layout.sizes import ranks_text
 from meshcomm.simulator.gloo_order import reduced
 from meshcomm.simulator.scheduler import Actor, Scheduler
-from meshcomm.simulator.start_order import Start, StartOrder
-from meshcomm.transport import Transport, Work
+from meshcomm.simulator.start_order import StartOrder
 from meshcomm.transport.base import P2P
 from meshcomm.transport.support import name_of
 from meshcomm.watching.callsite import is_ours, thread_frames
+from meshcomm.watching.matcher import Collective, Collectives, Messages
 from meshcomm.watching.verdict import ToldCall, mismatch
 
 # The user's call: its dim, its name and its arguments as errors show them.
@@ -67,7 +64,8 @@ def _walk(frame: Any) -> Callsite:
     while frame.f_back is not None:
         file = frame.f_code.co_filename
         if is_ours(file):
-            call = frame.f_code.co_name
+            # torch wraps its functions.
+            call = call if frame.f_code.co_name == "wrapper" else frame.f_code.co_name
         elif not file.startswith(_STDLIB) or "site-packages" in file:
             break
         frame = frame.f_back
@@ -82,7 +80,8 @@ class SimulatedWork:
     call:   the operation, such as `all_reduce`. label: the group, such as `tp[dp=0]`.
     absent: returns the global ranks that the operation still waits for.
     site:   where the operation was started; None for a blocking call, because the rank is still at that line.
-    gone:   returns whether ranks of the group were lost.
+    gone:   returns whether ranks of the group were lost. finish: copies the result to where the caller wants it.
+    of_torch: whether code outside the mesh made the call. Such a call has to complete, but nobody has to wait for it.
     number: a collective's sequence number in its group. peer: the global rank at the other end of a message, or
             None for a receive from any source. source: the coord from which a receive got its message.
     """
@@ -100,6 +99,8 @@ class SimulatedWork:
     done: bool = False
     source: int = -1
     gone: Callable[[], bool] = bool
+    finish: Callable[[], None] | None = None
+    of_torch: bool = False
 
     def __post_init__(self) -> None:
         if self.site is not None:
@@ -121,9 +122,31 @@ class SimulatedWork:
             self.scheduler.poll(self.actor, self)
         return self.done or self.gone()
 
+    def then(self, finish: Callable[[], None]) -> None:
+        """Call `finish` when the operation is done, which may be now."""
+        self.finish = finish
+        if self.done:
+            self._finish()
+
+    def belongs_to_torch(self) -> None:
+        """See `of_torch`."""
+        self.of_torch = True
+        if self.done:
+            self.actor.unwaited.pop(self, None)
+
+    def _finish(self) -> None:
+        if self.finish is not None:
+            with torch.inference_mode():
+                self.finish()
+            self.finish = None
+
     def complete(self) -> None:
         """Record that the operation is done, and wake its rank if it is waiting."""
         self.done = True
+        if self.finish is not None:
+            self._finish()
+        if self.of_torch:
+            self.actor.unwaited.pop(self, None)
         # Release the tensors of all ranks, to which `absent` refers.
         self.absent = list
         if self.actor.wait is self:
@@ -181,7 +204,7 @@ class Contribution(NamedTuple):
 @final
 @dataclass(slots=True, eq=False)
 class PendingCollective:
-    """A collective that not all ranks of its group have reached yet. contributions: the ranks' inputs, by coord.
+    """What is known of a collective that not all ranks of its group have reached yet. contributions: by coord.
 
     sent: a broadcast's data, as the source brought it.
     mismatched: whether the calls differ. If they do, the simulation ends only when all ranks have arrived or none can run,
@@ -189,15 +212,18 @@ class PendingCollective:
     """
 
     group: SimulatedGroup
-    number: int
-    contributions: dict[int, Contribution] = field(default_factory=dict)
+    call: Collective[Contribution]
     compared: tuple[Any, ...] = ()
     mismatched: bool = False
     sent: Tensor | None = None
 
-    def absent(self, needed: Collection[int]) -> list[int]:
-        """Return the global ranks of the coords in `needed` that have not arrived."""
-        return [self.group.ranks[coord] for coord in sorted(needed) if coord not in self.contributions]
+    @property
+    def contributions(self) -> dict[int, Contribution]:
+        return self.call.came
+
+    def absent(self, needed: Collection[int] | None = None) -> list[int]:
+        """Return the global ranks that have not arrived, of the coords in `needed` or of all."""
+        return [self.group.ranks[coord] for coord in self.call.absent(needed)]
 
     def let_go(self, coord: int) -> None:
         """Move the data of a broadcast, gather or scatter that `coord` has joined, and complete it where it has ended: a rank
@@ -233,25 +259,17 @@ class PendingCollective:
             for _, each in came
         ]
         name = next((each.told[0] for _, each in came if each.told is not None), self.group.label)
-        error = mismatch(name, self.number, [self.group.ranks[coord] for coord, _ in came], calls)
-        if absent := self.absent(range(len(self.group.ranks))):
+        error = mismatch(name, self.call.number, [self.group.ranks[coord] for coord, _ in came], calls)
+        if absent := self.absent():
             error.given = f"{error.given}\n{ranks_text(absent)}: did not arrive"
         return error
 
 
-@final
-@dataclass(slots=True, eq=False)
-class PendingMessage:
-    """One unmatched end of a message. src, dst: the coords of the sender and the receiver; src is None for any source.
-
-    order: the end's sequence number among the group's messages. single: see Transport.start_p2p.
-    """
+class End(NamedTuple):
+    """What a rank has brought to one end of a message. single: see Transport.start_p2p."""
 
     x: Tensor
-    src: int | None
-    dst: int
     work: SimulatedWork
-    order: int
     single: bool
 
     def line(self) -> str:
@@ -268,15 +286,16 @@ class SimulatedGroup:
     As on Gloo and NCCL, messages are not buffered: a send completes when the matching receive has started.
     """
 
-    def __init__(self, scheduler: Scheduler, group: Group) -> None:
-        self.name, self.dims, self.ranks, self.label = group.name, group.dims, group.ranks, group.label
-        self.scheduler = scheduler
+    def __init__(self, scheduler: Scheduler, ranks: tuple[int, ...]) -> None:
+        self.ranks, self.scheduler = ranks, scheduler
+        # How errors name the group, and the dims of a mesh's group.
+        self.label, self.dims = "a group", tuple[str, ...]()
         # The ranks that have opened the group, by coord.
         self.actors: dict[int, Actor] = {}
+        # The calls by coord.
+        self._collectives: Collectives[Contribution] = Collectives(range(len(ranks)))
         self.pending: dict[int, PendingCollective] = {}
-        # The unmatched ends by destination and tag, in the order in which they were posted.
-        self._ends: dict[tuple[int, int], list[PendingMessage]] = defaultdict(list)
-        self._messages = 0
+        self.messages: Messages[End] = Messages()
         # Used only for NCCL, which runs a group's calls one after another.
         self.order = StartOrder(messages=True)
         # Whether ranks were lost since the group was created. If so, no call completes.
@@ -286,45 +305,43 @@ class SimulatedGroup:
         """Record that ranks were lost."""
         self.gone = True
         self.pending.clear()
-        self._ends.clear()
+        self.messages = Messages()
 
     def is_gone(self) -> bool:
         """Return whether ranks were lost."""
         return self.gone
 
-    def start(self, coord: int, number: int, call: Call, told: Told | None) -> SimulatedWork:
-        """Record that the rank at `coord` starts the collective with sequence number `number`; see Contribution."""
+    def start(self, coord: int, call: Call, told: Told | None) -> SimulatedWork:
+        """Record that the rank at `coord` starts its next collective; see Contribution."""
         scheduler = self.scheduler
         scheduler.check()
         if self.gone:
             raise broken(self.label)
-        pending = self.pending.get(number)
-        if pending is None:
-            pending = self.pending[number] = PendingCollective(self, number)
         work = SimulatedWork(
             scheduler,
             self.actors[coord],
             "collective",
             call.row.name if told is None else told[1],
             self.label,
-            partial(pending.absent, call.row.needs(coord, call.root, len(self.ranks))),
+            list,
             None if call.blocking else here(),
-            number,
             gone=self.is_gone,
         )
         contribution = Contribution(call, told, work)
+        joined = self._collectives.join(coord, contribution)
+        number = work.number = joined.number
+        pending = self.pending.get(number)
         compared = contribution.compared()
-        contributions = pending.contributions
-        if not contributions:
-            pending.compared = compared
+        if pending is None:
+            pending = self.pending[number] = PendingCollective(self, joined, compared)
         elif compared != pending.compared:
             pending.mismatched = True
-        contributions[coord] = contribution
+        work.absent = partial(pending.absent, call.row.needs(coord, call.root, len(self.ranks)))
         partly = call.row in (BROADCAST, GATHER, SCATTER)
         if partly and not pending.mismatched:
             pending.let_go(coord)
-        if len(contributions) == len(self.ranks):
-            calls = [contributions[each].call for each in range(len(self.ranks))]
+        if joined.complete:
+            calls = [joined.came[each].call for each in range(len(self.ranks))]
             if pending.mismatched or not _lengths_fit(calls):
                 scheduler.fail(pending.error())
             del self.pending[number]
@@ -333,7 +350,7 @@ class SimulatedGroup:
             # Results must not depend on the grad mode of the rank that happens to arrive last.
             with torch.inference_mode():
                 write_results(calls, reduced)
-            for each in contributions.values():
+            for each in joined.came.values():
                 each.work.complete()
         return work
 
@@ -360,34 +377,17 @@ class SimulatedGroup:
             tag,
             gone=self.is_gone,
         )
-        self._messages += 1
-        src, dst = (coord, peer) if direction == "send" else (peer, coord)
-        assert dst is not None
-        mine = PendingMessage(x, src, dst, work, self._messages, single)
-        ends = self._ends[mine.dst, tag]
-        fits = [
-            end
-            for end in ends
-            if end.work.kind != direction and (end.src == mine.src or None in (end.src, mine.src))
-        ]
-        if not fits:
-            ends.append(mine)
-        elif direction == "send":
-            ends.remove(fits[0])
-            self._deliver(mine, fits[0])
+        mine = End(x, work, single)
+        if direction == "send":
+            assert peer is not None
+            found = self.messages.send(coord, peer, tag, mine)
         else:
-            # Take the first message of one sender. The schedule chooses the sender.
-            first = list({end.src: end for end in reversed(fits)}.values())
-            end = first[scheduler.choose(len(first)) if len(first) > 1 else 0]
-            ends.remove(end)
-            self._deliver(end, mine)
+            found = self.messages.receive(peer, coord, tag, mine, scheduler.choose)
+        if found.sent is not None and found.received is not None:
+            self._deliver(found.source, found.sent, found.received)
         return work
 
-    def unmatched(self) -> list[PendingMessage]:
-        """Return the ends that wait for a matching end, in the order in which they were posted."""
-        return sorted((end for ends in self._ends.values() for end in ends), key=attrgetter("order"))
-
-    def _deliver(self, send: PendingMessage, recv: PendingMessage) -> None:
+    def _deliver(self, source: int | None, send: End, recv: End) -> None:
         if send.single != recv.single:
             error = CallMismatchError(
                 f"the two ends of a message use different communicators along {self.label}",
@@ -410,8 +410,8 @@ class SimulatedGroup:
         if send.x.numel():
             with torch.inference_mode():
                 recv.x.view(-1).copy_(send.x.view(-1))
-        assert send.src is not None
-        recv.work.source = send.src
+        assert source is not None
+        recv.work.source = source
         send.work.complete()
         recv.work.complete()
 
@@ -424,81 +424,3 @@ def _lengths_fit(calls: list[Call]) -> bool:
         for mine, (_, leaving) in enumerate(lengths)
         for theirs, sends in enumerate(leaving)
     )
-
-
-@final
-class SimulatorTransport(Transport):
-    """One rank's transport in a simulated group. Every call is compared with the other ranks' calls.
-
-    backend: the plan's backend, so that the simulator refuses the same operations as this backend.
-    start_order: the order of starts on all NCCL groups; None for other backends.
-    """
-
-    device = torch.device("cpu")
-    group_name = ""
-    tells_unwaited = True
-
-    def __init__(
-        self, actor: Actor, group: SimulatedGroup, backend: str, start_order: StartOrder | None
-    ) -> None:
-        self.name = backend
-        self.size = len(group.ranks)
-        self.coord = group.ranks.index(actor.rank)
-        self.any_source = backend in ("gloo", "mpi")
-        self._actor = group.actors[self.coord] = actor
-        self._group = group
-        self._start_order = start_order
-        self.ordered = start_order is not None
-        self._number = 0
-        # The number of messages started so far, by sender and receiver.
-        self._sent: Counter[tuple[int, int]] = Counter()
-        self._announced: Told | None = None
-
-    def announce_call(self, name: str, call: str, facts: dict[str, Any]) -> bool:
-        self._announced = (name, call, facts)
-        return True
-
-    def start(self, call: Call) -> SimulatedWork:
-        group, actor, row = self._group, self._actor, call.row
-        group.scheduler.operates(actor)
-        told, self._announced = self._announced, None
-        self._number += 1
-        if self._start_order is not None:
-            name = row.name if told is None else told[1]
-            what = f"{name}, call {self._number} on {group.label} at {here().line}"
-            start, one = Start(actor.rank, actor.name, what), [(id(group), self._number)]
-            for order in (self._start_order, group.order):
-                if (error := order.start(one, self.size, start)) is not None:
-                    group.scheduler.fail(error)
-        return group.start(self.coord, self._number, call, told)
-
-    def start_p2p(self, batch: Sequence[P2P], single: bool = False) -> Sequence[SimulatedWork]:
-        if self._announced is not None:
-            # A collective that runs over messages: no other call of its ranks would be compared with it.
-            self.start(Call(BARRIER)).wait()
-        site, scheduler = here(), self._group.scheduler
-        if self.ordered:
-            calls = []
-            for direction, _, peer, _ in batch:
-                assert peer is not None
-                ends = (self.coord, peer) if direction == "send" else (peer, self.coord)
-                self._sent[ends] += 1
-                calls.append((*ends, self._sent[ends]))
-            start = Start(
-                self._actor.rank, self._actor.name, f"{site.call} on {self._group.label} at {site.line}"
-            )
-            if (error := self._group.order.start(calls, 2, start)) is not None:
-                scheduler.fail(error)
-        works = []
-        for message in batch:
-            scheduler.operates(self._actor)
-            scheduler.maybe_pause(self._actor)
-            works.append(self._group.start_message(self.coord, message, site, single and self.ordered))
-        return works
-
-    def source_of(self, work: Work) -> int:
-        assert isinstance(work, SimulatedWork)
-        return work.source
-
-    def close(self) -> None:
-        return None

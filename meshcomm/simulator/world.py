@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, final
@@ -17,11 +18,13 @@ from meshcomm.mesh.generation import Generations
 from meshcomm.mesh.runtime import Watching
 from meshcomm.mesh.store import Interrupted
 from meshcomm.simulator.losses import Losses, SimulatedGenerations
+from meshcomm.simulator.process_group import SimulatedProcessGroup, SimulatorTransport
 from meshcomm.simulator.scheduler import Actor, Scheduler
 from meshcomm.simulator.start_order import StartOrder
-from meshcomm.simulator.transport import SimulatedGroup, SimulatorTransport
+from meshcomm.simulator.torch_private import start_default_group
+from meshcomm.simulator.transport import SimulatedGroup
 from meshcomm.transport import Transport
-from meshcomm.transport.support import backend_on
+from meshcomm.transport.torch_private import create_group, give_back
 from meshcomm.watching.recorder import FlightRecorder
 from meshcomm.watching.steps import find_desync
 from meshcomm.watching.verdict import error_of
@@ -49,7 +52,7 @@ class SharedState:
 
     timeout_s: the mesh's timeout.
     values:    the store's values, by key. writers: the ranks that wrote each key. waits: the waits, by missing key.
-    groups:    the groups by mesh prefix, name and ranks, in the order in which they were created.
+    groups:    the groups by torch's name and ranks, in the order in which they were created.
     recorders: each rank's coords and recorder, by mesh prefix and group.
     losses:    decides which ranks are lost and replaced; None if no rank is ever lost.
     """
@@ -60,7 +63,7 @@ class SharedState:
     writers: dict[str, list[int]] = field(default_factory=dict)
     waits: dict[str, list[StoreWait]] = field(default_factory=dict)
     start_order: StartOrder = field(default_factory=StartOrder)
-    groups: dict[tuple[str, str, tuple[int, ...]], SimulatedGroup] = field(default_factory=dict)
+    groups: dict[tuple[str, tuple[int, ...]], SimulatedGroup] = field(default_factory=dict)
     recorders: dict[tuple[str, str], dict[int, tuple[Mapping[str, int], FlightRecorder]]] = field(
         default_factory=dict
     )
@@ -125,15 +128,40 @@ class SimulatedWorld:
         device = "cpu" if wanted == "auto" else wanted
         return _CPU, str(dist.get_default_backend_for_device(device))
 
+    def start(self, rank: int, world_size: int, backend: str, resources: ExitStack) -> None:
+        self._refuse_lost("torch's default group")
+        if not dist.is_initialized():
+            resources.callback(give_back, start_default_group(rank, world_size, backend, self.store))
+
     def open(self, group: Group, prefix: str) -> SimulatorTransport:
-        shared, key = self._shared, (prefix, group.name, group.ranks)
+        self._refuse_lost(f"the group {group.label}")
+        handle: Any = create_group(
+            name=f"{prefix}/{group.name}/{group.index}",
+            ranks=group.ranks,
+            coord=group.ranks.index(self._actor.rank),
+            backend=group.options.backend,
+            timeout=timedelta(seconds=group.options.timeout_s),
+            store=self.store,
+            label=group.label,
+            split=False,
+        )
+        handle.members.label, handle.members.dims = group.label, group.dims
+        return SimulatorTransport(handle, group.options.backend, _CPU, owned=True)
+
+    def group(self, name: str, ranks: tuple[int, ...], timeout: timedelta) -> SimulatedProcessGroup:
+        """Return this rank's part of a torch process group."""
+        shared = self._shared
+        if (name, ranks) not in shared.groups:
+            shared.groups[name, ranks] = SimulatedGroup(shared.scheduler, ranks)
+        return SimulatedProcessGroup(self._actor, shared.groups[name, ranks], shared.start_order, timeout)
+
+    def meet(self) -> tuple[dist.Store, int, int]:
+        """Return the store, the rank and the number of ranks, as a rendezvous of torch would."""
+        return self.store, self.launch.rank, self.launch.world_size
+
+    def _refuse_lost(self, what: str) -> None:
         if self.generations is not None and self.generations.newer():
-            raise CommunicationError(f"rank {self._actor.rank} could not create the group {group.label}")
-        if key not in shared.groups:
-            shared.groups[key] = SimulatedGroup(shared.scheduler, group)
-        backend = backend_on(group.options.backend, _CPU)
-        order = shared.start_order if "nccl" in backend else None
-        return SimulatorTransport(self._actor, shared.groups[key], backend, order)
+            raise CommunicationError(f"rank {self._actor.rank} could not create {what}")
 
     def watch(self, coords: Mapping[str, int], prefix: str) -> SimulatedWatch:
         if not self._actor.coords:

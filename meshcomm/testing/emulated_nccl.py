@@ -35,14 +35,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshcomm.collectives import BARRIER, ROWS
 from meshcomm.comm.checks import span_of
 from meshcomm.dryrun.torch_private import modes_left, schema_of
 from meshcomm.parallel.torch_private import FakeTensor
 from meshcomm.reductions import WIRE_OPS
+from meshcomm.simulator.python_group import METHODS, Method, PythonGroup
 from meshcomm.transport.connections import Connections
 from meshcomm.transport.torch_private import (
-    HOOK_NUMBERS,
     DispatchMode,
     Work,
     bindings,
@@ -56,24 +55,7 @@ from meshcomm.transport.torch_private import (
 
 NAME: Final = "emulated_nccl"
 
-# For each method of ProcessGroup, including those of older torch: its name in hooks, and the index of its inputs argument.
-_METHODS: Final = {
-    **{
-        name: (row.hooks[0], 0 if row.in_place else 1)
-        for row in ROWS.values()
-        if row is not BARRIER
-        for name in row.methods
-    },
-    "allreduce_coalesced": ("ALLREDUCE_COALESCED", 0),
-    "allgather": ("ALLGATHER", 1),
-    "allgather_into_tensor_coalesced": ("ALLGATHER_INTO_TENSOR_COALESCED", 1),
-    "all_gather_single_coalesced": ("ALLGATHER_INTO_TENSOR_COALESCED", 1),
-    "reduce_scatter": ("REDUCE_SCATTER", 1),
-    "reduce_scatter_tensor_coalesced": ("REDUCE_SCATTER_TENSOR_COALESCED", 1),
-    "reduce_scatter_single_coalesced": ("REDUCE_SCATTER_TENSOR_COALESCED", 1),
-    "alltoall": ("ALLTOALL", 1),
-}
-_KINDS: Final = sorted({"BARRIER", *(kind for kind, _ in _METHODS.values())})
+_KINDS: Final = sorted({"BARRIER", *(method.hook for method in METHODS.values())})
 _LACKING: Final = tuple(
     getattr(dist.ReduceOp, op.reduce_op) for op in WIRE_OPS.values() if "nccl" in op.lacking
 )
@@ -200,77 +182,28 @@ class EmulatedWork(Work):  # type: ignore[misc]
         return future
 
 
-_ProcessGroup: Any = dist.ProcessGroup
-
-
 @final
-class EmulatedNCCL(_ProcessGroup):  # type: ignore[misc]
+class EmulatedNCCL(PythonGroup):
     """A communicator. Its first call connects it and waits for its peers, like NCCL without a bound device."""
 
     # torch's batch_isend_irecv checks this attribute, and then runs a batch as one group.
     supports_coalescing = True
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
-        super().__init__(rank, size)
-        self._name = ""
+        super().__init__(rank, size, timeout, NAME)
         self._store, self._rank, self._size = store, rank, size
         self._meets = store.clone()
-        self.options = SimpleNamespace(
-            _timeout=timeout, global_ranks_in_group=[], is_high_priority_stream=False
-        )
         self.aborted = threading.Event()
-        self.waited = self._number = 0
+        self.waited = 0
         self._connected: Any = None
         self._sockets = Connections()
         self._items: SimpleQueue[_Item | None] = SimpleQueue()
-        self._before: dict[int, Callable[[Any], None]] = {}
-        self._after: dict[int, Callable[[Any], None]] = {}
         self._thread: threading.Thread | None = None
         # The part of torch's watchdog that handles network errors.
         self._watchdog: threading.Thread | None = None
         handled = os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3"), "TORCH_NCCL_DUMP_ON_TIMEOUT"
         self._ends_process, self._dumps = handled[0] != "0", os.environ.get(handled[1], "1") != "0"
         _emulation().queues.append(self)
-
-    # -- what torch requires of a group -----------------------------------------------------------------
-
-    def name(self) -> str:
-        return NAME
-
-    getBackendName = name
-
-    def _set_group_name(self, name: str) -> None:
-        self._name = name
-        super()._set_group_name(name)
-
-    @property
-    def group_name(self) -> str:
-        return self._name
-
-    pg_name = group_name
-
-    def _get_backend(self, device: torch.device) -> EmulatedNCCL:
-        return self
-
-    def _set_default_timeout(self, timeout: timedelta) -> None:
-        self.options._timeout = timeout
-
-    set_timeout = _set_default_timeout
-
-    def _get_sequence_number_for_group(self) -> int:
-        return self._number
-
-    def register_pre_hook(self, hook_id: int, hook: Callable[[Any], None]) -> None:
-        self._before[hook_id] = hook
-
-    def register_post_hook(self, hook_id: int, hook: Callable[[Any], None]) -> None:
-        self._after[hook_id] = hook
-
-    def unregister_pre_hook(self, hook_id: int) -> None:
-        self._before.pop(hook_id, None)
-
-    def unregister_post_hook(self, hook_id: int) -> None:
-        self._after.pop(hook_id, None)
 
     def abort(self) -> None:
         """Drop all queued and running calls, and leave memory as it is. It can be called from any thread.
@@ -314,9 +247,11 @@ class EmulatedNCCL(_ProcessGroup):  # type: ignore[misc]
 
     # -- calls ------------------------------------------------------------------------------------------
 
-    def _collective(self, method: str, *given: Any) -> EmulatedWork | None:
-        kind, inputs = _METHODS[method]
-        arguments, options = (given[:-1], given[-1]) if _is_options(given[-1]) else (given, None)
+    def collective(
+        self, name: str, method: Method, arguments: tuple[Any, ...], options: Any
+    ) -> EmulatedWork | None:
+        kind, inputs = method.hook, method.inputs
+        given = arguments if options is None else (*arguments, options)
         if (op := getattr(options, "reduceOp", None)) in _LACKING:
             raise ValueError(f"Cannot use {op} with NCCL")
         outs = leaves_of(arguments[0])
@@ -326,11 +261,10 @@ class EmulatedNCCL(_ProcessGroup):  # type: ignore[misc]
         def run() -> None:
             self._expect(kind, [x.numel() for x in (outs if kind.startswith("ALLGATHER") else ins)], root)
             # Gloo may offer a call only under its older name (torch 2.13), or only for one tensor at a time (torch 2.11).
-            names = [method, *(each for each, (other, _) in _METHODS.items() if other == kind)]
-            name = next((each for each in names if hasattr(self._connected, each)), None)
-            if name is not None:
-                getattr(self._connected, name)(*given).wait()
-                return
+            for each in (name, *(other for other, row in METHODS.items() if row.hook == kind)):
+                if hasattr(self._connected, each):
+                    getattr(self._connected, each)(*given).wait()
+                    return
             single = "_allgather_base" if kind.startswith("ALLGATHER") else "_reduce_scatter_base"
             for out, x in zip(*arguments, strict=True):
                 getattr(self._connected, single)(out, x, options).wait()
@@ -418,17 +352,11 @@ class EmulatedNCCL(_ProcessGroup):  # type: ignore[misc]
 
     def _call(self, call: _Call) -> EmulatedWork | None:
         """Queue a call or save it for `_end_coalescing`, and call the hooks like torch. Return None for a blocking call."""
-        number = HOOK_NUMBERS.get(call.kind, -1)
-        told = SimpleNamespace(
-            name=number,
-            input_tensors=list(call.inputs),
-            output_tensors=list(call.outputs),
-            root=call.root,
-            async_op=not call.blocking,
-            op_id=self._number + 1,
+        return self.hooked(
+            call.kind, call.inputs, call.outputs, call.root, call.blocking, lambda: self._enter(call)
         )
-        for hook in list(self._before.values()):
-            hook(told)
+
+    def _enter(self, call: _Call) -> EmulatedWork | None:
         if self.aborted.is_set():
             raise dist.DistBackendError(f"NCCL communicator was aborted on rank {self._rank}.")
         item = _Item(self, call.kind, call.run, call.memory)
@@ -444,8 +372,6 @@ class EmulatedNCCL(_ProcessGroup):  # type: ignore[misc]
             self.order(item)
             if _emulation().at_once or call.kind == "BARRIER":
                 _block(item)
-        for hook in list(self._after.values()):
-            hook(SimpleNamespace(name=number, async_op=not call.blocking, work=work, op_id=told.op_id))
         return work
 
     def order(self, item: _Item) -> None:
@@ -457,8 +383,8 @@ class EmulatedNCCL(_ProcessGroup):  # type: ignore[misc]
         emulation = _emulation()
         emulation.check(item)
         self._connect()
-        self._number += 1
-        item.number = self._number
+        self.number += 1
+        item.number = self.number
         if emulation.graph is not None:
             emulation.graph.items.append(item)
             return
@@ -511,14 +437,6 @@ class EmulatedNCCL(_ProcessGroup):  # type: ignore[misc]
                 f"[Rank {self._rank}] ncclRemoteError: taking the process down", file=sys.stderr, flush=True
             )
             os.abort()
-
-
-if not hasattr(dist.ProcessGroup, "register_pre_hook"):  # torch 2.13 and older: groups have no hooks
-    del EmulatedNCCL.register_pre_hook, EmulatedNCCL.register_post_hook
-for _method in _METHODS:
-    if not hasattr(dist.ProcessGroup, _method):
-        continue  # of another version of torch
-    setattr(EmulatedNCCL, _method, lambda self, *given, _name=_method: self._collective(_name, *given))
 
 
 @final
@@ -830,7 +748,3 @@ def _compiled_code_waits() -> None:
 
     inductor.CompiledFxGraph.__call__ = run
     setattr(inductor.CompiledFxGraph, NAME, True)
-
-
-def _is_options(given: Any) -> bool:
-    return type(given).__name__.endswith("Options")

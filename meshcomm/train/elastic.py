@@ -25,7 +25,7 @@ from meshcomm.parallel.data import GradientSync
 from meshcomm.parallel.shard import Sharded
 from meshcomm.parallel.state import Kinds
 from meshcomm.parallel.tensor import local
-from meshcomm.parallel.tensor.parameters import Kept, parts_of
+from meshcomm.parallel.tensor.parameters import Kept
 from meshcomm.parallel.torch_private import offsets
 from meshcomm.train.checkpoint.parts import kind_of, memory_of
 
@@ -82,9 +82,7 @@ def parts_held(engine: Engine) -> str:
         (
             name,
             tuple(local(each.detach()).shape),
-            offsets(each)
-            if isinstance(each, DTensor)
-            else [(part.dim, part.mesh.coord(part.dim)) for part in parts_of(each)],
+            offsets(each) if isinstance(each, DTensor) else (),
         )
         for name, each in engine.named_parameters()
     ]

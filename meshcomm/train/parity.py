@@ -210,8 +210,8 @@ def _recorded(engine: Engine, done: Sequence[Done]) -> Record:
     fused = _fused(engine)
     for name, parameter in engine.named_parameters():
         grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        weights[name] = _unsplit(parameter, parameter, fused.get(name)).double().cpu()
-        gradients[name] = _unsplit(grad, parameter, fused.get(name)).double().cpu()
+        weights[name] = _unsplit(parameter, fused.get(name)).double().cpu()
+        gradients[name] = _unsplit(grad, fused.get(name)).double().cpu()
     losses, norms = tuple(each.loss for each in done), tuple(each.gradient_norm for each in done)
     return Record(losses, norms, weights, gradients, any(batch_norms(module) for module in engine.modules))
 
@@ -300,16 +300,16 @@ def _outputs(engine: Engine, x: Tensor) -> Any:
 def _values(engine: Engine) -> dict[str, Tensor]:
     """Return the unsharded parameters under the names that they had before the model was split."""
     fused = _fused(engine)
-    return {name: _unsplit(each, each, fused.get(name)) for name, each in engine.own_parameters()}
+    return {name: _unsplit(each, fused.get(name)) for name, each in engine.own_parameters()}
 
 
 def _fused(engine: Engine) -> dict[str, Parts]:
     return {name: parts for module in engine.modules for name, parts in fused_parts(module).items()}
 
 
-def _unsplit(tensor: Tensor, of: Tensor, parts: Parts | None) -> Tensor:
-    """Return a parameter or its gradient as it was before the split. of: the parameter. parts: of a multi-part weight."""
-    values = whole(tensor, of).detach()
+def _unsplit(tensor: Tensor, parts: Parts | None) -> Tensor:
+    """Return a parameter or its gradient as it was before the split. parts: of a multi-part weight."""
+    values = whole(tensor).detach()
     return values if parts is None else joined(values, parts)
 
 

@@ -483,7 +483,7 @@ class Trainer:
 
         Names do not depend on the mesh: `model.NAME` for this rank's weights and buffers, `optimizer.NAME.KEY` for the optimizer's
         tensors, `loss.NAME` for the buffers of a loss module, and uint8 tensors named `plain.` with encoded plain data. Shapes are
-        those of the full tensors: a split one is a DTensor, in the simulator this rank's part. The tensors share memory with the
+        those of the full tensors: a split one is a DTensor. The tensors share memory with the
         model. State that the first step creates is not there before it.
 
         Called by: every rank.

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import cache
-from typing import Any, Final, final
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,6 @@ _KEPT_BYTES: Final = 1 << 22
 MARGIN_S: Final = 60.0
 
 
-@final
 class ProcessGroupTransport(Transport):
     """Calls the process group's own methods, with option objects created once.
 

@@ -757,6 +757,18 @@ def split_color(ranks: Sequence[int]) -> int:
     return int(c10d._process_group_color(list(ranks)))
 
 
+def register_group(group: Any, name: str, backend: str, store: dist.Store) -> None:
+    """Name a group that torch's own function has not created, and add it to torch's registries: by handle, name and tag."""
+    group._set_group_name(_NAME(name))
+    world, tag = c10d._world, f"ptd:{name}"
+    world.pg_map[group] = backend, store
+    world.pg_names[group] = _NAME(name)
+    world.pg_backend_config[group] = backend
+    world.tags_to_pg.setdefault(tag, []).append(group)
+    world.pg_to_tag[group] = tag
+    c10d._register_process_group(_NAME(name), group)
+
+
 # torch types ProcessGroup's methods with overloads that a Python subclass cannot reproduce.
 _ProcessGroup: Any = dist.ProcessGroup
 
@@ -771,17 +783,9 @@ class SoloGroup(_ProcessGroup):  # type: ignore[misc]
     def __init__(self, name: str, rank: int) -> None:
         super().__init__(0, 1)
         self._name = name
-        self._set_group_name(_NAME(name))
         self._set_group_desc(name)
-        # torch's group registries, by handle, by name, by rank and by tag.
-        world, tag = c10d._world, f"ptd:{name}"
-        world.pg_map[self] = ("solo", dist.HashStore())
-        world.pg_names[self] = _NAME(name)
-        world.pg_backend_config[self] = "solo"
-        world.pg_group_ranks[self] = {rank: 0}
-        world.tags_to_pg.setdefault(tag, []).append(self)
-        world.pg_to_tag[self] = tag
-        c10d._register_process_group(_NAME(name), self)
+        register_group(self, name, "solo", dist.HashStore())
+        c10d._world.pg_group_ranks[self] = {rank: 0}
 
     def close(self) -> None:
         """Remove the group from torch's registry."""

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import pytest
 import torch
@@ -154,9 +154,9 @@ def tokens_of(mesh: Mesh, case: Case, x: Tensor) -> Tensor:
 
 def fill(layer: Experts, mesh: Mesh, given: Numbers) -> Experts:
     with torch.no_grad():
-        layer.router.weight.copy_(given.router)
+        local(layer.router.weight).copy_(given.router)
         for name, weights in experts_of(mesh, given).items():
-            getattr(layer.experts, name).copy_(weights)
+            local(getattr(layer.experts, name)).copy_(weights)
     return layer
 
 
@@ -194,16 +194,17 @@ def program(mesh: Mesh, case: Case, given: Numbers, expected: Result) -> None:
     expert_dims: tuple[str, ...] = ("dp", "cp")
     if layer.dim:
         expert_dims = ("edp",)
-    experts = [parameter.grad for parameter in layer.experts.parameters()]
-    for dims, values in ((("dp", "cp"), [layer.router.weight.grad]), (expert_dims, experts)):
+    experts = [local(cast(Tensor, parameter.grad)) for parameter in layer.experts.parameters()]
+    router = local(cast(Tensor, layer.router.weight.grad))
+    for dims, values in ((("dp", "cp"), [router]), (expert_dims, experts)):
         for dim in dims:
             for value in values if dim in mesh.layout.names else ():
                 mesh.all_reduce(dim, value)
     close(y, tokens_of(mesh, case, expected.y), "y")
     close(x.grad, tokens_of(mesh, case, expected.dx), "dx")
-    close(layer.router.weight.grad, expected.router, "router")
+    close(router, expected.router, "router")
     for name, gradient in experts_of(mesh, expected).items():
-        close(getattr(layer.experts, name).grad, gradient, name)
+        close(local(getattr(layer.experts, name).grad), gradient, name)
     choice = layer.router(part(mesh, "dp", given.x, 0)[:, positions_of(mesh)])
     uneven = balance(mesh, layer.context, choice).detach()
     assert mesh.all_reduce("dp", uneven).item() / mesh.size("dp") == pytest.approx(

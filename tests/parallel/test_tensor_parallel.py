@@ -44,7 +44,6 @@ from meshcomm.parallel.tensor import (
     tensor_parallel,
     unsplit_state,
     whole,
-    whole_shape,
 )
 from meshcomm.parallel.tensor import layers as tensor_layers
 from meshcomm.parallel.tensor.parameters import Parts, kept
@@ -238,7 +237,7 @@ def step(module: nn.Module, split: TensorSplit | None) -> tuple[Tensor, dict[str
     if split is not None:
         split.finish_gradients(module)
         logits = split.mesh.all_gather(split.dim, logits.detach(), -1)
-    grads = {name: whole(cast(Tensor, p.grad), p) for name, p in module.named_parameters()}
+    grads = {name: whole(cast(Tensor, p.grad)) for name, p in module.named_parameters()}
     optimiser.step()
     return logits, grads, unsplit_state(module)
 
@@ -551,7 +550,7 @@ class Own(nn.Module):
         self.alike = nn.Parameter(torch.full((TOKENS, 1), 0.5, dtype=torch.float64))
         self.head = ColumnParallel(split, WIDTH, VOCAB)
         for number, p in enumerate(self.parameters()):
-            assign(p, randn(*whole_shape(p), seed=number))
+            assign(p, randn(*p.shape, seed=number))
 
     def forward(self, ids: Tensor) -> Tensor:
         split = self.split
@@ -573,7 +572,7 @@ def own_layers(mesh: Mesh, sequence: bool) -> None:
         cross_entropy(split, module(IDS), TARGETS).backward()
         split.finish_gradients(module)
         assert len(split.partial_parameters(module)) == (2 if sequence and dim else 0)
-        found.append({name: whole(cast(Tensor, p.grad), p) for name, p in module.named_parameters()})
+        found.append({name: whole(cast(Tensor, p.grad)) for name, p in module.named_parameters()})
     for name, expected in found[0].items():
         close(found[1][name], expected, name)
 
@@ -724,7 +723,7 @@ def placed() -> None:
         assert experts.experts.w1.placements == experts.experts.w3.placements == (Shard(0), Shard(1))
         assert experts.experts.w2.placements == (Shard(0), Shard(2))
         assert experts.experts.w1.shape == (4, 8, WIDTH)
-        close(whole(module.norm.weight, module.norm.weight), module_of("gqa").norm.weight)
+        close(whole(module.norm.weight), module_of("gqa").norm.weight)
         for sequence in (False, True):
             parity(mesh, "own", sequence)
         own: Any = module_of("own")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,6 @@ import pytest
 
 import meshcomm
 from meshcomm.config import Config, load_config
-from meshcomm.errors import MeshcommError, UnsupportedOp
 from meshcomm.mesh import Mesh
 from meshcomm.train import Callback, Summary, run
 
@@ -46,18 +46,16 @@ def test_the_losses_of_one_process(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "message"),
+    "overrides",
     [
-        (["mesh.dims={ pp = 2, dp = 1, tp = 1 }"], 'no torch process group along "pp"'),
-        (
-            ["mesh.dims={ pp = 1, dp = 2, tp = 1 }", 'parallel.shard="dp"', "parallel.data="],
-            "no torch process group along",
-        ),
+        ["mesh.dims={ pp = 2, dp = 1, tp = 1 }"],
+        ["mesh.dims={ pp = 1, dp = 2, tp = 1 }", 'parallel.shard="dp"', "parallel.data="],
+        ["mesh.dims={ pp = 2, dp = 2, tp = 1 }", "train.checkpoint_every=2"],
     ],
-    ids=["pipeline", "shard"],
+    ids=["pipeline", "shard", "checkpoint"],
 )
-def test_what_needs_torchs_groups_is_refused(overrides: list[str], message: str, tmp_path: Path) -> None:
-    config = settings(tmp_path, *overrides)
-    with pytest.raises(MeshcommError, match=message) as caught:
-        train(config, 2)
-    assert UnsupportedOp.__name__ in str(caught.value)
+def test_what_uses_torchs_groups(overrides: list[str], tmp_path: Path) -> None:
+    (alone,) = train(settings(tmp_path / "alone"), 1)
+    split = settings(tmp_path / "split", *overrides)
+    for summary in train(split, prod(split.mesh.dims.values())):
+        assert summary.losses == pytest.approx(alone.losses, rel=1e-12)

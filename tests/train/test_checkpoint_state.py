@@ -19,17 +19,16 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import meshcomm
-from meshcomm.config import TrainConfig, load_config
-from meshcomm.errors import MeshcommError, RankFailed, TrainingError
+from meshcomm.config import TrainConfig
+from meshcomm.errors import MeshcommError, TrainingError
 from meshcomm.mesh import Mesh
 from meshcomm.testing import Pool
-from meshcomm.train import Attempt, Checkpoints, Trainer
+from meshcomm.train import Attempt, Checkpoints
 from meshcomm.train.checkpoint import writer as checkpoint_writer
 from meshcomm.train.checkpoint.folder import complete
 from meshcomm.train.checkpoint.lock import Lock
 from meshcomm.train.checkpoint.reader import Saved
 from meshcomm.train.checkpoint.writer import divide
-from tests.elastic.test_copies import settings_of
 from tests.sizes import train_of
 from tests.train.test_checkpoint import names
 
@@ -47,17 +46,6 @@ def lock(step: int) -> Lock:
 def config(dims: dict[str, int], views: dict[str, Any] | None = None) -> dict[str, Any]:
     mesh = {"dims": dims, "views": views or {}, "device": "cpu", "timeout_s": 30.0, "validate_calls": 0}
     return {"mesh": mesh}
-
-
-def test_parts_of_split_tensors_are_not_saved_in_the_simulator(tmp_path: Path) -> None:
-    """They are plain tensors there, and would be written as if each were the whole one."""
-    source = settings_of(tmp_path, {"tp": 2})
-    saves = load_config(source, ["train.checkpoint_every=1", 'train.optimizer="sgd"'])
-    with pytest.raises(
-        RankFailed, match=r"embed\.weight cannot be saved in the simulator\n[^E]*split along tp"
-    ):
-        meshcomm.simulate(lambda mesh: Trainer(mesh, saves).run(), saves)
-    assert not any((tmp_path / "out").glob("checkpoints/step-*"))
 
 
 # -- state of every kind, on any mesh -------------------------------------------------------------

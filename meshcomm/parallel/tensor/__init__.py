@@ -19,7 +19,6 @@ from meshcomm.parallel.tensor.parameters import (
     local,
     unsplit_state,
     whole,
-    whole_shape,
 )
 from meshcomm.parallel.tensor.split import TensorSplit
 
@@ -34,5 +33,4 @@ __all__ = [
     "tensor_parallel",
     "unsplit_state",
     "whole",
-    "whole_shape",
 ]

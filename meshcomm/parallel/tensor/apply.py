@@ -77,8 +77,7 @@ def tensor_parallel(
     Returns:    the TensorSplit, for `cross_entropy` and `finish_gradients`.
     Parameters: become DTensors on `mesh[dim]` under their old names (parameters of RNNs, ParameterList and
                 ParameterDict stay plain). `module.forward` reads this rank's part of each. Multi-part weights have an extra
-                axis; see `unsplit_state`. In the simulator, all parameters are plain tensors that hold this rank's part.
-                Create optimizers and call fully_shard afterwards.
+                axis; see `unsplit_state`. Create optimizers and call fully_shard afterwards.
     sequence_parallel, axis: as for TensorSplit. With sequence_parallel, every part with parameters needs a
                 style, and you must call `split.finish_gradients`.
     example:    arguments for `module`, positional or by name, equal along dim. The outputs and all gradients in

@@ -120,7 +120,7 @@ class Seen:
         sizes = fused_parts(module)
         for name, parameter in named.items():
             grad = found[name]
-            value = whole(torch.zeros_like(parameter) if grad is None else grad, parameter)
+            value = whole(torch.zeros_like(parameter) if grad is None else grad)
             self.values[f"gradient of {name}"] = joined(value, sizes[name]) if name in sizes else value
 
     def _run(self, module: nn.Module, example: Example) -> Any:

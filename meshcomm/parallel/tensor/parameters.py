@@ -1,7 +1,5 @@
 """Split parameters: DTensors whose local parts are used by layers, and the assembly of full tensors from them.
 
-In the simulator, which has no torch process groups, split parameters are plain tensors that record their slice.
-
 A weight with several parts, such as q, k and v, has the shape (units, rows of all parts in a unit, ...). Each rank
 needs its share of every part, which is not a contiguous slice of the rows. A unit contains an equal share of each part,
 and a rank holds a contiguous run of units. The number of units depends only on the parts, and the extra axis shows that the
@@ -18,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from meshcomm.errors import LayoutError, UnsupportedOp
+from meshcomm.errors import LayoutError
 from meshcomm.mesh import Mesh
 from meshcomm.parallel.torch_private import dtensor_of, offsets, parts_of_dtensor
 
@@ -43,36 +41,15 @@ class Parts(NamedTuple):
         return (*kept[:at], sum(self.sizes), *kept[at + 2 :])
 
 
-class Slice(NamedTuple):
-    """The position of a local tensor in the full tensor: the slice of `axis` that coord `coord` along `dim` holds."""
-
-    mesh: Mesh
-    dim: str
-    axis: int
-
-
-def parts_of(parameter: Tensor) -> tuple[Slice, ...]:
-    """Return the slices recorded on a plain parameter that replaces a DTensor."""
-    found: tuple[Slice, ...] = getattr(parameter, "meshcomm_parts", ())
-    return found
-
-
 def parameter_of(mesh: Mesh, data: Tensor, axes: Mapping[str, int | None]) -> nn.Parameter:
     """Return a parameter whose part on this rank is `data`. axes: maps dims of one view to the axis that is split along
     each dim, or to None if the ranks along the dim hold equal data. Dims of one rank do not count.
     """
     axes = {dim: axis for dim, axis in axes.items() if mesh.size(dim) > 1}
-    if not axes:
-        return nn.Parameter(data)
-    try:
-        device_mesh = mesh[tuple(axes)]
-    except UnsupportedOp:
-        made = nn.Parameter(data)
-        parts = tuple(Slice(mesh, dim, axis) for dim, axis in axes.items() if axis is not None)
-        made.meshcomm_parts = parts  # type: ignore[attr-defined]
-        return made
-    placements = [Replicate() if axis is None else Shard(axis) for axis in axes.values()]
-    return nn.Parameter(DTensor.from_local(data, device_mesh, placements, run_check=False))
+    if axes:
+        placements = [Replicate() if axis is None else Shard(axis) for axis in axes.values()]
+        data = DTensor.from_local(data, mesh[tuple(axes)], placements, run_check=False)
+    return nn.Parameter(data)
 
 
 def split_parameter(mesh: Mesh, old: Tensor, axes: Mapping[str, int | None]) -> nn.Parameter:
@@ -87,14 +64,12 @@ def split_parameter(mesh: Mesh, old: Tensor, axes: Mapping[str, int | None]) -> 
 
 
 def split_dims(parameter: Tensor) -> tuple[str, ...]:
-    """Return the dims along which a parameter is split, as GradientNorm needs them.
+    """Return the dims that shard a DTensor, as GradientNorm needs them, and () for a plain tensor.
 
-    For a DTensor, returns the dims that shard it. In the simulator, where parameters are plain tensors, returns the
-    recorded dims. Returns () for other plain tensors. Raises LayoutError for a DTensor on a DeviceMesh without dim names,
-    which meshcomm never creates.
+    Raises LayoutError for a DTensor on a DeviceMesh without dim names, which meshcomm never creates.
     """
     if not isinstance(parameter, DTensor):
-        return tuple(part.dim for part in parts_of(parameter) if part.mesh.size(part.dim) > 1)
+        return ()
     where = parameter.device_mesh
     if where.mesh_dim_names is None:
         raise LayoutError(
@@ -137,26 +112,10 @@ class _Local(torch.autograd.Function):
         return dtensor_of(DTensor, gradient.contiguous(), ctx.where)
 
 
-def whole(tensor: Tensor, of: Tensor | None = None) -> Tensor:
-    """Return the full tensor, gathered if it is split. Every rank that holds a part calls this.
-
-    of: the parameter to which `tensor`, a gradient or optimizer state, belongs. Needed only in the simulator, where
-        all tensors are plain and only parameters record how they are split.
-    """
+def whole(tensor: Tensor) -> Tensor:
+    """Return the full tensor, gathered if it is split. Every rank that holds a part calls this."""
     values = tensor.detach()
-    if isinstance(values, DTensor):
-        return values.full_tensor()
-    for part in parts_of(tensor if of is None else of):
-        values = part.mesh.all_gather(part.dim, values, part.axis)
-    return values
-
-
-def whole_shape(parameter: Tensor) -> tuple[int, ...]:
-    """Return the shape of the full parameter, however it is split. Does not communicate."""
-    shape = list(parameter.shape)
-    for part in parts_of(parameter):
-        shape[part.axis] *= part.mesh.size(part.dim)
-    return tuple(shape)
+    return values.full_tensor() if isinstance(values, DTensor) else values
 
 
 @torch.no_grad()
@@ -167,10 +126,7 @@ def assign(parameter: Tensor, value: Any) -> None:
     """
     held = local(parameter)
     first = offsets(parameter) if isinstance(parameter, DTensor) else (0,) * held.ndim
-    value = value[tuple(slice(at, at + n) for at, n in zip(first, whole_shape(held), strict=True))]
-    for part in parts_of(parameter):
-        value = value.chunk(part.mesh.size(part.dim), part.axis)[part.mesh.coord(part.dim)]
-    held.copy_(value)
+    held.copy_(value[tuple(slice(at, at + n) for at, n in zip(first, held.shape, strict=True))])
 
 
 class Piece(NamedTuple):
@@ -207,7 +163,7 @@ class Kept(NamedTuple):
     @property
     def shape(self) -> tuple[int, ...]:
         """The full shape, in the original layout."""
-        return self.parts.shape(whole_shape(self.tensor))
+        return self.parts.shape(self.tensor.shape)
 
     def pieces(self) -> list[Piece]:
         """Return this rank's pieces, one for each part. Within a part, the rows of the rank's units are adjacent."""

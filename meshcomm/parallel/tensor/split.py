@@ -65,8 +65,8 @@ class TensorSplit:
         """Return an uninitialized parameter with the full `shape`.
 
         The parameter is a DTensor on `mesh[dim]`: Shard(axis), or Replicate if axis is None. Optimizers and checkpoints
-        therefore see the full tensor, and layers compute with `local(parameter)`. If nothing is split, or in the simulator, it
-        is a plain tensor that holds this rank's part.
+        therefore see the full tensor, and layers compute with `local(parameter)`. If nothing is split, it
+        is a plain tensor.
         """
         part = list(shape)
         if axis is not None:

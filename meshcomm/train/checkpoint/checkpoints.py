@@ -10,15 +10,14 @@ from typing import Final, Self, final
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from meshcomm.config import TrainConfig
-from meshcomm.errors import CommunicationError, RankLost, TrainingError, UnsupportedOp
+from meshcomm.errors import CommunicationError, RankLost, TrainingError
 from meshcomm.mesh import Mesh
 from meshcomm.mesh.all_ranks import is_first, of_every_rank, on_all_ranks
 from meshcomm.parallel.compose import Engine
 from meshcomm.parallel.state import OF_MODULE
-from meshcomm.parallel.tensor.parameters import Kept, split_dims
+from meshcomm.parallel.tensor.parameters import Kept
 from meshcomm.train.callbacks import Resumed
 from meshcomm.train.checkpoint.folder import (
     FOLDER,
@@ -87,19 +86,10 @@ def state_of(
 ) -> dict[str, Tensor | Kept]:
     """Return all the state that `resume` needs. data: a function that returns the data loader's state.
 
-    Raises TrainingError on every rank if one rank holds state that cannot be saved. Raises UnsupportedOp in the
-    simulator, where the parts of a tensor do not know their position in the full tensor.
+    Raises TrainingError on every rank if one rank holds state that cannot be saved.
     """
 
     def gather() -> dict[str, Tensor | Kept]:
-        for name, each in engine.named_parameters():
-            if not isinstance(each, DTensor) and (dims := split_dims(each)):
-                raise UnsupportedOp(
-                    f"{name} cannot be saved in the simulator",
-                    given=f"a tensor that is split along {', '.join(dims)}",
-                    expected="unsharded tensors, or DTensors, which need torch's process groups",
-                    hint="use processes (meshcomm train), or set train.checkpoint_every = 0",
-                )
         return {**engine.saved_state(), **({} if data is None else data())}
 
     state = on_all_ranks(mesh, "save the state", gather)

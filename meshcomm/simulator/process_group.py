@@ -1,0 +1,345 @@
+"""torch process groups of simulated ranks, so that DTensor, FSDP, DDP and torch's pipelines run on them unchanged."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from datetime import timedelta
+from itertools import zip_longest
+from typing import Any, Final, TypeAlias, final
+
+import torch
+from torch import Tensor
+from torch.futures import Future
+
+from meshcomm.collectives import ALL_TO_ALL, BARRIER, Call, Collective
+from meshcomm.layout.sizes import fold
+from meshcomm.simulator.python_group import Method, PythonGroup
+from meshcomm.simulator.scheduler import Actor
+from meshcomm.simulator.start_order import Start, StartOrder
+from meshcomm.simulator.torch_private import reduction_of
+from meshcomm.simulator.transport import SimulatedGroup, SimulatedWork, Told, here
+from meshcomm.transport import ProcessGroupTransport, Work
+from meshcomm.transport.base import P2P, Transport
+from meshcomm.transport.support import backend_on, check_reduce
+from meshcomm.transport.torch_private import Work as TorchWork
+from meshcomm.watching.facts import OWN
+
+_CPU: Final = torch.device("cpu")
+# A tensor, or a list of tensors that a call treats as one.
+_Data: TypeAlias = "Tensor | list[Tensor] | None"
+
+
+class StartedWork(TorchWork):  # type: ignore[misc]
+    """The Work of a call that torch has made. tensors: its results. kept: contains the Works that were not waited for."""
+
+    def __init__(self, works: Sequence[SimulatedWork], tensors: list[Tensor], kept: set[StartedWork]) -> None:
+        super().__init__()
+        self.works, self._tensors, self._kept = works, tensors, kept
+        # torch may keep only the C++ part of a Work, which cannot wait.
+        kept.add(self)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        for work in self.works:
+            work.wait()
+        self._kept.discard(self)
+        return True
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    block_current_stream = synchronize
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self.works)
+
+    is_success = is_completed
+
+    def exception(self) -> None:
+        return None
+
+    def result(self) -> list[Tensor]:
+        return self._tensors
+
+    def get_future(self) -> Future[Any]:
+        """Return a completed future. C++ blocks its thread in a future's wait, so no other rank could run in the meantime."""
+        self.wait()
+        future: Future[Any] = Future()
+        future.set_result(self._tensors)
+        return future
+
+    def _source_rank(self) -> int:
+        return self.works[0].source
+
+
+@final
+class SimulatedProcessGroup(PythonGroup):
+    """One rank's part of a group. Every call is compared with the other ranks' calls.
+
+    start_order: the order of starts on all NCCL groups. timeout: not used, but reported.
+    """
+
+    def __init__(
+        self, actor: Actor, group: SimulatedGroup, start_order: StartOrder, timeout: timedelta
+    ) -> None:
+        self.members = group
+        self.coord = group.ranks.index(actor.rank)
+        # DDP would ask a group named after a backend of torch for that backend's C++ object.
+        super().__init__(self.coord, len(group.ranks), timeout, "simulated")
+        self._actor = group.actors[self.coord] = actor
+        self._start_order = start_order
+        # The number of messages started so far, by sender and receiver.
+        self._sent: Counter[tuple[int, int]] = Counter()
+        # The messages since `_start_coalescing`.
+        self._together: list[P2P] | None = None
+        self._kept: set[StartedWork] = set()
+        # What the mesh says about the next call.
+        self.announced: Told | None = None
+        self.serve("gloo")
+
+    def serve(self, backend: str) -> None:
+        """Act as a group of `backend`: refuse the operations that it lacks, and check the order of calls as it needs it."""
+        self.backend = backend_on(backend, _CPU)
+        self.ordered = "nccl" in self.backend
+        # torch's batch_isend_irecv then starts all messages as one call.
+        self.supports_coalescing = self.ordered
+
+    def _set_group_desc(self, described: str) -> None:
+        super()._set_group_desc(described)
+        self.members.label = label_of(described, self.members.ranks)
+
+    def shutdown(self) -> None:
+        self._kept.clear()
+
+    abort = shutdown
+
+    # -- collectives ------------------------------------------------------------------------------------
+
+    def start(self, call: Call) -> SimulatedWork:
+        """Start a collective on contiguous tensors."""
+        group, actor, row = self.members, self._actor, call.row
+        group.scheduler.operates(actor)
+        told, self.announced = self.announced, None
+        self.number += 1
+        if self.ordered:
+            name = row.name if told is None else told[1]
+            what = f"{name}, call {self.number} on {group.label} at {here().line}"
+            start, one = Start(actor.rank, actor.name, what), [(id(group), self.number)]
+            for order in (self._start_order, group.order):
+                if (error := order.start(one, len(group.ranks), start)) is not None:
+                    group.scheduler.fail(error)
+        return group.start(self.coord, call, told)
+
+    def barrier(self, opts: Any = None) -> StartedWork:
+        blocking = opts is not None and not opts.asyncOp
+        call = Call(BARRIER, blocking=blocking)
+        return self.hooked("BARRIER", [], [], -1, blocking, lambda: self._started([self.start(call)], []))
+
+    def monitored_barrier(self, timeout: timedelta, wait_all_ranks: bool = False) -> None:
+        self.start(Call(BARRIER)).wait()
+
+    def collective(self, name: str, method: Method, arguments: tuple[Any, ...], options: Any) -> StartedWork:
+        row = method.row
+        blocking = options is not None and not options.asyncOp
+        root = getattr(options, "rootRank", -1)
+        op, factor = reduction_of(options) if row.reduces else (None, None)
+        padded: tuple[Any, ...] = *arguments, None, None
+        first, second, *splits = padded
+        if row.in_place:
+            pairs: list[tuple[_Data, _Data]] = [(x, None) for x in first]
+        elif isinstance(first, Tensor) or row is ALL_TO_ALL:
+            pairs = [(second, first)]
+        else:
+            # Ranks without input, or without a result, pass an empty list.
+            pairs = list(zip_longest(second, first))
+        inputs = [x for pair in pairs for x in _tensors(pair[0])]
+        outputs = [x for pair in pairs for x in _tensors(pair[1])]
+
+        def start() -> StartedWork:
+            works = [self._one(row, x, out, splits, op, factor, root, blocking) for x, out in pairs]
+            return self._started(works, outputs or inputs)
+
+        return self.hooked(method.hook, inputs, outputs, root, blocking, start)
+
+    def _one(
+        self,
+        row: Collective,
+        given: _Data,
+        result: _Data,
+        splits: Sequence[Any],
+        op: str | None,
+        factor: Any,
+        root: int,
+        blocking: bool,
+    ) -> SimulatedWork:
+        """Start one collective. given, result: its input and its output; an in-place collective writes to `given`."""
+        x = _flat(given)
+        out: Any = result if _is_flat(result) else _room(result)
+        lengths: Any = ()
+        if row is ALL_TO_ALL:
+            lengths = self._lengths(given, result, splits)
+        elif x is not None and out is not None:
+            whole, part = (out, x) if row.joins else (x, out)
+            if whole.numel() != part.numel() * self.size():
+                raise ValueError(
+                    f"{row.name}: {whole.numel()} elements are not {self.size()} times {part.numel()} elements"
+                )
+        if op is not None and x is not None:
+            check_reduce(self.backend, op, x.dtype, lambda: f"{row.name} on {self.members.label}")
+            if factor is not None:
+                x, op = x * factor, "sum"
+        call = Call(row, x, out, op, root, lengths, blocking)
+        work = self.start(call)
+        target, source = (given, x) if row.in_place else (result, out)
+        if target is not None and source is not target and (row.root != "dst" or root == self.coord):
+            work.then(lambda: _unpack(source, _tensors(target)))
+        return work
+
+    def _lengths(self, given: Any, result: Any, splits: Sequence[Any]) -> tuple[list[int], list[int]]:
+        """Return the numbers of elements that each rank sends to this one, and that this rank sends to each."""
+        if isinstance(given, list):
+            return [x.numel() for x in result], [x.numel() for x in given]
+        lengths = []
+        for x, rows in zip((result, given), splits, strict=False):
+            if not rows and x.size(0) % self.size():
+                raise ValueError("Tensor's dim 0 does not divide equally across group size")
+            row = x[0].numel() if x.size(0) else 0
+            lengths.append([n * row for n in rows or [x.size(0) // self.size()] * self.size()])
+        return lengths[0], lengths[1]
+
+    # -- messages ---------------------------------------------------------------------------------------
+
+    def start_messages(self, batch: Sequence[P2P], single: bool) -> list[SimulatedWork]:
+        """Start messages as one operation. single: see Transport.start_p2p."""
+        site, scheduler, group = here(), self.members.scheduler, self.members
+        if self.ordered:
+            calls = []
+            for direction, _, peer, _ in batch:
+                assert peer is not None
+                ends = (self.coord, peer) if direction == "send" else (peer, self.coord)
+                self._sent[ends] += 1
+                calls.append((*ends, self._sent[ends]))
+            start = Start(self._actor.rank, self._actor.name, f"{site.call} on {group.label} at {site.line}")
+            if (error := group.order.start(calls, 2, start)) is not None:
+                scheduler.fail(error)
+        works = []
+        for message in batch:
+            scheduler.operates(self._actor)
+            scheduler.maybe_pause(self._actor)
+            works.append(group.start_message(self.coord, message, site, single and self.ordered))
+        return works
+
+    def send(self, tensors: list[Tensor], peer: int, tag: int) -> StartedWork | None:
+        return self._message(P2P("send", _alone(tensors), peer, tag))
+
+    def recv(self, tensors: list[Tensor], peer: int, tag: int) -> StartedWork | None:
+        return self._message(P2P("recv", _alone(tensors), peer, tag))
+
+    def recv_anysource(self, tensors: list[Tensor], tag: int) -> StartedWork | None:
+        return self._message(P2P("recv", _alone(tensors), None, tag))
+
+    def _message(self, message: P2P) -> StartedWork | None:
+        if self._together is not None:
+            self._together.append(message)
+            return None
+        sends, x, peer, _ = message
+        tensors = ([x], []) if sends == "send" else ([], [x])
+        return self.hooked(
+            sends.upper(),
+            *tensors,
+            -1 if peer is None else peer,
+            False,
+            lambda: self._started(self.start_messages([message], True), [x]),
+        )
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self._together = []
+
+    def _end_coalescing(self, device: torch.device) -> StartedWork:
+        batch, self._together = self._together or [], None
+        return self._started(self.start_messages(batch, False), [message.x for message in batch])
+
+    def _started(self, works: Sequence[SimulatedWork], tensors: list[Tensor]) -> StartedWork:
+        for work in works:
+            work.belongs_to_torch()
+        return StartedWork(works, tensors, self._kept)
+
+
+def label_of(described: str, ranks: Sequence[int]) -> str:
+    """Return how errors name a group that torch describes as `described`."""
+    if described == "default_pg":
+        return "default group"
+    if described in ("", "undefined"):
+        return f"group of ranks {fold(ranks)}"
+    return f"{described.removeprefix('mesh_')} of ranks {fold(ranks)}"
+
+
+def _alone(tensors: list[Tensor]) -> Tensor:
+    (x,) = tensors
+    if not x.is_contiguous():
+        raise ValueError("Tensors must be contiguous")
+    return x.view(-1)
+
+
+def _tensors(data: _Data) -> list[Tensor]:
+    if data is None:
+        return []
+    return [data] if isinstance(data, Tensor) else list(data)
+
+
+def _is_flat(data: Any) -> bool:
+    return data is None or (isinstance(data, Tensor) and data.is_contiguous())
+
+
+def _flat(data: _Data) -> Tensor | None:
+    """Return the values of `data` as one contiguous tensor: `data` itself if it is one."""
+    if data is None or isinstance(data, Tensor):
+        return None if data is None else data.contiguous()
+    return torch.cat([x.reshape(-1) for x in data])
+
+
+def _room(data: Any) -> Tensor:
+    tensors = _tensors(data)
+    return tensors[0].new_empty(sum(x.numel() for x in tensors))
+
+
+def _unpack(source: Any, targets: Sequence[Tensor]) -> None:
+    parts = source.view(-1).split([x.numel() for x in targets])
+    for target, part in zip(targets, parts, strict=True):
+        target.copy_(part.view(target.shape))
+
+
+@final
+class SimulatorTransport(ProcessGroupTransport):
+    """The calls of a mesh on a simulated group."""
+
+    tells_unwaited = True
+    timeout_s = 0.0
+    wait_within = Transport.wait_within
+    group: SimulatedProcessGroup
+
+    def announce_call(self, name: str, call: str, facts: dict[str, Any]) -> bool:
+        if call == ALL_TO_ALL.name:
+            # The sizes themselves are compared.
+            facts = {fact: value for fact, value in facts.items() if fact not in OWN and fact != "elements"}
+        self.group.announced = name, call, facts
+        return True
+
+    def start(self, call: Call) -> SimulatedWork:
+        return self.group.start(call)
+
+    def prepare(self, row: Collective, op: str | None, root: int, blocking: bool) -> None:  # type: ignore[override]
+        return None
+
+    def start_p2p(self, batch: Sequence[P2P], single: bool = False) -> Sequence[SimulatedWork]:
+        if self.group.announced is not None:
+            # A collective that runs over messages: no other call of its ranks would be compared with it.
+            self.start(Call(BARRIER)).wait()
+        return self.group.start_messages(batch, single)
+
+    def source_of(self, work: Work) -> int:
+        assert isinstance(work, SimulatedWork)
+        return work.source
+
+    def abort(self) -> None:
+        return

@@ -1,0 +1,130 @@
+"""Private torch APIs that let each thread of this process be a rank of torch.distributed. Tested on torch 2.15."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, Final, TypeAlias
+from unittest.mock import patch
+
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+
+from meshcomm.transport.torch_private import bindings, forget_device_meshes, register_group
+
+_World: Any = c10d._World
+# The registries that torch's world reads from global variables. Those of a rank are its own.
+_REGISTRIES: Final = (
+    "pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "tags_to_pg", "pg_to_tag",
+)  # fmt: skip
+
+# Creates a rank's part of a group, given the group's name, its global ranks and its timeout.
+Create: TypeAlias = Callable[[str, tuple[int, ...], timedelta], Any]
+
+
+class _RankWorld(_World):  # type: ignore[misc]
+    """torch's record of the process groups of one rank."""
+
+    group_count = 0
+    pg_map = pg_names = pg_group_ranks = pg_backend_config = tags_to_pg = pg_to_tag = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in _REGISTRIES:
+            setattr(self, name, {})
+
+
+class _Worlds(threading.local):
+    """Stands for torch's world in every thread: a thread of a rank sees the rank's world, any other one the usual world."""
+
+    def __init__(self, usual: Any, is_rank: Callable[[], bool]) -> None:
+        self.__dict__["world"] = _RankWorld() if is_rank() else usual
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["world"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.__dict__["world"], name, value)
+
+
+@contextmanager
+def ranks_in_threads(
+    is_rank: Callable[[], bool], create: Create, meet: Callable[[], tuple[dist.Store, int, int]]
+) -> Iterator[None]:
+    """While this context is active, each thread of a rank creates process groups of its own, whatever backend it names.
+
+    is_rank: returns whether the calling thread is a rank. meet: returns the store, the rank and the world size of the
+    calling thread, as a rendezvous would.
+    """
+    helper: Any = c10d._new_process_group_helper
+    rendezvous = c10d.rendezvous
+
+    def group_of(
+        size: int,
+        rank: int | None,
+        ranks: Sequence[int],
+        backend: Any,
+        store: Any,
+        group_name: Any,
+        *args: Any,
+        **given: Any,
+    ) -> Any:
+        if not is_rank():
+            return helper(size, rank, ranks, backend, store, group_name, *args, **given)
+        if group_name in c10d._world.pg_names.values():
+            raise ValueError(f"The group name {group_name} exists already")
+        if rank is None:
+            return dist.GroupMember.NON_GROUP_MEMBER, None
+        made = create(str(group_name), tuple(ranks or range(size)), given["timeout"])
+        made.serve(str(backend))
+        described = given.get("group_desc")
+        made._set_group_desc("undefined" if described is None else described)
+        register_group(made, group_name, str(backend), store)
+        return made, store
+
+    def met(*args: Any, **given: Any) -> Any:
+        return iter([meet()]) if is_rank() else rendezvous(*args, **given)
+
+    inside = isinstance(c10d._world, _Worlds)
+    bindings._set_thread_isolation_mode(True)
+    try:
+        with (
+            patch.object(c10d, "_world", _Worlds(c10d._world, is_rank)),
+            patch.object(c10d, "_new_process_group_helper", group_of),
+            patch.object(c10d, "rendezvous", met),
+            # init_process_group replaces it on every rank.
+            patch.object(sys, "excepthook", sys.excepthook),
+        ):
+            yield
+    finally:
+        # A rank may run a simulation of its own.
+        bindings._set_thread_isolation_mode(inside)
+        # DTensor's caches identify a DeviceMesh by its thread, and a later thread may have the same number.
+        forget_device_meshes(())
+
+
+def start_default_group(rank: int, size: int, backend: str, store: dist.Store) -> Any:
+    """Return a new default group of the calling rank. init_process_group does the same in three times as long."""
+    create: Any = c10d._new_process_group_helper
+    group, _ = create(
+        size, rank, [], backend, store, c10d._process_group_name([], use_hashed_name=False),
+        timeout=c10d.default_pg_timeout, group_desc="default_pg",
+    )  # fmt: skip
+    c10d._update_default_pg(group)
+    c10d._world.pg_group_ranks[group] = {each: each for each in range(size)}
+    return group
+
+
+def leave_groups() -> None:
+    """Remove the calling thread's groups from torch's registries."""
+    bindings._unregister_all_process_groups()
+    c10d._world.__dict__["world"] = _RankWorld()
+
+
+def reduction_of(options: Any) -> tuple[str, Any]:
+    """Return the name of a call's reduction in lower case, and its factor or None."""
+    kind, factor = options.reduceOp.__getstate__()
+    return str(kind.name).lower(), factor

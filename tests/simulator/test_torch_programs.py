@@ -1,0 +1,194 @@
+"""Unchanged programs of torch on simulated ranks: equal to Gloo's processes to the bit, and bugs in them are proved."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+import meshcomm
+from meshcomm.errors import CallMismatchError, DeadlockError, MeshcommError, RankFailed, UnmatchedMessage
+from meshcomm.mesh import Mesh
+from meshcomm.simulator.run import simulate_script
+from meshcomm.testing import Pool
+from tests.simulator.torch_programs import PROGRAMS
+
+
+def on_gloo(name: str) -> Any:
+    dist.init_process_group("gloo")
+    try:
+        return PROGRAMS[name]()
+    finally:
+        dist.destroy_process_group()
+
+
+def simulated(mesh: Mesh, name: str) -> Any:
+    return PROGRAMS[name]()
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_an_unchanged_program_of_torch_is_as_on_processes(name: str, pool: Pool) -> None:
+    theirs = pool.run(on_gloo, name, ranks=4)
+    for seed in range(2):
+        ours = meshcomm.simulate(simulated, dims={"dp": 2, "tp": 2}, args=(name,), schedule_seed=seed)
+        assert ours == theirs
+    assert not dist.is_initialized()
+
+
+SCRIPT = """
+import sys
+import torch
+import torch.distributed as dist
+from tests.simulator.torch_programs import PROGRAMS
+
+dist.init_process_group("gloo")
+found = PROGRAMS["ddp"]()
+print(dist.get_rank(), found[0][-1])
+dist.destroy_process_group()
+assert not dist.is_initialized()
+"""
+
+
+def test_a_script_that_knows_nothing_of_meshcomm_runs(tmp_path: Path, capsys: Any) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    assert simulate_script(None, script, (), (), 4, 0) == 4
+    expected = meshcomm.simulate(simulated, dims={"dp": 2, "tp": 2}, args=("ddp",))
+    lines = sorted(capsys.readouterr().out.splitlines())
+    assert lines == [f"{rank} {losses[-1]}" for rank, (losses, _) in enumerate(expected)]
+
+
+# -- bugs in programs of torch ----------------------------------------------------------------------
+
+
+def _line(text: str) -> str:
+    """The place of the line of this file that contains `text`, as errors show it."""
+    lines = Path(__file__).read_text().splitlines()
+    return f"{__file__}:{next(n for n, line in enumerate(lines, 1) if line.endswith(text))}"
+
+
+def _error(kind: type[MeshcommError], program: Any, **config: Any) -> Any:
+    with pytest.raises(kind) as caught:
+        meshcomm.simulate(program, dims={"dp": 2, "tp": 2}, **config)
+    return caught.value
+
+
+def test_a_different_shape_on_one_rank_is_named() -> None:
+    def program(mesh: Mesh) -> None:
+        x = torch.ones(3 if mesh.rank == 2 else 4)
+        dist.all_reduce(x)  # the wrong shape
+
+    error = _error(CallMismatchError, program)
+    assert error.mismatched_ranks == (2,)
+    assert 'along "default group"' in str(error) and "rank 2: all_reduce(dtype float32, elements 3" in str(
+        error
+    )
+    assert _line("# the wrong shape") in str(error)
+
+
+def test_a_call_of_one_rank_inside_backward_is_named() -> None:
+    def program(mesh: Mesh) -> None:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        for layer in net:
+            fully_shard(layer, mesh=mesh["dp"])
+        if mesh.rank == 3:
+            dist.all_reduce(torch.ones(1), group=mesh.group("dp"))  # a call of its own
+        net(torch.ones(2, 4)).sum().backward()
+
+    error = _error(CallMismatchError, program)
+    assert set(error.mismatched_ranks) <= {1, 3}
+    assert 'along "dp"' in str(error) and _line("# a call of its own") in str(error)
+
+
+def test_two_groups_in_different_orders_are_a_circle() -> None:
+    def program(mesh: Mesh) -> None:
+        groups = mesh.group("dp"), mesh.group("tp")
+        for group in groups if mesh.rank in (0, 3) else groups[::-1]:
+            dist.all_reduce(torch.ones(1), group=group)  # crossed
+
+    error = _error(DeadlockError, program)
+    assert set(error.circle) == {0, 1, 2, 3}
+    assert "all_reduce, call 1 on dp[tp=0]" in str(error) and _line("# crossed") in str(error)
+
+
+def test_ranks_that_send_before_they_receive_are_a_circle() -> None:
+    def program(mesh: Mesh) -> None:
+        x, peer = torch.ones(2), mesh.rank ^ 1
+        dist.send(x, peer)  # everybody sends
+        dist.recv(x, peer)
+
+    error = _error(DeadlockError, program)
+    assert len(error.circle) == 2
+    assert "waits in send to rank" in str(error) and "on default group" in str(error)
+    assert _line("# everybody sends") in str(error)
+
+
+def test_a_message_that_nobody_receives_is_named() -> None:
+    def program(mesh: Mesh) -> None:
+        if mesh.rank == 0:
+            dist.isend(torch.ones(2), 1, tag=7)  # never received
+
+    error = _error(UnmatchedMessage, program)
+    assert error.waiting == (0,)
+    assert "send to rank 1, tag 7" in str(error) and _line("# never received") in str(error)
+
+
+def test_a_rank_that_leaves_before_the_last_step_of_ddp_is_named() -> None:
+    def program(mesh: Mesh) -> None:
+        torch.manual_seed(0)
+        net = nn.parallel.DistributedDataParallel(nn.Linear(4, 4))
+        for _ in range(2 if mesh.rank == 1 else 3):
+            net(torch.ones(2, 4)).sum().backward()  # one step less
+
+    error = _error(DeadlockError, program)
+    assert "rank 1" in error.what and _line("# one step less") in str(error)
+
+
+def test_an_average_is_refused_as_gloo_refuses_it_and_nccl_orders_calls() -> None:
+    def program(mesh: Mesh) -> None:
+        dist.all_reduce(torch.ones(2, dtype=torch.int64), dist.ReduceOp.AVG)
+
+    error = _error(RankFailed, program)
+    assert "avg of int64 is not possible on gloo" in str(error)
+
+
+def test_coalesced_messages_of_nccl_are_one_call() -> None:
+    def program(mesh: Mesh) -> list[float]:
+        x, y, peer = torch.tensor([float(mesh.rank)]), torch.empty(1), mesh.rank ^ 1
+        ends = [dist.P2POp(dist.isend, x, peer), dist.P2POp(dist.irecv, y, peer)]
+        for work in dist.batch_isend_irecv(ends[:: 1 if mesh.rank % 2 else -1]):
+            work.wait()
+        return y.tolist()
+
+    found = meshcomm.simulate(program, dims={"dp": 2, "tp": 2}, backend="nccl")
+    assert found == [[1.0], [0.0], [3.0], [2.0]]
+
+
+def test_splits_of_a_group_of_the_mesh_fit_or_are_told() -> None:
+    def program(mesh: Mesh, more: int) -> list[float]:
+        sends = [[1, 3], [2, 4]][mesh.rank]
+        comes = [[1, 2], [3 + more, 4]][mesh.rank]
+        y = torch.empty(sum(comes))
+        dist.all_to_all_single(y, torch.full((sum(sends),), float(mesh.rank)), comes, sends, mesh.group("ep"))
+        return y.tolist()
+
+    found = meshcomm.simulate(program, dims={"ep": 2}, args=(0,))
+    assert found == [[0.0, 1.0, 1.0], [0.0] * 3 + [1.0] * 4]
+    with pytest.raises(CallMismatchError, match=r"sends \(1, 3\), expects \(1, 2\)"):
+        meshcomm.simulate(program, dims={"ep": 2}, args=(1,))
+
+
+def test_calls_of_torch_on_the_groups_of_a_mesh_are_counted() -> None:
+    def program(mesh: Mesh) -> Any:
+        dist.all_reduce(torch.ones(4), group=mesh.group("tp"))
+        mesh.all_reduce("tp", torch.ones(4))
+        return [(row.dim, row.call, row.calls) for row in mesh.stats().rows]
+
+    found = meshcomm.simulate(program, dims={"dp": 2, "tp": 2})
+    assert found == [[("tp", "all_reduce (torch)", 1), ("tp", "all_reduce", 1)]] * 4

@@ -1,0 +1,172 @@
+"""Programs of plain torch, which run on real processes and on simulated ranks: they know nothing of the simulator."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+
+def _numbers(module: nn.Module) -> dict[str, list[float]]:
+    found = {}
+    for name, parameter in module.named_parameters():
+        value = parameter.detach()
+        value = value.full_tensor() if isinstance(value, DTensor) else value
+        found[name] = value.flatten().tolist()
+    return found
+
+
+def _batches(seed: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(8, 16, generator=generator, dtype=torch.float64) for _ in range(3)]
+
+
+def _trained(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> list[float]:
+    losses = []
+    for x in _batches(seed):
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def fsdp_and_tp() -> Any:
+    """FSDP2 on top of tensor parallelism, with AdamW and clipping."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16), nn.Linear(16, 4)).double()
+    parallelize_module(net, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    for layer in net:
+        if not isinstance(layer, nn.Tanh):
+            fully_shard(layer, mesh=mesh["dp"])
+    fully_shard(net, mesh=mesh["dp"])
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "FSDP2-wrapped module")  # torch, of every nn.Linear
+        losses = _trained(
+            net, torch.optim.AdamW(net.parameters(), lr=0.01, foreach=False), mesh.get_local_rank("dp")
+        )
+    return losses, _numbers(net)
+
+
+def ddp() -> Any:
+    """DDP with buckets of 1 KiB, so that there are several."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 4)).double()
+    copies = DistributedDataParallel(net, bucket_cap_mb=0.001)
+    return _trained(copies, torch.optim.SGD(net.parameters(), 0.1, momentum=0.9), dist.get_rank()), _numbers(
+        net
+    )
+
+
+def pipeline() -> Any:
+    """torch's pipelines: a stage on each rank, by two schedules."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    stages = [nn.Sequential(nn.Linear(16, 16), nn.Tanh()).double() for _ in range(size)]
+    stage, found = stages[rank], []
+    optimizer = torch.optim.AdamW(stage.parameters(), lr=0.01)
+    for kind in (ScheduleGPipe, Schedule1F1B):
+        part = PipelineStage(stage, rank, size, torch.device("cpu"))
+        schedule = kind(part, 4, loss_fn=lambda y, target: (y - target).square().mean())
+        for x in _batches(0):
+            losses: list[Tensor] = []
+            given = (x,) if rank == 0 else ()
+            last: dict[str, Any] = {"target": x.flip(1), "losses": losses} if rank == size - 1 else {}
+            schedule.step(*given, **last)
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append([loss.item() for loss in losses])
+    return found, _numbers(stage)
+
+
+def every_call() -> Any:
+    """Every call of torch.distributed, also on a group of some ranks, along a new one, and asynchronously."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    x = torch.arange(8.0) + 10 * rank
+    found: dict[str, Any] = {}
+
+    def keep(name: str, *tensors: Tensor) -> None:
+        found[name] = [tensor.tolist() for tensor in tensors]
+
+    for op in ("SUM", "MAX", "PRODUCT"):
+        y = x.clone()
+        dist.all_reduce(y, getattr(dist.ReduceOp, op))
+        keep(op, y)
+    y = x.view(2, 4).t().clone().t()
+    dist.all_reduce(y)
+    keep("not contiguous", y)
+    y = x.clone()
+    dist.broadcast(y, 1)
+    keep("broadcast", y)
+    y = x.clone()
+    dist.reduce(y, 2)
+    keep("reduce", y if rank == 2 else x)
+    parts = [torch.empty(8) for _ in range(size)]
+    dist.all_gather(parts, x)
+    keep("all_gather", *parts)
+    y = torch.empty(8 * size)
+    dist.all_gather_into_tensor(y, x)
+    keep("all_gather_into_tensor", y)
+    y = torch.empty(8 // size)
+    dist.reduce_scatter_tensor(y, x.clone())
+    keep("reduce_scatter_tensor", y)
+    y = torch.empty(2)
+    dist.reduce_scatter(y, [x[2 * each : 2 * each + 2].clone() for each in range(size)])
+    keep("reduce_scatter", y)
+    parts = [torch.empty(8) for _ in range(size)] if rank == 1 else []
+    dist.gather(x, parts or None, dst=1)
+    keep("gather", *parts)
+    y = torch.empty(2)
+    dist.scatter(y, [torch.full((2,), float(each)) for each in range(size)] if rank == 1 else None, src=1)
+    keep("scatter", y)
+    y = torch.empty(8)
+    dist.all_to_all_single(y, x)
+    keep("all_to_all_single", y)
+    sends = [(rank + each) % size + 1 for each in range(size)]
+    comes = [(each + rank) % size + 1 for each in range(size)]
+    y = torch.empty(sum(comes))
+    dist.all_to_all_single(y, torch.arange(float(sum(sends))) + 100 * rank, comes, sends)
+    keep("uneven all_to_all_single", y)
+    work = dist.all_reduce(y := x.clone(), async_op=True)
+    assert work is not None
+    work.wait()
+    keep("async", y)
+    objects: list[Any] = [None] * size
+    dist.all_gather_object(objects, {"rank": rank})
+    found["all_gather_object"] = objects
+    told = [f"from {rank}", rank]
+    dist.broadcast_object_list(told, src=3)
+    found["broadcast_object_list"] = told
+    half: list[Any] = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    y = x.clone()
+    dist.all_reduce(y, group=half[rank // 2])
+    keep("new_group", y)
+    ends = [
+        dist.P2POp(dist.isend, x, (rank + 1) % size),
+        dist.P2POp(dist.irecv, y := torch.empty(8), (rank - 1) % size),
+    ]
+    for each in dist.batch_isend_irecv(ends):
+        each.wait()
+    keep("batch_isend_irecv", y)
+    if rank == 0:
+        dist.send(x, 3, tag=5)
+    elif rank == 3:
+        found["source"] = dist.recv(y := torch.empty(8), tag=5)
+        keep("recv", y)
+    dist.barrier()
+    found["backend"] = dist.get_backend(), dist.get_process_group_ranks(half[rank // 2])
+    return found
+
+
+PROGRAMS = {each.__name__: each for each in (fsdp_and_tp, ddp, pipeline, every_call)}
