@@ -1,4 +1,4 @@
-"""What becomes of the training state when ranks are lost and replaced: copies, and what the ranks that remain do.
+"""The training state when ranks are lost and replaced: copies of it on other ranks, and its way to new ranks.
 
 A rank that has finished the exchange at the end of a step knows that every rank has summed its gradients. If any rank
 has reached this point, all ranks therefore apply the step. Otherwise no rank has applied it, and the step is repeated.
