@@ -164,10 +164,8 @@ class Communicator(Caller):
         # Only the source of a scatter knows its bytes.
         x = None if row is SCATTER else checked.source
         nbytes = 0 if x is None else row.moved(x.nbytes, self.size)
-        recorder.begin(self, counter_of(recorder.counters, self.name, name), nbytes, x, users_frame())
-        if recorder.span is not None:
-            recorder.span.op, recorder.span.root = request.op, request.root
-        with recorder:
+        counter = counter_of(recorder.counters, self.name, name)
+        with recorder.call(self, counter, nbytes, x, request.op, request.root):
             facts: dict[str, Any] = {}
             if recorder.check is not None:
                 facts = facts_of_call(checked, self.coord)

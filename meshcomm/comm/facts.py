@@ -7,7 +7,7 @@ from typing import Any
 
 from meshcomm.collectives import ALL_TO_ALL, SCATTER
 from meshcomm.comm.request import OWN_OPTIONS, Checked
-from meshcomm.comm.shapes import sent_as
+from meshcomm.comm.shapes import rest_of, sent_as
 from meshcomm.reductions import REDUCTIONS
 from meshcomm.watching.facts import exchanged, facts_of, shortened
 
@@ -43,8 +43,8 @@ def facts_of_call(checked: Checked, coord: int) -> dict[str, Any]:
     facts |= {name: value for name, value in options._asdict().items() if name not in OWN_OPTIONS}
     facts = shortened(facts | (options.packed or {}))
     if x is not None and checked.sends is not None and checked.expects is not None:
-        # Not by the number of elements: a rank without rows to send may still receive some.
-        count = prod([*x.shape[:axis], *x.shape[axis + 1 :]])
+        # A rank without rows to send may still receive some.
+        count = prod(rest_of(x, axis))
         facts |= exchanged(coord, [n * count for n in checked.sends], [n * count for n in checked.expects])
     if row.reduces and x is not None:
         facts["sent as"] = sent_as(x.dtype, REDUCTIONS[request.op].wire.name)

@@ -1,4 +1,4 @@
-"""A collective on its way: what its caller asks for, what is known after the checks, and what is sent."""
+"""The values of a collective, stage by stage: the request of its caller, the checked call, and the call for the transport."""
 
 from __future__ import annotations
 

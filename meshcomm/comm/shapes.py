@@ -111,6 +111,11 @@ def pack(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat([x if x.ndim == 1 else x.reshape(-1) for x in tensors])
 
 
+def rest_of(x: Tensor, axis: int) -> list[int]:
+    """Return the sizes of all axes but `axis`. Their product is the size of what one index holds, also if there is no index."""
+    return [*x.shape[:axis], *x.shape[axis + 1 :]]
+
+
 # -- the form in which a tensor is sent ------------------------------------------------------------
 
 

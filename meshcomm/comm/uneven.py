@@ -13,7 +13,7 @@ from meshcomm.comm.caller import Caller
 from meshcomm.comm.check_call import misfit
 from meshcomm.comm.checks import OWN_TAGS, check_answered
 from meshcomm.comm.request import Checked, Loaded
-from meshcomm.comm.shapes import join, materialised, wire
+from meshcomm.comm.shapes import join, materialised, rest_of, wire
 from meshcomm.errors import MeshcommError, ShapeError
 from meshcomm.transport import P2P
 
@@ -24,7 +24,7 @@ def load_uneven(comm: Caller, checked: Checked) -> Loaded:
     assert x is not None
     sizes = _exchanged(comm, checked, x) if checked.expects is None else checked.expects
     # The input with the uneven axis in front; `count` elements for each index of this axis.
-    sent, rest = materialised(x.movedim(axis, 0)).view(-1), [*x.shape[:axis], *x.shape[axis + 1 :]]
+    sent, rest = materialised(x.movedim(axis, 0)).view(-1), rest_of(x, axis)
     count = prod(rest)
     coming = [size * count if checked.gets else 0 for size in sizes]
     if sends is None and request.root < 0 and comm.size > 1:

@@ -169,8 +169,9 @@ class RecordExchange:
     def limited(self, call: Callable[[], T]) -> T:
         """Return the result of `call`, which uses this exchange. Raises TimeoutError if the store does not answer."""
         self._soon(partial(self._store.check, ["asked"]))
-        # `shared` waits for another rank's diagnosis, then for answers. A longer silence means that the store has stopped.
-        return within(3 * _LONGER * self._within_s, call)
+        # `shared` waits for another rank's diagnosis, then for answers, twice if ranks may hang. A longer silence means that the
+        # store has stopped.
+        return within(4 * _LONGER * self._within_s, call)
 
     def shared(self, call: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Return the result of `make` from the first rank that asks about this call.

@@ -589,7 +589,13 @@ class Watchdog(Watching):
         others = [rank for rank in range(self._world_size) if rank != self.own.rank]
         statuses = {**self._exchange.ask(others), self.own.rank: self.status()}
         silent = {rank: self._options.process_of(rank) for rank in others if rank not in statuses}
-        hung = find_hung(statuses, silent, self._exchange.ask)
+
+        def ask_later(ranks: list[int]) -> dict[int, Any]:
+            # Long enough for a rank to get from a failed call to its error.
+            time.sleep(look_interval_s(self._world_size))
+            return self._exchange.ask(ranks)
+
+        hung = find_hung(statuses, silent, ask_later)
         return {str(rank): what for rank, what in hung.items()}
 
     def _shared_diagnosis(self, failed: FailedCall) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from meshcomm.models.family_code import family_code, wide
 from meshcomm.models.outside import undisturbed
 from meshcomm.models.spec import ModelSpec, reduced
 from meshcomm.parallel.loss import IGNORED, logits_of
-from meshcomm.parallel.memory import seeded
+from meshcomm.parallel.memory import eval_mode, seeded
 
 OWN_LOSS: Final = (
     "loss=lambda outputs, labels: (outputs.loss * (labels != -100).sum(), (labels != -100).sum()), the sum of the model's own loss "
@@ -231,14 +231,11 @@ def _loss_in(outputs: Any) -> Tensor | None:
 @contextmanager
 def _evaluated(module: nn.Module) -> Iterator[None]:
     """In this context, the module is in eval mode. Afterwards, its modes and buffers are as before."""
-    were = {part: part.training for part in module.modules()}
     held = [(buffer, buffer.clone()) for buffer in module.buffers()]
-    module.eval()
     try:
-        yield
+        with eval_mode(module):
+            yield
     finally:
-        for part, was in were.items():
-            part.training = was
         with torch.no_grad():
             for buffer, value in held:
                 buffer.copy_(value)

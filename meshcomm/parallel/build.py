@@ -75,7 +75,7 @@ class LocalModel:
             tied.copy()
             self.copy = None if tied.is_owner else weight
             self._tied = tied if weight is None or weight.requires_grad else None
-        self._learns = [(name, each, each.requires_grad) for name, each in self.named]
+        self._learns = {name: each.requires_grad for name, each in self.named}
         self._unchanged = self.named if self._divided else []
         # Synchronized batch norms already have equal statistics on all ranks. A buffer that is not saved is a constant
         # table, for example of angles.
@@ -119,12 +119,15 @@ class LocalModel:
         )
 
     def start_step(self, number: int) -> None:
-        """Called before the first forward pass of a step. Raises TrainingError if parameters were frozen or unfrozen."""
-        moved = [(name, learns) for name, each, learns in self._learns if each.requires_grad != learns]
-        if moved:
+        """Called before the first forward pass of a step. Raises TrainingError if parameters were frozen, unfrozen or added."""
+        # The parameters of now: a program may have added some to the module.
+        named = self._named()
+        if moved := [name for name, each in named if each.requires_grad != self._learns.get(name, False)]:
+            how = "frozen" if self._learns.get(moved[0]) else "unfrozen"
+            how = how if moved[0] in self._learns else "added"
             raise TrainingError(
-                f"parameters were {'frozen' if moved[0][1] else 'unfrozen'} after the Trainer was made, and its optimizer would not follow",
-                given=f"requires_grad of {listed([name for name, _ in moved])}, on {self.mesh.label}",
+                f"parameters were {how} after the Trainer was made, and its optimizer would not follow",
+                given=f"requires_grad of {listed(moved)}, on {self.mesh.label}",
                 expected="the same parameters that learn in each step",
                 hint="trainer.save(folder), change train.frozen or requires_grad, and make a new Trainer of a new module, which loads the folder",
             )
@@ -133,7 +136,7 @@ class LocalModel:
         for module in self.modules if self.model.drops else ():
             module.step = number  # type: ignore[assignment]
         self._versions = [each._version for _, each in self._unchanged]
-        self.check_hooks((name, each) for name, each, _ in self._learns)
+        self.check_hooks(named)
 
     def finish_step(self) -> None:
         """Called after the last backward pass. Sums gradients and, as DDP does, broadcasts the first rank's buffers.

@@ -155,14 +155,13 @@ def _stepped(
     if parts is not None:
         setattr(module.weights, FUSED, {"0": parts})
     optimizer = build(module)
+    buffers = [torch.zeros_like(value) for value, *_ in values] if reused else []
     for step in range(1, 1 + _STEPS):
         # Noise that an optimizer draws must not depend on how parameters are split.
         torch.manual_seed(0)
-        for parameter, each in zip(module.weights, values, strict=True):
-            if reused and parameter.grad is not None:
-                parameter.grad.copy_(each[step])
-            else:
-                parameter.grad = each[step].detach().clone()
+        for number, (parameter, each) in enumerate(zip(module.weights, values, strict=True)):
+            # As training does, also if the optimizer has dropped the gradient or set another one.
+            parameter.grad = buffers[number].copy_(each[step]) if reused else each[step].detach().clone()
         optimizer.step()
     found = [each.detach() for each in module.weights]
     found = [each.full_tensor() if isinstance(each, DTensor) else each for each in found]

@@ -1,4 +1,4 @@
-"""The dims of an open mesh, by the part that each plays in training: what a model is split along, and what is summed along them."""
+"""The roles of a mesh's dims in training: a model is split along some, and gradients and losses are summed along some."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What becomes of the training state when ranks are lost and replaced: copies, and what the ranks that remain do.
+"""The training state when ranks are lost and replaced: copies of it on other ranks, and its way to new ranks.
 
 A rank that has finished the exchange at the end of a step knows that every rank has summed its gradients. If any rank
 has reached this point, all ranks therefore apply the step. Otherwise no rank has applied it, and the step is repeated.
@@ -64,13 +64,13 @@ class Held:
         """Load the state into the engine. Raises TrainingError if the engine has other tensors."""
 
         def fill(room: dict[str, Tensor | Kept]) -> None:
+            if different := sorted(room.keys() ^ self.tensors.keys()):
+                raise TrainingError(
+                    f"the state of a rank does not fit the new engine: {different[0]}",
+                    given=f"{len(self.tensors)} tensors in the state, {len(room)} in the engine",
+                    expected="the same model and optimizer as before the rank was lost",
+                )
             for name, into in room.items():
-                if name not in self.tensors:
-                    raise TrainingError(
-                        f"the state of a rank does not fit the new engine: {name}",
-                        given=f"{len(self.tensors)} tensors without {name}",
-                        expected="the same model and optimizer as before the rank was lost",
-                    )
                 memory_of(into).copy_(self.tensors[name])
 
         engine.put_back(self.kinds, fill, self.step)

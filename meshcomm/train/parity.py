@@ -25,7 +25,7 @@ from meshcomm.models.family_code import wide
 from meshcomm.models.spec_model import SpecModel
 from meshcomm.parallel.batch_norm import batch_norms
 from meshcomm.parallel.compose import Engine
-from meshcomm.parallel.memory import cast, seeded
+from meshcomm.parallel.memory import cast, eval_mode, seeded
 from meshcomm.parallel.results import Done
 from meshcomm.parallel.shard import Sharded
 from meshcomm.parallel.tensor import whole
@@ -283,15 +283,12 @@ def compare_forward(engine: Engine, inputs: Any, *, from_folder: bool) -> str:
 
 
 def _outputs(engine: Engine, x: Tensor) -> Any:
-    were = {part: part.training for part in engine.modules.modules()}
-    engine.modules.eval()
     try:
-        for module in engine.modules:
-            x = module(x)
+        with eval_mode(engine.modules):
+            for module in engine.modules:
+                x = module(x)
         return x
     finally:
-        for part, was in were.items():
-            part.training = was
         for gradients in engine.gradients:
             if isinstance(gradients, Sharded):
                 gradients.reshard()

@@ -181,7 +181,7 @@ def settings_of(config: Config, plan: Plan) -> dict[str, Any]:
 
 
 def _facts(ended: Sequence[Summary], reason: str | None) -> dict[str, Any] | None:
-    """Return what is known of a run's end; None if nothing is."""
+    """Return the known facts of a run's end; None if there are none."""
     facts: dict[str, Any] = {}
     for last in ended[-1:]:
         facts = {

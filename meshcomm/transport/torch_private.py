@@ -135,8 +135,8 @@ _SPLITS = ("input_split_sizes", "output_split_sizes")
 
 
 def arguments_of(frame: FrameType) -> dict[str, Any]:
-    """Return what group hooks do not report of the collective that this frame makes: `op`, `input_split_sizes` and
-    `output_split_sizes`, as far as it has them; {} for the frame of another function, such as one that C++ has called.
+    """Return the arguments of a frame's collective that group hooks do not report: `op`, `input_split_sizes` and
+    `output_split_sizes`, if it has them. The frame of another function, such as one that C++ has called, gives {}.
 
     frame: a function of distributed_c10d, or the call of a functional collective's operator.
     """

@@ -299,8 +299,8 @@ class CallCheck:
             raise mismatch(name, self._number, self._ranks, calls)
 
     def _meet(self, shared: Shared, name: str, call: str, facts: dict[str, Any]) -> None:
-        """Compare this rank's call with the call of the rank that came first, and what this rank sends to each coord and
-        expects from each in an all_to_all with all ranks that have come. Does not wait for any rank.
+        """Compare this rank's call with the call of the rank that came first. Compare the sizes of an all_to_all with those of
+        all ranks that have come. Does not wait for any rank.
         """
         told, parts = _told(call, facts, shared.rank), parts_of(facts, len(self._ranks))
         number, own = self._number, json.dumps(told)

@@ -199,7 +199,7 @@ def root_cause(
         lines += job.calls_beside(root)
     gone = sorted({*root.missing} & {*ended}) or (sorted(ended) if root.follows and not mismatched else [])
     last = at_end[0] if at_end else gone[0] if gone else None
-    # Once a rank has ended by an error of its own, what the others were handling explains nothing.
+    # If the first rank ended by its own error, the errors that other ranks were handling explain nothing.
     handling = {each.rank: each.handling for each in job.failures if root.follows or root.mismatched}
     if first is not None and first.is_circle:
         # The headline is about the circle.
@@ -298,7 +298,7 @@ class _Job:
         return self.waited(rank, self.by_rank[rank].summary)
 
     def whereabouts(self, rank: int) -> str:
-        """Return the name of a rank, and what it did if that is known."""
+        """Return the name of a rank, with its last known activity."""
         return f"{self._label(rank)} {self.places[rank].doing}" if rank in self.places else self._label(rank)
 
     def differing_calls(self) -> tuple[list[int], list[str]]:

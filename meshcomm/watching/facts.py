@@ -1,4 +1,4 @@
-"""The facts of a call that must be equal on all ranks of its group, for calls of the mesh and for calls made outside it."""
+"""The facts of a call that must be equal on all ranks of its group: those that all calls have, and those of calls outside the mesh."""
 
 from __future__ import annotations
 

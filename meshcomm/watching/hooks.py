@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, Final
 from weakref import ref
 
-from meshcomm.collectives import BARRIER, HOOKED
+from meshcomm.collectives import BARRIER, HOOKED, Collective
 from meshcomm.transport.base import Direction
 from meshcomm.transport.torch_private import HOOK_NAMES, GroupHooks, arguments_of, tag_of
 from meshcomm.watching.callsite import users_frame
@@ -37,7 +37,12 @@ def hooked(group: Any, recorder_of: Callable[[], FlightRecorder | None], name: s
         recorder = recorder_of()
         if recorder is not None and recorder.under_way is None and recorder.messages.waiting is None:
             issued = None
-            issued = _record(recorder, name, who, given)
+            kind = HOOK_NAMES[int(given.name)]
+            row = HOOKED.get(kind)
+            if row is None:
+                issued = _record_message(recorder, name, kind, given)
+            else:
+                issued = _record(recorder, name, who, row, kind, given)
 
     def after(given: Any) -> None:
         nonlocal issued
@@ -57,15 +62,12 @@ def hooked(group: Any, recorder_of: Callable[[], FlightRecorder | None], name: s
     return GroupHooks(group, before, after)
 
 
-def _record(recorder: FlightRecorder, name: str, who: str, given: Any) -> object:
-    """Record that a call outside the mesh is about to be issued on the group. Return what is issued; None if nothing is.
+def _record(recorder: FlightRecorder, name: str, who: str, row: Collective, kind: str, given: Any) -> object:
+    """Record that a collective outside the mesh is about to be issued on the group. Return what is issued; None if nothing is.
 
     Raises CallMismatchError if the ranks make different calls.
     """
-    kind = HOOK_NAMES[int(given.name)]
-    row, size = HOOKED.get(kind), len(recorder.ranks)
-    if row is None:
-        return _record_message(recorder, name, kind, given)
+    size = len(recorder.ranks)
     if recorder.check is not None:
         # Not of every call: a call that is no longer compared is only recorded.
         arguments = arguments_of(sys._getframe(2))
@@ -105,6 +107,6 @@ def _record_message(recorder: FlightRecorder, name: str, kind: str, given: Any) 
     peer = given.root if given.root >= 0 else None
     direction: Direction = "send" if kind == "SEND" else "recv"
     # NCCL has no tags, and cannot receive what another size was sent for.
-    tag = 0 if recorder.ordered else tag_of(sys._getframe(3))
+    tag = 0 if recorder.ordered else tag_of(sys._getframe(2))
     tensors = given.input_tensors or given.output_tensors
-    return recorder.messages.past(name, direction, peer, tag, tensors, users_frame(4))
+    return recorder.messages.past(name, direction, peer, tag, tensors, users_frame(3))

@@ -384,8 +384,11 @@ class FlightRecorder:
             "ranks": self.ranks,
             "started": self.started,
             "last": self.last(),
+            # All ranks ask each other for this: only what the verdict compares.
             "recent": [
-                row for n in numbers if n not in self.refused and (row := self.call_data(n)) is not None
+                {key: row[key] for key in ("number", "call", "callsite", "bytes")}
+                for n in numbers
+                if n not in self.refused and (row := self.call_data(n)) is not None
             ],
             "compared": compared,
             "messages": self.messages.status(self.ranks),

@@ -14,8 +14,8 @@ import torch
 
 import meshcomm
 from meshcomm.errors import TrainingError
-from meshcomm.mesh.all_ranks import on_all_ranks
 from meshcomm.testing import Pool
+from meshcomm.train.checkpoint.checkpoints import read
 from meshcomm.train.checkpoint.folder import METADATA
 from meshcomm.train.checkpoint.lock import Lock
 from meshcomm.train.checkpoint.reader import Saved
@@ -125,14 +125,9 @@ def test_metadata_without_checksums_are_refused(tmp_path: Path) -> None:
 
 def reads(path: Path) -> str:
     """What reading raises, on every rank."""
-
-    def read() -> None:
-        Lock.read(path)
-        Saved(path).fill({"model.a": torch.zeros(3, 4)})
-
     with meshcomm.init(dims={"dp": 2}, device="cpu") as mesh:
         try:
-            on_all_ranks(mesh, "read", read)
+            read(mesh, {"model.a": torch.zeros(3, 4)}, path)
         except TrainingError as error:
             return str(error)
     return ""

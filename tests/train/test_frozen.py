@@ -136,3 +136,26 @@ def test_a_parameter_that_is_unfrozen_between_steps_is_named(pool: Pool, tmp_pat
         assert "parameters were unfrozen after the Trainer was made" in said and "0.weight, 0.bias" in said
         assert "train.frozen" in said and "a new Trainer of a new module" in said
         assert loss > 0
+
+
+def grown(mesh: Any) -> str:
+    """What a step says after a layer was added to the module."""
+    config = load_config(
+        {
+            "mesh": {"dims": dict(mesh.layout.dims), "device": "cpu"},
+            "parallel": {"data": "dp"},
+            "train": {"steps": 3, "global_batch_size": 8, "micro_batch_size": 4, "check": False},
+        }
+    )
+    trainer = Trainer(mesh, config, module := halves(False))
+    x, y = torch.randn(4, 4), torch.tensor([0, 1, 1, 0])
+    trainer.step(x, y)
+    module.append(torch.nn.Linear(2, 2))
+    with pytest.raises(TrainingError) as refused:
+        trainer.step(x, y)
+    return str(refused.value)
+
+
+def test_a_parameter_that_is_added_between_steps_is_named() -> None:
+    for said in meshcomm.simulate(grown, dims={"dp": 2}):
+        assert "parameters were added after the Trainer was made" in said and "2.weight, 2.bias" in said

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 import struct
 import zlib
 from dataclasses import replace
@@ -12,11 +13,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 
 from meshcomm.config.write import write_whole
 from meshcomm.errors import TrainingError
-from meshcomm.train.checkpoint.parts import Kind, parts_of
+from meshcomm.train.checkpoint.parts import Kind, Part, parts_of
 from meshcomm.train.checkpoint.reader import Saved, unpickle
 from meshcomm.train.checkpoint.writer import write_metadata, write_part
 
@@ -175,3 +177,23 @@ def test_files_get_the_umask_unchanged(tmp_path: Path, monkeypatch: pytest.Monke
         os.umask(before)
     (path,) = tmp_path.iterdir()
     assert (path.name, path.read_text(), path.stat().st_mode & 0o777) == ("a.toml", "new", 0o640)
+
+
+@pytest.mark.parametrize(
+    ("first", "other", "said"),
+    [
+        (torch.zeros(4, dtype=torch.float8_e8m0fnu), None, "not allowed"),
+        (torch.zeros(2), torch.zeros(2, dtype=torch.bfloat16), "torch.float32 of shape (4,) on one rank"),
+    ],
+)
+def test_what_no_reader_accepts_is_not_written(
+    tmp_path: Path, first: Tensor, other: Tensor | None, said: str
+) -> None:
+    """A dtype that a reader does not know, and parts of one tensor that are of two kinds."""
+    values = [first] if other is None else [first, other]
+    for rank, value in enumerate(values):
+        part = Part("w", Kind(value.dtype, (4,)), ((2 * rank,), tuple(value.shape)), value)
+        write_part(tmp_path, rank, [(part, value)])
+    with pytest.raises((ValueError, pickle.UnpicklingError), match=re.escape(said)):
+        write_metadata(tmp_path, range(len(values)))
+    assert not (tmp_path / ".metadata").exists()

@@ -196,9 +196,21 @@ class Copies(Keeps):
         return grad.clone()
 
 
-def test_a_gradient_that_is_kept_without_a_copy_is_refused() -> None:
-    for found in meshcomm.simulate(trained, dims={"dp": 2}, args=(Keeps,)):
+class KeepsAndDrops(Keeps):
+    """Another step finds no gradient left, but the kept one is still the memory of the sum over ranks."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        self.zero_grad()
+
+
+@pytest.mark.parametrize("kind", [Keeps, KeepsAndDrops])
+def test_a_gradient_that_is_kept_without_a_copy_is_refused(kind: type[Keeps]) -> None:
+    for found in meshcomm.simulate(trained, dims={"dp": 2}, args=(kind,)):
         assert "keeps gradients from one step to the next" in found
+
+
+def test_a_gradient_that_is_kept_as_a_copy_is_right() -> None:
     expected = alone(Copies)
     for found in meshcomm.simulate(trained, dims={"dp": 2}, args=(Copies,)):
         assert found[0] == pytest.approx(expected, rel=1e-12)

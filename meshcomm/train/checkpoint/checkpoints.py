@@ -46,6 +46,20 @@ LOSSES: Final = "run.losses"
 _GRACE_S: Final = 5.0
 
 
+def read(mesh: Mesh, state: Mapping[str, Tensor | Kept], folder: Path) -> None:
+    """Fill the tensors of `state` in place from a folder that `write` or a run has saved on any mesh.
+
+    Called by: every rank. Each rank reads only the data that its parts need.
+    Raises:    TrainingError on every rank if one rank cannot read, or if a name, shape or dtype differs.
+    """
+
+    def fill() -> None:
+        Lock.read(folder)
+        Saved(folder).fill(state)
+
+    on_all_ranks(mesh, f"resume from {folder}", fill)
+
+
 def resume(
     mesh: Mesh, engine: Engine, folder: Path, *, run: bool = False
 ) -> tuple[list[float], Tensor | None]:

@@ -42,6 +42,7 @@ from meshcomm.parallel.tensor.parameters import Kept
 from meshcomm.train.checkpoint.folder import METADATA, go_on_without, sync, write
 from meshcomm.train.checkpoint.lease import LeaseLost
 from meshcomm.train.checkpoint.parts import Part, parts_of, untiled
+from meshcomm.train.checkpoint.reader import unpickle
 from meshcomm.train.torch_private import storage_info
 
 T = TypeVar("T")
@@ -168,7 +169,13 @@ def write_metadata(folder: Path, ranks: Iterable[int]) -> None:
         for name, dtype, shape, (at, sizes), (file, offset, length, crc32) in json.loads(path.read_bytes()):
             whole = TensorStorageMetadata(TensorProperties(getattr(torch, dtype)), torch.Size(shape), [])
             chunk = ChunkStorageMetadata(torch.Size(at), torch.Size(sizes))
-            tensors.setdefault(name, whole).chunks.append(chunk)
+            first = tensors.setdefault(name, whole)
+            if (first.properties.dtype, first.size) != (whole.properties.dtype, whole.size):
+                raise ValueError(
+                    f"{name} is {first.properties.dtype} of shape {tuple(first.size)} on one rank, and "
+                    f"{whole.properties.dtype} of shape {tuple(whole.size)} on another"
+                )
+            first.chunks.append(chunk)
             places[MetadataIndex(name, at)] = storage_info(file, offset, length, crc32)
             ends[file] = max(ends.get(file, 0), offset + length)
     for file, end in ends.items():
@@ -178,7 +185,10 @@ def write_metadata(folder: Path, ranks: Iterable[int]) -> None:
             [(tuple(each.offsets), tuple(each.sizes)) for each in tensor.chunks], tuple(tensor.size)
         ):
             raise ValueError(f"the ranks hold {why} of {name}")
-    write(folder / METADATA, pickle.dumps(Metadata(tensors, storage_data=places)))
+    text = pickle.dumps(Metadata(tensors, storage_data=places))
+    # What no reader accepts, such as a dtype that it does not know, must not replace earlier checkpoints.
+    unpickle(text)
+    write(folder / METADATA, text)
     for path in lists:
         path.unlink()
 
@@ -209,9 +219,9 @@ class Save:
     ) -> None:
         self._mesh, self._folder, self._complete = mesh, folder, complete
         self._what = f"save into {folder}"
-        self._parts, self._copies = (
-            parts,
-            self._together(lambda: [p.on_host(True) for p in parts]) if copy else None,
+        # With copies, this object keeps none of the state's memory: another engine may need the room.
+        self._parts = (
+            self._together(lambda: [p._replace(held=p.on_host(True)) for p in parts]) if copy else parts
         )
         self._left = [self._write, self._finish]
 
@@ -290,9 +300,10 @@ class Save:
         write_part(self._folder, self._mesh.rank, self._values())
 
     def _values(self) -> Iterator[tuple[Part, Tensor]]:
-        for part in self._parts:
+        while self._parts:
             # A copy is freed once it is written.
-            yield part, part.on_host() if self._copies is None else self._copies.pop(0)
+            part = self._parts.pop(0)
+            yield part, part.on_host()
 
     def _finish(self) -> None:
         if is_first(self._mesh):

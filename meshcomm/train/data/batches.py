@@ -107,7 +107,7 @@ class Order:
 class Source(AbstractContextManager["Source"]):
     """What a run reads its batches from. As a context manager, it ends the processes that read for it."""
 
-    # Whether a state of its own is saved and restored, which may already be that of a later step.
+    # Whether the source saves and restores a state, which may be ahead of the step.
     has_state = False
 
     @abstractmethod

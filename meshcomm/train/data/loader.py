@@ -44,6 +44,8 @@ class UserBatches(Source):
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
+        # An earlier run's iterable may have ended in another epoch on other ranks.
+        engine.epoch = 0
 
     def goes_on(self, engine: Engine, step: int) -> None:
         """Continue after `step` with another engine, as if later steps had not been requested."""
