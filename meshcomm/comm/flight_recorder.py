@@ -25,14 +25,8 @@ from meshcomm.comm.spans import Span, Spans
 from meshcomm.comm.torch_private import arguments_of, tag_of
 from meshcomm.errors import MeshcommError
 from meshcomm.transport.base import Direction, Transport, Work
-from meshcomm.transport.torch_private import (
-    HOOK_NAMES,
-    GroupHooks,
-    capturing,
-    end_wait_by,
-    profiling,
-    work_error,
-)
+from meshcomm.transport.torch_changes import end_wait_by
+from meshcomm.transport.torch_private import HOOK_NAMES, GroupHooks, capturing, profiling, work_error
 
 KEPT: Final = 256
 # How many recent collectives a rank reports to the others.

@@ -24,7 +24,8 @@ from meshcomm.comm.facts import balanced, facts_match, parts_of, shortened
 from meshcomm.errors import CallMismatchError
 from meshcomm.layout.sizes import rank_text, ranks_text
 from meshcomm.transport import Transport, Work
-from meshcomm.transport.torch_private import unprofiled, wait_until
+from meshcomm.transport.torch_changes import wait_until
+from meshcomm.transport.torch_private import unprofiled
 
 _BYTES: Final = 1024
 _SITE: Final = 200

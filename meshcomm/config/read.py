@@ -47,6 +47,8 @@ def load_config(
     Raises ConfigError, which lists every wrong type, choice and range or, if there is none, every problem that the
     rules find, with its key, the given value, the expected value, and valid settings.
     """
+    if isinstance(source, Config) and not overrides and kind in (None, type(source)):
+        return source  # checked when it was created, and frozen
     changes = _changes(overrides)
     if isinstance(source, Config):
         label, data = source.source, plain(source.model_dump(exclude_unset=True))

@@ -68,7 +68,8 @@ class Config(Section):
         """Yield the problems within each section, then the problems that involve several sections."""
         for name in type(self).model_fields:
             section = getattr(self, name)
-            if isinstance(section, Section):
+            # A section that is left out has its defaults.
+            if name in self.model_fields_set and isinstance(section, Section):
                 for problem in section.problems():
                     yield problem.under(name)
         yield from problems(Resolved.of(self), self.rules)

@@ -19,6 +19,7 @@ from meshcomm.comm.mismatch import CallCheck
 from meshcomm.mesh.runtime import Watching
 from meshcomm.transport import ProcessGroupTransport
 from meshcomm.transport.support import STREAM_ORDERED, backend_on
+from meshcomm.transport.torch_changes import on_new_groups
 from meshcomm.transport.torch_private import (
     GroupHooks,
     backend_of,
@@ -26,7 +27,6 @@ from meshcomm.transport.torch_private import (
     group_named,
     groups_by_name,
     has_hooks,
-    on_new_groups,
     ranks_of,
     timeout_of,
 )

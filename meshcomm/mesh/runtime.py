@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from meshcomm.mesh.source import Settings
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Runtime:
     """One rank's part of a mesh, after all ranks have agreed on the mesh and its groups exist.
 
@@ -44,6 +44,7 @@ class Runtime:
     aborts: drop the queued calls of the mesh's groups, including torch's default group.
     """
 
+    plan: Plan
     launch: Launch
     rank: int
     device: torch.device
@@ -55,12 +56,12 @@ class Runtime:
     validate_calls: int | None
     create: Callable[[Group, bool], Transport]
     resources: ExitStack
-    reopen: Callable[[], tuple[Plan, Runtime]] | None
+    reopen: Callable[[], Runtime] | None
     generation: Generation
-    generations: Generations | None = None
-    data_dims: tuple[str, ...] | None = None
-    is_fake: bool = False
-    aborts: Sequence[Callable[[], object]] = ()
+    generations: Generations | None
+    data_dims: tuple[str, ...] | None
+    is_fake: bool
+    aborts: Sequence[Callable[[], object]]
 
 
 class Watching(ABC):
@@ -160,7 +161,7 @@ PRETENDED: ContextVar[Pretended | None] = ContextVar("meshcomm_pretended", defau
 
 @final
 class Metrics:
-    """`mesh.metrics`: the state that `mesh.stats()`, `mesh.step()` and `mesh.trace()` read and write.
+    """`mesh.debug.metrics`: what `mesh.stats()`, `mesh.step()` and `mesh.debug.trace()` read and write.
 
     recorders: the groups' recorders, by the transport's id.
     steps: the number of completed steps.

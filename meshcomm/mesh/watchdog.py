@@ -53,13 +53,8 @@ from meshcomm.mesh.rank_record import RankRecord, RecordExchange, SharedCalls, e
 from meshcomm.mesh.runtime import Watching
 from meshcomm.mesh.store import prefixed, within
 from meshcomm.transport import Transport
-from meshcomm.transport.torch_private import (
-    await_at_exit,
-    capturing,
-    failed_barrier,
-    overdue_barrier,
-    unfinished_collectives,
-)
+from meshcomm.transport.torch_changes import failed_barrier, overdue_barrier
+from meshcomm.transport.torch_private import await_at_exit, capturing, unfinished_collectives
 
 # A backend that has not ended a call this many seconds after the group's timeout never will.
 GRACE_S: Final = 5.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import platform
 import time
+from contextlib import ExitStack
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Final, Literal, final
@@ -27,14 +28,8 @@ from meshcomm.mesh.signed import signed
 from meshcomm.mesh.store import prefixed
 from meshcomm.mesh.watchdog import Watchdog, WatchOptions
 from meshcomm.transport.support import STREAM_ORDERED
-from meshcomm.transport.torch_private import (
-    CAN_WATCH,
-    backend_of,
-    default_group,
-    default_store,
-    on_default_group,
-    timeout_of,
-)
+from meshcomm.transport.torch_changes import CAN_WATCH, changed, on_default_group
+from meshcomm.transport.torch_private import backend_of, default_group, default_store, timeout_of
 
 if TYPE_CHECKING:
     from meshcomm.mesh.stats import Stats
@@ -113,7 +108,9 @@ class Watch:
         self._began = time.perf_counter()
         gives_way()
         _LAST.append(self)
-        self._forget = on_default_group(self._begin, self._end)
+        self._forget = ExitStack()
+        self._forget.callback(changed())
+        self._forget.callback(on_default_group(self._begin, self._end))
         atexit.register(self.close)
         if dist.is_initialized():
             self._begin()
@@ -131,7 +128,7 @@ class Watch:
         if self in _LAST:
             _LAST.remove(self)
         atexit.unregister(self.close)
-        self._forget()
+        self._forget.close()
         self._end()
 
     def __enter__(self) -> Watch:

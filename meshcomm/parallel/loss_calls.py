@@ -47,7 +47,7 @@ class LossCalls:
 
     def _made(self) -> dict[str, int]:
         """Return the number of collectives in each group whose ranks have different samples, by its label."""
-        recorders = self._mesh.metrics.recorders.values()
+        recorders = self._mesh.debug.metrics.recorders.values()
         return {each.label: each.started for each in recorders if self._is_apart(each.label, each.ranks)}
 
     def _is_apart(self, label: str, ranks: Sequence[int]) -> bool:

@@ -97,7 +97,7 @@ class Accumulate:
                 left = min(size, max(0, samples - i * size))
                 weight, kept = left / size, slice(left or size)
                 x, target, here = sliced(x, kept), sliced(target, kept), sliced(here, kept)
-            spans = self._mesh.metrics.spans if backward and self._mesh is not None else None
+            spans = self._mesh.debug.metrics.spans if backward and self._mesh is not None else None
             differentiates = any(each.requires_grad for each in tensors_of(x))
             if differentiates:
                 x, target = with_leaves(x, target)
@@ -250,7 +250,9 @@ class _PipelineStage(PipelineStage):
             self.draws.microbatch(microbatch, START if self.stage_index == 0 else f"stage {self.stage_index}")
 
     def _span(self, kind: str, microbatch: int) -> AbstractContextManager[Any]:
-        return stretch(self.mesh.metrics.spans, PASSES, f"{kind} {microbatch} of stage {self.stage_index}")
+        return stretch(
+            self.mesh.debug.metrics.spans, PASSES, f"{kind} {microbatch} of stage {self.stage_index}"
+        )
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **more: Any) -> Any:
         self.seed(fwd_chunk_id)

@@ -41,6 +41,7 @@ from meshcomm.dryrun.torch_private import modes_left, schema_of
 from meshcomm.parallel.torch_private import FakeTensor
 from meshcomm.reductions import WIRE_OPS
 from meshcomm.transport.connections import Connections
+from meshcomm.transport.torch_changes import own_waits
 from meshcomm.transport.torch_private import (
     HOOK_NUMBERS,
     DispatchMode,
@@ -51,7 +52,6 @@ from meshcomm.transport.torch_private import (
     has_backend,
     keep_for_good,
     leaves_of,
-    own_waits,
 )
 
 NAME: Final = "emulated_nccl"

@@ -167,7 +167,7 @@ def checked(mesh: Mesh, config: Config, model: Model, optimizer: MakeOptimizer |
     def look(batch: Batch) -> None:
         def compare() -> None:
             if check is not None:
-                with mesh._without_calls():
+                with mesh.debug.without_calls():
                     check.before_first_step(batch.inputs, batch.targets)
 
         on_all_ranks(mesh, "check the first step", compare)
@@ -203,7 +203,7 @@ def _check_spec(check: StepCheck | None, engine: Engine, batch: Named, read: Rea
 
     def compare() -> None:
         if check is not None:
-            with engine.mesh._without_calls():
+            with engine.mesh.debug.without_calls():
                 check.before_first_dictionary(batch, read)
 
     on_all_ranks(engine.mesh, "check the first batch", compare)

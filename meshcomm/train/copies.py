@@ -148,7 +148,7 @@ class Copies:
             return
         own = Held.of(engine, None if facts is None else facts(), torch.device("cpu"))
         held = [own, _exchanged(engine.mesh, dim, own)]
-        if engine.mesh.is_async and (lost := engine.mesh.lost()) is not None:
+        if engine.mesh.is_async and (lost := engine.mesh.elastic.lost()) is not None:
             # The data received may be invalid.
             raise lost
         self._of.pop(step, None)

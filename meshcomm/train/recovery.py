@@ -161,7 +161,7 @@ def nobody_holds(mesh: Mesh) -> TrainingError:
     """Return the error for parts of the model that no rank holds any more."""
     return TrainingError(
         "no rank holds the parts of the model that a lost rank had",
-        given=f"a mesh of {dict(mesh.dims)}, ranks {sorted(mesh.generation.replaced)} lost",
+        given=f"a mesh of {dict(mesh.dims)}, ranks {sorted(mesh.elastic.generation.replaced)} lost",
         expected="a dim along which ranks hold the same parts, such as data",
         hint="call Trainer.load with a checkpoint on every rank; Trainer.run does so automatically",
     )

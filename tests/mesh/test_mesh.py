@@ -38,7 +38,7 @@ def test_the_plan_is_what_real_processes_create(mesh: Mesh) -> None:
     mine = mesh.plan.for_rank(mesh.rank)
     identities = {}
     for group in mine.groups:
-        transport = mesh._transports[group.name]
+        transport = mesh._state.transports[group.name]
         assert isinstance(transport, ProcessGroupTransport)
         handle = transport.group
         assert dist.get_process_group_ranks(handle) == list(group.ranks)
@@ -330,7 +330,7 @@ def test_a_call_in_a_forked_process_names_the_one_that_the_mesh_belongs_to(mesh:
             lambda: mesh.all_reduce("dp", torch.ones(1)),
             lambda: mesh.all_reduce("tp", torch.ones(1)),
             lambda: mesh.functional.all_gather("dp", torch.ones(1), grad="slice"),
-            lambda: mesh.barrier("dp", timeout_s=1),
+            lambda: mesh.debug.monitored_barrier("dp", timeout_s=1),
             lambda: mesh.group("dp"),
             mesh.step,
             lambda: mesh.store.set("key", "value"),

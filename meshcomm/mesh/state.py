@@ -1,0 +1,380 @@
+"""What a mesh consists of from its opening to its close. A mesh that is reopened has a new State."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
+from gc import collect
+from typing import TYPE_CHECKING, Final, final
+from weakref import WeakSet
+
+from meshcomm.comm import Communicator, CommunicatorCache
+from meshcomm.comm.checks import seconds_of
+from meshcomm.comm.mismatch import CallCheck
+from meshcomm.errors import (
+    CommunicationError,
+    LayoutError,
+    MeshClosed,
+    MeshcommError,
+    MeshMismatchError,
+    NotMember,
+    RankLost,
+    StoreError,
+    UnknownDim,
+)
+from meshcomm.layout import Dims, GroupOptions, Layout, Plan
+from meshcomm.layout.sizes import fold
+from meshcomm.mesh.agree import agree
+from meshcomm.mesh.devices import check_backends
+from meshcomm.mesh.outside import OutsideGroups
+from meshcomm.mesh.rank_failure import caused_by
+from meshcomm.mesh.runtime import WORLD, Metrics, Runtime
+from meshcomm.mesh.signed import unsigned
+from meshcomm.mesh.store import MeshStore, prefixed, within
+from meshcomm.mesh.torch_mesh import TorchMesh
+from meshcomm.transport import ProcessGroupTransport, SoloTransport, Transport
+from meshcomm.transport.connections import abort_all
+from meshcomm.transport.torch_changes import held_calls
+from meshcomm.transport.torch_private import default_group, group_named, keep_for_good
+
+if TYPE_CHECKING:
+    from meshcomm.pattern.apply import Rearranger
+
+# Time limit in seconds for NCCL groups to abort their calls when a program leaves a mesh with an error.
+_ABORTS_S: Final = 10.0
+
+# Time limit in seconds for NCCL groups to close if CUDA graphs have captured their calls.
+_GRAPHS_S: Final = 10.0
+
+
+@final
+class State:
+    """One rank's part of a mesh, from its opening to its close.
+
+    at: the mesh's communicators by dims, which outlive a reopening. They are filled here, and emptied at the close.
+
+    Attributes:
+        runtime: how to create groups and to release everything; until the close.
+        store: the job's store, under the mesh's prefix, for users.
+        is_fake: whether this is torch's fake backend: no other ranks exist, and results have a shape but no values.
+        parent: the process that opened the mesh, in a process that was forked from it; otherwise None.
+        warm_up_s: the result of the last `warm_up` call; empty before the first call.
+        barriers, breakpoints: the number of store barriers per group, and of `breakpoint` calls per line.
+        rearranger: made at the first `rearrange` call after the opening, or after dims were added.
+    """
+
+    def __init__(self, runtime: Runtime, at: CommunicatorCache) -> None:
+        self.runtime = runtime
+        self.plan: Plan = runtime.plan
+        self.layout: Layout = runtime.plan.layout
+        self.rank, self.device, self.is_fake = runtime.rank, runtime.device, runtime.is_fake
+        self.launch, self.topology, self.data_dims = runtime.launch, runtime.topology, runtime.data_dims
+        self.generation, self.recovers = runtime.generation, runtime.generations is not None
+        self.transports, self.watch = runtime.transports, runtime.watch
+        self.is_member = self.rank in self.layout
+        self.label = self.plan.for_rank(self.rank).label if self.is_member else self.layout.label(self.rank)
+        self.closed = False
+        self.parent: int | None = None
+        self._process = os.getpid()
+        _ALL.add(self)
+        user = unsigned(prefixed("mesh/user", runtime.store))
+        self.store = MeshStore(user, self.label, self.plan.defaults.timeout_s, self.is_fake, self.lost)
+        self.warm_up_s: Mapping[str, float] = {}
+        self.metrics = Metrics()
+        self.torch = TorchMesh(self.layout, self.rank, self.device, self.transports, runtime.prefix)
+        self.barriers: Counter[str] = Counter()
+        self.breakpoints: Counter[tuple[str, int]] = Counter()
+        self.rearranger: Rearranger | None = None
+        self._at = at
+        self._outside: OutsideGroups | None = None
+        if self.is_member:
+            self._connect()
+            if self.watch is not None and self.watch.timed and not self.is_fake:
+                ranks, limit = self.layout.ranks.tolist(), runtime.validate_calls
+                self._outside = OutsideGroups(self.watch, ranks, self.device, self.label, limit)
+
+    # -- communicators ----------------------------------------------------------------------------
+
+    def _connect(self) -> None:
+        """Create a communicator for every name in the plan."""
+        for family in self.plan.families:
+            self._at[family.name] = self._communicator(family.name, self.transports[family.name])
+
+    def _communicator(self, name: str, transport: Transport) -> Communicator:
+        if transport.size == 1 or self.watch is None:
+            return Communicator(name, transport, self.label)
+        recorders, key = self.metrics.recorders, id(transport)
+        if key not in recorders:
+            group = next(g for g in self.plan.for_rank(self.rank).groups if g.name == name)
+            ranks = list(group.ranks)
+            recorder = recorders[key] = self.watch.record(group.label, ranks, transport)
+            limit, label = self.runtime.validate_calls, group.label
+            recorder.compares(CallCheck(lambda: transport, ranks, limit, label, label, self.watch.shared))
+            recorder.plan = f", plan {self.plan.fingerprint}"
+            recorder.trace(self.metrics.spans)
+            if isinstance(transport, ProcessGroupTransport):
+                recorder.watch(transport.group, name, self.label)
+        return Communicator(name, transport, self.label, recorders[key])
+
+    def explain(self, dims: Dims) -> Communicator:
+        """Return the communicator of dims that no communicator was created for. See CommunicatorCache."""
+        self.usable()
+        if not isinstance(dims, str) and self.layout.size(dims) == 1:
+            alone = SoloTransport(self.device, self.plan.defaults.backend)
+            return self._communicator(", ".join(dims), alone)
+        name = self.family_of(dims)
+        return self._communicator(name, self.transports[name])
+
+    def family_of(self, dims: Dims) -> str:
+        """Return the name under which the groups along `dims` are declared. Raises UnknownDim if they are not declared."""
+        family = self.plan.covering(dims)
+        if family is not None:
+            return family.name
+        listed = ", ".join(f'"{name}"' for name in dims)
+        joined = "_".join(dims)
+        raise UnknownDim(
+            f"no group was declared over ({listed})",
+            given=f"({listed}) on {self.label}",
+            expected="one dim, or dims that a merged dim covers: " + (", ".join(self.layout.merge) or "none"),
+            hint=f"merge = {{ {joined} = [{listed}] }} in the config, or, on every rank, "
+            f'mesh.create_group("{joined}", ({listed}))',
+        )
+
+    def member(self) -> int:
+        """Return this rank. Raises NotMember if it is not in the mesh."""
+        if not self.is_member:
+            raise NotMember(
+                f"rank {self.rank} is not in the mesh {dict(self.layout.dims)}",
+                given=f"rank {self.rank}; the mesh covers ranks {fold(self.layout.ranks)}",
+                expected="a rank of the mesh",
+                hint="if mesh.is_member:",
+            )
+        return self.rank
+
+    def usable(self) -> None:
+        """Raise NotMember or MeshClosed if this process cannot call the mesh."""
+        self.member()
+        if self.parent is not None:
+            raise MeshClosed(
+                f"the mesh {dict(self.layout.dims)} belongs to process {self.parent}; this is process "
+                f"{os.getpid()}, which was forked from it",
+                given=f"a call on {self.label} in a forked process, such as a DataLoader's worker",
+                expected="calls in the process that opened the mesh: a forked process has none of its threads",
+                hint="communicate outside the workers",
+            )
+        if self.closed:
+            raise MeshClosed(
+                f"the mesh {dict(self.layout.dims)} is closed on {self.label}",
+                given="a call after close(), or after the with block",
+                expected="an open mesh",
+                hint="move the call into the with block, or init a new mesh",
+            )
+
+    @contextmanager
+    def without_calls(self) -> Iterator[None]:
+        """In this context, calls on this rank raise `MeshClosed`, because other ranks do not make them."""
+        self.usable()
+        self._at.clear()
+        self.closed = True
+        try:
+            yield
+        finally:
+            self.closed = False
+
+    # -- groups that are added ----------------------------------------------------------------------
+
+    def create_group(
+        self, name: str, dims: tuple[str, ...], backend: str | None, timeout_s: float | None, comm_id: str
+    ) -> None:
+        """See Mesh.create_group."""
+        self.usable()
+        plan = self._merged_plan(name, dims, backend, timeout_s, comm_id)
+        try:
+            agree(
+                prefixed(f"create/{name}", self.runtime.store),
+                self.rank,
+                [self.rank] if self.is_fake else plan.layout.ranks.tolist(),
+                plan.facts(),
+                plan.defaults.timeout_s,
+                f"the merged dim {name}",
+            )
+        except StoreError as error:
+            if (lost := self.lost(error)) is not None:
+                raise lost from error
+            raise
+        family = plan.family(name)
+        if family.size == 1:
+            transport: Transport = SoloTransport(self.device, family.options.backend)
+        elif family.shares is not None:
+            transport = self.transports[family.shares]
+        else:
+            group = next(group for group in plan.for_rank(self.rank).groups if group.name == name)
+            transport = self.runtime.create(group, False)
+        self.plan, self.layout, self.torch.layout = plan, plan.layout, plan.layout
+        self.transports[name] = transport
+        self._at.clear()
+        self._connect()
+        self.rearranger = None
+
+    def _merged_plan(
+        self, name: str, dims: tuple[str, ...], backend: str | None, timeout_s: float | None, comm_id: str
+    ) -> Plan:
+        """Return the plan with one additional merged dim. See Mesh.create_group."""
+        self.layout.digits(dims)
+        dims = self.layout.expand(dims)
+        if name in self.layout.merge:
+            raise LayoutError(
+                f'the mesh already has a merged dim "{name}", on {self.label}',
+                given=f'create_group("{name}", {dims!r})',
+                expected=f'another name; "{name}" is over {self.layout.merge[name]!r}',
+                hint=f'mesh.size("{name}") and all calls accept it; a name keeps its meaning',
+            )
+        if timeout_s is not None:
+            timeout_s = seconds_of(timeout_s, lambda: f'create_group("{name}") on {self.label}')
+        if backend is not None and not isinstance(backend, str):
+            raise LayoutError(
+                f'create_group("{name}") on {self.label}: backend={backend!r} is not a name',
+                given=f"backend={backend!r}",
+                expected="a backend's name",
+                hint='backend="gloo", or leave it out',
+            )
+        merge = {**self.layout.merge, name: dims}
+        layout = Layout(self.layout.dims, self.layout.rank_order, self.layout.views, merge)
+        defaults = self.plan.defaults
+        options = GroupOptions(backend or defaults.backend, timeout_s or defaults.timeout_s, comm_id)
+        plan = Plan(layout, defaults, {**self.plan.options, name: options}, self.plan.device)
+        if WORLD.get() is None:
+            check_backends(plan)
+        return plan
+
+    # -- the end ------------------------------------------------------------------------------------
+
+    def lost(self, error: BaseException | None = None) -> RankLost | None:
+        """See Elastic.lost."""
+        generations = None if self.closed else self.runtime.generations
+        if generations is None or isinstance(error, RankLost):
+            return error if isinstance(error, RankLost) and generations is not None else None
+        waits = isinstance(error, RuntimeError | CommunicationError | MeshMismatchError | StoreError)
+        # A call outside the mesh is explained here, which reports the hung ranks that it has waited for.
+        if isinstance(error, RuntimeError) and self.watch is not None:
+            found = self.watch.explain(error)
+            if isinstance(found, RankLost):
+                return found
+        return generations.lost(f"a step on {self.label}", waits, confirms=error is None)
+
+    def explained(self, error: BaseException) -> MeshcommError | None:
+        """Return the error to raise when `error` ends the mesh's with block, or None to let `error` propagate.
+
+        See Watching.explain.
+        """
+        found = None if self.closed or self.watch is None else self.watch.explain(error)
+        return None if found is None else caused_by(found, error)
+
+    def close(self, compare: bool) -> None:
+        """Release everything, in reverse order of creation. Closing twice is harmless.
+
+        compare: whether the other ranks make the queued calls, too. Then wait for these, and raise the error if ranks differ in
+        a step, or if CUDA graphs keep the groups.
+        """
+        if self.closed:
+            return
+        watch = self.watch
+        if compare and watch is not None:
+            # Closing a group waits for its queued calls, and nothing would explain a hang there.
+            watch.drain()
+        self.closed = True
+        differs = watch.before_leaving() if compare and watch is not None else None
+        self._at.clear()
+        recorders = [*self.metrics.recorders.values()]
+        captured = any(recorder.captured for recorder in recorders)
+        # Destroying a group waits for its calls, and calls that differ may never complete.
+        apart = [each.group_name for each in recorders if each.check is not None and each.check.is_apart()]
+        keep_for_good([group_named(name) for name in apart])
+        self.metrics.recorders.clear()
+        if watch is not None:
+            watch.close()
+        # Close this after the watch, which may still report a call in a group outside the mesh.
+        if self._outside is not None:
+            self._outside.close()
+        if not compare:
+            # Other ranks may never make the queued calls.
+            self._abort()
+        self.torch.close()
+        self.store.close()
+        resources = self.runtime.resources
+        held = _closed_with_graphs(resources, self.label) if captured else None
+        resources.close()
+        # A closed mesh that is kept alive, for example by a reference cycle, must not keep its store connection.
+        del self.runtime
+        error = differs or (held if compare else None)
+        if error is not None:
+            raise error
+
+    def abandon(self) -> None:
+        """Release everything without waiting for anything, because the mesh will be reopened."""
+        self.closed = True
+        self._at.clear()
+        self.metrics.recorders.clear()
+        if self.watch is not None:
+            self.watch.close(abandons=True)
+        if self._outside is not None:
+            self._outside.close()
+        for transport in self.transports.values():
+            # Abandoned calls need no wait, so suppress the UnwaitedHandle warning.
+            transport.tells_unwaited = True
+        self._abort()
+        self.torch.close()
+        if held_calls:
+            own = [each for each in self.transports.values() if isinstance(each, ProcessGroupTransport)]
+            keep_for_good([*(each.group for each in own), default_group()])
+            held_calls.clear()
+        self.runtime.resources.close()
+
+    def _abort(self) -> None:
+        """Drop queued calls. Runs in a thread, because aborting a backend may block."""
+        if aborts := [*self.runtime.aborts]:
+            with suppress(TimeoutError):
+                within(_ABORTS_S, partial(abort_all, aborts))
+
+    def leave_to_parent(self) -> None:
+        """Called in a forked process, where the connections belong to the parent and no thread of the mesh runs."""
+        if not self.closed:
+            self.parent, self.closed = self._process, True
+            self.store.close(f"belongs to process {self.parent}, from which this one was forked")
+            self._at.clear()
+            self.watch = self._outside = None
+
+
+def _closed_with_graphs(resources: ExitStack, label: str) -> CommunicationError | None:
+    """Close a mesh whose calls were captured in CUDA graphs. Return an error if such a graph still exists.
+
+    NCCL does not destroy or abort a communicator while a graph that captured its calls exists. With NCCL 2.28 and torch
+    2.11, `destroy_process_group` then never returns.
+    """
+    collect()
+    try:
+        within(_GRAPHS_S, resources.pop_all().close)
+    except TimeoutError:
+        return CommunicationError(
+            f"the mesh closes while a CUDA graph still contains its calls, on {label}",
+            given=f"NCCL has not released the groups within {_GRAPHS_S:g} s",
+            expected="no graph with the mesh's calls when the mesh closes: NCCL waits for such graphs without a timeout",
+            hint="graph.reset(), or del graph, before the mesh closes",
+        )
+    return None
+
+
+# The meshes opened in this process that still exist.
+_ALL: WeakSet[State] = WeakSet()
+
+
+def _after_fork() -> None:
+    for state in list(_ALL):
+        state.leave_to_parent()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
