@@ -117,6 +117,11 @@ def test_only_files_made_for_it_use_private_names_of_torch() -> None:
     assert {path: names for path, names in found.items() if names and path.name not in PRIVATE_FILES} == {}
 
 
+def test_the_class_of_an_object_changes_in_one_place() -> None:
+    found = [path.relative_to(ROOT).as_posix() for path in FILES if ".__class__ = " in path.read_text()]
+    assert found == ["parallel/become.py"]
+
+
 def test_no_module_imports_itself_by_way_of_others() -> None:
     names = {
         ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import pdb
-import sys
-from bdb import BdbQuit
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from os import PathLike
-from types import FrameType
-from typing import IO, TYPE_CHECKING, final
+from typing import TYPE_CHECKING, final
 
 from meshcomm.comm.callsite import users_frame
 from meshcomm.comm.checks import seconds_of
@@ -57,7 +52,9 @@ class Debug:
             return
         meet = partial(self.monitored_barrier, timeout_s=timeout_s)
         if state.rank == stopped:
-            _stop_at(frame, state.label, meet)
+            from meshcomm.mesh.debugger import stop_at
+
+            stop_at(frame, state.label, meet)
         else:
             meet()
 
@@ -81,7 +78,7 @@ class Debug:
         state.barriers[key] += 1
         try:
             monitored_barrier(
-                prefixed(f"mesh/barrier/{key}/{state.barriers[key]}", state.runtime.store),
+                prefixed(f"mesh/barrier/{key}/{state.barriers[key]}", state.held.store),
                 ranks.index(state.rank),
                 ranks,
                 timeout_s,
@@ -153,47 +150,14 @@ class Debug:
         """The records of this rank's calls, which a trace or a count reads."""
         return self._mesh._state.metrics
 
-    def without_calls(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def without_calls(self) -> Iterator[None]:
         """In this context, calls on this rank raise MeshClosed, because other ranks do not make them."""
-        return self._mesh._state.without_calls()
-
-
-def _stop_at(frame: FrameType, label: str, meet: Callable[[], None]) -> None:
-    """Open the debugger at `frame`. Afterwards, release the waiting ranks and continue.
-
-    meet: called once, after any command except quit. After `n`, `s` or another stepping command, the debugger
-        stops again at the frame's next line, while the other ranks continue and wait in their next call.
-    Raises BdbQuit after `q`, or if there is no input to read (no terminal, or end of file).
-    """
-    debugger = _Debugger(stdin=_terminal())
-    debugger.message(f"{label} stopped; the others wait until it continues. c: continue, n: step, q: end")
-    debugger.reset()
-    debugger.interaction(frame, None)
-    if debugger.quitting:
-        raise BdbQuit
-    meet()
-    if not debugger.goes_on:
-        # This must be the last call in the function, so that the next line to run in a traced frame is the user's.
-        debugger.set_trace(frame)
-
-
-@final
-class _Debugger(pdb.Pdb):
-    """A pdb that records whether the user chose to continue."""
-
-    goes_on = False
-
-    def set_continue(self) -> None:
-        """After `c`."""
-        self.goes_on = True
-        super().set_continue()
-
-    def set_stepinstr(self) -> None:
-        """Called by set_trace since Python 3.13. The next instruction is still on the line of the user's call."""
-        self.set_step()
-
-
-def _terminal() -> IO[str] | None:
-    """Return the process's original stdin if sys.stdin was replaced, as by multiprocessing, or None to use sys.stdin."""
-    replaced = sys.stdin is None or getattr(sys.stdin, "name", "") == os.devnull
-    return open(0, closefd=False) if replaced else None
+        state = self._mesh._state
+        state.usable()
+        self._mesh._at.clear()
+        state.closed = True
+        try:
+            yield
+        finally:
+            state.closed = False

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from typing import Any, Final, final
@@ -23,8 +24,8 @@ from meshcomm.mesh.rendezvous import Meeting
 from meshcomm.mesh.runtime import World
 from meshcomm.mesh.signed import signed, unsigned
 from meshcomm.mesh.source import Settings
+from meshcomm.mesh.state import Held
 from meshcomm.transport import ProcessGroupTransport, SoloTransport, Transport
-from meshcomm.transport.connections import Connections
 from meshcomm.transport.process_group import MARGIN_S
 from meshcomm.transport.support import STREAM_ORDERED, backend_on
 from meshcomm.transport.torch_private import (
@@ -74,37 +75,21 @@ def create_transports(
 
 
 @final
+@dataclass(frozen=True, slots=True)
 class GroupMaker:
-    """Creates this rank's groups of one mesh, while the mesh opens and later.
+    """Creates this rank's groups of one mesh, while the mesh opens and later. prefix: begins the groups' names."""
 
-    meeting, device: of this process. store: the job's store, under the mesh's prefix. prefix: begins the groups' names.
-    world: creates the groups, in the simulator.
-    recovers: whether lost ranks are replaced. connections: then cut when a rank is lost.
-    resources: releases the groups. aborts: drop their queued calls.
-    """
-
-    def __init__(
-        self,
-        meeting: Meeting,
-        device: torch.device,
-        store: Any,
-        prefix: str,
-        world: World | None,
-        recovers: bool,
-        connections: Connections | None,
-        resources: ExitStack,
-        aborts: list[Callable[[], object]],
-    ) -> None:
-        self._meeting, self._device = meeting, device
-        self._store, self._prefix, self._world = store, prefix, world
-        self._recovers, self._connections = recovers, connections
-        self._resources, self._aborts = resources, aborts
-        # Clients of the store, by whether they are separate ones.
-        self._clients: dict[bool, Any] = {}
+    meeting: Meeting
+    device: torch.device
+    prefix: str
+    world: World | None
+    held: Held
+    # Clients of the store, by whether they are separate ones.
+    clients: dict[bool, Any] = field(default_factory=dict)
 
     def start_default_group(self, backend: str, settings: Settings) -> None:
         """Start torch's default group, unless the program has started it. Raises CommunicationError."""
-        meeting, device = self._meeting, self._device
+        meeting, device = self.meeting, self.device
         if device.type == "cuda":
             torch.cuda.set_device(device)
         if dist.is_initialized():
@@ -123,10 +108,10 @@ class GroupMaker:
                     timeout=timedelta(seconds=settings.mesh.timeout_s),
                     device_id=device if bind else None,
                 )
-            self._resources.callback(give_back, default_group())
+            self.held.resources.callback(give_back, default_group())
             if ordered:
-                self._aborts.append(partial(abort, default_group()))
-            signed(default_store(), "default group").set(PREFIX, self._prefix)
+                self.held.aborts.append(partial(abort, default_group()))
+            signed(default_store(), "default group").set(PREFIX, self.prefix)
         except RuntimeError as error:
             raise CommunicationError(
                 f"rank {meeting.rank} could not start torch's default group",
@@ -139,37 +124,38 @@ class GroupMaker:
 
     def open_later(self, group: Group, split: bool) -> Transport:
         """Create an additional group for an open mesh."""
-        if self._connections is None:
+        connections = self.held.connections
+        if connections is None:
             return self.open(group, split)
-        with self._connections.making():
+        with connections.making():
             # Use a connection that is cut if a rank is lost in the meantime.
-            self._clients |= dict.fromkeys((False, True), self._connections.own(self._store.clone))
+            self.clients.update(dict.fromkeys((False, True), connections.own(self.held.store.clone)))
             return self.open(group, split)
 
     def open(self, group: Group, split: bool) -> Transport:
         """Create one group of the plan. split: whether NCCL may split it from the world."""
-        if self._world is not None:
-            return self._world.open(group, self._prefix)
-        own = backend_on(group.options.backend, self._device) in STREAM_ORDERED
-        client, rank = self._client(own), self._meeting.rank
-        variables = gloo_defaults(self._meeting.launch.one_host, len(group.ranks))
+        if self.world is not None:
+            return self.world.open(group, self.prefix)
+        own = backend_on(group.options.backend, self.device) in STREAM_ORDERED
+        client, rank = self._client(own), self.meeting.rank
+        variables = gloo_defaults(self.meeting.launch.one_host, len(group.ranks))
         # A backend that uses the store after this call may wait for it in a thread that its destructor joins.
         if own or {**variables, **os.environ}["TORCH_GLOO_LAZY_INIT"] == "1":
             client = unsigned(client)
         store = dist.PrefixStore("groups", client)
         with self._recovering(), with_variables(variables, keep=True):
-            transport = open_group(group, rank, store, self._prefix, self._device, split)
-        self._resources.callback(transport.close)
+            transport = open_group(group, rank, store, self.prefix, self.device, split)
+        self.held.resources.callback(transport.close)
         if own:
-            self._aborts.append(transport.abort)
-            if self._recovers:
+            self.held.aborts.append(transport.abort)
+            if self.held.connections is not None:
                 meets = dist.PrefixStore(f"meets/{group.name}/{group.index}", store)
                 transport.meet = partial(_meet, meets, group, rank)
         return transport
 
     def _recovering(self) -> AbstractContextManager[None]:
         """If lost ranks are replaced, errors in groups created inside the block do not terminate this process."""
-        return with_variables(NCCL_RECOVERS) if self._recovers else nullcontext()
+        return nullcontext() if self.held.connections is None else with_variables(NCCL_RECOVERS)
 
     def _client(self, own: bool) -> Any:
         """Return the mesh's store client, or a separate one for groups that connect at their first call.
@@ -178,11 +164,11 @@ class GroupMaker:
         the meantime, only closing this separate connection ends the blocked call.
         """
         if not own:
-            return self._clients.get(own, self._store)
-        if own not in self._clients:
-            clone = self._store.clone
-            self._clients[own] = clone() if self._connections is None else self._connections.own(clone)
-        return self._clients[own]
+            return self.clients.get(own, self.held.store)
+        if own not in self.clients:
+            clone, connections = self.held.store.clone, self.held.connections
+            self.clients[own] = clone() if connections is None else connections.own(clone)
+        return self.clients[own]
 
 
 def _meet(store: dist.Store, group: Group, rank: int, coords: tuple[int, ...]) -> None:

@@ -6,6 +6,7 @@ import hashlib
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from operator import attrgetter, index
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, final, overload
@@ -24,9 +25,8 @@ from meshcomm.errors import ConfigError, LayoutError, UnsupportedOp
 from meshcomm.layout import Dims, Layout, Plan
 from meshcomm.layout.sizes import whole
 from meshcomm.mesh.debug import Debug
-from meshcomm.mesh.elastic import Elastic
-from meshcomm.mesh.runtime import Runtime
-from meshcomm.mesh.state import State
+from meshcomm.mesh.rank_failure import caused_by
+from meshcomm.mesh.state import Elastic, State
 from meshcomm.mesh.store import MeshStore
 from meshcomm.transport import ProcessGroupTransport
 from meshcomm.transport.torch_private import outside_graphs
@@ -66,7 +66,10 @@ class Mesh(AlongDims):
         store: the job's key-value store.
         debug: breakpoints, traces, stragglers, and barriers that name the missing ranks.
         elastic: what to do after ranks were lost and replaced.
+        dims: base dims and their sizes, outermost first.
+        world_size: number of ranks in the mesh.
         is_member: whether this rank is in the mesh.
+        local_rank: the local rank of this process on its host, as the launcher sets it. Every host has a local rank 0.
         label: this rank with its coords, such as `rank 5 (pp=1 dp=0 tp=1)`.
         warm_up_s: the result of the last `warm_up` call; empty before the first call.
         closed: whether `close` was called.
@@ -78,37 +81,32 @@ class Mesh(AlongDims):
     layout: Layout = _of_state("layout")
     plan: Plan = _of_state("plan")
     store: MeshStore = _of_state("store")
+    dims: Mapping[str, int] = _of_state("layout.dims")
+    world_size: int = _of_state("layout.world_size")
     is_member: bool = _of_state("is_member")
+    local_rank: int = _of_state("launch.local_rank")
     label: str = _of_state("label")
     warm_up_s: Mapping[str, float] = _of_state("warm_up_s")
     closed: bool = _of_state("closed")
     is_fake: bool = _of_state("is_fake")
 
-    def __init__(self, runtime: Runtime) -> None:
+    def __init__(self, state: State) -> None:
         self._at = CommunicatorCache(lambda dims: self._state.explain(dims))
-        # Replaced when the mesh is reopened. All else stays.
-        self._state = State(runtime, self._at)
+        self._live(state)
         self.functional = Functional(self._at, self._planner)
         self.objects = Objects(self._at, self.device, self.is_fake)
         self.debug = Debug(self)
         self.elastic = Elastic(self)
 
+    def _live(self, state: State) -> None:
+        """Take a state, which a reopened mesh replaces. All else of a mesh stays."""
+        with ExitStack() as opening:
+            opening.enter_context(state.held.resources)
+            state.connect(self._at)
+            opening.pop_all()
+        self._state = state
+
     # -- where ranks are -------------------------------------------------------------------------
-
-    @property
-    def local_rank(self) -> int:
-        """The local rank of this process on its host, as the launcher sets it. Every host has a local rank 0."""
-        return self._state.launch.local_rank
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks in the mesh."""
-        return self.layout.world_size
-
-    @property
-    def dims(self) -> Mapping[str, int]:
-        """Base dims and their sizes, outermost first."""
-        return self.layout.dims
 
     @property
     def coords(self) -> dict[str, int]:
@@ -427,10 +425,12 @@ class Mesh(AlongDims):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        explained = None if error is None else self._state.explained(error)
-        self._state.close(compare=kind is None)
-        if explained is not None:
-            raise explained
+        state, found = self._state, None
+        if error is not None and state.watch is not None and not state.closed:
+            found = state.watch.explain(error)
+        state.close(compare=error is None)
+        if error is not None and found is not None:
+            raise caused_by(found, error)
 
     def __copy__(self) -> Mesh:
         return self  # a copied module still communicates with the same ranks

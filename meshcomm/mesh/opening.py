@@ -7,8 +7,8 @@ import platform
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, replace
+from contextlib import ExitStack, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
@@ -23,7 +23,6 @@ from meshcomm.errors import (
     LaunchError,
     MeshcommError,
     MeshMismatchError,
-    RankLost,
     StoreError,
 )
 from meshcomm.layout import Plan
@@ -51,9 +50,10 @@ from meshcomm.mesh.launched import end_by, launch_here, reports_of
 from meshcomm.mesh.mesh import Mesh
 from meshcomm.mesh.rank_failure import leave_names
 from meshcomm.mesh.rendezvous import Meeting, another_job, blame, claim, meet, of_this_attempt, state_of_rank
-from meshcomm.mesh.runtime import PRETENDED, WORLD, Runtime, World
+from meshcomm.mesh.runtime import PRETENDED, WORLD, World
 from meshcomm.mesh.signed import signed
 from meshcomm.mesh.source import MeshOnly, Settings, Source, given_keys, refuse_alone, settings_of, with_sizes
+from meshcomm.mesh.state import Held, State
 from meshcomm.mesh.store import prefixed, store_failed
 from meshcomm.mesh.watchdog import Watchdog, WatchOptions
 from meshcomm.mesh.watched import gives_way
@@ -130,8 +130,7 @@ def init(
         config, existing = None, partial(of_device_meshes, meshes, keys)
     else:
         existing = None
-    meets = {"store": store, "rank": rank, "world_size": world_size}
-    return _opened(_asked(config, keys, overrides, existing, meets))
+    return _opened(config, keys, overrides, existing, store=store, rank=rank, world_size=world_size)
 
 
 def from_groups(
@@ -168,39 +167,37 @@ def from_groups(
         validate_calls=validate_calls,
         warm_up=warm_up,
     )
-    return _opened(_asked(None, keys, (), partial(of_groups, groups, keys), {}))
+    return _opened(None, keys, existing=partial(of_groups, groups, keys))
 
 
-# -- what is asked for --------------------------------------------------------------------------------
+class _Job(NamedTuple):
+    """The job, as this process has met it, and the mesh that it asks for.
 
-
-@dataclass(frozen=True, slots=True)
-class _Asked:
-    """What the caller wants, before this process has met the others.
-
-    problem: why this process has no usable configuration. It still meets the other ranks, so that they receive this error instead
-        of waiting.
+    problem: why this process has no usable configuration. It still meets the other ranks, so that they receive this error
+        instead of waiting.
     existing: groups to use instead of new ones, by name.
-    meets: the program's own `store`, `rank` and `world_size`; None where it gave none.
     world: replaces processes and groups, in the simulator.
     """
 
     settings: Settings
     problem: MeshcommError | None
     existing: Mapping[str, dist.ProcessGroup]
-    meets: Mapping[str, Any]
-    launch: Launch
     world: World | None
+    met: Meeting
+    generations: Generations | None
 
 
-def _asked(
+def _opened(
     config: Source | None,
     keys: dict[str, Any],
-    overrides: Sequence[str],
-    existing: Callable[[], Existing] | None,
-    meets: Mapping[str, Any],
-) -> _Asked:
-    """Return what a caller asks for. existing: finds groups, and the config that describes them and replaces `keys`."""
+    overrides: Sequence[str] = (),
+    existing: Callable[[], Existing] | None = None,
+    **meets: Any,
+) -> Mesh:
+    """Return the opened mesh. With `warm_up`, use all groups once. If a step raises, release everything.
+
+    existing: finds groups, and the config that describes them and replaces `keys`. meets: the program's own rendezvous.
+    """
     world, pretended = WORLD.get(), PRETENDED.get()
     launch = launch_here() if world is None else world.launch
     groups: Mapping[str, dist.ProcessGroup] = {}
@@ -215,29 +212,21 @@ def _asked(
         settings, problem = MeshOnly(MeshConfig(dims={"all": -1})), error
     if pretended is not None:
         settings = pretended.settings(settings)
-    return _Asked(settings, problem, groups, meets, launch, world)
-
-
-def _opened(asked: _Asked) -> Mesh:
-    """Return the opened mesh. With `warm_up`, use all groups once. If a step raises, release everything."""
-    if asked.world is None:
-        gives_way()
     # The default group of another mesh or of the program, which a reopening must not create again.
-    keeps_group = asked.world is None and dist.is_initialized()
-    met, generations = _met(asked), None
-    if asked.world is not None:
-        generations = asked.world.generations
-    elif not met.is_fake:
-        generations = generations_of(met.store, met.rank)
-    runtime = _joined(asked, met, generations, keeps_group)
-    with ExitStack() as opening:
-        opening.enter_context(runtime.resources)
-        mesh = Mesh(runtime)
-        if asked.settings.mesh.warm_up and mesh.is_member:
+    keeps_group = world is None and dist.is_initialized()
+    if world is None:
+        gives_way()
+        met = _met(settings, launch, **meets)
+        generations = None if met.is_fake else generations_of(met.store, met.rank)
+    else:
+        met, generations = _met_in(world, meets), world.generations
+    mesh = Mesh(_joined(_Job(settings, problem, groups, world, met, generations), keeps_group))
+    if settings.mesh.warm_up and mesh.is_member:
+        with ExitStack() as opening:
             opening.callback(mesh.close)
             mesh.warm_up()
-        opening.pop_all()
-    if (pretended := PRETENDED.get()) is not None:
+            opening.pop_all()
+    if pretended is not None:
         pretended.opened(mesh)
     return mesh
 
@@ -245,99 +234,80 @@ def _opened(asked: _Asked) -> Mesh:
 # -- first: meet --------------------------------------------------------------------------------------
 
 
-def _met(asked: _Asked) -> Meeting:
-    launch = asked.launch
-    if asked.world is not None:
-        # The ranks of a simulated world have already met, so rendezvous arguments cannot apply.
-        if named := ", ".join(name for name, value in asked.meets.items() if value is not None):
-            raise LaunchError(
-                f"the ranks have met already: {named} has no effect here",
-                given=named,
-                expected="no store, rank or world_size in the simulator",
-                hint="leave them out; outside the simulator a launcher may set them",
-            )
-        return Meeting(asked.world.store, launch.rank, launch.world_size, launch)
-    if dist.is_initialized():
-        # On torch's fake backend only this rank exists: there is no store, and no rank to agree with.
-        fake = dist.get_backend() == "fake"
-        store = asked.meets.get("store") or (dist.HashStore() if fake else default_store())
-        store = signed(of_this_attempt(store), "default group")
-        return Meeting(store, dist.get_rank(), dist.get_world_size(), launch, fake, kept=True)
-    return meet(asked.settings.process, launch, asked.settings.mesh.timeout_s, **asked.meets)
+def _met(settings: Settings, launch: Launch, store: dist.Store | None = None, **meets: Any) -> Meeting:
+    if not dist.is_initialized():
+        return meet(settings.process, launch, settings.mesh.timeout_s, store=store, **meets)
+    # On torch's fake backend only this rank exists: there is no store, and no rank to agree with.
+    fake = dist.get_backend() == "fake"
+    own = signed(of_this_attempt(store or (dist.HashStore() if fake else default_store())), "default group")
+    return Meeting(own, dist.get_rank(), dist.get_world_size(), launch, fake, kept=True)
+
+
+def _met_in(world: World, meets: Mapping[str, Any]) -> Meeting:
+    """The ranks of a simulated world have already met, so rendezvous arguments cannot apply."""
+    if named := ", ".join(name for name, value in meets.items() if value is not None):
+        raise LaunchError(
+            f"the ranks have met already: {named} has no effect here",
+            given=named,
+            expected="no store, rank or world_size in the simulator",
+            hint="leave them out; outside the simulator a launcher may set them",
+        )
+    return Meeting(world.store, world.launch.rank, world.launch.world_size, world.launch)
 
 
 # -- an attempt -----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _Attempt:
+class _Attempt(NamedTuple):
     """This process's place in one generation of the job, in which it tries to open the mesh.
 
-    met: as this process met the job; `meeting` numbers the ranks as the generation does, from 0 and without gaps, as torch's
-        default group requires.
+    meeting: with the ranks of the generation, numbered from 0 without gaps, as torch's default group requires.
     settings: with the dim sizes of the generation.
-    resources: releases everything in reverse order when the mesh closes.
-    connections: cut when a newer generation starts; None if lost ranks are not replaced.
-    aborts: drop the queued calls of the mesh's groups.
     """
 
-    asked: _Asked
-    met: Meeting
+    job: _Job
     meeting: Meeting
     generation: Generation
-    generations: Generations | None
     settings: Settings
     connections: Connections | None
     resources: ExitStack
-    aborts: list[Callable[[], object]]
-
-    @property
-    def world(self) -> World | None:
-        """See _Asked."""
-        return self.asked.world
 
     def of_generation(self, store: Any) -> Any:
         """Return a store under the generation's prefix."""
         number = self.generation.number
         return prefixed(f"generation{number}", store) if number else store
 
-    def making(self) -> AbstractContextManager[None]:
-        """Inside the block, this process creates groups and makes no other connections."""
-        return nullcontext() if self.connections is None else self.connections.making()
 
-
-def _attempt(asked: _Asked, met: Meeting, generations: Generations | None) -> _Attempt:
-    generation = Generation() if generations is None else generations.join()
-    meeting = met
+def _attempt(job: _Job) -> _Attempt:
+    meeting, generation, connections = job.met, Generation(), None
+    if job.generations is not None:
+        generation = job.generations.join()
+        if job.world is None:
+            connections = Connections()
+            job.generations.cuts(connections)
     if processes := generation.processes:
-        meeting = replace(met, rank=processes.index(met.rank), world_size=len(processes))
-    settings = with_sizes(asked.settings, generation.dims)
-    connections = None
-    resources, aborts = ExitStack(), list[Callable[[], object]]()
-    resources.callback(aborts.clear)
-    if generations is not None and asked.world is None:
-        connections = Connections()
-        connections.aborts = aborts
-        generations.cuts(connections)
-    return _Attempt(asked, met, meeting, generation, generations, settings, connections, resources, aborts)
+        meeting = replace(meeting, rank=processes.index(meeting.rank), world_size=len(processes))
+    settings = with_sizes(job.settings, generation.dims)
+    return _Attempt(job, meeting, generation, settings, connections, ExitStack())
 
 
-def _joined(asked: _Asked, met: Meeting, generations: Generations | None, keeps_group: bool) -> Runtime:
+def _joined(job: _Job, keeps_group: bool) -> State:
     """Run all steps after the first. Repeat these steps if a rank is lost and replaced in the meantime."""
-    reopen = None if keeps_group else partial(_joined, asked, met, generations, keeps_group)
+    reopen, generations = None if keeps_group else partial(_joined, job, False), job.generations
     while True:
-        attempt = _attempt(asked, met, generations)
+        attempt = _attempt(job)
         try:
-            with attempt.making(), ExitStack() as opening:
+            making = nullcontext() if attempt.connections is None else attempt.connections.making()
+            with making, ExitStack() as opening:
                 opening.enter_context(attempt.resources)
-                place = _placed(attempt)
-                planned = _planned(attempt, place)
-                agreed = _agreed(attempt, place, planned)
-                runtime = _created(attempt, place, planned, agreed, reopen)
+                held, number = _placed(attempt)
+                planned = _planned(attempt, held)
+                agreed = _agreed(attempt, held, number, planned)
+                state = _created(attempt, held, planned, agreed, reopen)
                 opening.pop_all()
             if generations is not None:
                 generations.opened()
-            return runtime
+            return state
         except MeshcommError as error:
             lost = isinstance(error, CommunicationError | StoreError | MeshMismatchError)
             if generations is not None and isinstance(error, MeshMismatchError) and error.missing:
@@ -346,24 +316,15 @@ def _joined(asked: _Asked, met: Meeting, generations: Generations | None, keeps_
                 raise
 
 
-class _Place(NamedTuple):
-    """The mesh's place in the job's store. number: how many meshes this rank has opened there.
-
-    prefix: the mesh's own. store: the job's store under it, whose connection is cut when a newer generation starts.
+def _placed(attempt: _Attempt) -> tuple[Held, int]:
+    """Return the mesh's place in the store, and how many meshes this rank has opened there. Each rank counts them, so that the
+    prefix is the same on all ranks.
     """
-
-    number: int
-    prefix: str
-    store: Any
-
-
-def _placed(attempt: _Attempt) -> _Place:
-    """Each rank counts the meshes that it opens, so that the prefix is the same on all ranks."""
-    meeting, world = attempt.meeting, attempt.world
+    meeting, world = attempt.meeting, attempt.job.world
     if world is None:
         attempt.resources.callback(changed())
     try:
-        claim(meeting.store, attempt.met.rank, kept=meeting.kept or bool(attempt.generation.number))
+        claim(meeting.store, attempt.job.met.rank, kept=meeting.kept or bool(attempt.generation.number))
         number = attempt.of_generation(meeting.store).add(_OPENED.format(meeting.rank), 1)
         prefix = f"meshcomm{number}"
         # Torch has a single list of group names. A mesh that started the default group and a mesh that was opened on that
@@ -374,9 +335,11 @@ def _placed(attempt: _Attempt) -> _Place:
     except RuntimeError as error:
         lost = f"rank {meeting.rank} lost the job's store before the mesh was opened"
         raise store_failed(lost, error) from error
-    cuts = attempt.connections is not None
-    store = attempt.of_generation(meeting.store.clone() if cuts else meeting.store)
-    return _Place(number, prefix, prefixed(prefix, store))
+    connections = attempt.connections
+    aborts = [] if connections is None else connections.aborts
+    attempt.resources.callback(aborts.clear)
+    store = attempt.of_generation(meeting.store if connections is None else meeting.store.clone())
+    return Held(prefixed(prefix, store), prefix, connections, attempt.resources, aborts), number
 
 
 # -- second: agree --------------------------------------------------------------------------------------
@@ -389,14 +352,14 @@ class _Planned(NamedTuple):
     device: torch.device
 
 
-def _planned(attempt: _Attempt, place: _Place) -> _Planned | MeshcommError:
+def _planned(attempt: _Attempt, held: Held) -> _Planned | MeshcommError:
     """Return the error for groups that this host or torch cannot support, which the other ranks must learn."""
-    if attempt.asked.problem is not None:
-        return attempt.asked.problem
+    if attempt.job.problem is not None:
+        return attempt.job.problem
     settings, meeting = attempt.settings, attempt.meeting
     try:
-        if attempt.world is not None:
-            device, backend = attempt.world.place(settings.mesh.device)
+        if attempt.job.world is not None:
+            device, backend = attempt.job.world.place(settings.mesh.device)
             return _Planned(settings.plan(meeting.world_size).on(device.type, backend), device)
         variables = network_variables(settings.network)
         refuse_conflict(variables)
@@ -408,7 +371,7 @@ def _planned(attempt: _Attempt, place: _Place) -> _Planned | MeshcommError:
         check_devices(settings, device, plan.defaults.backend, meeting.launch)
         check_backends(plan)
         check_interfaces(plan, settings.network)
-        refuse_shared(prefixed("devices", place.store), meeting.rank, plan, device)
+        refuse_shared(prefixed("devices", held.store), meeting.rank, plan, device)
         return _Planned(plan, device)
     except MeshcommError as error:
         return error
@@ -434,9 +397,9 @@ def _facts(attempt: _Attempt, planned: _Planned | MeshcommError) -> dict[str, An
     }
 
 
-def _agreed(attempt: _Attempt, place: _Place, planned: _Planned | MeshcommError) -> Agreed:
+def _agreed(attempt: _Attempt, held: Held, number: int, planned: _Planned | MeshcommError) -> Agreed:
     """Compare this rank's facts with those of the others. Raises this rank's own error, if it has one."""
-    meeting, store = attempt.meeting, prefixed("agree", place.store)
+    meeting, store = attempt.meeting, prefixed("agree", held.store)
     ranks = range(1 if meeting.is_fake else meeting.world_size)
     facts = _facts(attempt, planned)
     try:
@@ -445,18 +408,18 @@ def _agreed(attempt: _Attempt, place: _Place, planned: _Planned | MeshcommError)
         blame(error, meeting.store)
         if is_serving(meeting.launch.port):
             # A process that is started for a missing rank joins in this rank's next attempt.
-            before = str(place.number - 1) if place.number > 1 else ""
+            before = str(number - 1) if number > 1 else ""
             for missing in error.missing:
-                meeting.store.compare_set(_OPENED.format(missing), before, str(place.number))
-        if attempt.world is None:
+                meeting.store.compare_set(_OPENED.format(missing), before, str(number))
+        if attempt.job.world is None:
             leave_together(store, stays=meeting.rank == 0)
         if not isinstance(planned, MeshcommError):
             raise
     if isinstance(planned, MeshcommError):
         # The other ranks have received this error. On this rank, it is more precise than "the ranks differ".
         raise planned
-    if attempt.generations is not None:
-        attempt.generations.met()
+    if attempt.job.generations is not None:
+        attempt.job.generations.met()
     return agreed
 
 
@@ -465,74 +428,59 @@ def _agreed(attempt: _Attempt, place: _Place, planned: _Planned | MeshcommError)
 
 def _created(
     attempt: _Attempt,
-    place: _Place,
+    held: Held,
     planned: _Planned | MeshcommError,
     agreed: Agreed,
-    reopen: Callable[[], Runtime] | None,
-) -> Runtime:
+    reopen: Callable[[], State] | None,
+) -> State:
     """Create this rank's groups and the watchdog. All ranks of a group create it together. Raises CommunicationError."""
     assert isinstance(planned, _Planned)
-    meeting, settings, world, (plan, device) = attempt.meeting, attempt.settings, attempt.world, planned
-    found = None if meeting.is_fake else agreed
-    topology = partial(_topology, settings, found, world is not None)
-    # All groups of a simulated world are one process's, so generations must not share them.
+    meeting, settings, world, (plan, device) = attempt.meeting, attempt.settings, attempt.job.world, planned
+    topology = partial(_topology, settings, None if meeting.is_fake else agreed, world is not None)
+    # Two generations of a simulated world never share groups.
     number = attempt.generation.number
-    prefix = f"generation{number}/{place.prefix}" if world is not None and number else place.prefix
-    groups = GroupMaker(
-        meeting,
-        device,
-        place.store,
-        prefix,
-        world,
-        attempt.generations is not None,
-        attempt.connections,
-        attempt.resources,
-        attempt.aborts,
-    )
+    prefix = f"generation{number}/{held.prefix}" if world is not None and number else held.prefix
+    maker = GroupMaker(meeting, device, prefix, world, held)
     if world is None:
         if meeting.rank == 0 and agreed.nodes:
             _warn_of_places(plan, topology())
-        groups.start_default_group(plan.defaults.backend, settings)
+        maker.start_default_group(plan.defaults.backend, settings)
     limit = settings.mesh.validate_calls
     compared = None if limit == "always" or world is not None else limit
     transports: dict[str, Transport] = {}
-    attempt.resources.callback(transports.clear)
+    held.resources.callback(transports.clear)
     watch = None
     if meeting.rank in plan.layout:
         whole_world = world is None and plan.layout.world_size == meeting.world_size
-        transports |= create_transports(
-            plan, meeting.rank, device, whole_world, groups.open, attempt.asked.existing
-        )
+        existing = attempt.job.existing
+        transports |= create_transports(plan, meeting.rank, device, whole_world, maker.open, existing)
         if world is not None:
             watch = world.watch(plan.for_rank(meeting.rank).coords, prefix)
         elif plan.for_rank(meeting.rank).groups:
-            watch = _watch(attempt, place, plan, agreed, compared)
+            watch = _watch(attempt, held, plan, agreed, compared)
     roles = getattr(settings, "parallel", None)
-    return Runtime(
+    return State(
         plan=plan,
         launch=meeting.launch,
         rank=meeting.rank,
         device=device,
-        store=place.store,
-        prefix=place.prefix,
         topology=topology,
         transports=transports,
         watch=watch,
         validate_calls=compared,
-        create=groups.open_later,
-        resources=attempt.resources,
         data_dims=None if roles is None else roles.data_dims,
         is_fake=meeting.is_fake,
         generation=attempt.generation,
-        generations=attempt.generations,
+        generations=attempt.job.generations,
+        held=held,
+        create=maker.open_later,
         reopen=reopen,
-        aborts=attempt.aborts,
     )
 
 
-def _watch(attempt: _Attempt, place: _Place, plan: Plan, agreed: Agreed, compared: int | None) -> Watchdog:
+def _watch(attempt: _Attempt, held: Held, plan: Plan, agreed: Agreed, compared: int | None) -> Watchdog:
     """Start the watchdog of the mesh's groups. Its callbacks must not keep the store alive."""
-    meeting, generation, generations = attempt.meeting, attempt.generation, attempt.generations
+    meeting, generation, generations = attempt.meeting, attempt.generation, attempt.job.generations
     mine, last = plan.for_rank(meeting.rank), time.monotonic() + attempt.settings.mesh.timeout_s
     options = WatchOptions(
         plan.defaults.timeout_s,
@@ -542,10 +490,9 @@ def _watch(attempt: _Attempt, place: _Place, plan: Plan, agreed: Agreed, compare
         alone=meeting.is_fake,
         process_of=lambda rank: state_of_rank(meeting.store, generation.process_of(rank)),
         refused=partial(_refused, meeting, last),
-        lost=_none_lost if generations is None else generations.lost,
-        hung=None if generations is None else generations.hung,
+        **({} if generations is None else {"lost": generations.lost, "hung": generations.hung}),
     )
-    store = prefixed("mesh/watch", place.store)
+    store = prefixed("mesh/watch", held.store)
     ranks = plan.layout.ranks.tolist()
     watchdog = Watchdog(store, meeting.rank, mine.coords, len(ranks), options)
     if not meeting.is_fake and meeting.rank == min(ranks):
@@ -570,10 +517,6 @@ def _topology(settings: Settings, agreed: Agreed | None, simulated: bool) -> Top
 
     found = (None, ()) if agreed is None else (agreed.ranks_per_host, agreed.nodes)
     return discovered(settings.topology, os.environ, *found)
-
-
-def _none_lost(what: str, waits: bool, confirms: bool) -> RankLost | None:
-    return None
 
 
 def _refused(meeting: Meeting, last: float) -> MeshcommError | None:

@@ -1,46 +1,53 @@
-"""What a mesh consists of from its opening to its close. A mesh that is reopened has a new State."""
+"""The life of a mesh: what it consists of from its opening to its close, and a new State after a reopening."""
 
 from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from functools import partial
 from gc import collect
-from typing import TYPE_CHECKING, Final, final
+from typing import TYPE_CHECKING, Any, Final, final
 from weakref import WeakSet
+
+import torch
 
 from meshcomm.comm import Communicator, CommunicatorCache
 from meshcomm.comm.checks import seconds_of
 from meshcomm.comm.mismatch import CallCheck
 from meshcomm.errors import (
     CommunicationError,
+    LaunchError,
     LayoutError,
     MeshClosed,
-    MeshcommError,
     MeshMismatchError,
     NotMember,
     RankLost,
     StoreError,
     UnknownDim,
+    UnsupportedOp,
 )
-from meshcomm.layout import Dims, GroupOptions, Layout, Plan
+from meshcomm.layout import Dims, Group, GroupOptions, Layout, Plan
 from meshcomm.layout.sizes import fold
 from meshcomm.mesh.agree import agree
 from meshcomm.mesh.devices import check_backends
+from meshcomm.mesh.environment import Launch
+from meshcomm.mesh.generation import Generation, Generations
 from meshcomm.mesh.outside import OutsideGroups
-from meshcomm.mesh.rank_failure import caused_by
-from meshcomm.mesh.runtime import WORLD, Metrics, Runtime
+from meshcomm.mesh.runtime import WORLD, Metrics, Watching
 from meshcomm.mesh.signed import unsigned
 from meshcomm.mesh.store import MeshStore, prefixed, within
 from meshcomm.mesh.torch_mesh import TorchMesh
 from meshcomm.transport import ProcessGroupTransport, SoloTransport, Transport
-from meshcomm.transport.connections import abort_all
+from meshcomm.transport.connections import Connections, abort_all
 from meshcomm.transport.torch_changes import held_calls
 from meshcomm.transport.torch_private import default_group, group_named, keep_for_good
 
 if TYPE_CHECKING:
+    from meshcomm.config import TopologyConfig
+    from meshcomm.mesh.mesh import Mesh
     from meshcomm.pattern.apply import Rearranger
 
 # Time limit in seconds for NCCL groups to abort their calls when a program leaves a mesh with an error.
@@ -50,51 +57,82 @@ _ABORTS_S: Final = 10.0
 _GRAPHS_S: Final = 10.0
 
 
-@final
-class State:
-    """One rank's part of a mesh, from its opening to its close.
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What a mesh releases when it closes.
 
-    at: the mesh's communicators by dims, which outlive a reopening. They are filled here, and emptied at the close.
-
-    Attributes:
-        runtime: how to create groups and to release everything; until the close.
-        store: the job's store, under the mesh's prefix, for users.
-        is_fake: whether this is torch's fake backend: no other ranks exist, and results have a shape but no values.
-        parent: the process that opened the mesh, in a process that was forked from it; otherwise None.
-        warm_up_s: the result of the last `warm_up` call; empty before the first call.
-        barriers, breakpoints: the number of store barriers per group, and of `breakpoint` calls per line.
-        rearranger: made at the first `rearrange` call after the opening, or after dims were added.
+    store: the job's store, under `prefix`, which is unique to the mesh.
+    connections: cut when a newer generation starts; None if lost ranks are not replaced.
+    resources: releases everything, in reverse order.
+    aborts: drop the queued calls of the mesh's groups, including torch's default group.
     """
 
-    def __init__(self, runtime: Runtime, at: CommunicatorCache) -> None:
-        self.runtime = runtime
-        self.plan: Plan = runtime.plan
-        self.layout: Layout = runtime.plan.layout
-        self.rank, self.device, self.is_fake = runtime.rank, runtime.device, runtime.is_fake
-        self.launch, self.topology, self.data_dims = runtime.launch, runtime.topology, runtime.data_dims
-        self.generation, self.recovers = runtime.generation, runtime.generations is not None
-        self.transports, self.watch = runtime.transports, runtime.watch
+    store: Any
+    prefix: str
+    connections: Connections | None
+    resources: ExitStack
+    aborts: list[Callable[[], object]]
+
+
+@final
+@dataclass(eq=False)
+class State:
+    """One rank's part of a mesh, after all ranks have agreed on the mesh and its groups exist.
+
+    topology: the placement of ranks on nodes.
+    validate_calls: how many calls of each kind are compared; None if all are, or if the world compares them.
+    create: creates one group. The second argument of `create` is whether NCCL may split the group from the world.
+    reopen: opens the mesh again in the latest generation; None if the mesh did not create the default group.
+    generations: None if lost ranks are not replaced.
+    data_dims: the dims along which samples differ, if the configuration has [parallel].
+    is_fake: whether this is torch's fake backend: no other ranks exist, and results have a shape but no values.
+    """
+
+    plan: Plan
+    launch: Launch
+    rank: int
+    device: torch.device
+    topology: Callable[[], TopologyConfig]
+    transports: dict[str, Transport]
+    watch: Watching | None
+    validate_calls: int | None
+    data_dims: tuple[str, ...] | None
+    is_fake: bool
+    generation: Generation
+    generations: Generations | None
+    held: Held
+    create: Callable[[Group, bool], Transport]
+    reopen: Callable[[], State] | None
+
+    def __post_init__(self) -> None:
+        self.layout: Layout = self.plan.layout
         self.is_member = self.rank in self.layout
-        self.label = self.plan.for_rank(self.rank).label if self.is_member else self.layout.label(self.rank)
+        self.label = self.layout.label(self.rank)
         self.closed = False
+        # The process that opened the mesh, in a process that was forked from it.
         self.parent: int | None = None
         self._process = os.getpid()
         _ALL.add(self)
-        user = unsigned(prefixed("mesh/user", runtime.store))
+        user = unsigned(prefixed("mesh/user", self.held.store))
         self.store = MeshStore(user, self.label, self.plan.defaults.timeout_s, self.is_fake, self.lost)
         self.warm_up_s: Mapping[str, float] = {}
         self.metrics = Metrics()
-        self.torch = TorchMesh(self.layout, self.rank, self.device, self.transports, runtime.prefix)
+        self.torch = TorchMesh(self.layout, self.rank, self.device, self.transports, self.held.prefix)
+        # The number of store barriers per group, and of `breakpoint` calls per line.
         self.barriers: Counter[str] = Counter()
         self.breakpoints: Counter[tuple[str, int]] = Counter()
+        # Made at the first `rearrange` call after the opening, or after dims were added.
         self.rearranger: Rearranger | None = None
-        self._at = at
         self._outside: OutsideGroups | None = None
+
+    def connect(self, at: CommunicatorCache) -> None:
+        """Fill a mesh's communicators, which outlive this state, and watch torch's other groups."""
+        self._at = at
         if self.is_member:
             self._connect()
             if self.watch is not None and self.watch.timed and not self.is_fake:
-                ranks, limit = self.layout.ranks.tolist(), runtime.validate_calls
-                self._outside = OutsideGroups(self.watch, ranks, self.device, self.label, limit)
+                ranks = self.layout.ranks.tolist()
+                self._outside = OutsideGroups(self.watch, ranks, self.device, self.label, self.validate_calls)
 
     # -- communicators ----------------------------------------------------------------------------
 
@@ -111,7 +149,7 @@ class State:
             group = next(g for g in self.plan.for_rank(self.rank).groups if g.name == name)
             ranks = list(group.ranks)
             recorder = recorders[key] = self.watch.record(group.label, ranks, transport)
-            limit, label = self.runtime.validate_calls, group.label
+            limit, label = self.validate_calls, group.label
             recorder.compares(CallCheck(lambda: transport, ranks, limit, label, label, self.watch.shared))
             recorder.plan = f", plan {self.plan.fingerprint}"
             recorder.trace(self.metrics.spans)
@@ -173,17 +211,6 @@ class State:
                 hint="move the call into the with block, or init a new mesh",
             )
 
-    @contextmanager
-    def without_calls(self) -> Iterator[None]:
-        """In this context, calls on this rank raise `MeshClosed`, because other ranks do not make them."""
-        self.usable()
-        self._at.clear()
-        self.closed = True
-        try:
-            yield
-        finally:
-            self.closed = False
-
     # -- groups that are added ----------------------------------------------------------------------
 
     def create_group(
@@ -194,7 +221,7 @@ class State:
         plan = self._merged_plan(name, dims, backend, timeout_s, comm_id)
         try:
             agree(
-                prefixed(f"create/{name}", self.runtime.store),
+                prefixed(f"create/{name}", self.held.store),
                 self.rank,
                 [self.rank] if self.is_fake else plan.layout.ranks.tolist(),
                 plan.facts(),
@@ -212,7 +239,7 @@ class State:
             transport = self.transports[family.shares]
         else:
             group = next(group for group in plan.for_rank(self.rank).groups if group.name == name)
-            transport = self.runtime.create(group, False)
+            transport = self.create(group, False)
         self.plan, self.layout, self.torch.layout = plan, plan.layout, plan.layout
         self.transports[name] = transport
         self._at.clear()
@@ -254,9 +281,11 @@ class State:
 
     def lost(self, error: BaseException | None = None) -> RankLost | None:
         """See Elastic.lost."""
-        generations = None if self.closed else self.runtime.generations
-        if generations is None or isinstance(error, RankLost):
-            return error if isinstance(error, RankLost) and generations is not None else None
+        generations = self.generations
+        if self.closed or generations is None:
+            return None
+        if isinstance(error, RankLost):
+            return error
         waits = isinstance(error, RuntimeError | CommunicationError | MeshMismatchError | StoreError)
         # A call outside the mesh is explained here, which reports the hung ranks that it has waited for.
         if isinstance(error, RuntimeError) and self.watch is not None:
@@ -264,14 +293,6 @@ class State:
             if isinstance(found, RankLost):
                 return found
         return generations.lost(f"a step on {self.label}", waits, confirms=error is None)
-
-    def explained(self, error: BaseException) -> MeshcommError | None:
-        """Return the error to raise when `error` ends the mesh's with block, or None to let `error` propagate.
-
-        See Watching.explain.
-        """
-        found = None if self.closed or self.watch is None else self.watch.explain(error)
-        return None if found is None else caused_by(found, error)
 
     def close(self, compare: bool) -> None:
         """Release everything, in reverse order of creation. Closing twice is harmless.
@@ -304,11 +325,11 @@ class State:
             self._abort()
         self.torch.close()
         self.store.close()
-        resources = self.runtime.resources
+        resources = self.held.resources
         held = _closed_with_graphs(resources, self.label) if captured else None
         resources.close()
         # A closed mesh that is kept alive, for example by a reference cycle, must not keep its store connection.
-        del self.runtime
+        del self.held, self.create, self.reopen
         error = differs or (held if compare else None)
         if error is not None:
             raise error
@@ -331,11 +352,11 @@ class State:
             own = [each for each in self.transports.values() if isinstance(each, ProcessGroupTransport)]
             keep_for_good([*(each.group for each in own), default_group()])
             held_calls.clear()
-        self.runtime.resources.close()
+        self.held.resources.close()
 
     def _abort(self) -> None:
         """Drop queued calls. Runs in a thread, because aborting a backend may block."""
-        if aborts := [*self.runtime.aborts]:
+        if aborts := [*self.held.aborts]:
             with suppress(TimeoutError):
                 within(_ABORTS_S, partial(abort_all, aborts))
 
@@ -346,6 +367,98 @@ class State:
             self.store.close(f"belongs to process {self.parent}, from which this one was forked")
             self._at.clear()
             self.watch = self._outside = None
+
+
+@final
+class Elastic:
+    """Continues a mesh whose ranks were lost and replaced, under a launcher that replaces them. See docs/guide/elastic.md."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+
+    @property
+    def generation(self) -> Generation:
+        """How often the job lost and replaced ranks before this mesh was opened, and which ranks are new."""
+        return self._mesh._state.generation
+
+    @property
+    def recovers(self) -> bool:
+        """Whether the launcher replaces lost ranks, so that `reopen` can connect to the new processes."""
+        return self._mesh._state.generations is not None
+
+    def lost(self, error: BaseException | None = None) -> RankLost | None:
+        """Return a RankLost error if ranks were lost and replaced since this mesh was opened, otherwise None.
+
+        error: the exception that interrupted the step. After a communication error, `lost` waits up to five seconds
+               for the launcher to announce a replacement.
+        """
+        return self._mesh._state.lost(error)
+
+    def reopen(self, error: BaseException | None = None) -> Generation:
+        """Rebuild this mesh, with new groups over all ranks of the job, after lost ranks were replaced.
+
+            except Exception as error:
+                mesh.elastic.reopen(error)      # raises `error` if no rank was lost and replaced
+
+        Calls in flight are abandoned. Names, dims and coords stay valid. Torch DeviceMeshes and DTensors of
+        this mesh also stay valid, because the new groups keep the names of the old ones. Recreate groups made by
+        `create_group` or `dist.new_group`, and objects that hold such a group; see docs/guide/elastic.md.
+
+        error:     the exception that interrupted the step. If it is not due to a lost rank, `reopen` raises it again.
+                   After a communication error, `reopen` waits up to five seconds for the launcher to announce a
+                   replacement.
+        Called by: every surviving rank. The new processes call `meshcomm.init`.
+        Returns:   the new generation, which records the new ranks.
+        Raises:    LaunchError if the launcher does not replace ranks; UnsupportedOp if the mesh did not create
+                   the default group; any error of `meshcomm.init`.
+        """
+        mesh, state = self._mesh, self._mesh._state
+        if state.closed or state.generations is None:
+            raise error or LaunchError(
+                f"this job does not replace lost ranks, so there is nothing to reopen, on {state.label}",
+                given="mesh.elastic.reopen()",
+                expected="a launcher that replaces lost ranks",
+                hint="meshcomm run --replace 3 CONFIG script.py",
+            )
+        if state.lost(error) is None:
+            if error is not None:
+                raise error
+            return state.generation
+        if (reopen := state.reopen) is None:
+            raise UnsupportedOp(
+                f"this mesh uses a default group that it did not create, and cannot be reopened, on {state.label}",
+                given="torch.distributed was initialized before meshcomm.init",
+                expected="a program with one mesh, which creates the default group",
+                hint="meshcomm.init in place of torch.distributed.init_process_group; mesh.group(dim) where torch needs a group",
+            ) from error
+        state.abandon()
+        mesh._live(reopen())
+        return self.generation
+
+    def finish(self, *, ends: bool = True) -> None:
+        """Block until every rank has called `finish`. After that, no rank can join the mesh, and ranks may exit.
+
+        ends:      whether the program's work is done. If so, and a signal then ends a rank, the job does not fail.
+        Called by: every rank of the mesh, at the end of a program that reopens the mesh, when all results are saved.
+                   `meshcomm train` calls `finish` itself.
+        Raises:    RankLost if a rank joins the mesh first.
+        """
+        from meshcomm.mesh.all_ranks import is_first, of_every_rank
+
+        mesh, state = self._mesh, self._mesh._state
+        of_every_rank(mesh, None)
+        generations = state.generations
+        if generations is None:
+            return
+        grows = not generations.all_done(ends) if is_first(mesh) else False
+        try:
+            grows = any(of_every_rank(mesh, grows))
+        except CommunicationError:
+            # A rank may have been lost after the end.
+            if not generations.has_ended:
+                raise
+        if grows and (error := generations.lost(state.label, True)) is not None:
+            raise error
 
 
 def _closed_with_graphs(resources: ExitStack, label: str) -> CommunicationError | None:

@@ -26,10 +26,7 @@ from meshcomm.transport.torch_private import bindings, default_group, outside_gr
 
 @final
 class Replaced:
-    """A function of torch, which `put` replaces and `put_back` puts back.
-
-    tried: the torch versions that the replacement was tried with. A version without the function has `torchs` None.
-    """
+    """A function of torch: `torchs`, or None in a version without it. tried: the versions that its replacement was tried with."""
 
     def __init__(self, owner: Any, name: str, tried: str) -> None:
         self.owner, self.name, self.tried = owner, name, tried
@@ -61,16 +58,14 @@ _MADE: Final = Replaced(c10d, "_is_barrier_after_init", "2.15")
 _SET: Final = Replaced(c10d, "_update_default_pg", "2.15")
 
 REPLACED: Final = (_TIMEOUT, _WAIT, _REGISTER, _MADE, _SET)
-
 # One entry for each open mesh and each watch.
 _OPEN: list[object] = []
 
 
 def changed() -> Callable[[], None]:
-    """Allow meshcomm to replace torch's waits and default timeout until the returned function is called.
+    """Called when a mesh opens or a watch begins, before waits and the default timeout are replaced.
 
-    Called when a mesh opens or a watch begins. The last of the returned functions puts both back. Calling one twice is
-    harmless.
+    Returns the function to call when it closes, once or more often. The last one puts both back.
     """
     token = object()
     _OPEN.append(token)

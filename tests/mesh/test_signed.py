@@ -152,7 +152,7 @@ def refusal(what: str) -> None:
     """Let another program forge values in the way of the next mesh; the error of this rank names the key."""
     with meshcomm.init(dims={"dp": 2}, device="cpu", timeout_s=10) as mesh:
         store, rank = foreign(), mesh.rank
-        number = int(mesh._state.runtime.prefix.removeprefix("meshcomm"))
+        number = int(mesh._state.held.prefix.removeprefix("meshcomm"))
         here, following = f"meshcomm{number}", f"meshcomm{number + 1}"
         if what == "a step":
             key = f"{here}/mesh/watch/desync/desync"

@@ -334,7 +334,7 @@ def test_a_barrier_after_a_skipped_call_says_who_has_made_how_many(mesh: Mesh) -
     mesh.all_gather("dp", torch.ones(1))  # all have left the last barrier
     mesh.debug.monitored_barrier("dp", timeout_s=20)
     # Only the keys of the barrier that a rank may still be leaving.
-    assert len([key for key in mesh._state.runtime.store.list_keys() if "barrier/" in key]) <= 6
+    assert len([key for key in mesh._state.held.store.list_keys() if "barrier/" in key]) <= 6
     with pytest.raises(MeshcommError) as caught:
         for number in range(80):
             if mesh.rank != 1 or number != 70:
