@@ -151,11 +151,31 @@ _WIDTH: Final = 100
 _INNER: Final = {
     *("problems", "world_problems", "given", "written", "place", "rules", "count", "at", "has"),
     *("model_post_init", "merging", "expert_gradient_dims", "sums", "key", "ranks_of"),
-    *("MeshStore.close", "Debug.metrics", "Debug.without_calls", "Pool.call", "Layout.digits", "Layout.others", "Layout.home", "Layout.rest"),
+    *(
+        "MeshStore.close",
+        "Debug.metrics",
+        "Debug.without_calls",
+        "Pool.call",
+        "Layout.digits",
+        "Layout.others",
+        "Layout.home",
+        "Layout.rest",
+    ),
 }
 # Classes that only the package instantiates. The arguments of their constructors are not documented.
 _MADE: Final = {
-    *("Mesh", "Debug", "Elastic", "Handle", "Functional", "Objects", "MeshStore", "Watch", "Trace", "RankGrid"),
+    *(
+        "Mesh",
+        "Debug",
+        "Elastic",
+        "Handle",
+        "Functional",
+        "Objects",
+        "MeshStore",
+        "Watch",
+        "Trace",
+        "RankGrid",
+    ),
     "RankFailure",
 }
 # Parts of other classes. Their members are not documented.

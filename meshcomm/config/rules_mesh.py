@@ -237,7 +237,6 @@ def _backends(mesh: MeshConfig) -> Iterator[Problem]:
 
 def _backend(mesh: MeshConfig, key: str, backend: str) -> Iterator[Problem]:
     by_device, device = backends(backend), mesh.device
-    given = f'backend = {toml(backend)}, mesh.device = "{device}"'
     if by_device is None:
         lower = backend.lower().replace(" ", "")
         expected = 'auto, a backend\'s name in lower case, or device:name pairs as in "cpu:gloo,cuda:nccl"'
@@ -245,9 +244,11 @@ def _backend(mesh: MeshConfig, key: str, backend: str) -> Iterator[Problem]:
         yield Problem(key, f"{toml(backend)} is not a backend", expected, [way], f"backend = {toml(backend)}")
     elif device != "auto" and "" not in by_device and device not in by_device:
         way = f'mesh.{key} = "{device}:{"gloo" if device == "cpu" else "nccl"},{backend}"'
+        given = f'backend = {toml(backend)}, mesh.device = "{device}"'
         yield Problem(key, f"no backend for device {device}", f"a backend for {device}", [way], given)
     elif device == "cpu" and chosen(mesh, backend) == "nccl":
         ways = [f'mesh.{key} = "gloo"', 'mesh.device = "cuda"']
+        given = f'backend = {toml(backend)}, mesh.device = "cpu"'
         yield Problem(key, "nccl does not run on device cpu", "gloo on cpu, nccl on cuda", ways, given)
 
 

@@ -65,7 +65,7 @@ def refuse_shared(store: dist.Store, rank: int, plan: Plan, device: torch.device
     if uuid is None:
         return  # this device has no identity to compare
     identity = f"{socket.gethostname()}/{uuid}"
-    first = store.compare_set(f"device/{identity}", "", str(rank)).decode()
+    first = store.compare_set(f"devices/device/{identity}", "", str(rank)).decode()
     if first != str(rank):
         raise LaunchError(
             f"ranks {first} and {rank} share one {device.type} device",

@@ -365,13 +365,14 @@ def _planned(attempt: _Attempt, held: Held) -> _Planned | MeshcommError:
         refuse_conflict(variables)
         attempt.resources.enter_context(with_variables(variables))
         device = choose_device(settings.mesh.device, meeting.launch)
+        backend = choose_backend(device)
         if meeting.world_size == 1 and meeting.launch.kind == "single":
             refuse_alone(settings)
-        plan = settings.plan(meeting.world_size).on(device.type, choose_backend(device))
+        plan = settings.plan(meeting.world_size).on(device.type, backend)
         check_devices(settings, device, plan.defaults.backend, meeting.launch)
         check_backends(plan)
         check_interfaces(plan, settings.network)
-        refuse_shared(prefixed("devices", held.store), meeting.rank, plan, device)
+        refuse_shared(held.store, meeting.rank, plan, device)
         return _Planned(plan, device)
     except MeshcommError as error:
         return error
