@@ -491,8 +491,9 @@ def _watch(attempt: _Attempt, held: Held, plan: Plan, agreed: Agreed, compared: 
         alone=meeting.is_fake,
         process_of=lambda rank: state_of_rank(meeting.store, generation.process_of(rank)),
         refused=partial(_refused, meeting, last),
-        **({} if generations is None else {"lost": generations.lost, "hung": generations.hung}),
     )
+    if generations is not None:
+        options = replace(options, lost=generations.lost, hung=generations.hung)
     store = prefixed("mesh/watch", held.store)
     ranks = plan.layout.ranks.tolist()
     watchdog = Watchdog(store, meeting.rank, mine.coords, len(ranks), options)
