@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from operator import attrgetter, index
+from operator import index
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, final, overload
 
@@ -41,8 +41,13 @@ if TYPE_CHECKING:
 
 
 def _of_state(name: str) -> Any:
-    """Return a property that is an attribute of the mesh's state. It is read in C, as engines read some in every layer."""
-    return property(attrgetter(f"_state.{name}"), doc="")
+    """Return a property that is an attribute of the mesh's state."""
+
+    # A Python function, as torch.compile traces the properties that a program reads in a graph.
+    def read(mesh: Mesh) -> Any:
+        return getattr(mesh._state, name)
+
+    return property(read, doc="")
 
 
 @final
@@ -77,34 +82,33 @@ class Mesh(AlongDims):
     """
 
     rank: int = _of_state("rank")
-    device: torch.device = _of_state("device")
     layout: Layout = _of_state("layout")
     plan: Plan = _of_state("plan")
     store: MeshStore = _of_state("store")
-    dims: Mapping[str, int] = _of_state("layout.dims")
-    world_size: int = _of_state("layout.world_size")
+    dims: Mapping[str, int] = _of_state("dims")
+    world_size: int = _of_state("world_size")
     is_member: bool = _of_state("is_member")
-    local_rank: int = _of_state("launch.local_rank")
+    local_rank: int = _of_state("local_rank")
     label: str = _of_state("label")
     warm_up_s: Mapping[str, float] = _of_state("warm_up_s")
     closed: bool = _of_state("closed")
-    is_fake: bool = _of_state("is_fake")
 
     def __init__(self, state: State) -> None:
         self._at = CommunicatorCache(lambda dims: self._state.explain(dims))
+        self.device, self.is_fake = state.device, state.is_fake
         self._live(state)
-        self.functional = Functional(self._at, self._planner)
         self.objects = Objects(self._at, self.device, self.is_fake)
         self.debug = Debug(self)
         self.elastic = Elastic(self)
 
     def _live(self, state: State) -> None:
-        """Take a state, which a reopened mesh replaces. All else of a mesh stays."""
+        """Take a state, also that of a reopened mesh. All else stays but `functional`, as graphs from before are refused."""
         with ExitStack() as opening:
             opening.enter_context(state.held.resources)
             state.connect(self._at)
             opening.pop_all()
         self._state = state
+        self.functional = Functional(self._at, self._planner)
 
     # -- where ranks are -------------------------------------------------------------------------
 

@@ -106,7 +106,8 @@ class State:
 
     def __post_init__(self) -> None:
         self.layout: Layout = self.plan.layout
-        self.is_member = self.rank in self.layout
+        self.dims, self.world_size = self.layout.dims, self.layout.world_size
+        self.local_rank, self.is_member = self.launch.local_rank, self.rank in self.layout
         self.label = self.layout.label(self.rank)
         self.closed = False
         # The process that opened the mesh, in a process that was forked from it.
