@@ -311,6 +311,17 @@ def test_dims_of_size_one_are_dims() -> None:
         assert dist.get_world_size(mesh.group("tp")) == 1
 
 
+def test_a_graph_reads_the_facts_of_a_mesh() -> None:
+    with meshcomm.init(dims={"dp": 1}, device="cpu") as mesh:
+
+        def scaled(x: torch.Tensor) -> torch.Tensor:
+            return (
+                x if mesh.is_fake or mesh.closed else x * (mesh.rank + mesh.world_size + mesh.local_rank + 1)
+            )
+
+        assert torch.compile(scaled, fullgraph=True, backend="eager")(torch.ones(2)).tolist() == [2.0, 2.0]
+
+
 @on_ranks(4)
 def test_equal_meshes_open_at_once_have_groups_of_their_own() -> None:
     more: dict[str, Any] = {"dims": {"dp": 2, "tp": 2}, "device": "cpu", "timeout_s": 30}
