@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import platform
 import time
-from contextlib import ExitStack
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Final, Literal, final
@@ -108,9 +107,8 @@ class Watch:
         self._began = time.perf_counter()
         gives_way()
         _LAST.append(self)
-        self._forget = ExitStack()
-        self._forget.callback(changed())
-        self._forget.callback(on_default_group(self._begin, self._end))
+        self._put_back = changed()
+        self._forget = on_default_group(self._begin, self._end)
         atexit.register(self.close)
         if dist.is_initialized():
             self._begin()
@@ -128,8 +126,9 @@ class Watch:
         if self in _LAST:
             _LAST.remove(self)
         atexit.unregister(self.close)
-        self._forget.close()
+        self._forget()
         self._end()
+        self._put_back()
 
     def __enter__(self) -> Watch:
         return self
