@@ -149,7 +149,7 @@ class PeerLost(CollectiveTimeout):
 class RankLost(CommunicationError):
     """Ranks were lost and new processes replaced them. `missing` lists the lost ranks.
 
-    Every other rank raises this from its current or next call. `Mesh.reopen` connects to the new
+    Every other rank raises this from its current or next call. `Elastic.reopen` connects to the new
     processes.
     """
 

@@ -34,7 +34,18 @@ PAGES: Final[Mapping[str, tuple[str, str, str]]] = {
     "mesh": (
         "Mesh",
         "Collectives, messages, and information about ranks. Guides: [groups](../../guide/groups.md), [communication](../../guide/communication.md).",
-        "Mesh mesh.generation.Generation show.grid.RankGrid",
+        "Mesh show.grid.RankGrid",
+    ),
+    "debug": (
+        "mesh.debug",
+        "What the ranks of a mesh do: breakpoints, traces, stragglers. Guides: [hangs](../../guide/hangs.md), "
+        "[counters, timeline, logs](../../guide/stats.md).",
+        "mesh.debug=mesh.debug.Debug",
+    ),
+    "elastic": (
+        "mesh.elastic",
+        "The mesh after ranks were lost and replaced. Guide: [when a rank dies](../../guide/elastic.md).",
+        "mesh.elastic=mesh.state.Elastic mesh.generation.Generation",
     ),
     "functional": (
         "mesh.functional",
@@ -54,7 +65,7 @@ PAGES: Final[Mapping[str, tuple[str, str, str]]] = {
     "handle": ("Handle", "The result of a call with `async_op=True`.", "Handle comm.handle.UnwaitedHandle"),
     "stats": (
         "Statistics and traces",
-        "The results of the measuring methods of `Mesh`. Guide: [counters, timeline, logs](../../guide/stats.md).",
+        "The results of the measuring methods of `Mesh` and `mesh.debug`. Guide: [counters, timeline, logs](../../guide/stats.md).",
         "mesh.stats.Stats mesh.stats.CallStats mesh.all_ranks.StatsOfAll mesh.all_ranks.Spread "
         "mesh.all_ranks.Stragglers mesh.all_ranks.Straggler mesh.all_ranks.Arrivals mesh.tracing.Trace",
     ),
@@ -139,12 +150,32 @@ _WIDTH: Final = 100
 # Methods that the rest of the package calls on configurations, results and meshes. They are not documented.
 _INNER: Final = {
     *("problems", "world_problems", "given", "written", "place", "rules", "count", "at", "has"),
-    *("model_post_init", "merging", "expert_gradient_dims", "sums", "key", "ranks_of"),
-    *("MeshStore.close", "Pool.call", "Layout.digits", "Layout.others", "Layout.home", "Layout.rest"),
+    *("model_post_init", "model_copy", "merging", "expert_gradient_dims", "sums", "key", "ranks_of"),
+    *(
+        "MeshStore.close",
+        "Debug.metrics",
+        "Debug.without_calls",
+        "Pool.call",
+        "Layout.digits",
+        "Layout.others",
+        "Layout.home",
+        "Layout.rest",
+    ),
 }
 # Classes that only the package instantiates. The arguments of their constructors are not documented.
 _MADE: Final = {
-    *("Mesh", "Handle", "Functional", "Objects", "MeshStore", "Watch", "Trace", "RankGrid"),
+    *(
+        "Mesh",
+        "Debug",
+        "Elastic",
+        "Handle",
+        "Functional",
+        "Objects",
+        "MeshStore",
+        "Watch",
+        "Trace",
+        "RankGrid",
+    ),
     "RankFailure",
 }
 # Parts of other classes. Their members are not documented.

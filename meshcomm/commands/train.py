@@ -77,7 +77,7 @@ def _on_a_rank(settings: Config) -> None:
         console = Console(quiet=not is_first(mesh))
         console.print(mesh)
         summary = run(mesh, settings, TrainingReporter(console), attempt)
-        mesh.finish()
+        mesh.elastic.finish()
     if summary.asked_to_stop:
         raise SystemExit(SAVED)
 

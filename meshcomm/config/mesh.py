@@ -8,7 +8,7 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import Field
 
 from meshcomm.config.problems import Problem, refused, report
-from meshcomm.config.rules_mesh import MOST_RANKS, RULES, sizes_fit
+from meshcomm.config.rules_mesh import MOST_RANKS, RULES, world_fits
 from meshcomm.config.section import FrozenList, FrozenTable, Seconds, Section, Table, Text
 from meshcomm.errors import LayoutError
 from meshcomm.layout import GroupOptions, Layout, Plan
@@ -183,7 +183,7 @@ class MeshConfig(Section):
                 hint="give the number of processes in the job",
             )
         # The other rules were checked when the section was created.
-        problems = list(sizes_fit(self, world))
+        problems = list(world_fits(self, world))
         if not problems and self.count(world) is None:
             problems = refused("dims", resolve, self.dims, None)
         return problems
@@ -205,8 +205,8 @@ class MeshConfig(Section):
         return Layout(
             self.sizes(world, source),
             rank_order=self.ranks if self.rank_order is None else self.rank_order,
-            views=self.views,
-            merge=self.merge,
+            views=self.views or None,
+            merge=self.merge or None,
         )
 
     def plan(self, world: int | None, source: str | None = None) -> Plan:

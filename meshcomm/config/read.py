@@ -47,6 +47,8 @@ def load_config(
     Raises ConfigError, which lists every wrong type, choice and range or, if there is none, every problem that the
     rules find, with its key, the given value, the expected value, and valid settings.
     """
+    if isinstance(source, Config) and source._checked and not overrides and kind in (None, type(source)):
+        return source
     changes = _changes(overrides)
     if isinstance(source, Config):
         label, data = source.source, plain(source.model_dump(exclude_unset=True))
@@ -70,7 +72,7 @@ def load_config(
     problems += found
     if config is None or problems:
         raise report(label, problems)
-    config._source = label
+    config._source, config._checked = label, True
     return config
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import Any, Self
 
 from pydantic import Field, PrivateAttr
 
@@ -55,9 +56,17 @@ class Config(Section):
 
     # The file that the configuration was read from, for later reports. Comparisons ignore it.
     _source: str = PrivateAttr("Config")
+    # Whether `load_config` has returned this configuration, so that it need not check it again.
+    _checked: bool = PrivateAttr(False)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Config) and self.__dict__ == other.__dict__
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """See pydantic, which does not check `update`."""
+        copied = super().model_copy(update=update, deep=deep)
+        copied._checked = self._checked and not update
+        return copied
 
     @property
     def source(self) -> str:
@@ -68,7 +77,8 @@ class Config(Section):
         """Yield the problems within each section, then the problems that involve several sections."""
         for name in type(self).model_fields:
             section = getattr(self, name)
-            if isinstance(section, Section):
+            # A section that is left out has its defaults.
+            if name in self.model_fields_set and isinstance(section, Section):
                 for problem in section.problems():
                     yield problem.under(name)
         yield from problems(Resolved.of(self), self.rules)

@@ -200,6 +200,8 @@ def _device_to_bind(resolved: Resolved) -> Iterator[Problem]:
 
 def _elastic(resolved: Resolved) -> Iterator[Problem]:
     elastic, mesh, parallel = resolved.config.elastic, resolved.config.mesh, resolved.config.parallel
+    if not elastic.min:
+        return
     given = f"elastic.{elastic.written('min')}, {mesh.written('dims')}"
     for dim, least in elastic.min.items():
         size = mesh.dims.get(dim)
@@ -222,7 +224,7 @@ def _elastic(resolved: Resolved) -> Iterator[Problem]:
             ways = [f"elastic.min = {{{name} = 1}}" for name in copies]
             yield Problem(f"elastic.min.{dim}", what, "a dim with the role data or shard", ways, given)
     for key in ("ranks", "rank_order"):
-        if elastic.min and getattr(mesh, key) is not None:
+        if getattr(mesh, key) is not None:
             what = f"a mesh with {key} cannot change its size"
             yield Problem(
                 "elastic.min",

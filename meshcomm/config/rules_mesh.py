@@ -13,8 +13,8 @@ from meshcomm.config.problems import Problem, refused
 from meshcomm.config.write import key_path, toml
 from meshcomm.errors import LayoutError
 from meshcomm.layout import Layout
-from meshcomm.layout.names import check_name, nearest_name
-from meshcomm.layout.sizes import fold, nearest_fits, resolve, times, toml_dims
+from meshcomm.layout.names import nearest_name
+from meshcomm.layout.sizes import check_name, fold, is_name, nearest_fits, resolve, times, toml_dims
 
 if TYPE_CHECKING:
     from meshcomm.config.mesh import MeshConfig
@@ -25,18 +25,22 @@ MOST_RANKS: Final = 2**24
 # -- sizes ------------------------------------------------------------------------------------------
 
 
-def sizes_fit(mesh: MeshConfig, world: int | None = None) -> Iterator[Problem]:
-    """Check dims, ranks and views separately, then the rules that depend on several of them. world: number of processes, or
-    None if unknown.
-    """
-    problems = [*_factorisation("dims", mesh.dims, "the mesh"), *_ranks(mesh, world)]
+def _sizes(mesh: MeshConfig) -> Iterator[Problem]:
+    """Check dims and views separately, then what is known of the sizes without the number of processes."""
+    problems = list(_factorisation("dims", mesh.dims, "the mesh"))
     yield from problems
     for view, sizes in mesh.views.items():
         yield from _factorisation(key_path(["views", view]), sizes, f"view {view}")
+    yield from _ranks(mesh, None) if problems else world_fits(mesh, None)
+
+
+def world_fits(mesh: MeshConfig, world: int | None) -> Iterator[Problem]:
+    """Check the rules that depend on the number of processes, which is None if it is unknown."""
+    problems = list(_ranks(mesh, world))
     number = mesh.count(world)
     if not problems and number is not None:
-        order = list(_rank_order(mesh, number))
-        yield from order or _fits(mesh, number, world)
+        problems = list(_rank_order(mesh, number)) or list(_fits(mesh, number, world))
+    yield from problems
 
 
 def _factorisation(key: str, sizes: Mapping[str, int], what: str) -> Iterator[Problem]:
@@ -44,7 +48,10 @@ def _factorisation(key: str, sizes: Mapping[str, int], what: str) -> Iterator[Pr
     if not sizes:
         way = f"mesh.{key} = {{ dp = 1 }}" if key == "dims" else f"remove mesh.{key}"
         yield Problem(key, "no dim", "at least one dim", [way], f"{key} = {{}}")
+    named = all(map(is_name, sizes))
     for name, size in sizes.items():
+        if named and (size >= 1 or size == -1):
+            continue
         path = f"{key}.{key_path([name])}"
         yield from refused(path, check_name, name, "dim")
         if size < 1 and size != -1:
@@ -102,6 +109,8 @@ def _fits(mesh: MeshConfig, number: int, world: int | None) -> Iterator[Problem]
     if misfit:
         yield from misfit
         return
+    if not mesh.views:
+        return
     base = resolve(mesh.dims, number)
     fitting: dict[str, dict[str, int]] = {}
     for view, sizes in mesh.views.items():
@@ -127,6 +136,8 @@ def _fits(mesh: MeshConfig, number: int, world: int | None) -> Iterator[Problem]
 
 def _merged(mesh: MeshConfig) -> Iterator[Problem]:
     """Yield the problems with merged dims, found by creating a layout in which every size is 1."""
+    if not mesh.merge:
+        return
     dims = dict.fromkeys(mesh.dims, 1)
     views = {view: dict.fromkeys(sizes, 1) for view, sizes in mesh.views.items()}
     if refused("", Layout, dims, views=views):
@@ -226,7 +237,6 @@ def _backends(mesh: MeshConfig) -> Iterator[Problem]:
 
 def _backend(mesh: MeshConfig, key: str, backend: str) -> Iterator[Problem]:
     by_device, device = backends(backend), mesh.device
-    given = f'backend = {toml(backend)}, mesh.device = "{device}"'
     if by_device is None:
         lower = backend.lower().replace(" ", "")
         expected = 'auto, a backend\'s name in lower case, or device:name pairs as in "cpu:gloo,cuda:nccl"'
@@ -234,9 +244,11 @@ def _backend(mesh: MeshConfig, key: str, backend: str) -> Iterator[Problem]:
         yield Problem(key, f"{toml(backend)} is not a backend", expected, [way], f"backend = {toml(backend)}")
     elif device != "auto" and "" not in by_device and device not in by_device:
         way = f'mesh.{key} = "{device}:{"gloo" if device == "cpu" else "nccl"},{backend}"'
+        given = f'backend = {toml(backend)}, mesh.device = "{device}"'
         yield Problem(key, f"no backend for device {device}", f"a backend for {device}", [way], given)
     elif device == "cpu" and chosen(mesh, backend) == "nccl":
         ways = [f'mesh.{key} = "gloo"', 'mesh.device = "cuda"']
+        given = f'backend = {toml(backend)}, mesh.device = "cpu"'
         yield Problem(key, "nccl does not run on device cpu", "gloo on cpu, nccl on cuda", ways, given)
 
 
@@ -264,4 +276,4 @@ def _ctas(mesh: MeshConfig) -> Iterator[Problem]:
             yield Problem(f"{path}.min_ctas", what, "min_ctas no larger than max_ctas", ways, given)
 
 
-RULES: Final = (sizes_fit, _merged, _options, _view_names, _devices, _ctas)
+RULES: Final = (_sizes, _merged, _options, _view_names, _devices, _ctas)

@@ -192,7 +192,7 @@ def counted_step(
         tokens = torch.zeros(samples, dtype=torch.int64, device=mesh.device)
         # Each sample is one document, because the traffic does not depend on the number of documents.
         documents = torch.zeros_like(tokens) if engine.model.packed else None
-        mesh.metrics.trace_into(passes)
+        mesh.debug.metrics.trace_into(passes)
         try:
             if isinstance(entered, Hollow):
                 _begin(engine)
@@ -207,9 +207,9 @@ def counted_step(
             engine.step(tokens, tokens, known.train.lr, 2, documents)
             made = mesh.stats().since(earlier)
         finally:
-            mesh.metrics.trace_into(None)
+            mesh.debug.metrics.trace_into(None)
         rows = summed(TrafficRow(row.dim, row.call, row.calls, row.nbytes) for row in made.rows)
-        step = passes.step_of(mesh.rank, mesh.coords, mesh.metrics.groups, ledger)
+        step = passes.step_of(mesh.rank, mesh.coords, mesh.debug.metrics.groups, ledger)
         return step._replace(parameters=sum(names.elements.values()), before=before, rows=rows)
 
 

@@ -103,10 +103,10 @@ class ProgramRecorder(Passes, StepRecorder):
                 expected="one mesh of all ranks",
                 hint="views and merged dims of one mesh",
             )
-        self.mesh, self.groups = mesh, dict(mesh.metrics.groups)
+        self.mesh, self.groups = mesh, dict(mesh.debug.metrics.groups)
         if self._looks:
             raise _Enough
-        mesh.metrics.trace_into(self)
+        mesh.debug.metrics.trace_into(self)
 
     def layout_of(self, who: str) -> Layout:
         """Return the layout of the mesh, or of the program's DeviceMesh.
@@ -127,7 +127,7 @@ class ProgramRecorder(Passes, StepRecorder):
     def keep(self, span: Span) -> Span:
         """See Spans."""
         if span.group and span.group not in self.groups:
-            self.groups |= {} if self.mesh is None else self.mesh.metrics.groups
+            self.groups |= {} if self.mesh is None else self.mesh.debug.metrics.groups
             self.groups |= {} if self.torch is None else self.torch.ranks
         return super().keep(span)
 

@@ -13,12 +13,12 @@ from meshcomm.errors import MeshcommError
 from meshcomm.layout import Layout
 from meshcomm.layout.sizes import fold
 from meshcomm.mesh.outside import OF_A_DIM, OWN
+from meshcomm.transport.torch_changes import on_new_groups
 from meshcomm.transport.torch_private import (
     GroupHooks,
     default_group,
     forget_device_meshes,
     group_named,
-    on_new_groups,
     ranks_of,
     without_modes,
 )

@@ -201,12 +201,12 @@ class Replacing:
         lines = []
         if self.is_elastic and ended and root not in ended:
             # If a loss was announced, no rank had completed before.
-            completed = "completed without mesh.reopen" if self.recent else "had already completed"
+            completed = "completed without mesh.elastic.reopen" if self.recent else "had already completed"
             lines.append(
                 f"{ranks_text(sorted(ended))} {completed}, so new processes can no longer meet all ranks"
             )
         if left := sorted(failure.rank for failure in failed if failure.what.startswith("RankLost")):
-            way = "a program continues with mesh.reopen(error), and a Trainer continues automatically"
+            way = "a program continues with mesh.elastic.reopen(error), and a Trainer continues automatically"
             lines.append(f"{ranks_text(left)} ended by RankLost: {way}")
         if self.number and not any(state_of_rank(self.store, each) for each in range(self.places.count)):
             lines.append(

@@ -69,7 +69,7 @@ def launch(
 ) -> int:
     """Run `python ARGUMENTS` as `world_size` ranks; return the job's exit code.
 
-    elastic: how lost ranks are handled while the others continue, see `Mesh.reopen`. sizes: the sizes that the mesh may then
+    elastic: how lost ranks are handled while the others continue, see `Elastic.reopen`. sizes: the sizes that the mesh may then
         have.
     label: returns the name of a rank, with its coords, if the program has opened no mesh; called only after a failure.
     grace_s: the time between a signal to this process and SIGKILL for the ranks. After a rank has failed, this time is ten

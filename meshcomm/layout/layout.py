@@ -12,10 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshcomm.errors import LayoutError, UnknownDim
-from meshcomm.layout.names import check_name, did_you_mean
+from meshcomm.layout.names import did_you_mean
 from meshcomm.layout.sizes import (
     check_coord,
     check_mapping,
+    check_name,
     check_sizes,
     fold,
     rank_text,
@@ -139,12 +140,13 @@ class Layout:
             _factorisations={},
         )
         self._add_factorisation("", self.dims)
-        for view, given in check_mapping({} if views is None else views, "views", "sizes by name").items():
+        views = {} if views is None else check_mapping(views, "views", "sizes by name")
+        for view, given in views.items():
             check_name(view, "view")
             sizes = check_sizes(given, f"views.{view}", open_dim=True)
             known_views[view] = MappingProxyType(resolve(sizes, self.world_size, f"view {view}"))
             self._add_factorisation(view, known_views[view])
-        lists = check_mapping({} if merge is None else merge, "merge", "lists of dims")
+        lists = {} if merge is None else check_mapping(merge, "merge", "lists of dims")
         merged = {name: self._merged(name, parts) for name, parts in lists.items()}
         for name, digits in merged.items():
             known_merge[name], self._digits[name] = tuple(lists[name]), digits
@@ -353,6 +355,8 @@ class Layout:
         return np.arange(self.world_size, dtype=np.int64) if self._order is None else self._order.copy()
 
     def __contains__(self, rank: object) -> bool:
+        if type(rank) is int:
+            return rank in self._positions
         try:
             return whole(rank, "rank") in self._positions
         except LayoutError:
@@ -363,7 +367,8 @@ class Layout:
 
         Raises LayoutError if the rank is not in the layout.
         """
-        rank = whole(rank, "rank")
+        if type(rank) is not int:
+            rank = whole(rank, "rank")
         if rank in self._positions:
             return self._positions[rank]
         ranks = fold(sorted(self._positions))
@@ -376,7 +381,8 @@ class Layout:
 
     def rank_of(self, position: int) -> int:
         """Return the rank at a position in the row-major rank grid. Raises LayoutError if the position is outside the grid."""
-        position = whole(position, "position")
+        if type(position) is not int:
+            position = whole(position, "position")
         if not 0 <= position < self.world_size:
             raise LayoutError(
                 f"the mesh has no position {position}",

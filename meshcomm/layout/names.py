@@ -1,22 +1,9 @@
-"""Checks dim names, and suggests the name that the user probably meant."""
+"""Names as text: the one that the user probably meant, a list of some, and a merged dim's."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Container, Iterable, Sequence
-
-from meshcomm.errors import LayoutError
-
-
-def check_name(name: object, what: str) -> None:
-    """Raise unless `name` is an identifier that einops patterns accept, which excludes names with "_" at either end."""
-    if not isinstance(name, str) or not name.isidentifier() or name[0] == "_" or name[-1] == "_":
-        raise LayoutError(
-            f"{name!r} cannot be the name of a {what}",
-            given=repr(name),
-            expected='letters, digits and inner underscores, not starting with a digit, as in "dp"',
-            hint=f"rename the {what}",
-        )
 
 
 def nearest_name(word: str, known: Iterable[str]) -> str | None:

@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Any
 
 from meshcomm.layout.layout import Digits, Dims, Layout, Ranks
-from meshcomm.layout.sizes import coords_text
+from meshcomm.layout.sizes import coords_text, rank_text
 
 Scalar = str | int | float | bool
 
@@ -103,6 +103,11 @@ class RankPlan:
     groups: tuple[Group, ...]
 
     @property
+    def label(self) -> str:
+        """The rank and its coords, as by Layout.label."""
+        return rank_text(self.rank, self.coords)
+
+    @property
     def creations(self) -> int:
         """The number of groups that this rank creates."""
         return sum(group.shares is None for group in self.groups)
@@ -128,18 +133,22 @@ class Plan:
         for name in self.options:
             self.layout.digits(name)
 
+    def _kinds(self) -> dict[str, tuple[str, tuple[str, ...]]]:
+        """Return the kind and the dims of each name, in plan order."""
+        kinds: dict[str, tuple[str, tuple[str, ...]]] = {name: ("dim", (name,)) for name in self.layout.dims}
+        kinds.update((name, ("merged", parts)) for name, parts in self.layout.merge.items())
+        for view, sizes in self.layout.views.items():
+            for name in sizes:
+                kinds.setdefault(name, (f"view {view}", (name,)))
+        return kinds
+
     @cached_property
     def families(self) -> tuple[Family, ...]:
         """The families of all names, in plan order. A family is the set of groups along one name."""
         layout = self.layout
-        kinds: dict[str, tuple[str, tuple[str, ...]]] = {name: ("dim", (name,)) for name in layout.dims}
-        kinds.update((name, ("merged", parts)) for name, parts in layout.merge.items())
-        for view, sizes in layout.views.items():
-            for name in sizes:
-                kinds.setdefault(name, (f"view {view}", (name,)))
         owners: dict[tuple[Digits, GroupOptions], str] = {}
         families: list[Family] = []
-        for name, (kind, dims) in kinds.items():
+        for name, (kind, dims) in self._kinds().items():
             digits, options = layout.digits(name), self.options.get(name, self.defaults)
             owner = name if digits.size == 1 else owners.setdefault((digits.canonical(), options), name)
             shares = None if owner == name else owner
@@ -205,7 +214,7 @@ class Plan:
             "views": {name: dict(sizes) for name, sizes in layout.views.items()},
             "merge": {name: list(parts) for name, parts in layout.merge.items()},
             "device": self.device,
-            "options": {family.name: family.options.facts() for family in self.families},
+            "options": {name: self.options.get(name, self.defaults).facts() for name in self._kinds()},
         }
 
     @cached_property

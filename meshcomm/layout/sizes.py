@@ -1,4 +1,4 @@
-"""Checks whether the dim sizes fit the world size, and finds the nearest sizes that fit."""
+"""Checks the names and sizes of dims, and finds the nearest sizes that fit a world."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from operator import index
 from typing import Any
 
 from meshcomm.errors import LayoutError
-from meshcomm.layout.names import check_name
 
 
 def times(sizes: Mapping[str, int]) -> str:
@@ -66,6 +65,22 @@ def check_mapping(given: Any, where: str, holds: str) -> Mapping[str, Any]:
         expected=f"a mapping from names to {holds}",
         hint='{"dp": 2, "tp": 4}' if holds == "sizes" else "a dict",
     )
+
+
+def is_name(name: object) -> bool:
+    """Return whether `name` is an identifier that einops patterns accept, which excludes names with "_" at either end."""
+    return isinstance(name, str) and name.isidentifier() and "_" not in (name[0], name[-1])
+
+
+def check_name(name: object, what: str) -> None:
+    """Raise LayoutError unless `is_name`. what: what has the name."""
+    if not is_name(name):
+        raise LayoutError(
+            f"{name!r} cannot be the name of a {what}",
+            given=repr(name),
+            expected='letters, digits and inner underscores, not starting with a digit, as in "dp"',
+            hint=f"rename the {what}",
+        )
 
 
 def check_sizes(dims: Mapping[str, int], where: str, open_dim: bool = False) -> dict[str, int]:

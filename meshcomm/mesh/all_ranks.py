@@ -152,7 +152,7 @@ class Spread(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StatsOfAll:
-    """The result of `Mesh.global_stats`, the same on every rank."""
+    """The result of `Debug.global_stats`, the same on every rank."""
 
     seconds: float
     rows: tuple[Spread, ...]
@@ -225,7 +225,7 @@ class Straggler(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Stragglers:
-    """The result of `Mesh.stragglers`. Lists, for each dim, this rank's group and the rank of the mesh that arrives latest.
+    """The result of `Debug.stragglers`. Lists, for each dim, this rank's group and the rank of the mesh that arrives latest.
 
     hosts: number of hosts. If there is one host, all times come from a single clock. With several hosts, the
     wall clocks are compared, and offsets between the clocks add to the times.

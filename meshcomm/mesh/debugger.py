@@ -1,4 +1,4 @@
-"""Implements `mesh.breakpoint`, which stops one rank in the Python debugger while the other ranks wait."""
+"""Implements `mesh.debug.breakpoint`, which stops one rank in the Python debugger while the other ranks wait."""
 
 from __future__ import annotations
 

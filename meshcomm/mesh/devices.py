@@ -55,15 +55,17 @@ def choose_device(wanted: str, launch: Launch) -> torch.device:
 def refuse_shared(store: dist.Store, rank: int, plan: Plan, device: torch.device) -> None:
     """Raise LaunchError if another rank has the same device. NCCL refuses that unless NCCL_HOSTID or
     NCCL_MULTI_RANK_GPU_ENABLE is set. Takes one store operation."""
-    backends = {backend_on(family.options.backend, device) for family in plan.families if family.creates}
     allowed = "NCCL_HOSTID" in os.environ or os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE", "0") != "0"
-    if device.type != "cuda" or allowed or not backends & STREAM_ORDERED:
+    if device.type != "cuda" or allowed:
+        return
+    backends = {backend_on(family.options.backend, device) for family in plan.families if family.creates}
+    if not backends & STREAM_ORDERED:
         return
     uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
     if uuid is None:
         return  # this device has no identity to compare
     identity = f"{socket.gethostname()}/{uuid}"
-    first = store.compare_set(f"device/{identity}", "", str(rank)).decode()
+    first = store.compare_set(f"devices/device/{identity}", "", str(rank)).decode()
     if first != str(rank):
         raise LaunchError(
             f"ranks {first} and {rank} share one {device.type} device",

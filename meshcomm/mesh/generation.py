@@ -24,7 +24,7 @@ from meshcomm.errors import RankLost, StoreError
 from meshcomm.layout.sizes import ranks_text
 from meshcomm.mesh.store import interrupted, within
 from meshcomm.transport.connections import Connections
-from meshcomm.transport.torch_private import interruptible_waits
+from meshcomm.transport.torch_changes import interruptible_waits
 
 VARIABLE: Final = "MESHCOMM_GENERATION"
 """Set by a launcher that replaces lost ranks: "0" for the first processes, otherwise the generation to join."""
@@ -132,7 +132,7 @@ def hung_in(store: Any, number: int) -> dict[int, str]:
 
 
 def has_ended(store: Any) -> bool:
-    """Return whether all ranks have called `Mesh.finish`."""
+    """Return whether all ranks have called `Elastic.finish`."""
     return bool(store.check([_ENDED]))
 
 
@@ -220,7 +220,7 @@ class Generations:
             expected="every rank to meet the new processes, and to repeat the unfinished step"
             if latest.new
             else "every other rank to meet again, and to repeat the unfinished step",
-            hint="except RankLost as error: mesh.reopen(error); a Trainer does this itself",
+            hint="except RankLost as error: mesh.elastic.reopen(error); a Trainer does this itself",
             missing=tuple(sorted(ranks)),
         )
 

@@ -1,11 +1,15 @@
-"""Creates this rank's groups, in plan order."""
+"""Creates torch's default group, and this rank's groups in plan order."""
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Final
+from functools import partial
+from typing import Any, Final, final
 
 import torch
 import torch.distributed as dist
@@ -13,18 +17,31 @@ import torch.distributed as dist
 from meshcomm.config.write import toml
 from meshcomm.errors import CommunicationError, PeerLost, UnsupportedOp
 from meshcomm.layout import Group, GroupOptions, Plan
+from meshcomm.mesh.environment import NCCL_RECOVERS, gloo_defaults, nccl_defaults, with_variables
+from meshcomm.mesh.generation import FOREVER
+from meshcomm.mesh.rendezvous import Meeting
+from meshcomm.mesh.runtime import World
+from meshcomm.mesh.signed import signed, unsigned
+from meshcomm.mesh.source import Settings
+from meshcomm.mesh.state import Held
 from meshcomm.transport import ProcessGroupTransport, SoloTransport, Transport
 from meshcomm.transport.process_group import MARGIN_S
 from meshcomm.transport.support import STREAM_ORDERED, backend_on
 from meshcomm.transport.torch_private import (
+    abort,
     backend_of,
     bound_device,
     create_group,
     default_group,
+    default_store,
+    give_back,
     split_color,
 )
 from meshcomm.watching.exceptions import Reason, first_line, reason_of
 from meshcomm.watching.words import INTERFACES
+
+# Under this key, the default group's store holds the prefix of the mesh that created the group.
+PREFIX: Final = "meshcomm/prefix"
 
 
 def create_transports(
@@ -56,6 +73,117 @@ def create_transports(
         else:
             transports[name] = create(group, whole_world and _can_split(plan, group))
     return transports
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class GroupMaker:
+    """Creates this rank's groups of one mesh, while the mesh opens and later. prefix: begins the groups' names."""
+
+    meeting: Meeting
+    device: torch.device
+    prefix: str
+    world: World | None
+    held: Held
+    # Clients of the store, by whether they are separate ones.
+    clients: dict[bool, Any] = field(default_factory=dict)
+
+    def start_default_group(self, backend: str, settings: Settings) -> None:
+        """Start torch's default group, unless the program has started it. Raises CommunicationError."""
+        meeting, device = self.meeting, self.device
+        if self.world is not None:
+            self.world.start(meeting.rank, meeting.world_size, backend, self.held.resources)
+            return
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        if dist.is_initialized():
+            return
+        # Binding a device would connect all ranks with each other, although only the dims' groups need connections.
+        bind = settings.process.device_id is True and device.type != "cpu"
+        ordered = backend_on(backend, device) in STREAM_ORDERED
+        variables = {**gloo_defaults(meeting.launch.one_host), **nccl_defaults(meeting.world_size)}
+        try:
+            with self._recovering(), with_variables(variables, keep=True):
+                dist.init_process_group(
+                    backend,
+                    store=dist.PrefixStore("world", unsigned(self._client(ordered))),
+                    rank=meeting.rank,
+                    world_size=meeting.world_size,
+                    timeout=timedelta(seconds=settings.mesh.timeout_s),
+                    device_id=device if bind else None,
+                )
+            self.held.resources.callback(give_back, default_group())
+            if ordered:
+                self.held.aborts.append(partial(abort, default_group()))
+            signed(default_store(), "default group").set(PREFIX, self.prefix)
+        except RuntimeError as error:
+            raise CommunicationError(
+                f"rank {meeting.rank} could not start torch's default group",
+                given=first_line(error),
+                expected=f"backend {backend} to start, and a store that answers",
+                hint=INTERFACES
+                if reason_of(error) is Reason.UNREACHABLE
+                else "look for the first error reported by the process that hosts the store",
+            ) from error
+
+    def open_later(self, group: Group, split: bool) -> Transport:
+        """Create an additional group for an open mesh."""
+        connections = self.held.connections
+        if connections is None:
+            return self.open(group, split)
+        with connections.making():
+            # Use a connection that is cut if a rank is lost in the meantime.
+            self.clients.update(dict.fromkeys((False, True), connections.own(self.held.store.clone)))
+            return self.open(group, split)
+
+    def open(self, group: Group, split: bool) -> Transport:
+        """Create one group of the plan. split: whether NCCL may split it from the world."""
+        if self.world is not None:
+            return self.world.open(group, self.prefix)
+        own = backend_on(group.options.backend, self.device) in STREAM_ORDERED
+        client, rank = self._client(own), self.meeting.rank
+        variables = gloo_defaults(self.meeting.launch.one_host, len(group.ranks))
+        # A backend that uses the store after this call may wait for it in a thread that its destructor joins.
+        if own or {**variables, **os.environ}["TORCH_GLOO_LAZY_INIT"] == "1":
+            client = unsigned(client)
+        store = dist.PrefixStore("groups", client)
+        with self._recovering(), with_variables(variables, keep=True):
+            transport = open_group(group, rank, store, self.prefix, self.device, split)
+        self.held.resources.callback(transport.close)
+        if own:
+            self.held.aborts.append(transport.abort)
+            if self.held.connections is not None:
+                meets = dist.PrefixStore(f"meets/{group.name}/{group.index}", store)
+                transport.meet = partial(_meet, meets, group, rank)
+        return transport
+
+    def _recovering(self) -> AbstractContextManager[None]:
+        """If lost ranks are replaced, errors in groups created inside the block do not terminate this process."""
+        return nullcontext() if self.held.connections is None else with_variables(NCCL_RECOVERS)
+
+    def _client(self, own: bool) -> Any:
+        """Return the mesh's store client, or a separate one for groups that connect at their first call.
+
+        Connecting blocks a client, but the threads that answer for this rank need an idle client. If a rank is lost in
+        the meantime, only closing this separate connection ends the blocked call.
+        """
+        if not own:
+            return self.clients.get(own, self.held.store)
+        if own not in self.clients:
+            clone, connections = self.held.store.clone, self.held.connections
+            self.clients[own] = clone() if connections is None else connections.own(clone)
+        return self.clients[own]
+
+
+def _meet(store: dist.Store, group: Group, rank: int, coords: tuple[int, ...]) -> None:
+    """Block until the ranks at `coords` of a group are about to connect. If `coords` is empty, wait for the whole group.
+
+    NCCL cannot be interrupted while it connects ranks, and a lost rank never arrives. This wait ends when the store
+    connection is cut.
+    """
+    name = "-".join(map(str, coords))
+    store.set(f"{name}/{group.ranks.index(rank)}", "")
+    store.wait([f"{name}/{each}" for each in coords or range(len(group.ranks))], FOREVER)
 
 
 # Gloo's error text if a rank of the group has not stored its address.

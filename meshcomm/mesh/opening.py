@@ -7,11 +7,10 @@ import platform
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
-from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, Literal, final
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,10 +23,9 @@ from meshcomm.errors import (
     LaunchError,
     MeshcommError,
     MeshMismatchError,
-    RankLost,
     StoreError,
 )
-from meshcomm.layout import Group, Plan
+from meshcomm.layout import Plan
 from meshcomm.mesh.agree import Agreed, agree, leave_together
 from meshcomm.mesh.devices import (
     check_backends,
@@ -37,40 +35,35 @@ from meshcomm.mesh.devices import (
     refuse_shared,
 )
 from meshcomm.mesh.environment import (
-    NCCL_RECOVERS,
     SHARED,
+    Launch,
     check_interfaces,
-    gloo_defaults,
-    nccl_defaults,
     network_variables,
     refuse_conflict,
     with_variables,
 )
 from meshcomm.mesh.existing import Existing, of_device_meshes, of_groups
-from meshcomm.mesh.generation import FOREVER, Generation, Generations, generations_of
-from meshcomm.mesh.groups import create_transports, open_group
+from meshcomm.mesh.generation import Generation, Generations, generations_of
+from meshcomm.mesh.groups import PREFIX, GroupMaker, create_transports
 from meshcomm.mesh.job_store import is_serving
 from meshcomm.mesh.mesh import Mesh
 from meshcomm.mesh.rank_failure import end_by, leave_names
 from meshcomm.mesh.rendezvous import Meeting, another_job, blame, claim, meet, of_this_attempt, state_of_rank
-from meshcomm.mesh.runtime import PRETENDED, WORLD, Runtime, Watching
-from meshcomm.mesh.signed import signed, unsigned
+from meshcomm.mesh.runtime import PRETENDED, WORLD, World
+from meshcomm.mesh.signed import signed
 from meshcomm.mesh.source import MeshOnly, Settings, Source, given_keys, refuse_alone, settings_of, with_sizes
+from meshcomm.mesh.state import Held, State
 from meshcomm.mesh.store import prefixed, store_failed
 from meshcomm.mesh.watchdog import Watchdog, WatchOptions
 from meshcomm.mesh.watched import gives_way, launch_here, reports_of
 from meshcomm.transport import Transport
 from meshcomm.transport.connections import Connections
-from meshcomm.transport.support import STREAM_ORDERED, backend_on
-from meshcomm.transport.torch_private import abort, default_group, default_store, give_back
-from meshcomm.watching.exceptions import Reason, first_line, reason_of
-from meshcomm.watching.words import INTERFACES
+from meshcomm.transport.torch_changes import changed
+from meshcomm.transport.torch_private import default_store
 
 if TYPE_CHECKING:
     from meshcomm.config import TopologyConfig
 
-# Under this key, the default group's store holds the prefix of the mesh that created the group.
-_PREFIX: Final = "meshcomm/prefix"
 # How many meshes a rank has opened.
 _OPENED: Final = "meshcomm/opened/{}"
 
@@ -136,8 +129,7 @@ def init(
         config, existing = None, partial(of_device_meshes, meshes, keys)
     else:
         existing = None
-    made = Opening(config, keys, overrides, existing=existing, store=store, rank=rank, world_size=world_size)
-    return made.run()
+    return _opened(config, keys, overrides, existing, store=store, rank=rank, world_size=world_size)
 
 
 def from_groups(
@@ -174,440 +166,348 @@ def from_groups(
         validate_calls=validate_calls,
         warm_up=warm_up,
     )
-    return Opening(None, keys, (), existing=partial(of_groups, groups, keys)).run()
+    return _opened(None, keys, existing=partial(of_groups, groups, keys))
 
 
-@final
-class Opening:
-    """Opens a mesh in four steps: meet the other ranks, agree with them, start torch's default group, create the groups.
+class _Job(NamedTuple):
+    """The job, as this process has met it, and the mesh that it asks for.
 
-    A process without a usable configuration still meets the other ranks, so that they receive the error instead of waiting.
-    keys: the caller's keys of `[mesh]`.
-    existing: finds existing groups, and the keys that describe these groups and replace `keys`.
-    store, rank, world_size: the program's own rendezvous, if given.
+    problem: why this process has no usable configuration. It still meets the other ranks, so that they receive this error
+        instead of waiting.
+    existing: groups to use instead of new ones, by name.
+    world: replaces processes and groups, in the simulator.
     """
 
-    def __init__(
-        self,
-        config: Source | None,
-        keys: dict[str, Any],
-        overrides: Sequence[str],
-        *,
-        existing: Callable[[], Existing] | None = None,
-        store: dist.Store | None = None,
-        rank: int | None = None,
-        world_size: int | None = None,
-    ) -> None:
-        self._given_store, self._rank, self._world_size = store, rank, world_size
-        self._existing: Mapping[str, dist.ProcessGroup] = {}
-        self._world = WORLD.get()
-        self._pretended = PRETENDED.get()
-        self._launch = launch_here() if self._world is None else self._world.launch
-        self._failure: MeshcommError | None = None
-        try:
-            if existing is not None:
-                (config, self._existing), keys = existing(), {}
-            self._settings = settings_of(config, keys, overrides)
-        except MeshcommError as error:
-            if self._launch.world_size == 1:
-                raise
-            self._settings, self._failure = MeshOnly(MeshConfig(dims={"all": -1})), error
-        if self._pretended is not None:
-            self._settings = self._pretended.settings(self._settings)
-        self._first_settings = self._settings
-        self._generations: Generations | None = None
-        self._connections: Connections | None = None
-        self._resources = ExitStack()
-        self._transports: dict[str, Transport] = {}
-        self._clients: dict[bool, Any] = {}
-        self._aborts: list[Callable[[], object]] = []
+    settings: Settings
+    problem: MeshcommError | None
+    existing: Mapping[str, dist.ProcessGroup]
+    world: World | None
+    met: Meeting
+    generations: Generations | None
 
-    def run(self) -> Mesh:
-        """Return the opened mesh. With `warm_up`, use all groups once. If a step raises, release everything."""
-        if self._world is None:
-            gives_way()
-        # The default group of another mesh or of the program, which `reopen` must not create again.
-        self._kept_group = self._world is None and dist.is_initialized()
-        self._meeting = self._met = self._meet()
-        if self._world is not None:
-            self._generations = self._world.generations
-        elif not self._meeting.is_fake:
-            self._generations = generations_of(self._meeting.store, self._meeting.rank)
-        plan, runtime = self._opened()
+
+def _opened(
+    config: Source | None,
+    keys: dict[str, Any],
+    overrides: Sequence[str] = (),
+    existing: Callable[[], Existing] | None = None,
+    **meets: Any,
+) -> Mesh:
+    """Return the opened mesh. With `warm_up`, use all groups once. If a step raises, release everything.
+
+    existing: finds groups, and the config that describes them and replaces `keys`. meets: the program's own rendezvous.
+    """
+    world, pretended = WORLD.get(), PRETENDED.get()
+    launch = launch_here() if world is None else world.launch
+    groups: Mapping[str, dist.ProcessGroup] = {}
+    problem = None
+    try:
+        if existing is not None:
+            (config, groups), keys = existing(), {}
+        settings = settings_of(config, keys, overrides)
+    except MeshcommError as error:
+        if launch.world_size == 1:
+            raise
+        settings, problem = MeshOnly(MeshConfig(dims={"all": -1})), error
+    if pretended is not None:
+        settings = pretended.settings(settings)
+    # The default group of another mesh or of the program, which a reopening must not create again.
+    keeps_group = world is None and dist.is_initialized()
+    if world is None:
+        gives_way()
+        met = _met(settings, launch, **meets)
+        generations = None if met.is_fake else generations_of(met.store, met.rank)
+    else:
+        met, generations = _met_in(world, meets), world.generations
+    mesh = Mesh(_joined(_Job(settings, problem, groups, world, met, generations), keeps_group))
+    if settings.mesh.warm_up and mesh.is_member:
         with ExitStack() as opening:
-            opening.enter_context(runtime.resources)
-            mesh = Mesh(plan, runtime)
-            if self._settings.mesh.warm_up and mesh.is_member:
-                opening.callback(mesh.close)
-                mesh.warm_up()
+            opening.callback(mesh.close)
+            mesh.warm_up()
             opening.pop_all()
-        if self._pretended is not None:
-            self._pretended.opened(mesh)
-        return mesh
+    if pretended is not None:
+        pretended.opened(mesh)
+    return mesh
 
-    def _opened(self) -> tuple[Plan, Runtime]:
-        """Run all steps after the first. Repeat these steps if a rank is lost and replaced in the meantime."""
-        generations = self._generations
-        while True:
-            # Released in reverse order when the mesh closes.
-            self._resources, self._transports, self._clients = ExitStack(), {}, {}
-            self._connections, self._aborts = None, []
-            self._resources.callback(self._aborts.clear)
-            self._generation = Generation() if generations is None else generations.join()
-            self._take_place(self._generation)
-            if generations is not None and self._world is None:
-                self._connections = Connections()
-                self._connections.aborts = self._aborts
-                generations.cuts(self._connections)
-            try:
-                with self._making(), ExitStack() as opening:
-                    opening.enter_context(self._resources)
-                    runtime = self._steps()
-                    opening.pop_all()
-                if generations is not None:
-                    generations.opened()
-                return self._plan, runtime
-            except MeshcommError as error:
-                lost = isinstance(error, CommunicationError | StoreError | MeshMismatchError)
-                if generations is not None and isinstance(error, MeshMismatchError) and error.missing:
-                    generations.hung(dict.fromkeys(error.missing, "has not arrived at the mesh"))
-                if generations is None or not generations.newer(generations.announced_s if lost else 0.0):
-                    raise
 
-    def _take_place(self, generation: Generation) -> None:
-        """Adopt the rank of this process and the mesh sizes from a generation.
+# -- first: meet --------------------------------------------------------------------------------------
 
-        Ranks are renumbered, because torch's default group numbers its ranks from 0, without gaps.
-        """
-        met, processes = self._met, generation.processes
-        self._meeting = met
-        if processes:
-            self._meeting = replace(met, rank=processes.index(met.rank), world_size=len(processes))
-        self._settings = with_sizes(self._first_settings, generation.dims)
 
-    def _making(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._connections is None else self._connections.making()
+def _met(settings: Settings, launch: Launch, store: dist.Store | None = None, **meets: Any) -> Meeting:
+    if not dist.is_initialized():
+        return meet(settings.process, launch, settings.mesh.timeout_s, store=store, **meets)
+    # On torch's fake backend only this rank exists: there is no store, and no rank to agree with.
+    fake = dist.get_backend() == "fake"
+    own = signed(of_this_attempt(store or (dist.HashStore() if fake else default_store())), "default group")
+    return Meeting(own, dist.get_rank(), dist.get_world_size(), launch, fake, kept=True)
 
-    def _steps(self) -> Runtime:
-        self._prefix = self._next_prefix()
-        self._store = prefixed(self._prefix, self._job_store())
-        facts = self._facts()
-        self._agreed = self._agree(facts)
-        if self._generations is not None:
-            self._generations.met()
-        self._warn_of_places()
-        if self._world is None:
-            self._start_default_group()
-        else:
-            meeting, backend = self._meeting, self._plan.defaults.backend
-            self._world.start(meeting.rank, meeting.world_size, backend, self._resources)
-        return self._create()
 
-    def _job_store(self) -> Any:
-        """Return the job's store under the generation's prefix. The connection is cut when a newer generation starts."""
-        store = self._meeting.store
-        if self._generations is not None and self._world is None:
-            store = store.clone()
-        return self._of_generation(store)
+def _met_in(world: World, meets: Mapping[str, Any]) -> Meeting:
+    """The ranks of a simulated world have already met, so rendezvous arguments cannot apply."""
+    if named := ", ".join(name for name, value in meets.items() if value is not None):
+        raise LaunchError(
+            f"the ranks have met already: {named} has no effect here",
+            given=named,
+            expected="no store, rank or world_size in the simulator",
+            hint="leave them out; outside the simulator a launcher may set them",
+        )
+    return Meeting(world.store, world.launch.rank, world.launch.world_size, world.launch)
 
-    def _of_generation(self, store: Any) -> Any:
-        number = self._generation.number
+
+# -- an attempt -----------------------------------------------------------------------------------------
+
+
+class _Attempt(NamedTuple):
+    """This process's place in one generation of the job, in which it tries to open the mesh.
+
+    meeting: with the ranks of the generation, numbered from 0 without gaps, as torch's default group requires.
+    settings: with the dim sizes of the generation.
+    """
+
+    job: _Job
+    meeting: Meeting
+    generation: Generation
+    settings: Settings
+    connections: Connections | None
+    resources: ExitStack
+
+    def of_generation(self, store: Any) -> Any:
+        """Return a store under the generation's prefix."""
+        number = self.generation.number
         return prefixed(f"generation{number}", store) if number else store
 
-    # -- first: meet ----------------------------------------------------------------------------
 
-    def _meet(self) -> Meeting:
-        settings, launch = self._settings, self._launch
-        if self._world is not None:
-            # The ranks of a simulated world have already met, so rendezvous arguments cannot apply.
-            meets = {"store": self._given_store, "rank": self._rank, "world_size": self._world_size}
-            if named := ", ".join(name for name, value in meets.items() if value is not None):
-                raise LaunchError(
-                    f"the ranks have met already: {named} has no effect here",
-                    given=named,
-                    expected="no store, rank or world_size in the simulator",
-                    hint="leave them out; outside the simulator a launcher may set them",
-                )
-            return Meeting(self._world.store, launch.rank, launch.world_size, launch)
-        if dist.is_initialized():
-            # On torch's fake backend only this rank exists: there is no store, and no rank to agree with.
-            fake = dist.get_backend() == "fake"
-            store = self._given_store or (dist.HashStore() if fake else default_store())
-            rank, world_size = dist.get_rank(), dist.get_world_size()
-            store = signed(of_this_attempt(store), "default group")
-            return Meeting(store, rank, world_size, launch, fake, kept=True)
-        return meet(
-            settings.process,
-            launch,
-            settings.mesh.timeout_s,
-            store=self._given_store,
-            rank=self._rank,
-            world_size=self._world_size,
-        )
+def _attempt(job: _Job) -> _Attempt:
+    meeting, generation, connections = job.met, Generation(), None
+    if job.generations is not None:
+        generation = job.generations.join()
+        if job.world is None:
+            connections = Connections()
+            job.generations.cuts(connections)
+    if processes := generation.processes:
+        meeting = replace(meeting, rank=processes.index(meeting.rank), world_size=len(processes))
+    settings = with_sizes(job.settings, generation.dims)
+    return _Attempt(job, meeting, generation, settings, connections, ExitStack())
 
-    def _next_prefix(self) -> str:
-        """Return this mesh's own prefix in the job's store. Each rank counts the meshes that it opens; the count is the same
-        on all ranks.
-        """
-        store, rank = self._meeting.store, self._meeting.rank
+
+def _joined(job: _Job, keeps_group: bool) -> State:
+    """Run all steps after the first. Repeat these steps if a rank is lost and replaced in the meantime."""
+    reopen, generations = None if keeps_group else partial(_joined, job, False), job.generations
+    while True:
+        attempt = _attempt(job)
         try:
-            claim(store, self._met.rank, kept=self._met.kept or bool(self._generation.number))
-            store = self._of_generation(store)
-            self._number = store.add(_OPENED.format(rank), 1)
-            prefix = f"meshcomm{self._number}"
-            # Torch has a single list of group names. A mesh that started the default group and a mesh that was opened on that
-            # group later count their meshes in different parts of the store.
-            if self._world is None and dist.is_initialized() and not self._meeting.is_fake:
-                outer = signed(default_store(), "default group")
-                prefix = f"{outer.get(_PREFIX).decode()}.{prefix}" if outer.check([_PREFIX]) else prefix
-        except RuntimeError as error:
-            raise store_failed(
-                f"rank {rank} lost the job's store before the mesh was opened", error
-            ) from error
-        return prefix
+            making = nullcontext() if attempt.connections is None else attempt.connections.making()
+            with making, ExitStack() as opening:
+                opening.enter_context(attempt.resources)
+                held, number = _placed(attempt)
+                planned = _planned(attempt, held)
+                agreed = _agreed(attempt, held, number, planned)
+                state = _created(attempt, held, planned, agreed, reopen)
+                opening.pop_all()
+            if generations is not None:
+                generations.opened()
+            return state
+        except MeshcommError as error:
+            lost = isinstance(error, CommunicationError | StoreError | MeshMismatchError)
+            if generations is not None and isinstance(error, MeshMismatchError) and error.missing:
+                generations.hung(dict.fromkeys(error.missing, "has not arrived at the mesh"))
+            if generations is None or not generations.newer(generations.announced_s if lost else 0.0):
+                raise
 
-    # -- second: agree --------------------------------------------------------------------------
 
-    def _facts(self) -> dict[str, Any]:
-        """Return the facts that must be equal on all ranks; a rank that has failed contributes its error."""
-        if self._failure is None:
-            try:
-                self._plan, self._device = self._planned()
-                if self._world is None:
-                    devices = prefixed("devices", self._store)
-                    refuse_shared(devices, self._meeting.rank, self._plan, self._device)
-            except MeshcommError as error:
-                self._failure = error
-        if self._failure is not None:
-            return {"problem": self._failure.what}
-        meeting, mesh = self._meeting, self._settings.mesh
-        return {
-            **self._plan.facts(),
-            "world": meeting.world_size,
-            **({"job": meeting.launch.job} if meeting.launch.job else {}),
-            "validate_calls": mesh.validate_calls,
-            "warm_up": mesh.warm_up,
-            "versions": {
-                "meshcomm": __version__,
-                "torch": torch.__version__,
-                "python": platform.python_version(),
-            },
-            "environment": {name: os.environ[name] for name in SHARED if name in os.environ},
-        }
+def _placed(attempt: _Attempt) -> tuple[Held, int]:
+    """Return the mesh's place in the store, and how many meshes this rank has opened there. Each rank counts them, so that the
+    prefix is the same on all ranks.
+    """
+    meeting, world = attempt.meeting, attempt.job.world
+    if world is None:
+        attempt.resources.callback(changed())
+    try:
+        claim(meeting.store, attempt.job.met.rank, kept=meeting.kept or bool(attempt.generation.number))
+        number = attempt.of_generation(meeting.store).add(_OPENED.format(meeting.rank), 1)
+        prefix = f"meshcomm{number}"
+        # Torch has a single list of group names. A mesh that started the default group and a mesh that was opened on that
+        # group later count their meshes in different parts of the store.
+        if world is None and dist.is_initialized() and not meeting.is_fake:
+            outer = signed(default_store(), "default group")
+            prefix = f"{outer.get(PREFIX).decode()}.{prefix}" if outer.check([PREFIX]) else prefix
+    except RuntimeError as error:
+        lost = f"rank {meeting.rank} lost the job's store before the mesh was opened"
+        raise store_failed(lost, error) from error
+    connections = attempt.connections
+    aborts = [] if connections is None else connections.aborts
+    attempt.resources.callback(aborts.clear)
+    store = attempt.of_generation(meeting.store if connections is None else meeting.store.clone())
+    return Held(prefixed(prefix, store), prefix, connections, attempt.resources, aborts), number
 
-    def _planned(self) -> tuple[Plan, torch.device]:
-        """Return the groups of the mesh, and this process's device.
 
-        Raises an error for groups that this host or torch cannot support.
-        """
-        settings, meeting = self._settings, self._meeting
-        if self._world is not None:
-            device, backend = self._world.place(settings.mesh.device)
-            return settings.plan(meeting.world_size).on(device.type, backend), device
+# -- second: agree --------------------------------------------------------------------------------------
+
+
+class _Planned(NamedTuple):
+    """The groups of the mesh, and this process's device."""
+
+    plan: Plan
+    device: torch.device
+
+
+def _planned(attempt: _Attempt, held: Held) -> _Planned | MeshcommError:
+    """Return the error for groups that this host or torch cannot support, which the other ranks must learn."""
+    if attempt.job.problem is not None:
+        return attempt.job.problem
+    settings, meeting = attempt.settings, attempt.meeting
+    try:
+        if attempt.job.world is not None:
+            device, backend = attempt.job.world.place(settings.mesh.device)
+            return _Planned(settings.plan(meeting.world_size).on(device.type, backend), device)
         variables = network_variables(settings.network)
         refuse_conflict(variables)
-        self._resources.enter_context(with_variables(variables))
+        attempt.resources.enter_context(with_variables(variables))
         device = choose_device(settings.mesh.device, meeting.launch)
+        backend = choose_backend(device)
         if meeting.world_size == 1 and meeting.launch.kind == "single":
             refuse_alone(settings)
-        plan = settings.plan(meeting.world_size).on(device.type, choose_backend(device))
+        plan = settings.plan(meeting.world_size).on(device.type, backend)
         check_devices(settings, device, plan.defaults.backend, meeting.launch)
         check_backends(plan)
         check_interfaces(plan, settings.network)
-        return plan, device
+        refuse_shared(held.store, meeting.rank, plan, device)
+        return _Planned(plan, device)
+    except MeshcommError as error:
+        return error
 
-    def _agree(self, facts: Mapping[str, Any]) -> Agreed:
-        meeting, store = self._meeting, prefixed("agree", self._store)
-        ranks = range(1 if meeting.is_fake else meeting.world_size)
-        try:
-            agreed = agree(store, meeting.rank, ranks, facts, self._settings.mesh.timeout_s)
-        except MeshMismatchError as error:
-            blame(error, meeting.store)
-            if is_serving(meeting.launch.port):
-                # A process that is started for a missing rank joins in this rank's next attempt.
-                before = str(self._number - 1) if self._number > 1 else ""
-                for missing in error.missing:
-                    meeting.store.compare_set(_OPENED.format(missing), before, str(self._number))
-            if self._world is None:
-                leave_together(store, stays=meeting.rank == 0)
-            if self._failure is None:
-                raise
-        if self._failure is not None:
-            # The other ranks have received this error. On this rank, it is more precise than "the ranks differ".
-            raise self._failure
-        return agreed
 
-    # -- third: torch's default group -----------------------------------------------------------
+def _facts(attempt: _Attempt, planned: _Planned | MeshcommError) -> dict[str, Any]:
+    """Return the facts that must be equal on all ranks; a rank that has failed contributes its error."""
+    if isinstance(planned, MeshcommError):
+        return {"problem": planned.what}
+    meeting, mesh = attempt.meeting, attempt.settings.mesh
+    return {
+        **planned.plan.facts(),
+        "world": meeting.world_size,
+        **({"job": meeting.launch.job} if meeting.launch.job else {}),
+        "validate_calls": mesh.validate_calls,
+        "warm_up": mesh.warm_up,
+        "versions": {
+            "meshcomm": __version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
+        "environment": {name: os.environ[name] for name in SHARED if name in os.environ},
+    }
 
-    def _start_default_group(self) -> None:
-        """Start the default group, unless the program has started it. Raises CommunicationError."""
-        meeting, device, backend = self._meeting, self._device, self._plan.defaults.backend
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
-        if dist.is_initialized():
-            return
-        # Binding a device would connect all ranks with each other, although only the dims' groups need connections.
-        bind = self._settings.process.device_id is True and device.type != "cpu"
-        ordered = backend_on(backend, device) in STREAM_ORDERED
-        variables = {**gloo_defaults(meeting.launch.one_host), **nccl_defaults(meeting.world_size)}
-        try:
-            with self._recovering(), with_variables(variables, keep=True):
-                dist.init_process_group(
-                    backend,
-                    store=dist.PrefixStore("world", unsigned(self._client(ordered))),
-                    rank=meeting.rank,
-                    world_size=meeting.world_size,
-                    timeout=timedelta(seconds=self._settings.mesh.timeout_s),
-                    device_id=device if bind else None,
-                )
-            self._resources.callback(give_back, default_group())
-            if ordered:
-                self._aborts.append(partial(abort, default_group()))
-            signed(default_store(), "default group").set(_PREFIX, self._prefix)
-        except RuntimeError as error:
-            raise CommunicationError(
-                f"rank {meeting.rank} could not start torch's default group",
-                given=first_line(error),
-                expected=f"backend {backend} to start, and a store that answers",
-                hint=INTERFACES
-                if reason_of(error) is Reason.UNREACHABLE
-                else "look for the first error reported by the process that hosts the store",
-            ) from error
 
-    # -- fourth: create -------------------------------------------------------------------------
+def _agreed(attempt: _Attempt, held: Held, number: int, planned: _Planned | MeshcommError) -> Agreed:
+    """Compare this rank's facts with those of the others. Raises this rank's own error, if it has one."""
+    meeting, store = attempt.meeting, prefixed("agree", held.store)
+    ranks = range(1 if meeting.is_fake else meeting.world_size)
+    facts = _facts(attempt, planned)
+    try:
+        agreed = agree(store, meeting.rank, ranks, facts, attempt.settings.mesh.timeout_s)
+    except MeshMismatchError as error:
+        blame(error, meeting.store)
+        if is_serving(meeting.launch.port):
+            # A process that is started for a missing rank joins in this rank's next attempt.
+            before = str(number - 1) if number > 1 else ""
+            for missing in error.missing:
+                meeting.store.compare_set(_OPENED.format(missing), before, str(number))
+        if attempt.job.world is None:
+            leave_together(store, stays=meeting.rank == 0)
+        if not isinstance(planned, MeshcommError):
+            raise
+    if isinstance(planned, MeshcommError):
+        # The other ranks have received this error. On this rank, it is more precise than "the ranks differ".
+        raise planned
+    if attempt.job.generations is not None:
+        attempt.job.generations.met()
+    return agreed
 
-    def _create(self) -> Runtime:
-        """Create this rank's groups and the watchdog. All ranks of a group create it together. Raises CommunicationError."""
-        meeting, plan, settings = self._meeting, self._plan, self._settings
-        limit = settings.mesh.validate_calls
-        compared = None if limit == "always" or self._world is not None else limit
-        self._resources.callback(self._transports.clear)
-        watch = None
-        if meeting.rank in plan.layout:
-            whole_world = self._world is None and plan.layout.world_size == meeting.world_size
-            self._transports.update(
-                create_transports(
-                    plan, meeting.rank, self._device, whole_world, self._open_group, self._existing
-                )
-            )
-            watch = self._watch(compared)
-        roles = getattr(settings, "parallel", None)
-        return Runtime(
-            launch=meeting.launch,
-            rank=meeting.rank,
-            device=self._device,
-            store=self._store,
-            prefix=self._prefix,
-            topology=self._topology(),
-            transports=self._transports,
-            watch=watch,
-            validate_calls=compared,
-            create=self._open_later,
-            resources=self._resources,
-            data_dims=None if roles is None else roles.data_dims,
-            is_fake=meeting.is_fake,
-            generation=self._generation,
-            generations=self._generations,
-            reopen=None if self._kept_group else self._opened,
-            aborts=self._aborts,
-        )
 
-    def _open_later(self, group: Group, split: bool) -> Transport:
-        """Create an additional group for an open mesh."""
-        with self._making():
-            if self._connections is not None:
-                # Use a connection that is cut if a rank is lost in the meantime.
-                self._clients.clear()
-                self._clients |= dict.fromkeys((False, True), self._connections.own(self._store.clone))
-            return self._open_group(group, split)
+# -- third: create the groups ---------------------------------------------------------------------------
 
-    def _open_group(self, group: Group, split: bool) -> Transport:
-        if self._world is not None:
-            return self._world.open(group, self._world_prefix)
-        own = backend_on(group.options.backend, self._device) in STREAM_ORDERED
-        client, rank = self._client(own), self._meeting.rank
-        variables = gloo_defaults(self._meeting.launch.one_host, len(group.ranks))
-        # A backend that uses the store after this call may wait for it in a thread that its destructor joins.
-        if own or {**variables, **os.environ}["TORCH_GLOO_LAZY_INIT"] == "1":
-            client = unsigned(client)
-        store = dist.PrefixStore("groups", client)
-        with self._recovering(), with_variables(variables, keep=True):
-            transport = open_group(group, rank, store, self._prefix, self._device, split)
-        self._resources.callback(transport.close)
-        if own:
-            self._aborts.append(transport.abort)
-            if self._generations is not None:
-                transport.meet = partial(
-                    _meet, dist.PrefixStore(f"meets/{group.name}/{group.index}", store), group, rank
-                )
-        return transport
 
-    def _recovering(self) -> AbstractContextManager[None]:
-        """If lost ranks are replaced, errors in groups created inside the block do not terminate this process."""
-        return nullcontext() if self._generations is None else with_variables(NCCL_RECOVERS)
+def _created(
+    attempt: _Attempt,
+    held: Held,
+    planned: _Planned | MeshcommError,
+    agreed: Agreed,
+    reopen: Callable[[], State] | None,
+) -> State:
+    """Create this rank's groups and the watchdog. All ranks of a group create it together. Raises CommunicationError."""
+    assert isinstance(planned, _Planned)
+    meeting, settings, world, (plan, device) = attempt.meeting, attempt.settings, attempt.job.world, planned
+    topology = partial(_topology, settings, None if meeting.is_fake else agreed, world is not None)
+    # Two generations of a simulated world never share groups.
+    number = attempt.generation.number
+    prefix = f"generation{number}/{held.prefix}" if world is not None and number else held.prefix
+    maker = GroupMaker(meeting, device, prefix, world, held)
+    if world is None and meeting.rank == 0 and agreed.nodes:
+        _warn_of_places(plan, topology())
+    maker.start_default_group(plan.defaults.backend, settings)
+    limit = settings.mesh.validate_calls
+    compared = None if limit == "always" or world is not None else limit
+    transports: dict[str, Transport] = {}
+    held.resources.callback(transports.clear)
+    watch = None
+    if meeting.rank in plan.layout:
+        whole_world = world is None and plan.layout.world_size == meeting.world_size
+        existing = attempt.job.existing
+        transports |= create_transports(plan, meeting.rank, device, whole_world, maker.open, existing)
+        if world is not None:
+            watch = world.watch(plan.for_rank(meeting.rank).coords, prefix)
+        elif plan.for_rank(meeting.rank).groups:
+            watch = _watch(attempt, held, plan, agreed, compared)
+    roles = getattr(settings, "parallel", None)
+    return State(
+        plan=plan,
+        launch=meeting.launch,
+        rank=meeting.rank,
+        device=device,
+        topology=topology,
+        transports=transports,
+        watch=watch,
+        validate_calls=compared,
+        data_dims=None if roles is None else roles.data_dims,
+        is_fake=meeting.is_fake,
+        generation=attempt.generation,
+        generations=attempt.job.generations,
+        held=held,
+        create=maker.open_later,
+        reopen=reopen,
+    )
 
-    def _client(self, own: bool) -> Any:
-        """Return the mesh's store client, or a separate one for groups that connect at their first call.
 
-        Connecting blocks a client, but the threads that answer for this rank need an idle client. If a rank is lost in
-        the meantime, only closing this separate connection ends the blocked call.
-        """
-        if own not in self._clients:
-            make = (
-                self._store.clone
-                if self._connections is None
-                else partial(self._connections.own, self._store.clone)
-            )
-            self._clients[own] = make() if own else self._store
-        return self._clients[own]
+def _watch(attempt: _Attempt, held: Held, plan: Plan, agreed: Agreed, compared: int | None) -> Watchdog:
+    """Start the watchdog of the mesh's groups. Its callbacks must not keep the store alive."""
+    meeting, generation, generations = attempt.meeting, attempt.generation, attempt.job.generations
+    mine, last = plan.for_rank(meeting.rank), time.monotonic() + attempt.settings.mesh.timeout_s
+    options = WatchOptions(
+        plan.defaults.timeout_s,
+        partial(end_by, meeting.launch, mine.label),
+        reports=reports_of(attempt.settings.mesh.reports, agreed.moment),
+        compared=compared,
+        alone=meeting.is_fake,
+        process_of=lambda rank: state_of_rank(meeting.store, generation.process_of(rank)),
+        refused=partial(_refused, meeting, last),
+    )
+    if generations is not None:
+        options = replace(options, lost=generations.lost, hung=generations.hung)
+    store = prefixed("mesh/watch", held.store)
+    ranks = plan.layout.ranks.tolist()
+    watchdog = Watchdog(store, meeting.rank, mine.coords, len(ranks), options)
+    if not meeting.is_fake and meeting.rank == min(ranks):
+        names = {generation.process_of(other): plan.layout.label(other) for other in ranks}
+        leave_names(names, again=bool(generation.number))
+    return watchdog
 
-    @property
-    def _world_prefix(self) -> str:
-        """Return a prefix that is unique to the generation, so that two generations never share groups."""
-        number = self._generation.number
-        return f"generation{number}/{self._prefix}" if number else self._prefix
 
-    def _topology(self) -> Callable[[], TopologyConfig]:
-        agreed = None if self._meeting.is_fake else self._agreed
-        return partial(_topology, self._settings, agreed, self._world is not None)
+def _warn_of_places(plan: Plan, topology: TopologyConfig) -> None:
+    """Warn, once per job, about dims that cross hosts only because ranks are not placed in blocks."""
+    from meshcomm.predict.lint import scattered
 
-    def _warn_of_places(self) -> None:
-        """Warn, once per job, about dims that cross hosts only because ranks are not placed in blocks."""
-        if self._world is not None or self._meeting.rank or not self._agreed.nodes:
-            return
-        from meshcomm.predict.lint import scattered
-
-        found = scattered(self._plan, self._topology()())
-        if found is not None:
-            warnings.warn(str(found), ScatteredRanks, stacklevel=4)
-
-    def _watch(self, compared: int | None) -> Watching | None:
-        meeting, plan, generation = self._meeting, self._plan, self._generation
-        coords, groups = plan.layout.coords(meeting.rank), plan.for_rank(meeting.rank).groups
-        if self._world is not None:
-            return self._world.watch(coords, self._world_prefix)
-        if not groups:
-            return None
-        # The watchdog's callbacks must not keep the store alive.
-        last = time.monotonic() + self._settings.mesh.timeout_s
-        options = WatchOptions(
-            plan.defaults.timeout_s,
-            partial(end_by, meeting.launch, plan.layout.label(meeting.rank)),
-            reports=reports_of(self._settings.mesh.reports, self._agreed.moment),
-            compared=compared,
-            alone=meeting.is_fake,
-            process_of=lambda rank: state_of_rank(meeting.store, generation.process_of(rank)),
-            refused=partial(_refused, meeting, last),
-            lost=_none_lost if self._generations is None else self._generations.lost,
-            hung=None if self._generations is None else self._generations.hung,
-        )
-        store = prefixed("watch", prefixed("mesh", self._store))
-        watchdog = Watchdog(store, meeting.rank, coords, plan.layout.world_size, options)
-        ranks = plan.layout.ranks.tolist()
-        if not meeting.is_fake and meeting.rank == min(ranks):
-            names = {generation.process_of(other): plan.layout.label(other) for other in ranks}
-            leave_names(names, again=bool(generation.number))
-        return watchdog
+    if (found := scattered(plan, topology)) is not None:
+        # Attributed to the caller of `init`.
+        warnings.warn(str(found), ScatteredRanks, stacklevel=6)
 
 
 def _topology(settings: Settings, agreed: Agreed | None, simulated: bool) -> TopologyConfig:
@@ -617,21 +517,6 @@ def _topology(settings: Settings, agreed: Agreed | None, simulated: bool) -> Top
 
     found = (None, ()) if agreed is None else (agreed.ranks_per_host, agreed.nodes)
     return discovered(settings.topology, os.environ, *found)
-
-
-def _meet(store: dist.Store, group: Group, rank: int, coords: tuple[int, ...]) -> None:
-    """Block until the ranks at `coords` of a group are about to connect. If `coords` is empty, wait for the whole group.
-
-    NCCL cannot be interrupted while it connects ranks, and a lost rank never arrives. This wait ends when the store
-    connection is cut.
-    """
-    name = "-".join(map(str, coords))
-    store.set(f"{name}/{group.ranks.index(rank)}", "")
-    store.wait([f"{name}/{each}" for each in coords or range(len(group.ranks))], FOREVER)
-
-
-def _none_lost(what: str, waits: bool, confirms: bool) -> RankLost | None:
-    return None
 
 
 def _refused(meeting: Meeting, last: float) -> MeshcommError | None:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from meshcomm.mesh.runtime import Watching
 from meshcomm.transport import ProcessGroupTransport
 from meshcomm.transport.support import STREAM_ORDERED, backend_on
+from meshcomm.transport.torch_changes import on_new_groups
 from meshcomm.transport.torch_private import (
     GroupHooks,
     backend_of,
@@ -23,7 +24,6 @@ from meshcomm.transport.torch_private import (
     group_named,
     groups_by_name,
     has_hooks,
-    on_new_groups,
     ranks_of,
     timeout_of,
 )

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from contextvars import ContextVar
-from dataclasses import dataclass
 from types import CodeType
 from typing import TYPE_CHECKING, Any, Protocol, final
 
@@ -15,52 +14,17 @@ import torch
 import torch.distributed as dist
 
 from meshcomm.errors import MeshcommError
-from meshcomm.layout import Group, Plan
+from meshcomm.layout import Group
 from meshcomm.mesh.environment import Launch
-from meshcomm.mesh.generation import Generation, Generations
+from meshcomm.mesh.generation import Generations
 from meshcomm.transport import Transport
 from meshcomm.watching.compare import Shared
 from meshcomm.watching.recorder import FlightRecorder
 from meshcomm.watching.spans import Spans
 
 if TYPE_CHECKING:
-    from meshcomm.config import TopologyConfig
     from meshcomm.mesh.mesh import Mesh
     from meshcomm.mesh.source import Settings
-
-
-@dataclass(slots=True)
-class Runtime:
-    """One rank's part of a mesh, after all ranks have agreed on the mesh and its groups exist.
-
-    store: the job's store, under `prefix`, which is unique to the mesh.
-    validate_calls: how many calls of each kind are compared; None if all are, or if the world compares them.
-    create: creates one group. The second argument of `create` is whether NCCL may split the group from the world.
-    resources: releases everything, in reverse order.
-    data_dims: the dims along which samples differ, if the configuration has [parallel].
-    is_fake: no other ranks exist.
-    generations: None if lost ranks are not replaced.
-    reopen: opens the mesh again in the latest generation; None if the mesh did not create the default group.
-    aborts: drop the queued calls of the mesh's groups, including torch's default group.
-    """
-
-    launch: Launch
-    rank: int
-    device: torch.device
-    store: dist.Store
-    prefix: str
-    topology: Callable[[], TopologyConfig]
-    transports: dict[str, Transport]
-    watch: Watching | None
-    validate_calls: int | None
-    create: Callable[[Group, bool], Transport]
-    resources: ExitStack
-    reopen: Callable[[], tuple[Plan, Runtime]] | None
-    generation: Generation
-    generations: Generations | None = None
-    data_dims: tuple[str, ...] | None = None
-    is_fake: bool = False
-    aborts: Sequence[Callable[[], object]] = ()
 
 
 class Watching(ABC):
@@ -164,7 +128,7 @@ PRETENDED: ContextVar[Pretended | None] = ContextVar("meshcomm_pretended", defau
 
 @final
 class Metrics:
-    """`mesh.metrics`: the state that `mesh.stats()`, `mesh.step()` and `mesh.trace()` read and write.
+    """`mesh.debug.metrics`: what `mesh.stats()`, `mesh.step()` and `mesh.debug.trace()` read and write.
 
     recorders: the groups' recorders, by the transport's id.
     steps: the number of completed steps.

@@ -1,4 +1,4 @@
-"""`mesh.trace(...)`: records the calls of every rank inside a block in one file, in Chrome's "Trace Event Format"."""
+"""`mesh.debug.trace(...)`: records the calls of every rank inside a block in one file, in Chrome's "Trace Event Format"."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Event: TypeAlias = dict[str, Any]
 
 @final
 class Trace:
-    """A block that records every call of this rank on the mesh; see `Mesh.trace`.
+    """A block that records every call of this rank on the mesh; see `Debug.trace`.
 
     path: path of the file.
     dropped: number of this rank's calls that exceed the limit and are not recorded. Available after the block.
@@ -44,15 +44,15 @@ class Trace:
         self._opened = 0.0
 
     def __enter__(self) -> Trace:
-        if self._mesh.metrics.spans is not None:
+        if self._mesh.debug.metrics.spans is not None:
             raise UnsupportedOp(
                 f"another trace is active on {self._mesh.label}",
-                given=f"mesh.trace({str(self.path)!r}) inside its with block",
+                given=f"mesh.debug.trace({str(self.path)!r}) inside its with block",
                 expected="one trace of a mesh at a time",
                 hint="end the outer block first",
             )
         self._opened = self._spans.step_began = clock()
-        self._mesh.metrics.trace_into(self._spans)
+        self._mesh.debug.metrics.trace_into(self._spans)
         return self
 
     def stretch(self, name: str, lane: str = "program") -> AbstractContextManager[None]:
@@ -63,7 +63,7 @@ class Trace:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         mesh, closed = self._mesh, clock()
-        mesh.metrics.trace_into(None)
+        mesh.debug.metrics.trace_into(None)
         self.dropped = self._spans.dropped
         for span in self._spans.found:
             span.left = closed if span.left is None else span.left
@@ -90,13 +90,15 @@ class Trace:
                 f"the trace {self.path} could not be written",
                 given=problem,
                 expected="a writable path on the first rank's host",
-                hint='mesh.trace("trace.json")',
+                hint='mesh.debug.trace("trace.json")',
             )
 
     def _part(self, shift_s: float) -> bytes:
         mesh = self._mesh
         lanes = [family.name for family in mesh.plan.families]
-        events = events_of(mesh.rank, mesh.label, lanes, self._spans.found, mesh.metrics.groups, shift_s)
+        events = events_of(
+            mesh.rank, mesh.label, lanes, self._spans.found, mesh.debug.metrics.groups, shift_s
+        )
         return zlib.compress(
             ",\n".join(json.dumps(event, separators=(",", ":")) for event in events).encode(), 1
         )

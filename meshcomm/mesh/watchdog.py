@@ -35,13 +35,8 @@ from meshcomm.mesh.rank_record import RankRecord, RecordExchange
 from meshcomm.mesh.runtime import Watching
 from meshcomm.mesh.store import prefixed, within
 from meshcomm.transport import Transport
-from meshcomm.transport.torch_private import (
-    await_at_exit,
-    capturing,
-    failed_barrier,
-    overdue_barrier,
-    unfinished_collectives,
-)
+from meshcomm.transport.torch_changes import failed_barrier, overdue_barrier
+from meshcomm.transport.torch_private import await_at_exit, capturing, unfinished_collectives
 from meshcomm.watching.callsite import C10D, is_inside
 from meshcomm.watching.compare import MessageCheck, Shared
 from meshcomm.watching.exceptions import (

@@ -30,14 +30,8 @@ from meshcomm.mesh.signed import signed
 from meshcomm.mesh.store import prefixed
 from meshcomm.mesh.watchdog import Watchdog, WatchOptions
 from meshcomm.transport.support import STREAM_ORDERED
-from meshcomm.transport.torch_private import (
-    CAN_WATCH,
-    backend_of,
-    default_group,
-    default_store,
-    on_default_group,
-    timeout_of,
-)
+from meshcomm.transport.torch_changes import CAN_WATCH, changed, on_default_group
+from meshcomm.transport.torch_private import backend_of, default_group, default_store, timeout_of
 from meshcomm.watching.exceptions import caused_by
 
 if TYPE_CHECKING:
@@ -120,6 +114,7 @@ class Watch:
         self._began = time.perf_counter()
         gives_way()
         _LAST.append(self)
+        self._put_back = changed()
         self._forget = on_default_group(self._begin, self._end)
         atexit.register(self.close)
         if dist.is_initialized():
@@ -140,6 +135,7 @@ class Watch:
         atexit.unregister(self.close)
         self._forget()
         self._end()
+        self._put_back()
 
     def __enter__(self) -> Watch:
         return self

@@ -29,6 +29,7 @@ from meshcomm.models.family_code import WHOLE_SAMPLES, family_code
 from meshcomm.models.spec import Attend
 from meshcomm.models.tiny import tiny
 from meshcomm.models.torch_private import draw
+from meshcomm.parallel.become import become
 from meshcomm.parallel.context.block import seen_keys
 from meshcomm.parallel.context.documents import current_documents
 from meshcomm.parallel.loss import IGNORED
@@ -190,8 +191,8 @@ def make(config: PreTrainedConfig, exact: bool = False) -> nn.Module:
         made: nn.Module = AutoModelForCausalLM.from_config(deepcopy(config), **options)  # type: ignore[no-untyped-call]
     except Exception as error:
         raise not_made(config.name_or_path or "a configuration", error) from error
-    own = type(made)
-    made.__class__ = type(own.__name__, (_Logits, own), {"__module__": own.__module__})
+    # transformers finds a model's source by its class's module.
+    become(made, _Logits, home=type(made).__module__)
     return made
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from meshcomm.errors import UnsupportedOp
+from meshcomm.parallel.become import become
 from meshcomm.parallel.pipeline import Stage
 from meshcomm.parallel.tensor import TensorSplit
 from meshcomm.parallel.tree import called, first_tensor
@@ -112,12 +113,8 @@ def put_in(
         else:
             owner._modules[key] = part
     held._modules = {key: held._modules[key] for key in order}
-    kinds: dict[type, type] = {}
     for block in blocks:
-        own = type(block)
-        if own not in kinds:
-            kinds[own] = type(own.__name__, (RoutedBlock, own), {"__module__": __name__})
-        block.__class__ = kinds[own]
+        become(block, RoutedBlock)
 
 
 class RoutedBlock:

@@ -33,6 +33,7 @@ from meshcomm.models.spec import (
 )
 from meshcomm.models.weights import Folder, Source, write
 from meshcomm.parallel.batch_norm import batch_norms, synchronise
+from meshcomm.parallel.become import become
 from meshcomm.parallel.context.documents import places, within
 from meshcomm.parallel.dropout import DROPOUTS, Dropout, Drops, check_dropouts
 from meshcomm.parallel.expert import spread_experts
@@ -127,7 +128,7 @@ class SpecModel(Model):
         layers = cut(module, spec, stage)
         if spec.attention is not None and (self.packed or splits.context.size > 1):
             spec.attention(module, splits.context.attend)
-        module.__class__ = type(type(module).__name__, (_Stage, type(module)), {"__module__": __name__})
+        become(module, _Stage)
         module.meshcomm_stage = _Facts(self, splits, stage, layers)
         split = splits.tensor
         experts = self._spread(module, splits)

@@ -113,7 +113,7 @@ class Engine:
         self.reached = Reached()
         self._lr: float | None = None
         # A step is undone only if lost ranks are replaced.
-        self._recovers = mesh.recovers
+        self._recovers = mesh.elastic.recovers
         self._skips = train.on_nonfinite == "skip"
         self._before: dict[str, Any] = {}
         self._local = local = LocalModel(mesh, known, model, filled)
@@ -283,7 +283,7 @@ class Engine:
         values.
         """
         found = float(x.item())
-        if self._recovers and self.mesh.is_async and (lost := self.mesh.lost()) is not None:
+        if self._recovers and self.mesh.is_async and (lost := self.mesh.elastic.lost()) is not None:
             raise lost
         return found
 

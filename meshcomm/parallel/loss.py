@@ -232,9 +232,9 @@ class StepLoss:
             yield
             return
         mesh, dims = self._mesh, self._splits.data
-        before = {each.label: each.started for each in mesh.metrics.recorders.values()}
+        before = {each.label: each.started for each in mesh.debug.metrics.recorders.values()}
         yield
-        for each in mesh.metrics.recorders.values():
+        for each in mesh.debug.metrics.recorders.values():
             if each.started == before.get(each.label, 0):
                 continue
             coords = [mesh.get_coords(rank) for rank in each.ranks]

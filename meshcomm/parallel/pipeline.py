@@ -62,7 +62,7 @@ class Accumulate:
 
         more: further arguments of the module, by name, split in the same way.
         """
-        losses, spans = [], None if self._mesh is None else self._mesh.metrics.spans
+        losses, spans = [], None if self._mesh is None else self._mesh.debug.metrics.spans
         for i, (x, target, named) in enumerate(_microbatches(self._microbatches, inputs, targets, more)):
             if self._before is not None:
                 self._before(i == self._microbatches - 1)
@@ -247,7 +247,9 @@ class _PipelineStage(PipelineStage):
             self.draws.microbatch(microbatch, START if self.stage_index == 0 else f"stage {self.stage_index}")
 
     def _span(self, kind: str, microbatch: int) -> AbstractContextManager[Any]:
-        return stretch(self.mesh.metrics.spans, PASSES, f"{kind} {microbatch} of stage {self.stage_index}")
+        return stretch(
+            self.mesh.debug.metrics.spans, PASSES, f"{kind} {microbatch} of stage {self.stage_index}"
+        )
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **more: Any) -> Any:
         self.seed(fwd_chunk_id)

@@ -41,6 +41,7 @@ from meshcomm.parallel.torch_private import FakeTensor
 from meshcomm.reductions import WIRE_OPS
 from meshcomm.simulator.python_group import METHODS, Method, PythonGroup
 from meshcomm.transport.connections import Connections
+from meshcomm.transport.torch_changes import own_waits
 from meshcomm.transport.torch_private import (
     DispatchMode,
     Work,
@@ -50,7 +51,6 @@ from meshcomm.transport.torch_private import (
     has_backend,
     keep_for_good,
     leaves_of,
-    own_waits,
 )
 
 NAME: Final = "emulated_nccl"

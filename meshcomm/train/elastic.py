@@ -176,7 +176,7 @@ class Copies:
         at, size = engine.mesh.coord(dim), engine.mesh.size(dim)
         beside = passed(engine.mesh, dim, own, (at + 1) % size, (at - 1) % size)
         assert beside is not None
-        if engine.mesh.is_async and (lost := engine.mesh.lost()) is not None:
+        if engine.mesh.is_async and (lost := engine.mesh.elastic.lost()) is not None:
             # The data received may be invalid.
             raise lost
         self._of.pop(step, None)
@@ -332,7 +332,7 @@ def nobody_holds(mesh: Mesh) -> TrainingError:
     """Return the error for parts of the model that no rank holds any more."""
     return TrainingError(
         "no rank holds the parts of the model that a lost rank had",
-        given=f"a mesh of {dict(mesh.dims)}, ranks {sorted(mesh.generation.replaced)} lost",
+        given=f"a mesh of {dict(mesh.dims)}, ranks {sorted(mesh.elastic.generation.replaced)} lost",
         expected="a dim along which ranks hold the same parts, such as data",
         hint="call Trainer.load with a checkpoint on every rank; Trainer.run does so automatically",
     )

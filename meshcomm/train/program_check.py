@@ -70,7 +70,7 @@ class ProgramCheck:
     def _on_first(self, what: str, compare: Callable[[StepCheck], None]) -> None:
         def action() -> None:
             if self._check is not None:
-                with self._mesh._without_calls():
+                with self._mesh.debug.without_calls():
                     compare(self._check)
 
         on_all_ranks(self._mesh, what, action)

@@ -235,7 +235,7 @@ class TraceWindow(contextlib.ExitStack):
     def before(self, step: int) -> None:
         """Start the trace if this is its first step."""
         if step == self._first <= self._last:
-            self.enter_context(self._mesh.trace(self._path))
+            self.enter_context(self._mesh.debug.trace(self._path))
 
     def after(self, step: int) -> None:
         """End the trace if this is its last step."""

@@ -147,7 +147,7 @@ def progress_of(engine: Engine, start: Lock, facts: Mapping[str, Any]) -> Progre
     losses = [*losses, *(each[1] for each in facts["pending"])][: step - len(pending)]
     counted = facts["lock"]["skipped"] - sum(bool(each.fault) for each in pending if each.number <= known)
     lock = dataclasses.replace(start, **{**facts["lock"], "step": step, "skipped": counted})
-    resumed = Resumed(step, out, (), generation=mesh.generation)
+    resumed = Resumed(step, out, (), generation=mesh.elastic.generation)
     is_done = {"evaluates": facts["evaluates"] == step, "saves": saved}
     due = {"evaluates": train.eval_every, "saves": train.checkpoint_every}
     left: dict[str, Any] = {
@@ -235,14 +235,14 @@ class Steps:
                 self._checkpoints.finish()
             except BaseException as error:
                 ended.append(self._summary())
-                lost = mesh.lost(error)
+                lost = mesh.elastic.lost(error)
                 for callback in self._callbacks:
                     callback.on_end(ended[-1], lost or error)
                 if lost is None or lost is error:
                     raise
                 raise lost from error
             traffic = mesh.stats().since(before)
-            late = dict(mesh.stragglers().latest)
+            late = dict(mesh.debug.stragglers().latest)
             self._cost.compare_counts()
             done = len(self._losses)
             whole = dataclasses.replace(

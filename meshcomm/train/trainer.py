@@ -149,7 +149,7 @@ class Trainer:
         # The number of `run` calls so far. Ranks that meet again must be in the same call.
         self._runs = 0
         # After ranks have met again: this rank's state, until it is in a new engine.
-        self._survivor = Survivor() if mesh.generation.number else None
+        self._survivor = Survivor() if mesh.elastic.generation.number else None
         self._copies = Copies()
         self.callbacks = check_callbacks(callbacks)
         self._recovering(lambda: None, begins=True)
@@ -160,8 +160,8 @@ class Trainer:
         """Run the part of the constructor that communicates, which is repeated on each reopened mesh."""
         mesh, model = self._mesh, self._given
         # After a loss of ranks, the mesh may be smaller than the configuration asks for.
-        self._config = config = with_sizes(self._asked, mesh.generation.dims)
-        self._copies.every = config.elastic.copy_every if mesh.recovers else 0
+        self._config = config = with_sizes(self._asked, mesh.elastic.generation.dims)
+        self._copies.every = config.elastic.copy_every if mesh.elastic.recovers else 0
         if self._survivor is not None:
             self._survivor.settle(mesh)
         self._facts = agree(mesh, config)
@@ -184,7 +184,7 @@ class Trainer:
                     self._begin()
                 return action()
             except Exception as error:
-                if not self._mesh.recovers:
+                if not self._mesh.elastic.recovers:
                     raise
                 self._meet_again(error)
             # Do this outside the except block, in which the error keeps the step's tensors alive.
@@ -192,16 +192,16 @@ class Trainer:
 
     def _meet_again(self, error: Exception) -> None:
         mesh = self._mesh
-        if mesh.recovers and self._survivor is None:
+        if mesh.elastic.recovers and self._survivor is None:
             shared = isinstance(self._given, nn.Module)
-            if shared and self._made is not None and mesh.lost(error) is not None:
+            if shared and self._made is not None and mesh.elastic.lost(error) is not None:
                 refuse_shards(self._made, error)
             facts = None if self._steps is None else self._steps.facts
             survivor = Survivor(self._made if self._holds else None, shared=shared, facts=facts)
         else:
             survivor = self._survivor or Survivor()
         tensor, coords = None if self._made is None else self._facts.sections.parallel.tensor, mesh.coords
-        mesh.reopen(error)
+        mesh.elastic.reopen(error)
         if tensor is not None and isinstance(self._given, nn.Module) and coords[tensor] != mesh.coord(tensor):
             raise other_parts(mesh, tensor, coords[tensor])
         self._survivor, self._made, self._steps, self._holds = survivor, None, None, False
@@ -211,7 +211,7 @@ class Trainer:
         """Reopen the mesh after ranks were lost and replaced, and bring every rank to the same step and state.
 
             trainer = Trainer(mesh, config, model)
-            done = trainer.reopen() if mesh.generation.number else 0
+            done = trainer.reopen() if mesh.elastic.generation.number else 0
             while done < 100:
                 try:
                     trainer.step(*batch_of(done + 1))
@@ -324,9 +324,9 @@ class Trainer:
         lease.hold(self.mesh)
         with threads_and_precision(self.mesh, train, self._facts.ranks_here):
             summary = self._train(source, attempt, lease)
-            if self.mesh.recovers:
+            if self.mesh.elastic.recovers:
                 # A rank that has ended could not meet a new one. The program may still work on the result.
-                self.mesh._finish(ends=False)
+                self.mesh.elastic.finish(ends=False)
             return summary
 
     def _train(self, data: Data | Corpus, attempt: Attempt, lease: Lease) -> Summary:
@@ -341,7 +341,11 @@ class Trainer:
         evaluator = Evaluator(engine, corpus, None if evaluate is None else partial(evaluate, self))
         if self._read is None or progress.loader is not None:
             # After a loss of ranks, only the new ranks read from the start.
-            if isinstance(data, Iterable) and not self.mesh.is_fake and not self.mesh.generation.number:
+            if (
+                isinstance(data, Iterable)
+                and not self.mesh.is_fake
+                and not self.mesh.elastic.generation.number
+            ):
                 check_lengths(data, self.mesh, engine.sections.train.steps)
             source = self._source(data, lock.step, lock.samples or 0, progress.loader)
         else:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from meshcomm.collectives import Call, Collective
 from meshcomm.reductions import WIRE_OPS
 from meshcomm.transport.base import P2P, Prepared, Transport, Work
-from meshcomm.transport.support import STREAM_ORDERED, backend_on
+from meshcomm.transport.support import STREAM_ORDERED, by_device
 from meshcomm.transport.torch_private import abort, give_back, options_type, source_rank, timeout_of
 
 # The most memory that a group keeps for messages that have ended.
@@ -40,7 +40,8 @@ class ProcessGroupTransport(Transport):
         timeout_s: float | None = None,
     ) -> None:
         self.group = group
-        self._backend = backend
+        # "" stands for a device that has no backend of its own.
+        self._backends = {"": backend, **by_device(backend)}
         self.name = self.serving(device)
         self.group_name = str(group.group_name)
         self.size = group.size()
@@ -82,7 +83,7 @@ class ProcessGroupTransport(Transport):
 
     def serving(self, device: torch.device) -> str:
         """Return the backend that carries tensors of `device`."""
-        return backend_on(self._backend, device)
+        return self._backends.get(device.type) or self._backends[""]
 
     def start(self, call: Call) -> Work | None:
         row = call.row

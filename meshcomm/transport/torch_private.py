@@ -11,7 +11,6 @@ import atexit
 import ctypes
 import inspect
 import json
-import math
 import os
 import sys
 import tempfile
@@ -21,11 +20,10 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from queue import Empty, SimpleQueue
 from types import FrameType, FunctionType
-from typing import Any, TypeAlias, TypeVar, final
+from typing import Any, TypeVar, final
 from unittest.mock import patch
-from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
+from weakref import WeakSet, WeakValueDictionary
 
 import torch
 import torch._C._distributed_c10d as c10d_bindings
@@ -165,71 +163,6 @@ def arguments_of(frame: FrameType) -> dict[str, Any]:
 def tag_of(frame: FrameType) -> int | None:
     """Return the tag of the message that this frame of distributed_c10d sends or receives; None for another frame."""
     return frame.f_locals.get("tag") if frame.f_code.co_filename == c10d.__file__ else None
-
-
-# Callbacks to run for each group that torch creates. If there are any, a wrapper replaces torch's function.
-_NEW_GROUPS: list[Callable[[Any], None]] = []
-_C10D: Any = c10d
-_PLAIN: Any = getattr(c10d, "_register_pg_in_world", None)
-
-
-def _registered(group: Any, *args: Any, **given: Any) -> None:
-    _PLAIN(group, *args, **given)
-    for told in list(_NEW_GROUPS):
-        told(group)
-
-
-def on_new_groups(told: Callable[[Any], None]) -> Callable[[], None]:
-    """Call `told` with every process group that torch creates from now on. Return a function that stops these calls.
-
-    The group's ranks become known only afterwards. Tested with torch 2.15. Older torch reports no groups.
-    """
-    _NEW_GROUPS.append(told)
-    if _PLAIN is not None:
-        _C10D._register_pg_in_world = _registered
-
-    def end() -> None:
-        if told in _NEW_GROUPS:
-            _NEW_GROUPS.remove(told)
-        if not _NEW_GROUPS and _PLAIN is not None:
-            _C10D._register_pg_in_world = _PLAIN
-
-    return end
-
-
-# torch calls the first function last when it creates the default group, and the second whenever a default group ends,
-# whichever function a program calls.
-_MADE: Any = getattr(c10d, "_is_barrier_after_init", None)
-_SET: Any = getattr(c10d, "_update_default_pg", None)
-
-
-def on_default_group(begins: Callable[[], None], ends: Callable[[], None]) -> Callable[[], None]:
-    """Call `begins` when the default group is complete, and `ends` when it is gone. Return a function that stops these calls.
-
-    `begins` is called again after each later group. Tested with torch 2.15.
-    """
-
-    def made() -> Any:
-        begins()
-        return _MADE()
-
-    def update(group: Any) -> None:
-        _SET(group)
-        if group is None:
-            ends()
-
-    if _MADE is not None and _SET is not None:
-        _C10D._is_barrier_after_init, _C10D._update_default_pg = made, update
-
-    def end() -> None:
-        if _C10D._is_barrier_after_init is made:
-            _C10D._is_barrier_after_init, _C10D._update_default_pg = _MADE, _SET
-
-    return end
-
-
-# Whether torch's groups can be watched. Torch 2.14 added the required hooks.
-CAN_WATCH: bool = None not in (_MADE, _SET, _PLAIN) and hasattr(dist.ProcessGroup, "register_pre_hook")
 
 
 def groups_by_name() -> dict[str, Any]:
@@ -403,52 +336,8 @@ def has_backend(name: str) -> bool:
     return name.upper() in dist.Backend._plugins
 
 
-# The function that by default waits for torch's 30 minutes, and the function that it then calls.
-_MONITORED_BARRIER: Any = inspect.unwrap(dist.monitored_barrier).__code__
-_DEFAULT_TIMEOUT = c10d._get_default_timeout
-# The last such call of each thread: the group's name, and the start time on the monotonic clock.
-_barriers: dict[int, tuple[str, float]] = {}
-
-
-def _default_timeout(backend: Any) -> timedelta:
-    caller = sys._getframe(1)
-    if caller.f_code is _MONITORED_BARRIER:
-        group = caller.f_locals["group"] or c10d._get_default_group()
-        _barriers[threading.get_ident()] = group.group_name, time.monotonic()
-    return _DEFAULT_TIMEOUT(backend)
-
-
-c10d._get_default_timeout = _default_timeout
-
-
-def overdue_barrier(limit_s: Callable[[str], float], now: float) -> str | None:
-    """Return a group whose `dist.monitored_barrier`, called without a timeout, has blocked a thread for longer than the
-    group's limit.
-
-    limit_s: returns the limit in seconds of a group by its name. Returns None if there is no such group.
-    """
-    for thread, (name, began) in list(_barriers.items()):
-        if now - began > limit_s(name):
-            frame = sys._current_frames().get(thread)
-            if frame is not None and frame.f_code is _MONITORED_BARRIER:
-                return name
-            _barriers.pop(thread, None)
-    return None
-
-
 # The DeviceMesh that a slice was taken from. For any other mesh, the mesh itself.
 root_of: Callable[[DeviceMesh], Any] = DeviceMesh._get_root_mesh
-
-
-def failed_barrier(error: BaseException) -> str | None:
-    """Return the name of the group whose `dist.monitored_barrier` raised `error`, or None if another call did."""
-    trace = error.__traceback__
-    while trace is not None:
-        if trace.tb_frame.f_code is _MONITORED_BARRIER:
-            group = trace.tb_frame.f_locals["group"] or c10d._get_default_group()
-            return str(group.group_name)
-        trace = trace.tb_next
-    return None
 
 
 def flattened(of: DeviceMesh, name: str, group: dist.ProcessGroup) -> DeviceMesh:
@@ -602,148 +491,6 @@ def _await_returning() -> None:
     until = time.monotonic() + _RETURNS_S
     for each in _RETURNING:
         each.join(max(0.0, until - time.monotonic()))
-
-
-_WAIT: Any = bindings.Work.wait
-_SLICE: timedelta = timedelta(seconds=0.25)
-# The numbers in c10d::OpType of calls whose Work can be waited for in slices. A message whose wait times out closes all of
-# its group's connections, and a wait for Gloo's reduce_scatter does not support a timeout.
-_IN_SLICES: frozenset[int] = frozenset({*range(9), 10, 11, 15})
-
-
-class _OwnWaits(threading.local):
-    """given_up: whether this thread's waits for Works should end with a RuntimeError; see `interruptible_waits`."""
-
-    given_up: Callable[[], bool] = staticmethod(lambda: False)
-
-
-own_waits = _OwnWaits()
-
-
-# Whether the host's waits are to end because ranks were lost; see `interruptible_waits`.
-_ABANDONED: list[Callable[[], bool]] = []
-# The works whose waits end with an error that another rank may cause; see `end_wait_by`.
-_ENDED_BY: WeakKeyDictionary[Any, Callable[[bool], Exception | None]] = WeakKeyDictionary()
-
-
-def interruptible_waits(abandoned: Callable[[], bool]) -> None:
-    """End the host's waits for a backend's Work with a RuntimeError once `abandoned` returns True.
-
-    If a connection breaks, Gloo loses a call whose first bytes it is about to write. In torch 2.15, the cause is
-    Pair::handleRemotePendingRecv, where the operation is on no list at that moment. Such a call ends only at its
-    group's timeout. Waits inside C++, such as those of functional collectives, are unchanged.
-    """
-    _ABANDONED[:] = [abandoned]
-    bindings.Work.wait = _wait
-
-
-def end_wait_by(work: Any, error: Callable[[bool], Exception | None]) -> None:
-    """End the host's waits for one Work of Gloo with the error that `error` returns, once it returns one.
-
-    It is asked every quarter of a second of a wait. Waits inside C++ are unchanged, as above.
-    """
-    _ENDED_BY[work] = error
-    bindings.Work.wait = _wait
-
-
-@outside_graphs
-def wait_until(work: Any, error: Callable[[bool], Exception | None]) -> None:
-    """Wait for a Work of Gloo now, as after `end_wait_by`."""
-    _wait_in_slices(work, timedelta(0), error)
-
-
-@outside_graphs
-def _wait(work: Any, timeout: timedelta = timedelta(0)) -> bool:
-    error = _ENDED_BY.get(work)
-    if error is None:
-        if not _ABANDONED and not _ENDED_BY:
-            bindings.Work.wait = _WAIT
-        # NCCL's wait blocks a stream, not the host.
-        if not _ABANDONED or torch.cuda.is_initialized():
-            return bool(_WAIT(work, timeout))
-    try:
-        return _wait_in_slices(work, timeout, error)
-    finally:
-        _ENDED_BY.pop(work, None)
-
-
-def _wait_in_slices(work: Any, timeout: timedelta, error: Callable[[bool], Exception | None] | None) -> bool:
-    def ended(over: bool = False) -> Exception | None:
-        if not over and (own_waits.given_up() or any(abandoned() for abandoned in _ABANDONED)):
-            return _given_up(work)
-        return None if error is None else error(over)
-
-    if work._get_op_type() not in _IN_SLICES:
-        return _waited_beside(work, timeout, ended)
-    ends = time.monotonic() + timeout.total_seconds() if timeout else math.inf
-    while True:
-        left_s = ends - time.monotonic()
-        try:
-            return bool(
-                _WAIT(work, min(_SLICE, timedelta(seconds=max(left_s, 0.001))) if timeout else _SLICE)
-            )
-        except RuntimeError as failed:
-            over = "Operation timed out" not in str(failed) or left_s <= _SLICE.total_seconds()
-            # The rank that knows the error may have closed its connections already.
-            _raise(ended(over))
-            if over:
-                raise
-
-
-# The calls whose waits were given up.
-held_calls: list[Any] = []
-
-
-def _given_up(work: Any) -> RuntimeError:
-    held_calls.append(work)
-    return RuntimeError("connection closed by a rank that was lost; the backend still holds the call")
-
-
-def _raise(cause: Exception | None) -> None:
-    if cause is not None:
-        try:
-            raise cause from None
-        finally:
-            # An error must not refer to itself by its frames, which keep the group.
-            del cause
-
-
-def _waited_beside(work: Any, timeout: timedelta, ended: Callable[[], Exception | None]) -> bool:
-    """Wait for `work` in another thread."""
-    asks, answers = _BESIDE.pop() if _BESIDE else _beside()
-    asks.put((work, timeout))
-    while True:
-        try:
-            found = answers.get(timeout=_SLICE.total_seconds())
-            break
-        except Empty:
-            _raise(ended())
-    _BESIDE.append((asks, answers))
-    if isinstance(found, BaseException):
-        raise found
-    return bool(found)
-
-
-_Queues: TypeAlias = tuple["SimpleQueue[Any]", "SimpleQueue[Any]"]
-_BESIDE: list[_Queues] = []
-
-
-def _beside() -> _Queues:
-    """Start a thread that waits for the Works in one queue and puts each result into the other. Return both queues."""
-    asks: SimpleQueue[Any] = SimpleQueue()
-    answers: SimpleQueue[Any] = SimpleQueue()
-
-    def run() -> None:
-        while True:
-            work, timeout = asks.get()
-            try:
-                answers.put(_WAIT(work, timeout))
-            except RuntimeError as error:
-                answers.put(error)
-            del work
-
-    threading.Thread(target=run, name="meshcomm-wait", daemon=True).start()
-    return asks, answers
 
 
 def keep_for_good(groups: Sequence[Any]) -> None:

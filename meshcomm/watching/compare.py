@@ -23,7 +23,8 @@ from meshcomm.layout.sizes import ranks_text
 from meshcomm.transport import P2P, Transport, Work
 from meshcomm.transport.base import Direction
 from meshcomm.transport.support import name_of
-from meshcomm.transport.torch_private import unprofiled, wait_until
+from meshcomm.transport.torch_changes import wait_until
+from meshcomm.transport.torch_private import unprofiled
 from meshcomm.watching.callsite import caller
 from meshcomm.watching.facts import parts_of, shortened
 from meshcomm.watching.verdict import SAME, ToldCall, are_same, as_data, error_of, is_same, mismatch

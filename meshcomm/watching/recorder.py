@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.autograd.profiler import record_function
 
 from meshcomm.errors import MeshcommError
-from meshcomm.transport.torch_private import GroupHooks, capturing, end_wait_by, profiling, work_error
+from meshcomm.transport.torch_changes import end_wait_by
+from meshcomm.transport.torch_private import GroupHooks, capturing, profiling, work_error
 from meshcomm.watching.callsite import C10D, is_inside, line_of, users_frame
 from meshcomm.watching.compare import CallCheck, MessageCheck
 from meshcomm.watching.counters import CallCounter, Counters, Entry, PendingCall

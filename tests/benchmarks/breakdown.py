@@ -59,14 +59,14 @@ def parts_of_a_step(mesh: Mesh, step: Callable[[], object], engine: Engine, step
 
     hooks = [engine.optimizer.register_step_pre_hook(before), engine.optimizer.register_step_post_hook(after)]
     mesh.barrier()
-    mesh.metrics.trace_into(spans)
+    mesh.debug.metrics.trace_into(spans)
     began = time.perf_counter()
     try:
         for _ in range(steps):
             step()
     finally:
         whole = time.perf_counter() - began
-        mesh.metrics.trace_into(None)
+        mesh.debug.metrics.trace_into(None)
         for hook in hooks:
             hook.remove()
     passes = [

@@ -147,7 +147,7 @@ def test_the_same_counts_and_the_time_on_real_ranks(mesh: Mesh) -> None:
     )  # 2 (n - 1) / n of it, n = 2
     assert (later.algbw, later.ratio) == (None, None)
     assert since.seconds > 0.2
-    everyone = mesh.global_stats()
+    everyone = mesh.debug.global_stats()
     assert [*map(str, mesh.objects.all_gather("dp", str(everyone)))] == [str(everyone)] * 2
     spread = {(row.dim, row.call, row.async_op): row for row in everyone.rows}
     tp = spread["tp", "all_reduce", False]
@@ -301,7 +301,7 @@ def test_seconds_that_nobody_knows_are_none_and_a_dash() -> None:
         since = untimed.since(timed)
         assert since.rows == ()
         mesh.device = torch.device("cpu" if mesh.rank else "meta")
-        return untimed, mesh.global_stats()
+        return untimed, mesh.debug.global_stats()
 
     for own, everyone in meshcomm.simulate(body, dims={"dp": 2}):
         (row,) = own.rows

@@ -166,7 +166,7 @@ def of_calls_that_let_go() -> None:
                 with pytest.raises(CallMismatchError) as caught:
                     mesh.all_reduce("dp", torch.ones(1))
                 assert str(caught.value) == str(error)
-            mesh.barrier(timeout_s=30)
+            mesh.debug.monitored_barrier(timeout_s=30)
 
 
 def test_a_difference_in_calls_that_are_under_way_ends_the_group(pool: Pool) -> None:
@@ -218,14 +218,14 @@ def test_an_interrupted_comparison_ends_the_group(pool: Pool) -> None:
 def how_often(setting: Any) -> list[int]:
     with meshcomm.init(dims={"dp": 2}, device="cpu", timeout_s=30, validate_calls=setting) as mesh:
         seen = []
-        original = mesh._transports["dp"].start
+        original = mesh._state.transports["dp"].start
 
         def counted(call: collectives.Call) -> Any:
             if call.x is not None and call.x.dtype == torch.int64:
                 seen.append(1)
             return original(call)
 
-        mesh._transports["dp"].start = counted  # type: ignore[method-assign]
+        mesh._state.transports["dp"].start = counted  # type: ignore[method-assign]
         counts = []
         for _ in range(70):
             mesh.all_reduce("dp", torch.ones(3))

@@ -274,9 +274,9 @@ def test_a_pickle_is_never_read_by_a_rank_that_did_not_ask_for_it(mesh: Mesh, tm
             ObjectError, match=r"^the received object is a pickle, and none of it was executed"
         ):
             mesh.objects.broadcast("tp", Attack(str(mark)), src=0)
-    mesh.barrier(timeout_s=20)
+    mesh.debug.monitored_barrier(timeout_s=20)
     assert not list(tmp_path.iterdir())
-    mesh.barrier(timeout_s=20)
+    mesh.debug.monitored_barrier(timeout_s=20)
     mesh.objects.broadcast("tp", Attack(str(mark)), src=0, pickle=True)
     assert list(tmp_path.iterdir())  # where it is asked for, it is read
 

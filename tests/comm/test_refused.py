@@ -149,7 +149,7 @@ REFUSED: list[Refused] = [
     (lambda m: m.functional.all_reduce("dp", watched(2), "max", grad="sum"), AutogradError, "for op='max'"),
     (lambda m: m.functional.reduce_scatter("dp", watched(2), 0, "max"), AutogradError, "for op='max'"),
     # Times, and what there is nothing of.
-    (lambda m: m.barrier("dp", timeout_s=float("nan")), UnsupportedOp, "not a valid timeout"),
+    (lambda m: m.debug.monitored_barrier("dp", timeout_s=float("nan")), UnsupportedOp, "not a valid timeout"),
     (lambda m: m.barrier(async_op=True), UnsupportedOp, "async_op without dims"),
     (lambda m: m.scatter("dp", ones(7), 0), ShapeError, "scatter"),
     (lambda m: m.scatter("dp", None, 0), ShapeError, "has nothing t"),

@@ -110,7 +110,7 @@ def told(facts: dict[str, Any]) -> Rows:
 
 
 def watched_again(watch: Any, end: Any) -> Any:
-    from meshcomm.transport.torch_private import on_default_group
+    from meshcomm.transport.torch_changes import on_default_group
 
     return on_default_group(watch._begin, end)
 

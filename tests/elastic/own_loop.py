@@ -24,21 +24,21 @@ def main() -> None:
     """Sum something up in every step."""
     mesh = meshcomm.init(dims={"dp": 2, "tp": 2})
     step, weight = 0, torch.zeros(3, dtype=torch.float64)
-    if mesh.generation.number:
-        print(f"replaced {dict(mesh.generation.replaced)}")
+    if mesh.elastic.generation.number:
+        print(f"replaced {dict(mesh.elastic.generation.replaced)}")
         step, weight = of_the_farthest(mesh, step, weight)
     while step < STEPS:
         try:
             gradient = torch.full((3,), float(step + mesh.rank), dtype=torch.float64)
             mesh.all_reduce("tp", gradient)
-            if (mesh.rank, step, mesh.generation.number) == (3, DIES_AT, 0) and "dies" in sys.argv:
+            if (mesh.rank, step, mesh.elastic.generation.number) == (3, DIES_AT, 0) and "dies" in sys.argv:
                 os.kill(os.getpid(), signal.SIGKILL)
             mesh.all_reduce("dp", gradient)
             mesh.barrier()
             step, weight = step + 1, weight + gradient
         except RankLost as error:
             print(f"lost {error.missing}")
-            mesh.reopen(error)
+            mesh.elastic.reopen(error)
             step, weight = of_the_farthest(mesh, step, weight)
     print(f"rank {mesh.rank}: {weight.tolist()}")
     mesh.close()

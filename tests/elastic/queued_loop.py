@@ -31,7 +31,7 @@ Dies = Callable[[], None]
 def read(mesh: meshcomm.Mesh, x: torch.Tensor) -> float:
     """The sum. On a queue, reading what was given up for a lost rank raises nothing."""
     found = x.sum().item()
-    if (lost := mesh.lost()) is not None:
+    if (lost := mesh.elastic.lost()) is not None:
         raise lost
     return found
 
@@ -150,13 +150,13 @@ def main(words: list[str], validate_calls: int, backend: str = NAME, device: str
     ):
         if "late" in words:
             learns_late(stack)
-        step, total, number = 0, 0.0, mesh.generation.number
+        step, total, number = 0, 0.0, mesh.elastic.generation.number
         again = bool(number)
         if "joining" in words and number == 1:
             end()
 
         def dies() -> None:
-            if step % 2 and step // 2 == mesh.generation.number == mesh.world_size - 1 - mesh.rank:
+            if step % 2 and step // 2 == mesh.elastic.generation.number == mesh.world_size - 1 - mesh.rank:
                 end()
 
         while True:
@@ -170,11 +170,11 @@ def main(words: list[str], validate_calls: int, backend: str = NAME, device: str
                 found = waits[step // 2](mesh, step, dies)
                 step, total = step + 1, total + (step + 1) * found
             except (RankLost, dist.DistBackendError) as error:  # the second from torch's own calls alone
-                lost = mesh.lost(error)
+                lost = mesh.elastic.lost(error)
                 print(f"lost {lost and lost.missing} {time.time()}", flush=True)
-                if "reopening" in words and mesh.rank == 0 and not mesh.generation.number:
+                if "reopening" in words and mesh.rank == 0 and not mesh.elastic.generation.number:
                     end()
-                mesh.reopen(error)
+                mesh.elastic.reopen(error)
                 again = True
         print(f"rank {mesh.rank}: {total}", flush=True)
 

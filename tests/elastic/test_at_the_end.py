@@ -71,7 +71,7 @@ ENDS = """
 import os, signal, sys, time, meshcomm, torch
 mesh = meshcomm.init(dims={"dp": 3})
 mesh.all_reduce("dp", torch.ones(2))
-mesh.finish()
+mesh.elastic.finish()
 if mesh.rank == 1:
     if sys.argv[1] == "raises":
         raise KeyError("at the end")

@@ -19,7 +19,7 @@ HANGS = """
 import os, signal, sys, time, meshcomm, torch
 way = sys.argv[1]
 mesh = meshcomm.init(dims={"dp": 2, "tp": 2}, timeout_s=4)
-first = not mesh.generation.number
+first = not mesh.elastic.generation.number
 begun = first
 
 def of_the_farthest(step):
@@ -40,7 +40,7 @@ step, lost = 0, None
 while step < 6:
     try:
         if lost is not None:
-            mesh.reopen(lost)
+            mesh.elastic.reopen(lost)
             lost, begun = None, False
         if not begun:
             step, begun = of_the_farthest(step), True
@@ -64,11 +64,11 @@ while step < 6:
         mesh.barrier()
         step += 1
     except Exception as error:
-        if mesh.lost(error) is None:
+        if mesh.elastic.lost(error) is None:
             raise
         lost = error
-print("done", step, dict(mesh.generation.replaced))
-mesh.finish()
+print("done", step, dict(mesh.elastic.generation.replaced))
+mesh.elastic.finish()
 """
 
 
@@ -105,7 +105,7 @@ for step in range(20):
         if (mesh.rank, step) == (1, 3):
             mesh.barrier("dp")
     except meshcomm.errors.RankLost as error:
-        mesh.reopen(error)
+        mesh.elastic.reopen(error)
 if mesh.rank == 1:
     mesh.barrier()
 mesh.close()

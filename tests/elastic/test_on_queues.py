@@ -42,12 +42,12 @@ measured = GradientNorm.norm
 
 def norm(self):
     found = measured(self)
-    if (trainer.engine.done, mesh.generation.number) == (2, 0) and mesh.rank in (1, 3):
+    if (trainer.engine.done, mesh.elastic.generation.number) == (2, 0) and mesh.rank in (1, 3):
         found.item()
         if mesh.rank == 3:
             time.sleep(1)
             os.kill(os.getpid(), signal.SIGKILL)
-        while mesh.lost() is None:
+        while mesh.elastic.lost() is None:
             time.sleep(0.01)
         found = found * 1e6
     return found

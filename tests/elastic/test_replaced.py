@@ -25,7 +25,7 @@ from meshcomm.train import Callback, Trainer
 class Raises(Callback):
     def on_step(self, step):
         mesh = self.trainer.mesh
-        if (mesh.rank, step.step, mesh.generation.number) == (1, 3, 0):
+        if (mesh.rank, step.step, mesh.elastic.generation.number) == (1, 3, 0):
             raise KeyError("a bad sample")
 
 mesh = meshcomm.init()
@@ -37,7 +37,7 @@ FORGETS = """
 import os, signal, meshcomm, torch
 mesh = meshcomm.init(dims={"dp": 2})
 for step in range(100):
-    if (mesh.rank, step, mesh.generation.number) == (1, 3, 0):
+    if (mesh.rank, step, mesh.elastic.generation.number) == (1, 3, 0):
         os.kill(os.getpid(), signal.SIGKILL)
     mesh.all_reduce("dp", torch.ones(2))
 """
@@ -46,15 +46,15 @@ for step in range(100):
 IS_LATE = """
 import os, signal, time, meshcomm, torch
 mesh = meshcomm.init(dims={"dp": 2}, timeout_s=8)
-if mesh.generation.number:
+if mesh.elastic.generation.number:
     time.sleep(60)
 for step in range(100):
-    if (mesh.rank, step, mesh.generation.number) == (1, 3, 0):
+    if (mesh.rank, step, mesh.elastic.generation.number) == (1, 3, 0):
         os.kill(os.getpid(), signal.SIGKILL)
     try:
         mesh.all_reduce("dp", torch.ones(2))
     except meshcomm.errors.RankLost as error:
-        mesh.reopen(error)
+        mesh.elastic.reopen(error)
 """
 
 SWALLOWS = """
@@ -62,7 +62,7 @@ import os, signal, meshcomm, torch
 mesh = meshcomm.init(dims={"dp": 2})
 try:
     for step in range(100):
-        if (mesh.rank, step, mesh.generation.number) == (1, 3, 0):
+        if (mesh.rank, step, mesh.elastic.generation.number) == (1, 3, 0):
             os.kill(os.getpid(), signal.SIGKILL)
         mesh.all_reduce("dp", torch.ones(2))
 except Exception:
@@ -111,17 +111,17 @@ def latest(step):
         step = max(mesh.objects.all_gather(dim, step))
     return step
 
-step = latest(0) if mesh.generation.number else 0
+step = latest(0) if mesh.elastic.generation.number else 0
 while step < 5:
     try:
-        if (mesh.rank, step, mesh.generation.number) == (3, 2, 0):
+        if (mesh.rank, step, mesh.elastic.generation.number) == (3, 2, 0):
             os.kill(os.getpid(), signal.SIGKILL)
         assert held.full_tensor()[:, 0].tolist() == [0, 0, 1, 1]
         torch.distributed.barrier()
         mesh.barrier()
         step += 1
     except Exception as error:
-        mesh.reopen(error)
+        mesh.elastic.reopen(error)
         step = latest(step)
 print("whole", held.redistribute(placements=[Replicate(), Replicate()]).to_local().sum().item())
 mesh.close()
@@ -157,7 +157,7 @@ def test_a_program_that_does_not_reopen_ends_by_the_name_of_the_lost_rank(tmp_pa
     lines = ended.stderr.splitlines()
     assert "meshcomm: rank 1 (dp=1) was ended by SIGKILL" in lines
     assert (
-        "meshcomm: rank 0 ended by RankLost: a program continues with mesh.reopen(error), and a Trainer continues automatically"
+        "meshcomm: rank 0 ended by RankLost: a program continues with mesh.elastic.reopen(error), and a Trainer continues automatically"
         in lines
     )
 
@@ -177,7 +177,7 @@ def test_a_program_that_swallows_the_loss_is_told_what_it_left_out(tmp_path: Pat
     script.write_text(SWALLOWS)
     ended = run("--world-size", "2", str(script))
     assert ended.returncode == 128 + signal.SIGKILL, ended.stderr
-    said = "meshcomm: rank 0 completed without mesh.reopen, so new processes can no longer meet all ranks"
+    said = "meshcomm: rank 0 completed without mesh.elastic.reopen, so new processes can no longer meet all ranks"
     assert said in ended.stderr.splitlines(), ended.stderr
 
 

@@ -151,7 +151,7 @@ def loop(mesh: Mesh) -> tuple[int, float]:
         every: list[tuple[int, float]] = mesh.objects.all_gather("dp", (step, total))
         return max(every)
 
-    if mesh.generation.number:
+    if mesh.elastic.generation.number:
         step, total = of_the_farthest()
     while True:
         try:
@@ -162,7 +162,7 @@ def loop(mesh: Mesh) -> tuple[int, float]:
             mesh.barrier("dp")
             return step, total
         except RankLost as error:
-            mesh.reopen(error)
+            mesh.elastic.reopen(error)
             step, total = of_the_farthest()
 
 
@@ -197,7 +197,7 @@ def test_a_rank_that_is_lost_as_others_end_is_named() -> None:
                     order.append("ended")
                     return mesh.rank
                 except RankLost as error:
-                    mesh.reopen(error)
+                    mesh.elastic.reopen(error)
 
         try:
             assert meshcomm.simulate(body, dims={"dp": 3}, lose={1: 7}, schedule_seed=seed) == [0, 1, 2]

@@ -30,7 +30,7 @@ def loop(mesh: Mesh) -> tuple[list[int], float]:
         every: list[tuple[int, float]] = mesh.objects.all_gather("dp", (step, total))
         return max(every)
 
-    if mesh.generation.number:
+    if mesh.elastic.generation.number:
         step, total = of_the_farthest()
     while True:
         try:
@@ -38,10 +38,10 @@ def loop(mesh: Mesh) -> tuple[list[int], float]:
                 x = mesh.all_reduce("dp", torch.tensor([float(step) / mesh.size("dp")]))
                 mesh.barrier("dp")
                 step, total = step + 1, total + round(x.item())
-            mesh.finish()
+            mesh.elastic.finish()
             return sizes, total
         except RankLost as error:
-            mesh.reopen(error)
+            mesh.elastic.reopen(error)
             sizes.append(mesh.size("dp"))
             step, total = of_the_farthest()
 

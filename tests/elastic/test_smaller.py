@@ -25,23 +25,23 @@ def latest(step):
 
 mesh = meshcomm.init()
 process = int(os.environ["RANK"])
-step = latest(0) if mesh.generation.number else 0
+step = latest(0) if mesh.elastic.generation.number else 0
 done = False
 while not done:
     try:
         while step < 40:
             mine = torch.tensor([1.0, process])
             mesh.all_reduce("dp", mine)
-            if (process, step) == (1, 3) and not mesh.generation.number:
+            if (process, step) == (1, 3) and not mesh.elastic.generation.number:
                 os.kill(os.getpid(), signal.SIGKILL)
             mesh.barrier("dp")
             step += 1
-            if mesh.size("dp") == 2 and mesh.generation.number == 1:
+            if mesh.size("dp") == 2 and mesh.elastic.generation.number == 1:
                 step = min(step, 30)  # until the third one is there
-        mesh.finish()
+        mesh.elastic.finish()
         done = True
     except RankLost as error:
-        print(f"lost {error.missing}, {len(mesh.reopen(error).replaced)} new, dp={mesh.size('dp')}")
+        print(f"lost {error.missing}, {len(mesh.elastic.reopen(error).replaced)} new, dp={mesh.size('dp')}")
         step = latest(step)
 print(f"process {process} is rank {mesh.rank} of {mesh.world_size}: {mine.tolist()}")
 mesh.close()

@@ -133,7 +133,7 @@ def _leaves(
 
 def _first_call(stays_s: float, me: Rank, mesh: Mesh) -> None:
     """The first call on a group: rank 0 makes it, rank 1 does not and is done after `stays_s`."""
-    mesh.barrier(timeout_s=TIMEOUT_S)
+    mesh.debug.monitored_barrier(timeout_s=TIMEOUT_S)
     if me.number == 0:
         me.strike()
         mesh.all_reduce("tp", _x(4))
@@ -164,7 +164,7 @@ def _store_barrier(me: Rank, mesh: Mesh) -> None:
     if me.number == 1:
         time.sleep(TIMEOUT_S)
     else:
-        mesh.barrier(timeout_s=1.0)
+        mesh.debug.monitored_barrier(timeout_s=1.0)
 
 
 def _hierarchical(me: Rank, mesh: Mesh) -> None:
@@ -282,7 +282,7 @@ ROWS = [
         *(struck(_asynchronous, validate_calls=0), everyone("", r3="CollectiveTimeout"), (1,)),
     ),
     row(
-        "store-barrier | skipped barrier | in barrier(timeout_s=1) | all",
+        "store-barrier | skipped barrier | in debug.monitored_barrier | all",
         *(opened(_store_barrier), everyone("BarrierTimeout", r1=""), (1,), 3.0),
     ),
     row(

@@ -85,7 +85,7 @@ CALLS: Final[dict[str, Callable[[Mesh, str], None]]] = {
 
 def end_inside(me: Rank, mesh: Mesh, dim: str, call: str, how: End) -> None:
     """From now on, this rank ends when it has started its part of the backend's `call` along `dim`."""
-    transport: Any = mesh._transports[dim]
+    transport: Any = mesh._state.transports[dim]
     original = transport.start
 
     def instead(given: Call) -> Any:
@@ -152,7 +152,7 @@ def _in_validation(how: End, me: Rank) -> None:
 def _before_the_first_call(how: End, me: Rank) -> None:
     """Everyone's mesh is open, and no two ranks of the group have talked yet."""
     with me.mesh() as mesh:
-        mesh.barrier("dp", timeout_s=TIMEOUT_S)
+        mesh.debug.monitored_barrier("dp", timeout_s=TIMEOUT_S)
         if me.number == 1:
             me.end(how)
         CALLS["all_reduce"](mesh, "tp")
@@ -177,7 +177,7 @@ def _late(call: LateCall, validate: int) -> Program:
 
     def program(me: Rank) -> None:
         with me.mesh(validate_calls=validate, options={"tp": {"timeout_s": 30.0}}) as mesh:
-            mesh.barrier(timeout_s=30)
+            mesh.debug.monitored_barrier(timeout_s=30)
             late = mesh.coord("tp")
             error = None
             if mesh.coord("dp") == late:
@@ -190,7 +190,7 @@ def _late(call: LateCall, validate: int) -> Program:
                     error, me.raised_at = raised, time.monotonic()
             check(mesh.all_reduce("tp", _x()), 2.0)
             # Nobody leaves while another may still be asked.
-            mesh.barrier(timeout_s=30)
+            mesh.debug.monitored_barrier(timeout_s=30)
             if error is not None:
                 raise error
 

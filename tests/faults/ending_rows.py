@@ -41,7 +41,7 @@ _SQUARE: Final = {"dp": 2, "tp": 2}
 def _ends_in_close(how: End, me: Rank, mesh: Mesh) -> None:
     mesh.warm_up()
     if me.number == _VICTIM:
-        mesh._runtime.resources.callback(lambda: me.end(how))  # before the groups are given back
+        mesh._state.held.resources.callback(lambda: me.end(how))  # before the groups are given back
 
 
 def _ends_before_close(how: End, me: Rank, mesh: Mesh) -> None:

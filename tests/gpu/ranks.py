@@ -557,7 +557,7 @@ class Dies(Callback):
 
     def on_step(self, step: Step) -> None:
         """See Callback."""
-        generation = self.trainer.mesh.generation.number
+        generation = self.trainer.mesh.elastic.generation.number
         if (step.step, RANK, generation) in ((3, 1, 0), (6, 0, 1)):
             os.kill(os.getpid(), signal.SIGKILL)
 

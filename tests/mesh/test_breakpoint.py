@@ -20,7 +20,7 @@ def stopped(mesh: Mesh, typed: str, **arguments: int) -> str:
     try:
         with contextlib.redirect_stdout(shown):
             secret = 6 * 7  # noqa: F841 (looked at in the debugger)
-            mesh.breakpoint(**arguments)
+            mesh.debug.breakpoint(**arguments)
             assert not arguments.get("dp") or mesh.store.check(["looked"]), "the others did not wait"
             after = mesh.all_reduce("dp", torch.ones(1)).item()
             assert after == 2
@@ -40,7 +40,7 @@ def test_one_rank_stops_and_the_others_wait(mesh: Mesh) -> None:
     if mesh.rank == 1:
         line = "rank 1 (dp=1 tp=0) stopped; the others wait until it continues. c: continue, n: step, q: end"
         assert second.startswith(f"{line}\n")
-        assert "mesh.breakpoint(**arguments)" in second  # where it stands: at the user's line
+        assert "mesh.debug.breakpoint(**arguments)" in second  # where it stands: at the user's line
         assert "(Pdb) 42\n" in second and first == ""
     else:
         assert second == ""

@@ -38,7 +38,7 @@ def test_the_plan_is_what_real_processes_create(mesh: Mesh) -> None:
     mine = mesh.plan.for_rank(mesh.rank)
     identities = {}
     for group in mine.groups:
-        transport = mesh._transports[group.name]
+        transport = mesh._state.transports[group.name]
         assert isinstance(transport, ProcessGroupTransport)
         handle = transport.group
         assert dist.get_process_group_ranks(handle) == list(group.ranks)
@@ -311,6 +311,17 @@ def test_dims_of_size_one_are_dims() -> None:
         assert dist.get_world_size(mesh.group("tp")) == 1
 
 
+def test_a_graph_reads_the_facts_of_a_mesh() -> None:
+    with meshcomm.init(dims={"dp": 1}, device="cpu") as mesh:
+
+        def scaled(x: torch.Tensor) -> torch.Tensor:
+            return (
+                x if mesh.is_fake or mesh.closed else x * (mesh.rank + mesh.world_size + mesh.local_rank + 1)
+            )
+
+        assert torch.compile(scaled, fullgraph=True, backend="eager")(torch.ones(2)).tolist() == [2.0, 2.0]
+
+
 @on_ranks(4)
 def test_equal_meshes_open_at_once_have_groups_of_their_own() -> None:
     more: dict[str, Any] = {"dims": {"dp": 2, "tp": 2}, "device": "cpu", "timeout_s": 30}
@@ -330,7 +341,7 @@ def test_a_call_in_a_forked_process_names_the_one_that_the_mesh_belongs_to(mesh:
             lambda: mesh.all_reduce("dp", torch.ones(1)),
             lambda: mesh.all_reduce("tp", torch.ones(1)),
             lambda: mesh.functional.all_gather("dp", torch.ones(1), grad="slice"),
-            lambda: mesh.barrier("dp", timeout_s=1),
+            lambda: mesh.debug.monitored_barrier("dp", timeout_s=1),
             lambda: mesh.group("dp"),
             mesh.step,
             lambda: mesh.store.set("key", "value"),

@@ -93,15 +93,15 @@ def asked(dims: dict[str, int]) -> tuple[list[tuple[str, str]], list[tuple[str, 
     with meshcomm.init(dims=dims, device="cpu", store=store, rank=rank, world_size=world) as mesh:
         opened = store.taken()
         # Nobody calls before all have looked; at the store, as the backend would have to connect for it.
-        mesh.barrier(timeout_s=30)
+        mesh.debug.monitored_barrier(timeout_s=30)
         idle = connections()
-        mesh.barrier(timeout_s=30)
+        mesh.debug.monitored_barrier(timeout_s=30)
         store.taken()
         for name in mesh.layout.names:
             mesh.all_reduce(name, torch.ones(1))
         used, connected = store.taken(), connections()
         # Nobody closes before all have looked.
-        mesh.barrier(timeout_s=30)
+        mesh.debug.monitored_barrier(timeout_s=30)
     return opened, used, len(idle - before), len(connected - before)
 
 

@@ -44,7 +44,7 @@ def refused(group: Any, odd: bool, number: int, name: str, ranks: str) -> None:
 
 
 def labels(mesh: Mesh) -> list[str]:
-    return [group["label"] for group in mesh._watch.status()["groups"]]  # type: ignore[union-attr]
+    return [group["label"] for group in mesh._state.watch.status()["groups"]]  # type: ignore[union-attr]
 
 
 @on_ranks(4)
@@ -59,7 +59,7 @@ def test_the_default_group_is_compared_while_a_mesh_is_open() -> None:
         dist.all_gather_object(found, {"rank": mesh.rank})
         assert found == [{"rank": rank} for rank in range(4)]
         dist.barrier()
-        recorder = mesh._watch._recorders[-1]  # type: ignore[union-attr]
+        recorder = mesh._state.watch._recorders[-1]  # type: ignore[union-attr]
         assert recorder.check is None and recorder.started == 5
         # Of these calls steps know nothing: another thread may make them at its own pace.
         for _ in range(mesh.rank):

@@ -152,18 +152,18 @@ def refusal(what: str) -> None:
     """Let another program forge values in the way of the next mesh; the error of this rank names the key."""
     with meshcomm.init(dims={"dp": 2}, device="cpu", timeout_s=10) as mesh:
         store, rank = foreign(), mesh.rank
-        number = int(mesh._runtime.prefix.removeprefix("meshcomm"))
+        number = int(mesh._state.held.prefix.removeprefix("meshcomm"))
         here, following = f"meshcomm{number}", f"meshcomm{number + 1}"
         if what == "a step":
             key = f"{here}/mesh/watch/desync/desync"
             mesh.all_reduce("dp", torch.ones(1))
-            mesh.barrier("dp", timeout_s=10)
+            mesh.debug.monitored_barrier("dp", timeout_s=10)
             store.set(key, json.dumps({"forged": True}))
             with pytest.raises(StoreError, match=f'refused the value of "{key}"'):
                 for _ in range(500):
                     mesh.step()
                     time.sleep(0.01)
-            mesh.barrier("dp", timeout_s=10)
+            mesh.debug.monitored_barrier("dp", timeout_s=10)
             store.delete_key(key)
             return
         if what == "a barrier":
@@ -173,16 +173,16 @@ def refusal(what: str) -> None:
             else:
                 time.sleep(0.3)
                 store.set("rank 1 comes", "")
-            mesh.barrier("dp", timeout_s=10)
+            mesh.debug.monitored_barrier("dp", timeout_s=10)
             assert store.check(["rank 1 comes"])
             return
-        mesh.barrier("dp", timeout_s=10)
+        mesh.debug.monitored_barrier("dp", timeout_s=10)
         key = f"{following}/agree/verdict" if "verdict" in what else "another"
         forged = (
             store.get(f"{here}/agree/verdict") if what == "a replayed verdict" else b"agree 20260101-000000 2"
         )
         store.set(key, forged)
-        mesh.barrier("dp", timeout_s=10)
+        mesh.debug.monitored_barrier("dp", timeout_s=10)
     if what == "an address":
         key = f"{following}/groups/{following}/dp/0//cpu//0/0"
         own = SignedStore.set
@@ -226,7 +226,7 @@ with meshcomm.init(dims={"dp": 2}, device="cpu", timeout_s=10) as mesh:
     for step in range(20):
         time.sleep(0.02)
         assert mesh.all_reduce("dp", torch.ones(1)).item() == 2
-    print(f"{mesh.generation.number} after {step + 1} steps\\n", end="")
+    print(f"{mesh.elastic.generation.number} after {step + 1} steps\\n", end="")
 """
 
 

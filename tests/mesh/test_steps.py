@@ -470,7 +470,7 @@ def test_correct_programs_are_never_blamed() -> None:
         for each in range(4):
             random_programs.run(mesh, seed * 10 + each, steps=chance.randint(0, 4))
             mesh.step()
-        return mesh.metrics.steps
+        return mesh.debug.metrics.steps
 
     for seed in range(6):
         found = meshcomm.simulate(
@@ -550,7 +550,7 @@ def test_closing_is_bounded_where_ranks_made_unlike_numbers_of_steps() -> None:
             mesh = meshcomm.init(dims={"dp": 2}, device="cpu", timeout_s=20)
             for _ in range(2 - mesh.rank):
                 mesh.step()
-            watch: Any = mesh._watch
+            watch: Any = mesh._state.watch
             began = time.monotonic()
             try:
                 if fails:
@@ -584,10 +584,10 @@ def test_ranks_that_lose_a_peer_by_it_get_the_same_error(mesh: Mesh) -> None:
 @pytest.mark.mesh(dp=2, via="gloo")
 def test_a_trace_shows_the_steps(mesh: Mesh, tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
-    with mesh.trace(path):
+    with mesh.debug.trace(path):
         for _ in range(2):
             mesh.all_reduce("dp", torch.ones(1))
-            mesh.step(number=mesh.metrics.number + 7)
+            mesh.step(number=mesh.debug.metrics.number + 7)
     events = json.loads(path.read_text())["traceEvents"]
     found = [(each["pid"], each["name"]) for each in events if each["name"].startswith("step ")]
     assert sorted(found) == [(0, "step 14"), (0, "step 7"), (1, "step 14"), (1, "step 7")]

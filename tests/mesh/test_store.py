@@ -294,7 +294,7 @@ def test_who_waits_at_the_store_answers(mesh: Mesh) -> None:
             mesh.store.get("nobody sets it", timeout_s=2.5)
     else:
         with pytest.raises(BarrierTimeout):
-            mesh.barrier("dp", timeout_s=2.5)
+            mesh.debug.monitored_barrier("dp", timeout_s=2.5)
 
 
 # -- barriers at the store name the ranks that did not come, on every rank that did ---------------------------
@@ -304,20 +304,20 @@ def test_who_waits_at_the_store_answers(mesh: Mesh) -> None:
 @pytest.mark.mesh(dp=4, tp=2, rank_order=[7, 1, 2, 3, 4, 5, 6, 0], via="gloo")
 def test_who_did_not_come(mesh: Mesh) -> None:
     for dims in (None, "dp", ("tp", "dp"), "tp"):
-        mesh.barrier(dims, timeout_s=20)
-    mesh.barrier("dp", timeout_s=20)
+        mesh.debug.monitored_barrier(dims, timeout_s=20)
+    mesh.debug.monitored_barrier("dp", timeout_s=20)
     assert list(mesh.warm_up()) == ["dp", "tp"]
     if mesh.coord("tp") == 1:
-        mesh.barrier("dp", timeout_s=20)
+        mesh.debug.monitored_barrier("dp", timeout_s=20)
     elif mesh.rank != 4:
         with pytest.raises(BarrierTimeout, match="1 of 4 ranks did not arrive within 2 s") as caught:
-            mesh.barrier("dp", timeout_s=2)
+            mesh.debug.monitored_barrier("dp", timeout_s=2)
         assert caught.value.missing == (4,)
         assert "missing: rank 4; arrived: rank 7 2 6" in str(caught.value)
     mesh.barrier(None)
     if mesh.rank == 4:  # comes after the others gave up: it must not go on as if they had met
         with pytest.raises(BarrierTimeout, match="all have arrived by now, but some gave up earlier"):
-            mesh.barrier("dp", timeout_s=1)
+            mesh.debug.monitored_barrier("dp", timeout_s=1)
 
 
 @pytest.mark.mesh(
@@ -329,17 +329,17 @@ def test_who_did_not_come(mesh: Mesh) -> None:
 )
 def test_a_barrier_after_a_skipped_call_says_who_has_made_how_many(mesh: Mesh) -> None:
     for _ in range(5):
-        mesh.barrier("dp", timeout_s=20)
-        mesh.barrier(None, timeout_s=20)
+        mesh.debug.monitored_barrier("dp", timeout_s=20)
+        mesh.debug.monitored_barrier(None, timeout_s=20)
     mesh.all_gather("dp", torch.ones(1))  # all have left the last barrier
-    mesh.barrier("dp", timeout_s=20)
+    mesh.debug.monitored_barrier("dp", timeout_s=20)
     # Only the keys of the barrier that a rank may still be leaving.
-    assert len([key for key in mesh._store.list_keys() if "barrier/" in key]) <= 6
+    assert len([key for key in mesh._state.held.store.list_keys() if "barrier/" in key]) <= 6
     with pytest.raises(MeshcommError) as caught:
         for number in range(80):
             if mesh.rank != 1 or number != 70:
                 mesh.all_reduce("dp", torch.ones(1))
-        mesh.barrier("dp", timeout_s=2)
+        mesh.debug.monitored_barrier("dp", timeout_s=2)
     if mesh.rank == 1:
         text = str(caught.value)
         assert isinstance(caught.value, BarrierTimeout)

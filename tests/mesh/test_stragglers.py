@@ -44,7 +44,7 @@ def test_the_slow_rank_is_found_along_its_dim(mesh: Mesh) -> None:
             time.sleep(0.15)
         mesh.all_reduce("tp", x, op="avg")
         mesh.all_reduce("dp", x, op="avg")
-    found = mesh.stragglers()
+    found = mesh.debug.stragglers()
     assert found.hosts == 1 and found.latest["tp"].rank == 5
     assert 0.075 < found.latest["tp"].mean_s < 20
     assert set(found.groups) == {"pp", "dp", "tp"} and found.groups["pp"].calls == 0

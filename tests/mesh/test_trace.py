@@ -84,7 +84,7 @@ def traced(folder: str) -> dict[str, Any]:
         for _ in range(80):  # more than are compared between ranks: the prepared call is there
             mesh.all_reduce("dp", x, op="max")
         pp = mesh.coord("pp")
-        with mesh.trace(path) as trace:
+        with mesh.debug.trace(path) as trace:
             with trace.stretch("load"):
                 time.sleep(0.01)
             handles = []
@@ -105,27 +105,30 @@ def traced(folder: str) -> dict[str, Any]:
             mesh.all_reduce("dp", [torch.ones(2), torch.ones(3, dtype=torch.int64)])
             gather = mesh.all_gather("dp", torch.ones(2), async_op=True)
             gather.wait()
-            with pytest.raises(UnsupportedOp, match="another trace is active"), mesh.trace("other.json"):
+            with (
+                pytest.raises(UnsupportedOp, match="another trace is active"),
+                mesh.debug.trace("other.json"),
+            ):
                 pass
         assert path.is_file(), "all ranks go on when the file is there"
         mesh.all_reduce("dp", x, op="max")  # behind: quick again
-        assert mesh.metrics.spans is None
-        with pytest.raises(ZeroDivisionError), mesh.trace(Path(folder) / "failed.json"):
+        assert mesh.debug.metrics.spans is None
+        with pytest.raises(ZeroDivisionError), mesh.debug.trace(Path(folder) / "failed.json"):
             mesh.barrier("dp")
             raise ZeroDivisionError
         with (
             pytest.raises(
                 StoreError, match=r"could not be written\n.*\n.*a writable path on the first rank.s host"
             ),
-            mesh.trace(path / "below" / "a.json"),
+            mesh.debug.trace(path / "below" / "a.json"),
         ):
             mesh.barrier("dp")
-        with mesh.trace(Path(folder) / "created.json"):
+        with mesh.debug.trace(Path(folder) / "created.json"):
             mesh.create_group("all", ("pp", "dp"))
             mesh.all_reduce("all", x)
             mesh.all_reduce(("pp", "dp"), x)
         assert trace.dropped == 0
-        mesh._watch.own.write()  # type: ignore[union-attr,attr-defined]
+        mesh._state.watch.own.write()  # type: ignore[union-attr,attr-defined]
         mesh.barrier()
     return {"ranks": {rank: mesh.layout.coords(rank) for rank in range(4)}}
 
@@ -236,7 +239,7 @@ def test_ranks_of_two_hosts_are_put_on_the_wall_clock(mesh: Mesh, tmp_path: Path
             patch.setattr(module, "clock", lambda: time.perf_counter() + AHEAD_S)
         if mesh.rank == 1:
             patch.setattr(tracing, "host", lambda: 99)
-        with mesh.trace(path):
+        with mesh.debug.trace(path):
             for _ in range(3):
                 mesh.all_reduce("dp", torch.ones(1))
     events = check_format(path.read_text())
@@ -270,7 +273,7 @@ def test_passes_of_a_pipeline_are_in_the_trace(mesh: Mesh, tmp_path: Path) -> No
     )
     tokens, targets = torch.ones(6, 5, dtype=torch.int64), torch.ones(6, 5, 4)
     run(tokens, targets)
-    with mesh.trace(path):
+    with mesh.debug.trace(path):
         run(tokens, targets)
     events = check_format(path.read_text())
     lanes = lanes_of(events)
@@ -331,7 +334,7 @@ def test_some_steps_of_a_run_are_traced(pool: Pool, tmp_path: Path) -> None:
 
 def test_a_single_rank(tmp_path: Path) -> None:
     path = tmp_path / "t.json"
-    with meshcomm.init(dims={"dp": 1}, device="cpu") as mesh, mesh.trace(path) as trace:
+    with meshcomm.init(dims={"dp": 1}, device="cpu") as mesh, mesh.debug.trace(path) as trace:
         mesh.all_reduce("dp", torch.ones(1))
         with trace.stretch("alone"):
             pass
@@ -342,7 +345,7 @@ def test_a_single_rank(tmp_path: Path) -> None:
 def test_the_simulator_refuses_and_says_what_to_do() -> None:
     def body(mesh: Mesh) -> str:
         with pytest.raises(UnsupportedOp, match="no trace of simulated ranks") as caught:
-            mesh.trace("trace.json")
+            mesh.debug.trace("trace.json")
         return str(caught.value)
 
     assert all("mesh.stats() works" in text for text in meshcomm.simulate(body, dims={"dp": 2}))

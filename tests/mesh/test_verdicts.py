@@ -404,7 +404,7 @@ def test_the_recorded_line_is_the_users() -> None:
     for validate in (0, 64):
         dims = {"pp": 1, "dp": 2, "tp": 2}
         with meshcomm.init(dims=dims, device="cpu", timeout_s=20, validate_calls=validate) as mesh:
-            watch: Any = mesh._watch
+            watch: Any = mesh._state.watch
             x = torch.ones(2, requires_grad=True)
 
             def recorded(text: str) -> None:

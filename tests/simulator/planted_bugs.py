@@ -215,7 +215,7 @@ def asynchronous_in_another_order(mesh: Mesh, bug: bool) -> Any:
 def barrier_with_a_stranger(mesh: Mesh, bug: bool) -> Any:
     if bug and mesh.rank == 3:
         return mesh.all_reduce("dp", one(mesh.rank))  # stranger
-    mesh.barrier(timeout_s=1000)  # met
+    mesh.debug.monitored_barrier(timeout_s=1000)  # met
     return mesh.all_reduce("dp", one(mesh.rank)) if not bug else None
 
 

@@ -158,7 +158,10 @@ def _pattern(mesh: Mesh, x: Tensor, dims: Dims, chance: random.Random) -> Any:
 
 
 def _meet(mesh: Mesh, x: Tensor, dims: Dims, chance: random.Random) -> Any:
-    mesh.barrier(dims, timeout_s=30 if chance.random() < 0.5 else None)
+    if chance.random() < 0.5:
+        mesh.debug.monitored_barrier(dims, timeout_s=30)
+    else:
+        mesh.barrier(dims)
     return x
 
 

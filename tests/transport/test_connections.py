@@ -11,9 +11,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from meshcomm.transport import torch_private
+from meshcomm.transport import torch_changes, torch_private
 from meshcomm.transport.connections import Connections
-from meshcomm.transport.torch_private import default_group, held_calls
+from meshcomm.transport.torch_changes import held_calls
+from meshcomm.transport.torch_private import default_group
 from tests.ranks import on_ranks
 
 
@@ -62,8 +63,8 @@ def test_a_later_connection_to_a_port_that_listened_is_cut_too() -> None:
 def test_a_call_that_waits_on_gloo_ends_within_seconds() -> None:
     """Also one that Gloo forgets as its connection breaks: without the slices it waits for its group's 60 s."""
     given_up = [float("inf")]
-    before = torch_private.bindings.Work.wait
-    torch_private.interruptible_waits(lambda: time.monotonic() > given_up[0])
+    put_back = torch_changes.changed()
+    torch_changes.interruptible_waits(lambda: time.monotonic() > given_up[0])
     try:
         dist.init_process_group("gloo", timeout=timedelta(seconds=60))
         for attempt in range(6):
@@ -94,5 +95,6 @@ def test_a_call_that_waits_on_gloo_ends_within_seconds() -> None:
             dist.destroy_process_group(group)
         assert default_group() is not None
     finally:
-        torch_private.bindings.Work.wait = before
+        torch_changes.interruptible_waits(lambda: False)
+        put_back()
         dist.destroy_process_group()

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from meshcomm.errors import ShapeError
+from meshcomm.parallel.become import become
 from meshcomm.parallel.expert.routing import each_choice
 from meshcomm.parallel.tensor import TensorSplit, local
 from meshcomm.parallel.tensor.parameters import FUSED, Parts, joined, kept, split_parameter
@@ -75,8 +76,7 @@ def spread_experts(
     if ranks > 1 and getattr(part, "num_experts", None) == count:
         part.num_experts = count // ranks
     part.meshcomm_spread = _Spread(tensor, dim if ranks > 1 else None, count)
-    own = type(part)
-    part.__class__ = type(f"Spread{own.__name__}", (SpreadExperts, own), {"__module__": __name__})
+    become(part, SpreadExperts, prefix="Spread")
 
 
 class SpreadExperts:

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from meshcomm.errors import MeshMismatchError, ShapeError
 from meshcomm.layout.sizes import ranks_text
 from meshcomm.mesh import Mesh
+from meshcomm.parallel.become import become
 from meshcomm.parallel.tensor.example import Seen, compare_outputs
 from meshcomm.parallel.tensor.layers import (
     ColumnParallel,
@@ -124,7 +125,6 @@ class _Splitting:
         # The split for parts that receive full sequences.
         self.whole = TensorSplit(split.mesh, split.dim or None, split.dtype)
         self.names: dict[str, Any] = dict(module.named_modules(remove_duplicate=False))
-        self.classes: dict[tuple[type, type], type] = {}
         self.replaced: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
         self.entries: dict[int, SharedEntry] = {}
         self.done: set[int] = set()
@@ -218,20 +218,13 @@ class _Splitting:
         return self.entries[id(around)]
 
     def _become(self, part: Any, kind: type, split: TensorSplit) -> Any:
-        """Return `part` after changing its class to a subclass of `kind` and its original class.
-
-        Parts of the same class share one subclass.
-        """
-        own = type(part)
-        if not isinstance(part, kind):
-            part.meshcomm_split = split
-            if kind is Around:
-                part.meshcomm_running = self.running
-            if (kind, own) not in self.classes:
-                members = {"__module__": kind.__module__}
-                self.classes[kind, own] = type(f"{kind.__name__}{own.__name__}", (kind, own), members)
-            part.__class__ = self.classes[kind, own]
-        return part
+        """Return `part` as a module of `kind`, too."""
+        if isinstance(part, kind):
+            return part
+        part.meshcomm_split = split
+        if kind is Around:
+            part.meshcomm_running = self.running
+        return become(part, kind, prefix=kind.__name__)
 
     def _place(self, part: nn.Module, rule: Rule, key: str) -> None:
         old = part._parameters.get(key)

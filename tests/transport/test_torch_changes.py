@@ -1,0 +1,119 @@
+"""Torch's own functions: importing meshcomm replaces none, and the last close puts every one back."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from itertools import permutations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import meshcomm
+from meshcomm.errors import CallMismatchError
+from meshcomm.transport.torch_changes import CAN_WATCH, REPLACED, changed
+from tests.ranks import on_ranks
+
+# Every function of a module or class of torch, before and after all that calls torch.distributed is imported.
+IMPORTS = """
+import importlib, pkgutil, sys, types
+import torch, torch.distributed.tensor, torch.distributed.fsdp, torch.distributed.pipelining, torch.utils.checkpoint
+
+def functions():
+    found = {}
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] != "torch" or not isinstance(module, types.ModuleType):
+            continue
+        owners = [module, *(each for each in vars(module).values() if isinstance(each, type) and each.__module__ == name)]
+        for owner in owners:
+            for key, value in vars(owner).items():
+                if callable(value) or isinstance(value, (classmethod, staticmethod, property)):
+                    found[name, getattr(owner, "__qualname__", ""), key] = value
+    return found
+
+before = functions()
+import meshcomm
+package = pkgutil.walk_packages(meshcomm.__path__, "meshcomm.")
+for each in package:
+    # Models import transformers, which takes long.
+    if each.name.split(".")[1] in ("comm", "dryrun", "mesh", "parallel", "pattern", "simulator", "transport"):
+        importlib.import_module(each.name)
+after = functions()
+print(sorted(key for key, value in before.items() if key in after and after[key] is not value))
+print(len(before))
+"""
+
+
+def test_importing_meshcomm_replaces_no_function_of_torch() -> None:
+    ended = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True, check=True)
+    replaced, count = ended.stdout.splitlines()[-2:]
+    assert replaced == "[]" and int(count) > 10_000
+
+
+def torchs() -> list[object]:
+    """What torch has now under the names that meshcomm replaces."""
+    return [getattr(each.owner, each.name, None) for each in REPLACED]
+
+
+@on_ranks(2)
+def test_the_last_of_two_meshes_puts_everything_back() -> None:
+    plain = torchs()
+    for order in permutations(range(2)):
+        meshes = [meshcomm.init(dims={"dp": 2}, device="cpu") for _ in range(2)]
+        assert torchs() != plain
+        for mesh in meshes:
+            # Calls that are compared replace Work.wait, and one that nobody waits for leaves it replaced.
+            mesh.all_reduce("dp", torch.ones(2))
+            left = mesh.all_reduce("dp", torch.ones(2), async_op=True)
+            assert torchs()[1] is not plain[1]
+            left.wait()
+        meshes[order[0]].close()
+        assert torchs() != plain
+        meshes[order[1]].all_reduce("dp", torch.ones(2))
+        meshes[order[1]].close()
+        assert torchs() == plain and not dist.is_initialized()
+
+
+@on_ranks(2)
+def test_a_failed_mesh_puts_everything_back() -> None:
+    plain = torchs()
+    with pytest.raises(meshcomm.MeshcommError):
+        meshcomm.init(dims={"dp": 2, "tp": 3}, device="cpu")
+    assert torchs() == plain
+    with pytest.raises(CallMismatchError), meshcomm.init(dims={"dp": 2}, device="cpu") as mesh:
+        mesh.all_reduce("dp", torch.ones(2 + mesh.rank))
+    assert torchs() == plain
+
+
+@pytest.mark.skipif(not CAN_WATCH, reason="torch before 2.14 has no hooks for groups")
+@on_ranks(2)
+def test_a_watch_puts_everything_back_and_gives_way_to_a_mesh() -> None:
+    plain = torchs()
+    watch = meshcomm.watch()
+    assert all(now is not torch for now, torch in zip(torchs()[3:], plain[3:], strict=True))
+    dist.init_process_group("gloo")
+    dist.all_reduce(torch.ones(2))
+    watch.close()
+    assert torchs() == plain
+    meshcomm.watch()
+    with meshcomm.init(dims={"dp": 2}, device="cpu") as mesh:
+        mesh.all_reduce("dp", torch.ones(2))
+        assert torchs()[3:] == plain[3:] and torchs() != plain
+    assert torchs() == plain
+    dist.destroy_process_group()
+
+
+def test_a_function_that_others_replace_meanwhile_stays_theirs() -> None:
+    each = REPLACED[0]
+    first, second = changed(), changed()
+    first()
+    first()  # harmless
+    ours = getattr(each.owner, each.name)
+    assert ours is not each.torchs
+    setattr(each.owner, each.name, print)
+    try:
+        second()
+        assert getattr(each.owner, each.name) is print
+    finally:
+        setattr(each.owner, each.name, each.torchs)
