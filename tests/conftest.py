@@ -42,7 +42,7 @@ _OF_JOBS = re.compile(
 LONGEST = (
     "train/test_pretrained.py", "mesh/test_endings.py", "comm/test_counters.py", "faults/test_faults.py",
     "train/test_training_state.py", "models/test_families.py", "commands/test_run.py",
-    "mesh/test_two_jobs.py", "train/test_parity.py", "train/test_early_stop.py", "dryrun/test_dryrun.py",
+    "rendezvous/test_two_jobs.py", "train/test_parity.py", "train/test_early_stop.py", "dryrun/test_dryrun.py",
     "train/test_evaluate.py", "train/test_nonfinite.py", "comm/test_functional.py",
     "documents/test_finetune_llama.py", "train/test_checkpoint.py", "parallel/test_random_numbers.py",
     "documents/test_documented_blocks.py", "train/test_number_types.py", "mesh/test_verdicts.py",
@@ -51,7 +51,7 @@ LONGEST = (
     "testing/test_emulated_nccl.py", "parallel/test_recompute.py", "mesh/test_opening_counts.py",
     "parallel/test_context_kernels.py", "testing/test_plugin.py", "train/test_random_configs.py",
     "train/test_checkpoint_state.py", "dryrun/test_rank.py", "train/test_training.py",
-    "launch/test_launch.py", "parallel/test_context.py", "benchmarks/test_training.py",
+    "job/test_launch.py", "parallel/test_context.py", "benchmarks/test_training.py",
     "mesh/test_queued_calls.py",
 )  # fmt: skip
 

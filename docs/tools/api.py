@@ -34,7 +34,7 @@ PAGES: Final[Mapping[str, tuple[str, str, str]]] = {
     "mesh": (
         "Mesh",
         "Collectives, messages, and information about ranks. Guides: [groups](../../guide/groups.md), [communication](../../guide/communication.md).",
-        "Mesh mesh.generation.Generation show.grid.RankGrid",
+        "Mesh rendezvous.generation.Generation show.grid.RankGrid",
     ),
     "functional": (
         "mesh.functional",
@@ -49,7 +49,7 @@ PAGES: Final[Mapping[str, tuple[str, str, str]]] = {
     "store": (
         "mesh.store",
         "The key-value store of the job. Guide: [communication](../../guide/communication.md).",
-        "mesh.store=mesh.store.MeshStore",
+        "mesh.store=rendezvous.store.MeshStore",
     ),
     "handle": ("Handle", "The result of a call with `async_op=True`.", "Handle comm.handle.UnwaitedHandle"),
     "stats": (

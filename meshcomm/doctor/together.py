@@ -19,12 +19,13 @@ from meshcomm.doctor.finding import Facts, Finding
 from meshcomm.errors import MeshcommError
 from meshcomm.layout.sizes import ranks_text
 from meshcomm.mesh.devices import choose_device
-from meshcomm.mesh.environment import Launch, gloo_defaults, network_variables
-from meshcomm.mesh.exposure import ExposedRendezvous, exposed_store, is_loopback
-from meshcomm.mesh.rendezvous import meet
-from meshcomm.mesh.store import prefixed
 from meshcomm.predict.links import discovered
 from meshcomm.predict.lint import scattered
+from meshcomm.rendezvous.exposure import ExposedRendezvous, exposed_store, is_loopback
+from meshcomm.rendezvous.launcher import Launch
+from meshcomm.rendezvous.meeting import meet
+from meshcomm.rendezvous.store import prefixed
+from meshcomm.transport.variables import gloo_defaults, network_variables
 
 _AGREED: Final = ("meshcomm", "torch", "python")
 _SHOWN: Final = ("rank", "coords", "host", "interface", "address", "device")

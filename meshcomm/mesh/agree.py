@@ -18,7 +18,7 @@ from typing import Any, Final, NamedTuple
 from meshcomm.comm.mismatch import alike, blamed, majority
 from meshcomm.errors import MeshMismatchError
 from meshcomm.layout.sizes import ranks_text
-from meshcomm.mesh.store import SLICE_S, Interrupted, interrupted, store_failed
+from meshcomm.rendezvous.store import SLICE_S, Interrupted, interrupted, store_failed
 
 # The lower bits of the arrival counter hold the number of ranks that have arrived. The upper bits hold the sum of the
 # world sizes that these ranks expect: n * n for n ranks. The store's signed 64-bit numbers can count two million ranks.

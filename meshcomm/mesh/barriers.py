@@ -10,7 +10,7 @@ from meshcomm.comm.flight_recorder import FlightRecorder
 from meshcomm.errors import BarrierTimeout
 from meshcomm.layout.sizes import fold
 from meshcomm.mesh.runtime import Watching
-from meshcomm.mesh.store import GRACE_S, kind_of, wait_for, within
+from meshcomm.rendezvous.store import GRACE_S, kind_of, wait_for, within
 
 
 def monitored_barrier(

@@ -16,7 +16,7 @@ from meshcomm.comm.flight_recorder import FlightRecorder
 from meshcomm.comm.mismatch import error_of, find_desync, last_common
 from meshcomm.errors import CallMismatchError, MeshcommError, StoreError
 from meshcomm.mesh.rank_record import RankRecord
-from meshcomm.mesh.store import kind_of, within
+from meshcomm.rendezvous.store import kind_of, within
 
 # The interval in seconds at which a rank posts and compares in small worlds.
 _PERIOD_S: Final = 1.0

@@ -11,8 +11,8 @@ from typing import Final
 import torch.distributed as dist
 
 from meshcomm.errors import LaunchError, MeshcommError
-from meshcomm.mesh.environment import Launch, find_launch
 from meshcomm.mesh.rank_failure import end_rank
+from meshcomm.rendezvous.launcher import Launch, find_launch
 
 # Characters that are not allowed in folder names.
 _NO_NAME: Final = re.compile(r"[^\w.-]")

@@ -47,13 +47,13 @@ from meshcomm.layout.sizes import fold, whole
 from meshcomm.mesh.agree import agree
 from meshcomm.mesh.barriers import calls_of, monitored_barrier
 from meshcomm.mesh.devices import check_backends
-from meshcomm.mesh.generation import Generation
 from meshcomm.mesh.outside import OutsideGroups
 from meshcomm.mesh.rank_failure import caused_by
 from meshcomm.mesh.runtime import WORLD, Metrics, Runtime
-from meshcomm.mesh.signed import unsigned
-from meshcomm.mesh.store import MeshStore, prefixed, within
 from meshcomm.mesh.torch_mesh import TorchMesh
+from meshcomm.rendezvous.generation import Generation
+from meshcomm.rendezvous.signed import unsigned
+from meshcomm.rendezvous.store import MeshStore, prefixed, within
 from meshcomm.transport import ProcessGroupTransport, SoloTransport, Transport
 from meshcomm.transport.connections import abort_all
 from meshcomm.transport.torch_private import (

@@ -37,7 +37,26 @@ from meshcomm.mesh.devices import (
     choose_device,
     refuse_shared,
 )
-from meshcomm.mesh.environment import (
+from meshcomm.mesh.existing import Existing, of_device_meshes, of_groups
+from meshcomm.mesh.groups import create_transports, open_group
+from meshcomm.mesh.launched import end_by, launch_here, reports_of
+from meshcomm.mesh.mesh import Mesh
+from meshcomm.mesh.rank_failure import leave_names
+from meshcomm.mesh.runtime import PRETENDED, WORLD, Runtime, Watching
+from meshcomm.mesh.source import MeshOnly, Settings, Source, given_keys, refuse_alone, settings_of, with_sizes
+from meshcomm.mesh.watchdog import Watchdog, WatchOptions
+from meshcomm.mesh.watched import gives_way
+from meshcomm.rendezvous.claims import another_job, blame, claim, state_of_rank
+from meshcomm.rendezvous.generation import FOREVER, Generation, Generations, generations_of
+from meshcomm.rendezvous.job_store import is_serving
+from meshcomm.rendezvous.meeting import Meeting, meet, of_this_attempt
+from meshcomm.rendezvous.signed import signed, unsigned
+from meshcomm.rendezvous.store import prefixed, store_failed
+from meshcomm.transport import Transport
+from meshcomm.transport.connections import Connections
+from meshcomm.transport.support import STREAM_ORDERED, backend_on
+from meshcomm.transport.torch_private import abort, default_group, default_store, give_back
+from meshcomm.transport.variables import (
     NCCL_RECOVERS,
     SHARED,
     check_interfaces,
@@ -47,24 +66,6 @@ from meshcomm.mesh.environment import (
     refuse_conflict,
     with_variables,
 )
-from meshcomm.mesh.existing import Existing, of_device_meshes, of_groups
-from meshcomm.mesh.generation import FOREVER, Generation, Generations, generations_of
-from meshcomm.mesh.groups import create_transports, open_group
-from meshcomm.mesh.job_store import is_serving
-from meshcomm.mesh.launched import end_by, launch_here, reports_of
-from meshcomm.mesh.mesh import Mesh
-from meshcomm.mesh.rank_failure import leave_names
-from meshcomm.mesh.rendezvous import Meeting, another_job, blame, claim, meet, of_this_attempt, state_of_rank
-from meshcomm.mesh.runtime import PRETENDED, WORLD, Runtime, Watching
-from meshcomm.mesh.signed import signed, unsigned
-from meshcomm.mesh.source import MeshOnly, Settings, Source, given_keys, refuse_alone, settings_of, with_sizes
-from meshcomm.mesh.store import prefixed, store_failed
-from meshcomm.mesh.watchdog import Watchdog, WatchOptions
-from meshcomm.mesh.watched import gives_way
-from meshcomm.transport import Transport
-from meshcomm.transport.connections import Connections
-from meshcomm.transport.support import STREAM_ORDERED, backend_on
-from meshcomm.transport.torch_private import abort, default_group, default_store, give_back
 
 if TYPE_CHECKING:
     from meshcomm.config import TopologyConfig

@@ -24,10 +24,10 @@ import torch.distributed as dist
 from meshcomm.comm.callsite import is_ours, is_program, place_in
 from meshcomm.comm.diagnosis import Reason, reason_of, text_of
 from meshcomm.errors import CommunicationError, MeshcommError, RankLost, StoreTimeout
-from meshcomm.mesh.environment import Launch, attempt_of, is_helper
 from meshcomm.mesh.rank_record import frames_of, handled_by, one_line, place_of
-from meshcomm.mesh.rendezvous import of_this_attempt
-from meshcomm.mesh.store import within
+from meshcomm.rendezvous.launcher import Launch, attempt_of, is_helper
+from meshcomm.rendezvous.meeting import of_this_attempt
+from meshcomm.rendezvous.store import within
 
 # How long a rank waits for another rank to report first if this rank's error follows from that rank's error.
 _PATIENCE_S = 3.0
@@ -51,7 +51,7 @@ _STACK: Final = "{}-stack-{}"
 _CPP: Final = re.compile(r"\b\w+\.(cc|cpp|h|hpp):\d+")
 
 # Frames of code that only started the user's script.
-_STARTERS = tuple(f"{Path(__file__).parents[1]}/{part}" for part in ("commands/", "launch/"))
+_STARTERS = tuple(f"{Path(__file__).parents[1]}/{part}" for part in ("commands/", "job/"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from meshcomm.comm.diagnosis import BARRIER, Reason, reason_of, text_of
 from meshcomm.comm.flight_recorder import FlightRecorder
 from meshcomm.comm.spans import host
 from meshcomm.layout.sizes import rank_text
-from meshcomm.mesh.store import wait_for, within
+from meshcomm.rendezvous.store import wait_for, within
 from meshcomm.transport.torch_private import failed_barrier
 
 T = TypeVar("T")

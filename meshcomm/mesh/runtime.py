@@ -19,8 +19,8 @@ from meshcomm.comm.mismatch import Shared
 from meshcomm.comm.spans import Spans
 from meshcomm.errors import MeshcommError
 from meshcomm.layout import Group, Plan
-from meshcomm.mesh.environment import Launch
-from meshcomm.mesh.generation import Generation, Generations
+from meshcomm.rendezvous.generation import Generation, Generations
+from meshcomm.rendezvous.launcher import Launch
 from meshcomm.transport import Transport
 
 if TYPE_CHECKING:

@@ -51,7 +51,7 @@ from meshcomm.mesh.rank_failure import (
 )
 from meshcomm.mesh.rank_record import RankRecord, RecordExchange, SharedCalls, error_under_way, place_of
 from meshcomm.mesh.runtime import Watching
-from meshcomm.mesh.store import prefixed, within
+from meshcomm.rendezvous.store import prefixed, within
 from meshcomm.transport import Transport
 from meshcomm.transport.torch_private import (
     await_at_exit,

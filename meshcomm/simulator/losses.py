@@ -8,11 +8,18 @@ from typing import TYPE_CHECKING, Final, final
 
 from meshcomm.config.elastic import ElasticConfig
 from meshcomm.errors import MeshcommError, RankFailed
-from meshcomm.launch.places import Sizes
-from meshcomm.launch.replacing import Replacing
+from meshcomm.job.places import Sizes
+from meshcomm.job.replacing import Replacing
 from meshcomm.layout.sizes import ranks_text
-from meshcomm.mesh.generation import WAITS, Announcement, Generation, Generations, all_done, announcement_of
 from meshcomm.mesh.rank_failure import Failure
+from meshcomm.rendezvous.generation import (
+    WAITS,
+    Announcement,
+    Generation,
+    Generations,
+    all_done,
+    announcement_of,
+)
 from meshcomm.simulator.scheduler import Actor, Lost
 from meshcomm.simulator.transport import here
 

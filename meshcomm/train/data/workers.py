@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from meshcomm.errors import MeshcommError, TrainingError
-from meshcomm.launch.reaper import end_with_parent
+from meshcomm.job.reaper import end_with_parent
 from meshcomm.train.data.batches import Batches
 
 # The start of torch's error messages about a worker.

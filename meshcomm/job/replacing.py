@@ -1,0 +1,247 @@
+"""A launcher's policy for lost ranks: start new processes, or use a smaller mesh until new processes have started."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
+from typing import Any, Final, final
+
+from meshcomm.config.elastic import ElasticConfig
+from meshcomm.job.places import Places, Sizes
+from meshcomm.layout.sizes import ranks_text
+from meshcomm.mesh.rank_failure import Failure
+from meshcomm.rendezvous.claims import state_of_rank
+from meshcomm.rendezvous.generation import (
+    Announcement,
+    announce,
+    has_ended,
+    have_met,
+    hung_in,
+    is_waiting,
+    may_grow,
+)
+
+SAVED: Final = os.EX_TEMPFAIL
+"""Exit code 75, "try again": of a rank that stopped on a signal after saving a checkpoint, and of a job with such ranks."""
+
+# Exit codes with which a new process would also end, because of misuse, an interrupt, or a request to stop.
+_FINAL: Final = (2, 130, SAVED)
+
+
+@final
+class Replacing:
+    """Tracks the processes of a job when some are lost. It starts no processes itself; a launcher asks it which to start.
+
+    count: the number of ranks. Each process is identified by its initial rank.
+    sizes: alternative sizes of the mesh; None if the mesh keeps its size.
+    store: the job's store. If None, nothing can be announced, and the first loss ends the job.
+    now: a clock in seconds.
+    say: a function that prints lines. If None, lines go to stderr.
+    due: for each ended process, when to start its replacement.
+    coming: for each new process that has not joined the mesh yet, the generation that it was started for.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        elastic: ElasticConfig,
+        sizes: Sizes | None = None,
+        *,
+        now: Callable[[], float] = time.monotonic,
+        say: Callable[..., None] | None = None,
+    ) -> None:
+        self._elastic, self._now, self._say = elastic, now, say or _say
+        self._left = elastic.replace
+        self._alive = set(range(count))
+        self.due: dict[int, float] = {}
+        # For each awaited process, the deadline and the generation that announces the process.
+        self._awaited: dict[int, tuple[float, int]] = {}
+        self.coming: dict[int, int] = {}
+        self._how: dict[int, str] = {}
+        self.places = Places.first(count, sizes)
+        self.number = 0
+        self.last: dict[int, Failure] = {}
+        self.store: Any = None
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether the job can continue without a lost rank."""
+        return bool(self._elastic.replace or self.places.sizes)
+
+    @property
+    def may_replace(self) -> bool:
+        """Whether another lost process may be replaced."""
+        return self._left > 0
+
+    @property
+    def down(self) -> Collection[int]:
+        """The processes that have ended and have not been replaced yet."""
+        return {*range(self.places.count)} - self._alive - {*self.coming}
+
+    def lost(self, failures: Mapping[int, Failure], ended: bool) -> bool:
+        """Handle the loss of the given processes. Return whether the job continues. `starts` returns the processes to start.
+
+        ended: whether any rank has completed. If one has, the job ends, because that rank cannot meet the other ranks again.
+        """
+        # A process that ended because it lost a peer, or because of misuse, would end the same way again.
+        if (
+            ended
+            or self.store is None
+            or any(each.follows or each.code in _FINAL for each in failures.values())
+        ):
+            return False
+        elastic, members = self._elastic, [each for each in failures if each in self.places.processes]
+        returning = sorted(failures, key=lambda each: each not in members)[: self._left]
+        at_once = self.places.sizes is None or elastic.delay_s <= elastic.patience_s
+        waits = {*members} <= {*returning} and at_once
+        places: Places | None = self.places
+        if members and not waits:
+            places = self.places.filled(self._ready() - {*failures})
+        if places is None or (places.sizes is None and len(returning) < len(failures)):
+            return False
+        self._left -= len(returning)
+        self._how |= {each: failure.what for each, failure in failures.items()}
+        self._alive -= {*failures}
+        for each in failures:
+            self.coming.pop(each, None)
+            self._awaited.pop(each, None)
+        if members:
+            self.last = {each: failures[each] for each in members}
+            lost = {each: failures[each].what for each in members}
+            self._announce(places, lost, members if waits else ())
+        self.due |= dict.fromkeys(returning, self._now() + elastic.delay_s)
+        if waits:
+            self._awaited |= dict.fromkeys(members, (self._now() + elastic.patience_s, self.number))
+        what = "it was not in the mesh" if not members else f"continues with {self._size()}"
+        left = self._left + len(returning)
+        for process, failure in failures.items():
+            if members and waits and process in returning:
+                left -= 1
+                what = f"replaced, replacements left: {left}"
+            lines = [failure.text] if failure.text else []
+            self._say(*lines, f"meshcomm: {failure.summary}; {what}")
+        return True
+
+    def hung(self) -> Mapping[int, str]:
+        """Return the processes of the mesh that others have waited for in vain, with what each does.
+
+        The launcher ends these processes. They are then lost.
+        """
+        if self.store is None or not (self._left or self.places.sizes):
+            return {}
+        members = {*self.places.processes} & self._alive
+        found = hung_in(self.store, self.number)
+        return {each: f"hung: it {what}" for each, what in found.items() if each in members}
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether all work is done, so that the end of a process by a signal loses nothing."""
+        return self.store is not None and has_ended(self.store)
+
+    def starts(self) -> list[int]:
+        """Return the processes to start now. The launcher calls `started` after it has started each process."""
+        now = self._now()
+        found = [each for each, due in self.due.items() if due <= now]
+        for each in found:
+            del self.due[each]
+        return found
+
+    def started(self, process: int) -> int:
+        """Record that a new process replaces a lost one. Return the generation to pass to the new process."""
+        number = self._awaited.pop(process, (0.0, 0))[1]
+        if number:
+            self._alive.add(process)
+        else:
+            number = self.coming[process] = self.number + 1
+        return number
+
+    def lose_patience(self) -> None:
+        """Let the other ranks continue without the new processes that have not started in time."""
+        late = [each for each, (until, _) in self._awaited.items() if until < self._now()]
+        if late and (places := self.places.filled(self._ready() - {*late})) is not None:
+            self._announce(places, {each: self._how[each] for each in late}, ())
+            self._say(
+                f"meshcomm: no new process for {ranks_text(sorted(late))} in time; continues with {self._size()}"
+            )
+
+    @property
+    def recent(self) -> Mapping[int, Failure]:
+        """The most recently lost processes; {} once all ranks have met again, so that a later failure is not blamed on them."""
+        return {} if not self.number or have_met(self.store, self.number) else self.last
+
+    def unmet(self, ended: Collection[int]) -> Mapping[int, Failure]:
+        """Return the most recently lost processes if their replacements cannot meet all ranks because some ranks had already
+        completed; otherwise {}.
+
+        ended: the processes that have completed. Processes that have never opened a mesh are ignored.
+        """
+        recent = self.recent if ended else {}
+        return recent if recent and any(state_of_rank(self.store, each) for each in ended) else {}
+
+    def grow(self, ended: bool) -> None:
+        """Let the mesh grow if new processes are waiting to join. ended: see `lost`."""
+        if ended or not self.coming or self.store is None:
+            return
+        places = self.places.filled(self._ready())
+        if places is not None and places.size > self.places.size and may_grow(self.store, self.number + 1):
+            self._announce(places, {}, ())
+            new = sorted(places.processes.index(each) for each in self._last_new)
+            self._say(f"meshcomm: new processes for {ranks_text(new)}; continues with {self._size()}")
+
+    def numbered(self, failures: Mapping[int, Failure]) -> list[Failure]:
+        """Return the failures of processes in the current mesh, with their ranks in that mesh."""
+        ranks = {process: rank for rank, process in enumerate(self.places.processes)}
+        return [
+            replace(failure, rank=ranks[process]) for process, failure in failures.items() if process in ranks
+        ]
+
+    def notes(self, failed: Collection[Failure], ended: Collection[int], root: int) -> list[str]:
+        """Return lines that explain why the job ended instead of continuing. failed: failures from `numbered`. ended: the
+        ranks that had completed.
+        """
+        lines = []
+        if self.is_elastic and ended and root not in ended:
+            # If a loss was announced, no rank had completed before.
+            completed = "completed without mesh.reopen" if self.recent else "had already completed"
+            lines.append(
+                f"{ranks_text(sorted(ended))} {completed}, so new processes can no longer meet all ranks"
+            )
+        if left := sorted(failure.rank for failure in failed if failure.what.startswith("RankLost")):
+            way = "a program continues with mesh.reopen(error), and a Trainer continues automatically"
+            lines.append(f"{ranks_text(left)} ended by RankLost: {way}")
+        if self.number and not any(state_of_rank(self.store, each) for each in range(self.places.count)):
+            lines.append(
+                "no rank had opened a mesh: only a Trainer, or a program that reopens its mesh, can continue"
+            )
+        return lines
+
+    def _announce(self, places: Places, lost: Mapping[int, str], again: Collection[int]) -> None:
+        """Announce a new generation. again: the processes in `lost` that this generation replaces."""
+        coming = {each for each in self.coming if each in places.processes}
+        new = {each: self._how[each] for each in places.processes if each in coming or each in again}
+        for each in coming:
+            del self.coming[each]
+        self._alive |= coming
+        # Do not wait for processes that have no place in a smaller mesh.
+        self._awaited = {each: told for each, told in self._awaited.items() if each in places.processes}
+        self.places, self.number, self._last_new = places, self.number + 1, [*new]
+        whole = places.processes == tuple(range(places.count))
+        announcement = Announcement(lost, new, () if whole else places.processes, places.dims)
+        announce(self.store, self.number, announcement)
+
+    def _ready(self) -> set[int]:
+        """Return the processes that could join a mesh now."""
+        return self._alive | {
+            each for each, number in self.coming.items() if is_waiting(self.store, number, each)
+        }
+
+    def _size(self) -> str:
+        sizes = self.places.sizes
+        return f"{sizes.dim}={self.places.size}" if sizes is not None else "new ones"
+
+
+def _say(*lines: str) -> None:
+    print("\n".join(lines), file=sys.stderr, flush=True)

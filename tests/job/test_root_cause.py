@@ -1,0 +1,413 @@
+"""Which of several failures the launcher takes for the cause, and how it folds the others."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from meshcomm.errors import CallMismatchError, LayoutError, MeshcommError, PeerLost, RankLost
+from meshcomm.job.root_cause import root_cause, without_error
+from meshcomm.mesh.rank_failure import Failure, await_cause, collect, failure_of, leave
+
+LAYOUT = {rank: f"rank {rank} (pp={rank // 4} tp={rank % 4})" for rank in range(8)}
+
+
+def failure(rank: int, at: float, kind: str = "ValueError", **more: Any) -> Failure:
+    facts = {"frame": "train.py:88 in step", "text": f"all of rank {rank}"} | more
+    return Failure(rank, LAYOUT[rank], at, f"{kind}: planted", **facts)
+
+
+def told(
+    left: list[Failure], ended: dict[int, int] | None = None, alive_at: float = 10.0
+) -> tuple[list[str], int, str]:
+    silent = [without_error(rank, code, alive_at, LAYOUT.__getitem__) for rank, code in (ended or {}).items()]
+    root, others = root_cause([*left, *silent], 8, LAYOUT.__getitem__)
+    return [root.summary, *others], root.code, root.text
+
+
+FOLLOWED = "followed: lost a peer, or were ended by the launcher"
+
+
+def test_the_earliest_error_is_the_cause() -> None:
+    lines, code, text = told([failure(6, 12.0), failure(5, 11.0, "KeyError", code=2)])
+    assert lines == [
+        "rank 5 (pp=1 tp=1) failed: KeyError: planted, at train.py:88 in step",
+        "rank 6: ValueError: planted",
+        f"ranks 0-4 7 {FOLLOWED}",
+    ]
+    assert (code, text) == (2, "all of rank 5")
+
+
+def test_an_error_about_communication_is_the_cause_only_where_there_is_no_other() -> None:
+    lost = failure(0, 9.0, "PeerLost", follows=True, missing=(5,))
+    assert told([lost, failure(5, 11.0)])[0][0].startswith("rank 5 (pp=1 tp=1) failed: ValueError")
+    lines, code, text = told([lost, failure(1, 9.5, "PeerLost", follows=True)])
+    assert lines == [
+        "rank 0 (pp=0 tp=0) failed: PeerLost: planted, at train.py:88 in step",
+        "it waited for rank 5 (pp=1 tp=1)",
+        f"ranks 1-4 6 7 {FOLLOWED}",
+    ]
+    assert (code, text) == (1, "all of rank 0")
+
+
+def test_of_a_chain_of_waiting_ranks_the_one_at_its_end_is_the_cause() -> None:
+    # Rank 2 waits for rank 0, which waits for rank 1, which does not answer.
+    waits = failure(2, 9.0, "CollectiveTimeout", follows=True, missing=(0,))
+    ends = failure(0, 9.5, "PeerLost", follows=True, missing=(1,))
+    lines = told([waits, ends, failure(3, 9.6, "PeerLost", follows=True, missing=(1,))])[0]
+    assert lines[0].startswith("rank 0 (pp=0 tp=0) failed: PeerLost: planted")
+    assert lines[1:] == ["it waited for rank 1 (pp=0 tp=1)", f"ranks 2-7 {FOLLOWED}"]
+    # One that waits for rank 1 alone says more than one that waits for a rank that waits for it, too.
+    both = failure(2, 9.0, "CollectiveTimeout", follows=True, missing=(0, 1))
+    assert told([both, ends])[0][0].startswith("rank 0 ")
+    # They wait for each other: the headline is about both, and the text is the earliest's.
+    round_ = failure(0, 9.5, "CollectiveTimeout", follows=True, missing=(2,))
+    lines = told([round_, waits, failure(3, 8.0, "PeerLost", follows=True, missing=(2,))])[0]
+    assert lines == [
+        "ranks 0 2 waited for each other: rank 0 (pp=0 tp=0) failed: CollectiveTimeout: planted, at train.py:88 in step: it "
+        "waited for rank 2; rank 2 (pp=0 tp=2) failed: CollectiveTimeout: planted, at train.py:88 in step: it waited for rank 0",
+        f"ranks 1 3-7 {FOLLOWED}",
+    ]
+    assert told([round_, waits])[2] == "all of rank 2"
+
+
+def place(rank: int, *waits_for: int) -> list[Any]:
+    doing = 'is in all_gather along "dp", call 475' if waits_for else "is at train.py:9 in load"
+    return [rank, LAYOUT[rank], doing, [*waits_for]]
+
+
+IS_IN = 'is in all_gather along "dp", call 475'
+
+
+def late(rank: int, *chain: list[Any], at: float = 9.0, **more: Any) -> Failure:
+    return failure(
+        rank, at, "CollectiveTimeout", **{"follows": True, "missing": chain[0][-1], "chain": [*chain], **more}
+    )
+
+
+def test_what_the_ranks_knew_of_the_others_leads_to_the_end_of_the_chain() -> None:
+    # 3 waits for 0, which waits for 2, which is at a line of its own: neither has reported an error.
+    lines, code, text = told([late(3, place(3, 0), place(0, 2), place(2)), late(1, place(1, 0), at=8.0)])
+    assert lines == [
+        "rank 2 (pp=0 tp=2) is at train.py:9 in load, and ranks 0 1 3 waited for it",
+        f"rank 0 (pp=0 tp=0) {IS_IN}: it waited for rank 2",
+        f"ranks 4-7 {FOLLOWED}",
+    ]
+    assert (code, text) == (1, "all of rank 3")
+    # Where the rank that waits for it has reported, that is its text.
+    lines, _, text = told([late(3, place(3, 0), place(0, 2), place(2)), late(0, place(0, 2), at=10.0)])
+    assert (
+        lines[1].startswith("rank 0 (pp=0 tp=0) failed: CollectiveTimeout: planted")
+        and text == "all of rank 0"
+    )
+    # A circle that only another rank has seen.
+    lines, _, text = told([late(3, place(3, 0), place(0, 2), place(2, 0))])
+    assert lines == [
+        f"ranks 0 2 waited for each other: rank 0 (pp=0 tp=0) {IS_IN}: it waited for rank 2; "
+        f"rank 2 (pp=0 tp=2) {IS_IN}: it waited for rank 0",
+        f"ranks 1 3-7 {FOLLOWED}",
+    ]
+    assert text == "all of rank 3"
+    # Two chains: the one with more ranks first, the other after it.
+    lines = told([late(3, place(3, 0), place(0)), late(1, place(1, 0)), late(5, place(5, 6), place(6))])[0]
+    assert lines[0] == "rank 0 (pp=0 tp=0) is at train.py:9 in load, and ranks 1 3 waited for it"
+    assert "rank 5 waited for rank 6 (pp=1 tp=2) is at train.py:9 in load" in lines
+    # A rank that has ended well, and one that was killed, are ends like others.
+    lines, code, _ = told([late(3, place(3, 0), place(0, 2), place(2)), late(0, place(0, 2))], {2: -9})
+    assert lines[0] == "rank 2 (pp=0 tp=2) was ended by SIGKILL" and code == 137
+
+
+def test_an_error_that_was_seen_counts_where_its_rank_waits_for_nobody() -> None:
+    seen = failure(2, 5.0, "KeyError", seen=True)
+    waits = late(3, place(3, 0), place(0, 2), place(2))
+    assert (
+        told([seen, waits])[0][0]
+        == "rank 2 (pp=0 tp=2) raised KeyError: planted, at train.py:88 in step and had not ended"
+    )
+    # It has handled that error, and is in a call.
+    assert told([seen, late(3, place(3, 2), place(2, 4), place(4))])[0][0].startswith(
+        "rank 4 (pp=1 tp=0) is at train.py:9"
+    )
+    # An error that has ended a rank counts more.
+    assert told([seen, failure(4, 9.0)])[0][0].startswith("rank 4 (pp=1 tp=0) failed: ValueError")
+
+
+def test_a_signal_is_a_cause_and_counts_from_when_the_rank_was_last_seen() -> None:
+    # Whoever raised after that may have raised because of it.
+    lines, code, text = told([failure(4, 10.05, "RuntimeError")], {5: -9}, alive_at=10.0)
+    assert lines == [
+        "rank 5 (pp=1 tp=1) was ended by SIGKILL",
+        "rank 4: RuntimeError: planted",
+        f"ranks 0-3 6 7 {FOLLOWED}",
+    ]
+    assert (code, text) == (137, "")
+    assert told([failure(4, 9.9)], {5: -11}, alive_at=10.0)[0][0].startswith("rank 4 ")
+    assert told([], {2: -11})[0] == [
+        "rank 2 (pp=0 tp=2) was ended by SIGSEGV",
+        f"ranks 0 1 3-7 {FOLLOWED}",
+    ]
+    assert told([], {2: 3})[:2] == (
+        ["rank 2 (pp=0 tp=2) ended with exit code 3", f"ranks 0 1 3-7 {FOLLOWED}"],
+        3,
+    )
+
+
+def test_the_rank_that_the_error_calls_mismatched_is_the_cause() -> None:
+    lines, _, text = told(
+        [failure(r, 9.0 + r, "CallMismatchError", follows=r != 3, mismatched=r == 3) for r in range(4)]
+    )
+    assert lines[0].startswith("rank 3 (pp=0 tp=3) failed: CallMismatchError")
+    assert lines[1:] == ["ranks 0-2: the same", f"ranks 4-7 {FOLLOWED}"]
+    assert text == "all of rank 3"
+
+
+def test_an_abort_comes_after_an_error_that_names_who_is_missing() -> None:
+    # NCCL's watchdog aborts a rank that waits in vain; the rank it waits for is the cause.
+    waits = failure(2, 9.5, "CollectiveTimeout", follows=True, missing=(3,))
+    lines, code, text = told([waits], {0: -6, 1: -6}, alive_at=9.0)
+    assert lines == [
+        "rank 2 (pp=0 tp=2) failed: CollectiveTimeout: planted, at train.py:88 in step",
+        "ranks 0 1: was ended by SIGABRT",
+        "it waited for rank 3 (pp=0 tp=3)",
+        f"ranks 4-7 {FOLLOWED}",
+    ]
+    assert (code, text) == (1, "all of rank 2")
+    # Nobody else is missing, or it was the one that is: then it aborted for its own reasons.
+    lost = failure(2, 9.5, "PeerLost", follows=True)
+    for left in ([], [lost], [waits]):
+        assert told(left, {3: -6})[0][0] == "rank 3 (pp=0 tp=3) was ended by SIGABRT"
+
+
+def test_an_abort_is_told_with_the_calls_that_the_others_were_in() -> None:
+    # Gloo aborts a rank that is sent more than its call takes, and that rank can say nothing.
+    left = [called(rank, 9.0, "all_reduce", 71, follows=True, bytes=24, missing=(3,)) for rank in (0, 1)]
+    left.append(called(2, 9.0, "all_reduce", 71, follows=True, bytes=16, missing=(3,)))
+    lines = told(left, {3: -6})[0]
+    assert lines[:4] == [
+        "rank 3 (pp=0 tp=3) was ended by SIGABRT",
+        "ranks 0 1: in all_reduce of 24 bytes, call 71 on tp, at train.py:6",
+        "rank 2: in all_reduce of 16 bytes, call 71 on tp, at train.py:6",
+        "Gloo ends a process with SIGABRT if the process receives more data than its call expects: compare the sizes",
+    ]
+
+
+def called(rank: int, at: float, call: str, number: int = 140, label: str = "tp", **more: Any) -> Failure:
+    site = f"train.py:{7 if call == 'barrier' else 6}"
+    made = {"label": label, "number": number, "call": call, "callsite": site, "bytes": more.pop("bytes", 4)}
+    return failure(rank, at, "CollectiveTimeout", call=made, **{"follows": True, **more})
+
+
+def test_a_rank_whose_operation_differs_at_one_sequence_number_is_the_cause() -> None:
+    # Rank 1 left out a call long ago. The first to time out says nothing of that.
+    left = [called(rank, 9.0 + rank, "barrier" if rank == 1 else "all_reduce") for rank in range(4)]
+    lines, _, text = told(left)
+    assert lines[0].startswith("rank 1 (pp=0 tp=1) failed: CollectiveTimeout")
+    assert lines[1:3] == [
+        "call 140 on tp was barrier on rank 1 (pp=0 tp=1), at train.py:7",
+        "call 140 on tp was all_reduce on ranks 0 2 3, at train.py:6",
+    ]
+    assert text == "all of rank 1"
+    # Also where another rank waits for somebody, and where the numbers alone tell.
+    assert told([*left, called(5, 8.0, "barrier", 7, "tp'", missing=(6,))])[0][0].startswith("rank 1 ")
+    behind = [called(rank, 9.0 + rank, "barrier", 139 if rank == 1 else 140) for rank in range(4)]
+    assert told(behind)[0][0].startswith("rank 1 ")
+
+
+def test_calls_that_are_no_mismatch_blame_nobody() -> None:
+    calls = [called(rank, 9.0 + rank, "all_reduce") for rank in range(4)]
+    elsewhere = called(4, 9.9, "barrier", label="tp[pp=1]")
+    assert told([*calls, elsewhere])[0][1:] == [f"ranks 1-7 {FOLLOWED}"]
+    # A peer was lost between two calls: some had come to the next one.
+    lost = [called(r, 9.0 + r, "barrier", 141 if r == 1 else 140, missing=(3,)) for r in range(3)]
+    assert told(lost)[0][0].startswith("rank 0 ") and not any("call 14" in line for line in told(lost)[0])
+    # Of two it cannot be told which is wrong: both are named.
+    two = [called(0, 9.0, "all_reduce"), called(1, 8.0, "barrier")]
+    lines = told(two)[0]
+    assert lines[0].startswith("rank 1 ") and "barrier on rank 1" in lines[1] + lines[2]
+    assert "all_reduce on rank 0 (pp=0 tp=0)" in lines[1] + lines[2]
+    # Where there is an error of another kind, the calls differ because of that.
+    assert told([*two, failure(5, 9.5)])[0][0].startswith("rank 5 ")
+
+
+def raised(error: BaseException) -> BaseException:
+    try:
+        raise error
+    except BaseException as caught:
+        return caught
+
+
+LOST, OWN = PeerLost("lost a peer"), KeyError("mine")
+
+
+def chained(
+    outer: BaseException, cause: BaseException | None = None, context: BaseException | None = None
+) -> BaseException:
+    error = raised(outer)
+    error.__cause__, error.__context__ = cause, context
+    return error
+
+
+# An error, whether it follows from another rank's, and words of its headline.
+CHAINS = {
+    "raised from": (chained(ValueError("w"), LOST, LOST), True, "ValueError: w, after PeerLost: lost a peer"),
+    "from None": (chained(ValueError("w"), None, LOST), True, "ValueError: w, after PeerLost: lost a peer"),
+    "twice": (
+        chained(ValueError("w"), None, chained(KeyError(1), LOST)),
+        True,
+        "ValueError: w, after PeerLost",
+    ),
+    "an exit code": (chained(SystemExit(3), None, LOST), True, "SystemExit: 3, after PeerLost"),
+    "its own": (chained(ValueError("w"), OWN, OWN), False, "ValueError: w"),
+    "after a new mesh": (chained(ValueError("w"), None, RankLost("lost 3")), False, "ValueError: w"),
+    "a group of lost peers": (
+        chained(ExceptionGroup("g", [LOST, chained(KeyError(1), LOST)])),
+        True,
+        "ExceptionGroup: g",
+    ),
+    "a group with one of its own": (
+        chained(ExceptionGroup("g", [LOST, OWN])),
+        False,
+        "KeyError: 'mine' (in ExceptionGroup)",
+    ),
+    "a group in a group": (
+        chained(ExceptionGroup("g", [ExceptionGroup("h", [OWN]), LOST])),
+        False,
+        "KeyError: 'mine' (in",
+    ),
+    "raised from a group": (
+        chained(ValueError("w"), ExceptionGroup("g", [LOST])),
+        True,
+        "ValueError: w, after PeerLost",
+    ),
+    "torch's own": (
+        chained(ValueError("w"), dist.DistNetworkError("gone")),
+        True,
+        "ValueError: w, after DistNetworkError",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_an_error_is_judged_with_its_chain_of_causes(name: str) -> None:
+    error, follows, words = CHAINS[name]
+    found = failure_of(error, 0, LAYOUT[0])
+    assert found.follows is follows and found.what.startswith(words)
+    if follows and "torch" not in name:
+        assert "PeerLost: lost a peer" in found.text, found.text
+
+
+def test_a_chain_without_end_is_read_once() -> None:
+    first, second = raised(ValueError("a")), raised(KeyError("b"))
+    first.__cause__, second.__context__ = second, first
+    assert not failure_of(first, 0, LAYOUT[0]).follows
+
+
+def test_what_a_rank_leaves_is_what_the_launcher_reads(tmp_path: Path) -> None:
+    odd = CallMismatchError("calls differ", given="a")
+    odd.mismatched_ranks = (3,)
+    lost = PeerLost("all_reduce lost a peer\nmore")
+    lost.missing = (5, 6)
+    lost.call = {"label": "tp", "number": 3, "call": "barrier", "callsite": "train.py:88"}
+    left = [
+        failure_of(raised(ValueError("planted\nsecond line")), 0, LAYOUT[0]),
+        failure_of(raised(odd), 3, LAYOUT[3]),
+        failure_of(raised(lost), 4, LAYOUT[4]),
+        failure_of(raised(LayoutError("")), 5, LAYOUT[5]),
+        failure_of(raised(KeyboardInterrupt()), 7, LAYOUT[7]),
+    ]
+    assert all(leave(each, tmp_path, 1) for each in left)
+    assert leave(left[0], tmp_path, 0)
+    (tmp_path / "1-cause-6.json").write_text("{half")
+    assert collect(tmp_path, 1) == left
+    assert [(f.what, f.code, f.follows, f.mismatched, f.missing) for f in left] == [
+        ("ValueError: planted", 1, False, False, []),
+        ("CallMismatchError: calls differ", 2, False, True, []),
+        ("PeerLost: all_reduce lost a peer", 1, True, False, [5, 6]),
+        ("LayoutError", 2, False, False, []),
+        ("KeyboardInterrupt", 130, False, False, []),
+    ]
+    # An error that is not ours may use these names for something else.
+    foreign = KeyError("planted")
+    foreign.missing, foreign.call, foreign.mismatched_ranks = 3, print, {"all": 1}  # type: ignore[attr-defined]
+    assert leave(failure_of(foreign, 0, LAYOUT[0]), tmp_path, 2) and collect(tmp_path, 2)[0].missing == []
+    # The error of the mismatched rank is to come first.
+    assert failure_of(odd, 2, LAYOUT[2]).follows
+    assert all(f.frame.startswith(f"{__file__}:") and f.frame.endswith(" in raised") for f in left)
+    assert left[0].text.startswith("rank 0 (pp=0 tp=0):\nTraceback (most recent call last):\n")
+    assert left[2].text.startswith(
+        "rank 4 (pp=1 tp=0): PeerLost: all_reduce lost a peer\nmore\ncalled from:\n  File "
+    )
+    assert left[1].text == "rank 3 (pp=0 tp=3): CallMismatchError: calls differ\n  given:    a"
+    assert left[3].summary.startswith("rank 5 (pp=1 tp=1) failed: LayoutError, at ")
+    assert not leave(left[0], tmp_path / "gone", 1)
+
+
+def test_a_rank_whose_peer_broke_off_waits_for_the_cause(tmp_path: Path) -> None:
+    began = time.monotonic()
+    await_cause(tmp_path, 0, 0.2)
+    assert time.monotonic() - began >= 0.2
+    leave(failure(1, 1.0, follows=True), tmp_path, 0)
+    leave(failure(2, 1.0), tmp_path, 1)
+    await_cause(tmp_path, 0, 0.2)
+    leave(failure(2, 1.0), tmp_path, 0)
+    began = time.monotonic()
+    await_cause(tmp_path, 0, 60.0)
+    assert time.monotonic() - began < 30
+
+
+def test_only_the_users_frames_count() -> None:
+    with pytest.raises(MeshcommError) as caught:
+        layout_of_nothing()
+    assert failure_of(caught.value, 0, "rank 0").frame.endswith(" in layout_of_nothing")
+
+
+def test_the_frame_is_the_programs_and_not_of_a_library() -> None:
+    def in_library() -> None:
+        json.loads("{")
+
+    with pytest.raises(json.JSONDecodeError) as caught:
+        in_library()
+    found = failure_of(caught.value, 0, "rank 0")
+    assert found.frame.startswith(f"{__file__}:") and found.frame.endswith(" in in_library")
+
+
+@pytest.mark.parametrize("kind", [Exception, RuntimeError, MeshcommError])
+def test_an_error_without_a_text_is_told_as_python_tells_it(kind: type[Exception]) -> None:
+    def fails(self: Exception) -> str:
+        raise ValueError
+
+    error = raised(type("Bad", (kind,), {"__str__": fails})("b"))
+    found = failure_of(error, 0, "rank 0")
+    assert found.what == "Bad: <exception str() failed>" and "Bad: <exception str() failed>" in found.text
+    while_handled = raised(PeerLost("lost"))
+    while_handled.__context__ = error
+    assert "Bad: <exception str() failed>" in failure_of(while_handled, 0, "rank 0").summary
+
+
+def test_what_a_rank_held_is_named_only_if_no_error_explains_the_failure() -> None:
+    lost = failure(0, 9.0, "PeerLost", follows=True)
+    held = failure(1, 9.5, "PeerLost", follows=True, held="ValueError: true, at train.py:3 in f")
+    assert told([lost, held])[0][0].endswith(
+        "PeerLost: planted, at train.py:88 in step, while handling ValueError: true, at train.py:3 in f"
+    )
+    lines, _, _ = told([failure(0, 9.9, follows=False), held])
+    assert lines[0].startswith("rank 0 ") and "true" not in "".join(lines)
+    # An earlier error comes first.
+    lines, _, _ = told([failure(0, 9.0), failure(1, 9.5, "ShapeError", held="KeyError: later")])
+    assert lines[0].startswith("rank 0 ")
+    mismatched = failure(2, 9.0, "CallMismatchError", mismatched=True)
+    lines, _, _ = told([mismatched, held])
+    assert lines[0].startswith("rank 2 ") and any(
+        line == "rank 1 failed while handling ValueError: true, at train.py:3 in f" for line in lines
+    ), lines
+
+
+def layout_of_nothing() -> None:
+    from meshcomm.layout import Layout
+
+    Layout({"dp": 0})
