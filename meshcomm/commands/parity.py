@@ -61,7 +61,6 @@ def parity(
         settings.resolved(world)
     from meshcomm.commands.processes import world_of
     from meshcomm.job.spawn import launch
-    from meshcomm.job.supervisor import labels_of
     from meshcomm.rendezvous.launcher import launch_of_command
     from meshcomm.train.parity_job import prove
 
@@ -78,7 +77,7 @@ def parity(
 
     def start(part: Config, words: Sequence[str]) -> int:
         count = size if part.mesh.dims == resolved.mesh.dims else world_of(part, None)
-        return launch(list(words), count, 0, labels_of(part, count))
+        return launch(list(words), count, 0, part)
 
     facts = prove(resolved, steps, tolerance, start, given).facts()
     show_facts(facts, json, view)

@@ -11,9 +11,9 @@ import torch
 from meshcomm.config import Config
 from meshcomm.config.elastic import ElasticConfig
 from meshcomm.errors import LaunchError
-from meshcomm.job.places import sizes_of
 from meshcomm.job.rank import as_rank
 from meshcomm.job.spawn import GRACE_S, launch
+from meshcomm.job.standby import COMMAND
 from meshcomm.job.supervisor import labels_of
 from meshcomm.mesh.source import CONFIG_VARIABLE, OVERRIDES_VARIABLE, world_of_mesh
 from meshcomm.rendezvous.generation import VARIABLE
@@ -56,20 +56,17 @@ def start_job(
         as_rank(body, here, partial(labels_of(settings, here.world_size), here.rank, {}))
         return 0
     size = world_of(settings, world)
-    sizes = None
     if settings is not None:
         settings.resolved(size)
-        sizes = sizes_of(settings, size)
     sets = [part for override in overrides for part in ("--set", override)]
     # Options come before the words, because all words after a script's name belong to the script.
     return launch(
-        ["-P", "-m", "meshcomm", words[0], *sets, *words[1:]],
+        [*COMMAND, words[0], *sets, *words[1:]],
         size,
         max_restarts,
-        labels_of(settings, size),
+        settings,
         grace_s,
         elastic,
-        sizes,
     )
 
 

@@ -27,6 +27,7 @@ from meshcomm.job.places import sizes_of
 from meshcomm.job.reaper import DISMISSED, JOB_VARIABLE, end_all, start_reaper
 from meshcomm.job.replacing import Replacing
 from meshcomm.job.root_cause import without_error
+from meshcomm.job.standby import COMMAND
 from meshcomm.job.supervisor import LOOPBACK, STORE_TIMEOUT, Label, Supervisor, labels_of
 from meshcomm.mesh.rank_failure import Failure
 from meshcomm.rendezvous.exposure import serve_on_loopback
@@ -60,7 +61,7 @@ class _Rank:
         reaper = start_reaper(folder)
         try:
             process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "meshcomm", *words],
+                [sys.executable, *COMMAND, *words],
                 env={**os.environ, **variables, JOB_VARIABLE: str(folder)},
                 cwd=cwd,
                 stdout=subprocess.PIPE,

@@ -21,6 +21,8 @@ JOB_VARIABLE: Final = "MESHCOMM_JOB"
 
 DISMISSED: Final = b"dismissed"
 
+# How long to look for new processes.
+_ENDS_S: Final = 10.0
 _PR_SET_PDEATHSIG: Final = 1
 
 
@@ -41,13 +43,13 @@ def start_reaper(folder: Path) -> subprocess.Popen[bytes]:
     )
 
 
-def end_all(folder: Path, within_s: float = 10.0) -> None:
+def end_all(folder: Path) -> None:
     """Send SIGKILL to every process of the job that uses this folder.
 
     This includes ranks and all processes that they have started, in any session or process group, except processes whose
     environment differs. On a system without /proc, no processes are found.
     """
-    deadline = time.monotonic() + within_s
+    deadline = time.monotonic() + _ENDS_S
     # A new process shows its environment only after a moment, so two consecutive scans must find nothing.
     quiet = 0
     while quiet < 2 and time.monotonic() < deadline:

@@ -6,14 +6,12 @@ import os
 import sys
 import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import replace
 from typing import Any, Final, final
 
 from meshcomm.config.elastic import ElasticConfig
 from meshcomm.job.places import Places, Sizes
 from meshcomm.layout.sizes import ranks_text
 from meshcomm.mesh.rank_failure import Failure
-from meshcomm.rendezvous.claims import state_of_rank
 from meshcomm.rendezvous.generation import (
     Announcement,
     announce,
@@ -23,6 +21,7 @@ from meshcomm.rendezvous.generation import (
     is_waiting,
     may_grow,
 )
+from meshcomm.rendezvous.processes import state_of_rank
 
 SAVED: Final = os.EX_TEMPFAIL
 """Exit code 75, "try again": of a rank that stopped on a signal after saving a checkpoint, and of a job with such ranks."""
@@ -76,11 +75,6 @@ class Replacing:
         """Whether another lost process may be replaced."""
         return self._left > 0
 
-    @property
-    def down(self) -> Collection[int]:
-        """The processes that have ended and have not been replaced yet."""
-        return {*range(self.places.count)} - self._alive - {*self.coming}
-
     def lost(self, failures: Mapping[int, Failure], ended: bool) -> bool:
         """Handle the loss of the given processes. Return whether the job continues. `starts` returns the processes to start.
 
@@ -94,6 +88,7 @@ class Replacing:
         ):
             return False
         elastic, members = self._elastic, [each for each in failures if each in self.places.processes]
+        # Members of the mesh come first.
         returning = sorted(failures, key=lambda each: each not in members)[: self._left]
         at_once = self.places.sizes is None or elastic.delay_s <= elastic.patience_s
         waits = {*members} <= {*returning} and at_once
@@ -190,33 +185,6 @@ class Replacing:
             self._announce(places, {}, ())
             new = sorted(places.processes.index(each) for each in self._last_new)
             self._say(f"meshcomm: new processes for {ranks_text(new)}; continues with {self._size()}")
-
-    def numbered(self, failures: Mapping[int, Failure]) -> list[Failure]:
-        """Return the failures of processes in the current mesh, with their ranks in that mesh."""
-        ranks = {process: rank for rank, process in enumerate(self.places.processes)}
-        return [
-            replace(failure, rank=ranks[process]) for process, failure in failures.items() if process in ranks
-        ]
-
-    def notes(self, failed: Collection[Failure], ended: Collection[int], root: int) -> list[str]:
-        """Return lines that explain why the job ended instead of continuing. failed: failures from `numbered`. ended: the
-        ranks that had completed.
-        """
-        lines = []
-        if self.is_elastic and ended and root not in ended:
-            # If a loss was announced, no rank had completed before.
-            completed = "completed without mesh.reopen" if self.recent else "had already completed"
-            lines.append(
-                f"{ranks_text(sorted(ended))} {completed}, so new processes can no longer meet all ranks"
-            )
-        if left := sorted(failure.rank for failure in failed if failure.what.startswith("RankLost")):
-            way = "a program continues with mesh.reopen(error), and a Trainer continues automatically"
-            lines.append(f"{ranks_text(left)} ended by RankLost: {way}")
-        if self.number and not any(state_of_rank(self.store, each) for each in range(self.places.count)):
-            lines.append(
-                "no rank had opened a mesh: only a Trainer, or a program that reopens its mesh, can continue"
-            )
-        return lines
 
     def _announce(self, places: Places, lost: Mapping[int, str], again: Collection[int]) -> None:
         """Announce a new generation. again: the processes in `lost` that this generation replaces."""

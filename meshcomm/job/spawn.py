@@ -16,20 +16,20 @@ from subprocess import Popen
 from typing import Final, NoReturn, final
 
 from meshcomm.comm.diagnosis import whereabouts
+from meshcomm.config import Config
 from meshcomm.config.elastic import ElasticConfig
 from meshcomm.errors import LaunchError
-from meshcomm.job.places import Sizes
+from meshcomm.job.places import sizes_of
 from meshcomm.job.reaper import DISMISSED, JOB_VARIABLE, end_all, start_reaper
 from meshcomm.job.replacing import SAVED, Replacing
 from meshcomm.job.root_cause import without_error
 from meshcomm.job.standby import Process, Standby
-from meshcomm.job.supervisor import LOOPBACK, STORE_TIMEOUT, Label, Supervisor
+from meshcomm.job.supervisor import LOOPBACK, STORE_TIMEOUT, Label, Supervisor, labels_of
 from meshcomm.mesh.rank_failure import Failure, ask_places, collect, forget, frame_at_signal, names_of_ranks
-from meshcomm.rendezvous.claims import state_of_rank
 from meshcomm.rendezvous.exposure import serve_on_loopback
 from meshcomm.rendezvous.generation import VARIABLE
 from meshcomm.rendezvous.meeting import of_this_attempt
-from meshcomm.rendezvous.processes import signal_text
+from meshcomm.rendezvous.processes import signal_text, state_of_rank
 
 _POLL_S: Final = 0.05
 
@@ -54,16 +54,14 @@ def launch(
     arguments: Sequence[str],
     world_size: int,
     max_restarts: int = 0,
-    label: Label = "rank {}".format,
+    settings: Config | None = None,
     grace_s: float = GRACE_S,
     elastic: ElasticConfig | None = None,
-    sizes: Sizes | None = None,
 ) -> int:
     """Run `python ARGUMENTS` as `world_size` ranks; return the job's exit code.
 
-    elastic: how lost ranks are handled while the others continue, see `Mesh.reopen`. sizes: the sizes that the mesh may then
-        have.
-    label: names a rank if the program has opened no mesh. Called only after a failure.
+    settings: names the ranks until the program has opened a mesh. None if unknown.
+    elastic: how lost ranks are handled while the others continue, see `Mesh.reopen`. If None, the job ends.
     grace_s: the time between a signal to this process and SIGKILL for the ranks. After a rank has failed, this time is ten
         seconds. TORCH_ELASTIC_SHUTDOWN_TIMEOUT overrides both.
     Called by: the main thread, because signals are handled until the job ends.
@@ -82,6 +80,8 @@ def launch(
             expected="at most 4096 ranks on one host",
             hint="torchrun --nnodes N --nproc-per-node M -m meshcomm ... on every host",
         )
+    sizes = None if settings is None or elastic is None else sizes_of(settings, world_size)
+    label = labels_of(settings, world_size)
     folder = Path(tempfile.mkdtemp(prefix="meshcomm-"))
     reaper = start_reaper(folder)
     handled = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT}

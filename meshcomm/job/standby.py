@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Final, Protocol, final
 
 from meshcomm.job.reaper import end_with_parent, prctl
-from meshcomm.rendezvous.processes import is_stopped, process_name
 
 # How a launcher starts the `meshcomm` command.
 COMMAND: Final = ("-P", "-m", "meshcomm")
@@ -103,6 +102,9 @@ class Standby:
         Returns None if there is no standby process, or if it is still importing. In these cases, a newly started process would
         be ready just as early.
         """
+        # The standby process must not import numpy with this module, at the usual priority.
+        from meshcomm.rendezvous.processes import is_stopped, process_name
+
         if self._process is None or not self.is_ready():
             return None
         name, until = process_name(self._process.pid), time.monotonic() + _ANSWERS_S

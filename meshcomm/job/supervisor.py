@@ -18,11 +18,12 @@ from meshcomm.config import Config
 from meshcomm.errors import MeshcommError
 from meshcomm.job.replacing import Replacing
 from meshcomm.job.root_cause import root_cause, without_error
-from meshcomm.layout.sizes import rank_text
+from meshcomm.layout.sizes import rank_text, ranks_text
 from meshcomm.mesh.rank_failure import Failure
 from meshcomm.mesh.source import with_sizes
 from meshcomm.rendezvous.generation import VARIABLE
 from meshcomm.rendezvous.meeting import of_this_attempt
+from meshcomm.rendezvous.processes import state_of_rank
 from meshcomm.rendezvous.signed import SECRET_VARIABLE, SignedStore, new_secret
 
 # How long to wait for the original error after errors that it may have caused.
@@ -141,6 +142,8 @@ class Supervisor(ABC):
                 self.end(process)
             if replaced:
                 continue
+            # What these ranks have left is gone.
+            lost |= {process: explained[process] for process in hung}
             if lost and not failures:
                 until = time.monotonic() + _CAUSE_S
             failures |= lost
@@ -167,18 +170,33 @@ class Supervisor(ABC):
         if all(failure.follows for failure in failures.values()):
             # Processes whose loss the others have not recovered from.
             failures = {**replacing.recent, **failures}
-        failed = replacing.numbered(failures)
         # In the current mesh, as in the ranks' own messages.
-        ended = [rank for rank, process in enumerate(members) if process in self.completed]
-        raised = self.raised()
+        ranks = {process: rank for rank, process in enumerate(members)}
+        failed = [
+            replace(each, rank=ranks[process]) for process, each in failures.items() if process in ranks
+        ]
+        ended = sorted(ranks[process] for process in self.completed & {*members})
         root, others = root_cause(
             failed or failures.values(),
             len(members),
             (lambda rank: self.name(members[rank])) if failed else self.name,
             ended,
-            {rank: raised[process] for rank, process in enumerate(members) if process in raised},
+            {ranks[process]: error for process, error in self.raised().items() if process in ranks},
         )
-        others += replacing.notes(failed, ended, root.rank)
+        # Why the job ended instead of continuing.
+        if replacing.is_elastic and ended and root.rank not in ended:
+            # If a loss was announced, no rank had completed before.
+            completed = "completed without mesh.reopen" if replacing.recent else "had already completed"
+            others.append(f"{ranks_text(ended)} {completed}, so new processes can no longer meet all ranks")
+        if left := sorted(failure.rank for failure in failed if failure.what.startswith("RankLost")):
+            way = "a program continues with mesh.reopen(error), and a Trainer continues automatically"
+            others.append(f"{ranks_text(left)} ended by RankLost: {way}")
+        if replacing.number and not any(
+            state_of_rank(replacing.store, each) for each in range(replacing.places.count)
+        ):
+            others.append(
+                "no rank had opened a mesh: only a Trainer, or a program that reopens its mesh, can continue"
+            )
         lines = [root.text] if root.text else []
         lines += [f"meshcomm: {line}" for line in (root.summary + end, *others)]
         return root.code, "\n".join(lines)

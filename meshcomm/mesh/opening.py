@@ -46,10 +46,10 @@ from meshcomm.mesh.runtime import PRETENDED, WORLD, Runtime, Watching
 from meshcomm.mesh.source import MeshOnly, Settings, Source, given_keys, refuse_alone, settings_of, with_sizes
 from meshcomm.mesh.watchdog import Watchdog, WatchOptions
 from meshcomm.mesh.watched import gives_way
-from meshcomm.rendezvous.claims import another_job, blame, claim, state_of_rank
 from meshcomm.rendezvous.generation import FOREVER, Generation, Generations, generations_of
 from meshcomm.rendezvous.job_store import is_serving
 from meshcomm.rendezvous.meeting import Meeting, meet, of_this_attempt
+from meshcomm.rendezvous.processes import another_job, blame, claim, state_of_rank
 from meshcomm.rendezvous.signed import signed, unsigned
 from meshcomm.rendezvous.store import prefixed, store_failed
 from meshcomm.transport import Transport

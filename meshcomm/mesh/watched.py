@@ -23,8 +23,8 @@ from meshcomm.mesh.launched import end_by, launch_here, reports_of
 from meshcomm.mesh.outside import OutsideGroups
 from meshcomm.mesh.rank_failure import caused_by
 from meshcomm.mesh.watchdog import Watchdog, WatchOptions
-from meshcomm.rendezvous.claims import claim, state_of_rank
 from meshcomm.rendezvous.meeting import of_this_attempt
+from meshcomm.rendezvous.processes import claim, state_of_rank
 from meshcomm.rendezvous.signed import signed
 from meshcomm.rendezvous.store import prefixed
 from meshcomm.transport.support import STREAM_ORDERED

@@ -19,9 +19,8 @@ import torch.distributed as dist
 
 from meshcomm.comm.diagnosis import first_line
 from meshcomm.errors import LaunchError
-from meshcomm.rendezvous.claims import Owner, note_twice, own, owner_of
 from meshcomm.rendezvous.exposure import serve_on_loopback
-from meshcomm.rendezvous.processes import process_name
+from meshcomm.rendezvous.processes import Owner, note_twice, own, owner_of, process_name
 from meshcomm.rendezvous.store import within
 
 # Ports for jobs that specify none. They are below the range that systems use for outgoing connections.

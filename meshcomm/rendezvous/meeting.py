@@ -13,7 +13,6 @@ import torch.distributed as dist
 
 from meshcomm.config.process import ProcessConfig
 from meshcomm.errors import LaunchError
-from meshcomm.rendezvous.claims import came_twice
 from meshcomm.rendezvous.exposure import ExposedRendezvous, exposed_file, is_loopback
 from meshcomm.rendezvous.job_store import find_job, ports_of
 from meshcomm.rendezvous.launcher import (
@@ -24,7 +23,7 @@ from meshcomm.rendezvous.launcher import (
     run_of,
     several_agents,
 )
-from meshcomm.rendezvous.processes import is_running, known_everywhere, process_name, started_by
+from meshcomm.rendezvous.processes import came_twice, is_running, known_everywhere, process_name, started_by
 from meshcomm.rendezvous.signed import signed
 
 # In the file of a FileStore: the process of a rank.

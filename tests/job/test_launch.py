@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from meshcomm.config import load_config
 from meshcomm.job.replacing import SAVED
 from meshcomm.job.spawn import launch
 from meshcomm.testing import Pool
@@ -30,7 +31,7 @@ def same_handlers() -> Iterator[None]:
 def run(script: str, world_size: int = 3, max_restarts: int = 0) -> int:
     head = "import os, signal, sys, time\nrank = int(os.environ['RANK'])\n"
     return launch(
-        ["-c", head + script], world_size, max_restarts, lambda rank, dims: f"rank {rank} (dp={rank})"
+        ["-c", head + script], world_size, max_restarts, load_config({"mesh": {"dims": {"dp": world_size}}})
     )
 
 

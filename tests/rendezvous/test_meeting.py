@@ -32,11 +32,10 @@ from meshcomm.job.root_cause import root_cause
 from meshcomm.mesh import Mesh, agree
 from meshcomm.mesh.agree import leave_together
 from meshcomm.mesh.rank_failure import _speaks_first, failure_of
-from meshcomm.rendezvous.claims import blame, claim
 from meshcomm.rendezvous.job_store import _elsewhere, find_job, find_tcp_store
 from meshcomm.rendezvous.launcher import Launch
 from meshcomm.rendezvous.meeting import meet
-from meshcomm.rendezvous.processes import is_running, process_name
+from meshcomm.rendezvous.processes import blame, claim, is_running, process_name
 from meshcomm.testing import Pool
 from meshcomm.transport.variables import network_variables
 from tests.forked_jobs import Job

@@ -17,10 +17,9 @@ import pytest
 import torch.distributed as dist
 
 from meshcomm.errors import LaunchError
-from meshcomm.rendezvous.claims import Owner
 from meshcomm.rendezvous.exposure import serve_on_loopback
 from meshcomm.rendezvous.job_store import find_job
-from meshcomm.rendezvous.processes import known_everywhere
+from meshcomm.rendezvous.processes import Owner, known_everywhere
 from meshcomm.testing import Pool
 from tests.forked_jobs import Job
 from tests.ports import free_port
