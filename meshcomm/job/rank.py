@@ -49,16 +49,16 @@ def as_rank(body: Callable[[], None], launch: Launch, label: Callable[[], str]) 
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(1)
-        found = explained(error)
-        if isinstance(found, SystemExit):
+        explanation = explained(error)
+        if isinstance(explanation, SystemExit):
             raise
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         leave_all()
         code = error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else None
         shows.ends_rank = True
         own_hook = sys.excepthook is not shows and not isinstance(error, SystemExit)
-        hook = partial(_call_hook, found) if own_hook else None
-        end_rank(found, launch, latest_label() or label(), code=code, hook=hook)
+        hook = partial(_call_hook, explanation) if own_hook else None
+        end_rank(explanation, launch, latest_label() or label(), code=code, hook=hook)
 
 
 @final

@@ -278,12 +278,12 @@ class _Ranks(Supervisor):
     def _forget(self, process: int) -> None:
         """Expect nothing more from the actor of a process."""
         self.running.discard(process)
-        self._streams = {stream: each for stream, each in self._streams.items() if each != process}
-        self._coming = {asked: each for asked, each in self._coming.items() if each[0] != process}
+        self._streams = {stream: other for stream, other in self._streams.items() if other != process}
+        self._coming = {asked: start for asked, start in self._coming.items() if start[0] != process}
 
     def _take_place(self, process: int, node: str, address: str) -> None:
         taken = {place.local_rank for place in self._places.values() if place.node == node}
-        local_rank = next(each for each in itertools.count() if each not in taken)
+        local_rank = next(number for number in itertools.count() if number not in taken)
         self._places[process] = _Place(node, address, local_rank)
 
     def _run(self, process: int, generation: int | None = None) -> None:
@@ -298,9 +298,9 @@ class _Ranks(Supervisor):
     def _variables(self, process: int) -> dict[str, str]:
         """Return the environment variables that torchrun would set for this rank only."""
         place, count = self._places[process], self.replacing.places.count
-        here = sum(each.node == place.node for each in self._places.values())
+        neighbors = sum(other.node == place.node for other in self._places.values())
         # If all ranks are on one host, Gloo chooses the loopback interface, but later ranks may be on other hosts.
-        local = max(1, min(max(here, place.local_rank + 1), count - 1)) if self._several_nodes else count
+        local = max(1, min(max(neighbors, place.local_rank + 1), count - 1)) if self._several_nodes else count
         return {
             "RANK": str(process),
             "LOCAL_RANK": str(place.local_rank),
@@ -317,10 +317,11 @@ class _Ranks(Supervisor):
         ray.wait(waited, timeout=_LOOK_S)
         ready, _ = ray.wait(waited, num_returns=len(waited), timeout=0)
         failures = {}
-        for each in ready:
-            process = self._streams[each] if each in self._streams else self._coming[each][0]
+        for reference in ready:
+            starts = reference in self._coming
+            process = self._coming[reference][0] if starts else self._streams[reference]
             try:
-                failure = self._hear(each, process)
+                failure = self._hear(reference, process)
             except ray.exceptions.RayError as error:
                 reason = str(error).strip().splitlines()[0]
                 what = f"could not be placed: {reason}"
@@ -366,7 +367,10 @@ class _Ranks(Supervisor):
             return {}
         late = [process for process, since in self._coming.values() if since < until and process in last]
         why = f"for {self._patience_s:g} s the cluster had no room for a new process"
-        return {each: dataclasses.replace(last[each], what=f"{last[each].what}; {why}") for each in late}
+        return {
+            process: dataclasses.replace(last[process], what=f"{last[process].what}; {why}")
+            for process in late
+        }
 
 
 def _main() -> NoReturn:

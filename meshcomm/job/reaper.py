@@ -53,24 +53,24 @@ def end_all(folder: Path) -> None:
     # A new process shows its environment only after a moment, so two consecutive scans must find nothing.
     quiet = 0
     while quiet < 2 and time.monotonic() < deadline:
-        found = _members(folder)
-        for process in found:
+        members = _members(folder)
+        for process in members:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(process, signal.SIGKILL)
-        quiet = 0 if found else quiet + 1
+        quiet = 0 if members else quiet + 1
         if quiet < 2:
             time.sleep(0.01)
 
 
 def _members(folder: Path) -> list[int]:
     mark = f"{JOB_VARIABLE}={folder}".encode()
-    found = []
+    members = []
     for entry in Path("/proc").glob("[0-9]*/environ"):
         # Processes that have ended since, and other users' processes, cannot be read.
         with contextlib.suppress(OSError):
             if mark in entry.read_bytes().split(b"\0"):
-                found.append(int(entry.parent.name))
-    return [process for process in found if process != os.getpid()]
+                members.append(int(entry.parent.name))
+    return [process for process in members if process != os.getpid()]
 
 
 def prctl(option: int, value: int) -> None:

@@ -84,12 +84,13 @@ class Replacing:
         if (
             ended
             or self.store is None
-            or any(each.follows or each.code in _FINAL for each in failures.values())
+            or any(failure.follows or failure.code in _FINAL for failure in failures.values())
         ):
             return False
-        elastic, members = self._elastic, [each for each in failures if each in self.places.processes]
+        elastic = self._elastic
+        members = [process for process in failures if process in self.places.processes]
         # Members of the mesh come first.
-        returning = sorted(failures, key=lambda each: each not in members)[: self._left]
+        returning = sorted(failures, key=lambda process: process not in members)[: self._left]
         at_once = self.places.sizes is None or elastic.delay_s <= elastic.patience_s
         waits = {*members} <= {*returning} and at_once
         places: Places | None = self.places
@@ -98,14 +99,14 @@ class Replacing:
         if places is None or (places.sizes is None and len(returning) < len(failures)):
             return False
         self._left -= len(returning)
-        self._how |= {each: failure.what for each, failure in failures.items()}
+        self._how |= {process: failure.what for process, failure in failures.items()}
         self._alive -= {*failures}
-        for each in failures:
-            self.coming.pop(each, None)
-            self._awaited.pop(each, None)
+        for process in failures:
+            self.coming.pop(process, None)
+            self._awaited.pop(process, None)
         if members:
-            self.last = {each: failures[each] for each in members}
-            lost = {each: failures[each].what for each in members}
+            self.last = {process: failures[process] for process in members}
+            lost = {process: failures[process].what for process in members}
             self._announce(places, lost, members if waits else ())
         self.due |= dict.fromkeys(returning, self._now() + elastic.delay_s)
         if waits:
@@ -128,8 +129,8 @@ class Replacing:
         if self.store is None or not (self._left or self.places.sizes):
             return {}
         members = {*self.places.processes} & self._alive
-        found = hung_in(self.store, self.number)
-        return {each: f"hung: it {what}" for each, what in found.items() if each in members}
+        reported = hung_in(self.store, self.number)
+        return {process: f"hung: it {what}" for process, what in reported.items() if process in members}
 
     @property
     def has_ended(self) -> bool:
@@ -139,10 +140,10 @@ class Replacing:
     def starts(self) -> list[int]:
         """Return the processes to start now. The launcher calls `started` after it has started each process."""
         now = self._now()
-        found = [each for each, due in self.due.items() if due <= now]
-        for each in found:
-            del self.due[each]
-        return found
+        ready = [process for process, due in self.due.items() if due <= now]
+        for process in ready:
+            del self.due[process]
+        return ready
 
     def started(self, process: int) -> int:
         """Record that a new process replaces a lost one. Return the generation to pass to the new process."""
@@ -155,9 +156,9 @@ class Replacing:
 
     def lose_patience(self) -> None:
         """Let the other ranks continue without the new processes that have not started in time."""
-        late = [each for each, (until, _) in self._awaited.items() if until < self._now()]
+        late = [process for process, (until, _) in self._awaited.items() if until < self._now()]
         if late and (places := self.places.filled(self._ready() - {*late})) is not None:
-            self._announce(places, {each: self._how[each] for each in late}, ())
+            self._announce(places, {process: self._how[process] for process in late}, ())
             self._say(
                 f"meshcomm: no new process for {ranks_text(sorted(late))} in time; continues with {self._size()}"
             )
@@ -174,7 +175,7 @@ class Replacing:
         ended: the processes that have completed. Processes that have never opened a mesh are ignored.
         """
         recent = self.recent if ended else {}
-        return recent if recent and any(state_of_rank(self.store, each) for each in ended) else {}
+        return recent if recent and any(state_of_rank(self.store, process) for process in ended) else {}
 
     def grow(self, ended: bool) -> None:
         """Let the mesh grow if new processes are waiting to join. ended: see `lost`."""
@@ -183,18 +184,24 @@ class Replacing:
         places = self.places.filled(self._ready())
         if places is not None and places.size > self.places.size and may_grow(self.store, self.number + 1):
             self._announce(places, {}, ())
-            new = sorted(places.processes.index(each) for each in self._last_new)
+            new = sorted(places.processes.index(process) for process in self._last_new)
             self._say(f"meshcomm: new processes for {ranks_text(new)}; continues with {self._size()}")
 
     def _announce(self, places: Places, lost: Mapping[int, str], again: Collection[int]) -> None:
         """Announce a new generation. again: the processes in `lost` that this generation replaces."""
-        coming = {each for each in self.coming if each in places.processes}
-        new = {each: self._how[each] for each in places.processes if each in coming or each in again}
-        for each in coming:
-            del self.coming[each]
+        coming = {process for process in self.coming if process in places.processes}
+        new = {
+            process: self._how[process]
+            for process in places.processes
+            if process in coming or process in again
+        }
+        for process in coming:
+            del self.coming[process]
         self._alive |= coming
         # Do not wait for processes that have no place in a smaller mesh.
-        self._awaited = {each: told for each, told in self._awaited.items() if each in places.processes}
+        self._awaited = {
+            process: told for process, told in self._awaited.items() if process in places.processes
+        }
         self.places, self.number, self._last_new = places, self.number + 1, [*new]
         whole = places.processes == tuple(range(places.count))
         announcement = Announcement(lost, new, () if whole else places.processes, places.dims)
@@ -203,7 +210,7 @@ class Replacing:
     def _ready(self) -> set[int]:
         """Return the processes that could join a mesh now."""
         return self._alive | {
-            each for each, number in self.coming.items() if is_waiting(self.store, number, each)
+            process for process, number in self.coming.items() if is_waiting(self.store, number, process)
         }
 
     def _size(self) -> str:

@@ -88,7 +88,7 @@ def launch(
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
         # nohup ignores this signal.
         handled.remove(signal.SIGHUP)
-    before = {each: signal.signal(each, _signalled) for each in handled}
+    before = {number: signal.signal(number, _signalled) for number in handled}
     try:
         for attempt in range(max_restarts + 1):
             replacing = Replacing(world_size, elastic or ElasticConfig(), sizes)
@@ -106,8 +106,8 @@ def launch(
         end_all(folder)
         with contextlib.suppress(OSError):
             reaper.communicate(DISMISSED)
-        for each, handler in before.items():
-            signal.signal(each, handler)
+        for number, handler in before.items():
+            signal.signal(number, handler)
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -191,7 +191,7 @@ class _Ranks(Supervisor):
             self._standby.end()
             if signalled is not None:
                 members = self.replacing.places.processes
-                signalled.saved = {ranks[each].poll() for each in members} == {SAVED}
+                signalled.saved = {ranks[process].poll() for process in members} == {SAVED}
             end_all(self._folder)
             signal.signal(signal.SIGUSR1, usual)
 
@@ -240,19 +240,19 @@ class _Ranks(Supervisor):
         _await_end([self._processes[process]], GRACE_S)
 
     def explained(self, failures: Mapping[int, Failure]) -> dict[int, Failure]:
-        found = dict(failures)
+        explained = dict(failures)
         for said in collect(self._folder, self._attempt):
-            ended = found.get(said.rank)
+            ended = explained.get(said.rank)
             if said.seen and ended is not None:
                 what = f"{said.what}; then it {ended.what}"
-                found[said.rank] = replace(said, code=ended.code, what=what, seen=False)
+                explained[said.rank] = replace(said, code=ended.code, what=what, seen=False)
             elif not said.seen or self._processes[said.rank].poll() not in (0, SAVED):
-                found[said.rank] = said
-        return found
+                explained[said.rank] = said
+        return explained
 
     def raised(self) -> dict[int, Failure]:
         said = collect(self._folder, self._attempt)
-        return {each.rank: each for each in said if each.seen and each.rank in self.completed}
+        return {error.rank: error for error in said if error.seen and error.rank in self.completed}
 
     def expects_cause(self, failures: Collection[Failure]) -> bool:
         # A rank itself waits for the cause of its error. But one that its backend ended by SIGABRT cannot report why: the
@@ -260,7 +260,11 @@ class _Ranks(Supervisor):
         aborted = [failure for failure in failures if failure.code == 128 + signal.SIGABRT]
         left = len(self.running & {*self.replacing.places.processes})
         spoke = sum(not said.seen for said in collect(self._folder, self._attempt))
-        return bool(aborted) and spoke < left and all(each.follows or each in aborted for each in failures)
+        return (
+            bool(aborted)
+            and spoke < left
+            and all(failure.follows or failure in aborted for failure in failures)
+        )
 
     def name(self, process: int) -> str:
         return names_of_ranks(self._folder, self._attempt).get(process) or super().name(process)
@@ -291,12 +295,12 @@ def _end(ranks: Sequence[Process], signals: Mapping[int, float]) -> None:
     """Send each signal to the process groups of running ranks, and wait up to the given number of seconds for them to end."""
     for number, within_s in signals.items():
         # A stopped rank handles the signal only after SIGCONT.
-        for each in (number, signal.SIGCONT):
+        for sent in (number, signal.SIGCONT):
             # Skip reaped processes, because their IDs may have been reused.
             for process in ranks:
                 if process.poll() is None:
                     with contextlib.suppress(ProcessLookupError, PermissionError):
-                        os.killpg(process.pid, each)
+                        os.killpg(process.pid, sent)
         _await_end(ranks, within_s)
 
 

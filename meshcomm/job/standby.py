@@ -59,8 +59,8 @@ class _Copy:
 
     def poll(self) -> int | None:
         if self._code is None:
-            found, status = os.waitpid(self.pid, os.WNOHANG)
-            self._code = os.waitstatus_to_exitcode(status) if found else None
+            ended, status = os.waitpid(self.pid, os.WNOHANG)
+            self._code = os.waitstatus_to_exitcode(status) if ended else None
         return self._code
 
     def send_signal(self, sig: int) -> None:

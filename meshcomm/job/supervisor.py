@@ -126,7 +126,7 @@ class Supervisor(ABC):
             for process in replacing.starts():
                 self.start(process)
             lost = self.look()
-            hung = {each: what for each, what in replacing.hung().items() if each in self.running}
+            hung = {process: what for process, what in replacing.hung().items() if process in self.running}
             for process, what in hung.items():
                 killed = without_error(process, -signal.SIGKILL, time.time(), self.name)
                 lost[process] = replace(killed, what=what)
@@ -173,7 +173,7 @@ class Supervisor(ABC):
         # In the current mesh, as in the ranks' own messages.
         ranks = {process: rank for rank, process in enumerate(members)}
         failed = [
-            replace(each, rank=ranks[process]) for process, each in failures.items() if process in ranks
+            replace(failure, rank=ranks[process]) for process, failure in failures.items() if process in ranks
         ]
         ended = sorted(ranks[process] for process in self.completed & {*members})
         root, others = root_cause(
@@ -192,7 +192,7 @@ class Supervisor(ABC):
             way = "a program continues with mesh.reopen(error), and a Trainer continues automatically"
             others.append(f"{ranks_text(left)} ended by RankLost: {way}")
         if replacing.number and not any(
-            state_of_rank(replacing.store, each) for each in range(replacing.places.count)
+            state_of_rank(replacing.store, process) for process in range(replacing.places.count)
         ):
             others.append(
                 "no rank had opened a mesh: only a Trainer, or a program that reopens its mesh, can continue"
