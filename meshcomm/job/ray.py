@@ -23,9 +23,8 @@ import torch.distributed as dist
 from meshcomm.config import Config, load_config
 from meshcomm.config.elastic import ElasticConfig
 from meshcomm.errors import LaunchError, MeshcommError
-from meshcomm.job.places import sizes_of
 from meshcomm.job.reaper import DISMISSED, JOB_VARIABLE, end_all, start_reaper
-from meshcomm.job.replacing import Replacing
+from meshcomm.job.replacing import Replacing, sizes_of
 from meshcomm.job.root_cause import without_error
 from meshcomm.job.standby import COMMAND
 from meshcomm.job.supervisor import LOOPBACK, STORE_TIMEOUT, Label, Supervisor, labels_of

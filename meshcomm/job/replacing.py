@@ -5,12 +5,18 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping
-from typing import Any, Final, final
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, Final, NamedTuple, final
 
+import numpy as np
+from numpy.typing import NDArray
+
+from meshcomm.config import Config, load_config
 from meshcomm.config.elastic import ElasticConfig
-from meshcomm.job.places import Places, Sizes
-from meshcomm.layout.sizes import ranks_text
+from meshcomm.errors import ConfigError, MeshcommError
+from meshcomm.layout.sizes import ranks_text, toml_dims
 from meshcomm.mesh.rank_failure import Failure
 from meshcomm.rendezvous.generation import (
     Announcement,
@@ -30,6 +36,114 @@ SAVED: Final = os.EX_TEMPFAIL
 _FINAL: Final = (2, 130, SAVED)
 
 
+class Sizes(NamedTuple):
+    """The sizes that a mesh may have: `dims`, with the size of `dim` optionally replaced by one of `fewer`, largest first."""
+
+    dims: Mapping[str, int]
+    dim: str
+    fewer: Sequence[int]
+
+    @property
+    def axis(self) -> int:
+        """The position of `dim` among the dims."""
+        return [*self.dims].index(self.dim)
+
+    def replicas(self, processes: Sequence[int], size: int) -> NDArray[np.int_]:
+        """Return the processes of each replica of the model, in the order of the replicas' coords along `dim`.
+
+        processes: in rank order, for a mesh with `size` ranks along `dim`.
+        """
+        ranks = np.reshape(processes, [*{**self.dims, self.dim: size}.values()])
+        return np.moveaxis(ranks, self.axis, 0).reshape(size, -1)
+
+
+def sizes_of(settings: Config, world_size: int) -> Sizes | None:
+    """Return the sizes that `[elastic]` allows and that the training supports; None if the mesh keeps its size.
+
+    Raises ConfigError if no smaller size is possible.
+    """
+    wanted = settings.elastic.min
+    if not wanted:
+        return None
+    dims = settings.mesh.sizes(world_size)
+    dim, least = next(iter(wanted.items()))
+    fewer, refused = [], ""
+    for size in range(dims[dim] - 1, least - 1, -1):
+        smaller = {**dims, dim: size}
+        try:
+            load_config(settings, [f"mesh.dims={toml_dims(smaller)}"]).resolved(prod(smaller.values()))
+        except MeshcommError as error:
+            refused = refused or str(error)
+        else:
+            fewer.append(size)
+    if not fewer:
+        raise ConfigError(
+            f"the mesh cannot continue with fewer ranks along {dim}: no size from {least} to {dims[dim] - 1} fits",
+            given=f"elastic.min = {toml_dims(wanted)}, mesh.dims = {toml_dims(dims)}; with {dims[dim] - 1}: {refused}",
+            expected=f"a smaller {dim} that fits the rest of the configuration",
+            hint="use a train.global_batch_size that smaller sizes divide, use -1 in a view, or remove elastic.min",
+        )
+    return Sizes(dims, dim, fewer)
+
+
+@final
+@dataclass(frozen=True)
+class Places:
+    """The processes of a job in rank order. Each process is identified by its initial rank.
+
+    count: the number of processes in the job. sizes: None if the mesh keeps its size. processes, size: the processes and
+    the size of the current mesh.
+    """
+
+    count: int
+    sizes: Sizes | None
+    processes: tuple[int, ...]
+    size: int
+
+    @classmethod
+    def first(cls, count: int, sizes: Sizes | None = None) -> Places:
+        """Return a Places with all processes at their initial ranks."""
+        return cls(count, sizes, tuple(range(count)), 0 if sizes is None else sizes.dims[sizes.dim])
+
+    @property
+    def dims(self) -> dict[str, int]:
+        """The sizes of the mesh; {} if they are the same as in the configuration."""
+        sizes = self.sizes
+        whole = sizes is None or self.size == sizes.dims[sizes.dim]
+        return {} if sizes is None or whole else {**sizes.dims, sizes.dim: self.size}
+
+    def filled(self, alive: Collection[int]) -> Places | None:
+        """Return the largest mesh that the processes in `alive` can form; None if there are too few.
+
+        The replicas of the model that lack the fewest processes are kept. Processes from the other replicas fill the gaps.
+        """
+        sizes, alive = self.sizes, {*alive}
+        if len(alive) == self.count:
+            return Places.first(self.count, sizes)
+        if sizes is None:
+            return None
+        others = self.count // sizes.dims[sizes.dim]
+        size = next((size for size in sizes.fewer if size * others <= len(alive)), 0)
+        if not size:
+            return None
+        replicas = sizes.replicas(self.processes, self.size)
+        lost = ~np.isin(replicas, [*alive])
+        kept = np.sort(np.argsort(lost.sum(axis=1), kind="stable")[:size])
+        filled = np.full((size, others), -1)
+        filled[: len(kept)] = np.where(lost[kept], -1, replicas[kept])
+        free = sorted(alive - {*filled.flat})
+        first = sizes.replicas(range(self.count), sizes.dims[sizes.dim])
+        for replica, position in np.argwhere(filled < 0):
+            # A process with this position in another replica holds the same parts.
+            same = [process for process in free if process in first[:, position]]
+            filled[replica, position] = (same or free)[0]
+            free.remove(filled[replica, position])
+        # Back to the order of ranks.
+        shape = [size for dim, size in sizes.dims.items() if dim != sizes.dim]
+        ranks = np.moveaxis(filled.reshape(size, *shape), 0, sizes.axis)
+        return Places(self.count, sizes, tuple(ranks.ravel().tolist()), size)
+
+
 @final
 class Replacing:
     """Tracks the processes of a job when some are lost. It starts no processes itself; a launcher asks it which to start.
@@ -39,6 +153,7 @@ class Replacing:
     store: the job's store. If None, nothing can be announced, and the first loss ends the job.
     now: a clock in seconds.
     say: a function that prints lines. If None, lines go to stderr.
+    left: how many further processes may be replaced.
     due: for each ended process, when to start its replacement.
     coming: for each new process that has not joined the mesh yet, the generation that it was started for.
     """
@@ -53,7 +168,7 @@ class Replacing:
         say: Callable[..., None] | None = None,
     ) -> None:
         self._elastic, self._now, self._say = elastic, now, say or _say
-        self._left = elastic.replace
+        self.left = elastic.replace
         self._alive = set(range(count))
         self.due: dict[int, float] = {}
         # For each awaited process, the deadline and the generation that announces the process.
@@ -70,11 +185,6 @@ class Replacing:
         """Whether the job can continue without a lost rank."""
         return bool(self._elastic.replace or self.places.sizes)
 
-    @property
-    def may_replace(self) -> bool:
-        """Whether another lost process may be replaced."""
-        return self._left > 0
-
     def lost(self, failures: Mapping[int, Failure], ended: bool) -> bool:
         """Handle the loss of the given processes. Return whether the job continues. `starts` returns the processes to start.
 
@@ -90,7 +200,7 @@ class Replacing:
         elastic = self._elastic
         members = [process for process in failures if process in self.places.processes]
         # Members of the mesh come first.
-        returning = sorted(failures, key=lambda process: process not in members)[: self._left]
+        returning = sorted(failures, key=lambda process: process not in members)[: self.left]
         at_once = self.places.sizes is None or elastic.delay_s <= elastic.patience_s
         waits = {*members} <= {*returning} and at_once
         places: Places | None = self.places
@@ -98,7 +208,7 @@ class Replacing:
             places = self.places.filled(self._ready() - {*failures})
         if places is None or (places.sizes is None and len(returning) < len(failures)):
             return False
-        self._left -= len(returning)
+        self.left -= len(returning)
         self._how |= {process: failure.what for process, failure in failures.items()}
         self._alive -= {*failures}
         for process in failures:
@@ -112,7 +222,7 @@ class Replacing:
         if waits:
             self._awaited |= dict.fromkeys(members, (self._now() + elastic.patience_s, self.number))
         what = "it was not in the mesh" if not members else f"continues with {self._size()}"
-        left = self._left + len(returning)
+        left = self.left + len(returning)
         for process, failure in failures.items():
             if members and waits and process in returning:
                 left -= 1
@@ -126,7 +236,7 @@ class Replacing:
 
         The launcher ends these processes. They are then lost.
         """
-        if self.store is None or not (self._left or self.places.sizes):
+        if self.store is None or not (self.left or self.places.sizes):
             return {}
         members = {*self.places.processes} & self._alive
         reported = hung_in(self.store, self.number)

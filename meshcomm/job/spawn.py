@@ -19,9 +19,8 @@ from meshcomm.comm.diagnosis import whereabouts
 from meshcomm.config import Config
 from meshcomm.config.elastic import ElasticConfig
 from meshcomm.errors import LaunchError
-from meshcomm.job.places import sizes_of
 from meshcomm.job.reaper import DISMISSED, JOB_VARIABLE, end_all, start_reaper
-from meshcomm.job.replacing import SAVED, Replacing
+from meshcomm.job.replacing import SAVED, Replacing, sizes_of
 from meshcomm.job.root_cause import without_error
 from meshcomm.job.standby import Process, Standby
 from meshcomm.job.supervisor import LOOPBACK, STORE_TIMEOUT, Label, Supervisor, labels_of
@@ -171,7 +170,7 @@ class _Ranks(Supervisor):
             for process in range(self.replacing.places.count):
                 ranks.append(self._new(process))
                 self.running.add(process)
-            if self.replacing.may_replace:
+            if self.replacing.left:
                 self._standby.start()
             return self.follow()
         except _Signalled as received:
@@ -200,7 +199,7 @@ class _Ranks(Supervisor):
         taken = self._standby.take({**_variables(process), VARIABLE: generation})
         self._processes[process] = taken or self._new(process)
         self.running.add(process)
-        if self.replacing.may_replace:
+        if self.replacing.left:
             self._standby.start()
         else:
             self._standby.end()

@@ -18,7 +18,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
-from typing import Final, Protocol, final
+from typing import Final, TypeAlias, final
 
 from meshcomm.job.reaper import end_with_parent, prctl
 
@@ -35,18 +35,6 @@ _PR_SET_CHILD_SUBREAPER: Final = 36
 # The time in which a copy reports its process ID.
 _ANSWERS_S: Final = 10.0
 _LOOK_S: Final = 0.05
-
-
-class Process(Protocol):
-    """The part of the `subprocess.Popen` interface that a launcher uses."""
-
-    pid: int
-
-    def poll(self) -> int | None:
-        """Return the exit code, negative for a signal, or None while the process is running."""
-
-    def send_signal(self, sig: int) -> None:
-        """Send a signal to the process if it is running."""
 
 
 @final
@@ -66,6 +54,10 @@ class _Copy:
     def send_signal(self, sig: int) -> None:
         if self.poll() is None:
             os.kill(self.pid, sig)
+
+
+Process: TypeAlias = "subprocess.Popen[bytes] | _Copy"
+"""A process of a job. Its `poll` returns the exit code, negative for a signal, or None while it is running."""
 
 
 @final

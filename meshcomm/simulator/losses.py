@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Final, final
 
 from meshcomm.config.elastic import ElasticConfig
 from meshcomm.errors import MeshcommError, RankFailed
-from meshcomm.job.places import Sizes
-from meshcomm.job.replacing import Replacing
+from meshcomm.job.replacing import Replacing, Sizes
 from meshcomm.layout.sizes import ranks_text
 from meshcomm.mesh.rank_failure import Failure
 from meshcomm.rendezvous.generation import (

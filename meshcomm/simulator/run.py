@@ -17,7 +17,7 @@ import torch
 from meshcomm.config import Config, MeshConfig, load_config
 from meshcomm.config.elastic import ElasticConfig
 from meshcomm.errors import LaunchError, MeshcommError
-from meshcomm.job.places import Sizes, sizes_of
+from meshcomm.job.replacing import Sizes, sizes_of
 from meshcomm.mesh.opening import init
 from meshcomm.mesh.runtime import WORLD
 from meshcomm.mesh.source import (

@@ -17,8 +17,7 @@ import torch.distributed as dist
 from meshcomm.config.elastic import ElasticConfig
 from meshcomm.errors import ConfigError, LaunchError
 from meshcomm.job import ray
-from meshcomm.job.places import Sizes
-from meshcomm.job.replacing import Replacing
+from meshcomm.job.replacing import Replacing, Sizes
 from meshcomm.job.supervisor import labels_of
 from meshcomm.mesh.rank_failure import Failure
 

@@ -14,8 +14,7 @@ import torch.distributed as dist
 from meshcomm.config import load_config
 from meshcomm.config.elastic import ElasticConfig
 from meshcomm.errors import ConfigError
-from meshcomm.job.places import Places, Sizes, sizes_of
-from meshcomm.job.replacing import Replacing
+from meshcomm.job.replacing import Places, Replacing, Sizes, sizes_of
 from meshcomm.mesh.rank_failure import Failure
 
 
