@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, Literal, final
+from typing import TYPE_CHECKING, Any, Literal, final
 
 import torch
 import torch.distributed as dist
@@ -46,6 +46,7 @@ from meshcomm.mesh.runtime import PRETENDED, WORLD, Runtime, Watching
 from meshcomm.mesh.source import MeshOnly, Settings, Source, given_keys, refuse_alone, settings_of, with_sizes
 from meshcomm.mesh.watchdog import Watchdog, WatchOptions
 from meshcomm.mesh.watched import gives_way
+from meshcomm.rendezvous import keys
 from meshcomm.rendezvous.generation import FOREVER, Generation, Generations, generations_of
 from meshcomm.rendezvous.job_store import is_serving
 from meshcomm.rendezvous.meeting import Meeting, meet, of_this_attempt
@@ -69,11 +70,6 @@ from meshcomm.transport.variables import (
 
 if TYPE_CHECKING:
     from meshcomm.config import TopologyConfig
-
-# Under this key, the default group's store holds the prefix of the mesh that created the group.
-_PREFIX: Final = "meshcomm/prefix"
-# How many meshes a rank has opened.
-_OPENED: Final = "meshcomm/opened/{}"
 
 
 class ScatteredRanks(UserWarning):
@@ -351,13 +347,15 @@ class Opening:
         try:
             claim(store, self._met.rank, kept=self._met.kept or bool(self._generation.number))
             store = self._of_generation(store)
-            self._number = store.add(_OPENED.format(rank), 1)
+            self._number = store.add(keys.OPENED.format(rank), 1)
             prefix = f"meshcomm{self._number}"
             # Torch has a single list of group names. A mesh that started the default group and a mesh that was opened on that
             # group later count their meshes in different parts of the store.
             if self._world is None and dist.is_initialized() and not self._meeting.is_fake:
                 outer = signed(default_store(), "default group")
-                prefix = f"{outer.get(_PREFIX).decode()}.{prefix}" if outer.check([_PREFIX]) else prefix
+                prefix = (
+                    f"{outer.get(keys.PREFIX).decode()}.{prefix}" if outer.check([keys.PREFIX]) else prefix
+                )
         except RuntimeError as error:
             raise store_failed(
                 f"rank {rank} lost the job's store before the mesh was opened", error
@@ -425,7 +423,7 @@ class Opening:
                 # A process that is started for a missing rank joins in this rank's next attempt.
                 before = str(self._number - 1) if self._number > 1 else ""
                 for missing in error.missing:
-                    meeting.store.compare_set(_OPENED.format(missing), before, str(self._number))
+                    meeting.store.compare_set(keys.OPENED.format(missing), before, str(self._number))
             if self._world is None:
                 leave_together(store, stays=meeting.rank == 0)
             if self._failure is None:
@@ -461,7 +459,7 @@ class Opening:
             self._resources.callback(give_back, default_group())
             if ordered:
                 self._aborts.append(partial(abort, default_group()))
-            signed(default_store(), "default group").set(_PREFIX, self._prefix)
+            signed(default_store(), "default group").set(keys.PREFIX, self._prefix)
         except RuntimeError as error:
             raise CommunicationError(
                 f"rank {meeting.rank} could not start torch's default group",

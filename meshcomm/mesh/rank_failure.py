@@ -25,6 +25,7 @@ from meshcomm.comm.callsite import is_ours, is_program, place_in
 from meshcomm.comm.diagnosis import Reason, reason_of, text_of
 from meshcomm.errors import CommunicationError, MeshcommError, RankLost, StoreTimeout
 from meshcomm.mesh.rank_record import frames_of, handled_by, one_line, place_of
+from meshcomm.rendezvous import keys
 from meshcomm.rendezvous.launcher import Launch, attempt_of, is_helper
 from meshcomm.rendezvous.meeting import of_this_attempt
 from meshcomm.rendezvous.store import within
@@ -441,9 +442,9 @@ def _speaks_first(launch: Launch, patience_s: float) -> bool:
         )
         store = of_this_attempt(store)
         deadline = time.monotonic() + patience_s
-        while time.monotonic() < deadline and store.add("meshcomm/spoke", 0) == 0:
+        while time.monotonic() < deadline and store.add(keys.SPOKE, 0) == 0:
             time.sleep(0.05)
-        return bool(store.add("meshcomm/spoke", 1) == 1)
+        return bool(store.add(keys.SPOKE, 1) == 1)
     except (dist.DistError, RuntimeError, ValueError, OSError):
         return True
 

@@ -23,6 +23,7 @@ from meshcomm.mesh.launched import end_by, launch_here, reports_of
 from meshcomm.mesh.outside import OutsideGroups
 from meshcomm.mesh.rank_failure import caused_by
 from meshcomm.mesh.watchdog import Watchdog, WatchOptions
+from meshcomm.rendezvous import keys
 from meshcomm.rendezvous.meeting import of_this_attempt
 from meshcomm.rendezvous.processes import claim, state_of_rank
 from meshcomm.rendezvous.signed import signed
@@ -168,7 +169,7 @@ class Watch:
         timeout_s = timeout_of(default_group(), device) or _TIMEOUT_S
         store = signed(of_this_attempt(default_store()), "default group")
         claim(store, rank, kept=True)
-        own = prefixed(f"meshcomm/watch{store.add(f'meshcomm/watched/{rank}', 1)}", store)
+        own = prefixed(f"meshcomm/watch{store.add(keys.WATCHED.format(rank), 1)}", store)
         agreed = agree(prefixed("agree", own), rank, ranks, self._facts(), timeout_s, "the watch")
         label = rank_text(rank, None)
         options = WatchOptions(

@@ -7,12 +7,13 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any, Final
+from typing import Any
 
 import torch.distributed as dist
 
 from meshcomm.config.process import ProcessConfig
 from meshcomm.errors import LaunchError
+from meshcomm.rendezvous import keys
 from meshcomm.rendezvous.exposure import ExposedRendezvous, exposed_file, is_loopback
 from meshcomm.rendezvous.job_store import find_job, ports_of
 from meshcomm.rendezvous.launcher import (
@@ -25,9 +26,6 @@ from meshcomm.rendezvous.launcher import (
 )
 from meshcomm.rendezvous.processes import came_twice, is_running, known_everywhere, process_name, started_by
 from meshcomm.rendezvous.signed import signed
-
-# In the file of a FileStore: the process of a rank.
-_PROCESS: Final = "meshcomm/process/{}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +162,7 @@ def _file_store(path: str, rank: int, world_size: int) -> dist.Store:
         path = f"{path}.{prefix}"
     store = dist.FileStore(path, world_size)
     # Record the writing process, to detect a file left by an earlier job.
-    key, mine = _PROCESS.format(rank), process_name()
+    key, mine = keys.PROCESS.format(rank), process_name()
     before = store.compare_set(key, "", mine).decode()
     if before != mine:
         if is_running(before):

@@ -15,16 +15,11 @@ import psutil
 
 from meshcomm.errors import LaunchError, MeshMismatchError
 from meshcomm.layout.sizes import ranks_text
+from meshcomm.rendezvous import keys
 from meshcomm.rendezvous.launcher import MPI_RANKS, Launch
 
 # Also part of the names of jobs. The groups are the PID, the host, and the start time.
 _NAME: Final = re.compile(r"process (\d+) of (.*), started at (\S+)")
-# In a store that rank 0 serves: the names of the job, of rank 0's process, and of its parent.
-_JOB: Final = "meshcomm/job"
-# The process that has a rank.
-_OWNER: Final = "meshcomm/owner/{}"
-# Processes that claimed the rank of another process, one per line; see _Twice.
-TWICE: Final = "meshcomm/twice"
 
 
 def process_name(number: int | None = None) -> str:
@@ -129,12 +124,12 @@ class Owner:
 
 def own(store: Any, job: str) -> None:
     """Record that this process, rank 0 of a job, serves the store."""
-    store.set(_JOB, f"{job}\n{process_name()}\n{process_name(os.getppid())}")
+    store.set(keys.JOB, f"{job}\n{process_name()}\n{process_name(os.getppid())}")
 
 
 def owner_of(store: Any) -> Owner | None:
     """Return the owner of the store, or None if no job's rank 0 has written its name."""
-    return Owner(*store.get(_JOB).decode().split("\n")) if store.check([_JOB]) else None
+    return Owner(*store.get(keys.JOB).decode().split("\n")) if store.check([keys.JOB]) else None
 
 
 def claim(store: Any, rank: int, *, kept: bool) -> None:
@@ -146,7 +141,7 @@ def claim(store: Any, rank: int, *, kept: bool) -> None:
         belong to an earlier attempt.
     Raises LaunchError naming both processes if another process has this rank; `blame` then informs the other ranks.
     """
-    key, mine = _OWNER.format(rank), process_name()
+    key, mine = keys.OWNER.format(rank), process_name()
     first = store.compare_set(key, "", mine).decode()
     if first == mine:
         return
@@ -167,7 +162,7 @@ def state_of_rank(store: Any, rank: int) -> str:
 
 def _claimed(store: Any, rank: int) -> str:
     """Return the name of the process that has claimed `rank`, or "" if none has."""
-    key = _OWNER.format(rank)
+    key = keys.OWNER.format(rank)
     return store.get(key).decode() if store.check([key]) else ""
 
 
@@ -198,14 +193,14 @@ def note_twice(store: Any, rank: int, first: str) -> None:
     """Report to the other ranks that this process and the process `first` both have the rank `rank`."""
     line = f"{rank}\t{first}\t{process_name()}\t{process_name(os.getppid())}\n"
     if store.has_extended_api():
-        store.append(TWICE, line)
+        store.append(keys.TWICE, line)
     else:
-        store.set(TWICE, line)
+        store.set(keys.TWICE, line)
 
 
 def _twice(store: Any) -> list[_Twice]:
     """Return the processes that were refused because another process has their rank, except processes of earlier attempts."""
-    lines = store.get(TWICE).decode().splitlines() if store.check([TWICE]) else []
+    lines = store.get(keys.TWICE).decode().splitlines() if store.check([keys.TWICE]) else []
     refused = [_Twice(int(rank), *names) for rank, *names in (line.split("\t") for line in lines)]
     return [each for each in refused if _claimed(store, each.rank) == each.first]
 

@@ -11,8 +11,8 @@ from meshcomm.errors import MeshcommError, RankFailed
 from meshcomm.job.replacing import Replacing, Sizes
 from meshcomm.layout.sizes import ranks_text
 from meshcomm.mesh.rank_failure import Failure
+from meshcomm.rendezvous import keys
 from meshcomm.rendezvous.generation import (
-    WAITS,
     Announcement,
     Generation,
     Generations,
@@ -165,7 +165,7 @@ class SimulatedGenerations(Generations):
     def __init__(self, losses: Losses, actor: Actor, wait: Callable[[Actor, str, float], None]) -> None:
         self._losses, self._actor, self._wait = losses, actor, wait
         number = actor.replaces
-        losses.replacing.store.set(WAITS.format(number, actor.process), "")
+        losses.replacing.store.set(keys.WAITS.format(number, actor.process), "")
         while len(losses.announced) < number:
             self._wait_for_next()
         super().__init__(actor.process, number, losses.announced)
@@ -185,7 +185,7 @@ class SimulatedGenerations(Generations):
             self._wait_for_next()
 
     def _wait_for_next(self) -> None:
-        self._wait(self._actor, f"meshcomm/generation/{len(self._losses.announced) + 1}", math.inf)
+        self._wait(self._actor, keys.GENERATION.format(len(self._losses.announced) + 1), math.inf)
 
 
 @final

@@ -17,7 +17,7 @@ import torch.distributed as dist
 import meshcomm
 from meshcomm.errors import MeshMismatchError
 from meshcomm.mesh import agree
-from meshcomm.rendezvous.processes import TWICE
+from meshcomm.rendezvous.keys import TWICE
 from meshcomm.testing import Pool
 
 
