@@ -153,10 +153,10 @@ class Supervisor(ABC):
                 if not waits or time.monotonic() > until or not self.running & members:
                     return failures
                 continue
-            if completed == members:
-                return {}
             if in_vain := replacing.unmet(completed) or self.hopeless():
                 return {**in_vain}
+            if completed == members:
+                return {}
             replacing.lose_patience()
             replacing.grow(bool(completed))
 
