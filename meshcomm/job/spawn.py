@@ -198,6 +198,7 @@ class _Ranks(Supervisor):
         generation = self.common[VARIABLE] = str(self.replacing.started(process))
         taken = self._standby.take({**_variables(process), VARIABLE: generation})
         self._processes[process] = taken or self._new(process)
+        self._alive_at[process] = time.time()
         self.running.add(process)
         if self.replacing.left:
             self._standby.start()
@@ -219,12 +220,13 @@ class _Ranks(Supervisor):
             self.running.remove(process)
             if code < 0 and self.replacing.has_ended:
                 ended = without_error(process, code, now, self.name)
-                print(
-                    f"meshcomm: {ended.summary} after the end; nothing is lost", file=sys.stderr, flush=True
-                )
+                line = f"meshcomm: {ended.summary} after the end; nothing is lost"
+                print(line, file=sys.stderr, flush=True)
                 self.completed.add(process)
-            elif code in (0, SAVED):
-                (self.saved if code else self.completed).add(process)
+            elif code == 0:
+                self.completed.add(process)
+            elif code == SAVED:
+                self.saved.add(process)
             else:
                 at = frame_at_signal(self._folder, self._attempt, process)
                 failures[process] = without_error(process, code, self._alive_at[process], self.name, *at)
