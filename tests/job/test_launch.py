@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from meshcomm.config import load_config
+from meshcomm.config.elastic import ElasticConfig
 from meshcomm.job.replacing import SAVED
 from meshcomm.job.spawn import launch
 from meshcomm.testing import Pool
@@ -144,6 +145,16 @@ time.sleep(1000)
     assert capfd.readouterr().err == ""
     # A rank that fails beside them is the cause.
     assert run(f"sys.exit({SAVED} if rank else 3)") == 3
+
+
+def test_a_job_of_one_rank_waits_for_the_process_that_replaces_it(capfd: pytest.CaptureFixture[str]) -> None:
+    script = """
+import os, signal
+if os.environ["MESHCOMM_GENERATION"] == "0":
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+    assert launch(["-c", script], 1, elastic=ElasticConfig(replace=1, delay_s=0.3)) == 0
+    assert capfd.readouterr().err == "meshcomm: rank 0 was ended by SIGKILL; replaced, replacements left: 0\n"
 
 
 def test_an_ignored_hangup_stays_ignored() -> None:
