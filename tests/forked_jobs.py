@@ -64,7 +64,7 @@ class Job:
 def _start(folder: str, arguments: Sequence[str], out: str, err: str, env: Mapping[str, str]) -> None:
     from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
-    from meshcomm.launch import reaper, spawn
+    from meshcomm.job import reaper, spawn
 
     reaper.end_with_parent()
     for stream, path in ((1, out), (2, err)):

@@ -30,8 +30,9 @@ ORDER = [
     "watching",
     "comm",
     "pattern",
+    "rendezvous",
     "mesh",
-    "launch",
+    "job",
     "doctor",
     "simulator",
     "parallel",
@@ -169,7 +170,7 @@ new = sorted(set(sys.modules) - before)
 unneeded = ("torch.distributed.elastic", "torch.distributed.launcher", "rich", "pdb", "xml", "meshcomm.show",
     "meshcomm.commands", "meshcomm.doctor", "meshcomm.train", "meshcomm.parallel",
     "meshcomm.simulator", "meshcomm.testing", "meshcomm.predict", "meshcomm.pattern", "meshcomm.config.root", "meshcomm.config.train",
-    "meshcomm.launch", "meshcomm.mesh.tracing", "meshcomm.mesh.stats")
+    "meshcomm.job", "meshcomm.mesh.tracing", "meshcomm.mesh.stats")
 loaded = [name for name in new if name.startswith(tuple(f"{each}." for each in unneeded)) or name in unneeded]
 assert not loaded, loaded
 assert str(mesh) and "rich" in sys.modules  # what prints loads it

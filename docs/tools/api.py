@@ -45,7 +45,7 @@ PAGES: Final[Mapping[str, tuple[str, str, str]]] = {
     "elastic": (
         "mesh.elastic",
         "The mesh after ranks were lost and replaced. Guide: [when a rank dies](../../guide/elastic.md).",
-        "mesh.elastic=mesh.state.Elastic mesh.generation.Generation",
+        "mesh.elastic=mesh.state.Elastic rendezvous.generation.Generation",
     ),
     "functional": (
         "mesh.functional",
@@ -60,7 +60,7 @@ PAGES: Final[Mapping[str, tuple[str, str, str]]] = {
     "store": (
         "mesh.store",
         "The key-value store of the job. Guide: [communication](../../guide/communication.md).",
-        "mesh.store=mesh.store.MeshStore",
+        "mesh.store=rendezvous.store.MeshStore",
     ),
     "handle": ("Handle", "The result of a call with `async_op=True`.", "Handle comm.handle.UnwaitedHandle"),
     "stats": (

@@ -82,9 +82,9 @@ def bench(
     from meshcomm.commands.measure import Asked, chosen_dims, items
     from meshcomm.commands.processes import start_job, world_of
     from meshcomm.config import load_config
-    from meshcomm.mesh.environment import find_launch
     from meshcomm.predict.fit import check_sizes
     from meshcomm.predict.times import named_operations
+    from meshcomm.rendezvous.launcher import find_launch
 
     sizes = [read_bytes(text) for text in size or _SIZES]
     asked = Asked(named_operations(operation or ()), sizes, dim or (), rounds)
@@ -167,8 +167,8 @@ def _fit(
     """Add the fitted latencies and bandwidths to the facts, and write them as a `[topology]`."""
     from meshcomm.config.write import write_whole
     from meshcomm.layout.sizes import coords_text
-    from meshcomm.mesh.environment import find_launch
     from meshcomm.predict.fit import Time, fit_links, measured_text
+    from meshcomm.rendezvous.launcher import find_launch
 
     times = [
         Time(row["dim"], row["operation"], row["bytes"], row["meshcomm"]["seconds"]) for row in facts["rows"]

@@ -47,8 +47,8 @@ def doctor(
     settings = None if config is None else load_config(config, overrides or ())
     from meshcomm.commands.processes import refuse_other_world
     from meshcomm.doctor import examine, examine_together
-    from meshcomm.launch.rank import as_rank
-    from meshcomm.mesh.environment import find_launch
+    from meshcomm.job.rank import as_rank
+    from meshcomm.rendezvous.launcher import find_launch
 
     try:
         here = find_launch(os.environ)

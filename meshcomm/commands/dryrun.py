@@ -69,7 +69,7 @@ def dryrun(
     from meshcomm.config import load_config
     from meshcomm.config.of_model import is_of_model, training_of
     from meshcomm.dryrun.script import Script
-    from meshcomm.mesh.environment import how_many_ranks
+    from meshcomm.rendezvous.launcher import how_many_ranks
 
     if first is None:
         raise LaunchError(

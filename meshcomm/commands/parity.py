@@ -59,9 +59,9 @@ def parity(
     settings = load_config(config, overrides or ())
     if world is not None:
         settings.resolved(world)
-    from meshcomm.commands.processes import label_of, world_of
-    from meshcomm.launch.spawn import launch
-    from meshcomm.mesh.environment import launch_of_command
+    from meshcomm.commands.processes import world_of
+    from meshcomm.job.spawn import launch
+    from meshcomm.rendezvous.launcher import launch_of_command
     from meshcomm.train.parity_job import prove
 
     here = launch_of_command(os.environ)
@@ -77,7 +77,7 @@ def parity(
 
     def start(part: Config, words: Sequence[str]) -> int:
         count = size if part.mesh.dims == resolved.mesh.dims else world_of(part, None)
-        return launch(list(words), count, 0, lambda rank: label_of(part, rank, count))
+        return launch(list(words), count, 0, part)
 
     facts = prove(resolved, steps, tolerance, start, given).facts()
     show_facts(facts, json, view)

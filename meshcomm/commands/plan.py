@@ -117,7 +117,7 @@ def mesh_made_by(script: Path, world: int | None) -> Facts:
     Raises LaunchError without `world`, and the same errors as `meshcomm dryrun`.
     """
     from meshcomm.dryrun.script import Script, mesh_of_script
-    from meshcomm.mesh.environment import how_many_ranks
+    from meshcomm.rendezvous.launcher import how_many_ranks
 
     if world is None:
         raise how_many_ranks("plan")

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import partial
 
 import torch
 
 from meshcomm.config import Config
 from meshcomm.config.elastic import ElasticConfig
-from meshcomm.errors import LaunchError, MeshcommError
-from meshcomm.launch.places import sizes_of
-from meshcomm.launch.rank import as_rank
-from meshcomm.launch.spawn import GRACE_S, launch
-from meshcomm.layout.sizes import rank_text
-from meshcomm.mesh.environment import Launch, how_many_ranks, is_helper, launch_of_command
-from meshcomm.mesh.generation import VARIABLE
+from meshcomm.errors import LaunchError
+from meshcomm.job.rank import as_rank
+from meshcomm.job.spawn import GRACE_S, launch
+from meshcomm.job.standby import COMMAND
+from meshcomm.job.supervisor import labels_of
 from meshcomm.mesh.source import CONFIG_VARIABLE, OVERRIDES_VARIABLE, world_of_mesh
+from meshcomm.rendezvous.generation import VARIABLE
+from meshcomm.rendezvous.launcher import Launch, how_many_ranks, is_helper, launch_of_command
 
 
 def start_job(
@@ -54,23 +53,20 @@ def start_job(
                 expected="no --max-restarts, because the launcher controls restarts",
                 hint="torchrun --max-restarts N ... -m meshcomm train CONFIG",
             )
-        as_rank(body, here, partial(label_of, settings, here.rank, here.world_size))
+        as_rank(body, here, partial(labels_of(settings, here.world_size), here.rank, {}))
         return 0
     size = world_of(settings, world)
-    sizes = None
     if settings is not None:
         settings.resolved(size)
-        sizes = sizes_of(settings, size)
     sets = [part for override in overrides for part in ("--set", override)]
     # Options come before the words, because all words after a script's name belong to the script.
     return launch(
-        ["-P", "-m", "meshcomm", words[0], *sets, *words[1:]],
+        [*COMMAND, words[0], *sets, *words[1:]],
         size,
         max_restarts,
-        lambda rank: label_of(settings, rank, size),
+        settings,
         grace_s,
         elastic,
-        sizes,
     )
 
 
@@ -83,7 +79,7 @@ def _refuse_elastic(here: Launch, elastic: ElasticConfig) -> None:
             given=f"{given}, launcher {here.kind} with {here.world_size} processes",
             expected="neither [elastic] nor --replace, because only the job's launcher can start new processes",
             hint="use meshcomm run --replace N on one host, without another launcher; on several hosts\n"
-            "python -m meshcomm.launch.ray --world-size 8 --replace N train CONFIG",
+            "python -m meshcomm.job.ray --world-size 8 --replace N train CONFIG",
         )
 
 
@@ -109,10 +105,3 @@ def world_of(settings: Config | None, world: int | None) -> int:
     if -1 in settings.mesh.dims.values() and settings.mesh.device != "cpu" and torch.cuda.is_available():
         return torch.cuda.device_count()
     return world_of_mesh(settings.mesh)
-
-
-def label_of(settings: Config | None, rank: int, world_size: int) -> str:
-    """Return the name of a rank for messages, with its coords if it has any."""
-    with suppress(MeshcommError):
-        return rank_text(rank, None if settings is None else settings.plan(world_size).layout.coords(rank))
-    return rank_text(rank, None)

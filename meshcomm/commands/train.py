@@ -64,7 +64,7 @@ def _on_a_rank(settings: Config) -> None:
     with _loading():
         from rich.console import Console
 
-        from meshcomm.launch.spawn import SAVED
+        from meshcomm.job.replacing import SAVED
         from meshcomm.mesh.all_ranks import is_first
         from meshcomm.mesh.opening import init
         from meshcomm.train import find_attempt, run

@@ -14,8 +14,8 @@ import psutil
 from meshcomm.config import NetworkConfig
 from meshcomm.doctor.finding import Finding
 from meshcomm.errors import LaunchError
-from meshcomm.mesh.environment import network_variables, no_interface, refuse_conflict
-from meshcomm.mesh.exposure import is_loopback
+from meshcomm.rendezvous.exposure import is_loopback
+from meshcomm.transport.variables import network_variables, no_interface, refuse_conflict
 
 SLOW_S: Final = 1.0
 

@@ -19,12 +19,14 @@ from meshcomm.doctor.finding import Facts, Finding
 from meshcomm.errors import MeshcommError
 from meshcomm.layout.sizes import ranks_text
 from meshcomm.mesh.devices import choose_device
-from meshcomm.mesh.environment import Launch, gloo_defaults, network_variables
-from meshcomm.mesh.exposure import ExposedRendezvous, exposed_store, is_loopback
-from meshcomm.mesh.rendezvous import meet
-from meshcomm.mesh.store import prefixed
 from meshcomm.predict.links import discovered
 from meshcomm.predict.lint import scattered
+from meshcomm.rendezvous import keys
+from meshcomm.rendezvous.exposure import ExposedRendezvous, exposed_store, is_loopback
+from meshcomm.rendezvous.launcher import Launch
+from meshcomm.rendezvous.meeting import meet
+from meshcomm.rendezvous.store import prefixed
+from meshcomm.transport.variables import gloo_defaults, network_variables
 
 _AGREED: Final = ("meshcomm", "torch", "python")
 _SHOWN: Final = ("rank", "coords", "host", "interface", "address", "device")
@@ -47,7 +49,7 @@ def examine_together(settings: Config | None, launch: Launch, timeout_s: float) 
         warnings.simplefilter("ignore", ExposedRendezvous)
         joined = meet(process, launch, timeout_s)
     # Each rank counts its examinations, including those before a restart, so the count is the same on all ranks.
-    count = joined.store.add(f"meshcomm/doctor/{joined.rank}", 1)
+    count = joined.store.add(keys.EXAMINED.format(joined.rank), 1)
     store: Any = prefixed(f"meshcomm/doctor{count}", joined.store)
     wait = timedelta(seconds=timeout_s)
     store.set_timeout(wait)

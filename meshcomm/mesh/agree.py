@@ -17,7 +17,7 @@ from typing import Any, Final, NamedTuple
 
 from meshcomm.errors import MeshMismatchError
 from meshcomm.layout.sizes import ranks_text
-from meshcomm.mesh.store import SLICE_S, Interrupted, interrupted, store_failed
+from meshcomm.rendezvous.store import SLICE_S, Interrupted, interrupted, store_failed
 from meshcomm.watching.verdict import alike, blamed, majority
 
 # The lower bits of the arrival counter hold the number of ranks that have arrived. The upper bits hold the sum of the

@@ -9,7 +9,7 @@ from typing import Any
 from meshcomm.errors import BarrierTimeout
 from meshcomm.layout.sizes import fold
 from meshcomm.mesh.runtime import Watching
-from meshcomm.mesh.store import GRACE_S, kind_of, wait_for, within
+from meshcomm.rendezvous.store import GRACE_S, kind_of, wait_for, within
 from meshcomm.watching.recorder import FlightRecorder
 
 

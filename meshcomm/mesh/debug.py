@@ -13,7 +13,7 @@ from meshcomm.errors import StoreError, UnsupportedOp
 from meshcomm.layout import Dims
 from meshcomm.mesh.barriers import calls_of, monitored_barrier
 from meshcomm.mesh.runtime import Metrics
-from meshcomm.mesh.store import prefixed
+from meshcomm.rendezvous.store import prefixed
 from meshcomm.transport.torch_private import outside_graphs
 from meshcomm.watching.callsite import users_frame
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from meshcomm.errors import CallMismatchError, MeshcommError, StoreError
 from meshcomm.mesh.rank_record import RankRecord
-from meshcomm.mesh.store import kind_of, within
+from meshcomm.rendezvous.store import kind_of, within
 from meshcomm.watching.recorder import FlightRecorder
 from meshcomm.watching.steps import find_desync, last_common
 from meshcomm.watching.verdict import error_of

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from meshcomm.errors import LaunchError
 from meshcomm.layout import Plan
 from meshcomm.layout.names import nearest_name
-from meshcomm.mesh.environment import Launch
 from meshcomm.mesh.source import Settings
+from meshcomm.rendezvous.launcher import Launch
 from meshcomm.transport.support import STREAM_ORDERED, backend_on, by_device
 from meshcomm.transport.torch_private import bound_device
 

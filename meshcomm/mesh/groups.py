@@ -17,13 +17,13 @@ import torch.distributed as dist
 from meshcomm.config.write import toml
 from meshcomm.errors import CommunicationError, PeerLost, UnsupportedOp
 from meshcomm.layout import Group, GroupOptions, Plan
-from meshcomm.mesh.environment import NCCL_RECOVERS, gloo_defaults, nccl_defaults, with_variables
-from meshcomm.mesh.generation import FOREVER
-from meshcomm.mesh.rendezvous import Meeting
 from meshcomm.mesh.runtime import World
-from meshcomm.mesh.signed import signed, unsigned
 from meshcomm.mesh.source import Settings
 from meshcomm.mesh.state import Held
+from meshcomm.rendezvous import keys
+from meshcomm.rendezvous.generation import FOREVER
+from meshcomm.rendezvous.meeting import Meeting
+from meshcomm.rendezvous.signed import signed, unsigned
 from meshcomm.transport import ProcessGroupTransport, SoloTransport, Transport
 from meshcomm.transport.process_group import MARGIN_S
 from meshcomm.transport.support import STREAM_ORDERED, backend_on
@@ -37,11 +37,9 @@ from meshcomm.transport.torch_private import (
     give_back,
     split_color,
 )
+from meshcomm.transport.variables import NCCL_RECOVERS, gloo_defaults, nccl_defaults, with_variables
 from meshcomm.watching.exceptions import Reason, first_line, reason_of
 from meshcomm.watching.words import INTERFACES
-
-# Under this key, the default group's store holds the prefix of the mesh that created the group.
-PREFIX: Final = "meshcomm/prefix"
 
 
 def create_transports(
@@ -115,7 +113,7 @@ class GroupMaker:
             self.held.resources.callback(give_back, default_group())
             if ordered:
                 self.held.aborts.append(partial(abort, default_group()))
-            signed(default_store(), "default group").set(PREFIX, self.prefix)
+            signed(default_store(), "default group").set(keys.PREFIX, self.prefix)
         except RuntimeError as error:
             raise CommunicationError(
                 f"rank {meeting.rank} could not start torch's default group",

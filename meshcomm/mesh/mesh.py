@@ -25,7 +25,7 @@ from meshcomm.layout import Dims, Layout, Plan
 from meshcomm.layout.sizes import whole
 from meshcomm.mesh.debug import Debug
 from meshcomm.mesh.state import Elastic, State
-from meshcomm.mesh.store import MeshStore
+from meshcomm.rendezvous.store import MeshStore
 from meshcomm.transport import ProcessGroupTransport
 from meshcomm.transport.torch_private import outside_graphs
 from meshcomm.watching.callsite import callsite

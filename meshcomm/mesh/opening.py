@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -34,38 +34,37 @@ from meshcomm.mesh.devices import (
     choose_device,
     refuse_shared,
 )
-from meshcomm.mesh.environment import (
+from meshcomm.mesh.existing import Existing, of_device_meshes, of_groups
+from meshcomm.mesh.groups import GroupMaker, create_transports
+from meshcomm.mesh.mesh import Mesh
+from meshcomm.mesh.rank_failure import end_by, leave_names
+from meshcomm.mesh.runtime import PRETENDED, WORLD, World
+from meshcomm.mesh.source import MeshOnly, Settings, Source, given_keys, refuse_alone, settings_of, with_sizes
+from meshcomm.mesh.state import Held, State
+from meshcomm.mesh.watchdog import Watchdog, WatchOptions
+from meshcomm.mesh.watched import gives_way, launch_here, reports_of
+from meshcomm.rendezvous import keys
+from meshcomm.rendezvous.generation import Generation, Generations, generations_of
+from meshcomm.rendezvous.job_store import is_serving
+from meshcomm.rendezvous.launcher import Launch
+from meshcomm.rendezvous.meeting import Meeting, meet, of_this_attempt
+from meshcomm.rendezvous.processes import another_job, blame, claim, state_of_rank
+from meshcomm.rendezvous.signed import signed
+from meshcomm.rendezvous.store import prefixed, store_failed
+from meshcomm.transport import Transport
+from meshcomm.transport.connections import Connections
+from meshcomm.transport.torch_changes import changed
+from meshcomm.transport.torch_private import default_store
+from meshcomm.transport.variables import (
     SHARED,
-    Launch,
     check_interfaces,
     network_variables,
     refuse_conflict,
     with_variables,
 )
-from meshcomm.mesh.existing import Existing, of_device_meshes, of_groups
-from meshcomm.mesh.generation import Generation, Generations, generations_of
-from meshcomm.mesh.groups import PREFIX, GroupMaker, create_transports
-from meshcomm.mesh.job_store import is_serving
-from meshcomm.mesh.mesh import Mesh
-from meshcomm.mesh.rank_failure import end_by, leave_names
-from meshcomm.mesh.rendezvous import Meeting, another_job, blame, claim, meet, of_this_attempt, state_of_rank
-from meshcomm.mesh.runtime import PRETENDED, WORLD, World
-from meshcomm.mesh.signed import signed
-from meshcomm.mesh.source import MeshOnly, Settings, Source, given_keys, refuse_alone, settings_of, with_sizes
-from meshcomm.mesh.state import Held, State
-from meshcomm.mesh.store import prefixed, store_failed
-from meshcomm.mesh.watchdog import Watchdog, WatchOptions
-from meshcomm.mesh.watched import gives_way, launch_here, reports_of
-from meshcomm.transport import Transport
-from meshcomm.transport.connections import Connections
-from meshcomm.transport.torch_changes import changed
-from meshcomm.transport.torch_private import default_store
 
 if TYPE_CHECKING:
     from meshcomm.config import TopologyConfig
-
-# How many meshes a rank has opened.
-_OPENED: Final = "meshcomm/opened/{}"
 
 
 class ScatteredRanks(UserWarning):
@@ -324,13 +323,13 @@ def _placed(attempt: _Attempt) -> tuple[Held, int]:
         attempt.resources.callback(changed())
     try:
         claim(meeting.store, attempt.job.met.rank, kept=meeting.kept or bool(attempt.generation.number))
-        number = attempt.of_generation(meeting.store).add(_OPENED.format(meeting.rank), 1)
+        number = attempt.of_generation(meeting.store).add(keys.OPENED.format(meeting.rank), 1)
         prefix = f"meshcomm{number}"
         # Torch has a single list of group names. A mesh that started the default group and a mesh that was opened on that
         # group later count their meshes in different parts of the store.
         if world is None and dist.is_initialized() and not meeting.is_fake:
             outer = signed(default_store(), "default group")
-            prefix = f"{outer.get(PREFIX).decode()}.{prefix}" if outer.check([PREFIX]) else prefix
+            prefix = f"{outer.get(keys.PREFIX).decode()}.{prefix}" if outer.check([keys.PREFIX]) else prefix
     except RuntimeError as error:
         lost = f"rank {meeting.rank} lost the job's store before the mesh was opened"
         raise store_failed(lost, error) from error
@@ -410,7 +409,7 @@ def _agreed(attempt: _Attempt, held: Held, number: int, planned: _Planned | Mesh
             # A process that is started for a missing rank joins in this rank's next attempt.
             before = str(number - 1) if number > 1 else ""
             for missing in error.missing:
-                meeting.store.compare_set(_OPENED.format(missing), before, str(number))
+                meeting.store.compare_set(keys.OPENED.format(missing), before, str(number))
         if attempt.job.world is None:
             leave_together(store, stays=meeting.rank == 0)
         if not isinstance(planned, MeshcommError):

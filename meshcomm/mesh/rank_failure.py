@@ -21,9 +21,10 @@ from typing import Any, Final, NoReturn, final
 import torch.distributed as dist
 
 from meshcomm.errors import LaunchError, MeshcommError
-from meshcomm.mesh.environment import Launch, attempt_of, is_helper
-from meshcomm.mesh.rendezvous import of_this_attempt
-from meshcomm.mesh.store import within
+from meshcomm.rendezvous import keys
+from meshcomm.rendezvous.launcher import Launch, attempt_of, is_helper
+from meshcomm.rendezvous.meeting import of_this_attempt
+from meshcomm.rendezvous.store import within
 from meshcomm.watching.callsite import place_in
 from meshcomm.watching.ending import INTERRUPTED, Failure, failure_of
 from meshcomm.watching.exceptions import about_others, caused_by, first_cause, handled_by
@@ -260,9 +261,9 @@ def _speaks_first(launch: Launch, patience_s: float) -> bool:
         )
         store = of_this_attempt(store)
         deadline = time.monotonic() + patience_s
-        while time.monotonic() < deadline and store.add("meshcomm/spoke", 0) == 0:
+        while time.monotonic() < deadline and store.add(keys.SPOKE, 0) == 0:
             time.sleep(0.05)
-        return bool(store.add("meshcomm/spoke", 1) == 1)
+        return bool(store.add(keys.SPOKE, 1) == 1)
     except (dist.DistError, RuntimeError, ValueError, OSError):
         return True
 

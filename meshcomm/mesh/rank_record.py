@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final, TypeVar, final
 
 from meshcomm.layout.sizes import rank_text
-from meshcomm.mesh.store import wait_for, within
+from meshcomm.rendezvous.store import wait_for, within
 from meshcomm.transport.torch_changes import failed_barrier
 from meshcomm.watching.callsite import C10D, place_in, stack_of
 from meshcomm.watching.exceptions import Raised, Reason, handled_by, reason_of, unawaited

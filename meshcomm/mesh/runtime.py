@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from meshcomm.errors import MeshcommError
 from meshcomm.layout import Group
-from meshcomm.mesh.environment import Launch
-from meshcomm.mesh.generation import Generations
+from meshcomm.rendezvous.generation import Generations
+from meshcomm.rendezvous.launcher import Launch
 from meshcomm.transport import Transport
 from meshcomm.watching.compare import Shared
 from meshcomm.watching.recorder import FlightRecorder

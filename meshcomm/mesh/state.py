@@ -32,13 +32,13 @@ from meshcomm.layout import Dims, Group, GroupOptions, Layout, Plan
 from meshcomm.layout.sizes import fold
 from meshcomm.mesh.agree import agree
 from meshcomm.mesh.devices import check_backends
-from meshcomm.mesh.environment import Launch
-from meshcomm.mesh.generation import Generation, Generations
 from meshcomm.mesh.outside import OutsideGroups
 from meshcomm.mesh.runtime import WORLD, Metrics, Watching
-from meshcomm.mesh.signed import unsigned
-from meshcomm.mesh.store import MeshStore, prefixed, within
 from meshcomm.mesh.torch_mesh import TorchMesh
+from meshcomm.rendezvous.generation import Generation, Generations
+from meshcomm.rendezvous.launcher import Launch
+from meshcomm.rendezvous.signed import unsigned
+from meshcomm.rendezvous.store import MeshStore, prefixed, within
 from meshcomm.transport import ProcessGroupTransport, SoloTransport, Transport
 from meshcomm.transport.connections import Connections, abort_all
 from meshcomm.transport.torch_changes import held_calls

@@ -33,7 +33,7 @@ from meshcomm.mesh.rank_failure import (
 )
 from meshcomm.mesh.rank_record import RankRecord, RecordExchange
 from meshcomm.mesh.runtime import Watching
-from meshcomm.mesh.store import prefixed, within
+from meshcomm.rendezvous.store import prefixed, within
 from meshcomm.transport import Transport
 from meshcomm.transport.torch_changes import failed_barrier, overdue_barrier
 from meshcomm.transport.torch_private import await_at_exit, capturing, unfinished_collectives

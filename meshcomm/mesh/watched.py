@@ -22,13 +22,15 @@ from meshcomm.errors import LaunchError, UnsupportedOp
 from meshcomm.layout.sizes import rank_text
 from meshcomm.mesh.agree import agree
 from meshcomm.mesh.devices import choose_device
-from meshcomm.mesh.environment import Launch, find_launch
 from meshcomm.mesh.outside import OutsideGroups
 from meshcomm.mesh.rank_failure import end_by
-from meshcomm.mesh.rendezvous import claim, of_this_attempt, state_of_rank
-from meshcomm.mesh.signed import signed
-from meshcomm.mesh.store import prefixed
 from meshcomm.mesh.watchdog import Watchdog, WatchOptions
+from meshcomm.rendezvous import keys
+from meshcomm.rendezvous.launcher import Launch, find_launch
+from meshcomm.rendezvous.meeting import of_this_attempt
+from meshcomm.rendezvous.processes import claim, state_of_rank
+from meshcomm.rendezvous.signed import signed
+from meshcomm.rendezvous.store import prefixed
 from meshcomm.transport.support import STREAM_ORDERED
 from meshcomm.transport.torch_changes import CAN_WATCH, changed, on_default_group
 from meshcomm.transport.torch_private import backend_of, default_group, default_store, timeout_of
@@ -170,7 +172,7 @@ class Watch:
         timeout_s = timeout_of(default_group(), device) or _TIMEOUT_S
         store = signed(of_this_attempt(default_store()), "default group")
         claim(store, rank, kept=True)
-        own = prefixed(f"meshcomm/watch{store.add(f'meshcomm/watched/{rank}', 1)}", store)
+        own = prefixed(f"meshcomm/watch{store.add(keys.WATCHED.format(rank), 1)}", store)
         versions = {
             "meshcomm": __version__,
             "torch": torch.__version__,

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Final, final
 
 from meshcomm.config.elastic import ElasticConfig
 from meshcomm.errors import MeshcommError, RankFailed
-from meshcomm.launch.places import Sizes
-from meshcomm.launch.replacing import Replacing
+from meshcomm.job.replacing import Replacing, Sizes
 from meshcomm.layout.sizes import ranks_text
-from meshcomm.mesh.generation import WAITS, Announcement, Generation, Generations, all_done, announcement_of
+from meshcomm.rendezvous import keys
+from meshcomm.rendezvous.generation import Announcement, Generation, Generations, all_done, announcement_of
 from meshcomm.simulator.scheduler import Actor, Lost
 from meshcomm.simulator.transport import here
 from meshcomm.watching.ending import Failure
@@ -159,7 +159,7 @@ class SimulatedGenerations(Generations):
     def __init__(self, losses: Losses, actor: Actor, wait: Callable[[Actor, str, float], None]) -> None:
         self._losses, self._actor, self._wait = losses, actor, wait
         number = actor.replaces
-        losses.replacing.store.set(WAITS.format(number, actor.process), "")
+        losses.replacing.store.set(keys.WAITS.format(number, actor.process), "")
         while len(losses.announced) < number:
             self._wait_for_next()
         super().__init__(actor.process, number, losses.announced)
@@ -179,7 +179,7 @@ class SimulatedGenerations(Generations):
             self._wait_for_next()
 
     def _wait_for_next(self) -> None:
-        self._wait(self._actor, f"meshcomm/generation/{len(self._losses.announced) + 1}", math.inf)
+        self._wait(self._actor, keys.GENERATION.format(len(self._losses.announced) + 1), math.inf)
 
 
 @final

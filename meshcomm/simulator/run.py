@@ -17,8 +17,7 @@ import torch
 from meshcomm.config import Config, MeshConfig, load_config
 from meshcomm.config.elastic import ElasticConfig
 from meshcomm.errors import LaunchError, MeshcommError
-from meshcomm.launch.places import Sizes, sizes_of
-from meshcomm.mesh.environment import how_many_ranks, with_variables
+from meshcomm.job.replacing import Sizes, sizes_of
 from meshcomm.mesh.opening import init
 from meshcomm.mesh.runtime import WORLD
 from meshcomm.mesh.source import (
@@ -28,11 +27,13 @@ from meshcomm.mesh.source import (
     given_keys,
     world_of_mesh,
 )
+from meshcomm.rendezvous.launcher import how_many_ranks
 from meshcomm.simulator.diagnosis import at_the_end, diagnose, unyielding
 from meshcomm.simulator.losses import Losses
 from meshcomm.simulator.scheduler import Actor, RankLocals, Scheduler
 from meshcomm.simulator.torch_private import leave_groups, ranks_in_threads
 from meshcomm.simulator.world import SharedState, SimulatedWorld
+from meshcomm.transport.variables import with_variables
 
 T = TypeVar("T")
 

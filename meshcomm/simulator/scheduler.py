@@ -19,7 +19,7 @@ import torch
 from meshcomm.comm.torch_private import forward_level
 from meshcomm.errors import UnsupportedOp
 from meshcomm.layout.sizes import rank_text
-from meshcomm.mesh.environment import set_env
+from meshcomm.transport.variables import set_env
 
 # Ranks need little C stack, because calls from Python to Python use none.
 _STACK_BYTES: Final = 4 * 1024 * 1024

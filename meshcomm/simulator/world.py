@@ -13,10 +13,10 @@ import torch.distributed as dist
 
 from meshcomm.errors import CallMismatchError, CommunicationError, MeshcommError
 from meshcomm.layout import Group
-from meshcomm.mesh.environment import Launch
-from meshcomm.mesh.generation import Generations
 from meshcomm.mesh.runtime import Watching
-from meshcomm.mesh.store import Interrupted
+from meshcomm.rendezvous.generation import Generations
+from meshcomm.rendezvous.launcher import Launch
+from meshcomm.rendezvous.store import Interrupted
 from meshcomm.simulator.losses import Losses, SimulatedGenerations
 from meshcomm.simulator.process_group import SimulatedProcessGroup, SimulatorTransport
 from meshcomm.simulator.scheduler import Actor, Scheduler

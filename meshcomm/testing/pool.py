@@ -170,7 +170,7 @@ class Pool:
         capture:  whether to capture the ranks' stdout and stderr in `Ended.out` and `Ended.err`.
         failed:   returns whether a returned value means that the ranks must not be reused.
         """
-        from meshcomm.mesh.exposure import serve_on_loopback
+        from meshcomm.rendezvous.exposure import serve_on_loopback
 
         store = serve_on_loopback("127.0.0.1", 0, timedelta(seconds=limits.timeout_s))
         assert store is not None

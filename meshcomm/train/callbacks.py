@@ -11,8 +11,8 @@ from typing import Any, NamedTuple, final
 from meshcomm.config import TrainConfig
 from meshcomm.mesh import Mesh
 from meshcomm.mesh.all_ranks import of_every_rank
-from meshcomm.mesh.generation import Generation
 from meshcomm.mesh.stats import Stats
+from meshcomm.rendezvous.generation import Generation
 from meshcomm.train.cost import Memory, Rates
 
 

@@ -20,10 +20,10 @@ from typing import Any, Final, TypeAlias, final
 
 from meshcomm.config import Config, load_config
 from meshcomm.errors import ConfigError, LaunchError, MeshcommError, TrainingError, UnsupportedOp
-from meshcomm.launch.rank import as_rank
-from meshcomm.mesh.environment import find_launch
+from meshcomm.job.rank import as_rank
 from meshcomm.mesh.opening import init
 from meshcomm.mesh.source import CONFIG_VARIABLE
+from meshcomm.rendezvous.launcher import find_launch
 from meshcomm.train.parity import (
     Difference,
     Record,

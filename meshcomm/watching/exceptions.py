@@ -20,7 +20,7 @@ from meshcomm.watching.callsite import is_ours, is_program, place_in
 # The prefixes of Gloo's and NCCL's error messages.
 _CPP: Final = re.compile(r"\b\w+\.(cc|cpp|h|hpp):\d+")
 # Frames of code that only started the user's script.
-_STARTERS: Final = tuple(f"{Path(__file__).parents[1]}/{part}" for part in ("commands/", "launch/"))
+_STARTERS: Final = tuple(f"{Path(__file__).parents[1]}/{part}" for part in ("commands/", "job/"))
 
 
 class Reason(Enum):

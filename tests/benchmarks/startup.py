@@ -18,7 +18,7 @@ from statistics import median
 from typing import Any, Final, NamedTuple
 
 from meshcomm.errors import LaunchError
-from meshcomm.mesh.exposure import serve_on_loopback
+from meshcomm.rendezvous.exposure import serve_on_loopback
 from meshcomm.testing import Pool
 from tests.benchmarks.table import markdown
 

@@ -236,7 +236,7 @@ def test_a_wrong_call_ends_before_any_process_starts(
     (tmp_path / "mesh.toml").write_text(CONFIG)
     (tmp_path / "script.py").write_text("raise SystemExit('started')")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("meshcomm.launch.spawn.Popen", lambda *_, **__: pytest.fail("processes were started"))
+    monkeypatch.setattr("meshcomm.job.spawn.Popen", lambda *_, **__: pytest.fail("processes were started"))
     done = CliRunner().invoke(app, words)
     assert done.exit_code == 2, done.exception
     assert message in done.stderr and "Traceback" not in done.stderr and "started" not in done.stderr

@@ -49,7 +49,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     # typer would read the signatures of all commands again for each of some hundred lines.
     monkeypatch.setattr("typer.testing._get_command", lambda _: COMMANDS)
     (tmp_path / "good.py").write_text("raise SystemExit('it was started')\n")
-    monkeypatch.setattr("meshcomm.launch.spawn.Popen", lambda *_, **__: pytest.fail("processes were started"))
+    monkeypatch.setattr("meshcomm.job.spawn.Popen", lambda *_, **__: pytest.fail("processes were started"))
     return tmp_path
 
 

@@ -23,11 +23,11 @@ from meshcomm.commands import app
 from meshcomm.config import Config, MeshConfig, NetworkConfig, ProcessConfig, load_config
 from meshcomm.doctor import Finding, examine, host, together
 from meshcomm.doctor.host import Interface, Limit
-from meshcomm.mesh import exposure
-from meshcomm.mesh.environment import Launch, find_launch
-from meshcomm.mesh.exposure import ExposedRendezvous
-from meshcomm.mesh.rendezvous import meet
 from meshcomm.predict.lint import GLOO_DESCRIPTORS, footprint
+from meshcomm.rendezvous import exposure
+from meshcomm.rendezvous.exposure import ExposedRendezvous
+from meshcomm.rendezvous.launcher import Launch, find_launch
+from meshcomm.rendezvous.meeting import meet
 from meshcomm.testing import Pool
 from tests.forked_jobs import Job
 from tests.ports import free_port

@@ -19,7 +19,7 @@ from typing import Final
 
 import meshcomm.comm.handle
 import meshcomm.errors
-import meshcomm.mesh.exposure
+import meshcomm.rendezvous.exposure
 from meshcomm.errors import MeshcommError, RankFailed
 from meshcomm.layout.sizes import fold
 from meshcomm.testing import Pool, RankFailure
@@ -40,7 +40,7 @@ _VARIES: Final = (
 
 def public_errors() -> set[str]:
     """Every exception and warning that a user can meet by its class."""
-    modules = (meshcomm.errors, meshcomm.mesh.exposure, meshcomm.comm.handle)
+    modules = (meshcomm.errors, meshcomm.rendezvous.exposure, meshcomm.comm.handle)
     found = {RankFailure.__name__}
     for module in modules:
         for name, value in vars(module).items():

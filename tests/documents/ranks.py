@@ -13,8 +13,8 @@ from typing import Any
 
 import meshcomm
 from meshcomm.errors import MeshcommError
-from meshcomm.mesh.environment import with_variables
 from meshcomm.mesh.source import CONFIG_VARIABLE, OVERRIDES_VARIABLE, new_job
+from meshcomm.transport.variables import with_variables
 
 
 def script(folder: str, arguments: list[str], config: str | None, overrides: list[str]) -> tuple[int, str]:

@@ -14,8 +14,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from meshcomm.config import load_config
-from meshcomm.launch.places import sizes_of
-from meshcomm.launch.replacing import Replacing
+from meshcomm.job.replacing import Replacing, sizes_of
 from meshcomm.watching.ending import Failure
 
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 import meshcomm
 from meshcomm.errors import RankLost
-from meshcomm.mesh import generation
+from meshcomm.rendezvous import generation
 from meshcomm.testing.emulated_nccl import NAME, emulated_nccl
 from meshcomm.transport import connections
 

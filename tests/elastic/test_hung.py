@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from meshcomm.mesh.generation import hung_in
+from meshcomm.rendezvous.generation import hung_in
 from tests.elastic.deaths import config_of, left_over, simulated, training
 from tests.elastic.test_replaced import run
 

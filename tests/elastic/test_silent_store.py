@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from meshcomm.errors import StoreError
-from meshcomm.mesh.generation import AnnouncedGenerations
+from meshcomm.rendezvous.generation import AnnouncedGenerations
 from meshcomm.testing import Pool
 
 

@@ -12,7 +12,7 @@ import torch
 import meshcomm
 from meshcomm.config import Config, load_config
 from meshcomm.errors import RankFailed, RankLost
-from meshcomm.launch.places import sizes_of
+from meshcomm.job.replacing import sizes_of
 from meshcomm.mesh import Mesh
 from meshcomm.mesh.opening import init
 from meshcomm.simulator.run import run_ranks

@@ -185,7 +185,7 @@ def _store(row: Row, context: Any) -> Iterator[tuple[int, int]]:
 
 
 def _serve() -> Any:
-    from meshcomm.mesh.exposure import serve_on_loopback
+    from meshcomm.rendezvous.exposure import serve_on_loopback
 
     store = serve_on_loopback("127.0.0.1", 0, timedelta(seconds=60))
     assert store is not None

@@ -1,6 +1,6 @@
 """Ray, in a virtual environment of its own, on this host: python -m tests.launchers.ray [elastic|vanished]
 
-meshcomm.launch.ray, plain actors that call meshcomm.init, and TorchTrainer, on one node; on several nodes of this host
+meshcomm.job.ray, plain actors that call meshcomm.init, and TorchTrainer, on one node; on several nodes of this host
 trainings that lose ranks and nodes; and on two hosts in network namespaces, of which one is cut off. With a word only the
 second, or only the third.
 """
@@ -49,14 +49,14 @@ def main() -> int:
 def _one_node(checks: Checks, python: Path) -> None:
     """Jobs whose ranks end, or are not replaced."""
     words = program()[1:]
-    start = [str(python), "-m", "meshcomm.launch.ray", *_PARTS, "run", *words]
-    with checks.case("meshcomm.launch.ray run script.py") as case:
+    start = [str(python), "-m", "meshcomm.job.ray", *_PARTS, "run", *words]
+    with checks.case("meshcomm.job.ray run script.py") as case:
         case.said = summed(case.start(start).end())
-    with checks.case("meshcomm.launch.ray, rank 2 killed") as case:
+    with checks.case("meshcomm.job.ray, rank 2 killed") as case:
         case.said = named(
             case.start([*start, "--dies", "2"]).end(), "meshcomm: rank 2 was ended by SIGKILL", "the driver"
         )
-    with checks.case("meshcomm.launch.ray, an actor killed") as case:
+    with checks.case("meshcomm.job.ray, an actor killed") as case:
         job = case.start([*start, "--calls", "1000000"])
         job.await_line("of 4 on", 4)
         actor = _actor_of(2, case.mark)
@@ -158,7 +158,7 @@ class _Training:
 
     def start(self, case: Case, ranks: int, *options: str, host: Host | None = None) -> Job:
         """Start it, and wait for its first steps. host: of the driver."""
-        command = [str(self._python), "-m", "meshcomm.launch.ray", "--world-size", str(ranks), *options]
+        command = [str(self._python), "-m", "meshcomm.job.ray", "--world-size", str(ranks), *options]
         sets = [*self._words, "--set", f'train.out="{self._folder / "out"}"']
         command += ["train", *sets, str(self._folder / "train.toml")]
         job = case.start(command if host is None else host.command(command, ROOT), _address(case))

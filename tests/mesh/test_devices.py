@@ -20,12 +20,13 @@ from meshcomm.errors import LaunchError, MeshcommError, ShapeError, UnsupportedO
 from meshcomm.mesh import groups
 from meshcomm.mesh.desync import period_s
 from meshcomm.mesh.devices import choose_device, refuse_shared
-from meshcomm.mesh.environment import Launch, find_launch, nccl_defaults
 from meshcomm.mesh.source import MeshOnly
 from meshcomm.mesh.watchdog import look_interval_s
+from meshcomm.rendezvous.launcher import Launch, find_launch
 from meshcomm.testing import Pool
 from meshcomm.transport import ProcessGroupTransport, SoloTransport
 from meshcomm.transport.base import Call
+from meshcomm.transport.variables import nccl_defaults
 from meshcomm.watching.exceptions import Reason, reason_of
 
 

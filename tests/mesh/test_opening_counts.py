@@ -17,7 +17,7 @@ import torch.distributed as dist
 import meshcomm
 from meshcomm.errors import MeshMismatchError
 from meshcomm.mesh import agree
-from meshcomm.mesh.job_store import TWICE
+from meshcomm.rendezvous.keys import TWICE
 from meshcomm.testing import Pool
 
 pytestmark = pytest.mark.long

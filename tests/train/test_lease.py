@@ -19,7 +19,7 @@ import torch
 
 import meshcomm
 from meshcomm.errors import MeshcommError, TrainingError
-from meshcomm.mesh.job_store import process_name
+from meshcomm.rendezvous.processes import process_name
 from meshcomm.testing import Pool
 from meshcomm.train import Attempt, Callback, Checkpoints, run
 from meshcomm.train.checkpoint import lease

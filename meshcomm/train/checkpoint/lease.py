@@ -27,7 +27,7 @@ from typing import Any, Final, Self, final
 from meshcomm.errors import TrainingError
 from meshcomm.mesh import Mesh
 from meshcomm.mesh.all_ranks import is_first, of_every_rank, on_all_ranks
-from meshcomm.mesh.job_store import is_running, is_stopped, process_name
+from meshcomm.rendezvous.processes import is_running, is_stopped, process_name
 from meshcomm.train.run_files import check_folder
 
 RENEWED_S: Final = 10.0

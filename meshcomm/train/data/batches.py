@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from meshcomm.errors import MeshcommError, TrainingError
-from meshcomm.launch.reaper import end_with_parent
+from meshcomm.job.reaper import end_with_parent
 from meshcomm.parallel.compose import Engine
 from meshcomm.train.data.corpus import Corpus, Samples
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from meshcomm.launch.standby import COMMAND, Process, Standby
+from meshcomm.job.standby import COMMAND, Process, Standby
 
 _PLAN = (*COMMAND, "plan", "configs/quickstart.toml", "--rank")
 
@@ -21,7 +21,7 @@ def waiting(count: int = 1) -> list[psutil.Process]:
     """The processes that wait. A command line is empty for a moment after a start, and is then looked at again."""
     deadline = time.monotonic() + 10
     while True:
-        found = [each for each in psutil.Process().children() if "meshcomm.launch.standby" in each.cmdline()]
+        found = [each for each in psutil.Process().children() if "meshcomm.job.standby" in each.cmdline()]
         if len(found) == count or time.monotonic() > deadline:
             return found
         time.sleep(0.01)
@@ -73,10 +73,10 @@ def test_it_ends_when_it_is_not_needed_or_has_lost_its_launcher() -> None:
     # A launcher that is killed cannot end it.
     program = f"""
 import os, sys, time
-from meshcomm.launch.standby import Standby
+from meshcomm.job.standby import Standby
 standby = Standby({[*_PLAN, "3"]}, dict(os.environ))
 standby.start()
-print(standby._waiting.process.pid, flush=True)
+print(standby._process.pid, flush=True)
 time.sleep(60)
 """
     launcher = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)

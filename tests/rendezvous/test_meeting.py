@@ -30,11 +30,13 @@ from meshcomm.errors import (
 )
 from meshcomm.mesh import Mesh, agree
 from meshcomm.mesh.agree import leave_together
-from meshcomm.mesh.environment import Launch, network_variables
-from meshcomm.mesh.job_store import _elsewhere, find_agent, find_job, find_tcp_store, is_running, process_name
 from meshcomm.mesh.rank_failure import _speaks_first
-from meshcomm.mesh.rendezvous import blame, claim, meet
+from meshcomm.rendezvous.job_store import _elsewhere, find_job, find_tcp_store
+from meshcomm.rendezvous.launcher import Launch
+from meshcomm.rendezvous.meeting import meet
+from meshcomm.rendezvous.processes import blame, claim, is_running, process_name
 from meshcomm.testing import Pool
+from meshcomm.transport.variables import network_variables
 from meshcomm.watching.ending import failure_of, root_cause
 from tests.forked_jobs import Job
 from tests.ports import free_port
@@ -504,7 +506,7 @@ def test_a_program_that_says_nothing_keeps_nobody_waiting(monkeypatch: pytest.Mo
             TimeoutError,
             match=r"^a program listens, but no torch store answers: another program has the port, or",
         ):
-            find_tcp_store("127.0.0.1", port, 2, hosts=False, timeout=timedelta(seconds=0.1))
+            find_tcp_store("127.0.0.1", port, hosts=False, timeout=timedelta(seconds=0.1))
         for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": "1"}.items():
             monkeypatch.setenv(name, value)
         monkeypatch.setattr("meshcomm.mesh.rank_failure._ASK_S", 0.0)
@@ -512,7 +514,7 @@ def test_a_program_that_says_nothing_keeps_nobody_waiting(monkeypatch: pytest.Mo
 
 
 def test_what_is_wrong_with_an_address_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("meshcomm.mesh.job_store._UNKNOWN_S", 0.3)
+    monkeypatch.setattr("meshcomm.rendezvous.job_store._UNKNOWN_S", 0.3)
     short = timedelta(seconds=0.4)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         taken, free = silent.getsockname()[1], free_port()
@@ -525,10 +527,7 @@ def test_what_is_wrong_with_an_address_is_said(monkeypatch: pytest.MonkeyPatch) 
             ("host.invalid", free, True, "the name host.invalid is unknown: .*\n *for 0.3 s\n"),
         ):
             with pytest.raises(LaunchError, match=f"given: +{host}:{port}: {said}") as caught:
-                if agents:
-                    find_agent(host, port, 1, 2, short)
-                else:
-                    find_job(host, [port], "", 1, 2, short)
+                find_job(host, [port], "", 1, 2, short, agents=agents)
             assert ("another program has the port" in str(caught.value)) is (port == taken)
         with pytest.raises(LaunchError, match="a program listens, but no torch store answers"):
             find_job("127.0.0.1", [taken], "", 0, 2, short)
@@ -554,7 +553,7 @@ def test_a_name_may_appear_while_a_rank_waits(monkeypatch: pytest.MonkeyPatch) -
     store = find_job("127.0.0.1", [port], "", 0, 2, timedelta(seconds=30))
     monkeypatch.setattr(socket, "getaddrinfo", appears)
     monkeypatch.setattr(
-        "meshcomm.mesh.job_store.find_tcp_store",
+        "meshcomm.rendezvous.job_store.find_tcp_store",
         lambda host, *given, **more: find_tcp_store("127.0.0.1", *given, **more),
     )
     assert find_job("rank-0.job", [port], "", 1, 2, timedelta(seconds=30)).port == store.port
@@ -565,7 +564,7 @@ RETURNS_LATE = """
 import sys, time
 from datetime import timedelta
 import torch.distributed as dist
-from meshcomm.mesh.store import within
+from meshcomm.rendezvous.store import within
 
 class Slow:
     # A program's object that takes long to go: Python shuts down meanwhile.
@@ -728,7 +727,7 @@ torch.multiprocessing.start_processes(work, (config,), nprocs=2, start_method="f
 
 
 def test_torchs_spawn(pool: Pool, tmp_path: Path) -> None:
-    """By its general form, as forked children need no second import. torchrun: tests/launch/test_orphans.py."""
+    """By its general form, as forked children need no second import. torchrun: tests/job/test_orphans.py."""
     code, out, err = Job(pool, tmp_path, "-c", JOB).finish()
     assert code == 0, err
     assert sorted(out.splitlines()) == ["rank 0 (dp=0): [0, 1]", "rank 1 (dp=1): [0, 1]"]

@@ -17,8 +17,9 @@ import pytest
 import torch.distributed as dist
 
 from meshcomm.errors import LaunchError
-from meshcomm.mesh.exposure import serve_on_loopback
-from meshcomm.mesh.job_store import Owner, find_job, known_everywhere
+from meshcomm.rendezvous.exposure import serve_on_loopback
+from meshcomm.rendezvous.job_store import find_job
+from meshcomm.rendezvous.processes import Owner, known_everywhere
 from meshcomm.testing import Pool
 from tests.forked_jobs import Job
 from tests.ports import free_port
@@ -267,7 +268,7 @@ def test_stores_that_take_long_to_answer(monkeypatch: pytest.MonkeyPatch) -> Non
     first = find_job("127.0.0.1", ports[1:], "mine", 0, 2, _SHORT)
     monkeypatch.setattr(dist, "TCPStore", late)
     for name, value in {"_ANSWERS_S": 0.1, "_GRACE_S": 0.1, "_SILENT_S": 0.1}.items():
-        monkeypatch.setattr(f"meshcomm.mesh.job_store.{name}", value)
+        monkeypatch.setattr(f"meshcomm.rendezvous.job_store.{name}", value)
     first.set("key", "value")
     assert find_job("127.0.0.1", ports[1:], "mine", 0, 2, _SHORT).get("key") == b"value"
     assert find_job("127.0.0.1", ports, "mine", 1, 2, timedelta(seconds=30)).get("key") == b"value"

@@ -11,7 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from meshcomm.launch.spawn import SAVED, launch
+from meshcomm.config import load_config
+from meshcomm.config.elastic import ElasticConfig
+from meshcomm.job.replacing import SAVED
+from meshcomm.job.spawn import launch
 from meshcomm.testing import Pool
 from tests.commands.test_run import CONFIG, start, written
 from tests.forked_jobs import Job
@@ -30,7 +33,9 @@ def same_handlers() -> Iterator[None]:
 
 def run(script: str, world_size: int = 3, max_restarts: int = 0) -> int:
     head = "import os, signal, sys, time\nrank = int(os.environ['RANK'])\n"
-    return launch(["-c", head + script], world_size, max_restarts, lambda rank: f"rank {rank} (dp={rank})")
+    return launch(
+        ["-c", head + script], world_size, max_restarts, load_config({"mesh": {"dims": {"dp": world_size}}})
+    )
 
 
 def send_when_up(folder: Path, number: signal.Signals, after_s: float = 0.0) -> None:
@@ -142,6 +147,16 @@ time.sleep(1000)
     assert capfd.readouterr().err == ""
     # A rank that fails beside them is the cause.
     assert run(f"sys.exit({SAVED} if rank else 3)") == 3
+
+
+def test_a_job_of_one_rank_waits_for_the_process_that_replaces_it(capfd: pytest.CaptureFixture[str]) -> None:
+    script = """
+import os, signal
+if os.environ["MESHCOMM_GENERATION"] == "0":
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+    assert launch(["-c", script], 1, elastic=ElasticConfig(replace=1, delay_s=0.3)) == 0
+    assert capfd.readouterr().err == "meshcomm: rank 0 was ended by SIGKILL; replaced, replacements left: 0\n"
 
 
 def test_an_ignored_hangup_stays_ignored() -> None:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from meshcomm.comm.checks import seconds_of
 from meshcomm.errors import MeshClosed, MeshcommError, StoreError, StoreTimeout, UnsupportedOp
-from meshcomm.mesh.signed import unsigned
+from meshcomm.rendezvous.signed import unsigned
 from meshcomm.transport.torch_private import await_at_exit
 from meshcomm.watching.exceptions import first_line
 
@@ -89,10 +89,10 @@ class MeshStore:
     def get(self, key: str, timeout_s: float | None = None) -> bytes:
         """Wait for `key`, and return its value."""
         seconds, deadline = self._until("get", timeout_s)
-        while (found := self._peek("get", key)) is None:
+        while (value := self._peek("get", key)) is None:
             # Another rank may delete the key between the wait and the read.
             self._wait("get", [key], seconds, deadline)
-        return found
+        return value
 
     def add(self, key: str, amount: int) -> int:
         """Add to a 64-bit counter, which starts at 0, and return the new value. `add(key, 0)` reads the counter.

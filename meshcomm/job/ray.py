@@ -1,4 +1,4 @@
-"""Run ranks as Ray actors: `python -m meshcomm.launch.ray --world-size 8 train CONFIG`, or `... run SCRIPT`."""
+"""Run ranks as Ray actors: `python -m meshcomm.job.ray --world-size 8 train CONFIG`, or `... run SCRIPT`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import itertools
 import json
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -16,9 +15,6 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from datetime import timedelta
-from math import prod
 from pathlib import Path
 from typing import Any, Final, NamedTuple, NoReturn, final
 
@@ -27,28 +23,17 @@ import torch.distributed as dist
 from meshcomm.config import Config, load_config
 from meshcomm.config.elastic import ElasticConfig
 from meshcomm.errors import LaunchError, MeshcommError
-from meshcomm.launch.places import sizes_of
-from meshcomm.launch.reaper import DISMISSED, JOB_VARIABLE, end_all, start_reaper
-from meshcomm.launch.replacing import Replacing
-from meshcomm.launch.spawn import SAVED
-from meshcomm.layout.sizes import rank_text
-from meshcomm.mesh.exposure import serve_on_loopback
-from meshcomm.mesh.generation import ANNOUNCED_VARIABLE, VARIABLE
-from meshcomm.mesh.rendezvous import of_this_attempt
-from meshcomm.mesh.signed import SECRET_VARIABLE, SignedStore, new_secret
-from meshcomm.mesh.source import with_sizes
-from meshcomm.watching.ending import Failure, root_cause, without_error
+from meshcomm.job.reaper import DISMISSED, JOB_VARIABLE, end_all, start_reaper
+from meshcomm.job.replacing import Replacing, sizes_of
+from meshcomm.job.standby import COMMAND
+from meshcomm.job.supervisor import LOOPBACK, STORE_TIMEOUT, Label, Supervisor, labels_of
+from meshcomm.rendezvous.exposure import serve_on_loopback
+from meshcomm.rendezvous.generation import ANNOUNCED_VARIABLE, VARIABLE
+from meshcomm.watching.ending import Failure, without_error
 
-# How long to wait for the original error after errors that it caused.
-_CAUSE_S: Final = 5.0
 # How long Ray may take to detect that a node is dead.
 _ANNOUNCED_S: Final = 60
 _LOOK_S: Final = 0.1
-_STORE_TIMEOUT: Final = timedelta(seconds=60)
-_LOOPBACK: Final = "127.0.0.1"
-
-Label = Callable[[int, Mapping[str, int]], str]
-"""A function that names a rank with its coords. It receives the mesh's sizes if they differ from the configuration."""
 
 
 class _Rank:
@@ -74,7 +59,7 @@ class _Rank:
         reaper = start_reaper(folder)
         try:
             process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "meshcomm", *words],
+                [sys.executable, *COMMAND, *words],
                 env={**os.environ, **variables, JOB_VARIABLE: str(folder)},
                 cwd=cwd,
                 stdout=subprocess.PIPE,
@@ -141,10 +126,10 @@ def launch(
         place = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(group)
         kind = ray.remote(_Rank).options(num_cpus=cpus, num_gpus=gpus, scheduling_strategy=place)
         nodes = sum(bool(node["Alive"]) for node in ray.nodes())
-        address = _LOOPBACK if nodes == 1 else ray.util.get_node_ip_address()
+        address = LOOPBACK if nodes == 1 else ray.util.get_node_ip_address()
         store = _serve(address) if replacing.is_elastic else None
         ranks = _Ranks(
-            kind.remote, words, replacing, timeout_s, _labels(settings, world_size), (address, store, nodes)
+            kind.remote, words, replacing, timeout_s, labels_of(settings, world_size), (address, store, nodes)
         )
         return ranks.run()
     finally:
@@ -158,10 +143,10 @@ def _read(words: Sequence[str], replace: int | None) -> tuple[list[str], Config 
     command, *rest = words or [""]
     if command not in ("train", "run"):
         raise LaunchError(
-            f"meshcomm.launch.ray cannot start {command or 'ranks without a command'}",
+            f"meshcomm.job.ray cannot start {command or 'ranks without a command'}",
             given=" ".join(words) or "no words",
             expected="train CONFIG, or run [CONFIG] SCRIPT",
-            hint="python -m meshcomm.launch.ray --world-size 8 train CONFIG",
+            hint="python -m meshcomm.job.ray --world-size 8 train CONFIG",
         )
     if replace is not None:
         rest = ["--replace", str(replace), *rest]
@@ -183,23 +168,12 @@ def _read(words: Sequence[str], replace: int | None) -> tuple[list[str], Config 
     return [command, *rest], settings, settings.elastic
 
 
-def _labels(settings: Config | None, world_size: int) -> Label:
-    def label(rank: int, dims: Mapping[str, int]) -> str:
-        if settings is not None:
-            with suppress(MeshcommError):
-                layout = with_sizes(settings, dims).layout(prod(dims.values()) if dims else world_size)
-                return rank_text(rank, layout.coords(rank))
-        return rank_text(rank, None)
-
-    return label
-
-
 def _serve(address: str) -> dist.TCPStore:
     """Return a store for the job that listens at the given address of the driver's host."""
-    store = serve_on_loopback(address, 0, _STORE_TIMEOUT)
+    store = serve_on_loopback(address, 0, STORE_TIMEOUT)
     try:
         return store or dist.TCPStore(
-            address, 0, is_master=True, wait_for_workers=False, timeout=_STORE_TIMEOUT
+            address, 0, is_master=True, wait_for_workers=False, timeout=STORE_TIMEOUT
         )
     except (OSError, RuntimeError) as error:
         raise LaunchError(
@@ -219,8 +193,8 @@ class _Place(NamedTuple):
 
 
 @final
-class _Ranks:
-    """The ranks of a job, whose processes are started by actors. replacing: the policy for lost ranks.
+class _Ranks(Supervisor):
+    """The ranks of a job, whose processes are started by actors.
 
     make: a function that creates a new actor in the job's placement group. patience_s: how long an actor may take to start.
     served: the address of the driver's host, the job's store there (None if rank 0 serves it), and the cluster's node count.
@@ -235,138 +209,104 @@ class _Ranks:
         label: Label,
         served: tuple[str, dist.TCPStore | None, int],
     ) -> None:
-        self._make, self._words, self._replacing = make, [*words], replacing
-        self._patience_s, self._label, self._served = patience_s, label, served
-        self._common: dict[str, str] = {}
+        super().__init__(replacing, label)
+        self._make, self._words, self._patience_s, self._served = make, [*words], patience_s, served
         self._actors: dict[int, Any] = {}
         self._places: dict[int, _Place] = {}
         # By awaited reference: the process that produces the output, or the process whose actor is starting, and since when.
         self._streams: dict[Any, int] = {}
         self._coming: dict[Any, tuple[int, float]] = {}
-        self._well: set[int] = set()
         self._several_nodes = False
 
     def run(self) -> int:
         """Start all ranks. Wait until all ranks have ended, or one has failed and is not replaced. Return the exit code."""
-        self._start()
-        failures = self._follow()
-        return self._told(failures) if failures else 0
+        self._start_all()
+        failures = self.follow()
+        if not failures:
+            return 0
+        code, lines = self.told(failures)
+        print(lines, file=sys.stderr)
+        return code
 
     def close(self) -> None:
         """End all actors and their ranks."""
         for process in [*self._actors]:
-            self._end(process)
+            self.end(process)
 
-    def _start(self) -> None:
+    def _start_all(self) -> None:
         import ray
 
-        count = self._replacing.places.count
-        self._actors = {process: self._make() for process in range(count)}
-        asked = [actor.where.remote() for actor in self._actors.values()]
-        places = ray.get(asked, timeout=self._patience_s)
+        count = self.replacing.places.count
+        actors = [self._make() for _ in range(count)]
+        self._actors = dict(enumerate(actors))
+        places = ray.get([actor.where.remote() for actor in actors], timeout=self._patience_s)
         # Place ranks of one node next to each other.
         nodes = list(dict.fromkeys(node for node, _, _ in places))
         order = sorted(range(count), key=lambda at: nodes.index(places[at][0]))
-        self._actors = {process: self._actors[at] for process, at in enumerate(order)}
+        self._actors = {process: actors[at] for process, at in enumerate(order)}
         for process, at in enumerate(order):
             self._take_place(process, *places[at][:2])
         address, store, several = self._served
         self._several_nodes = len(nodes) > 1 or (store is not None and several > 1)
         if store is None:
             _, address, port = places[order[0]]
-            address = address if self._several_nodes else _LOOPBACK
+            address = address if self._several_nodes else LOOPBACK
         else:
             port = store.port
-        secret = new_secret()
-        self._common = {
-            "WORLD_SIZE": str(count),
-            "MASTER_ADDR": address,
-            "MASTER_PORT": str(port),
-            "TORCHELASTIC_RUN_ID": f"ray-{uuid.uuid4().hex[:12]}",
-            SECRET_VARIABLE: secret,
-        }
-        if store is not None:
-            self._common |= {
-                "TORCHELASTIC_USE_AGENT_STORE": "True",
-                ANNOUNCED_VARIABLE: str(_ANNOUNCED_S),
-                # After a loss, torch's store prints a C++ trace from each rank.
-                "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
-            }
-            self._replacing.store = SignedStore(of_this_attempt(store, self._common), secret)
+            self.common[ANNOUNCED_VARIABLE] = str(_ANNOUNCED_S)
+        self.common["WORLD_SIZE"] = str(count)
+        self.meet_at(address, port, f"ray-{uuid.uuid4().hex[:12]}", store)
         for process in range(count):
-            self._run(process, 0)
+            self._run(process)
+
+    def start(self, process: int) -> None:
+        self._actors[process] = self._make()
+        self._coming[self._actors[process].where.remote()] = process, time.monotonic()
+
+    def end(self, process: int) -> None:
+        """See Supervisor. Ray also reports an unreachable actor as lost. That actor's rank must not meet the new one."""
+        import ray
+
+        if (actor := self._actors.pop(process, None)) is not None:
+            # Also frees the actor's share of the placement group.
+            ray.kill(actor)
+        self._forget(process)
+        self._places.pop(process, None)
+
+    def _forget(self, process: int) -> None:
+        """Expect nothing more from the actor of a process."""
+        self.running.discard(process)
+        self._streams = {stream: other for stream, other in self._streams.items() if other != process}
+        self._coming = {asked: start for asked, start in self._coming.items() if start[0] != process}
 
     def _take_place(self, process: int, node: str, address: str) -> None:
         taken = {place.local_rank for place in self._places.values() if place.node == node}
-        local_rank = next(each for each in itertools.count() if each not in taken)
+        local_rank = next(number for number in itertools.count() if number not in taken)
         self._places[process] = _Place(node, address, local_rank)
 
-    def _run(self, process: int, generation: int) -> None:
-        """Start a rank in its actor. generation: the number of the generation that the rank joins."""
+    def _run(self, process: int, generation: int | None = None) -> None:
+        """Start a rank in its actor. generation: the number of the generation that the rank joins, if a lost one is replaced."""
         own = self._variables(process)
-        if self._replacing.store is not None:
+        if generation is not None:
             own[VARIABLE] = str(generation)
-        stream = self._actors[process].run.remote(self._words, self._common | own, os.getcwd())
+        stream = self._actors[process].run.remote(self._words, self.common | own, os.getcwd())
         self._streams[stream] = process
+        self.running.add(process)
 
     def _variables(self, process: int) -> dict[str, str]:
         """Return the environment variables that torchrun would set for this rank only."""
-        place, count = self._places[process], self._replacing.places.count
-        here = sum(each.node == place.node for each in self._places.values())
+        place, count = self._places[process], self.replacing.places.count
+        neighbors = sum(other.node == place.node for other in self._places.values())
         # If all ranks are on one host, Gloo chooses the loopback interface, but later ranks may be on other hosts.
-        local = max(1, min(max(here, place.local_rank + 1), count - 1)) if self._several_nodes else count
+        local = max(1, min(max(neighbors, place.local_rank + 1), count - 1)) if self._several_nodes else count
         return {
             "RANK": str(process),
             "LOCAL_RANK": str(place.local_rank),
             "LOCAL_WORLD_SIZE": str(local),
         }
 
-    def _end(self, process: int) -> None:
-        """End a process's actor, which frees its share of the placement group."""
-        import ray
-
-        if (actor := self._actors.pop(process, None)) is not None:
-            ray.kill(actor)
-        self._places.pop(process, None)
-        self._streams = {stream: each for stream, each in self._streams.items() if each != process}
-        self._coming = {asked: each for asked, each in self._coming.items() if each[0] != process}
-
-    def _follow(self) -> dict[int, Failure]:
-        """Print ranks' output until all ranks have completed, or one has failed and is not replaced. Return the failures."""
-        replacing, failures, last = self._replacing, dict[int, Failure](), float("inf")
-        while True:
-            for process in replacing.starts():
-                self._actors[process] = self._make()
-                self._coming[self._actors[process].where.remote()] = process, time.monotonic()
-            members = replacing.places.processes
-            found = self._heard()
-            for process, what in replacing.hung().items():
-                ended = without_error(process, -signal.SIGKILL, time.time(), self._name)
-                found.setdefault(process, dataclasses.replace(ended, what=what))
-            well = self._well & {*members}
-            # Ranks that were asked to end and have saved their state all end together.
-            saved = any(failure.code == SAVED for failure in found.values())
-            for process in found:
-                # Ray also reports an unreachable actor as lost. That actor's rank must not meet the new one.
-                self._end(process)
-            if found and not failures and not saved and replacing.lost(found, bool(well)):
-                continue
-            failures |= found
-            if failures:
-                last = min(last, time.monotonic() + _CAUSE_S)
-                follow = all(failure.follows for failure in failures.values())
-                if not follow or not self._streams or time.monotonic() > last:
-                    return failures
-                continue
-            if well == {*members}:
-                return {}
-            if unmet := replacing.unmet(well) or self._without_room():
-                return {**unmet}
-            replacing.lose_patience()
-            replacing.grow(bool(well))
-
-    def _heard(self) -> dict[int, Failure]:
-        """Print the ranks' output that arrives within a short wait. Return the failures of lost ranks."""
+    def look(self) -> dict[int, Failure]:
+        """See Supervisor. Prints the ranks' output."""
         import ray
 
         if not (waited := [*self._streams, *self._coming]):
@@ -375,20 +315,19 @@ class _Ranks:
         ray.wait(waited, timeout=_LOOK_S)
         ready, _ = ray.wait(waited, num_returns=len(waited), timeout=0)
         failures = {}
-        for each in ready:
-            process = self._streams[each] if each in self._streams else self._coming[each][0]
+        for reference in ready:
+            starts = reference in self._coming
+            process = self._coming[reference][0] if starts else self._streams[reference]
             try:
-                failure = self._hear(each, process)
+                failure = self._hear(reference, process)
             except ray.exceptions.RayError as error:
                 reason = str(error).strip().splitlines()[0]
-                gone = without_error(process, 1, time.time(), self._name)
                 what = f"could not be placed: {reason}"
                 if place := self._places.get(process):
                     what = f"lost its actor on {place.address}: {reason}"
-                failure = dataclasses.replace(gone, what=what)
+                failure = dataclasses.replace(without_error(process, 1, time.time(), self.name), what=what)
             if failure is not None:
-                self._streams.pop(each, None)
-                self._coming.pop(each, None)
+                self._forget(process)
                 failures[process] = failure
         return failures
 
@@ -402,66 +341,38 @@ class _Ranks:
             node, address, _ = ray.get(ready)
             del self._coming[ready]
             self._take_place(process, node, address)
-            self._run(process, self._replacing.started(process))
+            self._run(process, self.replacing.started(process))
             return None
         said = ray.get(next(ready))
         if isinstance(said, str):
             print(said, end="", flush=True)
             return None
-        del self._streams[ready]
         code, left = said
         if left:
             return Failure(**json.loads(left))
-        if not code:
-            self._well.add(process)
-            return None
-        return without_error(process, code, time.time(), self._name)
+        if code:
+            return without_error(process, code, time.time(), self.name)
+        self._forget(process)
+        self.completed.add(process)
+        return None
 
-    def _without_room(self) -> dict[int, Failure]:
+    def hopeless(self) -> Mapping[int, Failure]:
         """Return the awaited processes for which the cluster has had no room for too long. The result is empty if the job can
         continue with fewer ranks.
         """
-        replacing, until = self._replacing, time.monotonic() - self._patience_s
-        if replacing.places.sizes is not None:
+        last, until = self.replacing.last, time.monotonic() - self._patience_s
+        if self.replacing.places.sizes is not None:
             return {}
-        what = f"{{}}; for {self._patience_s:g} s the cluster had no room for a new process"
+        late = [process for process, since in self._coming.values() if since < until and process in last]
+        why = f"for {self._patience_s:g} s the cluster had no room for a new process"
         return {
-            process: dataclasses.replace(
-                replacing.last[process], what=what.format(replacing.last[process].what)
-            )
-            for process, since in self._coming.values()
-            if since < until and process in replacing.last
+            process: dataclasses.replace(last[process], what=f"{last[process].what}; {why}")
+            for process in late
         }
-
-    def _name(self, process: int) -> str:
-        """Return the name of a process, by its rank in the current mesh."""
-        places = self._replacing.places
-        if process in places.processes:
-            return self._label(places.processes.index(process), places.dims)
-        return self._label(process, {})
-
-    def _told(self, failures: Mapping[int, Failure]) -> int:
-        """Print the root cause on stderr; return the exit code."""
-        replacing, members = self._replacing, self._replacing.places.processes
-        if all(failure.follows for failure in failures.values()):
-            failures = {**replacing.recent, **failures}
-        failed = replacing.numbered(failures)
-        ended = [rank for rank, process in enumerate(members) if process in self._well]
-        root, others = root_cause(
-            failed or failures.values(),
-            len(members),
-            lambda rank: self._label(rank, replacing.places.dims),
-            ended,
-        )
-        others += replacing.notes(failed, ended, root.rank)
-        lines = [root.text] if root.text else []
-        lines += [f"meshcomm: {line}" for line in (root.summary, *others)]
-        print("\n".join(lines), file=sys.stderr)
-        return root.code
 
 
 def _main() -> NoReturn:
-    parser = argparse.ArgumentParser(prog="python -m meshcomm.launch.ray", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m meshcomm.job.ray", description=__doc__)
     parser.add_argument("--world-size", type=int, required=True)
     parser.add_argument("--cpus-per-rank", type=float, default=1.0)
     parser.add_argument("--gpus-per-rank", type=float, default=0.0)

@@ -1,4 +1,4 @@
-"""The first step of a job: each process finds the job's store and claims its rank there."""
+"""The first step of a job: each process finds the job's store."""
 
 from __future__ import annotations
 
@@ -7,28 +7,25 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch.distributed as dist
 
 from meshcomm.config.process import ProcessConfig
-from meshcomm.errors import LaunchError, MeshMismatchError
-from meshcomm.layout.sizes import ranks_text
-from meshcomm.mesh.environment import Launch, attempt_of, attempt_prefix, launch_by_arguments, ports_of
-from meshcomm.mesh.exposure import ExposedRendezvous, exposed_file, is_loopback
-from meshcomm.mesh.job_store import (
-    TWICE,
-    find_agent,
-    find_job,
-    is_running,
-    is_stopped,
-    known_everywhere,
-    note_twice,
-    owner_of,
-    process_name,
-    started_by,
+from meshcomm.errors import LaunchError
+from meshcomm.rendezvous import keys
+from meshcomm.rendezvous.exposure import ExposedRendezvous, exposed_file, is_loopback
+from meshcomm.rendezvous.job_store import find_job, ports_of
+from meshcomm.rendezvous.launcher import (
+    Launch,
+    attempt_of,
+    attempt_prefix,
+    launch_by_arguments,
+    run_of,
+    several_agents,
 )
-from meshcomm.mesh.signed import signed
+from meshcomm.rendezvous.processes import came_twice, is_running, known_everywhere, process_name, started_by
+from meshcomm.rendezvous.signed import signed
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,13 +61,10 @@ def meet(
     """
     if launch.kind == "single" and (world_size, process.world_size) != (None, None):
         launch = launch_by_arguments(os.environ)
-    rank, world_size = (
-        next(value for value in values if value is not None)
-        for values in (
-            (rank, process.rank, launch.rank),
-            (world_size, process.world_size, launch.world_size),
-        )
-    )
+    if rank is None:
+        rank = launch.rank if process.rank is None else process.rank
+    if world_size is None:
+        world_size = launch.world_size if process.world_size is None else process.world_size
     for name, value in (("rank", rank), ("world_size", world_size)):
         if isinstance(value, bool) or not isinstance(value, int):
             raise LaunchError(
@@ -96,7 +90,7 @@ def meet(
     if launch.kind == "given":
         launch = replace(launch, rank=rank, world_size=world_size)
     # A program may reuse the store that it passes. With several agents, attempts have no common count.
-    kept = store is not None or os.environ.get("GROUP_WORLD_SIZE", "1") != "1"
+    kept = store is not None or several_agents(os.environ)
     if store is None:
         store, launch = _find_store(process, launch, rank, world_size, timedelta(seconds=timeout_s))
     return Meeting(signed(of_this_attempt(store)), rank, world_size, launch, kept=kept)
@@ -107,10 +101,10 @@ def of_this_attempt(store: dist.Store, env: Mapping[str, str] = os.environ) -> d
 
     env: the ranks' environment variables.
     """
-    run = env.get("TORCHELASTIC_RUN_ID", "none")
-    own = [*([] if run in ("", "none") else [f"run-{run}"]), *filter(None, [attempt_prefix(env)])]
-    for prefix in own:
-        store = dist.PrefixStore(prefix, store)
+    run = run_of(env)
+    for prefix in (run and f"run-{run}", attempt_prefix(env)):
+        if prefix:
+            store = dist.PrefixStore(prefix, store)
     return store
 
 
@@ -144,10 +138,7 @@ def _find_store(
         (launch.address or "").strip("[]"),
         [launch.port],
     )
-    if agents:
-        store = find_agent(host, ports[0], rank, world_size, timeout)
-    else:
-        store = find_job(host, ports, job, rank, world_size, timeout)
+    store = find_job(host, ports, job, rank, world_size, timeout, agents=agents)
     launch = replace(launch, address=host, port=store.port)
     # Warn once per job, not once per attempt.
     first = rank == 0 and not attempt_of(os.environ)
@@ -171,7 +162,7 @@ def _file_store(path: str, rank: int, world_size: int) -> dist.Store:
         path = f"{path}.{prefix}"
     store = dist.FileStore(path, world_size)
     # Record the writing process, to detect a file left by an earlier job.
-    key, mine = f"meshcomm/process/{rank}", process_name()
+    key, mine = keys.PROCESS.format(rank), process_name()
     before = store.compare_set(key, "", mine).decode()
     if before != mine:
         if is_running(before):
@@ -183,102 +174,3 @@ def _file_store(path: str, rank: int, world_size: int) -> dist.Store:
             hint=f"rm {path}, or another process.path",
         )
     return store
-
-
-# -- one process for each rank ----------------------------------------------------------------------------
-
-
-def state_of_rank(store: Any, rank: int) -> str:
-    """Return the state of the process that has claimed `rank`: "ended", "stopped" or "runs"; "" if this host cannot tell."""
-    key = f"meshcomm/owner/{rank}"
-    name = store.get(key).decode() if store.check([key]) else ""
-    runs = is_running(name)
-    if not runs:
-        return "" if runs is None else "ended"
-    return "stopped" if is_stopped(name) else "runs"
-
-
-def claim(store: Any, rank: int, *, kept: bool) -> None:
-    """Claim `rank` for this process, with one store operation. This process may claim the rank again, and other processes
-    may claim it once this process has ended.
-
-    Called by: every process of the job, before any other operation that counts its rank in the store.
-    kept: whether the store may hold keys of earlier attempts of the job. If so, a process on another host is assumed to
-        belong to an earlier attempt.
-    Raises LaunchError naming both processes if another process has this rank; `blame` then informs the other ranks.
-    """
-    key, mine = f"meshcomm/owner/{rank}", process_name()
-    first = store.compare_set(key, "", mine).decode()
-    if first == mine:
-        return
-    runs = is_running(first)
-    if runs or (runs is None and not kept):
-        raise came_twice(store, rank, first)
-    store.compare_set(key, first, mine)
-
-
-def came_twice(store: Any, rank: int, first: str) -> LaunchError:
-    """Return this process's error if the process `first` has the same rank. The error is also reported to the other ranks."""
-    mine = process_name()
-    note_twice(store, rank, first)
-    return LaunchError(
-        f"rank {rank} exists twice: another process has already claimed rank {rank}",
-        given=f"{first}\n{mine} (this one)",
-        expected="a different rank for each process of a job, and a different address or file for each job",
-        hint="check what sets the rank of both: RANK in the environment, process.rank, or init(rank=...)",
-    )
-
-
-def blame(error: MeshMismatchError, store: Any) -> None:
-    """If ranks are missing, set the mismatched ranks of `error` to the ranks that two processes claim."""
-    if not error.missing:
-        return
-    try:
-        found = _twice(store)
-    except RuntimeError:
-        return
-    if not found:
-        return
-    error.mismatched_ranks = tuple(sorted({each.rank for each in found}))
-    error.given = "\n".join([str(error.given), *map(str, found)])
-    error.hint = f"check what sets the rank of the processes that are {ranks_text(error.mismatched_ranks)}"
-
-
-def another_job(store: Any) -> LaunchError | None:
-    """Return the error if processes of another job used this store and this rank may belong to that job. This rank cannot
-    belong to that job if a single process started this rank and rank 0 but none of the refused processes.
-    """
-    found = _twice(store)
-    if not found:
-        return None
-    owner, parent = owner_of(store), process_name(os.getppid())
-    if owner is not None and owner.parent == parent and parent not in {each.parent for each in found}:
-        return None
-    return LaunchError(
-        "another job used this job's store: the ranks of both jobs may be mixed",
-        given="\n".join([*map(str, found), f"this is {process_name()}"]),
-        expected="a different address for each job: ranks of jobs without a name cannot be told apart",
-        hint="a different MASTER_PORT for each job, or one job name in TORCHELASTIC_RUN_ID on all its ranks",
-    )
-
-
-class _Twice(NamedTuple):
-    """A rank, and the names of the process that claimed it, a later process with this rank, and the later process's parent."""
-
-    rank: int
-    first: str
-    second: str
-    parent: str
-
-    def __str__(self) -> str:
-        return f"rank {self.rank} exists twice: {self.first}; and {self.second}"
-
-
-def _twice(store: Any) -> list[_Twice]:
-    """Return the processes that were refused because another process has their rank, except processes of earlier attempts."""
-    lines = store.get(TWICE).decode().splitlines() if store.check([TWICE]) else []
-    found = [_Twice(int(rank), *names) for rank, *names in (line.split("\t") for line in lines)]
-    owners = {each: f"meshcomm/owner/{each.rank}" for each in found}
-    return [
-        each for each, key in owners.items() if store.check([key]) and store.get(key).decode() == each.first
-    ]

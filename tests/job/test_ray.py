@@ -16,9 +16,9 @@ import torch.distributed as dist
 
 from meshcomm.config.elastic import ElasticConfig
 from meshcomm.errors import ConfigError, LaunchError
-from meshcomm.launch import ray
-from meshcomm.launch.places import Sizes
-from meshcomm.launch.replacing import Replacing
+from meshcomm.job import ray
+from meshcomm.job.replacing import Replacing, Sizes
+from meshcomm.job.supervisor import labels_of
 from meshcomm.watching.ending import Failure
 
 
@@ -301,8 +301,8 @@ def test_what_the_words_say_of_losses(tmp_path: Path) -> None:
     path = str(config)
     said, settings, elastic = ray._read(["run", path, "script.py", "--replace", "7"], None)
     assert said == ["run", path, "script.py", "--replace", "7"] and elastic.replace == 3
-    assert settings is not None and ray._labels(settings, 4)(2, {}) == "rank 2 (dp=2)"
-    assert ray._labels(settings, 4)(1, {"dp": 2}) == "rank 1 (dp=1)"
+    assert settings is not None and labels_of(settings, 4)(2, {}) == "rank 2 (dp=2)"
+    assert labels_of(settings, 4)(1, {"dp": 2}) == "rank 1 (dp=1)"
     said, _, elastic = ray._read(["train", "--set", "elastic.min.dp=2", path], 5)
     assert said == ["train", "--replace", "5", "--set", "elastic.min.dp=2", path]
     assert elastic == ElasticConfig(replace=5, min={"dp": 2})

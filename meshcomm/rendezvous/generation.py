@@ -22,23 +22,13 @@ from typing import Any, Final, final
 
 from meshcomm.errors import RankLost, StoreError
 from meshcomm.layout.sizes import ranks_text
-from meshcomm.mesh.store import interrupted, within
+from meshcomm.rendezvous import keys
+from meshcomm.rendezvous.store import interrupted, within
 from meshcomm.transport.connections import Connections
 from meshcomm.transport.torch_changes import interruptible_waits
 
 VARIABLE: Final = "MESHCOMM_GENERATION"
 """Set by a launcher that replaces lost ranks: "0" for the first processes, otherwise the generation to join."""
-
-_KEY: Final = "meshcomm/generation/{}"
-_MET: Final = "meshcomm/generation/{}/met"
-# Set by a process that waits for a generation. Contains the numbers of the generation and the process.
-WAITS: Final = "meshcomm/waits/{}/{}"
-# The processes of a generation that its ranks have found hung, one per line: the process, and what it does.
-_HUNG: Final = "meshcomm/hung/{}"
-# The decision on how a generation ends: with a larger mesh, or with the end of the program.
-_NEXT: Final = "meshcomm/next/{}"
-# Set when the work of the program is done.
-_ENDED: Final = "meshcomm/ended"
 
 ANNOUNCED_VARIABLE: Final = "MESHCOMM_ANNOUNCED_S"
 """How many seconds a launcher may take to notice that a process has ended and to announce the next generation."""
@@ -102,45 +92,50 @@ def announce(store: Any, number: int, announcement: Announcement) -> None:
     store: the job's SignedStore, under the prefix of `of_this_attempt`.
     number: the last generation's number plus one.
     """
-    store.set(_KEY.format(number), json.dumps(asdict(announcement)))
+    store.set(keys.GENERATION.format(number), json.dumps(asdict(announcement)))
+
+
+def announcement_of(store: Any, number: int) -> Announcement:
+    """Return a launcher's announcement of a generation."""
+    told = json.loads(store.get(keys.GENERATION.format(number)))
+    lost, new = ({int(process): why for process, why in told[name].items()} for name in ("lost", "new"))
+    return Announcement(lost, new, tuple(told["processes"]), told["dims"])
 
 
 def is_waiting(store: Any, number: int, process: int) -> bool:
     """Return whether a process that was started for a future generation is running and waiting for that generation."""
-    return bool(store.check([WAITS.format(number, process)]))
+    return bool(store.check([keys.WAITS.format(number, process)]))
+
+
+def have_met(store: Any, number: int) -> bool:
+    """Return whether all ranks of the job, old and new, have arrived in the generation."""
+    return bool(store.check([keys.MET.format(number)]))
+
+
+def hung_in(store: Any, number: int) -> dict[int, str]:
+    """Return the processes that ranks of the generation have reported as hung, with what each does."""
+    key = keys.HUNG.format(number)
+    lines = store.get(key).decode().splitlines() if store.check([key]) else []
+    return {int(process): what for process, what in map(json.loads, lines)}
 
 
 def may_grow(store: Any, number: int) -> bool:
     """Return whether the ranks will meet in generation `number` although no rank was lost. Returns False once
     `all_done` has returned True for the previous generation.
-
-    Called by a launcher, which then announces the generation.
     """
-    return bool(store.compare_set(_NEXT.format(number), "", "grows") == b"grows")
-
-
-def have_met(store: Any, number: int) -> bool:
-    """Return whether all ranks of the job, old and new, have arrived in the generation. Called by a launcher."""
-    return bool(store.check([_MET.format(number)]))
-
-
-def hung_in(store: Any, number: int) -> dict[int, str]:
-    """Return the processes that ranks of the generation have reported as hung, with what each does. Called by a launcher."""
-    key = _HUNG.format(number)
-    lines = store.get(key).decode().splitlines() if store.check([key]) else []
-    return {int(process): what for process, what in map(json.loads, lines)}
-
-
-def has_ended(store: Any) -> bool:
-    """Return whether all ranks have called `Elastic.finish`."""
-    return bool(store.check([_ENDED]))
+    return bool(store.compare_set(keys.NEXT.format(number), "", "grows") == b"grows")
 
 
 def all_done(store: Any, number: int) -> bool:
     """Return whether a generation is the last one because its ranks are done. Returns False once `may_grow` has
     returned True for the next generation.
     """
-    return bool(store.compare_set(_NEXT.format(number + 1), "", "done") == b"done")
+    return bool(store.compare_set(keys.NEXT.format(number + 1), "", "done") == b"done")
+
+
+def has_ended(store: Any) -> bool:
+    """Return whether all ranks have called `Elastic.finish`."""
+    return bool(store.check([keys.ENDED]))
 
 
 class Generations:
@@ -202,8 +197,9 @@ class Generations:
         """
         if not self.newer(self.announced_s if waits else 0.0):
             return None
-        joined, latest = self.joined, self._announced[-1]
-        ended = {each: why for one in self._announced[joined.number + 1 :] for each, why in one.lost.items()}
+        joined, latest, ended = self.joined, self._announced[-1], dict[int, str]()
+        for announcement in self._announced[joined.number + 1 :]:
+            ended |= announcement.lost
         ranks = joined.ranks_of(ended)
         sizes = ", ".join(f"{name}={size}" for name, size in (latest.dims or joined.dims).items())
         lost = f"{ranks_text(sorted(ranks))} {'was' if len(ranks) == 1 else 'were'} lost"
@@ -249,14 +245,12 @@ class Generations:
         """
 
     def _generation(self, number: int) -> Generation:
+        new: dict[int, str] = {}
+        for announcement in self._announced[self._opened + 1 : number + 1]:
+            new |= announcement.new
         latest = self._announced[number]
-        found = Generation(number, {}, tuple(latest.processes), latest.dims)
-        new = {
-            each: why
-            for one in self._announced[self._opened + 1 : number + 1]
-            for each, why in one.new.items()
-        }
-        return replace(found, replaced=found.ranks_of(new))
+        joined = Generation(number, {}, latest.processes, latest.dims)
+        return replace(joined, replaced=joined.ranks_of(new))
 
     def _takes_part(self) -> bool:
         processes = self._announced[-1].processes
@@ -278,9 +272,9 @@ class AnnouncedGenerations(Generations):
         self._since = math.inf
         self.announced_s = float(os.environ.get(ANNOUNCED_VARIABLE, _ANNOUNCED_S))
         if number:
-            self._store.set(WAITS.format(number, process), "")
+            self._store.set(keys.WAITS.format(number, process), "")
         for each in range(1, number + 1):
-            self._store.wait([_KEY.format(each)], FOREVER)
+            self._store.wait([keys.GENERATION.format(each)], FOREVER)
         super().__init__(process, number, [announcement_of(store, each) for each in range(1, number + 1)])
         interruptible_waits(self._given_up)
         interrupted.append(self.newer)
@@ -303,10 +297,10 @@ class AnnouncedGenerations(Generations):
         """
         if not self.newer():
             with self._changed:
-                keys = [_KEY.format(self.latest + 1)]
+                wanted = [keys.GENERATION.format(self.latest + 1)]
             try:
                 # A store that the network has cut off never answers.
-                waits = within(self.announced_s, partial(self._asks.check, keys)) or waits
+                waits = within(self.announced_s, partial(self._asks.check, wanted)) or waits
             except (TimeoutError, RuntimeError) as error:
                 if confirms:
                     raise StoreError(
@@ -322,7 +316,7 @@ class AnnouncedGenerations(Generations):
         lines = [json.dumps([joined.process_of(rank), what]) + "\n" for rank, what in ranks.items()]
         # Without an answer, nobody is replaced.
         with contextlib.suppress(TimeoutError, RuntimeError):
-            key = _HUNG.format(joined.number)
+            key = keys.HUNG.format(joined.number)
             within(self.announced_s, partial(self._asks.append, key, "".join(lines)))
 
     def join(self) -> Generation:
@@ -332,12 +326,12 @@ class AnnouncedGenerations(Generations):
 
     def met(self) -> None:
         if self.joined.number and self.is_opening:
-            self._store.set(_MET.format(self.joined.number), "")
+            self._store.set(keys.MET.format(self.joined.number), "")
 
     def all_done(self, ends: bool) -> bool:
         last = all_done(self._store, self.joined.number)
         if last and ends:
-            self._store.set(_ENDED, "")
+            self._store.set(keys.ENDED, "")
         return last
 
     @property
@@ -360,7 +354,7 @@ class AnnouncedGenerations(Generations):
         refused = ""
         while True:
             try:
-                store.wait([_KEY.format(self.latest + 1)], FOREVER)
+                store.wait([keys.GENERATION.format(self.latest + 1)], FOREVER)
                 lost = announcement_of(store, self.latest + 1)
             except RuntimeError:
                 return  # the job has ended
@@ -392,13 +386,6 @@ class AnnouncedGenerations(Generations):
                         each.cut()
                 time.sleep(pause_s)
                 pause_s = min(2 * pause_s, _CUTS_MOST_S)
-
-
-def announcement_of(store: Any, number: int) -> Announcement:
-    """Return a launcher's announcement of a generation."""
-    found = json.loads(store.get(_KEY.format(number)))
-    lost, new = ({int(each): why for each, why in found[name].items()} for name in ("lost", "new"))
-    return Announcement(lost, new, tuple(found["processes"]), found["dims"])
 
 
 _HERE: dict[str, Generations] = {}

@@ -17,9 +17,9 @@ import torch.distributed as dist
 import meshcomm
 from meshcomm.config.elastic import ElasticConfig
 from meshcomm.errors import CommunicationError, StoreError
-from meshcomm.launch.replacing import Replacing
-from meshcomm.mesh.generation import Announcement, announce, announcement_of, have_met, is_waiting
-from meshcomm.mesh.signed import SECRET_VARIABLE, SignedStore, signed, unsigned
+from meshcomm.job.replacing import Replacing
+from meshcomm.rendezvous.generation import Announcement, announce, announcement_of, have_met, is_waiting
+from meshcomm.rendezvous.signed import SECRET_VARIABLE, SignedStore, signed, unsigned
 from meshcomm.testing import Pool
 from tests.forked_jobs import Job
 

@@ -21,6 +21,8 @@ JOB_VARIABLE: Final = "MESHCOMM_JOB"
 
 DISMISSED: Final = b"dismissed"
 
+# How long to look for new processes.
+_ENDS_S: Final = 10.0
 _PR_SET_PDEATHSIG: Final = 1
 
 
@@ -41,34 +43,41 @@ def start_reaper(folder: Path) -> subprocess.Popen[bytes]:
     )
 
 
-def end_all(folder: Path, within_s: float = 10.0) -> None:
+def end_all(folder: Path) -> None:
     """Send SIGKILL to every process of the job that uses this folder.
 
     This includes ranks and all processes that they have started, in any session or process group, except processes whose
     environment differs. On a system without /proc, no processes are found.
     """
-    deadline = time.monotonic() + within_s
+    deadline = time.monotonic() + _ENDS_S
     # A new process shows its environment only after a moment, so two consecutive scans must find nothing.
     quiet = 0
     while quiet < 2 and time.monotonic() < deadline:
-        found = _members(folder)
-        for process in found:
+        members = _members(folder)
+        for process in members:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(process, signal.SIGKILL)
-        quiet = 0 if found else quiet + 1
+        quiet = 0 if members else quiet + 1
         if quiet < 2:
             time.sleep(0.01)
 
 
 def _members(folder: Path) -> list[int]:
     mark = f"{JOB_VARIABLE}={folder}".encode()
-    found = []
+    members = []
     for entry in Path("/proc").glob("[0-9]*/environ"):
         # Processes that have ended since, and other users' processes, cannot be read.
         with contextlib.suppress(OSError):
             if mark in entry.read_bytes().split(b"\0"):
-                found.append(int(entry.parent.name))
-    return [process for process in found if process != os.getpid()]
+                members.append(int(entry.parent.name))
+    return [process for process in members if process != os.getpid()]
+
+
+def prctl(option: int, value: int) -> None:
+    """Set an attribute of this process or thread. Linux only."""
+    import ctypes
+
+    ctypes.CDLL(None).prctl(option, value)
 
 
 def end_with_parent(poll: bool = False) -> None:
@@ -77,21 +86,19 @@ def end_with_parent(poll: bool = False) -> None:
     poll: check the parent once a second instead of asking the kernel, which is possible only on Linux.
     """
     parent = os.getppid()
-    if not poll and sys.platform.startswith("linux"):
-        import ctypes
-
-        # The kernel sends the signal when the thread that started this process ends, which is the launcher's main thread.
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return
 
     def watch() -> None:
         while os.getppid() == parent:
             time.sleep(1.0)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    threading.Thread(target=watch, name="meshcomm-parent", daemon=True).start()
+    if poll or not sys.platform.startswith("linux"):
+        threading.Thread(target=watch, name="meshcomm-parent", daemon=True).start()
+        return
+    # The kernel sends the signal when the thread that started this process ends, which is the launcher's main thread.
+    prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _main() -> None:

@@ -10,12 +10,11 @@ import traceback
 from collections.abc import Callable
 from functools import partial
 from types import TracebackType
-from typing import final
 
-from meshcomm.launch.reaper import end_with_parent
-from meshcomm.mesh.environment import Launch, speak_for_rank
+from meshcomm.job.reaper import end_with_parent
 from meshcomm.mesh.rank_failure import end_rank, leave_stack_on_signal
 from meshcomm.mesh.watchdog import explained, latest_label, leave_all
+from meshcomm.rendezvous.launcher import Launch, speak_for_rank
 from meshcomm.watching.exceptions import trace_of
 
 
@@ -35,9 +34,14 @@ def as_rank(body: Callable[[], None], launch: Launch, label: Callable[[], str]) 
         end_with_parent()
     speak_for_rank(os.environ)
     leave_stack_on_signal()
-    shows = _Shows()
-    sys.excepthook = sys.__excepthook__ = shows
-    own = os.getpid()
+    usual_hook, own, ends = sys.__excepthook__, os.getpid(), False
+
+    def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        # The program's own hook may call this one. The job prints the error that ends this rank.
+        if not ends:
+            usual_hook(kind, error, trace)
+
+    sys.excepthook = sys.__excepthook__ = show
     if launch.rank:
         # Only rank 0 reports an interrupt.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -50,29 +54,16 @@ def as_rank(body: Callable[[], None], launch: Launch, label: Callable[[], str]) 
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(1)
-        found = explained(error)
-        if isinstance(found, SystemExit):
+        explanation = explained(error)
+        if isinstance(explanation, SystemExit):
             raise
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         leave_all()
         code = error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else None
-        shows.ends_rank = True
-        own_hook = sys.excepthook is not shows and not isinstance(error, SystemExit)
-        hook = partial(_call_hook, found) if own_hook else None
-        end_rank(found, launch, latest_label() or label(), code=code, hook=hook)
-
-
-@final
-class _Shows:
-    """Python's own hook for exceptions, until one ends this rank: the job prints that error. The program's hook may call this."""
-
-    def __init__(self) -> None:
-        self.ends_rank = False
-        self._usual = sys.__excepthook__
-
-    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if not self.ends_rank:
-            self._usual(kind, error, trace)
+        ends = True
+        own_hook = sys.excepthook is not show and not isinstance(error, SystemExit)
+        hook = partial(_call_hook, explanation) if own_hook else None
+        end_rank(explanation, launch, latest_label() or label(), code=code, hook=hook)
 
 
 def _call_hook(error: BaseException) -> None:

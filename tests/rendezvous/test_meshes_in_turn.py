@@ -15,11 +15,11 @@ import torch
 import torch.multiprocessing as mp
 
 import meshcomm
-from meshcomm.mesh.job_store import find_job, stop_serving
+from meshcomm.rendezvous.job_store import find_job, stop_serving
 from meshcomm.testing import Pool
 from tests.forked_jobs import Job
-from tests.mesh.test_two_jobs import flux, intel_mpi, open_mpi, slurm_steps
 from tests.ports import free_port
+from tests.rendezvous.test_two_jobs import flux, intel_mpi, open_mpi, slurm_steps
 
 WORLD = 3
 Launcher = Callable[[int, int], Mapping[str, str]]
@@ -27,7 +27,7 @@ Launcher = Callable[[int, int], Mapping[str, str]]
 # A rank may be late inside a mesh, or between two meshes.
 IN_TURN = """
 import os, sys
-from tests.mesh.test_meshes_in_turn import in_turn
+from tests.rendezvous.test_meshes_in_turn import in_turn
 in_turn(int(os.environ["THIS"]), os.environ["LATE"], int(os.environ["TIMES"]))
 """
 

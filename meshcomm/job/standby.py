@@ -7,22 +7,20 @@ the ranks.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import importlib
-import json
 import os
 import runpy
-import select
 import subprocess
 import sys
 import threading
 import time
 import warnings
 from collections.abc import Mapping, Sequence
+from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
-from typing import IO, Final, NamedTuple, Protocol, final
+from typing import Final, TypeAlias, final
 
-from meshcomm.launch.reaper import end_with_parent
+from meshcomm.job.reaper import end_with_parent, prctl
 
 # How a launcher starts the `meshcomm` command.
 COMMAND: Final = ("-P", "-m", "meshcomm")
@@ -39,18 +37,6 @@ _ANSWERS_S: Final = 10.0
 _LOOK_S: Final = 0.05
 
 
-class Process(Protocol):
-    """The part of the `subprocess.Popen` interface that a launcher uses."""
-
-    pid: int
-
-    def poll(self) -> int | None:
-        """Return the exit code, negative for a signal, or None while the process is running."""
-
-    def send_signal(self, sig: int) -> None:
-        """Send a signal to the process if it is running."""
-
-
 @final
 class _Copy:
     """A copy of the standby process. The kernel made it a child of this process when its own parent ended."""
@@ -61,8 +47,8 @@ class _Copy:
 
     def poll(self) -> int | None:
         if self._code is None:
-            found, status = os.waitpid(self.pid, os.WNOHANG)
-            self._code = os.waitstatus_to_exitcode(status) if found else None
+            ended, status = os.waitpid(self.pid, os.WNOHANG)
+            self._code = os.waitstatus_to_exitcode(status) if ended else None
         return self._code
 
     def send_signal(self, sig: int) -> None:
@@ -70,12 +56,8 @@ class _Copy:
             os.kill(self.pid, sig)
 
 
-class _Waiting(NamedTuple):
-    """The standby process, and the pipes to and from it."""
-
-    process: subprocess.Popen[bytes]
-    commands: IO[str]
-    answers: IO[str]
+Process: TypeAlias = "subprocess.Popen[bytes] | _Copy"
+"""A process of a job. Its `poll` returns the exit code, negative for a signal, or None while it is running."""
 
 
 @final
@@ -88,32 +70,23 @@ class Standby:
     def __init__(self, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
         self._words = arguments[len(COMMAND) :] if (*arguments[: len(COMMAND)],) == COMMAND else ()
         self._environment = environment
-        self._waiting: _Waiting | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._pipe: Connection
         self._ready = False
 
     def start(self) -> None:
         """Start a standby process if there is none. From then on, orphaned descendants become children of this process."""
-        if self._waiting is not None or not self._words or not sys.platform.startswith("linux"):
+        if self._process is not None or not self._words or not sys.platform.startswith("linux"):
             return
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
-        read, commands = os.pipe()
-        answers, written = os.pipe()
-        try:
-            process = subprocess.Popen(
-                [sys.executable, "-P", "-m", __name__, str(read), str(written), *self._words],
+        prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        self._pipe, theirs = Pipe()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", __name__, str(theirs.fileno()), *self._words],
                 env=self._environment,
-                pass_fds=(read, written),
+                pass_fds=[theirs.fileno()],
                 start_new_session=True,
             )
-        except BaseException:
-            os.close(commands)
-            os.close(answers)
-            raise
-        finally:
-            os.close(read)
-            os.close(written)
-        self._waiting = _Waiting(process, os.fdopen(commands, "w", 1), os.fdopen(answers))
-        self._ready = False
 
     def take(self, variables: Mapping[str, str]) -> Process | None:
         """Return a new process that runs the command with the given variables.
@@ -121,63 +94,56 @@ class Standby:
         Returns None if there is no standby process, or if it is still importing. In these cases, a newly started process would
         be ready just as early.
         """
-        # The standby process itself must not import torch with this module.
-        from meshcomm.mesh.job_store import is_stopped, process_name
+        # The standby process must not import numpy with this module, at the usual priority.
+        from meshcomm.rendezvous.processes import is_stopped, process_name
 
-        if self._waiting is None or not self.is_ready():
+        if self._process is None or not self.is_ready():
             return None
-        with contextlib.suppress(BrokenPipeError):
-            print(json.dumps(dict(variables)), file=self._waiting.commands)
+        name, until = process_name(self._process.pid), time.monotonic() + _ANSWERS_S
+        with contextlib.suppress(OSError, EOFError):
+            self._pipe.send(dict(variables))
+            # The ranks of the job wait meanwhile, so a stopped process is not waited for.
+            while time.monotonic() < until and not is_stopped(name):
+                if self._pipe.poll(_LOOK_S):
+                    return _Copy(self._pipe.recv())
         # A copy without an answer in time ends itself, because no process reads the answer then.
-        answers, process = self._waiting.answers, process_name(self._waiting.process.pid)
-        until = time.monotonic() + _ANSWERS_S
-        # The ranks of the job wait meanwhile, so a stopped process is not waited for.
-        while time.monotonic() < until and not is_stopped(process):
-            if select.select([answers], [], [], _LOOK_S)[0]:
-                if answer := answers.readline():
-                    return _Copy(int(answer))
-                break
         self.end()
         return None
 
     def is_ready(self) -> bool:
         """Return whether the standby process has finished its imports."""
-        if self._waiting is not None and not self._ready:
-            answers = self._waiting.answers
-            if select.select([answers], [], [], 0)[0]:
-                self._ready = bool(answers.readline())
-                if not self._ready:
-                    self.end()
+        try:
+            if self._process is not None and not self._ready and self._pipe.poll():
+                self._ready = self._pipe.recv()
+        except (OSError, EOFError):
+            self.end()
         return self._ready
 
     def end(self) -> None:
         """End the standby process. Its copies keep running."""
-        if self._waiting is not None:
-            process, commands, answers = self._waiting
-            self._waiting, self._ready = None, False
-            process.kill()
-            process.wait()
-            answers.close()
-            with contextlib.suppress(BrokenPipeError):
-                commands.close()
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._pipe.close()
+            self._process, self._ready = None, False
 
 
 def _main() -> None:
     end_with_parent()
-    read, written, *words = sys.argv[1:]
+    descriptor, *words = sys.argv[1:]
     importing = threading.Thread(target=_import, args=(words[0],))
     importing.start()
     importing.join()
-    with open(int(read)) as commands, open(int(written), "w", 1) as answers:
-        print("ready", file=answers)
-        # The lines end when the launcher ends.
-        for line in commands:
+    with Connection(int(descriptor)) as pipe:
+        pipe.send(True)
+        while True:
+            try:
+                variables = pipe.recv()
+            except (OSError, EOFError):
+                return  # the launcher has ended
             if _is_copy():
-                print(os.getpid(), file=answers)
-                variables = json.loads(line)
+                pipe.send(os.getpid())
                 break
-        else:
-            return
     os.environ.update(variables)
     # Set the name that `ps` and `top` show. The environment in /proc remains the original one.
     with contextlib.suppress(OSError):

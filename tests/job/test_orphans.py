@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from meshcomm.launch import reaper
-from meshcomm.launch.spawn import launch
+from meshcomm.job import reaper
+from meshcomm.job.spawn import launch
 from meshcomm.testing import Pool
 from tests.commands.test_run import CONFIG, alive
 from tests.forked_jobs import Job
@@ -44,7 +44,7 @@ if rank == 1:
 
 def test_nothing_outlives_a_launcher_that_is_killed(tmp_path: Path) -> None:
     (tmp_path / "rank.py").write_text(STUBBORN + "print('up\\n', end='', flush=True)\ntime.sleep(1000)\n")
-    program = "from meshcomm.launch.spawn import launch; launch(['rank.py'], 4)"
+    program = "from meshcomm.job.spawn import launch; launch(['rank.py'], 4)"
     launcher = subprocess.Popen(
         [sys.executable, "-c", program],
         cwd=tmp_path,

@@ -30,7 +30,7 @@ from meshcomm.errors import (
 )
 from meshcomm.mesh import Mesh
 from meshcomm.mesh.barriers import monitored_barrier
-from meshcomm.mesh.store import MeshStore, kind_of
+from meshcomm.rendezvous.store import MeshStore, kind_of
 from meshcomm.testing import Pool
 
 KINDS = ("TCPStore", "FileStore", "HashStore", "PrefixStore")

@@ -9,13 +9,13 @@ from types import SimpleNamespace
 import pytest
 
 from meshcomm.errors import LaunchError
-from meshcomm.mesh.environment import (
+from meshcomm.rendezvous.job_store import ports_of
+from meshcomm.rendezvous.launcher import (
     Launch,
     attempt_prefix,
     find_launch,
     is_helper,
     launch_of_command,
-    ports_of,
     speak_for_rank,
 )
 
