@@ -63,12 +63,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     `deep_cases(pattern)` makes those cases of a test deep whose name the pattern finds. The sets that take minutes are deep, too.
     """
     items.sort(key=lambda item: item.get_closest_marker("long") is None)
+    # The tests whose pattern has found no case yet. Collecting cases by name may leave out those that a pattern finds.
+    unfound: set[tuple[str, str]] = set()
     for item in items:
         cases = item.get_closest_marker("deep_cases")
-        if (cases is not None and re.search(cases.args[0], item.name)) or any(
-            item.get_closest_marker(name) for name in ("faults", "parity", "netns")
-        ):
+        if cases is not None and not any("::" in given for given in item.config.args):
+            unfound.add((item.nodeid.partition("[")[0], cases.args[0]))
+    for item in items:
+        cases = item.get_closest_marker("deep_cases")
+        found = cases is not None and re.search(cases.args[0], item.name)
+        if cases is not None and found:
+            unfound.discard((item.nodeid.partition("[")[0], cases.args[0]))
+        if found or any(item.get_closest_marker(name) for name in ("faults", "parity", "netns")):
             item.add_marker("deep")
+    if unfound:
+        raise pytest.UsageError(
+            f"deep_cases finds no case of {', '.join(f'{at}: {what}' for at, what in sorted(unfound))}"
+        )
 
 
 def pytest_sessionstart() -> None:

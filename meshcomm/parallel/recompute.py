@@ -70,7 +70,7 @@ def compile_blocks(blocks: Iterable[nn.Module], setting: ActivationCheckpointing
     return False if inside else setting
 
 
-def _checkpointed(block: Callable[..., Any], contexts: Callable[[], Any], *args: Any, **named: Any) -> Any:
+def _checkpointed(block: Callable[..., Any], contexts: Callable[[], Any], /, *args: Any, **named: Any) -> Any:
     if not torch.is_grad_enabled():
         return block(*args, **named)
     return checkpoint(

@@ -1,4 +1,4 @@
-"""Batch norms with a forward of their own: on two simulated ranks as in plain torch on one process."""
+"""Batch norms with a forward of their own, and in compiled layers: on two ranks as in plain torch on one process."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from torch import Tensor, nn
 import meshcomm
 from meshcomm.config import load_config
 from meshcomm.errors import MeshcommError
+from meshcomm.models import ModelSpec
+from meshcomm.testing import Pool
 from meshcomm.train import Trainer
 
 STEPS = 3
@@ -144,3 +146,59 @@ def test_statistics_that_cannot_be_synchronised_are_refused(norm: Any, words: st
     for said in meshcomm.simulate(trained, dims={"dp": 2}, args=(norm, False)):
         assert "cannot use the samples of all ranks" in said
         assert words in said
+
+
+class Layered(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 16, bias=False), nn.Linear(16, 3)
+        self.layers = nn.ModuleList(nn.Sequential(nn.BatchNorm1d(16), nn.Tanh()) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.last(x)  # type: ignore[no-any-return]
+
+
+def compiled(backend: str) -> tuple[dict[str, Tensor], list[float], dict[str, Tensor]]:
+    """Train with compiled layers. Return the state before, the losses, and the state afterwards."""
+    settings = {"steps": STEPS, "global_batch_size": 8, "micro_batch_size": 4, "lr": 0.1, "dtype": "float64"}
+    config = load_config(
+        {
+            "mesh": {"dims": {"dp": 2}, "device": "cpu", "backend": backend},
+            "parallel": {"data": "dp"},
+            "train": {**settings, "schedule": "constant", "compile": True},
+        }
+    )
+    with meshcomm.init(config) as mesh:
+        trainer = Trainer(
+            mesh,
+            config,
+            ModelSpec(module=Layered, loss=F.mse_loss, layers="layers"),
+            optimizer=lambda groups: torch.optim.SGD(groups, lr=0.1),
+        )
+        (module,) = trainer.modules
+        before = {name: value.clone() for name, value in module.state_dict().items()}
+        for step in range(STEPS):
+            trainer.step(*(each.chunk(2)[mesh.coord("dp")] for each in batch(step)))
+        return before, [done.loss for done in trainer.results()], dict(module.state_dict())
+
+
+@pytest.mark.deep
+def test_layers_with_batch_norms_are_compiled(pool: Pool) -> None:
+    ranks = pool.run(compiled, "gloo", ranks=2, timeout_s=240)
+    module, losses = Layered().double(), []
+    module.load_state_dict(ranks[0][0])
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    for step in range(STEPS):
+        x, y = batch(step)
+        loss = F.mse_loss(module(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    for _, found, state in ranks:
+        assert found == pytest.approx(losses, rel=1e-12)
+        for name, value in module.state_dict().items():
+            torch.testing.assert_close(state[name], value, rtol=1e-10, atol=1e-12, msg=name)

@@ -397,22 +397,28 @@ def test_the_end_and_errors_wait_for_a_save_that_is_under_way(pool: Pool, tmp_pa
 # -- who writes what ------------------------------------------------------------------------------
 
 
-def divided(_: str) -> tuple[list[str], str]:
-    """What this rank writes, and what is refused."""
+def divided(_: str) -> tuple[list[str], str, str]:
+    """Return what this rank writes, and what is refused: a value that is no tensor, and a tensor of other sizes on a rank."""
     with meshcomm.init(config({"dp": 2, "tp": 2})) as mesh:
         tp = mesh.coord("tp")
         part: Any = distribute_tensor(torch.zeros(4, 4), mesh["dp"], [Shard(0)])
         state = {f"whole.{n}": torch.zeros(4) for n in range(20)} | {f"only.{tp}": part}
+        # Loaders of the same samples may be in states of different lengths.
+        state["run.data.0.of.1"] = torch.zeros(4 + mesh.rank)
         parts = divide(mesh, state)
         with pytest.raises(TrainingError) as caught:
             divide(mesh, {"optimizer.bad": "no tensor" if mesh.rank == 3 else torch.zeros(1)})  # type: ignore[dict-item]
-        return [f"{part.name} {part.box[0]}" for part in parts], str(caught.value)
+        with pytest.raises(TrainingError) as other:
+            divide(mesh, {"model.bias": torch.zeros(2 + (mesh.rank == 3))})
+        return [f"{part.name} {part.box[0]}" for part in parts], str(caught.value), str(other.value)
 
 
 def test_each_part_is_written_once(pool: Pool) -> None:
     ranks = pool.run(divided, "", ranks=4)
     whole = [f"whole.{n} (0,)" for n in range(20)]
     parts = [f"only.{tp} ({row}, 0)" for tp in (0, 1) for row in (0, 2)]
-    assert sorted(part for mine, _ in ranks for part in mine) == sorted([*whole, *parts])
-    assert all(len(mine) > 2 for mine, _ in ranks)  # every rank has a share of what all have
-    assert all(text.startswith("rank 3 (dp=1 tp=1) could not divide a checkpoint") for _, text in ranks)
+    written = [part for mine, _, _ in ranks for part in mine]
+    assert sorted(written) == sorted([*whole, *parts, "run.data.0.of.1 (0,)"])
+    assert all(len(mine) > 2 for mine, _, _ in ranks)  # every rank has a share of what all have
+    assert all(text.startswith("rank 3 (dp=1 tp=1) could not divide a checkpoint") for _, text, _ in ranks)
+    assert all("ranks that hold the same state differ in model.bias" in text for _, _, text in ranks), ranks

@@ -44,9 +44,6 @@ MESHES: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 
 
-_IN_THE_GATE = ("own, pp2 tp2 sequence", "dropout, dp2 tp2 sequence")
-
-
 def lora_config(
     path: Path, family: str, dims: str, *, lora: dict[str, Any] | None = None, **more: Any
 ) -> Config:
@@ -70,10 +67,8 @@ def trained(config: Config) -> Record:
         return record(mesh, config, 3)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(each, marks=() if each in _IN_THE_GATE else pytest.mark.parity) for each in MESHES]
-)
-@pytest.mark.deep_cases(r"\[dropout|\[own, pp2 tp2 seq")
+@pytest.mark.parity
+@pytest.mark.parametrize("name", MESHES)
 def test_adapters_learn_as_on_one_process(pool: Pool, tmp_path: Path, name: str) -> None:
     family, dims, more = MESHES[name]
     config = lora_config(tmp_path, family, dims, **more)
@@ -150,11 +145,8 @@ def narrow(config: Config, held: bool) -> tuple[list[float], list[float], set[to
     return list(found.losses), list(found.norms), kinds, here
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(each, marks=() if each in _IN_THE_GATE[:1] else pytest.mark.parity) for each in MESHES],
-)
-@pytest.mark.deep
+@pytest.mark.parity
+@pytest.mark.parametrize("name", MESHES)
 def test_frozen_weights_are_held_as_they_are_computed_with(pool: Pool, tmp_path: Path, name: str) -> None:
     family, dims, more = MESHES[name]
     train = {**more.get("train", {}), "dtype": "float32", "compute_dtype": "bfloat16"}

@@ -48,6 +48,8 @@ from meshcomm.train.torch_private import storage_info
 T = TypeVar("T")
 
 _KEY_BYTES: Final = 8
+# The state of a loader has the same name on ranks with the same samples. One of them saves its own, which may differ in length.
+_OF_ONE_READER: Final = "run.data."
 _PAUSE_S: Final = 0.01
 
 
@@ -98,13 +100,17 @@ def _check_equal(different: list[str]) -> None:
 
 
 def _keyed(state: Mapping[str, Tensor | Kept]) -> dict[bytes, tuple[Part, bytes]]:
-    """Return each part with the value to compare between ranks, which is a digest of the part's bytes or zeros."""
+    """Return each part with the value to compare between ranks: a digest of the part's bytes or of its kind, or zeros."""
     keyed: dict[bytes, tuple[Part, bytes]] = {}
     for part in parts_of(state):
         (at, sizes), content = part.box, bytes(_KEY_BYTES)
-        if _is_compared(part.name, state[part.name]):
-            # Values of different sizes differ, too, so they need the same key.
-            sizes, content = (), _digest(bytes(part.on_host().reshape(-1).view(torch.uint8).numpy()))
+        if not isinstance(state[part.name], (DTensor, Kept)):
+            # A plain tensor is one part. Ranks that hold it in different sizes differ, so they need the same key.
+            sizes = ()
+            if _is_compared(part.name, state[part.name]):
+                content = _digest(bytes(part.on_host().reshape(-1).view(torch.uint8).numpy()))
+            elif not part.name.startswith(_OF_ONE_READER):
+                content = _digest(repr(part.kind).encode())
         keyed[_digest(repr((part.name, at, sizes)).encode())] = part, content
     return keyed
 
