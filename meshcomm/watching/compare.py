@@ -465,14 +465,16 @@ class MessageCheck:
 
         Raises CallMismatchError before the data moves.
         """
-        self.takes_any()
-        # From a message of unknown peer or tag on, the numbers of the two ends may differ.
-        self._uncounted |= peer is None or tag is None
+        if not self._any:
+            self.takes_any()
+        if peer is None or tag is None:
+            # From here on, the numbers of the two ends may differ.
+            self._uncounted = True
         if peer is None:
             return
-        compared = self.is_compared(direction, peer) and not self._uncounted
-        self.pairs[direction, peer] += 1
-        if not compared:
+        pair = direction, peer
+        self.pairs[pair] = made = self.pairs[pair] + 1
+        if made > self._limit or self._uncounted:
             return
         key = self.key(*self._ends(direction, peer), tag or 0, number)
         theirs, told = self._compare(direction, peer, key, tensors, frame, _PAST)

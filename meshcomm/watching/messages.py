@@ -171,13 +171,17 @@ class MessageLog:
         frame = users_frame(4)  # past the frames of p2p.py
         parts: list[Part] = []
         sent = came = 0
+        check, compares = self._check, False
         for direction, x, peer, tag in batch.ends:
             if direction == "send":
                 sent += x.nbytes
             else:
                 came += x.nbytes
             parts.append((direction, peer, tag, 0 if peer is None else self._count(direction, peer, tag)))
-        compared = None if self._check is None else self._check.announce(batch.ends, parts, frame)
+            if check is not None and (peer is None or check.is_compared(direction, peer)):
+                compares = True
+        # Not of every call: most are no longer compared.
+        compared = check.announce(batch.ends, parts, frame) if compares and check is not None else None
         nbytes = batch.nbytes
         if nbytes is None:
             nbytes = max(sent, came) if batch.calls else 0

@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 import meshcomm
 from meshcomm.config import Config, ParallelOptions, load_config
 from meshcomm.errors import MeshcommError
@@ -45,6 +47,12 @@ def trained(config: Config, callback: Callback | None = None) -> Summary:
     """A run, on a rank."""
     with meshcomm.init(config) as mesh:
         return run(mesh, config, callback or Callback())
+
+
+def gradient_node(parameter: nn.Parameter) -> Any:
+    """Return the node of autograd that receives the gradient of a parameter. It is to be kept for as long as it has hooks."""
+    function: Any = parameter.expand_as(parameter).grad_fn
+    return function.next_functions[0][0]
 
 
 def losses_or_error(config: Config) -> Any:

@@ -19,7 +19,7 @@ from meshcomm.testing import Pool
 from meshcomm.train import Callback, Step, Summary, run
 from meshcomm.train import trainer as trainers
 from tests.sizes import train_of
-from tests.train.runs import metrics, run_json
+from tests.train.runs import gradient_node, metrics, run_json
 from tests.train.test_checkpoint import TINY, names
 
 pytestmark = pytest.mark.long
@@ -38,7 +38,7 @@ def spoilt(config: Config, plant: Plant) -> tuple[Summary | str, list[str]]:
     Returns the summary or the error, and the faults that the reporter was told.
     """
     how, rank, name, steps = plant
-    make = trainers.Engine
+    make, nodes = trainers.Engine, []
 
     def engine(*args: Any, **named: Any) -> Engine:
         trainer: Any = make(*args, **named)
@@ -59,7 +59,11 @@ def spoilt(config: Config, plant: Plant) -> tuple[Summary | str, list[str]]:
                     local(parameter.grad).view(-1)[-1] = math.inf
 
             if how == "backward":
-                parameter.register_hook(lambda grad: grad * math.nan if now[0] in steps else grad)
+                # A hook of the parameter would be refused.
+                nodes.append(gradient_node(parameter))
+                nodes[0].register_prehook(
+                    lambda grads: tuple(grad * math.nan for grad in grads) if now[0] in steps else grads
+                )
             else:
                 trainer.gradients[-1].finish = finishing
         return trainer

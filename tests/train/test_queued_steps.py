@@ -19,6 +19,7 @@ from meshcomm.testing.emulated_nccl import NAME, emulated_nccl, host_syncs, no_h
 from meshcomm.train import Trainer, learning_rate
 from meshcomm.train.data import batches_of
 from meshcomm.train.data import load as text
+from tests.train.runs import gradient_node
 from tests.train.test_checkpoint import TINY
 
 pytestmark = pytest.mark.long
@@ -96,7 +97,11 @@ def spoilt(config: Config, how: str) -> tuple[str, list[int], bool]:
         now = [0]
         if how == "gradient" and mesh.rank == 3:
             weight = dict(trainer.named_parameters())["layers.0.attn.wq.weight"]
-            weight.register_hook(lambda grad: grad * math.nan if now[0] == 4 else grad)
+            # A hook of the parameter would be refused.
+            node = gradient_node(weight)
+            node.register_prehook(
+                lambda grads: tuple(grad * math.nan for grad in grads) if now[0] == 4 else grads
+            )
         before: list[Tensor] = []
         for step in range(1, 7):
             now[0] = step
