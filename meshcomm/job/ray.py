@@ -273,6 +273,9 @@ class _Ranks(Supervisor):
         self._forget(process)
         self._places.pop(process, None)
 
+    def forget_errors(self, process: int) -> None:
+        """See Supervisor. An actor returns the error with the exit code, and leaves nothing."""
+
     def _forget(self, process: int) -> None:
         """Expect nothing more from the actor of a process."""
         self.running.discard(process)
@@ -326,8 +329,12 @@ class _Ranks(Supervisor):
                 if place := self._places.get(process):
                     what = f"lost its actor on {place.address}: {reason}"
                 failure = dataclasses.replace(without_error(process, 1, time.time(), self.name), what=what)
+                if process in self._places and self.loses_nothing(failure):
+                    self.end(process)
+                    continue
             if failure is not None:
-                self._forget(process)
+                # Before a new generation is announced: an actor that is only unreachable would meet the others in it.
+                self.end(process)
                 failures[process] = failure
         return failures
 

@@ -26,7 +26,7 @@ from meshcomm.rendezvous.generation import (
     is_waiting,
     may_grow,
 )
-from meshcomm.rendezvous.processes import state_of_rank
+from meshcomm.rendezvous.processes import is_claimed
 from meshcomm.watching.ending import Failure
 
 SAVED: Final = os.EX_TEMPFAIL
@@ -285,7 +285,10 @@ class Replacing:
         ended: the processes that have completed. Processes that have never opened a mesh are ignored.
         """
         recent = self.recent if ended else {}
-        return recent if recent and any(state_of_rank(self.store, process) for process in ended) else {}
+        # Once all work is done, nobody meets again.
+        if not recent or self.has_ended:
+            return {}
+        return recent if any(is_claimed(self.store, process) for process in ended) else {}
 
     def grow(self, ended: bool) -> None:
         """Let the mesh grow if new processes are waiting to join. ended: see `lost`."""

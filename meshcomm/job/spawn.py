@@ -17,7 +17,7 @@ from typing import Final, NoReturn, final
 
 from meshcomm.config import Config
 from meshcomm.config.elastic import ElasticConfig
-from meshcomm.errors import LaunchError
+from meshcomm.errors import LaunchError, StoreError
 from meshcomm.job.reaper import DISMISSED, JOB_VARIABLE, end_all, start_reaper
 from meshcomm.job.replacing import SAVED, Replacing, sizes_of
 from meshcomm.job.standby import Process, Standby
@@ -27,6 +27,7 @@ from meshcomm.rendezvous.exposure import serve_on_loopback
 from meshcomm.rendezvous.generation import VARIABLE
 from meshcomm.rendezvous.meeting import of_this_attempt
 from meshcomm.rendezvous.processes import state_of_rank
+from meshcomm.rendezvous.signed import SECRET_VARIABLE, SignedStore
 from meshcomm.watching.ending import Failure, signal_text, without_error
 from meshcomm.watching.verdict import whereabouts
 
@@ -218,12 +219,9 @@ class _Ranks(Supervisor):
                 self._alive_at[process] = now
                 continue
             self.running.remove(process)
-            if code < 0 and self.replacing.has_ended:
-                ended = without_error(process, code, now, self.name)
-                line = f"meshcomm: {ended.summary} after the end; nothing is lost"
-                print(line, file=sys.stderr, flush=True)
-                self.completed.add(process)
-            elif code == 0:
+            if code < 0 and self.loses_nothing(without_error(process, code, now, self.name)):
+                continue
+            if code == 0:
                 self.completed.add(process)
             elif code == SAVED:
                 self.saved.add(process)
@@ -234,11 +232,13 @@ class _Ranks(Supervisor):
 
     def end(self, process: int) -> None:
         self.running.discard(process)
-        forget(self._folder, self._attempt, process)
         # A stopped process, too, ends by this signal. What it has started must not run beside the processes of a new rank.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._processes[process].pid, signal.SIGKILL)
         _await_end([self._processes[process]], GRACE_S)
+
+    def forget_errors(self, process: int) -> None:
+        forget(self._folder, self._attempt, process)
 
     def explained(self, failures: Mapping[int, Failure]) -> dict[int, Failure]:
         explained = dict(failures)
@@ -258,7 +258,8 @@ class _Ranks(Supervisor):
     def expects_cause(self, failures: Collection[Failure]) -> bool:
         # A rank itself waits for the cause of its error. But one that its backend ended by SIGABRT cannot report why: the
         # other ranks report their calls instead, which takes a moment.
-        aborted = [failure for failure in failures if failure.code == 128 + signal.SIGABRT]
+        # The exit code, as a rank may have left an error before.
+        aborted = [each for each in failures if self._processes[each.rank].poll() == -signal.SIGABRT]
         left = len(self.running & {*self.replacing.places.processes})
         spoke = sum(not said.seen for said in collect(self._folder, self._attempt))
         return (
@@ -273,8 +274,13 @@ class _Ranks(Supervisor):
     def _tell_places(self, number: int) -> None:
         """Print where the ranks are that have an open mesh, and which ranks they wait for: afterward, nobody can tell."""
         statuses = ask_places(self._folder, self._attempt, _PLACES_S)
-        store = of_this_attempt(self._store, self.common)
-        silent = {rank: state_of_rank(store, rank) for rank, status in statuses.items() if not status}
+        store = SignedStore(of_this_attempt(self._store, self.common), self.common[SECRET_VARIABLE])
+        silent = dict[int, str]()
+        for rank, status in statuses.items():
+            if not status:
+                # What another program has written tells nothing, and must not keep the ranks from being ended.
+                with contextlib.suppress(StoreError):
+                    silent[rank] = state_of_rank(store, rank)
         lines = whereabouts({rank: status for rank, status in sorted(statuses.items()) if status}, silent)
         if lines:
             lines.insert(0, f"{signal_text(number)}: where each rank was before it was ended")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import signal
+import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
@@ -21,7 +22,7 @@ from meshcomm.layout.sizes import rank_text, ranks_text
 from meshcomm.mesh.source import with_sizes
 from meshcomm.rendezvous.generation import VARIABLE
 from meshcomm.rendezvous.meeting import of_this_attempt
-from meshcomm.rendezvous.processes import state_of_rank
+from meshcomm.rendezvous.processes import is_claimed
 from meshcomm.rendezvous.signed import SECRET_VARIABLE, SignedStore, new_secret
 from meshcomm.watching.ending import Failure, root_cause, without_error
 
@@ -74,6 +75,21 @@ class Supervisor(ABC):
     @abstractmethod
     def end(self, process: int) -> None:
         """End what is left of a lost process, which must not run at the same time as the process that replaces it."""
+
+    @abstractmethod
+    def forget_errors(self, process: int) -> None:
+        """Remove the errors that a lost process has left. The process that replaces it has the same number."""
+
+    def loses_nothing(self, failure: Failure) -> bool:
+        """Return whether all work is done, so that the end of a process that did not fail by itself loses nothing.
+
+        The process then counts as completed.
+        """
+        if not self.replacing.has_ended:
+            return False
+        print(f"meshcomm: {failure.summary} after the end; nothing is lost", file=sys.stderr, flush=True)
+        self.completed.add(failure.rank)
+        return True
 
     def explained(self, failures: Mapping[int, Failure]) -> dict[int, Failure]:
         """Return the failures with the errors that the ranks have reported until now."""
@@ -130,6 +146,11 @@ class Supervisor(ABC):
                 killed = without_error(process, -signal.SIGKILL, time.time(), self.name)
                 lost[process] = replace(killed, what=what)
             explained = self.explained(lost) if lost else {}
+            for process in hung:
+                # Before a new generation is announced: the process may go on, and would meet the others in it.
+                self.end(process)
+                if self.loses_nothing(lost[process]):
+                    del lost[process]
             members = {*replacing.places.processes}
             completed = (self.completed | self.saved) & members
             replaced = (
@@ -137,12 +158,12 @@ class Supervisor(ABC):
                 and bool(lost)
                 and replacing.lost({process: explained[process] for process in lost}, bool(completed))
             )
-            for process in lost if replaced else hung:
-                self.end(process)
             if replaced:
+                for process in lost:
+                    self.end(process)
+                    self.forget_errors(process)
                 continue
-            # What these ranks have left is gone.
-            lost |= {process: explained[process] for process in hung}
+            lost |= {process: explained[process] for process in hung if process in lost}
             if lost and not failures:
                 until = time.monotonic() + _CAUSE_S
             failures |= lost
@@ -193,7 +214,7 @@ class Supervisor(ABC):
             way = "a program continues with mesh.elastic.reopen(error), and a Trainer continues automatically"
             others.append(f"{ranks_text(left)} ended by RankLost: {way}")
         if replacing.number and not any(
-            state_of_rank(replacing.store, process) for process in range(replacing.places.count)
+            is_claimed(replacing.store, process) for process in range(replacing.places.count)
         ):
             others.append(
                 "no rank had opened a mesh: only a Trainer, or a program that reopens its mesh, can continue"

@@ -48,13 +48,13 @@ def create_transports(
     device: torch.device,
     whole_world: bool,
     create: Callable[[Group, bool], Transport],
-    existing: Mapping[str, dist.ProcessGroup],
+    existing: Mapping[str, Transport],
 ) -> dict[str, Transport]:
     """Return one transport for every name in the plan, in plan order.
 
     Called by: every rank of the plan's layout.
     create: creates one group. The second argument of `create` is whether NCCL may split the group from the world.
-    existing: maps names, the same on all ranks, to groups to use instead of new ones.
+    existing: maps names, the same on all ranks, to transports to use instead of new groups.
     Raises CommunicationError with the group's name.
     """
     mine = {group.name: group for group in plan.for_rank(rank).groups}
@@ -64,8 +64,7 @@ def create_transports(
         if group is None:
             transports[name] = SoloTransport(device, family.options.backend)
         elif name in existing:
-            handle = existing[name]
-            transports[name] = ProcessGroupTransport(handle, backend_of(handle), device, owned=False)
+            transports[name] = existing[name]
         elif family.shares is not None:
             transports[name] = transports[family.shares]
         else:
@@ -123,6 +122,12 @@ class GroupMaker:
                 if reason_of(error) is Reason.UNREACHABLE
                 else "look for the first error reported by the process that hosts the store",
             ) from error
+
+    def over(self, group: dist.ProcessGroup) -> Transport:
+        """Return the transport of a group that the program has created."""
+        if self.world is not None:
+            return self.world.over(group)
+        return ProcessGroupTransport(group, backend_of(group), self.device, owned=False)
 
     def open_later(self, group: Group, split: bool) -> Transport:
         """Create an additional group for an open mesh."""

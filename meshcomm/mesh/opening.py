@@ -11,6 +11,7 @@ from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from weakref import finalize
 
 import torch
 import torch.distributed as dist
@@ -211,7 +212,7 @@ def _opened(
     if pretended is not None:
         settings = pretended.settings(settings)
     # The default group of another mesh or of the program, which a reopening must not create again.
-    keeps_group = world is None and dist.is_initialized()
+    keeps_group = dist.is_initialized()
     if world is None:
         gives_way()
         met = _met(settings, launch, **meets)
@@ -291,7 +292,15 @@ def _attempt(job: _Job) -> _Attempt:
 
 def _joined(job: _Job, keeps_group: bool) -> State:
     """Run all steps after the first. Repeat these steps if a rank is lost and replaced in the meantime."""
-    reopen, generations = None if keeps_group else partial(_joined, job, False), job.generations
+    put_back = changed() if job.world is None else lambda: None
+    try:
+        return _tried(job, None if keeps_group else partial(_joined, job, False))
+    finally:
+        put_back()
+
+
+def _tried(job: _Job, reopen: Callable[[], State] | None) -> State:
+    generations = job.generations
     while True:
         attempt = _attempt(job)
         try:
@@ -320,7 +329,10 @@ def _placed(attempt: _Attempt) -> tuple[Held, int]:
     """
     meeting, world = attempt.meeting, attempt.job.world
     if world is None:
-        attempt.resources.callback(changed())
+        put_back = changed()
+        attempt.resources.callback(put_back)
+        # Of a mesh that is dropped without `close`, too.
+        finalize(attempt.resources, put_back).atexit = False
     try:
         claim(meeting.store, attempt.job.met.rank, kept=meeting.kept or bool(attempt.generation.number))
         number = attempt.of_generation(meeting.store).add(keys.OPENED.format(meeting.rank), 1)
@@ -450,7 +462,7 @@ def _created(
     watch = None
     if meeting.rank in plan.layout:
         whole_world = world is None and plan.layout.world_size == meeting.world_size
-        existing = attempt.job.existing
+        existing = {name: maker.over(group) for name, group in attempt.job.existing.items()}
         transports |= create_transports(plan, meeting.rank, device, whole_world, maker.open, existing)
         if world is not None:
             watch = world.watch(plan.for_rank(meeting.rank).coords, prefix)

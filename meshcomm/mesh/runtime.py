@@ -98,6 +98,10 @@ class World(Protocol):
         """Start torch's default group, unless the program has started it. `resources` end it."""
         ...
 
+    def over(self, group: Any) -> Transport:
+        """Return the transport of a process group that exists."""
+        ...
+
     def open(self, group: Group, prefix: str) -> Transport:
         """Return one group of a plan. Called by the group's ranks. Groups with the same name and prefix are the same group."""
         ...

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from gc import collect
 from typing import TYPE_CHECKING, Any, Final, final
-from weakref import WeakSet
+from weakref import WeakMethod, WeakSet
 
 import torch
 
@@ -21,6 +21,7 @@ from meshcomm.errors import (
     LaunchError,
     LayoutError,
     MeshClosed,
+    MeshcommError,
     MeshMismatchError,
     NotMember,
     RankLost,
@@ -41,7 +42,7 @@ from meshcomm.rendezvous.signed import unsigned
 from meshcomm.rendezvous.store import MeshStore, prefixed, within
 from meshcomm.transport import ProcessGroupTransport, SoloTransport, Transport
 from meshcomm.transport.connections import Connections, abort_all
-from meshcomm.transport.torch_changes import held_calls
+from meshcomm.transport.torch_changes import changed, held_calls
 from meshcomm.transport.torch_private import default_group, group_named, keep_for_good
 from meshcomm.watching.compare import CallCheck
 from meshcomm.watching.hooks import observe
@@ -114,9 +115,8 @@ class State:
         # The process that opened the mesh, in a process that was forked from it.
         self.parent: int | None = None
         self._process = os.getpid()
-        _ALL.add(self)
         user = unsigned(prefixed("mesh/user", self.held.store))
-        self.store = MeshStore(user, self.label, self.plan.defaults.timeout_s, self.is_fake, self.lost)
+        self.store = MeshStore(user, self.label, self.plan.defaults.timeout_s, self.is_fake, _lost_by(self))
         self.warm_up_s: Mapping[str, float] = {}
         self.metrics = Metrics()
         self.torch = TorchMesh(self.layout, self.rank, self.device, self.transports, self.held.prefix)
@@ -130,6 +130,8 @@ class State:
     def connect(self, at: CommunicatorCache) -> None:
         """Fill a mesh's communicators, which outlive this state, and watch torch's other groups."""
         self._at = at
+        # From here on, a forked process can give this state to its parent.
+        _ALL.add(self)
         if self.is_member:
             self._connect()
             if self.watch is not None and self.watch.timed and not self.is_fake:
@@ -330,8 +332,7 @@ class State:
         resources = self.held.resources
         held = _closed_with_graphs(resources, self.label) if captured else None
         resources.close()
-        # A closed mesh that is kept alive, for example by a reference cycle, must not keep its store connection.
-        del self.held, self.create, self.reopen
+        self._let_go()
         error = differs or (held if compare else None)
         if error is not None:
             raise error
@@ -355,6 +356,11 @@ class State:
             keep_for_good([*(each.group for each in own), default_group()])
             held_calls.clear()
         self.held.resources.close()
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Release the connections to the store: what refers to a closed mesh must not keep them."""
+        del self.held, self.create, self.reopen
 
     def _abort(self) -> None:
         """Drop queued calls. Runs in a thread, because aborting a backend may block."""
@@ -433,8 +439,13 @@ class Elastic:
                 expected="a program with one mesh, which creates the default group",
                 hint="meshcomm.init in place of torch.distributed.init_process_group; mesh.group(dim) where torch needs a group",
             ) from error
-        state.abandon()
-        mesh._live(reopen())
+        # Other threads may wait for calls that ranks were lost in, until the mesh is open again.
+        put_back = changed() if WORLD.get() is None else lambda: None
+        try:
+            state.abandon()
+            mesh._live(reopen())
+        finally:
+            put_back()
         return self.generation
 
     def finish(self, *, ends: bool = True) -> None:
@@ -461,6 +472,17 @@ class Elastic:
                 raise
         if grows and (error := generations.lost(state.label, True)) is not None:
             raise error
+
+
+def _lost_by(state: State) -> Callable[[BaseException], MeshcommError | None]:
+    """Return `state.lost` without a reference to the state, which refers to the store that this is for."""
+    lost = WeakMethod(state.lost)
+
+    def found(error: BaseException) -> MeshcommError | None:
+        asked = lost()
+        return None if asked is None else asked(error)
+
+    return found
 
 
 def _closed_with_graphs(resources: ExitStack, label: str) -> CommunicationError | None:

@@ -24,6 +24,7 @@ from meshcomm.mesh.agree import agree
 from meshcomm.mesh.devices import choose_device
 from meshcomm.mesh.outside import OutsideGroups
 from meshcomm.mesh.rank_failure import end_by
+from meshcomm.mesh.runtime import WORLD
 from meshcomm.mesh.watchdog import Watchdog, WatchOptions
 from meshcomm.rendezvous import keys
 from meshcomm.rendezvous.launcher import Launch, find_launch
@@ -117,7 +118,7 @@ class Watch:
         gives_way()
         _LAST.append(self)
         self._put_back = changed()
-        self._forget = on_default_group(self._begin, self._end)
+        self._forget = on_default_group(self._begin, self._ends)
         atexit.register(self.close)
         if dist.is_initialized():
             self._begin()
@@ -136,8 +137,10 @@ class Watch:
             _LAST.remove(self)
         atexit.unregister(self.close)
         self._forget()
-        self._end()
-        self._put_back()
+        try:
+            self._end()
+        finally:
+            self._put_back()
 
     def __enter__(self) -> Watch:
         return self
@@ -152,7 +155,8 @@ class Watch:
 
     def _begin(self) -> None:
         """Start watching, once the default group exists. Raises the errors of `watch`."""
-        if self._watchdog is not None or dist.get_world_size() == 1:
+        # The groups of a simulated rank are not the program's.
+        if self._watchdog is not None or WORLD.get() is not None or dist.get_world_size() == 1:
             return
         backend = backend_of(default_group())
         if not any(each in backend for each in ("gloo", *STREAM_ORDERED)):
@@ -192,6 +196,10 @@ class Watch:
         self._watchdog = Watchdog(prefixed("mesh", own), rank, {}, len(ranks), options)
         self._outside = OutsideGroups(self._watchdog, ranks, device, label, options.compared)
         self._began = time.perf_counter()
+
+    def _ends(self) -> None:
+        if WORLD.get() is None:
+            self._end()
 
     def _end(self) -> None:
         if self._prints and self._watchdog is not None and self._watchdog.own.rank == 0:

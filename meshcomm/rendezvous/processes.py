@@ -151,6 +151,11 @@ def state_of_rank(store: Any, rank: int) -> str:
     return "stopped" if is_stopped(name) else "runs"
 
 
+def is_claimed(store: Any, rank: int) -> bool:
+    """Return whether a process has claimed `rank`, on this host or another one."""
+    return bool(_claimed(store, rank))
+
+
 def _claimed(store: Any, rank: int) -> str:
     """Return the name of the process that has claimed `rank`, or "" if none has."""
     key = keys.OWNER.format(rank)

@@ -109,7 +109,8 @@ def _tags_differ(shared: SharedState) -> UnmatchedMessage | None:
     sends = [work for work in waiting if work.kind == "send"]
     for recv in waiting:
         for send in sends if recv.kind == "recv" else ():
-            meet = (send.label, send.peer) == (recv.label, recv.actor.rank)
+            # Two groups may have the same label.
+            meet = (send.label, send.peer) == (recv.label, recv.actor.rank) and send.tag != recv.tag
             if meet and recv.peer in (None, send.actor.rank):
                 what = f"{send.actor.name} sends with tag {send.tag}, {recv.actor.name} receives with tag {recv.tag}"
                 return _unmatched_error(what, [send, recv], "equal tags")

@@ -51,7 +51,10 @@ class StartedWork(TorchWork):  # type: ignore[misc]
     block_current_stream = synchronize
 
     def is_completed(self) -> bool:
-        return all(work.is_completed() for work in self.works)
+        done = all(work.is_completed() for work in self.works)
+        if done:
+            self._kept.discard(self)
+        return done
 
     is_success = is_completed
 
@@ -90,8 +93,9 @@ class SimulatedProcessGroup(PythonGroup):
         self._start_order = start_order
         # The number of messages started so far, by sender and receiver.
         self._sent: Counter[tuple[int, int]] = Counter()
-        # The messages since `_start_coalescing`.
-        self._together: list[P2P] | None = None
+        # The messages since `_start_coalescing`, each with its Work; and the collectives.
+        self._together: list[tuple[P2P, StartedWork]] | None = None
+        self._also: list[SimulatedWork] = []
         self._kept: set[StartedWork] = set()
         # What the mesh says about the next call.
         self.announced: Told | None = None
@@ -198,11 +202,19 @@ class SimulatedProcessGroup(PythonGroup):
     def _lengths(self, given: Any, result: Any, splits: Sequence[Any]) -> tuple[list[int], list[int]]:
         """Return the numbers of elements that each rank sends to this one, and that this rank sends to each."""
         if isinstance(given, list):
+            if len(result) != self.size() or len(given) != self.size():
+                raise ValueError(
+                    f"{len(given)} input and {len(result)} output tensors for {self.size()} ranks"
+                )
             return [x.numel() for x in result], [x.numel() for x in given]
         lengths = []
         for x, rows in zip((result, given), splits, strict=False):
             if not rows and x.size(0) % self.size():
                 raise ValueError("Tensor's dim 0 does not divide equally across group size")
+            if rows and (len(rows) != self.size() or sum(rows) != x.size(0)):
+                raise ValueError(
+                    f"split sizes {list(rows)} do not divide {x.size(0)} rows among {self.size()} ranks"
+                )
             row = x[0].numel() if x.size(0) else 0
             lengths.append([n * row for n in rows or [x.size(0) // self.size()] * self.size()])
         return lengths[0], lengths[1]
@@ -229,19 +241,18 @@ class SimulatedProcessGroup(PythonGroup):
             works.append(group.start_message(self.coord, message, site, single and self.ordered))
         return works
 
-    def send(self, tensors: list[Tensor], peer: int, tag: int) -> StartedWork | None:
+    def send(self, tensors: list[Tensor], peer: int, tag: int) -> StartedWork:
         return self._message(P2P("send", _alone(tensors), peer, tag))
 
-    def recv(self, tensors: list[Tensor], peer: int, tag: int) -> StartedWork | None:
+    def recv(self, tensors: list[Tensor], peer: int, tag: int) -> StartedWork:
         return self._message(P2P("recv", _alone(tensors), peer, tag))
 
-    def recv_anysource(self, tensors: list[Tensor], tag: int) -> StartedWork | None:
+    def recv_anysource(self, tensors: list[Tensor], tag: int) -> StartedWork:
+        if self.ordered:
+            raise RuntimeError(f"{self.backend} does not support recvAnysource")
         return self._message(P2P("recv", _alone(tensors), None, tag))
 
-    def _message(self, message: P2P) -> StartedWork | None:
-        if self._together is not None:
-            self._together.append(message)
-            return None
+    def _message(self, message: P2P) -> StartedWork:
         sends, x, peer, _ = message
         tensors = ([x], []) if sends == "send" else ([], [x])
         return self.hooked(
@@ -249,19 +260,34 @@ class SimulatedProcessGroup(PythonGroup):
             *tensors,
             -1 if peer is None else peer,
             False,
-            lambda: self._started(self.start_messages([message], True), [x]),
+            lambda: self._posted(message),
         )
 
+    def _posted(self, message: P2P) -> StartedWork:
+        if self._together is None:
+            return self._started(self.start_messages([message], True), [message.x])
+        work = StartedWork((), [message.x], self._kept)
+        self._together.append((message, work))
+        return work
+
     def _start_coalescing(self, device: torch.device) -> None:
+        if not self.ordered:
+            raise RuntimeError(f"Backend {self.backend} does not implement startCoalescing")
         self._together = []
 
     def _end_coalescing(self, device: torch.device) -> StartedWork:
         batch, self._together = self._together or [], None
-        return self._started(self.start_messages(batch, False), [message.x for message in batch])
+        also, self._also = self._also, []
+        works = self.start_messages([message for message, _ in batch], False) if batch else []
+        for (_, started), work in zip(batch, works, strict=True):
+            started.works = [work]
+        return self._started([*also, *works], [message.x for message, _ in batch])
 
     def _started(self, works: Sequence[SimulatedWork], tensors: list[Tensor]) -> StartedWork:
         for work in works:
             work.belongs_to_torch()
+        if self._together is not None:
+            self._also += works
         return StartedWork(works, tensors, self._kept)
 
 

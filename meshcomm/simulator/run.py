@@ -187,7 +187,7 @@ def run_ranks(
         with (
             with_variables({"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}),
             patch.object(time, "sleep", sleep),
-            ranks_in_threads(_is_rank, lambda *group: _here().group(*group), lambda: _here().meet()),
+            ranks_in_threads(_number, lambda *group: _here().group(*group), lambda: _here().meet()),
         ):
             shared.scheduler.run(live, partial(diagnose, shared), partial(unyielding, shared))
             error = shared.scheduler.error or at_the_end(shared)
@@ -200,8 +200,9 @@ def run_ranks(
     return [actor.result for actor in actors]
 
 
-def _is_rank() -> bool:
-    return isinstance(WORLD.get(), SimulatedWorld)
+def _number() -> int | None:
+    world = WORLD.get()
+    return world.number if isinstance(world, SimulatedWorld) else None
 
 
 def _here() -> SimulatedWorld:

@@ -12,6 +12,7 @@ from unittest.mock import patch
 
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
+from torch.distributed.device_mesh import DeviceMesh
 
 from meshcomm.transport.torch_private import bindings, forget_device_meshes, register_group
 
@@ -52,15 +53,19 @@ class _Worlds(threading.local):
 
 @contextmanager
 def ranks_in_threads(
-    is_rank: Callable[[], bool], create: Create, meet: Callable[[], tuple[dist.Store, int, int]]
+    number_of: Callable[[], int | None], create: Create, meet: Callable[[], tuple[dist.Store, int, int]]
 ) -> Iterator[None]:
     """While this context is active, each thread of a rank creates process groups of its own, whatever backend it names.
 
-    is_rank: returns whether the calling thread is a rank. meet: returns the store, the rank and the world size of the
-    calling thread, as a rendezvous would.
+    number_of: returns a number that no other rank of this process has had, or None if the calling thread is no rank. meet:
+    returns the store, the rank and the world size of the calling thread, as a rendezvous would.
     """
     helper: Any = c10d._new_process_group_helper
-    rendezvous = c10d.rendezvous
+    rendezvous, update, barrier = c10d.rendezvous, c10d._update_default_pg, c10d._is_barrier_after_init
+    made: Any = DeviceMesh.__init__
+
+    def is_rank() -> bool:
+        return number_of() is not None
 
     def group_of(
         size: int,
@@ -88,6 +93,18 @@ def ranks_in_threads(
     def met(*args: Any, **given: Any) -> Any:
         return iter([meet()]) if is_rank() else rendezvous(*args, **given)
 
+    def update_default_group(group: Any) -> None:
+        # torch also sets the rank that C++ knows, which is that of the process.
+        if is_rank():
+            c10d._world.default_pg = group
+        else:
+            update(group)
+
+    def device_mesh(mesh: Any, *args: Any, **given: Any) -> None:
+        made(mesh, *args, **given)
+        # DTensor's caches keep what depends on a rank's coordinates by the DeviceMesh, and compare DeviceMeshes by this number.
+        mesh._thread_id, mesh._hash = number_of(), None
+
     inside = isinstance(c10d._world, _Worlds)
     bindings._set_thread_isolation_mode(True)
     try:
@@ -95,6 +112,10 @@ def ranks_in_threads(
             patch.object(c10d, "_world", _Worlds(c10d._world, is_rank)),
             patch.object(c10d, "_new_process_group_helper", group_of),
             patch.object(c10d, "rendezvous", met),
+            patch.object(c10d, "_update_default_pg", update_default_group),
+            # Whether torch waits after a group is created: the scheduler knows who has not come.
+            patch.object(c10d, "_is_barrier_after_init", lambda: 0 if is_rank() else barrier()),
+            patch.object(DeviceMesh, "__init__", device_mesh),
             # init_process_group replaces it on every rank.
             patch.object(sys, "excepthook", sys.excepthook),
         ):
@@ -102,7 +123,7 @@ def ranks_in_threads(
     finally:
         # A rank may run a simulation of its own.
         bindings._set_thread_isolation_mode(inside)
-        # DTensor's caches identify a DeviceMesh by its thread, and a later thread may have the same number.
+        # DTensor's caches keep every DeviceMesh that they have seen.
         forget_device_meshes(())
 
 
@@ -119,7 +140,10 @@ def start_default_group(rank: int, size: int, backend: str, store: dist.Store) -
 
 
 def leave_groups() -> None:
-    """Remove the calling thread's groups from torch's registries."""
+    """Remove the calling thread's groups from torch's registries, unless the simulation is over already."""
+    if not isinstance(c10d._world, _Worlds):
+        # Without isolation, these would be the groups of the process.
+        return
     bindings._unregister_all_process_groups()
     c10d._world.__dict__["world"] = _RankWorld()
 

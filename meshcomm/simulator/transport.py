@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import sysconfig
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from traceback import walk_tb
@@ -180,20 +180,27 @@ class Contribution(NamedTuple):
     work: SimulatedWork
 
     def compared(self) -> tuple[Any, ...]:
-        """Return the properties that must be equal on all ranks, beginning with dtype, elements, operation and root."""
+        """Return the properties that must be equal on all ranks, beginning with dtype, elements, operation and root.
+
+        What the callers said is compared apart, as not all callers say the same.
+        """
         row, x, out, op, root, lengths, _ = self.call
         tensor = out if row.root == "src" and out is not None else x
         dtype = None if tensor is None else tensor.dtype
         elements = None if tensor is None or lengths else tensor.numel()
-        told = None if self.told is None else self.told[1:]
-        return dtype, elements, op, None if row.root is None else root, row, not lengths, told
+        return dtype, elements, op, None if row.root is None else root, row, not lengths
+
+    def told_facts(self) -> dict[str, Any]:
+        """Return what the caller said, if it did."""
+        return {} if self.told is None else {"call": self.told[1], **self.told[2]}
 
     def facts(self) -> dict[str, Any]:
         """Return the call's properties as errors show them."""
+        dtype, elements, op, root, row, _ = self.compared()
         if self.told is not None:
-            found = self.told[2]
+            # A hook does not know the reduction.
+            found = self.told[2] if op is None else {**self.told[2], "op": self.told[2].get("op", op)}
         else:
-            dtype, elements, op, root, row, _, _ = self.compared()
             values = {"dtype": dtype and name_of(dtype), "elements": elements, "op": op, str(row.root): root}
             found = {name: value for name, value in values.items() if value is not None}
         if not self.call.lengths:
@@ -206,7 +213,7 @@ class Contribution(NamedTuple):
 class PendingCollective:
     """What is known of a collective that not all ranks of its group have reached yet. contributions: by coord.
 
-    sent: a broadcast's data, as the source brought it.
+    sent: a broadcast's data, as the source brought it. told: what any rank has said of its call, by name.
     mismatched: whether the calls differ. If they do, the simulation ends only when all ranks have arrived or none can run,
     so that the error can tell which calls are in the majority.
     """
@@ -214,6 +221,7 @@ class PendingCollective:
     group: SimulatedGroup
     call: Collective[Contribution]
     compared: tuple[Any, ...] = ()
+    told: dict[str, Any] = field(default_factory=dict)
     mismatched: bool = False
     sent: Tensor | None = None
 
@@ -245,8 +253,8 @@ class PendingCollective:
                     out.view(len(self.group.ranks), -1)[each].copy_(x.view(-1))
                 elif row is SCATTER and source is not None:
                     out.view(-1).copy_(source.view(len(self.group.ranks), -1)[each])
-                elif each != root:
-                    x.copy_(self.sent)
+                elif each != root and self.sent is not None:
+                    x.view(-1).copy_(self.sent.view(-1))
         for each, contribution in self.contributions.items():
             if row.needs(each, root, len(self.group.ranks)) <= calls.keys() and not contribution.work.done:
                 contribution.work.complete()
@@ -336,6 +344,9 @@ class SimulatedGroup:
             pending = self.pending[number] = PendingCollective(self, joined, compared)
         elif compared != pending.compared:
             pending.mismatched = True
+        # Calls of the mesh and of torch say different things; what both say must be equal.
+        for name, value in contribution.told_facts().items():
+            pending.mismatched |= pending.told.setdefault(name, value) != value
         work.absent = partial(pending.absent, call.row.needs(coord, call.root, len(self.ranks)))
         partly = call.row in (BROADCAST, GATHER, SCATTER)
         if partly and not pending.mismatched:

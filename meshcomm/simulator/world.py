@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import timedelta
+from itertools import count
 from typing import Any, final
 
 import torch
@@ -31,6 +32,8 @@ from meshcomm.watching.verdict import error_of
 from meshcomm.watching.words import failure
 
 _CPU = torch.device("cpu")
+# Numbers that no two ranks of this process share, also in different simulations.
+_NUMBERS = count()
 
 
 @final
@@ -115,6 +118,7 @@ class SimulatedWorld:
 
     def __init__(self, shared: SharedState, actor: Actor) -> None:
         size = len(shared.scheduler.actors)
+        self.number = next(_NUMBERS)
         self.launch = Launch("simulator", actor.process, size, actor.process, size)
         self.store: dist.Store = SimulatedStore(shared, actor)
         self._shared = shared
@@ -148,8 +152,13 @@ class SimulatedWorld:
         handle.members.label, handle.members.dims = group.label, group.dims
         return SimulatorTransport(handle, group.options.backend, _CPU, owned=True)
 
+    def over(self, group: Any) -> SimulatorTransport:
+        """See World."""
+        return SimulatorTransport(group, group.backend, _CPU, owned=False)
+
     def group(self, name: str, ranks: tuple[int, ...], timeout: timedelta) -> SimulatedProcessGroup:
         """Return this rank's part of a torch process group."""
+        self._refuse_lost("a process group")
         shared = self._shared
         if (name, ranks) not in shared.groups:
             shared.groups[name, ranks] = SimulatedGroup(shared.scheduler, ranks)
@@ -188,16 +197,23 @@ class SimulatedWatch(Watching):
         self._coords = coords
         self._prefix = prefix
         self._labels: list[str] = []
+        self._recorders: list[FlightRecorder] = []
 
     def record(self, label: str, ranks: list[int], transport: Transport) -> FlightRecorder:
         recorder = FlightRecorder(label, ranks, self._failed)
         self._labels.append(label)
+        self._recorders.append(recorder)
         self._shared.recorders.setdefault((self._prefix, label), {})[self._rank] = self._coords, recorder
         return recorder
 
     def _failed(self, recorder: FlightRecorder, where: str, error: BaseException) -> MeshcommError:
         lost = None if self._generations is None else self._generations.lost(where, True)
         return lost or failure(where, error)
+
+    def close(self, *, abandons: bool = False) -> None:
+        """See Watching."""
+        for recorder in self._recorders:
+            recorder.close()
 
     def noted(self, step: int) -> None:
         """Record the end of a step. In each group, the last rank to end the step compares the calls of all ranks."""

@@ -7,6 +7,7 @@ back when the last of them closes, in whatever order they close. `REPLACED` list
 from __future__ import annotations
 
 import math
+import os
 import sys
 import threading
 import time
@@ -35,7 +36,8 @@ class Replaced:
 
     def put(self, ours: Callable[..., Any]) -> None:
         """Replace torch's function by `ours`."""
-        if self.torchs is not None and self._ours is not ours:
+        # Other code may have replaced or restored it in the meantime.
+        if self.torchs is not None and getattr(self.owner, self.name) is not ours:
             self._ours = ours
             setattr(self.owner, self.name, ours)
 
@@ -60,6 +62,9 @@ _SET: Final = Replaced(c10d, "_update_default_pg", "2.15")
 REPLACED: Final = (_TIMEOUT, _WAIT, _REGISTER, _MADE, _SET)
 # One entry for each open mesh and each watch.
 _OPEN: list[object] = []
+if hasattr(os, "register_at_fork"):
+    # A forked process closes none of them.
+    os.register_at_fork(after_in_child=_OPEN.clear)
 
 
 def changed() -> Callable[[], None]:

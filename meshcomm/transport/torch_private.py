@@ -106,8 +106,10 @@ class GroupHooks:
             # Compilers trace the code between two graphs. Calls made there are real, but hooks belong to no graph.
             self.group.register_pre_hook(_HOOK, outside_graphs(before))
             self.group.register_post_hook(_HOOK, outside_graphs(after))
-            # A group outlives Python in torch's registry, and would release the hooks after Python has shut down.
-            atexit.register(self.remove)
+            # A group outlives Python in torch's registry, and would release the hooks after Python has shut down. One that is
+            # written in Python holds them itself.
+            if not isinstance(type(self.group).register_pre_hook, FunctionType):
+                atexit.register(self.remove)
 
     def remove(self) -> None:
         """Remove the hooks. Further calls have no effect."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Sequence
-from typing import Generic, TypeVar, final
+from typing import Generic, TypeAlias, TypeVar, final
 
 T = TypeVar("T")
 
@@ -73,6 +73,10 @@ class Message(Generic[T]):
         return self.target if self.received is None else self.source
 
 
+# The source, the target and the tag of a message. The source of a receive from any rank is None.
+_Channel: TypeAlias = "tuple[int | None, int, int]"
+
+
 @final
 class Messages(Generic[T]):
     """The messages of one group: those of the same two ranks and tag match in order.
@@ -81,19 +85,22 @@ class Messages(Generic[T]):
     """
 
     def __init__(self) -> None:
-        # The messages that lack an end by target and tag, as they were posted, with their place among all of them.
-        self._waiting: dict[tuple[int, int], list[tuple[int, Message[T]]]] = defaultdict(list)
+        # The messages that lack an end, as they were posted, with their place among all of them. Each is found without a
+        # search: a channel of a step may have thousands.
+        self._sent: dict[_Channel, deque[tuple[int, Message[T]]]] = {}
+        self._awaited: dict[_Channel, deque[tuple[int, Message[T]]]] = {}
+        # The senders of messages that were not received, by target and tag.
+        self._senders: dict[tuple[int, int], set[int]] = defaultdict(set)
         self._posted = 0
 
     def send(self, source: int, target: int, tag: int, brought: T) -> Message[T]:
         """Return the next message of `source` to `target` with this tag."""
-        waiting = self._waiting[target, tag]
-        for place, (_, message) in enumerate(waiting):
-            if message.sent is None and message.source in (None, source):
-                del waiting[place]
-                break
+        channels = [each for each in ((source, target, tag), (None, target, tag)) if each in self._awaited]
+        if channels:
+            message = self._taken(self._awaited, min(channels, key=lambda each: self._awaited[each][0][0]))
         else:
-            message = self._post(source, target, tag)
+            message = self._post(self._sent, source, target, tag)
+            self._senders[target, tag].add(source)
         message.source, message.sent = source, brought
         return message
 
@@ -101,31 +108,35 @@ class Messages(Generic[T]):
         self, source: int | None, target: int, tag: int, brought: T, choose: Callable[[int], int]
     ) -> Message[T]:
         """Return the next message to `target` from `source`. If `source` is None, `choose` selects one of several senders."""
-        waiting = self._waiting[target, tag]
-        fits = []
-        for place, (_, message) in enumerate(waiting):
-            if message.sent is not None and source in (None, message.source):
-                fits.append(place)
-                if source is not None:
-                    break
-        if fits:
-            # The first message of each sender.
-            first = list({waiting[place][1].source: place for place in reversed(fits)}.values())
-            _, message = waiting.pop(first[choose(len(first)) if len(first) > 1 else 0])
+        senders = self._senders[target, tag]
+        if source is None and senders:
+            # As their first messages were posted.
+            first = sorted(senders, key=lambda each: self._sent[each, target, tag][0][0])
+            source = first[choose(len(first)) if len(first) > 1 else 0]
+        if source in senders:
+            message = self._taken(self._sent, (source, target, tag))
+            if (source, target, tag) not in self._sent:
+                senders.discard(source)
         else:
-            message = self._post(source, target, tag)
+            message = self._post(self._awaited, source, target, tag)
         message.received = brought
         return message
 
     def unmatched(self) -> list[Message[T]]:
         """Return the messages that lack an end, as they were posted."""
-        waiting = sorted(
-            (each for group in self._waiting.values() for each in group), key=lambda each: each[0]
-        )
-        return [message for _, message in waiting]
+        waiting = (each for kept in (self._sent, self._awaited) for queue in kept.values() for each in queue)
+        return [message for _, message in sorted(waiting, key=lambda each: each[0])]
 
-    def _post(self, source: int | None, target: int, tag: int) -> Message[T]:
+    def _taken(self, kept: dict[_Channel, deque[tuple[int, Message[T]]]], channel: _Channel) -> Message[T]:
+        _, message = kept[channel].popleft()
+        if not kept[channel]:
+            del kept[channel]
+        return message
+
+    def _post(
+        self, kept: dict[_Channel, deque[tuple[int, Message[T]]]], source: int | None, target: int, tag: int
+    ) -> Message[T]:
         message = Message[T](source, target, tag)
         self._posted += 1
-        self._waiting[target, tag].append((self._posted, message))
+        kept.setdefault((source, target, tag), deque()).append((self._posted, message))
         return message

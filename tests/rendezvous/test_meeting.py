@@ -627,7 +627,7 @@ def test_a_store_that_ends_while_the_default_group_starts(monkeypatch: pytest.Mo
     def lost() -> None:
         raise dist.DistNetworkError("Connection reset by peer")
 
-    monkeypatch.setattr("meshcomm.mesh.opening.default_store", lost)
+    monkeypatch.setattr("meshcomm.mesh.groups.default_store", lost)
     with pytest.raises(CommunicationError, match=r"(?s)could not start torch's default group.*reset by peer"):
         meshcomm.init(dims={"dp": 1}, device="cpu")
     assert not dist.is_initialized()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import meshcomm
 from meshcomm.errors import CallMismatchError, DeadlockError, MeshcommError, RankFailed, UnmatchedMessage
@@ -192,3 +195,118 @@ def test_calls_of_torch_on_the_groups_of_a_mesh_are_counted() -> None:
 
     found = meshcomm.simulate(program, dims={"dp": 2, "tp": 2})
     assert found == [[("tp", "all_reduce (torch)", 1), ("tp", "all_reduce", 1)]] * 4
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_tensor_that_two_dims_split_unevenly_is_whole_again(seed: int) -> None:
+    """What DTensor plans depends on a rank's coordinates, and is kept for all ranks of a process."""
+
+    def program(mesh: Mesh) -> list[float]:
+        parts = distribute_tensor(torch.arange(5.0), mesh["dp", "tp"], [Shard(0), Shard(0)])
+        return parts.full_tensor().tolist()
+
+    found = meshcomm.simulate(program, dims={"dp": 2, "tp": 2}, schedule_seed=seed)
+    assert found == [[0.0, 1.0, 2.0, 3.0, 4.0]] * 4
+
+
+def watched_meanwhile(_: str) -> tuple[bool, list[Any], float]:
+    watch = meshcomm.watch()
+    dist.init_process_group("gloo")
+    try:
+        found = meshcomm.simulate(lambda mesh: dist.get_world_size(), dims={"dp": 4})
+        x = torch.ones(1)
+        dist.all_reduce(x)
+        return watch._watchdog is not None, found, x.item()
+    finally:
+        watch.close()
+        dist.destroy_process_group()
+
+
+def test_a_simulation_leaves_the_watch_of_the_process_alone(pool: Pool) -> None:
+    assert pool.run(watched_meanwhile, "", ranks=2) == [(True, [4] * 4, 2.0)] * 2
+
+
+def test_a_simulation_keeps_nothing() -> None:
+    class Given:
+        pass
+
+    given = Given()
+    kept = weakref.ref(given)
+    meshcomm.simulate(
+        lambda mesh, given: dist.all_reduce(torch.ones(2), group=mesh.group("tp")),
+        dims={"tp": 2},
+        args=(given,),
+    )
+    del given
+    gc.collect()
+    assert kept() is None
+
+
+def test_another_reduction_of_torch_on_a_group_of_the_mesh_is_named() -> None:
+    def program(mesh: Mesh) -> None:
+        op = dist.ReduceOp.MAX if mesh.rank == 2 else dist.ReduceOp.SUM
+        dist.all_reduce(torch.ones(2), op, group=mesh.group("tp"))
+
+    error = _error(CallMismatchError, program)
+    assert "op max" in str(error) and "op sum" in str(error)
+
+
+def test_a_call_of_the_mesh_and_one_of_torch_are_one_collective() -> None:
+    def program(mesh: Mesh) -> list[float]:
+        x = torch.full((2,), float(mesh.rank))
+        if mesh.rank % 2:
+            dist.all_reduce(x, group=mesh.group("tp"))
+        else:
+            x = mesh.all_reduce("tp", x)
+        return x.tolist()
+
+    assert meshcomm.simulate(program, dims={"dp": 2, "tp": 2}) == [[1.0, 1.0]] * 2 + [[5.0, 5.0]] * 2
+
+
+def test_split_sizes_of_another_sum_are_refused_on_the_rank_that_passes_them() -> None:
+    def program(mesh: Mesh) -> None:
+        sends = [1, 2] if mesh.rank == 1 else [2, 2]
+        dist.all_to_all_single(torch.empty(4), torch.ones(4), [2, 2], sends, mesh.group("tp"))
+
+    error = _error(RankFailed, program)
+    assert [*error.by_rank] == [1] and "split sizes [1, 2] do not divide 4 rows" in str(error)
+
+
+def test_a_broadcast_fills_a_tensor_of_another_shape_as_gloo_does() -> None:
+    def program(mesh: Mesh) -> list[float]:
+        x = torch.arange(8.0) if mesh.rank == 0 else torch.zeros(2, 4)
+        dist.broadcast(x, 0)
+        return x.flatten().tolist()
+
+    assert meshcomm.simulate(program, dims={"dp": 4}) == [[*map(float, range(8))]] * 4
+
+
+def test_collectives_of_nccl_in_one_batch_are_waited_for() -> None:
+    def program(mesh: Mesh) -> list[float]:
+        xs = [torch.full((2,), float(mesh.rank + n)) for n in range(2)]
+        with dist._coalescing_manager(async_ops=True) as batch:
+            for x in xs:
+                dist.all_reduce(x)
+        batch.wait()
+        return [x[0].item() for x in xs]
+
+    assert meshcomm.simulate(program, dims={"dp": 4}, backend="nccl") == [[6.0, 10.0]] * 4
+
+
+def test_a_mesh_over_a_device_mesh_compares_without_calls_of_its_own() -> None:
+    """One rank receives before its collective, the other sends after it has started one: right on processes."""
+
+    def program(mesh: Mesh) -> list[float]:
+        over = meshcomm.init(mesh["tp"])
+        x, y = torch.ones(2), torch.zeros(2)
+        if mesh.rank == 0:
+            handle = over.all_reduce("tp", x, async_op=True)
+            over.send("tp", torch.full((2,), 7.0), dst=1)
+            x = handle.wait()
+        else:
+            y = over.recv("tp", out=y, src=0)
+            x = over.all_reduce("tp", x)
+        over.close()
+        return [*x.tolist(), *y.tolist()]
+
+    assert meshcomm.simulate(program, dims={"tp": 2}) == [[2.0, 2.0, 0.0, 0.0], [2.0, 2.0, 7.0, 7.0]]
