@@ -29,7 +29,7 @@ _CODE: Final = re.compile(r"(^(```+).*?^\2`*\s*$|(?<!`)(`+)(?!`).*?(?<!`)\3(?!`)
 _LINK: Final = re.compile(r"(?<=\]\()([^)\s#]+)(#[^)\s]*)?(?=\))")
 # The search entries of all pages.
 _FOUND: Final[list[tuple[str, str, str, str]]] = []
-_NAME: Final = re.compile(r"(meshcomm|mesh\.(functional|objects|store))(\.\w+)*")
+_NAME: Final = re.compile(r"(meshcomm|mesh\.(debug|elastic|functional|objects|store))(\.\w+)*")
 # The tool that generates a page. The edit link leads to the tool instead of the page.
 _TOOL: Final = re.compile(r"Made by `python (docs/tools/\w+\.py)")
 # The anchor of an API entry. The repository's host uses this anchor, and the site uses that of the heading below.
