@@ -495,7 +495,8 @@ class Watchdog(Watching):
             if recorder.ordered or (recorder.check is not None and recorder.check.raised):
                 continue  # errors of queued calls are not raised in the program's own lines; others have been raised
             # Running calls come first, because waiters learn of a failure before the Work itself completes.
-            unfinished = recorder.messages.unfinished()[:1]
+            # A refused message is the latest: its call ended with the error that is to be explained.
+            unfinished = recorder.messages.unfinished()[:1] + recorder.messages.refused()
             if (pending := recorder.pending) or (error := recorder.failure) is not None:
                 began = recorder.began(recorder.started)
                 calls.append(_Past(began, recorder, None, None if pending else error))

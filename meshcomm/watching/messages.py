@@ -148,6 +148,8 @@ class MessageLog:
         self._counters = counters
         self._check = check
         self._posted: deque[tuple[PendingMessage, Any]] = deque(maxlen=_KEPT)
+        # A message outside the mesh that the backend has not taken. It stays if the backend raises, as for a lost peer.
+        self._issuing: PendingMessage | None = None
         self.flying: list[PendingMessage] = []
         self.begun: dict[Channel, int] = {}
         self.label = label
@@ -220,6 +222,7 @@ class MessageLog:
         if message.told is not None:
             message.told.of(tensors)
             message.told.left = message.began
+        self._issuing = message
         return message
 
     def flies(self, message: PendingMessage) -> None:
@@ -229,6 +232,7 @@ class MessageLog:
 
     def posted(self, message: PendingMessage, work: Any) -> None:
         """Record the backend's `work` for a message outside the mesh, and keep the message until that work has completed."""
+        self._issuing = None
         if capturing():
             return
         while self._posted and self._posted[0][1].is_completed():
@@ -238,6 +242,10 @@ class MessageLog:
     def unfinished(self) -> list[PendingMessage]:
         """Return the messages outside the mesh that have not completed, oldest first."""
         return [message for message, work in list(self._posted) if not work.is_completed()]
+
+    def refused(self) -> list[PendingMessage]:
+        """Return the message outside the mesh that the backend has refused, because it raised; [] if there is none."""
+        return [] if self._issuing is None else [self._issuing]
 
     def failed(self) -> list[tuple[PendingMessage, RuntimeError]]:
         """Return the first message outside the mesh that its backend has abandoned, and the backend's error; [] if there

@@ -12,6 +12,7 @@ from math import prod
 from typing import Any, Final
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
@@ -151,6 +152,17 @@ def _pipelines(at: int, fault: Fault) -> Program:
     return opened(program)
 
 
+def _sends_late(me: Rank, mesh: Mesh) -> None:
+    """Send to a rank whose connection is known to be closed: Gloo raises before it has a Work."""
+    x, group = torch.ones(8), mesh.group("pp")
+    if me.number:
+        dist.recv(x, group=group, group_src=0)
+        _dies(me)
+    dist.send(x, group=group, group_dst=1)
+    time.sleep(1.0)
+    dist.isend(x, group=group, group_dst=1)
+
+
 _LINE: Final = {"dp": 4}
 _TENSOR: Final = {"tp": 4}
 _PAIR: Final = {"pp": 2}
@@ -204,4 +216,5 @@ ROWS: Final = [
     _row("ddp-asleep | asleep | dp", _late(_ddp, 0, _sleeps), _LINE, 0, promise_s=AWAKE_S),
     _row("pipeline-skip | skipped step | pp", _pipelines(10, _strikes), _PAIR, 1),
     _row("pipeline-dead | SIGKILL | pp", _pipelines(10, _dies), _PAIR, 1),
+    _row("sends-late | SIGKILL | pp", opened(_sends_late), _PAIR, 1),
 ]
