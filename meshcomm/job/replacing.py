@@ -189,11 +189,13 @@ class Replacing:
         """Handle the loss of the given processes. Return whether the job continues. `starts` returns the processes to start.
 
         ended: whether any rank has completed. If one has, the job ends, because that rank cannot meet the other ranks again.
+        The same applies once all work is done.
         """
         # A process that ended because it lost a peer, or because of misuse, would end the same way again.
         if (
             ended
             or self.store is None
+            or self.has_ended
             or any(failure.follows or failure.code in _FINAL for failure in failures.values())
         ):
             return False

@@ -85,6 +85,9 @@ def test_a_process_that_hangs_after_the_end_loses_nothing() -> None:
 def test_an_exit_code_after_the_end_is_a_failure() -> None:
     each = followed([{0: 0, 2: 0}, {1: 3}], ended=True)
     assert each.follow()[1].code == 3
+    # The others may end later. They do not meet a new process any more.
+    each = followed([{1: 3}, {0: 0, 2: 0}], ended=True)
+    assert each.follow()[1].code == 3 and each.done == []
 
 
 def test_ranks_that_have_completed_cannot_be_met_again() -> None:
