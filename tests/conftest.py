@@ -1,4 +1,4 @@
-"""What all tests share: the plugin's pool of warm ranks, and figures for the end of the log."""
+"""Shared by all tests: the plugin's pool of warm ranks, and measured figures for the end of the log."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from meshcomm.testing import Pool
 from meshcomm.train.parity import Difference
 from tests.train.parity_page import write_page
 
-# They need packages that nothing else does.
+# These need packages that no other test needs.
 collect_ignore = ["benchmarks/torchtitan.py", "launchers"]
 
-# torch's store looks up the name of every address that connects. A name server that does not answer
-# must not cost each test five seconds; read when the first name is looked up, so set before that.
+# torch's store looks up the name of every address that connects. With a name server that does not answer, each lookup would
+# cost five seconds. The setting is read at the first lookup, so it is set before.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
-# Where it is set, as in many container images, each of some hundred processes would compile the package again.
+# Many container images set this variable. Several hundred processes would then each compile the package again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
-# What a terminal, a scheduler or a job around the tests says to the programs in it. What is tested here is to
-# see what its test says, and nothing of these.
+# Variables by which a terminal, a scheduler or a surrounding job influences programs. Tests see only the variables that
+# they set themselves.
 _OF_TERMINALS = (
     "COLUMNS", "LINES", "TERMINAL_WIDTH", "NO_COLOR", "FORCE_COLOR", "CLICOLOR_FORCE", "PY_COLORS",
     "TTY_COMPATIBLE", "TTY_INTERACTIVE", "GITHUB_ACTIONS",
 )  # fmt: skip
 _OF_JOBS = re.compile(
-    # Those two say to the tests of tests/foreign where things are.
+    # These two contain paths for tests/foreign.
     r"(?!MESHCOMM_(FOREIGN|PICOTRON)$)"
     r"((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)"
     r"|(MESHCOMM|SLURM|OMPI|PMI|PMIX|MPI|MV2|I_MPI|FLUX|JSM|PALS|RAY|TORCHELASTIC|TORCH_ELASTIC|TORCH_DISTRIBUTED|GLOO|NCCL)_\w+)"
@@ -42,7 +42,7 @@ _ROWS: pytest.StashKey[list[tuple[str, Difference]]] = pytest.StashKey()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """An option that makes a page of what was measured."""
+    """Add an option that writes a page with the measurements."""
     parser.addoption(
         "--write-parity-table",
         action="store_true",
@@ -51,19 +51,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Refuse to make the page in parts."""
+    """Refuse to write the page from several processes, which each have only a part."""
     if config.getoption("--write-parity-table") and config.getoption("numprocesses", None):
         raise pytest.UsageError("--write-parity-table needs the rows of one process: add -n 0")
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put long files first, because one that begins last leaves the other process without work; and mark deep tests.
+    """Run long files first, because a long file at the end would leave the other process without work. Mark deep tests.
 
-    `deep_cases(pattern)` makes those cases of a test deep whose name the pattern finds. The sets that take minutes are deep, too.
+    `deep_cases(pattern)` marks a test's cases as deep if the pattern matches their names. Tests that take minutes are deep, too.
     """
     items.sort(key=lambda item: item.get_closest_marker("long") is None)
-    # The tests whose pattern has found no case yet. Collecting cases by name may leave out those that a pattern finds.
+    # Tests whose pattern has matched no case yet. A run of cases selected by name may lack them, so it is not checked.
     unfound: set[tuple[str, str]] = set()
     for item in items:
         cases = item.get_closest_marker("deep_cases")
@@ -83,11 +83,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_sessionstart() -> None:
-    """Forget what is around the tests; pytest has read by now what it needs of it."""
+    """Remove the surrounding variables from the environment, after pytest has read the ones that it needs."""
     for name in list(os.environ):
         if name in _OF_TERMINALS or _OF_JOBS.fullmatch(name):
             del os.environ[name]
-    # A job in the background, or under nohup, is started with these ignored, and so would be every rank.
+    # A background job, or one under nohup, starts with these signals ignored, and every rank would inherit that.
     usual = {
         signal.SIGINT: signal.default_int_handler,
         signal.SIGHUP: signal.SIG_DFL,
@@ -100,25 +100,25 @@ def pytest_sessionstart() -> None:
 
 @pytest.fixture(scope="session")
 def pool(mesh_pool: Pool) -> Pool:
-    """Warm ranks for tests that open their meshes themselves; the plugin's, shared with its tests."""
+    """Warm ranks for tests that open their meshes themselves. This is the plugin's pool, shared with its tests."""
     return mesh_pool
 
 
 @pytest.fixture
 def figures(request: pytest.FixtureRequest) -> Callable[[str], None]:
-    """Takes lines with measured figures; they stand at the end of the test log."""
+    """A function that prints a line of measured figures at the end of the test log."""
     return lambda line: request.node.user_properties.append((_FIGURE, line))
 
 
 @pytest.fixture
 def parity_rows(pytestconfig: pytest.Config) -> list[tuple[str, Difference]]:
-    """Takes (case, its worst difference from one process), for the table of combinations."""
+    """A list of (case, its largest difference from one process), for the table of combinations."""
     return pytestconfig.stash.setdefault(_ROWS, [])
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Print the figures, and make a page of them where that is asked for."""
-    # In the reports of the tests, as these come from the processes that ran them.
+    """Print the figures, and write the page if asked for."""
+    # The reports have the figures, because tests may run in other processes.
     reports = [report for each in terminalreporter.stats.values() for report in each]
     properties = [each for report in reports for each in getattr(report, "user_properties", ())]
     lines = dict.fromkeys(line for name, line in properties if name == _FIGURE)

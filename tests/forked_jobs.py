@@ -1,7 +1,7 @@
-"""`python ARGUMENTS` and the ranks it starts, forked where torch is loaded: that saves each two seconds of CPU.
+"""`python ARGUMENTS` and its ranks, forked from a process that has loaded torch. This saves two seconds of CPU per process.
 
-All but the exec is as in a real job: the launcher, its ranks, their signals, streams and exit codes. What belongs to a
-fresh process (its environment in /proc, by which orphans are found, and Python's own end) needs a real one.
+Everything except exec is as in a real job: the launcher, its ranks, their signals, streams and exit codes. Tests of features of a
+new process need a real one: its environment in /proc, which identifies orphans, and the end of the Python interpreter.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _WITHIN_S: Final = 100.0
 
 
 class Job:
-    """`python ARGUMENTS` in `folder`, which takes its output. The pool has told the fork server what to load."""
+    """Run `python ARGUMENTS` in `folder`, with its output in files there. The pool has already set the fork server's preloads."""
 
     def __init__(
         self, _: Pool, folder: Path, *arguments: str, env: Mapping[str, str] | None = None, name: str = ""
@@ -41,21 +41,21 @@ class Job:
         self.pid = self._process.pid
 
     def until_printed(self, line: str) -> None:
-        """Return when some rank has printed this line."""
+        """Wait until some rank has printed this line."""
         deadline = time.monotonic() + _WITHIN_S
         while not self._out.exists() or f"{line}\n" not in self._out.read_text():
             assert self._process.is_alive() and time.monotonic() < deadline, self._err.read_text()
             time.sleep(0.02)
 
     def finish(self) -> tuple[int, str, str]:
-        """Exit code, stdout and stderr."""
+        """Wait for the job. Returns its exit code, stdout and stderr."""
         self._process.join(_WITHIN_S)
         code = self._process.exitcode
         if code is None:
             self._process.kill()
             self._process.join()
             raise TimeoutError(self._err.read_text())
-        # torch's store and Gloo write their own notes about peers that vanish; they are not ours.
+        # Remove the notes of torch's store and Gloo about peers that vanish.
         notes = ("[W", "[/", "[E")
         err = [line for line in self._err.read_text().splitlines(True) if not line.startswith(notes)]
         return code, self._out.read_text(), "".join(err)
@@ -70,7 +70,7 @@ def _start(folder: str, arguments: Sequence[str], out: str, err: str, env: Mappi
     for stream, path in ((1, out), (2, err)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND), stream)
     os.chdir(folder)
-    # Started by this process's launcher, or by torch's.
+    # This process's launcher, or torch's, starts the ranks with it.
     spawn.Popen = subprocess_handler.Popen = _Forked  # type: ignore[attr-defined,misc]
     _become(arguments, os.environ | env)
 
@@ -80,22 +80,22 @@ class _Forked(subprocess.Popen[bytes]):
         environment, new_session = more[5], more[-2]
         assert args[0] == sys.executable and new_session
         with warnings.catch_warnings():
-            # A launcher's store has a thread, of which the child wants nothing.
+            # fork() warns of the thread of the launcher's store, which the child does not need.
             warnings.simplefilter("ignore", DeprecationWarning)
             self.pid = os.fork()
         self._child_created = True
         if self.pid == 0:
-            # Those of the launcher's objects; they would remove its temporary folders at this process's end.
+            # The launcher's finalizers would remove its temporary folders when this process ends.
             weakref.finalize._registry.clear()  # type: ignore[attr-defined]
             _become(args[1:], environment)
 
 
 def _become(arguments: Sequence[str], env: Mapping[str, str]) -> NoReturn:
-    """What exec and a fresh Python would do, in this process."""
+    """Imitate exec and a new Python in this process."""
     try:
         os.setsid()
         os.closerange(3, 4096)
-        # It would close the descriptor of its tracker, whose number is another file's by then.
+        # The tracker would close its descriptor, whose number now belongs to another file.
         resource_tracker._resource_tracker._fd = None  # type: ignore[attr-defined]
         os.environ.clear()
         os.environ.update(env)

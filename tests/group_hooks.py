@@ -1,4 +1,4 @@
-"""Tests of calls outside the mesh need torch's hooks of process groups."""
+"""A mark for tests of calls outside the mesh, which need torch's hooks of process groups."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which port is free? Tried, among those that the system gives to nobody by itself."""
+"""Find a free port, outside the range from which the system assigns ports."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import random
 import socket
 from typing import Final
 
-# Linux gives connections of programs that ask for no port one from 32768 on, other systems higher ones. A port
-# from there may be taken by anybody's connection between the question and its use.
+# For programs that ask for no port, Linux assigns one from 32768 on, and other systems assign higher ones. Another connection
+# could take such a port between the check and its use.
 _PORTS: Final = range(20_000, 32_000)
 
 
 def free_port() -> int:
-    """A port of the loopback that nobody listens at now."""
-    # Not the generator that tests seed: two runs at once would ask for the same ports.
+    """A port on the loopback interface that is free now."""
+    # Not the generator that tests seed: two simultaneous runs would try the same ports.
     for port in random.SystemRandom().sample(_PORTS, 200):
         with socket.socket() as listener:
             try:

@@ -1,4 +1,4 @@
-"""A test whose body runs on every rank of a job of the pool, and opens its meshes itself."""
+"""A test whose body runs on every rank of a job in the pool, and opens its meshes itself."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from meshcomm.testing import Pool
 
 
 def on_ranks(count: int, **env: str) -> Callable[[Callable[[], None]], Callable[[Pool], None]]:
-    """For a function of a module: what it asserts, it asserts on each rank. env: of every rank."""
+    """Decorate a module-level function to run, with its assertions, on each rank. env: variables of every rank."""
 
     def decorate(body: Callable[[], None]) -> Callable[[Pool], None]:
         def test(pool: Pool) -> None:

@@ -1,4 +1,4 @@
-"""What may import what, and what must stay unimported."""
+"""Allowed imports between modules, and modules that must not be loaded."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import meshcomm
 
 ROOT = Path(meshcomm.__file__).parent
 
-# A file imports from its own folder or from those before it. docs/design/house.md says why.
+# A file imports only from its own folder and from folders above it in this list: see docs/design/house.md.
 ORDER = [
     "errors",
     "collectives",
@@ -55,7 +55,7 @@ def room(path: Path) -> str:
 
 
 def imported(node: ast.AST, annotations: bool) -> Iterator[str]:
-    """The modules that are imported below `node`, in functions too. annotations: also those for annotations alone."""
+    """The modules imported below `node`, also in functions. annotations: include imports only for annotations."""
     guard = node.test if isinstance(node, ast.If) else None
     if isinstance(guard, ast.Name) and guard.id == "TYPE_CHECKING" and not annotations:
         return
@@ -81,7 +81,7 @@ def misplaced(path: Path) -> Iterator[str]:
 
 
 def own_names(tree: ast.AST) -> Iterator[str]:
-    """What a file defines, or sets as an attribute."""
+    """Names that a file defines or sets as attributes."""
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             yield node.name
@@ -92,7 +92,7 @@ def own_names(tree: ast.AST) -> Iterator[str]:
 
 
 def private_torch_names(text: str, own: set[str]) -> Iterator[str]:
-    """Private attributes that a file reads of what is not Python's and not in `own`, but for operators of torch."""
+    """Private attributes that a file reads, except attributes of Python's modules or in `own`, and torch's operators."""
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.endswith("__"):
             name = ast.unparse(node)
@@ -112,7 +112,7 @@ def test_only_files_made_for_it_use_private_names_of_torch() -> None:
         "import torch\nad._level, torch._C.f, x._mine, torch.__file__, sys._getframe(), x.storage()._cdata"
     )
     assert sorted(private_torch_names(planted, {"_mine"})) == ["ad._level", "torch._C", "x.storage()._cdata"]
-    # Of NamedTuples.
+    # NamedTuple's methods.
     own = {"_replace", "_asdict"}.union(*(own_names(ast.parse(f.read_text())) for f in FILES))
     found = {path.relative_to(ROOT): list(private_torch_names(path.read_text(), own)) for path in FILES}
     assert {path: names for path, names in found.items() if names and path.name not in PRIVATE_FILES} == {}
@@ -158,7 +158,7 @@ assert str(recipe.steps[0]) == "all_gather along tp, axis 1" and "torch" not in 
 
 
 def test_a_mesh_is_made_and_used_without_what_only_commands_need() -> None:
-    # With torch.distributed.tensor comes a library of symbols: half a second for each rank of every job.
+    # torch.distributed.tensor loads a library of symbols, which takes half a second on each rank of every job.
     program = """
 import logging, sys, torch.distributed
 before, handlers = set(sys.modules), logging.getLogger().handlers[:]

@@ -1,10 +1,10 @@
-"""How many files a call, a config, a step and an error pass through on their way.
+"""Count the files that a call, a config, a step and an error pass through.
 
 python -m tests.walks            prints a table
 python -m tests.walks --files    also prints the files of each walk, in order
 
-A stay is a run of calls of functions of one file of the package. A walk that calls functions of one file, then of another and of the first
-again, has two stays in the first.
+A stay is a run of calls to functions of one file of the package. A walk that calls functions of one file, then of another, and then of
+the first again, has two stays in the first.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _PACKAGE: Final = str(Path(meshcomm.__file__).parent) + "/"
 
 
 class Walk(NamedTuple):
-    """The files of the package that a call passes through, in order: one entry for each stay."""
+    """The files of the package that a call passes through, in order, with one entry for each stay."""
 
     stays: list[str]
 
@@ -43,7 +43,7 @@ class Walk(NamedTuple):
 
     @property
     def returns(self) -> int:
-        """How often the walk comes back to a file that it has left."""
+        """How often the walk returns to an earlier file."""
         return len(self.stays) - self.files
 
 
@@ -73,7 +73,7 @@ def walk_of(call: Callable[[], object]) -> Walk:
 
 
 def calls() -> dict[str, Walk]:
-    """Return the walks of a first and of a warm all_reduce of one rank, on torch's fake backend, and of an opening mesh."""
+    """Return the walks of opening a mesh, and of a first and a warm all_reduce, with one process on torch's fake backend."""
     found: dict[str, Walk] = {}
     dist.init_process_group("fake", rank=0, world_size=4)
     try:
@@ -94,7 +94,7 @@ def calls() -> dict[str, Walk]:
 
 
 def step() -> Walk:
-    """Return the walk of a warm training step of a transformer of one layer."""
+    """Return the walk of a warm training step of a one-layer transformer."""
     with tempfile.TemporaryDirectory() as folder:
         config = load_config(
             {
@@ -121,7 +121,7 @@ def step() -> Walk:
 
 
 def mismatch() -> Walk:
-    """Return the walk of the first call of one of two ranks that make different calls, to its exception."""
+    """Return the walk of a call that differs between two ranks, from the call to its exception."""
     with closing(Pool()) as pool:
         stays: list[list[str]] = pool.run(_differs, ranks=2)
     return Walk(stays[0])
@@ -147,7 +147,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    # Ranks find the function under its name.
+    # Ranks import the function by this module's name.
     from tests.walks import main as named
 
     named()

@@ -1,4 +1,4 @@
-"""Is a schedule an all-reduce? A run on bookkeeping that counts."""
+"""Run a schedule on counters, to check that it is an all-reduce and to measure its cost."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from meshcomm.algorithms import Receive, Schedule, ScheduleStep, Send
 from meshcomm.algorithms.schedule import bounds
 from meshcomm.errors import LayoutError
 
-# Each rank's contribution has this many bits of a chunk's number: enough to count every double.
+# Bits of a chunk's number for each rank's contribution: enough to count every repetition.
 _BITS = 32
 
 
 class Traffic(NamedTuple):
-    """What a run of a schedule costs.
+    """The cost of a schedule's run.
 
-    steps:      the longest chain of messages in which each waits for the one before; path_bytes: the most bytes of one.
-    sent:       bytes that each rank sends, by coord; messages: how many, empty ones left out.
+    steps:      the length of the longest chain of dependent messages; path_bytes: the most bytes in any chain.
+    sent:       bytes that each rank sends, by coord; messages: their number, without empty ones.
     """
 
     steps: int
@@ -27,21 +27,20 @@ class Traffic(NamedTuple):
 
     @property
     def busiest_bytes(self) -> int:
-        """Bytes that the rank sends that sends most."""
+        """The most bytes that any rank sends."""
         return max(self.sent)
 
     @property
     def total_bytes(self) -> int:
-        """Bytes that all ranks send together."""
+        """The bytes that all ranks send together."""
         return sum(self.sent)
 
 
 def interpret(schedule: Schedule, size_bytes: int, element_bytes: int = 1) -> Traffic:
-    """Run `schedule` on data of `size_bytes`, whole elements of `element_bytes`, and count.
+    """Run `schedule` on data of `size_bytes` (a multiple of `element_bytes`), and count.
 
-    Raises LayoutError, naming step and ranks, where a message is sent that nobody receives or the
-    other way round, where a step overwrites what it also sends, and where a rank does not end with
-    every rank's contribution to every chunk exactly once.
+    Raises LayoutError with the step and the ranks if a message has no receiver or no sender, or if a step overwrites data that it
+    also sends. Raises LayoutError, too, if a rank does not end with every rank's contribution to every chunk exactly once.
     """
     n, cuts = schedule.size, [c * element_bytes for c in bounds(size_bytes // element_bytes, schedule.chunks)]
     programs = [schedule.of(coord) for coord in range(n)]
@@ -49,12 +48,12 @@ def interpret(schedule: Schedule, size_bytes: int, element_bytes: int = 1) -> Tr
         if len(program) != schedule.steps:
             raise _wrong(schedule, f"coord {coord} has {len(program)} steps, not {schedule.steps}")
     held = [[1 << (_BITS * coord)] * schedule.chunks for coord in range(n)]
-    # Messages, and bytes, of the longest chain that has ended at each rank.
+    # Messages and bytes of the longest chain that has ended at each rank.
     steps, path = [0] * n, [0] * n
     sent, messages = [0] * n, [0] * n
     for number in range(schedule.steps):
         steps_before, path_before = steps[:], path[:]
-        # What is sent is what was there before anything of this step arrived.
+        # A step sends the values from before the step.
         moving = [
             (*pair, held[pair[0]][pair[2].first : pair[2].last])
             for pair in _pairs(schedule, programs, number)
@@ -86,7 +85,7 @@ def interpret(schedule: Schedule, size_bytes: int, element_bytes: int = 1) -> Tr
 def _pairs(
     schedule: Schedule, programs: list[tuple[ScheduleStep, ...]], number: int
 ) -> Iterator[tuple[int, int, Send, Receive]]:
-    """The messages of one step as (source, target, send, receive), receives in each rank's order."""
+    """The messages of one step as (source, target, send, receive), in the order of each rank's receives."""
     leaving: dict[tuple[int, int], list[Send]] = {}
     for coord, program in enumerate(programs):
         for send in program[number].sends:
@@ -94,7 +93,7 @@ def _pairs(
     for coord, program in enumerate(programs):
         sends, receives = program[number]
         for receive in receives:
-            # Between two ranks the n-th send meets the n-th receive, as on a backend without tags.
+            # The n-th send between two ranks matches the n-th receive, as on a backend without tags.
             queue = leaving.get((receive.peer, coord), [])
             met = queue.pop(0) if queue else None
             if met is None or met[1:] != (receive.first, receive.last):

@@ -1,4 +1,4 @@
-"""Schedules are all-reduces and cost what the formulas say; run over messages they give the sums."""
+"""Schedules are all-reduces with the costs of the formulas. Run with messages, they give the right sums."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from tests.documents import tool
 GUIDE = Path(__file__).parents[2] / "docs" / "guide" / "costs.md"
 
 
-# Every small number of ranks, and those around powers of two.
+# All small numbers of ranks, and larger ones around powers of two.
 SIZES = (*range(1, 20), 31, 32, 33, 48, 63, 64)
 
 
@@ -59,7 +59,7 @@ def test_counts_are_the_formulas() -> None:
         assert counted(recursive_doubling(n), 64) == formulas.recursive_doubling(n, 64), n
         assert counted(halving_doubling(n), 128) == formulas.halving_doubling(n, 128), n
         inners = [inner for inner in range(1, n + 1) if n % inner == 0]
-        # The ends are rings; all of the small, and of the large those with the most unequal levels.
+        # The first and the last are rings. Large n run only every third of the others.
         for inner in inners if n < 20 else inners[1:-1:3]:
             assert counted(two_level(n, inner), 6 * n) == formulas.two_level(n, 6 * n, inner), (n, inner)
 
@@ -110,14 +110,14 @@ def test_the_trees_are_trees_and_the_two_share_the_work() -> None:
                 for child in each.children:
                     assert (places[child].parent, places[child].depth) == (rank, each.depth + 1)
             height = max(each.depth for each in places)
-            # A root with two children below it, or one above a tree of the others.
+            # The root has two children, or it is above a tree of all other ranks.
             assert height == (n.bit_length() - 1 if place is heap_place else (n - 1).bit_length())
         both = [r for r in range(n) if in_order_place(n, r).children and twin_place(n, r).children]
         assert both == ([0] if n % 2 and n > 1 else []), n
 
 
 def changed(steps: list[ScheduleStep], coord: int, fault: str) -> list[ScheduleStep]:
-    """A ring's steps on one rank of four with one thing wrong."""
+    """The steps of one rank in a ring of four, with a fault."""
     if (fault == "unreduced" and coord == 2) or fault == "twice":
         at = 1 if coord == 2 and fault == "unreduced" else 3
         receives = tuple(r._replace(reduce=fault == "twice") for r in steps[at].receives)
@@ -164,7 +164,7 @@ def test_times_by_hand() -> None:
     alpha, beta, size = 5e-6, 1e-9, 1 << 24
     assert formulas.tree(64, size).seconds(alpha, beta) == pytest.approx(12 * alpha + 12 * size * beta)
     assert formulas.ring(8, size).seconds(alpha, beta) == pytest.approx(14 * alpha + 1.75 * size * beta)
-    # In 64 chunks the busiest port counts, not the chain.
+    # With 64 chunks, the busiest port determines the time instead of the chain.
     assert formulas.tree(64, size, 64).seconds(alpha, beta) == pytest.approx(75 * alpha + 3 * size * beta)
 
 
@@ -188,13 +188,13 @@ LEVELS = ("pp", "dp")
 
 
 def value(rank: int, shape: tuple[int, ...]) -> torch.Tensor:
-    """Small integers, which every order of summation adds to the same."""
+    """Small integers, whose sum is the same in every order."""
     count = int(np.prod(shape))
     return ((torch.arange(count, dtype=torch.float64) * 7 + rank * 5) % 11 - 4).reshape(shape)
 
 
 def cases(along: tuple[str, ...]) -> list[tuple[Any, str]]:
-    """Every algorithm along each of the dims; two_level where there are two levels."""
+    """Every algorithm along each of the dims, and two_level along dims with two levels."""
     flat = [name for name in scheduled.SCHEDULED if name != "two_level"]
     return [(dims, name) for dims in along for name in flat] + [("all", "two_level"), (LEVELS, "two_level")]
 
@@ -243,7 +243,7 @@ def dtypes(mesh: Mesh, names: tuple[Any, ...]) -> None:
 
 
 def counted_messages(mesh: Mesh, along: tuple[str, ...]) -> None:
-    """What this rank has sent is what the interpreter says that it sends."""
+    """This rank sends as many messages as the interpreter counts."""
     length, chunks = 40, 4
     for dims, name in cases(along):
         comm = mesh._at[dims]
@@ -260,7 +260,7 @@ def counted_messages(mesh: Mesh, along: tuple[str, ...]) -> None:
 
 
 def beside_messages(mesh: Mesh) -> None:
-    """A user's message under way along the same dim is not taken for one of the algorithm's."""
+    """A pending user message along the same dim is not mistaken for the algorithm's."""
     coord, size = mesh.coord("all"), mesh.size("all")
     x = torch.ones(12)
     came = mesh.irecv("all", torch.zeros(2), src=(coord - 1) % size)

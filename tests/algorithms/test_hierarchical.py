@@ -1,4 +1,4 @@
-"""The hierarchical all_reduce of what is cut into several pieces, over two dims and three."""
+"""The hierarchical all_reduce of a tensor in several pieces, over two and three dims."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DIMS = {"pp": 2, "dp": 2, "tp": 2}
 
 
 def reduced(mesh: Mesh, length: int, op: str) -> None:
-    """Each call gives what a plain loop over all ranks' tensors gives."""
+    """Each call gives the result of a reduction over all ranks' tensors."""
     for dims in (("dp", "tp"), ("pp", "dp", "tp"), ("pp", "tp")):
         if not set(dims) <= set(mesh.coords):
             continue

@@ -1,7 +1,7 @@
 """Measure the figures of docs/benchmarks.md again: `python -m tests.benchmarks [WORD ...]`.
 
-A block of the page between `<!-- measured by: COMMAND -->` and `<!-- end of measured -->` holds what COMMAND printed, and a line with the
-date, the version of torch and the duration. With WORDs, only blocks whose command contains one of the words are measured.
+A block of the page between `<!-- measured by: COMMAND -->` and `<!-- end of measured -->` has the output of COMMAND, and a line with
+the date, the version of torch and the duration. With WORDs, only blocks whose command contains one of them are measured.
 The machine should do nothing else. All blocks take about an hour on 2 cores.
 """
 
@@ -74,7 +74,7 @@ def main(words: list[str]) -> int:
             print(error, file=sys.stderr)
             failed += 1
         else:
-            # Read again: the page may have been edited meanwhile.
+            # Read the page again: it may have been edited meanwhile.
             PAGE.write_text(written(PAGE.read_text(), command, text))
     return failed
 

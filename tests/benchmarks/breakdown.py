@@ -1,4 +1,4 @@
-"""Where do the seconds of a training step go, and where was it predicted that they go?"""
+"""The seconds of each part of a training step, measured and predicted."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from meshcomm.predict.passes import Costs, Pass, orders, timeline
 from meshcomm.predict.times import counted_bytes
 from meshcomm.watching.spans import PASSES, Span, Spans
 
-# Where a traced step goes beside dims.
+# The parts of a traced step besides dims.
 COMPUTE: Final = "forward and backward"
 OPTIMIZER: Final = "optimizer"
 REST: Final = "the rest of a step"
 BUBBLE: Final = "bubble"
-# More bytes than caches hold.
+# More bytes than any cache holds.
 _CACHE: Final = 1 << 26
 
 
 class Parts(NamedTuple):
-    """Mean seconds of a step by where they go. lanes: which of the names are dims. late: of their seconds those until the
-    last rank of a call had come. predicted: of some of the names.
+    """Mean seconds of each part of a step. lanes: the names that are dims. predicted: seconds for some of the names.
+    late: for each dim, the part of its seconds before the last rank of a call arrived.
     """
 
     seconds: dict[str, float]
@@ -41,12 +41,12 @@ class Parts(NamedTuple):
 
 
 def parts_of_a_step(mesh: Mesh, step: Callable[[], object], engine: Engine, steps: int) -> Parts:
-    """Where the seconds of one step go on a CPU, as the mean over ranks and `steps` traced steps.
+    """The seconds of each part of a step on a CPU, as the mean over ranks and over `steps` traced steps.
 
-    Of every dim, what is exposed: the time in which the program stood still in a call along it or waited for one, be
-    it for bytes, for a rank that came late or, along the pipeline's, for its turn. "forward and backward" is without
-    that. Of calls that torch makes by itself, as FSDP2 and pipelining do, only the time until they return is known:
-    what torch waits for them stays in the pass, or in the rest. Called by: every rank.
+    A dim's seconds are its exposed time: the program was blocked in a call along the dim, or waited for one. It may wait
+    for bytes, for a late rank or, along the pipeline's dim, for its turn. "forward and backward" excludes this time.
+    For calls that torch makes (FSDP2, pipelining), only the time until they return is known: torch's later waits stay
+    in the pass or in the rest. Called by: every rank.
     """
     spans = Spans()
     optimizing = [0.0, 0.0]
@@ -105,7 +105,7 @@ def _mean_of_ranks(mesh: Mesh, steps: int) -> Callable[[Mapping[str, float]], di
 
 
 def _late(mesh: Mesh, lane: str, spans: Sequence[Span], gaps: Sequence[tuple[float, float]]) -> float:
-    """Seconds of this rank in collectives along `lane` before the last of their ranks began them."""
+    """The seconds that this rank spent in collectives along `lane` before the last rank started them."""
     mine = {(span.group, span.number): span for span in spans if span.lane == lane and span.number}
     every = mesh.objects.all_gather(lane, {key: span.began for key, span in mine.items()})
     found = 0.0
@@ -117,12 +117,12 @@ def _late(mesh: Mesh, lane: str, spans: Sequence[Span], gaps: Sequence[tuple[flo
 
 
 def expected_exposure(mesh: Mesh, config: Config, rounds: int = 5) -> dict[str, float]:
-    """Seconds of a step for which calls along each dim are predicted to be waited for: as many as `estimate.expected` has,
-    each as long as one of its size takes by itself, the median of `rounds`, slowest rank.
+    """The predicted exposed seconds of a step along each dim. Each call in `estimate.expected` takes as long as a single
+    call of its size: the median of `rounds` on the slowest rank.
 
-    Of gradients that are summed in several buckets the last one's, as the others travel during backward passes. Left out
-    where calls overlap with what is computed: messages of pipelines and around rings, and those of FSDP. Empty for a
-    model whose sizes are not in the configuration. Called by: every rank.
+    If gradients are summed in several buckets, only the last counts, because the others travel during backward.
+    Calls of pipelines, rings and FSDP are left out, because they overlap with compute. Empty for a model whose sizes
+    are not in the configuration. Called by: every rank.
     """
     try:
         calls = expected(config, mesh.world_size)
@@ -143,7 +143,7 @@ def expected_exposure(mesh: Mesh, config: Config, rounds: int = 5) -> dict[str, 
         if call.operation == "sendrecv" or (summed and sharded) or (moved and "activations" not in call.what):
             continue
         size = counted_bytes(call.operation, int(call.size_bytes), name, mesh.size(name))
-        # Memory of their own, as in a step, where none is still in a cache; small ones take as long in one.
+        # Each call has its own memory, so that none is in a cache, as in a step. Small calls take as long in a cache.
         number = min(_CACHE // size, 500) + 2
         several = [pair(mesh, name, call.operation, size).ours for _ in range(number)]
 
@@ -159,7 +159,7 @@ def expected_exposure(mesh: Mesh, config: Config, rounds: int = 5) -> dict[str, 
 
 
 class Bubble(NamedTuple):
-    """Seconds of all steps in which this rank ran no pass, and a list of when; and as its schedule has it."""
+    """Seconds of all steps in which this rank ran no pass, measured and predicted, and the measured intervals."""
 
     measured: float
     predicted: float
@@ -169,10 +169,10 @@ class Bubble(NamedTuple):
 def bubble_of(
     mesh: Mesh, dim: str, order: Sequence[Sequence[Pass]], spans: Sequence[Span], steps: int, since: float
 ) -> Bubble:
-    """Between the first pass of any rank along the pipeline and the end of the last.
+    """The idle seconds between the first pass of any rank along the pipeline and the end of the last pass.
 
-    Predicted by the order in which the schedule runs passes, each as long as this stage's are on the mean, and messages that
-    take no time. order: of the passes of each rank. spans: of this rank's passes. since: when this rank began. Clocks of ranks are those of one host.
+    The prediction follows the schedule's order. Each pass takes its stage's mean, and messages take no time.
+    order: each rank's passes. spans: this rank's passes. since: when this rank began. All ranks share one host's clock.
     Called by: every rank.
     """
     each = len(spans) // steps
@@ -205,7 +205,7 @@ def bubble_of(
 
 
 def _named(span: Span) -> tuple[str, int]:
-    """Kind and stage of a pass; of a backward pass that has its weights' apart, "B"."""
+    """The kind and stage of a pass. A backward pass without the weights' part is a "B" too."""
     kind, _, _, _, stage = span.call.split()
     return {"forward": "F", "backward": "B", "weights": "W"}[kind], int(stage)
 
@@ -213,7 +213,7 @@ def _named(span: Span) -> tuple[str, int]:
 def exposed(
     spans: Sequence[Span], passes: Sequence[tuple[float, float]], gaps: Sequence[tuple[float, float]] = ()
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Seconds that the program stood still along each lane: inside of passes, and outside of them and of `gaps`."""
+    """Seconds that the program was blocked along each lane: inside passes, and outside of both passes and `gaps`."""
     inside: dict[str, float] = defaultdict(float)
     outside: dict[str, float] = defaultdict(float)
     for span in spans:
@@ -228,7 +228,7 @@ def exposed(
 
 
 def _stood(span: Span) -> list[tuple[float, float]]:
-    """When the program stood still in a call."""
+    """The intervals in which the program was blocked in a call."""
     stood = list(span.waits)
     if span.left is not None:
         stood.append((span.began, span.left))
@@ -236,13 +236,13 @@ def _stood(span: Span) -> list[tuple[float, float]]:
 
 
 def _length(start: float, end: float, gaps: Sequence[tuple[float, float]]) -> float:
-    """Seconds from start to end, 0 for an end before the start, without those in gaps."""
+    """Seconds from start to end without the parts in gaps, or 0 if the end is before the start."""
     shared = sum(max(0.0, min(end, last) - max(start, first)) for first, last in gaps)
     return max(0.0, end - start - shared)
 
 
 def _joined(stretches: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Without overlaps: a call that waits at once has its wait inside."""
+    """Merge overlaps: the wait of a blocking call is inside the call."""
     found: list[tuple[float, float]] = []
     for start, end in sorted(stretches):
         if found and start <= found[-1][1]:

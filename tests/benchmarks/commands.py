@@ -1,4 +1,4 @@
-"""Seconds and memory of whole commands that need no processes for ranks: `python -m tests.benchmarks.commands`."""
+"""Seconds and memory of whole commands that start no ranks: `python -m tests.benchmarks.commands`."""
 
 from __future__ import annotations
 

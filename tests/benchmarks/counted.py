@@ -1,12 +1,12 @@
-"""One step of Llama 3 8B and 70B on one rank of 64 and 512, by meshcomm and by torchtitan 0.3: calls and bytes by kind, FLOPs,
-peak memory, operators that the host launches. Nothing is computed, sent or held.
+"""One step of Llama 3 8B and 70B on one of 64 and 512 ranks, with meshcomm and with torchtitan 0.3. Shows calls and bytes by kind,
+FLOPs, peak memory, and operators that the host launches. Nothing is computed, sent or held.
 
     python -m tests.benchmarks.counted [CASE ...]                      # meshcomm; cases: fsdp, fsdp+tp, pp+fsdp+tp, cp, cp ring
     PYTHONPATH=. PYTHON -m tests.benchmarks.counted --torchtitan ...   # a Python that has torchtitan, and torch as here
 
-Both run on torch's fake backend, with the CPU's operators, and one meter. What differs from a run on GPUs, equally for both:
-attention is one operator of torch, which torchtitan reaches in place of its flex or varlen attention; norms are made of
-several operators; the foreach kernels of GPUs are taken for the gradient norm. The second step is counted.
+Both run on torch's fake backend with the CPU's operators and the same meter. Both differ from a run on GPUs in the same ways.
+Attention is one operator of torch, which replaces torchtitan's flex or varlen attention. Norms consist of several operators.
+The gradient norm uses the foreach kernels of GPUs. The second step is counted.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ SHAPES: Final[dict[str, dict[str, int]]] = {
 
 
 class Case(NamedTuple):
-    """samples: of a rank in a step, one in each microbatch."""
+    """samples: the samples of a rank in a step, one per microbatch."""
 
     model: str
     dims: dict[str, int]
@@ -74,7 +74,7 @@ _NO_CALLS: Final = ("wait_tensor", "_wrap_tensor_autograd", "recv_")
 
 
 class Meter(DispatchMode):  # type: ignore[misc]
-    """Counts operators that are no views, and calls with the bytes of their larger side."""
+    """Counts operators that are not views, and calls with the bytes of their larger side."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ class Meter(DispatchMode):  # type: ignore[misc]
             kind = kind.replace("allreduce", "all_reduce").removeprefix("flex_cp_")
             self.calls[kind] += 1
             sides = [[each.nbytes for each in _tensors(side)] for side in (args, made)]
-            # c10d is told where results go; other operators return them.
+            # c10d operators take their outputs as arguments; other operators return them.
             each = max if func.namespace == "c10d" else sum
             self.nbytes[kind] += max(each(side) for side in sides if side)
         elif not func.is_view and func.namespace != "profiler":
@@ -115,7 +115,7 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def counted(case: Case, prepare: Callable[[Case], Callable[[], Any]]) -> dict[str, Any]:
-    """What a step that is not the first takes, on the first rank. prepare: makes what makes a step."""
+    """The costs of a step after the first, on the first rank. prepare: returns a function that returns the step."""
     world = 1
     for size in case.dims.values():
         world *= size
@@ -144,7 +144,7 @@ def counted(case: Case, prepare: Callable[[Case], Callable[[], Any]]) -> dict[st
 
 
 def ours(case: Case) -> Callable[[], Any]:
-    """Makes what builds the built-in transformer, whose shapes are Llama's, and gives what makes a step of it."""
+    """Return a function that builds the built-in transformer with Llama's shapes and returns its step."""
     copies = case.dims["fsdp"]
     config = load_config(
         {

@@ -24,7 +24,7 @@ from meshcomm.show.units import bytes_text, seconds_text
 from meshcomm.testing import Pool
 from tests.benchmarks.table import Row, compare, markdown
 
-# Experts: of a layer, and samples, tokens, width of the input of a rank.
+# Experts: sizes of a layer, then the samples, tokens and width of a rank's input.
 EXPERTS: Final[dict[str, Any]] = {
     "hidden_size": 256,
     "intermediate_size": 512,
@@ -107,7 +107,7 @@ def attention_ways(mesh: Mesh) -> dict[str, Callable[[], object]]:
 
 
 def measured(rounds: int) -> list[tuple[Row, int, int]]:
-    """Return each comparison with the calls and bytes of one forward and backward of rank 0."""
+    """Return each comparison with rank 0's calls and bytes of one forward and backward."""
     torch.set_num_threads(1)
     found = []
     with meshcomm.init(dims={"dp": 2}, views=_VIEWS, device="cpu", validate_calls=0) as mesh:
@@ -120,7 +120,7 @@ def measured(rounds: int) -> list[tuple[Row, int, int]]:
 
 
 def _counted(mesh: Mesh, call: Callable[[], object]) -> tuple[int, int]:
-    # The first calls of a layer compare more than later ones.
+    # A layer's first calls make more comparisons between ranks than later ones.
     for _ in range(3):
         call()
     before = mesh.stats()

@@ -1,4 +1,4 @@
-"""The built-in model's training in plain PyTorch: a loop, and what torch has for the dims of a mesh around it."""
+"""Training the built-in model in plain PyTorch: a loop with torch's own parallelism along the dims of a mesh."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.benchmarks.plain import Plain, split_by_torch, split_sequence
 
 
 class Loop:
-    """A training loop in plain PyTorch: gradients of some microbatches added up, then AdamW."""
+    """A training loop in plain PyTorch: accumulate the gradients of some microbatches, then run AdamW."""
 
     def __init__(
         self, module: nn.Module, train: TrainConfig, microbatches: int, x: Tensor, y: Tensor
@@ -39,7 +39,7 @@ class Loop:
         self.split_logits = False
 
     def step(self) -> None:
-        """One step; the mean loss of this rank's samples is kept."""
+        """Run one step and record the mean loss of this rank's samples."""
         self.optimizer.zero_grad(set_to_none=True)
         losses = []
         for number, (x, y) in enumerate(self.pairs):
@@ -54,7 +54,7 @@ class Loop:
         self.losses.append(float(torch.stack(losses).sum()))
 
     def _synced(self, last: bool) -> Any:
-        """Gradients travel with the last microbatch."""
+        """Gradients are reduced only with the last microbatch."""
         module: Any = self.module
         if isinstance(module, DistributedDataParallel):
             return nullcontext() if last else module.no_sync()
@@ -64,7 +64,7 @@ class Loop:
 
 
 class Piped:
-    """The same through torch's pipeline schedules."""
+    """The same with torch's pipeline schedules."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class Piped:
             self.schedule = kind(made[0], microbatches, loss_fn=loss)
 
     def step(self) -> None:
-        """One step; the mean loss of this rank's samples is kept where they come out."""
+        """Run one step. The last stage's rank records the mean loss of its samples."""
         self.optimizer.zero_grad(set_to_none=True)
         losses: list[Tensor] | None = [] if self.last else None
         inputs = (self.x,) if self.first else ()
@@ -109,9 +109,9 @@ class Piped:
 def by_torch(
     mesh: Mesh, engine: Engine, settings: ModelConfig, x: Tensor, y: Tensor
 ) -> tuple[str, Loop | Piped]:
-    """What torch has for the dims of the mesh, in words, and the loop; a mesh without any gets a plain loop.
+    """torch's counterparts for the dims of the mesh, in words, and the loop that uses them; a plain loop if there are none.
 
-    x, y: this rank's samples, its tokens of them. Called by: every rank.
+    x, y: this rank's samples, with only its part of the tokens. Called by: every rank.
     """
     part, _, data, train = engine.sections
     assert data is not None
@@ -136,10 +136,10 @@ def by_torch(
         for module in modules:
             split_by_torch(module, over[part.tensor], part.options.sequence_parallel, part.pipeline is None)
     dims = [dim for dim in part.gradient_dims if mesh.size(dim) > 1]
-    # Where fully_shard would shard what the mesh does not: with tensor and pipeline it is how torch combines them.
+    # fully_shard would shard parameters that the mesh replicates, so use DDP. With tensor or pipeline, torch needs fully_shard.
     if part.shard is None and context.size > 1 and len(dims) == len(over.shape):
         names.append("DDP")
-        # Ranks along context have other positions in their buffers.
+        # The buffers of ranks along context have different positions.
         alone = {"init_sync": False, "broadcast_buffers": False, "process_group": dist.new_group()}
         modules = [DistributedDataParallel(modules[0], **alone)]  # type: ignore[arg-type]
     elif dims:
@@ -160,7 +160,7 @@ def by_torch(
 
 
 def no_counterpart(settings: ModelConfig) -> str | None:
-    """Why torch has nothing to compare with here; None where it has."""
+    """Why torch has no counterpart to compare with, or None if it has one."""
     if not settings.is_built_in:
         return "only the built-in model is written in plain PyTorch too"
     if settings.dropout or settings.tied_embeddings or settings.experts:

@@ -1,4 +1,4 @@
-"""`tests.benchmarks.training` on one mesh after the other, a line for each: `python -m tests.benchmarks.meshes [--rounds 5]`."""
+"""Run `tests.benchmarks.training` on several meshes, a line for each: `python -m tests.benchmarks.meshes [--rounds 5]`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Facts = Mapping[str, Any]
 
 
 class Case(NamedTuple):
-    """A mesh, the roles of its dims, and settings besides."""
+    """A mesh, the roles of its dims, and further settings."""
 
     name: str
     dims: str
@@ -49,7 +49,7 @@ CASES: Final = (
 
 
 def measured(case: Case, rounds: int) -> Facts:
-    """Return what `tests.benchmarks.training --json` prints for a mesh."""
+    """Return the output of `tests.benchmarks.training --json` for a mesh."""
     with tempfile.TemporaryDirectory() as folder:
         config = Path(folder, "mesh.toml")
         views = "views.expert = { edp = 1, ep = 4 }\n" if "expert" in case.parallel else ""

@@ -1,4 +1,4 @@
-"""What does a call cost before a byte moves, and a long list of small tensors when they do?
+"""The cost of a call before any byte moves, and of a long list of small tensors when bytes move.
 
 python -m tests.benchmarks.overhead                              calls, in one process on torch's fake backend
 torchrun --nproc-per-node 4 -m tests.benchmarks.overhead         lists of tensors, between processes
@@ -22,20 +22,20 @@ from meshcomm.mesh import Mesh
 from meshcomm.predict.times import OPERATIONS
 from tests.benchmarks.table import Row, compare, comparisons
 
-# Small enough that copying them costs nothing beside a call.
+# Small enough that copying them is negligible in a call.
 _BYTES: Final = 256
 
 
 def overhead(rounds: int = 9, calls: int = 5000) -> list[Row]:
-    """Times of calls of one element, or of 256 bytes, along a dim of 4 of 8 pretended ranks, beside torch's own.
+    """Compare calls of one element, or of 256 bytes, with torch's own, along a dim of 4 of 8 pretended ranks.
 
-    On torch's fake backend, in one process: results are meaningless by design; only the calls are timed. The
-    process must not have initialised torch.distributed.
+    Runs on torch's fake backend in one process. The results are meaningless by design; only the calls are timed.
+    The process must not have initialised torch.distributed.
     """
     dist.init_process_group("fake", rank=0, world_size=8)
     try:
         with meshcomm.init(dims={"pp": 2, "dp": 4}, device="cpu", backend="fake") as mesh:
-            # Backwards: where this follows a job, its other ranks may still be ending.
+            # In reverse order: after a job, its other ranks may still be shutting down at first.
             found = [
                 _timed(name, both, rounds, max(1, calls // share))
                 for name, both, share in reversed(_calls(mesh))
@@ -46,7 +46,7 @@ def overhead(rounds: int = 9, calls: int = 5000) -> list[Row]:
 
 
 def _calls(mesh: Mesh) -> list[tuple[str, Pair, int]]:
-    """Name, both ways, and which share of the calls is enough."""
+    """For each comparison: its name, both ways, and the divisor of the number of calls."""
     x, group = torch.ones(1), mesh.group("dp")
     device_mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("pp", "dp"))
     backend: Any = group._get_backend(torch.device("cpu"))
@@ -91,7 +91,7 @@ def _timed(name: str, both: Pair, rounds: int, calls: int) -> Row:
 
 
 def many(mesh: Mesh, dim: str, rounds: int) -> list[Row]:
-    """A list of 1,000 tensors of 1 to 4,096 floats, beside flattening by hand and torch's coalescing."""
+    """A list of 1,000 tensors of 1 to 4,096 floats, against manual flattening and torch's coalescing."""
     group = mesh.group(dim)
     sizes = random.Random(0)
     shapes = [sizes.randint(1, 4096) for _ in range(1000)]
@@ -100,7 +100,7 @@ def many(mesh: Mesh, dim: str, rounds: int) -> list[Row]:
         ("float32", (torch.float32,)),
         ("float32 and bfloat16", (torch.float32, torch.bfloat16)),
     ):
-        # Zeros that were written: adding them a hundred times over changes nothing.
+        # Written zeros: adding them a hundred times over changes nothing.
         tensors = [torch.ones(n, dtype=dtypes[i % len(dtypes)]).zero_() for i, n in enumerate(shapes)]
         by_dtype = [[x for x in tensors if x.dtype == dtype] for dtype in dtypes]
 

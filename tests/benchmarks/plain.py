@@ -1,4 +1,4 @@
-"""The built-in transformer as one writes it in plain PyTorch: what torch's ways to train are measured with."""
+"""The built-in transformer in plain PyTorch, as a baseline for torch's ways to train."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from meshcomm.models.transformer import rotary_table, rotate
 
 
 class Around(NamedTuple):
-    """Ranks that have other tokens of the same samples. seen: (tokens here, tokens of all), whether a query meets a
-    key, with keys in the order of the ranks.
+    """Ranks that hold other tokens of the same samples. seen: (tokens here, tokens of all ranks), whether a query sees a
+    key. Keys are in rank order.
     """
 
     group: dist.ProcessGroup
@@ -33,7 +33,7 @@ class Around(NamedTuple):
 
 
 class _Gathered(torch.autograd.Function):
-    """(...) -> (ranks, ...), everybody's; gradients are added up where they belong."""
+    """(...) -> (ranks, ...), gathered from all ranks. backward sums each rank's gradients on that rank."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -112,7 +112,7 @@ class Block(nn.Module):
 
 @final
 class Plain(nn.Module):
-    """Some consecutive layers of it, with the embedding before the first and the head behind the last.
+    """Some consecutive layers, with the embedding before the first and the head after the last.
 
     Parameters have the names and shapes of `meshcomm.models.transformer.Transformer`'s. No dropout, no experts.
     """
@@ -130,7 +130,7 @@ class Plain(nn.Module):
         self.register_buffer("rotary", table.to(torch.get_default_dtype()), persistent=False)
 
     def forward(self, x: Any) -> Any:
-        """(batch, sequence) int64, or hidden states behind the first layer -> hidden states, or logits."""
+        """(batch, sequence) int64, or hidden states after the first layer -> hidden states, or logits."""
         if self.embed is not None:
             x = self.embed(x)
         for block in self.layers.values():
@@ -139,10 +139,10 @@ class Plain(nn.Module):
 
 
 def split_sequence(module: Plain, group: dist.ProcessGroup, positions: Sequence[Tensor]) -> None:
-    """Let ranks with other tokens of the same samples attend to each other's: keys and values are gathered, as for
-    Llama 3 (Grattafiori et al. 2024); torch's ring attention, of `context_parallel`, has no kernel for a CPU (2.15).
+    """Let ranks with other tokens of the same samples attend to each other's. Keys and values are gathered, as for Llama 3
+    (Grattafiori et al. 2024), because torch's ring attention in `context_parallel` has no CPU kernel (2.15).
 
-    positions: of every rank's tokens in their samples, this one's among them.
+    positions: for each rank, its tokens' positions in their samples.
     """
     here = positions[group.rank()]
     seen = here[:, None] >= torch.cat(list(positions))
@@ -152,7 +152,7 @@ def split_sequence(module: Plain, group: dist.ProcessGroup, positions: Sequence[
 
 
 def split_by_torch(module: Plain, over: DeviceMesh, sequence_parallel: bool, split_logits: bool) -> None:
-    """`parallelize_module` as torch's own examples apply it. split_logits: for `loss_parallel`."""
+    """`parallelize_module` as in torch's own examples. split_logits: for `loss_parallel`."""
     between: Any = Shard(1) if sequence_parallel else Replicate()
     if module.embed is not None:
         plan = RowwiseParallel(input_layouts=Replicate(), output_layouts=between)
@@ -165,7 +165,7 @@ def split_by_torch(module: Plain, over: DeviceMesh, sequence_parallel: bool, spl
             "ff.w2": RowwiseParallel(output_layouts=between),
         }
         if sequence_parallel:
-            # One gather for all columns that read it.
+            # One gather serves all columns that read the tensor.
             parts["ff"] = PrepareModuleInput(input_layouts=(between,), desired_input_layouts=(Replicate(),))
             parts["attn"] = PrepareModuleInput(
                 input_layouts=(between, None), desired_input_layouts=(Replicate(), None)

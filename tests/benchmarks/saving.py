@@ -45,7 +45,7 @@ def measured(folder: str, rounds: int) -> dict[str, list[float]]:
             times: list[list[float]] = [[], [], [], []]
             for number in range(rounds + 1):
                 row = _round(mesh, dict(state), Path(folder, f"{size} {number}"))
-                # The first one creates what the others find.
+                # The first round creates objects that later rounds reuse, so it is not counted.
                 for column, seconds in zip(times, row, strict=True):
                     column += [seconds] * (number > 0)
             found[label] = [median(column) for column in slowest(mesh, times)]

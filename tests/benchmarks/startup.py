@@ -1,4 +1,4 @@
-"""Starts of whole jobs, until every dim is used, beside torch's init_device_mesh.
+"""Startup time of whole jobs, until every dim is used, compared with torch's init_device_mesh.
 
 python -m tests.benchmarks.startup [--world-size 8] [--rounds 9]
 """
@@ -22,7 +22,7 @@ from meshcomm.rendezvous.exposure import serve_on_loopback
 from meshcomm.testing import Pool
 from tests.benchmarks.table import markdown
 
-# What a user writes, each way; `mark` notes the time of an event. All groups are used once.
+# The user's program for each way. `mark` notes the time of an event. Every group is used once.
 PROGRAMS: Final = {
     "init_device_mesh": """
 import torch
@@ -52,7 +52,7 @@ import json, sys, time
 dims, marks = json.loads(sys.argv[1]), {}
 def mark(name): marks[name] = (time.time(), time.process_time())
 """
-# Where a program has the default group already: the time runs from there.
+# For programs that already have the default group: the time starts here.
 _DEFAULT_GROUP = """
 import torch.distributed as dist
 dist.init_process_group("gloo")
@@ -62,9 +62,9 @@ _COLD, _FORKED = 8, 64
 
 
 class Startup(NamedTuple):
-    """One start of all ranks. created_s, used_s: until the slowest rank's groups existed, and were used once.
+    """One start of all ranks. created_s, used_s: until the slowest rank's groups existed, and had been used once.
 
-    cpu_s: processor time of one rank until then, the mean of all ranks.
+    cpu_s: processor time of a rank until then, as the mean over ranks.
     """
 
     created_s: float
@@ -73,9 +73,9 @@ class Startup(NamedTuple):
 
 
 def startup(world: int | None, rounds: int) -> None:
-    """Measure starts of three dims each way in turn and print medians; of 8 cold and 64 forked processes, or of `world`.
+    """Measure starts of three dims each way in turn and print medians, for 8 cold and 64 forked processes or for `world`.
 
-    Of the forked ones also where the default group is there already.
+    Forked processes are also measured with an existing default group.
     """
     facts = []
     cases = (
@@ -98,9 +98,9 @@ def startup(world: int | None, rounds: int) -> None:
 
 
 def from_python(program: str, dims: Mapping[str, int], timeout_s: float = 300.0) -> Startup:
-    """Start a Python for each rank, as torchrun would; the time runs from before the first of them starts.
+    """Start a Python for each rank, as torchrun would. The time starts before the first of them.
 
-    Raises LaunchError with what a rank that failed has said.
+    Raises LaunchError with the output of the rank that failed.
     """
     store = serve_on_loopback("127.0.0.1", 0, timedelta(seconds=timeout_s))
     assert store is not None
@@ -143,7 +143,7 @@ def from_python(program: str, dims: Mapping[str, int], timeout_s: float = 300.0)
 
 
 def from_fork(program: str, dims: Mapping[str, int], timeout_s: float = 300.0) -> Startup:
-    """Fork ranks that have loaded torch and meshcomm and done nothing else; the time runs from their program on."""
+    """Fork ranks that have only loaded torch and meshcomm. The time starts with their program."""
     ranks = Pool()
     try:
         marks = ranks.run(_forked, program, dict(dims), ranks=prod(dims.values()), timeout_s=timeout_s)
@@ -155,11 +155,11 @@ def from_fork(program: str, dims: Mapping[str, int], timeout_s: float = 300.0) -
 def measured(
     dims: Mapping[str, int], rounds: int, *, fork: bool, before: str = "", timeout_s: float = 300.0
 ) -> dict[str, Startup]:
-    """Every program `rounds` times, in turn, behind `before`; the median of each figure by the program's name."""
+    """Run `before` and every program in turn, `rounds` times. Returns the median of each figure, by program."""
     start = from_fork if fork else from_python
     found: dict[str, list[Startup]] = {name: [] for name in PROGRAMS}
     for number in range(rounds):
-        # Who comes first changes, as the first one finds the files that the other has read.
+        # The order alternates, because the first program finds files that the other has just read.
         for name in sorted(PROGRAMS, reverse=bool(number % 2)):
             found[name].append(start(before + PROGRAMS[name], dims, timeout_s))
     return {name: Startup(*map(median, zip(*each, strict=True))) for name, each in found.items()}
@@ -183,14 +183,14 @@ def _slowest(marks: list[Any], began: float) -> Startup:
 
 
 def three_dims(world: int) -> dict[str, int]:
-    """`world` as three sizes as equal as its factors allow, the largest first.
+    """Split `world` into three sizes, as equal as its factors allow and the largest first.
 
     >>> three_dims(128), three_dims(12), three_dims(7)
     ({'pp': 8, 'dp': 4, 'tp': 4}, {'pp': 3, 'dp': 2, 'tp': 2}, {'pp': 7, 'dp': 1, 'tp': 1})
     """
     sizes, left = [1, 1, 1], world
     for factor in range(world, 1, -1):
-        # From the largest prime factor down.
+        # Starts with the largest prime factor.
         while left % factor == 0 and all(factor % smaller for smaller in range(2, factor)):
             sizes = sorted([sizes[0] * factor, *sizes[1:]])
             left //= factor

@@ -1,4 +1,4 @@
-"""Measured calls and lists: every row is there; the times are printed, not judged."""
+"""Measured calls and lists have every row. Times are printed but not checked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Measured starts: what is measured, and that both programs start; the times are printed, not judged."""
+"""Both programs start, cold and forked, and are measured. Times are printed but not judged."""
 
 from __future__ import annotations
 

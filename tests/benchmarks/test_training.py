@@ -1,4 +1,4 @@
-"""Measured training: all ways train the same model, parts of a step are counted once, mistakes are told."""
+"""Measured training: all ways train the same model, each part of a step counts once, and mistakes are refused."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def config_of(dims: str, parallel: str, world: int) -> Config:
 
 
 def steps(config: Config) -> tuple[list[str], list[float], list[float], dict[str, Any]]:
-    """Names of the ways; the mean losses of two steps of the mesh's, and of torch's; all facts."""
+    """The names of the ways, the mean losses of two steps on the mesh and with torch, and all facts."""
     with meshcomm.init(config) as mesh:
         found, without, engine = ways(mesh, config)
         for way in (found[0], *found[3:]):
@@ -104,8 +104,8 @@ def test_what_stands_still_is_counted_once_and_where_it_is() -> None:
 
     inside, outside = exposed(
         [
-            span(1.0, 2.0, (1.5, 2.0)),  # waits inside its own call
-            span(3.0, 3.1, (5.0, 6.0)),  # begun in the pass, waited for behind it
+            span(1.0, 2.0, (1.5, 2.0)),  # waits inside the call
+            span(3.0, 3.1, (5.0, 6.0)),  # starts in the pass, waits after it
             span(0.0, 4.0, lane="passes"),
             span(7.0, 7.5, lane="dp"),
         ],
@@ -122,7 +122,7 @@ def test_a_stretch_between_passes_is_the_bubble_s() -> None:
 
 
 def bubble(mesh: meshcomm.Mesh) -> Bubble:
-    """Of two steps whose passes take as long as their order has it, and whose messages take 0.25."""
+    """A bubble over two steps. Passes take their time in `order`, and messages take 0.25."""
     order = orders("1f1b", 2, 1, 4)
     costs = [Costs(1.0, 2.0, 0.0), Costs(2.0, 3.0, 0.0)]
     spans = []
@@ -139,7 +139,7 @@ def bubble(mesh: meshcomm.Mesh) -> Bubble:
 
 def test_a_bubble_is_measured_and_predicted() -> None:
     first, last = meshcomm.simulate(bubble, dims={"pp": 2})
-    # 1 + 4 * (2 + 3) + 2 from the first pass to the last, of which 4 * 3 and 4 * 5 are passes.
+    # From the first pass's start to the last one's end: 1 + 4 * (2 + 3) + 2 = 23. Passes take 4 * 3 and 4 * 5 of it.
     assert (first.predicted, last.predicted) == (2 * (23 - 12), 2 * (23 - 20))
     assert (first.measured, last.measured) == (first.predicted, last.predicted)
     assert last.gaps[0] == (10.0, 11.25) and last.gaps[-1][1] == 100 + 23

@@ -1,4 +1,4 @@
-"""A step of torchtitan 0.3, which has to be installed: see `counted`."""
+"""A step of torchtitan 0.3, which must be installed: see `counted`."""
 # mypy: ignore-errors
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests.benchmarks.counted import SHAPES, Case
 
 
 def theirs(case: Case) -> Callable[[], Callable[[], None]]:
-    """Makes what builds Llama 3, and gives what makes a step of it, as torchtitan's trainer does."""
+    """Return a function that builds Llama 3 and returns its step, as torchtitan's trainer does."""
     tools.device_type = parallel_dims.device_type = "cpu"
     _attention_of_torch(case.dims.get("cp", 1) > 1)
     pipelines.PipelineStage = _stage_of(case)
@@ -33,7 +33,7 @@ def theirs(case: Case) -> Callable[[], Callable[[], None]]:
 
 
 def _attention_of_torch(context: bool) -> None:
-    """Attention as one operator; with context parallelism on keys and values that are gathered, as for flex attention."""
+    """Replace attention by one operator. With context parallelism, keys and values are gathered, as for flex attention."""
     kind = FlexAttention if context else ScaledDotProductAttention
     llama3.get_attention_config = lambda _: kind.Config()
 
@@ -47,7 +47,7 @@ def _attention_of_torch(context: bool) -> None:
 
 
 def _stage_of(case: Case) -> Callable[..., PipelineStage]:
-    """Stages that are told their shapes, which a fake group cannot tell."""
+    """Stages with given shapes, because a fake group cannot exchange them."""
 
     def stage(part: Any, index: int, count: int, device: Any, group: Any = None, get_mesh: Any = None) -> Any:
         shape = (1, case.tokens // case.dims["tp"], SHAPES[case.model]["hidden_size"])
@@ -76,7 +76,7 @@ def _config_of(case: Case) -> Trainer.Config:
 
 
 class _Steps:
-    """What torchtitan's trainer has once it is made, and its step without data and metrics."""
+    """The parts of torchtitan's trainer, and its step without data and metrics."""
 
     def __init__(self, case: Case) -> None:
         self._case, self._config = case, _config_of(case)
@@ -91,7 +91,7 @@ class _Steps:
         trainer.model_config.update_from_config(config=self._config)
 
     def build(self) -> Callable[[], None]:
-        """Make the model and the optimizer; returns what makes a step."""
+        """Make the model and the optimizer. Returns the step."""
         config, trainer, dims = self._config, self._trainer, self._dims
         with torch.device("meta"):
             model = trainer.model_config.build()
@@ -141,7 +141,7 @@ class _Steps:
         case, trainer, dims = self._case, self._trainer, self._dims
         self._optimizers.zero_grad(set_to_none=True)
         batches = [torch.zeros((1, case.tokens), dtype=torch.int64) for _ in range(case.samples)]
-        # Each has annotations of its own.
+        # torchtitan annotates each tensor, so inputs and labels must not share one.
         inputs, labels = [{"input": each} for each in batches], [each.clone() for each in batches]
         for given in inputs if dims.cp_enabled else ():
             given["positions"] = torch.arange(case.tokens).unsqueeze(0)

@@ -1,4 +1,4 @@
-"""How fast does a mesh train, beside the limit of the machine and beside torch's own ways? All in one run, in turn.
+"""How fast does a mesh train, compared with the machine's limit and with torch's own ways? All are measured in one run, in turn.
 
     torchrun --nproc-per-node 4 -m tests.benchmarks.training [CONFIG] [--rounds 9] [--steps 2] [--json] [--set key=value]...
 
@@ -38,8 +38,8 @@ from meshcomm.show.units import count, seconds_text
 from tests.benchmarks.breakdown import expected_exposure, parts_of_a_step
 from tests.benchmarks.loops import Loop, by_torch, no_counterpart
 
-# The training that meshes are compared with where the configuration has none: 4.3 million parameters, 4 microbatches
-# of 4 samples on each rank along data and shard.
+# The model and data if the configuration has none: 4.3 million parameters, 4 microbatches of 4 samples on each rank along
+# data and shard.
 YARDSTICK: Final = (
     "model={ num_layers = 4, hidden_size = 256, num_heads = 8, num_kv_heads = 8, intermediate_size = 1024 }",
     "data={ seq_len = 256 }",
@@ -64,9 +64,9 @@ less late; a bubble by the order of the schedule's passes, each as long as measu
 
 
 class Way(NamedTuple):
-    """One way to train. tokens: of one step, over all ranks. step: what this rank does for one.
+    """One way to train. tokens: of one step, over all ranks. step: runs one step on this rank.
 
-    losses: of each step, the mean over this rank's samples, of the mesh's way over all; empty where a rank has none.
+    losses: of each step, the mean over this rank's samples (for the mesh, over all samples); empty on ranks without a loss.
     """
 
     name: str
@@ -83,9 +83,9 @@ class Without(NamedTuple):
 
 
 def ways(mesh: Mesh, config: Config) -> tuple[list[Way], list[Without], Engine]:
-    """The mesh's way first, the limit second, then torch's.
+    """The mesh first, the limit second, then torch's ways.
 
-    config: with [parallel], [model], [data] and [train]. Called by: every rank; all of the world are in the mesh.
+    config: with [parallel], [model], [data] and [train]. Called by: every rank; the mesh has all ranks of the world.
     """
     known = sections(mesh, config)
     _, settings, data, train = known
@@ -113,7 +113,7 @@ def ways(mesh: Mesh, config: Config) -> tuple[list[Way], list[Without], Engine]:
     independent = _alone(mesh)
 
     def whole() -> nn.Module:
-        """All of it on this rank, split by nothing."""
+        """The whole model on this rank, not split."""
         splits = Splits.of(TensorSplit(mesh, None, getattr(torch, train.dtype)))
         stage = Stage(0, 1, range(model.num_layers))
         module = model.stage(splits, stage)
@@ -141,9 +141,9 @@ def ways(mesh: Mesh, config: Config) -> tuple[list[Way], list[Without], Engine]:
 
 
 def measured(mesh: Mesh, found: Sequence[Way], rounds: int, steps: int) -> dict[str, Any]:
-    """Every way in turn, `rounds` times `steps` steps; as data that JSON can hold.
+    """Measure every way in turn, `rounds` times `steps` steps. Returns data that JSON can hold.
 
-    Called by: every rank. Returns: equal on all ranks.
+    Called by: every rank. The result is equal on all ranks.
     """
     spent: dict[str, list[tuple[float, float]]] = defaultdict(list)
 
@@ -163,14 +163,14 @@ def measured(mesh: Mesh, found: Sequence[Way], rounds: int, steps: int) -> dict[
         {way.name: counted(way) for way in found}, rounds, steps, align=mesh.barrier, finish=finish
     )
     times = dict(zip(seconds, slowest(mesh, list(seconds.values())), strict=True))
-    # The round before the others is not counted here either.
+    # The warm-up round is not counted here either.
     per_step = [[fmean(each) for each in zip(*spent[way.name][steps:], strict=True)] for way in found]
     mine = torch.tensor(per_step, dtype=torch.float64, device=mesh.device)
     for dim in mesh.dims:
         mesh.all_reduce(dim, mine)
     rows = []
     for way, (threads, processes) in zip(found, mine.tolist(), strict=True):
-        # Of independent processes only some ran.
+        # Only some ranks ran an independent process.
         rows.append(
             {
                 "way": way.name,
@@ -204,7 +204,7 @@ def _nothing() -> None:
 
 
 def trained(settings: Config, world: int) -> Config:
-    """`settings` with the yardstick's model where they have none. Raises ConfigError for a mesh that plays no part."""
+    """`settings`, with the yardstick's model if they have none. Raises ConfigError for settings that cannot be measured."""
     part = settings.parallel
     if part is None or settings.mesh.ranks is not None or (settings.train and settings.model is None):
         raise ConfigError(
@@ -222,7 +222,7 @@ def trained(settings: Config, world: int) -> Config:
 
 
 def facts_of(settings: Config, rounds: int, steps: int) -> dict[str, Any] | None:
-    """What one run measures, as data that JSON can hold; None on every rank but the first. Called by: every rank."""
+    """The measurements of one run as data that JSON can hold, or None on all ranks but the first. Called by: every rank."""
     with init(settings) as mesh:
         if mesh.device.type == "cpu":
             torch.set_num_threads(1)
@@ -249,7 +249,7 @@ def _described(settings: Config) -> str:
 
 
 def training_text(facts: Mapping[str, Any]) -> str:
-    """The facts as tables."""
+    """The facts as text tables."""
     machine = facts["machine"]
     head = (
         f"mesh {coords_text(facts['mesh'])}, {machine['device']}, torch {machine['torch']}\n"

@@ -1,4 +1,4 @@
-"""What `validate_calls = "always"` compares: each fact of each operation, changed on one rank of three.
+"""The facts that `validate_calls = "always"` compares: each fact of each operation, changed on one of three ranks.
 
 `python -m tests.comm.compared` tries all of them and writes the table of docs/reference/promises.md.
 """
@@ -41,12 +41,12 @@ def ones(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 class Operation:
     """One operation, as a function of the mesh and of facts.
 
-    usual: the facts on all ranks. odd: by the name of a fact, what the changed rank passes instead.
-    free: facts that may differ: the call is right, and its result is what it is without the change.
-    missed: by the name of a fact that is not compared, the reason.
-    first: facts that do not fit together. If the changed rank comes first, its backend refuses them; otherwise it is told.
-    ends: whether the other ranks wait inside C++, where no error reaches them: the watchdog ends them with the error.
-    ranks: those that have a part in it.
+    usual: the facts on all ranks. odd: fact name -> the value that the changed rank passes instead.
+    free: facts that may differ: the call succeeds, with the same result as without the change.
+    missed: fact name -> why that fact is not compared.
+    first: contradictory facts. If the changed rank calls first, its backend refuses them; otherwise the comparison does.
+    ends: whether the other ranks wait inside C++, where no error reaches them. The watchdog then ends them with the error.
+    ranks: the ranks that take part in the operation.
     """
 
     call: Callable[..., Any]
@@ -587,7 +587,7 @@ EVERY: Final = {**OPERATIONS, **TORCH}
 
 
 def plain(result: Any) -> Any:
-    """Numbers, to compare and to send."""
+    """The result as plain numbers, which can be compared and sent."""
     if isinstance(result, torch.Tensor):
         return result.tolist()
     return [plain(each) for each in result] if isinstance(result, (list, tuple)) else result
@@ -599,7 +599,7 @@ def made(mesh: Mesh, operation: Operation, changed: Mapping[str, Any]) -> Any:
 
 
 def tried(mesh: Mesh, operation: Operation, changed: Mapping[str, Any]) -> tuple[tuple[str, Any], bool]:
-    """How the call ends on this rank, and whether the group is as good as before."""
+    """How the call ends on this rank, and whether the group can still be used."""
     met = True
     try:
         ended = "done", made(mesh, operation, changed)
@@ -610,11 +610,11 @@ def tried(mesh: Mesh, operation: Operation, changed: Mapping[str, Any]) -> tuple
         if mesh.rank == ODD:
             met = meets(mesh)
             if met:
-                return ended, True  # the others had their results: this was their last barrier
-            # Otherwise the others were in the call: they were told.
+                return ended, True  # the others have their results: this was their last barrier
+            # Otherwise the others were inside the call, and raised as well.
     if meets(mesh):
         return ended, True
-    # A rank that needs nothing from the others, or has it already, is told here.
+    # A rank that needs nothing from the others, or already has it, raises here.
     return ("told", "at its next call") if ended[0] == "done" else ended, False
 
 
@@ -630,7 +630,7 @@ Cases: TypeAlias = list[tuple[str, str]]
 
 
 def on_this_rank(cases: Cases) -> dict[str, dict[str, tuple[str, Any]]]:
-    """How each operation ends with each fact changed, or without a change, under ""."""
+    """How each operation ends with each fact changed; the key "" holds the unchanged call."""
     found: dict[str, dict[str, tuple[str, Any]]] = {}
     left = [(name, fact, {"": {}, **EVERY[name].facts()}[fact]) for name, fact in cases]
     while left:
@@ -653,7 +653,7 @@ def verdict(operation: Operation, ended: Sequence[tuple[str, Any]]) -> str:
 
 
 def simulated(operation: Operation, changed: Mapping[str, Any]) -> str:
-    """How the operation ends in the simulator, which ends with the first error."""
+    """How the operation ends in the simulator, which stops at the first error."""
     try:
         meshcomm.simulate(made, dims={"dp": RANKS}, device="cpu", args=(operation, changed))
     except CallMismatchError as error:
@@ -684,18 +684,18 @@ def all_tried(pool: Pool) -> dict[str, dict[str, str]]:
 
 
 def ended(pool: Pool, name: str, fact: str) -> str:
-    """The verdict on a fact if the watchdog ends ranks that wait."""
+    """The verdict on a fact where the watchdog may end waiting ranks."""
     try:
         found = pool.run(on_this_rank, [(name, fact)], ranks=RANKS)
     except RankFailure as error:
-        # Those that come after a rank with another call are told, and wait for nobody.
+        # A rank that arrives after the one with the different call raises, and does not wait.
         texts = {text.strip() for text in error.by_rank.values()}
         return TOLD if texts == {"ended with exit code 2"} and len(error.by_rank) < RANKS else str(error)
     return verdict(EVERY[name], [each[name][fact] for each in found])
 
 
 def table(verdicts: Mapping[str, Mapping[str, str]]) -> str:
-    """The table of the page. Facts with the same verdict stand together, in the order in which they were tried."""
+    """The table of the page. Facts with the same verdict share a cell, in the order in which they were tried."""
     lines = [
         "| call | every rank raises | that rank raises | may differ | not compared |",
         "|---|---|---|---|---|",
@@ -727,7 +727,7 @@ def page(made: str) -> str:
 
 
 if __name__ == "__main__":
-    # The ranks import this file by its name.
+    # The ranks import this file by name.
     from tests.comm import compared
 
     ranks = Pool()

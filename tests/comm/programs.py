@@ -1,4 +1,4 @@
-"""Random programs of functional collectives, and what one process computes that holds the tensors of all ranks. Plain torch."""
+"""Random programs of functional collectives, and their result on one process that holds the tensors of all ranks. Plain torch."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 SIDE = 4
-# Every value of a program is one tensor (SIDE, SIDE) on each rank.
+# Every value of a program is a (SIDE, SIDE) tensor on each rank.
 Values = list[Tensor]
-# The y of every rank of a group, from the x of every rank.
+# From the x of every rank of a group to the y of every rank.
 Whole = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 
 
 def through(value: Tensor, *paths: Tensor) -> Tensor:
-    """The value, with the gradient of the paths."""
+    """The value of `value`, with the gradient of `paths`."""
     return value.detach() + torch.stack([path - path.detach() for path in paths]).sum(0)
 
 
@@ -52,7 +52,7 @@ WHOLE: dict[str, Whole] = {
     "shift back": lambda xs: [xs[(me + 1) % len(xs)] for me in range(len(xs))],
     "rearrange": lambda xs: total(xs).t().chunk(len(xs)),
     "rearrange gather": lambda xs: [torch.cat([x.t() for x in xs], 1)] * len(xs),
-    # Sends nothing, and is defined where all ranks have the same x.
+    # These send nothing, and are defined only if all ranks have the same x.
     "identity": lambda xs: [through(x, *xs) for x in xs],
     "slice": lambda xs: [one_of(xs, me) for me in range(len(xs))],
 }
@@ -68,11 +68,11 @@ LOCAL: dict[str, Callable[[Tensor], Tensor]] = {
 class Step:
     """kind: "call", "local", "checkpoint" or "break".
 
-    at:      which of the values it takes. call: the collective, or the local function. group: along which.
-    used:    how the result of a call goes on: by "all" ranks as a new value; by "none"; by one rank, "0" or "1", which adds
-             it to the value that it was made of. Only the first is differentiated.
+    at:      index of the value that it takes. call: the collective, or the local function. group: the dim to call along.
+    used:    who uses the result of a call: "all" ranks, as a new value; "none"; or one rank, "0" or "1", which adds it to
+             the value that it was computed from. Only results that all ranks use are differentiated.
     changed: whether the rank changes the sent tensor in place afterwards, and sends it again.
-    of:      the call is of a constant, not of a value. body: the steps of a checkpoint.
+    of:      a constant that the call takes instead of a value. body: the steps of a checkpoint.
     """
 
     kind: str
@@ -88,14 +88,16 @@ class Step:
 def drawn(
     rng: random.Random, groups: Sequence[str], known: int, breaks: bool, depth: int = 0
 ) -> tuple[Step, ...]:
-    """A program's steps. known: how many values there are. breaks: whether its graph breaks; torch then runs a checkpoint of it
-    now eagerly, now in a graph, so that it has none."""
+    """The steps of a program. known: the number of values so far. breaks: whether its graph breaks.
+
+    A program with breaks has no checkpoint, because torch runs that sometimes eagerly and sometimes in a graph.
+    """
     steps: list[Step] = []
     for _ in range(rng.randint(2, 4) if depth else rng.randint(4, 9)):
         chance = rng.random()
         at = rng.randrange(known)
         if chance < 0.14 and steps and steps[-1].kind == "call":
-            steps.append(steps[-1])  # the same call again
+            steps.append(steps[-1])  # repeats the previous call
         elif chance < 0.32:
             steps.append(Step("local", at, rng.choice(list(LOCAL))))
         elif chance < 0.44 and not depth and not breaks:
@@ -130,7 +132,7 @@ def square(y: Tensor) -> Tensor:
 
 
 def loss_of(values: Values) -> Tensor:
-    """The loss of one rank, in which every value counts."""
+    """The loss of one rank, which depends on every value."""
     weight = torch.arange(1, SIDE * SIDE + 1, dtype=torch.float64).view(SIDE, SIDE) / 9
     return torch.stack([(value.sin() * weight * (k + 1)).sum() for k, value in enumerate(values)]).sum()
 
@@ -148,7 +150,7 @@ def start(seed: int, rank: int) -> Tensor:
 def run_whole(
     steps: Sequence[Step], values: list[Values], groups: dict[str, list[list[int]]]
 ) -> list[Values]:
-    """Run a program on one process. values: those of each rank, which are added to. groups: ranks by name."""
+    """Run a program on one process. values: the values of each rank; new ones are appended. groups: ranks by name."""
 
     def called(step: Step, xs: Values) -> Values:
         ys = list(xs)
@@ -183,7 +185,7 @@ def run_whole(
 
 
 def alike(step: Step, xs: Values, groups: dict[str, list[list[int]]]) -> Values:
-    """What identity and slice take: the sum over the group, which is the same on all ranks."""
+    """The inputs of identity and slice: the sum over the group, which is the same on all ranks."""
     if step.call not in ("identity", "slice"):
         return xs
     ys = list(xs)

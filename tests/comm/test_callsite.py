@@ -1,4 +1,4 @@
-"""Which frames of a traceback are the user's, and where threads are."""
+"""Which frames of a traceback belong to the user, and where threads are."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ CLI, STEPS, ALONG = str(OWN / "commands/run.py"), str(OWN / "train/steps.py"), s
     ],
 )
 def test_the_line_of_a_command_is_the_users_or_the_training_s(files: list[str], shown: str) -> None:
-    """Never one of the library that parses the command's arguments, in the stack of frames, of files, or of an error."""
+    """It is never a line of the library that parses the command's arguments: in the frames, the files and an error."""
 
     def called_from(left: list[str]) -> str:
         if not left:
@@ -120,5 +120,5 @@ def watched_for_frames() -> int:
 
 
 def test_an_open_mesh_makes_no_frames_of_running_threads(pool: Pool) -> None:
-    # Python 3.11 has died by SIGSEGV where another thread walked them.
+    # Python 3.11 has died by SIGSEGV when another thread walked the frames.
     assert pool.run(watched_for_frames, ranks=2) == [0, 0]

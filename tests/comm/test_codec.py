@@ -1,4 +1,4 @@
-"""Objects as bytes: what goes in comes out, and no bytes do harm."""
+"""Objects as bytes: encoding and decoding returns an equal object, and no input bytes do harm."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def through(x: object, pickle: bool = False) -> Any:
 
 
 def spelled(x: Any) -> Any:
-    """`x` spelled out with every type and bit, so that == compares all of it; sets without order."""
+    """`x` spelled out with every type and bit, so that == compares all of it; sets are unordered."""
     if isinstance(x, torch.Tensor):
         bits = [int(b) for b in x.detach().contiguous().view(-1).view(torch.uint8)]
         return ("tensor", str(x.dtype), tuple(x.shape), str(x.device), x.requires_grad, bits)
@@ -69,14 +69,14 @@ scalars = (
     | st.integers()
     | st.floats()
     | st.complex_numbers(allow_nan=False)
-    | st.text(st.characters(codec=None))  # lone surrogates too
+    | st.text(st.characters(codec=None))  # lone surrogates as well
     | st.binary()
 )
 
 
 @st.composite
 def plain(draw: st.DrawFn, depth: int = 4, key: bool = False) -> Any:
-    """Plain data up to `depth` levels deep; with `key`, what can be a key."""
+    """Plain data, nested up to `depth` levels; with `key`, only values that can be dict keys."""
     kinds = ["scalar", "tuple", "frozenset"] if key else KINDS
     kind = draw(st.sampled_from(kinds)) if depth else "scalar"
     if kind == "scalar":
@@ -121,7 +121,7 @@ def test_every_dtype_of_torch_in_every_layout(dtype: str) -> None:
     if kind == torch.bool:
         raw %= 2
     whole = raw.view(kind).view(2, 3, 4)
-    cells = raw.view(2, 3, 4, wide)  # the same bytes, moved about as bytes
+    cells = raw.view(2, 3, 4, wide)  # the same bytes, permuted as bytes
     for x, expected in (
         (whole, cells),
         (whole.transpose(0, 2), cells.transpose(0, 2)),
@@ -201,7 +201,7 @@ def test_one_object_stays_one_object() -> None:
     assert got["a"] is got["b"][0] is got["b"][1] and got["t"] == ((), ())
     assert len(to_bytes([weight] * 50)) < len(to_bytes(weight)) + 500
     doubled: Any = [1]
-    for _ in range(60):  # 2^60 elements, if each were written out
+    for _ in range(60):  # 2^60 elements if each reference were written out
         doubled = (doubled, doubled)
     got = through(doubled)
     for _ in range(60):
@@ -298,7 +298,7 @@ def test_the_deepest_that_is_allowed_crosses() -> None:
         encode({deep_key: 1})
 
 
-# -- bytes that no writer wrote ---------------------------------------------------------------------
+# -- bytes that no encoder wrote --------------------------------------------------------------------
 
 SAMPLE: Any = {
     "w": torch.arange(6.0).view(2, 3),
@@ -326,12 +326,12 @@ def test_every_truncation_and_every_flipped_bit_of_the_structure_is_an_error() -
 
 
 def sealed(structure: bytes, blobs: bytes = b"", kind: bytes = b"MCO2") -> bytes:
-    """A message with a right header around any structure."""
+    """A message with a valid header around any structure."""
     return struct.pack("<4sIQ", kind, zlib.crc32(structure), len(structure)) + structure + blobs
 
 
 def harmless(data: bytes) -> None:
-    with contextlib.suppress(ObjectError):  # and nothing else
+    with contextlib.suppress(ObjectError):  # and no other error
         from_bytes(data)
 
 
@@ -435,7 +435,7 @@ def test_another_format_says_so() -> None:
 
 
 class Attack:
-    """Its pickle makes a file when it is read."""
+    """Its pickle creates a file when it is loaded."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -450,7 +450,7 @@ def test_a_pickle_is_not_read_unless_asked_for(tmp_path: pathlib.Path) -> None:
     with pytest.raises(ObjectError, match="the received object is a pickle, and none of it was executed"):
         from_bytes(data)
     with pytest.raises(ObjectError, match="the received bytes are not a complete object"):
-        from_bytes(sealed(data[HEADER_BYTES:]))  # announced as plain data
+        from_bytes(sealed(data[HEADER_BYTES:]))  # declared as plain data
     assert not mark.exists()
     from_bytes(data, pickle=True)
     assert mark.exists()  # the attack would have worked

@@ -1,4 +1,4 @@
-"""Collectives and messages along dims, against NumPy on every rank's input at once."""
+"""Collectives and messages along dims, compared with NumPy on the inputs of all ranks."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from meshcomm.transport.torch_private import DispatchMode, leaves_of
 
 pytestmark = pytest.mark.long
 
-# All combinations of three dims are simulated; on processes one order of four ranks has a group whose ranks are
-# neighbours, one with a stride and one in another order.
+# The simulator runs all combinations of three dims. On processes, one order of four ranks gives a contiguous group, a
+# strided one, and one in another order.
 DIMS = {"pp": 2, "dp": 2, "tp": 2}
 MERGE = {"model": ("pp", "tp"), "data": ("tp", "dp")}
 ORDER = [6, 3, 1, 4, 0, 7, 5, 2]
@@ -61,7 +61,7 @@ def names(mesh: Mesh) -> tuple[Dims, ...]:
 
 
 class Allocations(DispatchMode):  # type: ignore[misc]
-    """Adds up the bytes of the tensors in new memory that operators return within the block."""
+    """Adds up the bytes of newly allocated tensors that operators return within the block."""
 
     nbytes = 0
 
@@ -75,14 +75,14 @@ class Allocations(DispatchMode):  # type: ignore[misc]
 
 
 def value(rank: int, shape: tuple[int, ...], dtype: torch.dtype, op: str = "") -> torch.Tensor:
-    """What `rank` puts in: whole numbers so small that every dtype adds them exactly, and multiplies their signs."""
+    """The input of `rank`: integers so small that every dtype adds them exactly; for products, only signs."""
     numbers = (torch.arange(math.prod(shape)) * 7 + rank * 5) % 11 - (4 if dtype.is_signed else 0)
     x = (numbers.sign() if op == "product" else numbers).reshape(shape)
     return (x + 1j * (x + rank)).to(dtype) if dtype.is_complex else x.to(dtype)
 
 
 def layouts(x: torch.Tensor) -> list[torch.Tensor]:
-    """The same values in memory as usual, with gaps, transposed, and in one that only stands for them."""
+    """The same values in several layouts: contiguous, with gaps, transposed, and lazily conjugated or negated."""
     gaps = x.new_zeros((*x.shape, 2))[..., 0]
     found = [x.clone(), gaps.copy_(x), torch.nn.Parameter(x.clone(), requires_grad=False)]
     if x.ndim > 1:
@@ -118,7 +118,7 @@ def same(got: Any, want: np.ndarray, what: object) -> None:
 
 
 def gives(call: Callable[[Any], Any], want: np.ndarray | None, like: torch.Tensor, what: Any) -> None:
-    """`call(out)` gives `want`, in new memory and in any of the user's; None, if this rank gets nothing."""
+    """Check that `call(out)` gives `want`, in new memory and in the user's, or gives nothing if `want` is None."""
     if want is None:
         assert call(None) is None and call(like) is None, what
         return
@@ -136,7 +136,7 @@ def on_processes(check: Callable[[Mesh], None], more: dict[str, Any]) -> None:
 
 
 def everywhere(pool: Pool, check: Callable[[Mesh], None], **more: Any) -> None:
-    """Simulated, and on processes."""
+    """Run the check in the simulator and on processes."""
     meshcomm.simulate(check, **(more or {"dims": DIMS, "merge": MERGE, "rank_order": ORDER}))
     pool.run(on_processes, check, more or FEW, ranks=math.prod((more or FEW)["dims"].values()))
 
@@ -144,7 +144,7 @@ def everywhere(pool: Pool, check: Callable[[Mesh], None], **more: Any) -> None:
 def reductions(mesh: Mesh) -> None:
     first, *others = names(mesh)
     every = list(product(REDUCTIONS, DTYPES))
-    # All on two ranks; on more some of each.
+    # Two ranks run all of them; more ranks run some of each.
     cases = [(first, *each) for each in every[:: 1 if mesh.world_size == 2 else 7]]
     cases += [(dims, *each) for dims in others for each in every[::19]]
     for number, (dims, op, dtype) in enumerate(cases):
@@ -225,7 +225,7 @@ def uneven(mesh: Mesh) -> None:
             gives(lambda out: mesh.all_gather(dims, x, axis, uneven=True, out=out), want, x, what)
             wanted = want if coord == size - 1 else None
             gives(lambda out: mesh.gather(dims, x, size - 1, axis, uneven=True, out=out), wanted, x, what)
-        # Row c of the table: what coord c sends to each. Sent and received sizes differ, or not.
+        # Row c of the table: the sizes that coord c sends to each coord. Sent and received sizes may differ.
         for table in ([[(a * 2 + b) % 4 for b in range(size)] for a in range(size)], [[1] * size] * size):
             rows = [value(rank, (sum(table[c]), 2), torch.float32) for c, rank in enumerate(ranks)]
             want = array(torch.cat([rows[c].split(table[c])[coord] for c in range(size)]))
@@ -241,14 +241,14 @@ def uneven(mesh: Mesh) -> None:
 
 
 def copied(call: Callable[[], torch.Tensor]) -> tuple[int, torch.Tensor]:
-    """Bytes of new memory that a call's operators make, and its result."""
+    """The bytes of new memory that a call's operators allocate, and its result."""
     with Allocations() as made:
         found = call()
     return made.nbytes, found
 
 
 def gathered_once(mesh: Mesh, padded: bool) -> None:
-    """An uneven all_gather makes its result, or a padded part and buffer besides; nothing grows with the others."""
+    """An uneven all_gather allocates its result, and where it pads also a padded part and a buffer; nothing more."""
     size, coord = mesh.size("dp"), mesh.coord("dp")
     sizes = [1000 * (c + 1) for c in range(size)]
     x = torch.full((sizes[coord],), float(coord))
@@ -257,10 +257,10 @@ def gathered_once(mesh: Mesh, padded: bool) -> None:
     assert all(torch.equal(handle.wait(), want) for handle in handles)
     nbytes, found = copied(lambda: mesh.all_gather("dp", x, uneven=True))
     assert torch.equal(found, want)
-    # Beside the sizes, which are told first.
+    # Without the sizes, which are exchanged first.
     least = 4 * sum(sizes)
     if padded:
-        # Filled up with zeros where it is shorter than the longest, gathered, and cut.
+        # Shorter parts are padded with zeros to the longest one, gathered, and cut.
         least += 4 * size * sizes[-1] + (4 * (2 * sizes[-1] - sizes[coord]) if coord < size - 1 else 0)
     assert least <= nbytes <= least + 16 * size, (nbytes, least)
 
@@ -288,7 +288,7 @@ def test_sizes_that_differ_on_each_kind_of_backend(pool: Pool) -> None:
 
 
 def wrongly_known(mesh: Mesh) -> None:
-    """If a rank expects another size, every rank is told so while calls are compared."""
+    """While calls are compared, every rank raises if one rank expects another size."""
     coord = mesh.coord("dp")
     x, splits = torch.arange(4.0), [1, 3] if coord else [3, 1]
     received = [3, 1] if coord == 0 else [1, 3]
@@ -302,7 +302,7 @@ def wrongly_known(mesh: Mesh) -> None:
 
 
 def rightly_known(mesh: Mesh) -> None:
-    """Sizes of many digits, whose text is shortened."""
+    """Sizes with many digits, whose text is shortened."""
     sizes = [10_000 + other for other in range(8)]
     for later in (False, True):
         came = mesh.all_to_all(
@@ -316,12 +316,12 @@ def rightly_known(mesh: Mesh) -> None:
         assert came.view(8, -1)[:, 0].tolist() == list(range(8))
 
 
-# How many rows each rank sends to each other one: rank 0 sends none, and rank 2 gets none.
+# How many rows each rank sends to each other rank: rank 0 sends none, and rank 2 receives none.
 ROWS = [[0, 0, 0], [2, 1, 0], [0, 3, 0]]
 
 
 def nothing_to_send(mesh: Mesh) -> None:
-    """A rank that has no rows may get some, and the other way round, as experts without tokens do."""
+    """A rank without rows to send may receive some, and vice versa, as with experts that got no tokens."""
     sends, expects = ROWS[mesh.rank], [row[mesh.rank] for row in ROWS]
     held = torch.full((sum(sends), 4), float(mesh.rank))
     want = torch.tensor([float(rank) for rank, rows in enumerate(expects) for _ in range(rows)])
@@ -339,7 +339,7 @@ def nothing_to_send(mesh: Mesh) -> None:
 
 
 def wrongly_known_later(mesh: Mesh) -> None:
-    """An asynchronous call waits for no exchange, so every rank is told before data of sizes that do not fit meets."""
+    """An asynchronous call waits for no exchange; every rank still raises before data of wrong sizes is sent."""
     sends = [2, 1, 1] if mesh.rank == 2 else [1, 1, 1]
     x = torch.ones(2, sum(sends))
     with pytest.raises(CallMismatchError, match="ranks 0 1 2 do not agree"):
@@ -381,7 +381,7 @@ def lists(mesh: Mesh) -> None:
 
 
 def hierarchical(mesh: Mesh) -> None:
-    # The three dims at once on simulated ranks; pairs, in either order, everywhere.
+    # All three dims at once on simulated ranks; everywhere, pairs of dims in both orders.
     found: list[Dims] = [("dp", "tp"), ("tp", "dp")]
     if mesh.world_size == 8:
         found += [("pp", "dp", "tp"), ("tp", "pp"), "model"]
@@ -396,7 +396,7 @@ def hierarchical(mesh: Mesh) -> None:
 
 
 def factors(mesh: Mesh) -> None:
-    """Each rank's own factor."""
+    """Each rank has a different factor."""
     for dims in names(mesh):
         n, coord = mesh.size(dims), mesh.coord(dims)
         x, total = torch.arange(2.0 * n), np.arange(2.0 * n) * sum(range(1, n + 1))
@@ -419,7 +419,7 @@ def messages(mesh: Mesh) -> None:
                 same(got, value(ranks[source % size], (3, 4), torch.float32).numpy(), (dims, offset))
             else:
                 assert got is None
-        # All with all in an order that would deadlock blocking sends; sizes differ by sender.
+        # All to all, in an order in which blocking sends would deadlock; the sizes depend on the sender.
         peers = [c for c in range(size) if c != coord]
         sends = [(value(mesh.rank, (coord + 1, 2), torch.int64), c) for c in peers]
         outs = [(torch.zeros(c + 1, 2, dtype=torch.int64), c) for c in peers]
@@ -436,9 +436,9 @@ def messages(mesh: Mesh) -> None:
             same(mesh.recv(dims, torch.zeros(3, 4), src=0), theirs, "recv")
             same(late.wait(), theirs * 2, "irecv")
             assert late.is_completed() and late.source == 0
-        # Tags keep two messages of one pair apart, whatever the order they are listed in.
+        # Tags distinguish two messages between the same ranks, in whatever order they are listed.
         peer, own = (coord + 1) % size if size == 2 else coord ^ 1, float(mesh.rank)
-        # They may come into two columns of one matrix, which lie between each other and share no byte.
+        # They may be received into two columns of one matrix, which interleave but share no byte.
         into = torch.zeros(3, 2)
         mesh.exchange(
             dims,
@@ -446,7 +446,7 @@ def messages(mesh: Mesh) -> None:
             [(into[:, 0], peer, 2), (into[:, 1], peer, 1)],
         )
         assert into.tolist() == [[100.0 + ranks[peer], 1.0 + ranks[peer]]] * 3
-        # A message of a rank to itself has both ends in one call.
+        # A message from a rank to itself has both ends in one call.
         to_itself = [(torch.full((2,), own), coord, 1), (torch.full((3,), own), coord)]
         kept = mesh.exchange(dims, to_itself, [(torch.zeros(3), coord), (torch.zeros(2), coord, 1)])
         assert [x.tolist() for x in kept] == [[own] * 3, [own] * 2]
@@ -455,7 +455,7 @@ def messages(mesh: Mesh) -> None:
 
 
 def handshakes(mesh: Mesh) -> None:
-    """Shapes that only the sender knows, 0-dim and empty ones among them; and whoever sends first."""
+    """Shapes that only the sender knows, including 0-dim and empty ones; and a receive from any sender."""
     for dims in names(mesh):
         size, coord, ranks = mesh.size(dims), mesh.coord(dims), mesh.ranks(dims)
         for dtype in (torch.float32, torch.float8_e4m3fn, torch.bool, torch.complex128):
@@ -521,7 +521,7 @@ def next_to_nothing(mesh: Mesh) -> None:
     ):
         x = torch.ones(shape, dtype=dtype)
         assert mesh.shift("dp", x).shape == shape
-        # Whoever comes first, and what is sent to it afterwards, with the same tag too.
+        # A receive from any sender, then later messages from the same senders, also with the same tag.
         if coord == 0:
             sources = set()
             for _ in range(size - 1):
@@ -545,7 +545,7 @@ def test_empty_messages_from_whoever_comes_first(pool: Pool) -> None:
 
 
 def of_floats(coord: int, dtype: torch.dtype) -> torch.Tensor:
-    """Element c is NaN on coord c only, by turns with either sign; then zeros of mixed signs, and numbers."""
+    """Element c is NaN on coord c only, with alternating signs; then zeros of both signs, and numbers."""
     x = torch.tensor([float(coord - 2)] * 4)
     x[coord] = math.copysign(math.nan, -1.0 if coord % 2 else 1.0)
     zeros = [0.0 if coord else -0.0, -0.0 if coord else 0.0]
@@ -554,7 +554,7 @@ def of_floats(coord: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def least_and_greatest(mesh: Mesh) -> None:
-    """NaN wins and -0.0 is below 0.0, by every algorithm."""
+    """With every algorithm, NaN wins and -0.0 is less than 0.0."""
     for (op, combine), dtype in product(
         (("min", torch.minimum), ("max", torch.maximum)),
         (torch.float16, torch.bfloat16, torch.float32, torch.float64),
@@ -563,7 +563,7 @@ def least_and_greatest(mesh: Mesh) -> None:
         own = every[mesh.coord("dp")]
         wanted = combine(combine(every[0], every[1]), combine(every[2], every[3]))
         assert wanted[:4].isnan().all() and not wanted[4:].isnan().any()
-        # torch leaves open which zero is the smaller.
+        # torch does not define which zero is smaller.
         signs = [op == "min", op == "min", True, False]
         for got in (
             *(mesh.all_reduce("dp", own.clone(), op, algorithm=by) for by in ("flat", "ring", "tree")),

@@ -1,4 +1,4 @@
-"""Each fact of each operation, changed on one rank while all calls are compared, and the table of docs/reference/promises.md."""
+"""Each fact of each operation, changed on one rank while calls are compared, and the table of docs/reference/promises.md."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from tests.comm.compared import ALONE, DONE, EVERY, OPERATIONS, OWN, PAGE, TOLD
 from tests.group_hooks import needs_group_hooks
 from tests.mesh.right_programs import WORLD, refused_calls
 
-# The only ones of which the other ranks learn nothing: they have the right results.
+# Only here do the other ranks learn nothing: they have the right results.
 ALONE_IN = {
     ("`mesh.gather` to the changed rank", "shape of out"),
 }
-# Processes go by the number of elements.
+# Processes compare numbers of elements.
 STRICTER = {"`mesh.send` to the changed rank": {"shape of equally many elements"}}
 
 
@@ -36,7 +36,7 @@ def tried(pool: Pool) -> dict[str, dict[str, str]]:
     return compared.all_tried(pool)
 
 
-# A difference in calls that are under way costs a group, and a new mesh.
+# A difference that is found while data moves costs the group, and a new mesh.
 @pytest.mark.deep
 @needs_group_hooks
 def test_a_changed_fact_is_refused_or_may_differ(tried: dict[str, dict[str, str]]) -> None:
@@ -70,7 +70,7 @@ def test_the_simulator_refuses_the_same(name: str) -> None:
 def told(
     row: Collective, sent: list[int], got: list[int], coord: int, size: int, **arguments: Any
 ) -> dict[str, Any]:
-    """The facts of a call outside the mesh with tensors of these numbers of elements, as another rank reads them."""
+    """The facts of a torch call with tensors of these numbers of elements, as another rank receives them."""
     inputs, outputs = ([torch.empty(n) for n in sizes] for sizes in (sent, got))
     given = SimpleNamespace(input_tensors=inputs, output_tensors=outputs, root=-1)
     facts: dict[str, Any] = json.loads(json.dumps(facts_of_hook(row, given, coord, size, arguments)))
@@ -108,7 +108,7 @@ def odd_calls_of_which_torch_sends_something(rank: int) -> list[Callable[[], Any
 
 
 def predicted_and_sent() -> tuple[list[Any], list[Any]]:
-    """For each call, whether it is said that torch refuses it, and whether torch did; no entry for no call of the group."""
+    """For each call: whether `is_refused` predicts that torch refuses it, and whether torch did; empty if no group is called."""
     dist.init_process_group("gloo")
     rank, said, sent = dist.get_rank(), [], []
     group: Any = dist.group.WORLD
@@ -141,7 +141,7 @@ def test_what_torch_refuses_is_known_before(pool: Pool) -> None:
 
 @pytest.mark.parametrize("size", [2, 3, 300])
 def test_split_sizes_fit_or_do_not(size: int) -> None:
-    """Of any group, though what a rank tells of its call has a kilobyte."""
+    """Holds for a group of any size, although the text of each call stays under 400 bytes."""
     random = np.random.default_rng(size)
     sends = random.integers(1, 9, (size, size))
     expects = sends.T.copy()
@@ -163,12 +163,12 @@ def test_split_sizes_fit_or_do_not(size: int) -> None:
     right = calls()
     assert balanced(right) and facts_match(right)
     assert all(len(json.dumps(shortened(each))) < 400 for each in right)
-    # What does not divide among the ranks would be refused on this rank only.
+    # Sizes that do not divide among the ranks would be refused on this rank only.
     even = told(
         ALL_TO_ALL, [4 * size + 1], [4 * size + 1], 0, size, input_split_sizes=[], output_split_sizes=[]
     )
     assert even["balance"] is None and not balanced([even, *right[1:]])
-    # Two errors of one rank that leave its total as it is, and two errors of two ranks that leave the sum as it is.
+    # Two errors on one rank that keep its total, and two errors on two ranks that keep the overall sum.
     for places in ([(0, 0), (0, 1)], [(0, 1), (1, 0)]):
         expects = sends.T.copy()
         expects[places[0]] += 1

@@ -1,4 +1,4 @@
-"""What a compiler cannot do with a call is refused by name; what it can is checked and recorded."""
+"""Calls that a compiler cannot support are refused by name; the others are checked and recorded."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_maximum_has_no_derivative_in_any_mode(mesh: Mesh) -> None:
 )
 @pytest.mark.deep
 def test_a_graph_without_tangents_is_not_used_with_them(mesh: Mesh) -> None:
-    """Inductor's code would take the value and leave the tangent behind, as it does for torch.sin."""
+    """Inductor's code would use the value and drop the tangent, as it does for torch.sin."""
     f = torch.compile(lambda x: mesh.functional.all_reduce("tp", x * 2, grad="sum") + 1)
     x = torch.ones(4)
     f(x)
@@ -69,7 +69,7 @@ def test_a_graph_without_tangents_is_not_used_with_them(mesh: Mesh) -> None:
         try:
             found = forward_ad.unpack_dual(f(forward_ad.make_dual(x, torch.ones(4)))).tangent
             text = "no tangent" if found is None else str(found)
-        except (AutogradError, RuntimeError) as error:  # torch 2.15 refuses what it compiles for dual tensors
+        except (AutogradError, RuntimeError) as error:  # torch 2.15 refuses compiled code on dual tensors
             text = str(error)
     assert "forward-mode AD" in text
     assert "tangents" in text or "tangent" in text
@@ -93,7 +93,7 @@ def test_rearrange_and_shift_compile_without_a_break(mesh: Mesh) -> None:
         return [*ys, mesh.functional.shift("tp", xs[0])]
 
     compiled = torch.compile(program, backend="aot_eager", fullgraph=True)
-    for rows in (4, 6):  # a second shape makes torch.compile try for all shapes at once
+    for rows in (4, 6):  # the second shape makes torch.compile try dynamic shapes
         found = []
         for function in (program, compiled):
             xs = [
@@ -136,7 +136,7 @@ def test_plain_calls_break_the_graph_and_run_as_they_are(mesh: Mesh) -> None:
     for _ in range(2):
         torch.testing.assert_close(compiled(x), program(x))
     assert 2 <= len(graphs) <= 6
-    # Nothing of this package has become a graph by itself.
+    # No code inside this package was compiled into a separate graph.
     package = f"{Path(meshcomm.__file__).parent}{os.sep}"
     assert not any(package in (node.stack_trace or "") for graph in graphs for node in graph.graph.nodes)
     torch._dynamo.reset()

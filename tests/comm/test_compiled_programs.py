@@ -1,4 +1,4 @@
-"""Random programs: eager, compiled and on one process. Values, gradients, and the calls of each rank in their order."""
+"""Random programs run eager, compiled and on one process: values, gradients, and each rank's calls in order."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from meshcomm.comm.p2p import Messages
 from meshcomm.mesh import Mesh
 from tests.comm.programs import LOCAL, Step, Values, constant, drawn, loss_of, square, start, wanted
 
-# Two groups of the same ranks: a call that changes places with one of the other group waits for its peer.
+# Two groups of the same ranks. If a call trades places with a call of the other group, it waits for its peer.
 GROUPS = {"dp": [[0, 1]], "again": [[0, 1]]}
 MESH: dict[str, Any] = {
     "dp": 2,
@@ -47,7 +47,7 @@ CALLS: dict[str, Callable[[Mesh, str, Tensor], Tensor]] = {
 
 
 def run(mesh: Mesh, steps: Sequence[Step], values: Values, regions: bool) -> Values:
-    """Run a program on this rank. regions: whether its checkpoints are checkpoints."""
+    """Run a program on this rank. regions: whether checkpoints recompute; otherwise their steps run directly."""
     for step in steps:
         if step.kind == "break":
             torch._dynamo.graph_break()
@@ -76,7 +76,7 @@ def run(mesh: Mesh, steps: Sequence[Step], values: Values, regions: bool) -> Val
 
 @contextmanager
 def noted() -> Iterator[list[tuple[str, str]]]:
-    """The calls that this rank makes on all groups, in their order."""
+    """Record the calls that this rank makes on all groups, in order."""
     calls: list[tuple[str, str]] = []
     with pytest.MonkeyPatch.context() as patch:
         collective, shift = Communicator.collective, Messages.shift
@@ -104,14 +104,14 @@ def compare(mesh: Mesh, seed: int, backend: str, breaks: bool) -> None:
 
     compiled = torch.compile(program, backend=backend, fullgraph=not breaks)
     found = []
-    # A compiled checkpoint keeps the results of its calls. The second run of what is compiled does not trace it.
+    # A compiled checkpoint keeps the results of its calls. The second compiled run does not trace again.
     for function, regions in ((program, True), (program, False), (compiled, True), (compiled, True)):
         x = start(seed, mesh.rank).requires_grad_()
         with noted() as calls:
             y = function(x, regions)
             y.backward()
         what = f"seed {seed}, {backend}, breaks {breaks}, {'compiled' if function is compiled else 'eager'}"
-        # float64; only the order of sums differs.
+        # In float64, only the order of sums differs.
         torch.testing.assert_close(y.detach(), loss, rtol=1e-9, atol=1e-9, msg=f"{what}: loss {steps}")
         torch.testing.assert_close(x.grad, gradient, rtol=1e-9, atol=1e-9, msg=f"{what}: gradient {steps}")
         found.append(calls)
@@ -135,16 +135,16 @@ def compare(mesh: Mesh, seed: int, backend: str, breaks: bool) -> None:
     ids=str,
 )
 def test_a_compiled_program_makes_its_calls(mesh: Mesh, backend: str, seeds: Sequence[int]) -> None:
-    # torch finds graphs on disk that it compiled before, with other rules.
+    # torch would otherwise find graphs on disk that were compiled under other rules.
     with torch._functorch.config.patch(enable_autograd_cache=False), warnings.catch_warnings():
-        # While tracing, torch itself looks at the gradient of a tensor that is no leaf.
+        # While tracing, torch itself reads the gradient of a tensor that is not a leaf.
         warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
         for seed in seeds:
             compare(mesh, seed, backend, seed % 3 == 2)
 
 
 def compiled(mesh: Mesh, program: Callable[[Tensor], Any], backend: str) -> tuple[Any, list[tuple[str, str]]]:
-    """What a compiled program returns, and the calls that it makes; compiled in the first run."""
+    """The result of a compiled program and the calls that it makes; the first run compiles it."""
     torch._dynamo.reset()
     x = torch.arange(4.0) + 1 + mesh.rank
     with torch._functorch.config.patch(enable_autograd_cache=False), noted() as calls:
@@ -159,7 +159,7 @@ def test_calls_whose_results_some_ranks_do_not_use(mesh: Mesh, backend: str) -> 
     def program(x: Tensor) -> Any:
         f.all_reduce(
             "again", torch.tensor([2]), grad="sum"
-        )  # of a constant, which is not computed while tracing
+        )  # a call of a constant, which is not computed while tracing
         loss = f.all_reduce("dp", x, grad="sum")
         shifted = (f.shift("dp", x), f.shift("dp", x * 10))[mesh.rank]
         twice = f.all_reduce("dp", x, "avg", grad="sum")

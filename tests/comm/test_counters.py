@@ -1,4 +1,4 @@
-"""What went along each dim: counted by the ledger, compared with plain lists."""
+"""Data sent along each dim: the ledger's counts, compared with plain lists."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ def counted(stats: Stats) -> Counted:
 
 
 def program(mesh: Mesh) -> Counted:
-    """Each call a known number of times, along dims of size 2; 3 float32 are 12 bytes."""
+    """Makes each call a known number of times, along dims of size 2; 3 float32 are 12 bytes."""
     tp = mesh.coord("tp")
     x = torch.ones(3)
-    for _ in range(300):  # more than the ring holds, most by the prepared call
+    for _ in range(300):  # more than the ring holds; most use the prepared call
         mesh.all_reduce("tp", x, op="max")
     for _ in range(2):
         mesh.all_reduce("dp", x, async_op=True).wait()
     mesh.all_reduce("tp", [x, torch.ones(5)])  # one message of 8 floats
-    mesh.all_reduce("tp", torch.ones(8), algorithm="ring")  # its messages are a part of it
+    mesh.all_reduce("tp", torch.ones(8), algorithm="ring")  # its messages are part of the call
     mesh.all_reduce(("dp", "tp"), torch.ones(8), algorithm="hierarchical")
     mesh.reduce("dp", x, dst=0)
     mesh.broadcast("dp", x, src=1)
@@ -72,7 +72,7 @@ def program(mesh: Mesh) -> Counted:
         mesh.recv("tp", src=0, tag=7)
         mesh.objects.recv("tp", src=0)
     mesh.exchange("dp", [(x, 1 - mesh.coord("dp"))], [(torch.empty(3), 1 - mesh.coord("dp"))])
-    mesh.exchange("dp")  # nothing to move is no call
+    mesh.exchange("dp")  # an exchange without messages is not a call
     return counted(mesh.stats())
 
 
@@ -115,7 +115,7 @@ def test_every_call_by_hand_in_the_simulator() -> None:
         (key,) = set(found) - set(without_objects(found))
         assert key == ("tp", "objects.send" if coords["tp"] == 0 else "objects.recv", False)
         calls, nbytes = found[key]
-        assert calls == 1  # what the two told each other before is a part of it
+        assert calls == 1  # the messages that the two ranks exchange first are part of it
         assert 20 < nbytes < 200
 
 
@@ -124,7 +124,7 @@ def test_every_call_by_hand_in_the_simulator() -> None:
 def test_the_same_counts_and_the_time_on_real_ranks(mesh: Mesh) -> None:
     x, found = torch.ones(4), program(mesh)
     assert without_objects(found) == by_hand(mesh.coords)
-    # Past the mesh: counted apart, where torch has hooks of groups.
+    # Calls of torch are counted separately, if torch has hooks of groups.
     dist.all_reduce(x, group=mesh.group("tp"))
     past = {("tp", "all_reduce (torch)", False): (1, 16)}
     assert counted(mesh.stats()) == found | (past if HAS_HOOKS else {})
@@ -139,12 +139,12 @@ def test_the_same_counts_and_the_time_on_real_ranks(mesh: Mesh) -> None:
     blocking, later = since.rows[::-1]
     assert (blocking.dim, blocking.calls, later.dim, later.async_op) == ("tp", 1, "dp", True)
     assert blocking.seconds is not None and later.seconds is not None and later.span_s is not None
-    # Who waits for the other one spends the time in the call.
+    # The rank that waits spends that time in the call.
     assert blocking.seconds > (0.1 if mesh.coord("tp") == 0 else 0.0)
     assert later.span_s > 0.19 and later.seconds < later.span_s - 0.19
     assert (
         blocking.algbw == blocking.busbw == pytest.approx(16 / blocking.seconds)
-    )  # 2 (n - 1) / n of it, n = 2
+    )  # 2 (n - 1) / n of the bytes, n = 2
     assert (later.algbw, later.ratio) == (None, None)
     assert since.seconds > 0.2
     everyone = mesh.debug.global_stats()
@@ -196,7 +196,7 @@ def test_names_that_share_a_group_are_counted_apart() -> None:
         mesh.all_reduce("dp", torch.ones(1))
         for _ in range(3):
             mesh.all_reduce("both", torch.ones(2))
-        mesh.all_reduce("one", torch.ones(2))  # a single rank: nothing moves, nothing is counted
+        mesh.all_reduce("one", torch.ones(2))  # a single rank: nothing is sent or counted
         return counted(mesh.stats())
 
     for found in meshcomm.simulate(body, dims={"dp": 2, "one": 1}, merge={"both": ["dp", "one"]}):
@@ -245,11 +245,11 @@ def test_predicted_seconds_are_those_of_the_model() -> None:
 
     before, since = meshcomm.simulate(body, settings)[0]
     rows = {row.dim: row for row in before.rows}
-    # A ring of two: two steps, and half of the bytes in each; the mean of 4,000 and 12,000.
+    # A ring of two: two steps with half of the bytes each; the mean of 4,000 and 12,000 bytes.
     ring = 2 * 10e-6 + 2 * (1 / 2) * 8000 / 1e9
     assert rows["tp"].predicted_s == pytest.approx(2 * (5e-6 + ring))
     assert rows["tp"].ratio == pytest.approx(rows["tp"].seconds / (2 * (5e-6 + ring)))
-    assert rows["dp"].predicted_s is None  # nobody said how fast the network is
+    assert rows["dp"].predicted_s is None  # the speed of the network is not configured
     assert since.rows[0].predicted_s == pytest.approx(5e-6 + 10e-6 + 1000 / 1e9)
     assert [row.call for row in since.rows] == ["shift"]
 
@@ -295,7 +295,7 @@ def test_seconds_that_nobody_knows_are_none_and_a_dash() -> None:
     def body(mesh: Mesh) -> tuple[Stats, StatsOfAll]:
         mesh.all_reduce("dp", torch.ones(4))
         timed = mesh.stats()
-        mesh.device = torch.device("meta")  # as on any device that calls are only enqueued on
+        mesh.device = torch.device("meta")  # as on a device on which calls are only enqueued
         untimed = mesh.stats()
         assert timed.rows[0].seconds is not None
         since = untimed.since(timed)
@@ -309,7 +309,7 @@ def test_seconds_that_nobody_knows_are_none_and_a_dash() -> None:
         lines = str(own).splitlines()
         assert lines[3].split() == ["dp", "all_reduce", "1", "16", "B", "-", "-", "-", "-"]
         assert "-: unknown, because these calls return before they complete" in str(own)
-        # One rank that does not know is enough for nobody to.
+        # One rank with unknown seconds makes the times of all ranks unknown.
         (both,) = everyone.rows
         assert (both.calls, both.mean_s, both.fastest_s, both.slowest_s) == (2, None, None, None)
         assert str(everyone).splitlines()[3].split()[-3:] == ["-", "-", "-"]
@@ -335,7 +335,7 @@ def test_the_sums_of_all_ranks_name_the_slowest() -> None:
         ("dp", "send", True, 1, 3, 24, 0.5, 2, 0.5, 2, 0.5),
         ("tp", "shift", False, 4, 4, 32, 2.5, 0, 1.0, 3, 4.0),
     ]
-    # Of equally fast ranks the lowest; one whose seconds are unknown makes all times unknown.
+    # Among equally fast ranks the lowest is named; one rank with unknown seconds makes all times unknown.
     equal = [(rank, 1.0, [("tp", "shift", False, 1, 8, 2.0)]) for rank in (3, 1)]
     assert stats_of_all(equal, []).rows[0][6:] == (2.0, 1, 2.0, 1, 2.0)
     unknown = [*equal, (0, 1.0, [("tp", "shift", False, 1, 8, None)])]

@@ -1,4 +1,4 @@
-"""Calls on the fast path against the same calls on the checked one: values, counts, records, failures."""
+"""Calls on the fast path compared with the same calls on the checked path: values, counts, records, failures."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ DTYPES = (*[torch.float32] * 3, torch.int64, torch.bool, torch.complex64, torch.
 
 
 def some(rng: random.Random, rank: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    """A tensor of one of the kinds that calls are given; both ranks make the same kind."""
+    """A tensor of one of the kinds that users pass; both ranks make the same kind."""
     values = torch.arange(int(np.prod(shape)) or 1)[: int(np.prod(shape))].reshape(shape) + 10 * rank
     x = values.to(dtype) if dtype != torch.bool else values % 2 == 0
     kind = rng.choice(("plain", "plain", "plain", "columns", "negative", "conjugate", "watched", "parameter"))
@@ -51,7 +51,7 @@ def received_any(mesh: Any, me: int) -> Any:
     return mesh.send("dp", torch.ones(4), 1, 3) if me == 0 else mesh.recv_any("dp", torch.empty(4), tag=3)
 
 
-# From the mesh, chance, the own coord, a tensor, one to receive into, a peer and a tag, which may be wrong.
+# Arguments: the mesh, a random generator, this rank's coord, a tensor, a receive buffer, a peer and a tag (maybe invalid).
 KINDS: Final[list[Callable[..., Any]]] = [
     *[
         lambda m, rng, me, x, y, to, tag: (
@@ -76,7 +76,7 @@ KINDS: Final[list[Callable[..., Any]]] = [
     lambda m, rng, me, x, y, to, tag: m.all_to_all("dp", x, out=rng.choice((None, y))),
     lambda m, rng, me, x, y, to, tag: m.broadcast("dp", x, rng.choice((0, 1, True))),
     lambda m, rng, me, x, y, to, tag: m.reduce("dp", x, rng.choice((0, 1, True))),
-    # Over messages that are a part.
+    # An algorithm that is made of messages.
     lambda m, rng, me, x, y, to, tag: m.all_reduce("dp", torch.full((6,), float(me)), algorithm="ring"),
 ]
 
@@ -91,15 +91,15 @@ def into(rng: random.Random, x: Any, y: Any, times: float) -> Any:
 
 
 def one_call(mesh: Any, rng: random.Random) -> Any:
-    """A random call, the same on both ranks; a refused one is refused on both before anything moves."""
+    """A random call, the same on both ranks. If it is refused, both ranks refuse it before any data moves."""
     me = mesh.coord("dp")
     dtype, shape = rng.choice(DTYPES), rng.choice(((4,), (2, 3), (), (0,), (6, 2)))
     x, out = some(rng, me, dtype, shape), some(rng, me, dtype, shape)
     number = rng.randrange(len(KINDS))
     if number < 3:
-        # Only the receiver has it, and the sender would not hear of its refusal.
+        # Only the receiver has an `out`, and the sender would not learn that it is refused.
         out.requires_grad_(False)
-    # Of what is wrong here both ranks hear at their own door.
+    # Each rank detects these mistakes by itself.
     peer = rng.choice((1 - me,) * 12 + (me, 2, True, float(1 - me), np.int64(1 - me), str(1 - me)))
     return KINDS[number](mesh, rng, me, x, out, peer, rng.choice((0, 0, 0, 7, 7, True, 7.0, -1, 1 << 30)))
 
@@ -116,14 +116,14 @@ def plain(found: Any) -> Any:
 
 
 def program(seed: int, compared: int, fast: bool) -> tuple[list[Any], dict[str, Any], int]:
-    """What a program gave, what was noted of it, and how many kinds of calls were prepared at the end."""
+    """The results of a program, the records of its calls, and the number of kinds of calls prepared at the end."""
     rng = random.Random(seed)
     with meshcomm.init(dims={"dp": 2}, device="cpu", validate_calls=compared, timeout_s=60) as mesh:
         recorder = mesh._at["dp"].recorder
         found: list[Any] = []
         for _ in range(120):
             if not fast:
-                recorder.trace(None)  # forgets what is prepared
+                recorder.trace(None)  # drops the prepared calls
             try:
                 found.append(plain(one_call(mesh, rng)))
             except MeshcommError as error:
@@ -161,11 +161,11 @@ def test_a_program_gives_and_notes_the_same_on_both_paths(pool: Pool, seed: int,
         assert 10 < len(refused) < 120
 
 
-# -- what only looks like a prepared call -----------------------------------------------------------------
+# -- tensors that only look like prepared ones -------------------------------------------------------------
 
 
 def conjugate(value: int) -> torch.Tensor:
-    """One element, -value, of which the memory holds the value: dense, and with the other sign."""
+    """One element, -value, whose memory holds the value: dense, with a lazy negation."""
     return torch.tensor([complex(0, value)]).conj().imag
 
 
@@ -205,7 +205,7 @@ def test_a_tensor_that_is_not_as_the_prepared_ones_is_not_sent_as_it_is(mesh: An
     assert torch.equal(mesh.all_to_all("dp", squares[coord], -1, -1), moved)
 
 
-# -- a call that the backend gives up on --------------------------------------------------------------------
+# -- a call that fails in the backend ------------------------------------------------------------------------
 
 
 class Failing:
@@ -254,7 +254,7 @@ def failures(fast: bool) -> list[Any]:
                     lambda: mesh.all_reduce("dp", x, async_op=True).wait(),
                 ):
                     if not fast:
-                        recorder.trace(None)  # what failed is prepared, too
+                        recorder.trace(None)  # calls that failed are prepared as well
                     with pytest.raises(CommunicationError) as caught:
                         call()
                     assert recorder.messages.waiting is None and recorder.under_way is None
@@ -278,7 +278,7 @@ def test_a_failed_call_is_told_and_counted_the_same(pool: Pool) -> None:
 def test_calls_are_prepared_when_they_are_no_longer_compared_and_let_go_with_the_mesh() -> None:
     with meshcomm.init(dims={"dp": 2}, device="cpu", validate_calls=2, timeout_s=30) as mesh:
         comm = mesh._at["dp"]
-        # Two are compared; the third finds that it is not. A message has two ends.
+        # Two are compared; the third finds that comparing is over. A message has two ends.
         for number in range(4):
             mesh.shift("dp", torch.ones(4))
             mesh.all_gather("dp", torch.ones(4))
@@ -290,7 +290,7 @@ def test_calls_are_prepared_when_they_are_no_longer_compared_and_let_go_with_the
 
 
 def test_messages_that_were_checked_once_are_not_checked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of exchange and shift, one message in each direction is; what overlaps is refused all the same."""
+    """exchange and shift check one message per direction. Overlapping memory is refused every time."""
     checked, seen = Messages._checked, list[str]()
 
     def counted(self: Messages, direction: Any, call: str, *given: Any) -> Any:
@@ -320,10 +320,10 @@ def test_messages_that_were_checked_once_are_not_checked_again(monkeypatch: pyte
     assert seen.count("exchange") == 4 + 8
 
 
-# -- an option that somebody adds ---------------------------------------------------------------------------
+# -- an option that is added later --------------------------------------------------------------------------
 
 
-# Options, with another field.
+# Options with one more field.
 WithOption: Any = namedtuple("WithOption", (*Options._fields, "interleave"), defaults=(*Options(), False))
 
 
@@ -363,8 +363,8 @@ def test_an_option_that_somebody_adds_is_compared(mesh: Any) -> None:
         comm.collective(ALL_GATHER, x, options=WithOption(interleave=mesh.rank == 1))
 
 
-# Two values for each keyword of a public collective, with which the same call ends differently: in another result, in
-# another record of the call, or in an error with one of the two.
+# Two values for each keyword of a public collective, for which the same call ends differently: with another result,
+# another record of the call, or an error with one of the two.
 TWO_VALUES: dict[str, tuple[Any, Any]] = {
     "axis": (0, 1),
     "dim": (0, 1),
@@ -381,7 +381,7 @@ TWO_VALUES: dict[str, tuple[Any, Any]] = {
     "dst": (0, 1),
     "out": (None, "out"),
 }
-# What a keyword needs in addition, on both sides.
+# Arguments that a keyword also needs, for both values.
 NEEDED: dict[str, dict[str, Any]] = {
     "factor": {"op": "premul_sum"},
     "output_split_sizes": {"input_split_sizes": [1, 1]},
@@ -398,18 +398,18 @@ PUBLIC = (
 )
 
 
-# The sizes of `out` along axis 0, if x has two.
+# The size of `out` along axis 0, if x has two rows.
 OUT = {"reduce_scatter": 1, "scatter": 1, "all_to_all": 2, "all_gather": 4, "gather": 4}
 
 
 def ending(name: str, given: dict[str, Any], listed: bool) -> Any:
-    """How a call on two ranks ends: what each rank gets and which calls it counts, or the error.
+    """How a call on two ranks ends: each rank's result and the calls that it counts, or the error.
 
     listed: whether x is a list of two tensors.
     """
 
     def body(mesh: Any) -> Any:
-        # The sizes may differ only with uneven=, and must differ to show that it has an effect.
+        # Sizes may differ only with uneven=, and must differ to show that it has an effect.
         rows = 2 + (mesh.rank if "uneven" in given else 0)
         x = torch.arange(1.0, 1 + 2 * rows).view(rows, 2) * 10**mesh.rank
         out = None
@@ -432,7 +432,7 @@ def ending(name: str, given: dict[str, Any], listed: bool) -> Any:
 
 @pytest.mark.parametrize("name", PUBLIC)
 def test_every_keyword_of_a_public_collective_has_an_effect(name: str) -> None:
-    """Beside other keywords, too: an option that only some ways of a call hand on would be ignored in silence."""
+    """Checked with other keywords too: some code paths of a call might drop an option silently."""
     keywords = signature(getattr(meshcomm.Mesh, name)).parameters.keys() - {"self", "dims", "x"}
     usual = {key: 0 for key in ("src", "dst") if key in keywords}
     beside: list[dict[str, Any]] = [
@@ -466,7 +466,7 @@ def test_a_scatter_tells_its_slices_however_often_it_was_made(mesh: Any) -> None
 def test_the_memory_of_a_message_is_kept_until_the_next_one_if_it_is_small(mesh: meshcomm.Mesh) -> None:
     def alive_after(elements: int) -> bool:
         x = torch.ones(elements)
-        # A Work keeps the memory alive, and not the tensor's Python object.
+        # A Work keeps the memory alive, but not the tensor's Python object.
         storage = x.untyped_storage()._weak_ref()
         mesh.shift("dp", x[:1])
         del x
@@ -476,5 +476,5 @@ def test_the_memory_of_a_message_is_kept_until_the_next_one_if_it_is_small(mesh:
 
     for _ in range(2):
         assert alive_after(1)
-        # A view of much memory would keep all of it.
+        # A view of a large tensor would keep all of its memory alive.
         assert not alive_after(1 << 21)

@@ -1,4 +1,4 @@
-"""Functional collectives along every dim, and under all that torch does to functions, against one process with all ranks' values."""
+"""Functional collectives along every dim and under torch's transforms, against one process with the values of all ranks."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from meshcomm.mesh import Mesh
 
 pytestmark = pytest.mark.long
 
-# The ys of all ranks from all their xs.
+# From the xs of all ranks to their ys.
 Whole = Callable[[Tensor], Tensor]
 
 
 class Row(NamedTuple):
     """mine: this rank's y from its x. whole: (ranks, ...) -> (ranks, ...), the same on one process.
 
-    alike: every rank goes on with the same y to one and the same loss. equal: all ranks have the same x.
+    alike: every rank uses the same y in one common loss. equal: all ranks have the same x.
     """
 
     mine: Callable[[Any, str, Tensor], Tensor]
@@ -88,15 +88,15 @@ def numbers(*shape: int, seed: int) -> Tensor:
 
 
 def loss_of(y: Tensor, scale: Tensor | float) -> Tensor:
-    """Not linear in y, and another weight for each of its elements."""
+    """A loss that is nonlinear in y and weights each of its elements differently."""
     weight = torch.arange(1, y.numel() + 1, dtype=torch.float64).view(y.shape) / 5
     return (y.sin() * weight).sum() * scale
 
 
-# -- what is done to a function ---------------------------------------------------------------------
+# -- transforms of a function -----------------------------------------------------------------------
 #
 # Each mode takes y(x), loss(x) and three tensors: x, another of its shape, and a batch of them along the last
-# axis. It is asked of this rank's functions, and of those of all ranks at once, so that it is written once.
+# axis. It is applied to this rank's functions and to the functions of all ranks, so that it is written only once.
 
 Function = Callable[[Tensor], Tensor]
 Mode = Callable[[Function, Function, Tensor, Tensor, Tensor], Tensor]
@@ -173,7 +173,7 @@ EAGER: dict[str, Mode] = {
     "no_grad": without_grad,
     "inference_mode": in_inference_mode,
 }
-# Those whose result has the shape of x, not of y.
+# Modes whose result has the shape of x, not of y.
 LIKE_X = {
     *(name for name in EAGER if "grad" in name and name != "no_grad"),
     "backward",
@@ -199,7 +199,7 @@ def inputs(row: Row, rank: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def wanted(mesh: Mesh, dims: str, row: Row, name: str) -> Tensor:
-    """What one process gets that has the xs of all ranks, and the sum of their losses."""
+    """The result on one process that has the xs of all ranks and the sum of their losses."""
     size = mesh.size(dims)
 
     def ys(x: Tensor) -> Tensor:
@@ -219,7 +219,7 @@ def wanted(mesh: Mesh, dims: str, row: Row, name: str) -> Tensor:
 
 def compare(mesh: Mesh, row: str, name: str, got: Tensor | None, dims: str = "tp") -> None:
     assert got is not None
-    # float64; only the order of sums differs.
+    # In float64, only the order of sums differs.
     want = wanted(mesh, dims, ROWS[row], name).detach()
     torch.testing.assert_close(got.detach(), want, rtol=1e-10, atol=1e-10, msg=f"{row}, {name} along {dims}")
 
@@ -254,7 +254,7 @@ def test_eager(mesh: Mesh, name: str) -> None:
 @pytest.mark.parity
 @pytest.mark.mesh(tp=2, via="gloo", timeout_s=110)
 def test_backward_of_one_compiled_graph(mesh: Mesh) -> None:
-    """Which group it is makes no difference to the graph."""
+    """The graph is the same for every group, so one dim is enough."""
     torch._dynamo.reset()
 
     def program(xs: list[Tensor]) -> list[Tensor]:
@@ -270,11 +270,11 @@ def test_backward_of_one_compiled_graph(mesh: Mesh) -> None:
         compare(mesh, row, "backward", x.grad)
 
 
-# Every operator, for its own sake or as the adjoint of another. Each row more is a second of compilation.
+# Every operator, directly or as the adjoint of another. Each further row costs a second of compilation.
 COMPILED = ("all_reduce identity", "all_gather reduce_scatter", "slice", "all_to_all", "shift")
 
 
-# torch has no compiled form of the other modes: they surround what is compiled. What is nested contains its parts.
+# torch cannot compile the other modes: they surround compiled code. Nested transforms cover their parts.
 @pytest.mark.mesh(tp=2, via="gloo", timeout_s=110)
 @pytest.mark.parametrize(
     ("name", "backend", "rows"),

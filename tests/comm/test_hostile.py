@@ -1,4 +1,4 @@
-"""Other modes of torch, handles that two threads wait for, a result in the memory of what is sent: right all the same."""
+"""Modes of torch, handles that two threads wait for, outputs in the memory of the input: results stay right."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from meshcomm.mesh import Mesh
 
 @pytest.mark.mesh(dp=3, via=("simulator", "gloo", "emulated_nccl"))
 def test_a_mode_of_torch_changes_nothing(mesh: Mesh) -> None:
-    """Calls that are made in one mode of torch and waited for in another."""
+    """Calls made in one mode of torch and waited for in another give the same results."""
     weight = torch.nn.Parameter(torch.arange(6.0).view(2, 3))
     with torch.no_grad():
         begun = mesh.all_reduce("dp", [weight, weight.new_ones(2)], async_op=True)
@@ -30,12 +30,12 @@ def test_a_mode_of_torch_changes_nothing(mesh: Mesh) -> None:
     mesh.all_reduce("dp", row, algorithm="ring")
     negative = torch.tensor([0 + 2j, 0 + 3j]).conj().imag
     mesh.all_reduce("dp", [negative])
-    with torch.device("meta"):  # as around a model that is made without memory
+    with torch.device("meta"):  # as around a model that is built without memory
         summed = mesh.all_reduce("dp", torch.arange(1.0, 4.0, device="cpu").to(torch.bfloat16))
         received = mesh.shift("dp", summed)
         told = mesh.objects.all_gather("dp", mesh.coord("dp"))
     assert received is not None
-    # One element of a slice: contiguous, whatever its stride.
+    # One element of a slice is contiguous, whatever its stride.
     lone = torch.tensor([0, 1 + mesh.coord("dp"), 0], dtype=torch.int16)[1::2]
     assert lone.is_contiguous() and lone.stride() == (2,)
     mesh.broadcast("dp", lone, src=2)
@@ -47,7 +47,7 @@ def test_a_mode_of_torch_changes_nothing(mesh: Mesh) -> None:
 
 
 class Slow:
-    """Work that is over when the test says so."""
+    """A Work that completes when the test sets `over`."""
 
     def __init__(self) -> None:
         self.over = threading.Event()
@@ -62,7 +62,7 @@ class Slow:
 
 
 class By:
-    """Whose calls the handles of these tests are."""
+    """The owner of the handles in these tests."""
 
     def where(self, call: str) -> str:
         return call
@@ -123,7 +123,7 @@ def test_a_handle_waits_for_a_time(timeout_s: Any) -> None:
 
 @pytest.mark.mesh(dp=3, validate_calls=0, via="gloo")
 def test_a_prepared_all_to_all_does_not_overwrite_what_is_still_to_leave(mesh: Mesh) -> None:
-    """With x itself as out, before and after the call has been prepared."""
+    """The call has x itself as out, before and after it has been prepared."""
     coord, length = mesh.coord("dp"), 600_000
     everyones = [torch.arange(length) + length * c for c in range(3)]
     expected = torch.cat([x.chunk(3)[coord] for x in everyones])

@@ -1,4 +1,4 @@
-"""The first calls on a group, and both ends of first messages, are compared: a difference is an error before data moves."""
+"""The first calls on a group and both ends of first messages are compared: a difference raises before data moves."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from meshcomm.watching.compare import MessageCheck
 
 Call = Callable[[Mesh, bool], object]
 
-# name -> (what is called, with `odd` true on rank 3 only; how the odd call differs, in words)
+# name -> (the call, with `odd` true on rank 3 only; the words for the odd call; the words for the usual call)
 CALLS: dict[str, tuple[Call, str, str]] = {
     "shape": (
         lambda m, odd: m.all_reduce("dp", torch.ones(6 if odd else 4)),
@@ -124,12 +124,12 @@ CALLS: dict[str, tuple[Call, str, str]] = {
 }
 
 
-# The calls that some rank does not wait for: it has sent its part before the others can refuse theirs.
+# Calls in which some rank does not wait: it has sent its part before the others can refuse theirs.
 LET_GO = ("operation", "root", "scatter's buffer")
 
 
 def differs(mesh: Mesh, number: int, name: str, ends: str) -> CallMismatchError | None:
-    """Ranks of odd number make call `number` along dp, which differs on rank 3. ends: of the error's first line."""
+    """Ranks with odd numbers make call `number` along dp, which differs on rank 3. ends: how the error's first line ends."""
     call, odd, usual = CALLS[name]
     if mesh.rank % 2 == 0:
         call(mesh, False)
@@ -137,7 +137,7 @@ def differs(mesh: Mesh, number: int, name: str, ends: str) -> CallMismatchError 
     with pytest.raises(CallMismatchError) as caught:
         call(mesh, mesh.rank == 3)
         if name in LET_GO:
-            # Some rank may have got its part, which is right, and is told at its next call.
+            # Some rank may have received its part, which is right. It raises at its next call.
             mesh.all_reduce("dp", torch.ones(1))
     first, given, expected, _ = str(caught.value).splitlines()
     assert first == f'ranks differ in call {number} along "dp": rank 3 is mismatched; {ends}'
@@ -154,7 +154,7 @@ def test_a_difference_is_named_on_every_rank_of_the_group(mesh: Mesh) -> None:
         if mesh.rank == 3 and name == "shape":
             time.sleep(0.5)
         differs(mesh, 2 + 2 * number, name, "nothing was sent")
-        # Nothing was sent and everyone left together: the group is as good as before.
+        # Nothing was sent and all ranks left together, so the group can still be used.
         assert mesh.all_reduce("dp", torch.ones(1)).item() == 3
 
 
@@ -175,7 +175,7 @@ def test_a_difference_in_calls_that_are_under_way_ends_the_group(pool: Pool) -> 
 
 @pytest.mark.mesh(dp=2, via="gloo")
 def test_shapes_of_very_many_axes(mesh: Mesh) -> None:
-    """Shapes too long to tell whole are told by a digest: equal ones pass, others do not."""
+    """Shapes that are too long to send are compared by a digest: equal ones pass, others raise."""
     shape = [1] * 64
     mesh.all_reduce("dp", torch.ones(shape))
     shape[-1] += mesh.rank
@@ -186,7 +186,7 @@ def test_shapes_of_very_many_axes(mesh: Mesh) -> None:
 
 
 def interrupted() -> tuple[str, str]:
-    """Rank 0 is interrupted while it waits for rank 1 in the comparison, catches that, and goes on to its next call."""
+    """Rank 0 is interrupted while it waits for rank 1 in the comparison, catches the error, and makes its next call."""
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
@@ -208,7 +208,7 @@ def interrupted() -> tuple[str, str]:
 
 
 def test_an_interrupted_comparison_ends_the_group(pool: Pool) -> None:
-    """Its data would meet that of the next call."""
+    """Otherwise its data would be matched with the data of the next call."""
     (left, text), (told, same) = pool.run(interrupted, ranks=2)
     assert (left, told) == ("KeyboardInterrupt", "CallMismatchError") and text == same
     assert 'rank 0 left call 2 along "dp" before it sent its part; this group cannot be used any more' in text
@@ -241,7 +241,7 @@ def test_how_many_calls_are_compared(pool: Pool, setting: Any, compared: int) ->
 
 @pytest.mark.mesh(dp=2, via="gloo")
 def test_a_profiler_does_not_see_the_comparison(mesh: Mesh) -> None:
-    """It may end after the profiler has been freed, into whose memory torch then writes."""
+    """The comparison may end after the profiler has been freed, and torch would then write into the freed memory."""
     threads = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
     for config in (None, threads):
         activities = [torch.profiler.ProfilerActivity.CPU]
@@ -254,7 +254,7 @@ def test_a_profiler_does_not_see_the_comparison(mesh: Mesh) -> None:
 
 @pytest.mark.mesh(dp=2, cp=1, merge={"grad": ("dp", "cp")}, validate_calls=2, via="gloo")
 def test_names_of_one_group_share_the_count(mesh: Mesh) -> None:
-    """What is compared is counted for the group."""
+    """Compared calls are counted by group."""
     x = torch.ones(1)
     for _ in range(4):
         x = mesh.all_reduce("dp" if mesh.rank == 0 else "grad", x)
@@ -271,7 +271,7 @@ MESSAGES: dict[str, tuple[torch.Tensor, torch.Tensor]] = {
 
 
 def wait_for_the_other_end(mesh: meshcomm.Mesh, number: int) -> None:
-    """Until it has said what it is about to do with message `number` of tag 0 from rank 0 to rank 1."""
+    """Wait until the other end has announced message `number` with tag 0 from rank 0 to rank 1."""
     check = mesh._at["pp"].recorder.messages._check
     assert check is not None
     while not check._store.check([check.key(0, 1, 0, number)]):
@@ -279,12 +279,12 @@ def wait_for_the_other_end(mesh: meshcomm.Mesh, number: int) -> None:
 
 
 def ends(case: str, late: int, validate: int | str) -> tuple[str, str, tuple[int, ...]]:
-    """Rank 0 sends to rank 1; coord `late` comes second."""
+    """Rank 0 sends to rank 1; coord `late` calls second."""
     x, out = MESSAGES[case]
     more = {"options": {"pp": {"timeout_s": 2.0}}, "validate_calls": validate, "reports": ""}
     with meshcomm.init({"mesh": {"dims": {"pp": 2}, "device": "cpu", **more}}) as mesh:
         for _ in range(5 if validate == "always" else 1):
-            mesh.shift("pp", torch.ones(2))  # tag 0, and equal at both ends
+            mesh.shift("pp", torch.ones(2))  # tag 0, the same at both ends
         mesh.barrier()
         if mesh.coord("pp") == late:
             wait_for_the_other_end(mesh, 6 if validate == "always" else 2)
@@ -298,7 +298,7 @@ def ends(case: str, late: int, validate: int | str) -> tuple[str, str, tuple[int
         else:
             found = "none", "", ()
         mesh.store.set(f"over/{mesh.rank}", b"")
-        while not mesh.store.check(["over/0", "over/1"]):  # stay while the other asks
+        while not mesh.store.check(["over/0", "over/1"]):  # stay until the other rank is done
             time.sleep(0.02)
         return found
 
@@ -311,7 +311,7 @@ def test_both_ends_of_a_mismatched_message_are_told_at_once(
 ) -> None:
     x, out = MESSAGES[case]
     number = 6 if validate == "always" else 2
-    # Whoever came first waits for the answer, and so is told before its own timeout.
+    # The end that calls first waits for the answer, so it raises before its own timeout.
     for kind, text, odd in pool.run(ends, case, late, validate, ranks=2):
         assert (kind, odd) == ("CallMismatchError", (0, 1))
         assert (
@@ -332,7 +332,7 @@ def test_an_end_that_stays_silent_is_waited_for_within_the_timeout() -> None:
     assert sends == ([key], [(key, 1)], {})
     heard: list[Any] = []
     left_s = first.confirm([(key, 1)], lambda *told: heard.append(told))
-    # Half of it was waited at least; the rest is what the backend gets.
+    # It has waited for at least half of the time; the backend gets the rest.
     assert left_s is not None and left_s <= 0.1 and heard == [(key, ())]
     comes = [P2P("recv", x, 0, tag) for tag in (0, 5)]
     recvs = second.announce(comes, [("recv", 0, 0, 1), ("recv", 0, 5, 1)], frame)
@@ -349,7 +349,7 @@ def rooms(*tags: int) -> list[tuple[torch.Tensor, int, int]]:
     return [(torch.zeros(4), 0, tag) for tag in tags]
 
 
-# Right programs whose ends make the messages in different calls: what coord 0 sends, and what coord 1 gets.
+# Correct programs whose ends make the messages in different calls: the calls of coord 0, and the calls of coord 1.
 RIGHT: dict[str, tuple[Callable[[Mesh], object], Callable[[Mesh], Any]]] = {
     "handshake": (
         lambda m: m.send("pp", sent(0)[0][0], 1, handshake=True),

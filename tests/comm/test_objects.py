@@ -1,4 +1,4 @@
-"""Objects along dims on Gloo, against what every rank is known to have sent."""
+"""Objects along dims on Gloo, compared with the objects that every rank is known to send."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NAMES: tuple[Dims, ...] = ("dp", "tp", "model", "all", ("dp", "tp"))
 
 
 def thing(rank: int) -> Any:
-    """What `rank` sends: another size and type on each."""
+    """The object that `rank` sends; size and type differ between ranks."""
     kinds: list[Any] = [
         None,
         {"rank": rank, "path": ["a", ("b", rank)]},
@@ -40,7 +40,7 @@ def thing(rank: int) -> Any:
 
 
 def same(got: Any, want: Any) -> bool:
-    """Equal, compared by pickle's idea of what an object is."""
+    """Whether two objects are equal, compared by their pickles."""
     if isinstance(want, torch.Tensor):
         return isinstance(got, torch.Tensor) and got.dtype == want.dtype and torch.equal(got, want)
     if isinstance(want, dict):
@@ -84,7 +84,7 @@ def test_every_call_along_every_dim_under_a_permuted_rank_order(mesh: Mesh) -> N
     **DIMS, merge=MERGE, rank_order=ORDER, via="gloo", not_via={"emulated_nccl": "NCCL matches by order"}
 )
 def test_objects_and_tensors_with_one_tag_do_not_meet(mesh: Mesh) -> None:
-    """A tensor under way with the same tag does not meet an object."""
+    """A tensor that is being sent with the same tag is not received as an object, or vice versa."""
     if mesh.coord("tp") == 0:
         handle = mesh.isend("tp", torch.full((4,), 7.0), dst=1)
         mesh.objects.send("tp", "object", dst=1)
@@ -95,7 +95,7 @@ def test_objects_and_tensors_with_one_tag_do_not_meet(mesh: Mesh) -> None:
 
 
 def refused(mesh: Mesh, act: Callable[[], Any]) -> str:
-    """The text of what `act` raises; afterwards the group still works, so nobody was left behind."""
+    """The text of the error that `act` raises. Afterwards the group still works, so no rank is left waiting."""
     with pytest.raises(ObjectError) as caught:
         act()
     assert mesh.objects.all_gather("all", mesh.rank) == mesh.ranks("all")
@@ -103,7 +103,7 @@ def refused(mesh: Mesh, act: Callable[[], Any]) -> str:
 
 
 class Odd(list[Any]):
-    """Not a plain list, and raises when it is asked anything."""
+    """Not a plain list, and raises when it is pickled."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError("no size for you")
@@ -118,7 +118,7 @@ def big(mesh: Mesh) -> Any:
 
 
 def cap(mesh: Mesh) -> Any:
-    return 4000 if mesh.coord("model") == 3 else 6000  # the smallest holds
+    return 4000 if mesh.coord("model") == 3 else 6000  # the smallest cap applies
 
 
 def of_one(mesh: Mesh, coord: int, objs: Any) -> Any:
@@ -136,7 +136,7 @@ UNSENT, PLAIN = "cannot be sent", "plain data with the same content, or pickle=T
 FUNCTION = 'coord 2: obj["model"][1] is a function'
 OVER, MORE = "the object of coord 1 is over the size cap", "a larger max_bytes on every rank"
 SIZE = f"{encode(torch.zeros(5000, dtype=torch.uint8)).numel():,} bytes"
-# A call, and of the error that every rank raises: the call's name and dim, what, given, try.
+# A call, and the error that every rank raises: the name and dim of the call, the problem, given, and the hint.
 REFUSED: list[tuple[Callable[[Mesh], Any], str, str, str, str]] = [
     (lambda m: m.objects.all_gather("model", bad(m)), "all_gather model", UNSENT, FUNCTION, PLAIN),
     (lambda m: m.objects.gather("model", bad(m), dst=0), "gather model", UNSENT, FUNCTION, PLAIN),
@@ -193,7 +193,7 @@ REFUSED: list[tuple[Callable[[Mesh], Any], str, str, str, str]] = [
     ),
     (lambda m: first_sends(m, "dp", {}, {}, [thing]), " dp", UNSENT, "coord 0: obj[0] is a function", PLAIN),
 ]  # fmt: skip
-# Where calls are not compared any more, objects of two calls are still told apart.
+# If calls are no longer compared, objects of two different calls are still distinguished.
 DIFFERENT: list[tuple[Callable[[Mesh], Any], str, str, str, str]] = [
     (
         lambda m: m.objects.broadcast("model", 1, src=m.coord("model") // 2),
@@ -251,7 +251,7 @@ def test_wrong_arguments_are_refused_before_anything_moves(mesh: Mesh) -> None:
 
 
 class Attack:
-    """Its pickle makes a file when it is read."""
+    """Its pickle creates a file when it is loaded."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -262,13 +262,13 @@ class Attack:
 
 @GRID
 def test_a_pickle_is_never_read_by_a_rank_that_did_not_ask_for_it(mesh: Mesh, tmp_path: Path) -> None:
-    """Coord 0 along tp sends one; then it says that it does not."""
+    """Coord 0 along tp sends a pickle openly, and then declares it as plain data."""
     attacker, mark = mesh.coord("tp") == 0, Path(tmp_path, f"read by {mesh.rank}")
     with pytest.raises(ObjectError, match="the ranks disagree on pickle"):
         mesh.objects.broadcast("tp", Attack(str(mark)), src=0, pickle=attacker)
     with pytest.MonkeyPatch.context() as patch:
         if attacker:
-            # What an attacker would change in its own copy: a pickle, announced as plain data.
+            # An attacker could change its copy of the code so that it declares a pickle as plain data.
             patch.setattr(objects, "encode", lambda obj, pickle: encode(obj, True))
         with pytest.raises(
             ObjectError, match=r"^the received object is a pickle, and none of it was executed"
@@ -278,12 +278,12 @@ def test_a_pickle_is_never_read_by_a_rank_that_did_not_ask_for_it(mesh: Mesh, tm
     assert not list(tmp_path.iterdir())
     mesh.debug.monitored_barrier(timeout_s=20)
     mesh.objects.broadcast("tp", Attack(str(mark)), src=0, pickle=True)
-    assert list(tmp_path.iterdir())  # where it is asked for, it is read
+    assert list(tmp_path.iterdir())  # a rank that asks for it does read it
 
 
 @GRID
 def test_small_objects_are_not_padded_to_a_large_one(mesh: Mesh) -> None:
-    """The most that a rank takes in, for sizes far apart and for sizes that are alike."""
+    """Checks the most bytes that a rank receives, for very different sizes and for equal sizes."""
     taken: list[int] = []
     usual = Communicator.collective
 
@@ -313,7 +313,7 @@ def test_a_dim_of_size_one() -> None:
         assert mesh.objects.all_gather(("dp", "tp"), 5) == [5]
         assert mesh.objects.gather("tp", "a", dst=0) == ["a"]
         assert mesh.objects.scatter("tp", ["b"], src=0) == "b"
-        # What fails on many ranks fails on one, with the same words.
+        # Errors of many ranks are raised on one rank too, with the same words.
         with pytest.raises(
             ObjectError, match=r'the object of coord 0 cannot be sent\n  given:    coord 0: obj\["f"\]'
         ):
@@ -330,7 +330,7 @@ def test_a_dim_of_size_one() -> None:
 
 @GRID
 def test_a_call_counts_as_one_under_its_own_name(mesh: Mesh) -> None:
-    """Each call counts as one under its own name, whatever it takes."""
+    """Each call counts once, whatever messages it sends; a failed call counts too."""
     for _ in range(3):
         mesh.objects.broadcast("model", "x" * 100, src=0)
         mesh.objects.scatter("model", [1, 2, 3, 4] if mesh.coord("model") == 1 else None, src=1)

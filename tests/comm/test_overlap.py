@@ -1,4 +1,4 @@
-"""An `out` that lies in what is sent: the result is that of memory apart, by every operation, cold and prepared."""
+"""`out` overlaps the tensor that is sent: every operation gives the result of separate memory, first or prepared."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from meshcomm.errors import ShapeError
 from meshcomm.mesh import Mesh
 
-# name -> the call, given what is sent and where it goes, and both as slices of 12 elements by the coord along dp.
+# name -> the call, given x and out; and x and out as slices of 12 elements, by the coord along dp.
 Slices = Callable[[int], tuple[slice, slice]]
 _HERE = slice(0, 6)
 
@@ -78,7 +78,7 @@ def drawn(mesh: Mesh) -> Tensor:
 
 
 def memory_after(mesh: Mesh, name: str, overlapping: bool, async_op: bool) -> tuple[list[float], list[float]]:
-    """What `out` holds after the call, and the memory that x is part of beside it."""
+    """The contents of `out` after the call, and the rest of the memory that x is part of."""
     call, slices = CALLS[name]
     sent, into = slices(mesh.coord("dp"))
     whole = drawn(mesh)
@@ -109,7 +109,7 @@ def test_the_result_is_that_of_memory_apart(mesh: Mesh, name: str) -> None:
 
 @pytest.mark.mesh(dp=2, validate_calls=0)
 def test_what_two_messages_would_write_to_is_refused(mesh: Mesh) -> None:
-    """There is no right value: which one stays is chance."""
+    """There is no right result: it depends on chance which message is written last."""
     peer = 1 - mesh.coord("dp")
     for _ in range(2):
         x = drawn(mesh)
@@ -119,7 +119,7 @@ def test_what_two_messages_would_write_to_is_refused(mesh: Mesh) -> None:
             mesh.exchange("dp", [(x[:2], mesh.coord("dp"))], [(x[1:3], mesh.coord("dp"))])
         with pytest.raises(ShapeError, match=r"all_reduce of a list.*would receive into memory"):
             mesh.all_reduce("dp", [x, x.view(torch.int32)])
-        # One dtype: each element is reduced once, whatever views there are of it.
+        # With one dtype, each element is reduced once, however many views contain it.
         assert mesh.all_reduce("dp", [x, x[2:4]])[1].tolist() == [104.0, 106.0]
         x = drawn(mesh)
         mesh.exchange("dp", [(x[:2], peer)], [(x[2:4], peer)])

@@ -1,4 +1,4 @@
-"""An operation of a reduction is one row: one that a test adds is right wherever operations are known."""
+"""A reduction op is one row of a table: an op that a test adds works wherever ops are used."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def added(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def squares(mesh: Mesh) -> None:
     for dtype in (torch.float32, torch.float64, torch.int64, torch.int16, torch.complex64):
-        # Several times: the first calls are checked, and later ones may be prepared.
+        # Repeated, because the first calls are checked and later ones may be prepared.
         for _ in range(3):
             for dims in ("one", "tp", "all"):
                 every_call(mesh, dims, dtype)

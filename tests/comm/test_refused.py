@@ -1,4 +1,4 @@
-"""Arguments and tensors that nobody meant: refused by name on every rank, cold and prepared, and the group goes on."""
+"""Invalid arguments and tensors: every rank refuses them by name, first or prepared, and the group keeps working."""
 
 from __future__ import annotations
 
@@ -51,15 +51,15 @@ def peer(mesh: Mesh) -> int:
 
 
 def both(mesh: Mesh, *outs: Tensor) -> object:
-    """As many messages to and from the peer."""
+    """Send the peer as many messages as it sends back."""
     return mesh.exchange("dp", [(ones(), peer(mesh))] * len(outs), [(out, peer(mesh)) for out in outs])
 
 
 Refused = tuple[Callable[[Any], object], type[MeshcommError], str]
 
-# What is refused, with which error, and words of its text. None of it may reach torch.
+# Refused calls, with the class of the error and words of its text. None of them may reach torch.
 REFUSED: list[Refused] = [
-    # Tensors of a kind, or in a memory, that no call carries.
+    # Tensors of a kind, or in memory, that no call can send.
     (lambda m: m.broadcast("dp", quantized(), 0), ShapeError, "quantized tensor"),
     (lambda m: m.broadcast("dp", [quantized()], 0), ShapeError, "quantized"),
     (lambda m: m.all_reduce(("dp", "tp"), quantized(), **LEVELS), ShapeError, "quantized"),
@@ -85,7 +85,7 @@ REFUSED: list[Refused] = [
     (lambda m: (lambda x: both(m, x[:, 0], x[:, 1], x[1]))(ones(3, 2)), ShapeError, "that overlap"),
     (lambda m: m.all_gather("dp", watched(4)), AutogradError, "change a tensor that needs gradients"),
     (lambda m: m.all_reduce("dp", watched(4)), AutogradError, "change a tensor that needs gradients"),
-    # An out.
+    # Invalid values of `out`.
     (lambda m: m.reduce_scatter("dp", ones(), out=0), ShapeError, "given a int"),
     (lambda m: m.all_gather("dp", [ones()], out=ones()), ShapeError, "given a list"),
     (lambda m: m.all_gather("dp", ones(4), out=ones(4)), ShapeError, "out does not fit the result"),
@@ -114,7 +114,7 @@ REFUSED: list[Refused] = [
     (lambda m: m.all_to_all("dp", ones(), input_split_sizes=[2, 2], output_split_sizes=2), ShapeError, "output_split_sizes does not give"),
     (lambda m: m.gather("dp", ones(), dst=2), LayoutError, "dst=2 is not a coord"),
     (lambda m: m.broadcast("dp", ones(2), [1]), LayoutError, "is not a coord"),
-    # A prepared call of src=1 is found for True as well.
+    # True equals 1, so it would find the prepared call with src=1.
     (lambda m: m.broadcast("dp", ones(2), True), LayoutError, "is not a coord"),
     (lambda m: m.reduce("dp", ones(2), True), LayoutError, "is not a coord"),
     (lambda m: m.broadcast("dp", ones(2), src=7), LayoutError, "src=7 is not a coord"),
@@ -148,7 +148,7 @@ REFUSED: list[Refused] = [
     (lambda m: m.functional.all_gather("dp", watched(2), grad="mine"), MeshcommError, "rule 'mine'"),
     (lambda m: m.functional.all_reduce("dp", watched(2), "max", grad="sum"), AutogradError, "for op='max'"),
     (lambda m: m.functional.reduce_scatter("dp", watched(2), 0, "max"), AutogradError, "for op='max'"),
-    # Times, and what there is nothing of.
+    # Timeouts, and inputs without anything to send.
     (lambda m: m.debug.monitored_barrier("dp", timeout_s=float("nan")), UnsupportedOp, "not a valid timeout"),
     (lambda m: m.barrier(async_op=True), UnsupportedOp, "async_op without dims"),
     (lambda m: m.scatter("dp", ones(7), 0), ShapeError, "scatter"),
@@ -168,7 +168,7 @@ ON_GLOO_ALONE: list[Refused] = [
     (lambda m: m.all_reduce("dp", ones().int(), "avg"), UnsupportedOp, "avg of int32 is not possible on gloo"),
 ]  # fmt: skip
 
-# Each call with a tensor of each odd kind; and the peers and tags that only equal those of prepared messages.
+# Each call with each odd kind of tensor; and peers and tags that compare equal to prepared ones.
 CALLS: list[Callable[[Any, Any], object]] = [
     lambda m, x: m.all_reduce("dp", x),
     lambda m, x: m.all_reduce("dp", x, async_op=True),
@@ -213,8 +213,8 @@ def told(call: Callable[[], object]) -> tuple[str, str]:
 
 
 def refusals(mesh: Mesh, table: list[Refused] = REFUSED) -> list[tuple[str, str]]:
-    """How each call ends, with the group in use in between."""
-    warnings.simplefilter("ignore")  # torch's: prototypes
+    """How each call ends; an all_reduce after each shows that the group still works."""
+    warnings.simplefilter("ignore")  # torch warns of prototypes
     found = []
     for call, _, _ in table:
         found.append(told(lambda: call(mesh)))
@@ -224,7 +224,7 @@ def refusals(mesh: Mesh, table: list[Refused] = REFUSED) -> list[tuple[str, str]
 
 def odd_ones(mesh: Mesh) -> list[tuple[str, str]]:
     found = [told(lambda: call(mesh, make())) for call in CALLS for make in ODD]
-    # What a message carries as it is, where a call in place would change what autograd watches.
+    # Messages may carry tensors that autograd watches. Calls in place would change them, so they are refused.
     found += [told(lambda: call(mesh, watched(4))) for call in CALLS[:-3]]
     own, to = bool(peer(mesh)), peer(mesh)
     for at, tag in ((own, 0), (float(to), 0), (to, False), (to, 0.0), (to, 1 << 30)):
@@ -240,7 +240,7 @@ def all_once(mesh: Mesh) -> None:
         mesh.all_reduce("dp", torch.ones(4), async_op=True).wait()
         both(mesh, torch.ones(4, 4))
         mesh.shift("dp", torch.ones(4))
-        mesh.all_reduce("dp", torch.ones(4), algorithm="ring")  # over a tag of the library's own
+        mesh.all_reduce("dp", torch.ones(4), algorithm="ring")  # uses a tag of the library
 
 
 def check(found: list[tuple[str, str]], table: list[Refused]) -> None:
@@ -276,7 +276,7 @@ def test_the_simulator_refuses_the_same() -> None:
         check(found, REFUSED)
 
 
-# A misfit that one rank alone can see is said when the others have had their part of the call: by which coords.
+# Calls with a mistake that only some ranks can see, and the coords that raise, after the others have had their part of it.
 ALONE: list[tuple[Callable[[Mesh], object], tuple[int, ...]]] = [
     (lambda m: m.gather("dp", ones(), 1, out=ones(3)), (1,)),
     (lambda m: m.gather("dp", ones(), 1, uneven=True, out=ones(3)), (1,)),
@@ -322,11 +322,11 @@ def test_plain_calls_refuse_a_tensor_with_a_tangent(mesh: Mesh) -> None:
     with torch.autograd.forward_ad.dual_level():
         dual = torch.autograd.forward_ad.make_dual(x, torch.ones(4))
         for name, call in PLAIN.items():
-            # Only the source of a scatter has an x; the others hear of it.
+            # Only the source of a scatter has an x; the other ranks receive its refusal.
             kind = AutogradError if name != "scatter" or mesh.coord("dp") == 0 else MeshcommError
             with pytest.raises(kind, match=rf"{name} along"):
                 call(mesh, dual)
-        # A tensor that nobody differentiates is nothing else than before.
+        # A tensor without a tangent works as before.
         assert torch.equal(mesh.all_reduce("dp", torch.ones(4)), torch.full((4,), 2.0))
 
 
@@ -347,7 +347,7 @@ def received(mesh: Mesh, receive: Callable[[int], object]) -> None:
     sent.wait()
 
 
-# All that write to memory of the user's; torch then refuses a backward that has saved it, instead of a wrong gradient.
+# All calls that write to the user's memory. torch then refuses a backward that saved it, and gives no wrong gradient.
 WRITES: list[Callable[[Mesh, Any], object]] = [
     *(CALLS[at] for at in (0, 3, 5, 7, 9)),
     lambda m, x: m.all_reduce("dp", x, async_op=True).wait(),
@@ -362,8 +362,8 @@ WRITES: list[Callable[[Mesh, Any], object]] = [
     lambda m, x: m.exchange("dp", [(torch.ones(4), peer(m))], [(x, peer(m))]),
     lambda m, x: m.exchange("dp", [(torch.ones(4), peer(m))], [(x, peer(m))], async_op=True).wait(),
 ]
-ONE_RANK = 10  # gives only one rank its result
-BOTH_WAYS = (12, 13)  # a receive behind a send that is under way, which NCCL cannot
+ONE_RANK = 10  # only one rank gets a result
+BOTH_WAYS = (12, 13)  # a receive after a send that is in progress, which NCCL cannot do
 
 
 @pytest.mark.mesh(dp=2, via=("gloo", "simulator", "emulated_nccl"), validate_calls=2)
@@ -371,7 +371,7 @@ def test_what_backward_needs_is_not_overwritten_unseen(mesh: Mesh) -> None:
     for number, call in enumerate(WRITES):
         if number in BOTH_WAYS and mesh.plan.defaults.backend == "emulated_nccl":
             continue
-        for _ in range(6):  # as a first and as a prepared one
+        for _ in range(6):  # both as the first and as a prepared call
             x = torch.full((4,), 2.0)
             loss = (watched(4) * x).sum()
             call(mesh, x)
@@ -386,7 +386,7 @@ def test_the_table_of_backends_knows_every_operation_and_torch_s_devices() -> No
     assert set(page.CARRIES) == {pair for pair in of_torch if pair[0] != "fake"}
     named = {name for cells in page.CARRIES.values() for names in cells.values() for name in names}
     assert named <= {"send", "recv", "*", *ROWS}
-    # torch's own table: Gloo has no messages and no barrier of CUDA tensors, MPI no reduce_scatter.
+    # torch's own table: Gloo has no messages and no barrier for CUDA tensors, and MPI has no reduce_scatter.
     for operation in ("send", "recv", *ROWS):
         gloo, mpi = page.carries("gloo", "cuda", operation), page.carries("mpi", "cpu", operation)
         assert (gloo == "no") == (operation in ("send", "recv", "barrier"))
@@ -395,7 +395,7 @@ def test_the_table_of_backends_knows_every_operation_and_torch_s_devices() -> No
 
 
 def answers(mesh: Mesh) -> list[tuple[str, str]]:
-    """How reductions of every operation and some dtypes end, without the sizes that the text tells."""
+    """How reductions with every op and some dtypes end, without the sizes in the text."""
     kinds = (torch.float32, torch.int32, torch.bool, torch.float8_e4m3fn, torch.complex64)
     calls = [
         lambda x, op: mesh.all_reduce("dp", x, op),

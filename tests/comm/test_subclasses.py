@@ -1,4 +1,4 @@
-"""Subclasses of Tensor: a call takes the values that a tensor says it has, or refuses the tensor on every rank."""
+"""Subclasses of Tensor: a call uses the values that a tensor reports, or every rank refuses the tensor."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Call = Callable[[Mesh, Any], Any]
 
 
 class Scaled(Tensor):
-    """A tensor whose values are integers times a scale, as in quantized weights: its own memory holds nothing."""
+    """A tensor whose values are integers times a scale, as in quantized weights; its own memory is empty."""
 
     @staticmethod
     def __new__(cls, kept: Tensor, scale: Tensor) -> Scaled:
@@ -44,7 +44,7 @@ class Scaled(Tensor):
 
 
 class Held(Scaled):
-    """The same with memory of its own, whose values say something else."""
+    """A `Scaled` with memory, which holds other values."""
 
     @staticmethod
     def __new__(cls, kept: Tensor, scale: Tensor) -> Held:
@@ -68,7 +68,7 @@ WRAPPERS: dict[str, Callable[[], Tensor]] = {
     "FakeTensor": fake,
     "UninitializedParameter": lambda: torch.nn.parameter.UninitializedParameter(requires_grad=False),
 }  # fmt: skip
-# Words of the hint.
+# Words of the hint in the error.
 HINTS = {
     "TwoTensor": "x.a and x.b",
     "Scaled": "x.dequantize()",
@@ -87,7 +87,7 @@ def room(*shape: int) -> Tensor:
     return torch.zeros(shape)
 
 
-# Each way in for a tensor.
+# Every call that accepts a tensor.
 CALLS: dict[str, Call] = {
     "all_reduce": lambda m, x: m.all_reduce("dp", x),
     "all_reduce async": lambda m, x: m.all_reduce("dp", x, async_op=True),
@@ -131,17 +131,17 @@ CALLS: dict[str, Call] = {
 }  # fmt: skip
 
 
-# These need the other end.
+# These calls need the other end.
 HALVES = ("send", "isend", "recv", "irecv")
 
 
 def refusals(mesh: Mesh) -> dict[tuple[str, str], tuple[str, str]]:
-    warnings.simplefilter("ignore")  # torch's: prototypes
+    warnings.simplefilter("ignore")  # torch warns of prototypes
     found = {}
     for name, make in WRAPPERS.items():
         for call, made in CALLS.items():
             if name == "FakeTensor" and call.startswith(("functional", "rearrange locally")):
-                continue  # what a tracer makes has a shape, which is all that these need
+                continue  # these calls need only a shape, and fake tensors have one
             found[name, call] = told(lambda made=made, make=make: made(mesh, make()))  # type: ignore[misc]
             assert mesh.all_reduce("dp", torch.ones(1)).item() == 2
     return found
@@ -182,15 +182,15 @@ def test_gradients_of_such_parameters_are_refused_by_name(mesh: Mesh) -> None:
         GradientSync(mesh, "dp", named).close()
 
 
-# -- what has its values -----------------------------------------------------------------------------
+# -- tensors with their values -------------------------------------------------------------------------
 
 
 class Named(Tensor):
-    """A subclass that only sees the functions that are called on it."""
+    """A subclass that only observes the functions called on it."""
 
 
 def pending(mesh: Mesh, x: Tensor) -> Tensor:
-    """x times 1 + rank, as the result of torch's functional calls, which rank 0 gets only when rank 1 comes later."""
+    """x times 1 + rank, as a pending result of torch's functional calls; rank 0 gets it only once rank 1 calls."""
     if mesh.rank:
         time.sleep(0.02)
     own = [x if rank == mesh.rank else torch.zeros_like(x) for rank in range(2)]
@@ -208,7 +208,7 @@ KINDS: dict[str, Callable[[Mesh, Tensor], Tensor]] = {
 
 
 def expected(call: str, xs: list[np.ndarray[Any, Any]], me: int) -> Any:
-    """What each call gives for the x of every rank, by NumPy."""
+    """The result of each call for the x of every rank, computed by NumPy."""
     one, other = xs
     halves = [np.split(x, 2) for x in xs]
     sums = one + other
@@ -264,7 +264,7 @@ def test_a_pending_result_is_waited_for_and_a_subclass_with_values_is_sent(mesh:
             if call in HALVES or call in ("exchange recv", "mean weights") or call.endswith("out"):
                 continue
             if call.startswith("objects") and not kind.startswith("pending"):
-                continue  # an object that is no plain data is refused
+                continue  # an object that is not plain data is refused
             given = make(mesh, x)
             if call.startswith("exchange"):
                 found = mesh.exchange("dp", [(given, peer(mesh))], [(torch.empty(size), peer(mesh))])
@@ -288,7 +288,7 @@ def test_a_pending_result_is_waited_for_and_a_subclass_with_values_is_sent(mesh:
 
 # -- tensors made in inference mode, on some ranks ---------------------------------------------------
 
-# The call with x and `out`, the shape of `out`, and what NumPy makes of the x of both ranks on this one.
+# The call with x and `out`, the size of `out`, and this rank's result, computed by NumPy from the x of both ranks.
 WRITES: dict[str, tuple[Callable[[Mesh, Tensor, Tensor], Any], int, Callable[[Any, int], Any]]] = {
     "sum": (lambda m, x, out: m.all_reduce("dp", x), 8, lambda xs, me: xs[0] + xs[1]),
     "avg": (lambda m, x, out: m.all_reduce("dp", x, "avg"), 8, lambda xs, me: (xs[0] + xs[1]) / 2),
@@ -356,7 +356,7 @@ def me_of(mesh: Mesh) -> int:
 def test_tensors_made_in_inference_mode_are_like_others(mesh: Mesh) -> None:
     xs = [np.arange(8, dtype=np.float32) * (1 + me) for me in range(2)]
     for name, (call, size, wanted) in WRITES.items():
-        # In turn: no rank, one rank, all ranks; called outside of the mode and inside; compared and prepared calls.
+        # In turn: made on no rank, one rank or all; called outside the mode or inside; compared or prepared.
         for turn in range(12):
             made = (set(), {0}, {1}, {0, 1})[turn % 4]
             with torch.inference_mode(mesh.rank in made):

@@ -1,4 +1,4 @@
-"""Chains of waiting, followed to their ends: on tables of ranks, and on the records from which errors are made."""
+"""Chains of waiting ranks, followed to their ends: in tables of ranks, and in the records that errors are made from."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from meshcomm.watching.verdict import BlockedCall, diagnose, find_hung, root_cau
 from meshcomm.watching.waits import chain_ends, ends_of
 
 Waits = dict[int, Sequence[int]]
-# Each end: its ranks, and those that wait for it.
+# Each end: its ranks, and the ranks that wait for it.
 Ends = list[tuple[tuple[int, ...], tuple[int, ...]]]
 
-# The last of each chain is asleep, dead or unknown: to the walk that is the same.
+# The last rank of each chain is asleep, dead or unknown, which makes no difference to the walk.
 TABLE: dict[str, tuple[Waits, Ends]] = {
     "nobody waits": ({}, []),
     "nobody waits, though all are known": ({0: [], 1: []}, []),
@@ -47,7 +47,7 @@ def test_the_ends_of_chains(name: str) -> None:
 
 
 def loops_of(waits: Mapping[int, Collection[int]]) -> list[set[int]]:
-    """For each rank that can come back to itself, all that it can come to; by repetition of the plain rule."""
+    """For each rank that is in a circle, all ranks that it can reach; found by iterating the plain rule."""
     reach = {rank: set(others) for rank, others in waits.items()}
     for _ in reach:
         for rank, others in reach.items():
@@ -86,7 +86,7 @@ GROUPS = {"dp0": [0, 2], "dp1": [1, 3], "tp0": [0, 1], "tp1": [2, 3], "world": [
 
 
 def record(rank: int, inside: str = "", **started: int) -> dict[str, Any]:
-    """A rank of two by two that is blocked in the last call on the group `inside`, or at its own line."""
+    """A rank of a 2 x 2 mesh that is blocked in the last call on the group `inside`, or at its own line."""
     groups = []
     for label, ranks in GROUPS.items():
         if rank in ranks:
@@ -118,7 +118,7 @@ def diagnosed(
 
 
 def test_a_step_that_one_rank_leaves_out_ends_in_a_circle() -> None:
-    # Rank 2 has made one step fewer along dp, and all others end in a barrier of all ranks.
+    # Rank 2 has made one step fewer along dp, and all others are in a barrier of all ranks.
     statuses = {
         0: record(0, "dp0", dp0=475),
         1: record(1, "world", dp1=475, world=1),
@@ -159,7 +159,7 @@ def test_a_chain_to_a_rank_that_sleeps_is_dead_or_is_unknown() -> None:
     assert lines[1].startswith('rank 2 (r=2) is in all_gather along "tp", call 7') and lines[2].startswith(
         "rank 0 "
     )
-    # Not all are asked at once: only those that a rank of the chain waits for.
+    # Only ranks that a rank of the chain waits for are asked, one after the other.
     asked = {rank: statuses[rank] for rank in (0, 1)}
     blocked = BlockedCall(1, "tp0", GROUPS["tp0"], 5)
     assert unasked(blocked, {1: statuses[1]}, {}) == [0]
@@ -174,7 +174,7 @@ def test_a_chain_to_a_rank_that_sleeps_is_dead_or_is_unknown() -> None:
         _, lines, chain = diagnosed(1, "tp0", 5, statuses, {3: state})
         assert "rank 3 does not answer: " in lines[0] and said in lines[0] and chain[3] == []
         assert unasked(blocked, statuses, {3: state}) == []
-    # A report names nobody as ended who was not asked.
+    # A report does not claim that a rank has ended if no rank asked it.
     assert root_cause(statuses)[0].startswith(
         "rank 3 left no report: no rank asked it, or it could not write one; rank 2 "
     )
@@ -193,7 +193,7 @@ def test_of_several_missing_ranks_the_end_of_the_chain_comes_first() -> None:
     missing, lines, _ = diagnosed(1, "world", 1, statuses)
     assert missing == [0, 2, 3]
     assert [line.split(" (")[0] for line in lines] == ["rank 2", "rank 0", "rank 3"]
-    # A rank that answers is waited for before one that was not asked.
+    # A rank that answers is named before a rank that was not asked.
     del statuses[3]
     assert whereabouts(statuses, {}) == [
         'rank 2 (r=2) is at train.py:2 in step; ranks 0 1 wait for it in all_gather along "dp", call 9, '
@@ -217,14 +217,14 @@ def test_a_rank_that_has_raised_and_goes_on_is_said_to() -> None:
 
 
 def test_a_rank_whose_call_has_just_failed_does_not_hang() -> None:
-    # Rank 3 is stopped. Rank 2 has waited for it and handles the timeout, while 0 still waits for 2, and 1 for 3.
+    # Rank 3 is stopped. Rank 2 waited for it and handles the timeout, while 0 still waits for 2, and 1 for 3.
     statuses = {0: record(0, "dp0", dp0=9), 1: record(1, "dp1", dp1=9), 2: record(2, tp1=9, dp0=8)}
     hung = {2: "is at train.py:2 in step", 3: "does not answer: its process is stopped"}
     unchanged = statuses.__getitem__
     assert (
         find_hung(statuses, {3: "stopped"}, lambda ranks: {rank: unchanged(rank) for rank in ranks}) == hung
     )
-    # It was on its way to the error when it was asked first, or has made another call meanwhile.
+    # When first asked, it was raising the error; or it has made another call since.
     for later in (
         {"call_failed": True},
         {"failed": {"call": "all_gather", "callsite": "train.py:8"}},
@@ -238,7 +238,7 @@ def test_a_rank_whose_call_has_just_failed_does_not_hang() -> None:
 
 
 class Ending:
-    """A recorder whose call times out after it has been looked at `looks` times."""
+    """A recorder whose call times out after `looks` reads of its state."""
 
     counters: Mapping[str, Any] = {}
     messages = SimpleNamespace(waiting=None)

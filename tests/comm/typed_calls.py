@@ -1,4 +1,4 @@
-"""What a type checker says of a user's program: `mypy` reads this file, nothing runs it."""
+"""How a user's program is type-checked: `mypy` reads this file; it is never run."""
 
 from __future__ import annotations
 

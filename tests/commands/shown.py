@@ -1,4 +1,4 @@
-"""What a command shows, as a table and by --json, and a check that the table has nothing of its own."""
+"""The results of commands as tables and as JSON, and a check that a table has no fact that JSON lacks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ COMMANDS = [name for names in GROUPS.values() for name in names]
 
 
 class Shown(NamedTuple):
-    """One result that a command has shown. keys: the key of every fact, with [] for the items of a list."""
+    """One result of a command. keys: the key of every fact, with [] for the items of a list."""
 
     keys: frozenset[str]
     json: str
@@ -29,7 +29,7 @@ class Shown(NamedTuple):
 
 @contextmanager
 def recorded() -> Iterator[list[Shown]]:
-    """The results that commands show in this block, which are printed as well."""
+    """Record the results that commands show in this block, and still print them."""
     files = [sys.modules[function_of(name).__module__] for name in COMMANDS]
     found: list[Shown] = []
 
@@ -40,7 +40,7 @@ def recorded() -> Iterator[list[Shown]]:
         width: int = 100,
     ) -> None:
         function = view.func if isinstance(view, partial) else view
-        # A view that encloses or is given more than options may show what the facts lack.
+        # A closure, or a view with arguments besides options, could show facts that the JSON lacks.
         assert isinstance(function, FunctionType) and function.__closure__ is None, view
         assert "<" not in function.__qualname__, function
         if isinstance(view, partial):
@@ -59,7 +59,7 @@ def recorded() -> Iterator[list[Shown]]:
 
 
 def keys(facts: Any, above: str = "") -> Iterator[str]:
-    """The key of every fact inside `facts`."""
+    """The key of every fact within `facts`."""
     if isinstance(facts, dict):
         for name, value in facts.items():
             yield f"{above}.{name}"

@@ -1,4 +1,4 @@
-"""The command line itself: help, versions, whose an option behind a script is, one plan id in every command."""
+"""The command line itself: help, versions, options after a script, and one plan id in every command."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def meshcomm(*words: str) -> Result:
 
 
 def unread(source: str) -> Iterator[str]:
-    """The parameters that a function does not read. Those of a class's methods are left out: a base class decides them."""
+    """The parameters that a function does not read. Methods are left out, because a base class determines their parameters."""
     tree = ast.parse(source)
     methods = {each for node in ast.walk(tree) if isinstance(node, ast.ClassDef) for each in node.body}
     for function in ast.walk(tree):
@@ -57,7 +57,7 @@ def unread(source: str) -> Iterator[str]:
 
 
 def test_every_option_of_a_command_is_read() -> None:
-    """One that a command takes, or hands on to a function of its file that does not look at it, would have no effect."""
+    """An option has no effect if neither its command nor the function of the file that gets it reads it."""
     planted = (
         "def plan(world, grid):\n    drawn = facts(world, grid)\ndef facts(world, grid):\n    grid = world"
     )
@@ -72,7 +72,7 @@ def test_every_option_of_a_command_is_read() -> None:
 
 QUICK, MESH, GPT = (str(ROOT / "configs" / f"{name}.toml") for name in ("quickstart", "mesh", "gpt_1024"))
 NODES = ("--set", "topology.ranks_per_node=4")
-# For each command with --json, words that show every part of its table.
+# For each command with --json, arguments that show every part of its table.
 SHOWN: dict[str, list[tuple[str, ...]]] = {
     "plan": [(QUICK, "--rank", "5", "--grid", "--schedule", *NODES), (GPT, "--world-size", "64"), (MESH, "--diff", QUICK)],
     "lint": [(GPT, "--world-size", "1024", "--set", "mesh.dims={ tp = 16, dp = 16, pp = 4 }"), (QUICK,)],
@@ -82,7 +82,7 @@ SHOWN: dict[str, list[tuple[str, ...]]] = {
     "tune": [(QUICK, "--world-size", "8", "--top", "2", *NODES)],
     "dryrun": [(QUICK, "--world-size", "8", "--sample", "0", "--set", "topology.memory_gbytes=1", *NODES)],
 }  # fmt: skip
-# Of these commands ranks show the result: test_bench.py.
+# Ranks show the results of these commands, and test_bench.py checks them.
 ON_RANKS = ("bench",)
 
 
@@ -100,7 +100,7 @@ def test_every_command_with_json_is_looked_at() -> None:
 def test_a_table_shows_nothing_that_json_lacks(
     command: str, words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`recorded` draws each table from what --json prints, too. Nothing else is printed beside it."""
+    """`recorded` draws each table from the command's JSON as well. The command prints nothing else."""
     monkeypatch.setattr("meshcomm.train.parity_job.prove", lambda *_: DIFFERENT)
     with recorded() as shown:
         printed = [CliRunner().invoke(app, [command, *words, *json]).stdout for json in ((), ("--json",))]
@@ -149,7 +149,7 @@ def test_help_has_every_command_once_under_its_group_and_cuts_nothing(
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
     group: Any = get_command(app)
-    # The usage line has dots of its own.
+    # The usage line contains dots.
     text = group.get_help(group.context_class(group, **group.context_settings)).partition("\n")[2]
     assert "..." not in text and min(columns, 120) - 15 < max(map(len, text.splitlines())) <= columns
     found = re.findall(r"^(\S[^:]*):$|^  (\w+)  +[A-Z]", text, re.MULTILINE)
@@ -214,7 +214,7 @@ def test_the_first_rank_of_a_host_reports_a_wrong_config_for_all(
             monkeypatch.setenv(variable, str(local_rank))
             done = meshcomm(*words)
             assert done.exit_code == 2 and ("mesh.dims" in done.stderr) == (local_rank == 0), done.stderr
-    # What may be wrong on one rank alone is reported by that rank.
+    # An error that may occur on one rank alone is reported by that rank.
     assert "there is no script" in meshcomm("run", "nothing.py").stderr
 
 
@@ -243,7 +243,7 @@ def test_new_overwrites_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
         "  try:      meshcomm new demo\n"
     )
     assert [path.name for path in tmp_path.iterdir()] == [name] and (tmp_path / name).read_text() == "mine"
-    # A link that leads nowhere is there too.
+    # A broken link counts as existing, too.
     (tmp_path / name).unlink()
     (tmp_path / name).symlink_to("nowhere")
     done = meshcomm("new")
@@ -285,7 +285,7 @@ def test_world_is_a_second_name_of_world_size_in_every_command_that_takes_it() -
         each.opts for command in group.commands.values() for each in command.params if each.name == "world"
     ]
     assert len(taken) > 10 and all(opts == ["--world-size", "--world"] for opts in taken)
-    # What it refuses was read.
+    # A command that refuses the value has read it.
     assert "Invalid value for '--world-size' / '--world'" in meshcomm("bench", "--world", "1").stderr
     config, nodes = ROOT / "configs/quickstart.toml", "topology.ranks_per_node=4"
     words = ("tune", str(config), "--json", "--set", nodes)

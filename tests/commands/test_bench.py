@@ -1,4 +1,4 @@
-"""`meshcomm bench`: constants that are known come back from the fit, figures are consistent, pictures to scale."""
+"""`meshcomm bench`: the fit recovers known constants, figures are consistent, and pictures are to scale."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ SIZES = [1 << power for power in range(10, 27, 4)]
 
 
 def test_bandwidths_by_hand() -> None:
-    # 4 ranks, 3 MB in 2 ms: 1.5 GB/s by the clock, half as much again over the busiest link.
+    # 4 ranks, 3 MB in 2 ms: the algorithm bandwidth is 1.5 GB/s, and the bus bandwidth is half as much again.
     facts = row_facts("dp", 4, "all_reduce", 3_000_000, 7, ([0.001, 0.002, 0.009], [0.004, 0.001, 0.006]))
     ours, theirs = facts["meshcomm"], facts["torch"]
     assert (ours["seconds"], ours["least_s"], ours["most_s"]) == (0.002, 0.001, 0.009)
     assert (ours["algbw_gbytes_s"], ours["busbw_gbytes_s"]) == (pytest.approx(1.5), pytest.approx(2.25))
     assert theirs["busbw_gbytes_s"] == pytest.approx(2.25 / 2)
-    # Of each round: 0.25, 2 and 1.5. The ratio of the medians would be 0.5.
+    # The rounds' ratios are 0.25, 2 and 1.5. The ratio of the medians would be 0.5.
     assert facts["ratio"] == pytest.approx(1.5)
     assert set(OPERATIONS) == set(COUNTED) == set(get_args(Operation))
 
@@ -109,7 +109,7 @@ def test_dims_are_measured_once_and_the_others_are_named() -> None:
     with pytest.raises(ConfigError, match=r"two ranks or more\n.*pp = 1.*--dim pp\n(.*\n)*.*leave --dim out"):
         chosen_dims(several, ["pp"])
     three = plan(dims={"dp": 3})
-    # 4,097 and 4,096 bytes are the same three parts.
+    # 4,097 and 4,096 bytes are rounded to the same three parts.
     assert items(chosen_dims(three, ())[0], ["all_gather", "reduce"], [4097, 8, 4096][::2]) == [
         Item("dp", "all_gather", 4092),
         Item("dp", "reduce", 4096),
@@ -148,7 +148,7 @@ TRUE = {
 
 
 def model_times(settings: Config, backend: str, noise: float) -> tuple[list[Time], Plan]:
-    """What the cost model says of the algorithms that are assumed, each off by up to `noise`."""
+    """The cost model's times of the assumed algorithms, each changed by up to `noise`."""
     chance = random.Random(3)
     live = settings.plan(None).on("cpu", backend)
     machine = known_machine(settings.topology, "here")
@@ -184,7 +184,7 @@ def test_steps_and_bytes_by_hand() -> None:
     assert work("gloo", "all_gather", 4000, 5) == work("gloo", "all_to_all", 4000, 5) == (4, 3200)
     assert work("nccl", "reduce_scatter", 4000, 5) == (4, 3200)
     assert work("gloo", "sendrecv", 4000, 5) == work("mpi", "sendrecv", 4000, 5) == (1, 4000)
-    # Gloo's reduce_scatter is an all_reduce of a copy, its trees are not those of the model.
+    # Gloo's reduce_scatter is an all_reduce of a copy, and its trees differ from the model's.
     assert [assumed("gloo", operation) for operation in ("reduce_scatter", "broadcast", "reduce")] == [
         None
     ] * 3
@@ -204,7 +204,7 @@ def fitted(times: list[Time]) -> Any:
 
 
 def test_small_calls_count_as_much_as_large_ones() -> None:
-    # The largest is off by half: by its seconds alone it would decide everything.
+    # The largest call is off by half, and would dominate a fit to absolute times.
     times = straight(1e-4, 1e-9, SIZES)
     times[-1] = times[-1]._replace(seconds=times[-1].seconds * 1.5)
     assert fitted(times).latency_s == pytest.approx(1e-4, rel=0.05)
@@ -215,7 +215,7 @@ def test_times_that_say_too_little_are_refused_or_noted() -> None:
         ConfigError, match=r"one size cannot separate.*\n.*only 4096 bytes\n(.*\n)*.*--bytes 4KiB"
     ):
         fitted([*straight(1e-4, 1e-9, [4096]), Time("dp", "all_reduce", 4096, 1e-3)])
-    # A line through these would start below zero.
+    # A line through these times would start below zero.
     found = fitted(straight(-1e-6, 1e-9, [1 << 14, 1 << 20]))
     assert found.latency_s == 0 and found.bytes_s == pytest.approx(1e9, rel=0.1)
     assert found.link.latency_us == 0 and found.notes == ("latency too small to measure: use smaller sizes",)
@@ -263,7 +263,7 @@ def test_what_is_written_loads_and_predicts_what_was_measured(tmp_path: Path) ->
         way = span(live.layout.groups(time.dim), machine).route
         (line,) = [e for e in lines(time.operation, way) if e.name == ASSUMED["gloo"][time.operation]]
         assert line.seconds(time.size_bytes) == pytest.approx(time.seconds, rel=1.1 * worst)
-        # Gloo's ring is not the least for two ranks.
+        # Gloo's ring is not the cheapest algorithm for two ranks.
         compared = least[time[:3]], line.seconds(time.size_bytes)
         assert compared[0] < compared[1] if time.operation == "all_reduce" else compared[0] == compared[1]
     assert CliRunner().invoke(app, ["plan", str(path)]).exit_code == 0
@@ -273,7 +273,7 @@ def test_what_is_written_loads_and_predicts_what_was_measured(tmp_path: Path) ->
 
 
 def made_facts(dims: int = 3) -> dict[str, Any]:
-    """Facts as a run gives them, of times that are a line over the size."""
+    """The facts of a run whose times are linear in the size."""
     names = ["dp", "tp", "all"][:dims]
     rows = [
         row_facts(dim, 4, operation, size, 1, ([1e-4 + size / 1e9], [1.3e-4 + size / 1.1e9]))
@@ -313,10 +313,10 @@ def test_the_table_has_every_row_and_what_was_left_out() -> None:
     lines = [line.rstrip() for line in text.splitlines()]
     assert lines[0].startswith("mesh dp=2 tp=2: 4 ranks on 2 hosts, a <device> & more, torch 2.13.0")
     assert "the median over the rounds of meshcomm's time divided by torch's" in " ".join(text.split())
-    # A terminal of 80 columns shows all of it.
+    # A terminal of 80 columns shows the whole table.
     assert max(len(line) for line in lines if "iB" in line or "links." in line or "GB/s" in line) <= 80
     assert sum("KiB" in line or "MiB" in line for line in lines) == len(facts["rows"])
-    # 64 MiB at 1 GB/s and 0.1 ms; all_reduce of 4 ranks: half as much again.
+    # 64 MiB at 1 GB/s and 0.1 ms. The bus bandwidth of all_reduce over 4 ranks is half as much again.
     row = next(line for line in lines if "64 MiB" in line)
     assert row.split() == ["64", "MiB", "67.2", "ms", "0.999", "1.5", "61.1", "ms", "1.10"]
     assert "skipped: all along pp: one rank: nothing moves" in lines
@@ -330,7 +330,7 @@ def test_the_table_has_every_row_and_what_was_left_out() -> None:
 
 
 def on_ranks(operations: tuple[Operation, ...], lacking: tuple[str, ...]) -> dict[str, Any]:
-    """The facts, and for each item under "made" how many calls of either side this rank has made."""
+    """The facts. Under "made", they have this rank's number of calls of either side, for each item."""
     from meshcomm.commands.measure import Call, Pair, pair
 
     made: list[list[int]] = []
@@ -364,7 +364,7 @@ def on_ranks(operations: tuple[Operation, ...], lacking: tuple[str, ...]) -> dic
 def test_four_ranks_measure_every_operation_along_every_dim(pool: Pool) -> None:
     by_rank = pool.run(on_ranks, OPERATIONS, (), ranks=4)
     facts = by_rank[0]
-    # All ranks have the same figures: the slowest rank's.
+    # All ranks have the figures of the slowest rank.
     assert all(each["rows"] == facts["rows"] for each in by_rank)
     assert [(d["dim"], d["size"], d["groups"], d["link"]) for d in facts["dims"]] == [
         ("tp", 2, 2, "node"),
@@ -376,7 +376,7 @@ def test_four_ranks_measure_every_operation_along_every_dim(pool: Pool) -> None:
     for row in facts["rows"]:
         assert row["ratio"] == pytest.approx(row["meshcomm"]["seconds"] / row["torch"]["seconds"])
         assert row["calls"] >= 1 and row["meshcomm"]["least_s"] > 0
-    # Both sides as often as each other, and all ranks as often as rank 0.
+    # Both sides run equally often, on all ranks as on rank 0.
     assert all(each["made"] == facts["made"] for each in by_rank)
     assert all(ours == theirs for ours, theirs in facts["made"])
     assert facts["machine"]["hosts"] == 1 and facts["skipped"] == []
@@ -408,7 +408,7 @@ def on_gpus() -> list[dict[str, Any]]:
 def test_nccl_is_measured_on_the_device(pool: Pool) -> None:
     rows = pool.run(on_gpus, ranks=GPUS, timeout_s=120)[0]
     assert len(rows) == 2 * len(OPERATIONS)
-    # Faster than any link there is would mean that nobody waited for the device.
+    # A figure above any link's bandwidth would mean that the measurement does not wait for the device.
     assert all(0 < row[who]["busbw_gbytes_s"] < 4000 for row in rows for who in ("meshcomm", "torch"))
 
 
@@ -417,7 +417,7 @@ def test_nccl_is_measured_on_the_device(pool: Pool) -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The working directory, outside any launcher."""
+    """The working directory, without a launcher's environment."""
     monkeypatch.chdir(tmp_path)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
@@ -454,7 +454,7 @@ def test_what_cannot_be_measured_is_refused_before_a_process_starts(
 
 
 def job(folder: str, byte_s: float) -> tuple[str, str, str]:
-    """The body of `meshcomm bench` on this rank, of times that are made up; what it printed and raised."""
+    """Run `meshcomm bench` on this rank with invented times. Returns its output and its error."""
     from meshcomm.commands.bench import on_a_rank
 
     def sweep(mesh: Any, wanted: list[Item], rounds: int, *_: Any) -> tuple[list[Measured], list[Any]]:
@@ -474,7 +474,7 @@ def job(folder: str, byte_s: float) -> tuple[str, str, str]:
 
 def test_a_job_prints_json_and_writes_the_fit(pool: Pool, tmp_path: Path) -> None:
     (text, *errors), other = pool.run(job, str(tmp_path), 1e-9, ranks=2)
-    # Rank 0 alone speaks, and no progress bar goes where there is no terminal.
+    # Only rank 0 prints, and without a terminal there is no progress bar.
     assert (errors, other) == (["", ""], ("", "", ""))
     facts = json.loads(text)
     assert [row["bytes"] for row in facts["rows"]] == [1024, 1 << 22]
@@ -484,16 +484,16 @@ def test_a_job_prints_json_and_writes_the_fit(pool: Pool, tmp_path: Path) -> Non
     assert link is not None and (link.latency_us, link.bandwidth_gbytes_s) == (100.0, 1.0)
     assert facts["fit"]["links"]["network"]["dims"] == ["dp"]
     assert facts["fit"]["notes"] == ["ranks_per_node = 1, in config; the launcher has 2 on this host"]
-    # Measured without the comparison of first calls, which is not written.
+    # The measurement runs without the comparison of first calls, which the fit does not contain.
     assert "validate_calls" not in (tmp_path / "b.toml").read_text()
     (text, _, raised), _ = pool.run(job, str(tmp_path / "none"), 0.0, ranks=2)
-    # Nothing can be fitted: what was measured is shown all the same.
+    # A fit is impossible, but the measurements are still shown.
     assert len(json.loads(text)["rows"]) == 2
     assert raised.startswith("these times show no bandwidth: dp") and not (tmp_path / "none").exists()
 
 
 def shown_on_a_rank(folder: str) -> list[Shown]:
-    """What `meshcomm bench --fit` shows on this rank, of times that are made up: as a table, then by --json."""
+    """The results of `meshcomm bench --fit` on this rank with invented times: as a table, then as JSON."""
     from meshcomm.commands.bench import on_a_rank
 
     def sweep(mesh: Any, wanted: list[Item], rounds: int, *_: Any) -> tuple[list[Measured], list[Any]]:
@@ -523,7 +523,7 @@ def test_the_table_shows_nothing_that_json_lacks(pool: Pool, tmp_path: Path) -> 
 
 def test_the_ranks_are_asked_for_what_was_typed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "mesh.toml").write_text('mesh = { dims = { dp = -1, tp = 2 }, device = "cpu" }\n')
-    # What bench wrote before is replaced.
+    # The fit replaces an earlier one.
     (folder / "b.toml").write_text(f"{MARK} --fit`: before\n")
     started: list[tuple[list[str], int]] = []
     bodies: list[tuple[Any, ...]] = []
@@ -540,7 +540,7 @@ def test_the_ranks_are_asked_for_what_was_typed(folder: Path, monkeypatch: pytes
     assert CliRunner().invoke(app, [*words.split(), *more.split()]).exit_code == 0
     ((arguments, world),) = started
     assert world == 4 and arguments[:3] == ["-P", "-m", "meshcomm"]
-    # What a rank makes of these words, under the launcher's environment.
+    # A rank parses these arguments under the launcher's environment.
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "4"), ("LOCAL_WORLD_SIZE", "4")):
         monkeypatch.setenv(name, value)
     assert CliRunner().invoke(app, arguments[3:]).exit_code == 0

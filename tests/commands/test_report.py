@@ -1,4 +1,4 @@
-"""`meshcomm report` on files that no rank wrote: read, left alone, or refused by name."""
+"""`meshcomm report` on damaged or foreign files: each is read, skipped, or refused by name."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ WRONG = ("missing", None, 7, "text", [], {}, [7], -1.5, True)
 
 
 def damaged(whole: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """`whole` with each of its values, at any depth, taken away or replaced."""
+    """Copies of `whole` with one value, at any depth, removed or replaced."""
 
     def places(node: Any) -> Iterator[tuple[Any, ...]]:
         keys = node.keys() if isinstance(node, dict) else range(len(node)) if isinstance(node, list) else ()

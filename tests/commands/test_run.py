@@ -1,4 +1,4 @@
-"""The command line starts real jobs: their output, their errors told once, and their exit codes."""
+"""The command line starts real jobs: their output, their errors (each reported once), and their exit codes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ timeout_s = 30
 
 
 def start(pool: Pool, folder: Path, script: str, *arguments: str) -> Job:
-    """`meshcomm run` of a script, on warm ranks."""
+    """Start `meshcomm run` of a script on warm ranks."""
     return Job(pool, folder, *written(folder, script, CONFIG), *arguments)
 
 
@@ -40,7 +40,7 @@ def written(folder: Path, script: str, config: str) -> list[str]:
 
 
 def alive(folder: Path) -> list[int]:
-    """Processes that run a script in `folder`."""
+    """The processes whose working directory is `folder`."""
     here = str(folder.resolve())
     return [
         each.pid
@@ -57,8 +57,8 @@ def listening(pid):
 """
 
 
-# A job of fresh processes that ends well, looked at from several sides. Rank 0 leaves a process behind, in a
-# session of its own, and no rank closes its second mesh.
+# A job of new processes that succeeds; several tests check it. Rank 0 leaves a process running in another session, and
+# no rank closes its second mesh.
 WELL = """
 import subprocess
 import beside
@@ -81,7 +81,7 @@ handle.wait()
 
 
 class Ended(NamedTuple):
-    """A job that has ended. left: processes of it that were still there."""
+    """A finished job. left: its processes that still run."""
 
     code: int
     lines: list[str]
@@ -155,7 +155,7 @@ meshcomm.init()
     lines = err.splitlines()
     assert "MeshMismatchError: the mesh differs between ranks: rank 2 of 4 is mismatched" in lines[0]
     assert lines[1] == "  given:    rank 2: dims.dp = 4; the others: 2"
-    # Whoever was first to raise: what is shown is the error of the rank that differs.
+    # The mismatched rank's error is shown, whichever rank was first to raise.
     assert lines[0].startswith("rank 2 (dp=1 tp=0): ")
     assert lines[-2 - ("the same" in err and "followed" in err) :][0] == (
         "meshcomm: rank 2 (dp=1 tp=0) failed: MeshMismatchError: the mesh differs between ranks: "
@@ -244,7 +244,7 @@ def test_a_wrong_call_ends_before_any_process_starts(
 
 @pytest.mark.deep
 def test_files_of_the_working_directory_hide_no_library(tmp_path: Path) -> None:
-    # As with `python scripts/main.py`, imports are looked for beside the script, not here.
+    # As with `python scripts/main.py`, the script's folder is on the import path, and the working directory is not.
     (tmp_path / "queue.py").write_text("raise ImportError('this is not the library')")
     (tmp_path / "scripts").mkdir()
     (tmp_path / "scripts" / "main.py").write_text("import beside; print(beside.WORD)")
@@ -269,7 +269,7 @@ print("torch" in sys.modules)
     (tmp_path / "script.py").touch()
     command = [sys.executable, "-c", program]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200)
-    # train says first that this config has no training.
+    # train first reports that this config has no training.
     assert done.stdout.splitlines() == ["2 2 True False", "2 2 True True", "2 2 True True", "False"], (
         done.stderr
     )

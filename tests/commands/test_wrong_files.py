@@ -1,4 +1,4 @@
-"""Every command on what is no file for it: an error with the file's name, never a traceback."""
+"""Every command refuses unsuitable files with an error that has the file's name, never with a traceback."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ ROOT = Path(__file__).parents[2]
 QUICK = str(ROOT / "configs/quickstart.toml")
 NOISE = bytes(range(255, -1, -1))
 
-# What each command is given beside the wrong file, where it wants more; "FILE" stands for the file.
+# The arguments of each command. "FILE" is replaced by the wrong file.
 WORDS: dict[str, list[list[str]]] = {
-    "new": [],  # it makes a missing folder; tests/commands/test_app.py
+    "new": [],  # it creates a missing folder; tests/commands/test_app.py
     "run": [["FILE", "good.py"], ["--world-size", "2", "FILE"], [QUICK, "FILE"]],
     "train": [["FILE"]],
     "simulate": [["FILE", "good.py"], ["--world-size", "2", "FILE"], [QUICK, "FILE"]],
     "plan": [["FILE"], [QUICK, "--diff", "FILE"]],
     "lint": [["FILE"]],
     "view": [["FILE", "--export", "out.html"]],
-    "schema": [],  # it takes none
+    "schema": [],  # it takes no file
     "report": [["FILE"]],
     "doctor": [["FILE"]],
     "parity": [["FILE"], [QUICK, "FILE"]],
@@ -46,7 +46,7 @@ COMMANDS = get_command(app)
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    # typer would read the signatures of all commands again for each of some hundred lines.
+    # Otherwise typer would read the signatures of all commands for each of several hundred command lines.
     monkeypatch.setattr("typer.testing._get_command", lambda _: COMMANDS)
     (tmp_path / "good.py").write_text("raise SystemExit('it was started')\n")
     monkeypatch.setattr("meshcomm.job.spawn.Popen", lambda *_, **__: pytest.fail("processes were started"))
@@ -73,7 +73,7 @@ def test_every_command_is_tried() -> None:
 def test_a_wrong_file_is_an_error_that_names_it(folder: Path, command: str, kind: str) -> None:
     for ending in (".toml", ".json", ".py", ".safetensors", ""):
         for words in WORDS[command]:
-            # Writing over a file is what was asked for, and any text may be a script.
+            # The user asked to overwrite this file, and any text may be a script.
             writes = "--write" in words
             script = "good.py" not in words and (
                 ending == ".py" or (words[0] == QUICK and not words[1].startswith("--"))
@@ -105,7 +105,7 @@ def test_a_world_that_does_not_fit_is_an_error(folder: Path, world: str) -> None
         export = ["--export", "out.html"] * (command == "view")
         done = CliRunner().invoke(app, [command, QUICK, *export, "--world-size", world, *script])
         assert isinstance(done.exception, SystemExit | None), (command, done.exception)
-        # To doctor it is one more finding.
+        # doctor reports it as a finding.
         wrong = 1 if command == "doctor" and world != "many" else 2
         assert done.exit_code == wrong and "Traceback" not in done.output, (command, done.output)
         assert "it was started" not in done.output, command

@@ -1,4 +1,4 @@
-"""What a configuration is: files, overrides, values that do not change, and the plan that follows."""
+"""Configurations: files, overrides, values that do not change, and the plan that follows."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ lr = 3e-3
 
 @pytest.fixture
 def files(tmp_path: Path) -> dict[str, Path]:
-    """The same configuration in every language."""
+    """The same configuration in every file format."""
     data = tomllib.loads(TOML)
     texts = {"toml": TOML, "json": json.dumps(data), "yaml": yaml.safe_dump(data, sort_keys=False)}
     paths = {ending: tmp_path / f"mesh.{ending}" for ending in texts}
@@ -192,7 +192,7 @@ def test_an_override_makes_tables_and_removes_keys() -> None:
         "process": {"init": "env"},
         "x": {"y": {"z": [1, 2]}},
     }
-    # A wrong override leaves nothing behind, and removes nothing of the same name elsewhere.
+    # A wrong override changes nothing, and does not remove a key of the same name elsewhere.
     before = deepcopy(data)
     problems = apply(data, ["a.b=[c", "a.mesh=", "mesh.dims="])
     assert [problem.key for problem in problems] == ["--set a.b=[c", "--set a.mesh=", "--set mesh.dims="]
@@ -367,7 +367,7 @@ def test_the_example_configs() -> None:
     assert big.mesh.sizes(131_072) == {"pp": 8, "dp": 2048, "tp": 8}
 
 
-# -- sections and rules of one's own ----------------------------------------------------------------
+# -- custom sections and rules -------------------------------------------------------------------
 
 
 class Budget(Section):
@@ -396,7 +396,7 @@ def test_a_rule_of_ones_own_reads_numbers() -> None:
         load_config(raw, kind=WithBudget)
     with pytest.raises(ConfigError, match=r"budget: unknown key"):
         load_config(raw)
-    # -1 is no size: the rule waits for the number of ranks, which a list of ranks says too.
+    # The size -1 is open, so the rule waits for the number of ranks. A list of ranks gives that number, too.
     waiting = load_config(raw, ["mesh.dims.dp=-1"], kind=WithBudget)
     assert isinstance(waiting.resolved(2), WithBudget) and isinstance(
         load_config(waiting, ["mesh.dims.dp=2"]), WithBudget
@@ -405,7 +405,7 @@ def test_a_rule_of_ones_own_reads_numbers() -> None:
         waiting.resolved(4)
     with pytest.raises(ConfigError, match=r"budget\.ranks_of_data: 4 > 2"):
         load_config(waiting, ["mesh.ranks=[0, 1, 2, 3]"])
-    # No rule reads what is wrong by itself.
+    # Rules do not run if a value is invalid.
     with pytest.raises(ConfigError, match=r"(?s)^config .*: 2 problems.*mesh\.dims\.dp.*timeout_s"):
         load_config(raw, ["mesh.dims.dp='x'", "mesh.timeout_s=0"], kind=WithBudget)
 

@@ -1,4 +1,4 @@
-"""Bad configurations beside good ones: which settings the report names, with which numbers, and what it says to try."""
+"""Reports on bad configurations: the settings and numbers that they name, and their suggestions. Similar good ones load."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ TRAIN: dict[str, Any] = {
 
 
 class Case(NamedTuple):
-    """Changes to a good config that make it bad, changes like them that do not, and the report."""
+    """Changes that make a good config bad, similar changes that keep it good, and the report."""
 
     name: str
     base: dict[str, Any]
@@ -45,7 +45,7 @@ class Case(NamedTuple):
 
 
 class Bad(NamedTuple):
-    """As a Case, without the words. problems: each setting that is named, with numbers of its line. tries: all."""
+    """A Case without the full report. problems: each named setting, with the numbers in its line. tries: all suggestions."""
 
     name: str
     base: dict[str, Any]
@@ -304,7 +304,7 @@ TABLE = [
 
 
 def made(base: dict[str, Any], changes: list[str]) -> dict[str, Any]:
-    """`base` with changes, as data."""
+    """`base` with changes, as plain data."""
     data = copy.deepcopy(base)
     assert apply(data, changes) == []
     return data
@@ -318,7 +318,7 @@ def report_of(source: Any, overrides: list[str] | None = None) -> str:
 
 
 def suggestions(report: str) -> list[tuple[str, list[str]]]:
-    """(problem, what its report says to try), for each problem."""
+    """(problem, suggestions in its report), for each problem."""
     found: list[tuple[str, list[str]]] = []
     trying = False
     for line in report.splitlines()[1:]:
@@ -332,13 +332,13 @@ def suggestions(report: str) -> list[tuple[str, list[str]]]:
 
 
 def ways_out(report: str) -> list[tuple[str, list[str]]]:
-    """(problem, changes that its report suggests) for each suggestion that is a setting."""
+    """(problem, suggested changes) for each suggestion in the report that sets a value."""
     parts = [(problem, each.split(" and ")) for problem, tries in suggestions(report) for each in tries]
     return [each for each in parts if all(re.match(r"[a-z_]+(\.\w+)+ = ", setting) for setting in each[1])]
 
 
 def check(case: Case | Bad) -> None:
-    """The report is as expected, what it suggests helps, and the good one beside it loads."""
+    """Check that the report is right and its suggestions help, and load the similar good configuration."""
     report = report_of(made(case.base, case.bad))
     if isinstance(case, Case):
         assert report + "\n" == case.report
@@ -359,7 +359,7 @@ def check(case: Case | Bad) -> None:
 
 
 def still_wrong(data: dict[str, Any], worlds: Sequence[int | None] = (None,)) -> str:
-    """The report on a configuration that may be refused; "" where it is not."""
+    """The report on a configuration, or "" if it is accepted."""
     try:
         for world in worlds:
             config = load_config(data)
@@ -377,10 +377,10 @@ def test_the_report_on_a_bad_config(case: Case | Bad) -> None:
 
 # -- files ------------------------------------------------------------------------------------------
 
-# Where Python's json sees a trailing comma: at the comma itself since 3.13, before that behind it.
+# Python's json reports a trailing comma at the comma since 3.13, and after the comma before.
 _COMMA = 28 if sys.version_info >= (3, 13) else 29
 
-# Content of a file, where its report says that it is wrong, and what it says of it.
+# A file's content, the place of the error in the report, and texts in the report.
 # fmt: off
 FILES: dict[str, tuple[str, bytes, str, list[str]]] = {
     "no equals sign": ("mesh.toml", b"[mesh]\ndims { dp = 2 }\n", "line 2, column 6", ["not TOML: Expected '='", "try:      correct it, as in  mesh.dims = {", "\n                   ^\n"]),
@@ -447,7 +447,7 @@ def test_a_pipe_is_no_file_and_is_not_waited_for(tmp_path: Path, monkeypatch: py
     assert report_of("mesh.toml").startswith(
         "mesh.toml: cannot be read: not a file\n  given:    mesh.toml, a pipe"
     )
-    # Nor is it read for the advice about a name that is not there.
+    # A pipe is not read either to propose a name for a missing file.
     assert report_of("mesh2.toml").endswith("  try:      a path to a file")
 
 
@@ -461,10 +461,10 @@ def test_a_file_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         "  expected: a TOML, JSON or YAML file\n"
         "  try:      did you mean configs/quickstart.toml?"
     )
-    # Names are compared without their endings: all configs end alike.
+    # Names are compared without their suffixes, because all configs have the same ones.
     Path("pyproject.toml").touch()
     assert report_of("nope.toml").endswith("  try:      a path to a file")
-    # Only what fits is named: with a mesh, or a model's; a script for a script.
+    # Only suitable files are proposed: a config with a mesh or of a model, and a script for a script.
     Path("nop.toml").write_text('[project]\ndescription = "mesh"\n')
     Path("nope.py").touch()
     assert report_of("nope.toml").endswith("  try:      a path to a file")
@@ -508,7 +508,7 @@ def test_yaml_without_pyyaml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 # -- overrides --------------------------------------------------------------------------------------
 
-# An override, what is wrong with it, and what to try.
+# An override, the error in the report, and the suggestion.
 OVERRIDES = {
     "mesh.dims={ dp: 8 }": (
         "{ dp: 8 } is not a TOML",
@@ -533,7 +533,7 @@ def test_a_bad_override(override: str) -> None:
 # -- the world --------------------------------------------------------------------------------------
 
 
-# Dims and ranks, a world that fits and one that does not, the setting, its arithmetic, and what to try.
+# Dims and ranks, a world that fits, one that does not, the setting in the report, its arithmetic, and the suggestions.
 WORLDS: list[tuple[dict[str, Any], int, int | None, str, str, list[str]]] = [
     ({"dims": {"pp": 2, "dp": 2, "tp": 3}}, 12, 8, "dims", "2*2*3 = 12, world is 8",
      ["mesh.dims = { pp = 2, dp = 2, tp = 2 }", "12 processes"]),
@@ -671,7 +671,7 @@ def test_a_folder_that_is_not_known_is_only_reported(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("count", [100, 400])
 def test_many_problems_of_one_kind_are_counted(count: int) -> None:
-    """Of 400 problems, no more lines than of 100; those of other kinds are there as ever."""
+    """The report on 400 problems of one kind is as short as on 100, and still has the problems of other kinds."""
     unknown = {f"key{number}": 1 for number in range(count)}
     sizes = {f"dim{number}": 0 for number in range(count)}
     kinds: list[tuple[str, dict[str, Any], str]] = [

@@ -1,4 +1,4 @@
-"""Parallelism in a configuration: what cannot be had on which sizes, and what follows from what can."""
+"""Parallelism in a configuration: combinations that are refused, and quantities that follow from valid ones."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ def test_open_sizes_are_checked_when_they_are_known() -> None:
     assert config.resolved(8).expert_gradient_dims == ("edp",)
     with pytest.raises(ConfigError, match=r"model\.experts: experts is not divisible by ep: 8 % 6 = 2\n"):
         config.resolved(6)
-    # A view is judged on a mesh whose size is known.
+    # Views are checked once the size of the mesh is known.
     config = load_config({"mesh": {"dims": {"dp": -1, "tp": 4}, "views": {"expert": {"ep": 6}}}})
     with pytest.raises(
         ConfigError, match=r"mesh\.views\.expert: does not fit the mesh: 6, the mesh has 8 ranks\n"
@@ -202,7 +202,7 @@ def test_missing_sections_do_not_hide_what_the_others_say() -> None:
 
 
 def members(config: Config, dims: tuple[str, ...], rank: int) -> set[int]:
-    """All ranks that `rank` reaches by going along these dims, one after the other."""
+    """All ranks that `rank` reaches along these dims, one dim after the other."""
     layout, found = config.layout(8), {rank}
     for dim in dims:
         found |= {int(other) for one in found for other in layout.group_of(one, dim)}
@@ -210,7 +210,7 @@ def members(config: Config, dims: tuple[str, ...], rank: int) -> set[int]:
 
 
 def sharing(config: Config, rank: int, dims: list[str]) -> set[int]:
-    """The ranks with the coords of `rank` along `dims`."""
+    """The ranks with the same coords as `rank` along `dims`."""
     layout = config.layout(8)
     return {n for n in range(8) if all(layout.coord(n, dim) == layout.coord(rank, dim) for dim in dims)}
 
@@ -235,7 +235,7 @@ def test_what_follows_from_the_parts(name: str) -> None:
     assert parallel.gradient_dims == gradients
     assert config.microbatches(sizes) == microbatches
     assert parallel.stages(sizes) == stages
-    # Gradients of one weight come from all ranks that hold it: those with equal coords along the rest.
+    # All ranks that hold a weight contribute to its gradient: they have equal coords along the other dims.
     for rank in range(8):
         assert members(config, gradients, rank) == sharing(
             config, rank, [dim for dim in sizes if dim not in gradients]
@@ -280,7 +280,7 @@ def test_the_examples_use_every_dim() -> None:
 
 
 class StageOfRank:
-    """What torch's schedules read of a stage while they work out their order."""
+    """The attributes of a stage that torch's schedules read to compute their order."""
 
     submod = None
 
@@ -290,7 +290,7 @@ class StageOfRank:
 
 
 def order_of(kind: Any, ranks: int, each: int, microbatches: int) -> Counter[tuple[int, str, int]] | None:
-    """How often a schedule of torch does what: (stage, pass, micro-batch); None where it refuses."""
+    """How often torch's schedule runs each (stage, pass, micro-batch), or None if torch refuses the numbers."""
     stages = [StageOfRank(0, ranks, index * ranks, ranks * each) for index in range(each)]
     try:
         schedule = kind(stages, microbatches, loss_fn=lambda output, target: output)
@@ -323,7 +323,7 @@ def test_torch_runs_the_numbers_of_microbatches_that_are_let_through() -> None:
         if not runs(name, number, ranks):
             continue
         assert done is not None, (kind, ranks, number)
-        # Every stage does each micro-batch once, forwards and backwards, in one piece or in two.
+        # Every stage runs each micro-batch once, forward and backward. The backward has one part or two.
         assert set(done.values()) == {1}
         for stage, index in itertools.product(range(ranks * each), range(number)):
             passes = {what for at, what, n in done if (at, n) == (stage, index)}
@@ -344,7 +344,7 @@ def test_weights_that_are_sharded_along_two_dims_have_a_merged_one() -> None:
         )
         return dict(load_config(raw).plan(None).layout.merge)
 
-    # In the mesh's order, wherever they stand.
+    # The order is the mesh's, wherever the dims are in it.
     assert merged() == {"cp_fsdp": ("cp", "fsdp")}
     assert merged("mesh.merge.mine=['cp', 'fsdp']") == {"mine": ("cp", "fsdp")}
     assert merged("mesh.merge.cp_fsdp=['fsdp', 'cp']") == {

@@ -1,4 +1,4 @@
-"""Meshes in the words of Megatron-Core and torchtitan: the same ranks in every group, found by their own rules."""
+"""Meshes in the notation of Megatron-Core and torchtitan: every group has the ranks that follow from their own rules."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from meshcomm.layout import Layout
 
 
 def by_order(sizes: dict[str, int], order: list[str], wanted: str) -> list[list[int]]:
-    """Megatron's rule: ranks that differ in the wanted dims alone; the first dim of the order changes fastest."""
+    """Megatron's rule: ranks in a group differ only in the wanted dims. The first dim of the order changes fastest."""
     place = {}
     for rank in range(math.prod(sizes.values())):
         rest, coords = rank, {}

@@ -1,4 +1,4 @@
-"""The JSON schema says of every config what the models say; types are there for whoever uses the package."""
+"""The JSON schema accepts and refuses the same configs as the models. The package is typed for its users."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ MESH: dict[str, Any] = {"mesh": {"dims": {"dp": 2}}}
 
 
 def problems(data: object) -> list[str]:
-    """Paths of what the schema refuses."""
+    """The paths of the values that the schema refuses."""
     return sorted("/".join(map(str, error.path)) for error in VALIDATOR.iter_errors(data))
 
 
@@ -122,24 +122,24 @@ def test_every_setting_has_its_sentence(name: str) -> None:
     setting = dict(settings())[name]
     said = setting["description"]
     assert said.endswith(".") and len(said.split()) > 1
-    # What nothing means is said; a default that is a value is in the schema.
+    # The sentence explains an omitted value. The schema itself has the other defaults.
     if {"type": "null"} in setting.get("anyOf", []):
         assert re.search("[Oo]mit|required", said)
 
 
 def test_every_setting_is_read() -> None:
-    """One that is nowhere asked for would have no effect, in silence."""
+    """A setting that no code reads would silently have no effect."""
     trees = [ast.parse(file.read_text()) for file in (ROOT / "meshcomm").rglob("*.py")]
     nodes = [node for tree in trees for node in ast.walk(tree)]
     read = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
-    # By their names, as the options of a backend.
+    # Some are read by name, such as the options of a backend.
     read |= {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
     unread = {name for name, _ in settings() if name.rpartition(".")[2] not in read}
     assert not unread
 
 
 def training_settings_read(*files: Path) -> set[str]:
-    """The settings of [train] that these files read as an attribute of a section called `train`, or by name."""
+    """The settings of [train] that these files read, by name or as an attribute of a section called `train`."""
     found = set()
     for node in (node for file in files for node in ast.walk(ast.parse(file.read_text()))):
         if (
@@ -153,12 +153,12 @@ def training_settings_read(*files: Path) -> set[str]:
 
 
 def test_every_setting_of_training_is_read_by_more_than_its_rules() -> None:
-    """Neither a rule nor an attribute of the same name elsewhere gives a setting an effect."""
+    """A rule, or an attribute of the same name elsewhere, gives a setting no effect, so neither counts."""
     files = [file for file in (ROOT / "meshcomm").rglob("*.py") if file.parent.name != "config"]
     assert set(SCHEMA["$defs"]["TrainConfig"]["properties"]) == training_settings_read(*files)
 
 
-# What the split program reads and the plain one does not need, and why.
+# Settings that the split program reads and the plain one does not need, and why.
 ONLY_SPLIT = {
     "check": "it decides whether the check runs",
     "compute_dtype": "the check computes in one dtype",
@@ -170,7 +170,7 @@ ONLY_SPLIT = {
 
 
 def test_a_setting_of_a_step_is_read_by_the_split_program_and_by_the_plain_one() -> None:
-    """`one_step.py` is a step in plain torch, beside which each run's first step is checked. Both make the same optimizer."""
+    """`one_step.py` is a step in plain torch that checks each run's first step. Both programs make the same optimizer."""
     package = ROOT / "meshcomm"
     split = training_settings_read(*(package / "parallel").rglob("*.py"))
     plain = training_settings_read(package / "models/one_step.py", package / "parallel/optimizer.py")
@@ -250,7 +250,7 @@ meshcomm.simulate(step, dims={"dp": 2, "tp": 2})
 meshcomm.Plan(Layout({"dp": 2}), GroupOptions(timeout_s=3.0))
 step(mesh, "tp")
 """
-# torch is left out: reading its sources takes a minute, and says nothing about ours.
+# mypy skips torch: its sources take a minute to read and tell nothing about this package.
 SETTINGS = """\
 [mypy]
 strict = True
@@ -270,7 +270,7 @@ def test_a_program_that_uses_the_package_is_checked_strictly(
     kept = str(cache.mkdir("mypy")) if cache is not None else str(tmp_path / "cache")
     package = Path(meshcomm.__file__).parent
     assert (package / "py.typed").is_file()
-    # Where it is installed, py.typed is what makes it be read; of a checkout, mypy has to be told.
+    # mypy finds an installed package by its py.typed, and needs a path to find a checkout.
     place = {} if package.parent.name == "site-packages" else {"MYPYPATH": str(package.parent)}
     done = subprocess.run(
         [sys.executable, "-m", "mypy", "--cache-dir", kept, "program.py"],
@@ -296,7 +296,7 @@ def public_functions() -> Iterator[tuple[str, Any]]:
         if inspect.isfunction(thing):
             yield name, thing
         elif inspect.isclass(thing):
-            # Models' constructors are pydantic's, made from the annotated fields.
+            # pydantic makes the models' constructors from annotated fields.
             for key, member in inspect.getmembers(thing, inspect.isfunction):
                 if (not key.startswith("_") or key == "__init__") and member.__module__.startswith(
                     "meshcomm"

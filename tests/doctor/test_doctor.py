@@ -1,4 +1,4 @@
-"""`meshcomm doctor`: what it finds, in which words; and who else could reach the place where ranks meet."""
+"""`meshcomm doctor`: its findings and their words, and its warnings about a rendezvous that others can reach."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def found(facts: dict[str, Any], what: str) -> str:
-    """The text of the only finding whose first line begins so."""
+    """The text of the finding whose first line begins with `what`. There must be only one."""
     texts = [str(Finding.read(each)) for each in facts["findings"] if each["what"].startswith(what)]
     assert len(texts) == 1, [each["what"] for each in facts["findings"]]
     return texts[0]
@@ -155,7 +155,7 @@ def test_a_device_or_backend_that_is_not_there() -> None:
 
 
 def spent(sizes: dict[str, int]) -> tuple[int, int]:
-    gc.collect()  # groups that other tests left in this process
+    gc.collect()  # other tests left groups in this process
     before = host.descriptors(None).used
     with meshcomm.init(dims=sizes, merge={"all": list(sizes)}, device="cpu", timeout_s=30) as mesh:
         for name in (*sizes, "all"):
@@ -173,7 +173,7 @@ def test_the_need_of_a_plan_is_what_a_mesh_then_uses(pool: Pool) -> None:
 
 def test_the_cost_of_a_group_is_what_gloo_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    # The first group may also pay for what all share.
+    # The first group may also use descriptors that all groups share.
     groups = [dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=10))]
     before = host.descriptors(None).used
     groups.append(dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=10)))
@@ -195,7 +195,7 @@ def test_too_small_a_limit_is_an_error() -> None:
 
 
 def lines(findings: Iterable[Finding]) -> list[str]:
-    """Level, key and try of each."""
+    """The level, the text, the given value and the hint of each finding."""
     return [" | ".join(filter(None, (one.level, one.what, one.given, one.hint))) for one in findings]
 
 
@@ -287,7 +287,7 @@ def test_every_rank_says_where_it_is(pool: Pool) -> None:
 
 
 def judged(*rows: tuple[str, str, str], config: Config | None = None) -> list[str]:
-    """Rows of host, address and version of torch."""
+    """Findings about ranks with these hosts, addresses and versions of torch."""
     common = {"meshcomm": "1", "python": "3", "hint": 'network.interfaces = ["eth0"]'}
     return lines(
         together.judge(
@@ -350,7 +350,7 @@ def test_torchrun_prints_one_table(pool: Pool, tmp_path: Path) -> None:
     facts = json.loads(out)
     assert [each["rank"] for each in facts["ranks"]] == [0, 1]
     assert facts["launch"]["kind"] == "torchrun"
-    # The store of torchrun's agent listens on every address, whatever it was told.
+    # The store of torchrun's agent listens on every address, whatever its settings.
     shown = found(facts, "others can reach the job's store at localhost:")
     assert shown.startswith("warn: ")
     assert f"; it listens on {everywhere()}\n" in shown
@@ -366,7 +366,7 @@ def test_torchs_store_listens_everywhere_and_ours_on_the_loopback() -> None:
     ours = exposure.serve_on_loopback("127.0.0.1", port, timedelta(seconds=10))
     assert ours is not None and exposure.listening(port) == ["127.0.0.1"]
     assert exposure.exposed_store("127.0.0.1", port, "x", 2) is None
-    # Taken, or no loopback: torch decides.
+    # If the port is taken or the address is not the loopback, torch decides.
     assert exposure.serve_on_loopback("127.0.0.1", port, timedelta(seconds=10)) is None
     assert exposure.serve_on_loopback("10.0.0.7", port, timedelta(seconds=10)) is None
 
@@ -383,14 +383,14 @@ def test_a_job_by_tcp_on_one_host_is_not_reachable_and_warns_of_nothing() -> Non
 
 
 def everywhere() -> str:
-    """The address at which torch's store listens; another one where this system has no IPv6."""
+    """The address at which torch's store listens. It depends on whether this system has IPv6."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     (found,) = exposure.listening(store.port) or []
     return found
 
 
 def own_name() -> str:
-    """The name of this host, if it leads anywhere."""
+    """The name of this host. Skips the test if the name does not resolve."""
     name = socket.gethostname()
     try:
         socket.getaddrinfo(name, None)
@@ -410,7 +410,7 @@ def test_a_store_that_others_reach_is_warned_of(monkeypatch: pytest.MonkeyPatch)
         f"others can reach the job's store at {name}:{port}, though all its ranks are on this host: "
         f'process.address = "127.0.0.1:{port}", or see meshcomm doctor'
     ]
-    # The doctor says all of it.
+    # The doctor prints the whole finding.
     assert str(exposure.exposed_store(name, port, "MASTER_ADDR=127.0.0.1", 1)) == (
         f"others can reach the job's store at {name}:{port}, though its one rank is on this host\n"
         f"  given:    {name}:{port}; it listens on {everywhere()}\n"
@@ -424,7 +424,7 @@ def test_a_store_that_others_reach_is_warned_of(monkeypatch: pytest.MonkeyPatch)
 def test_a_job_on_several_hosts_is_not_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
     place = ProcessConfig(init="tcp", address=f"{own_name()}:{free_port()}", rank=0, world_size=1)
-    # One process here, of how many more elsewhere nobody says.
+    # One process runs here, and the number on other hosts is unknown.
     meet(place, Launch("torchrun", 0, 1, 0, 2), 20)
 
 

@@ -1,4 +1,4 @@
-"""Shared by the tests of the documentation: the blocks of a page, how each kind runs, the tools, and the files in git."""
+"""Shared by the tests of the documentation: a page's blocks, how each kind runs, the tools, and the files in git."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ TOOLS = _ROOT / "docs" / "tools"
 
 
 def tool(name: str) -> Any:
-    """A module of docs/tools, which is no package."""
+    """Load a module of docs/tools, which is not a package."""
     spec = importlib.util.spec_from_file_location(f"docs_{name}", TOOLS / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    # A dataclass looks its module up there.
+    # dataclasses look the module up in sys.modules.
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     return module
 
 
 def done(words: list[str], cwd: Path) -> str:
-    """What a command printed; it has to succeed."""
+    """Run a command, which must succeed, and return its output."""
     ended = subprocess.run(words, cwd=cwd, capture_output=True, text=True, timeout=200)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return ended.stdout
 
 
 def files_of_the_repository() -> list[str]:
-    """All that is in git, or would be after `git add`."""
+    """All files that are in git, or would be after `git add`."""
     if not (_ROOT / ".git").exists():
         pytest.skip("needs a clone: git says which files belong to the repository")
     listed = done(["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"], _ROOT)
@@ -43,7 +43,7 @@ def files_of_the_repository() -> list[str]:
 
 
 def copy_of_the_repository(folder: Path) -> Path:
-    """`folder`, made, with every file of the repository and nothing else."""
+    """Create `folder` with every file of the repository and nothing else."""
     for name in files_of_the_repository():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(_ROOT / name, folder / name, follow_symlinks=False)

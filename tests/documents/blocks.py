@@ -1,4 +1,4 @@
-"""The fenced blocks of a page, with what comments before them say; docs/design/house.md lists the comments."""
+"""The fenced blocks of a page, with the comments before them. docs/design/house.md lists the comments."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NOTES = ("file", "output", "exit", "raises", "mesh", "processes")
 
 @dataclass(frozen=True)
 class Block:
-    """One fenced block: `page` from the root of the repository, the line of its first text, and the text."""
+    """One fenced block. `page` is relative to the repository's root; `line` is the line of the block's first text."""
 
     page: str
     line: int
@@ -26,7 +26,7 @@ class Block:
 
     @property
     def name(self) -> str:
-        """How the table of what is not run calls it: by its page and its first line of text."""
+        """The block's name in the table of blocks that are not run: its page and its first line of text."""
         first = next((line.strip() for line in self.text.splitlines() if line.strip()), "")
         return f"{self.page}: {first}"
 
@@ -35,13 +35,13 @@ class Block:
 
 
 def pages() -> list[str]:
-    """README and every page of docs/, from the root of the repository."""
+    """README and every page of docs/, relative to the repository's root."""
     found = [path for path in sorted(DOCS.rglob("*.md")) if "tools" not in path.relative_to(DOCS).parts]
     return ["README.md", *(path.relative_to(ROOT).as_posix() for path in found)]
 
 
 def blocks(page: str, text: str | None = None) -> list[Block]:
-    """All fenced blocks of a page, in order. Raises ValueError for a comment that is misspelt or misplaced."""
+    """All fenced blocks of a page, in order. Raises ValueError for a misspelt or misplaced comment."""
     lines = ((ROOT / page).read_text(encoding="utf-8") if text is None else text).splitlines()
     found: list[Block] = []
     notes: dict[str, str] = {}
@@ -76,7 +76,7 @@ def blocks(page: str, text: str | None = None) -> list[Block]:
 
 
 def llama(folder: Path) -> None:
-    """Make the folder that the pages call Llama-3.2-1B, of the sizes of configs/quickstart.toml, which they change."""
+    """Make the folder that pages call Llama-3.2-1B, with the sizes of configs/quickstart.toml, which completes the pages' partial configs."""
     sizes = {
         "num_hidden_layers": "num_layers",
         "hidden_size": "hidden_size",

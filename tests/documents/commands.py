@@ -1,4 +1,4 @@
-"""The command lines of a page: every one is read by the real command line, and what is quick is run."""
+"""A page's command lines. The real command line parses every one, and the quick ones are run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.documents import tool
 
 all_commands = tool("cli_page").all_commands
 
-# Commands that take longer than a page may, and the tests that run them.
+# Commands that take longer than the tests of a page may, and the tests that run them.
 NOT_RUN = {
     "train": "starts its ranks and trains for minutes; tests/train/test_training.py",
     "parity": "trains twice; tests/train/test_parity.py",
@@ -25,7 +25,7 @@ NOT_RUN = {
     "report": "wants the reports of a job that failed; tests/mesh/test_verdicts.py",
     "view": "serves until it is stopped; tests/view/test_view.py",
 }
-# Programs that are not ours; what stands behind them is not read.
+# Programs that are not ours. Their arguments are not read.
 _OTHERS = {
     "pytest",
     "pip",
@@ -45,9 +45,9 @@ _OTHERS = {
 
 @dataclass(frozen=True)
 class Command:
-    """One command line. `name`: the meshcomm command, or "script" for a Python file by itself.
+    """One command line. name: the meshcomm command, or "script" for a Python file run directly.
 
-    ranks: processes that a launcher in front of it starts; None without one. hosts: its machines.
+    ranks: processes that a launcher before it starts, or None without a launcher. hosts: the launcher's machines.
     """
 
     line: str
@@ -58,7 +58,7 @@ class Command:
 
 
 def command_lines(text: str, prompt: bool) -> list[tuple[str, str]]:
-    """(command line, what is shown below it). With `prompt`, commands begin with `$ `; else every line is one."""
+    """(command line, output shown below it). With `prompt`, commands begin with `$ `; otherwise every line is a command."""
     found: list[tuple[str, list[str]]] = []
     for line in text.splitlines():
         if found and found[-1][0].endswith("\\"):
@@ -75,16 +75,16 @@ def command_lines(text: str, prompt: bool) -> list[tuple[str, str]]:
 
 
 def read(line: str) -> Command | None:
-    """A command line as the real parsers read it; None for a program that is not ours.
+    """Parse a command line with the real parsers. Returns None for a program that is not ours.
 
-    Raises ValueError where a command, an option or a module is not there.
+    Raises ValueError for an unknown command, option or module.
     """
     words = shlex.split(line, comments=True)
     while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
         words = words[1:]
-    # What the reader fills in.
+    # Placeholders that the reader fills in.
     words = [word for word in words if word != "..."]
-    # Where its output goes is the shell's.
+    # The shell handles redirections.
     ends = [at for at, word in enumerate(words) if word in (">", ">>", "2>", "|", "&", "<")]
     words = words[: ends[0]] if ends else words
     if "&&" in words:
@@ -92,7 +92,7 @@ def read(line: str) -> Command | None:
         words = words[cut:]
     program, rest = words[0].rsplit("/", 1)[-1], words[1:]
     if program == "torchrun":
-        # It takes what follows the script for its own, and so do we.
+        # The script gets all words after it, here as in the real command line.
         known = get_args_parser().parse_args(rest)
         ranks = int(known.nproc_per_node) if known.nproc_per_node.isdigit() else 1
         hosts = int(known.nnodes.split(":")[-1])
@@ -118,9 +118,9 @@ def read(line: str) -> Command | None:
 
 
 def wrong_in_text(text: str) -> list[str]:
-    """What is wrong with commands inside of running text, such as `meshcomm plan CONFIG --rank 3`.
+    """The errors in commands within running text, such as `meshcomm plan CONFIG --rank 3`.
 
-    Their options have to be there; arguments are often left out. So are modules after `python -m`.
+    Options must exist. Arguments may be missing, and so may the module after `python -m`.
     """
     wrong = []
     commands = all_commands()
@@ -162,7 +162,7 @@ def _ours(line: str, words: list[str], ranks: int | None, hosts: int) -> Command
 
 def _read_as(command: Any, name: str, arguments: list[str], line: str) -> None:
     try:
-        # Reads and checks, and calls nothing.
+        # Parses and checks, but calls nothing.
         command.make_context(name, list(arguments))
     except Exception as error:
         raise ValueError(f"{line}: {getattr(error, 'message', '') or error}") from error

@@ -1,7 +1,7 @@
-"""The error reference's programs, run: `python -m tests.documents.error_page` writes what they print into the page.
+"""Run the programs of the error reference: `python -m tests.documents.error_page` writes their output into the page.
 
-A section of docs/reference/errors.md has a class as its heading, a program that raises it, what it
-printed, and the program put right. Their blocks are told apart by the comments of tests/documents.
+A section of docs/reference/errors.md has a class as its heading, a program that raises it, the program's
+output, and a corrected program. Comments of tests/documents in the page distinguish the blocks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tests.documents.blocks import ROOT, Block, blocks
 
 PAGE: Final = "docs/reference/errors.md"
 
-# What differs between two runs: numbers of processes, ports and lines, when processes started, hosts.
+# Parts that differ between two runs: process numbers, ports, line numbers, start times, hosts.
 _VARIES: Final = (
     (re.compile(r"process \d+ of [^,]+, started at \d+"), "process 4711 of node, started at 815"),
     (re.compile(r"\[?127\.0\.0\.1\]?:\d+"), "127.0.0.1:29500"),
@@ -39,7 +39,7 @@ _VARIES: Final = (
 
 
 def public_errors() -> set[str]:
-    """Every exception and warning that a user can meet by its class."""
+    """Every exception and warning that a user can encounter by its class."""
     modules = (meshcomm.errors, meshcomm.rendezvous.exposure, meshcomm.comm.handle)
     found = {RankFailure.__name__}
     for module in modules:
@@ -55,7 +55,7 @@ def public_errors() -> set[str]:
 
 @dataclass(frozen=True)
 class Entry:
-    """One section. ranks: processes that each run the programs; 0: the process that reads the page does."""
+    """One section. ranks: processes that each run the programs, or 0 for the process that reads the page."""
 
     name: str
     words: str
@@ -65,12 +65,12 @@ class Entry:
 
     @property
     def ranks(self) -> int:
-        """How many processes run the program; 0: this one alone."""
+        """The number of processes that run the program, or 0 for this one."""
         return int(self.wrong.notes.get("processes", "0").rpartition("=")[2])
 
 
 def entries(text: str | None = None) -> dict[str, Entry]:
-    """The sections of the page, by class. Raises ValueError where one has not its three blocks."""
+    """The page's sections, by class. Raises ValueError for a section without its three blocks."""
     text = (ROOT / PAGE).read_text(encoding="utf-8") if text is None else text
     found = {}
     for part in re.split(r"^## ", text, flags=re.MULTILINE)[1:]:
@@ -86,18 +86,18 @@ def entries(text: str | None = None) -> dict[str, Entry]:
 
 
 def outcome(source: str, name: str) -> str | None:
-    """Run a program: what it raised, or the last warning that meshcomm gave, as Python prints it."""
+    """Run a program. Returns its exception, or meshcomm's last warning, as Python prints it."""
     with warnings.catch_warnings(record=True) as given:
         warnings.simplefilter("always")
         try:
             exec(compile(source, name, "exec"), {"__name__": "__main__"})
         except RankFailed as error:
             ours = {rank: each for rank, each in error.by_rank.items() if isinstance(each, MeshcommError)}
-            # The simulator says whose error it is around the error itself; the page says it in a line.
+            # The simulator's exception names the ranks around the errors; the page names them in one line.
             return _told({rank: _text(each) for rank, each in ours.items()}) if ours else _text(error)
         except (MeshcommError, RankFailure) as error:
             return _text(error)
-        # A handle warns when the last name for it is gone.
+        # A handle warns when its last reference is gone.
         gc.collect()
     told = [each for each in given if each.category.__name__ in public_errors()]
     return f"{told[-1].category.__name__}: {told[-1].message}" if told else None
@@ -114,13 +114,13 @@ def _told(by_rank: Mapping[int, str]) -> str:
 
 
 def shown(entry: Entry, block: Block, pool: Pool) -> str | None:
-    """What the page has to show for a program; None where nothing was raised."""
+    """The text that the page should show for a program, or None if it raised nothing."""
     name = "wrong.py" if block is entry.wrong else "right.py"
     if entry.ranks == 0:
         return outcome(block.text, name)
     values = pool.run(outcome, block.text, name, ranks=entry.ranks, allow=True, timeout_s=60)
     for value in values:
-        # A program may end its own process; everything else is a mistake of the page.
+        # A program may end its process; any other exception is a mistake in the page.
         if isinstance(value, BaseException) and not isinstance(value, ChildProcessError):
             raise value
     raised = {rank: value for rank, value in enumerate(values) if isinstance(value, str)}
@@ -128,20 +128,20 @@ def shown(entry: Entry, block: Block, pool: Pool) -> str | None:
 
 
 def class_of(text: str) -> str:
-    """The class that a shown text begins with."""
+    """The class at the start of a shown text."""
     lines = text.splitlines()
     return lines[1 if lines[0].startswith("rank") else 0].partition(":")[0]
 
 
 def steady(text: str) -> str:
-    """The text without what differs between two runs."""
+    """The text without the parts that differ between two runs."""
     for pattern, instead in _VARIES:
         text = pattern.sub(instead, text)
     return "\n".join(line.rstrip() for line in text.splitlines())
 
 
 def main() -> None:
-    """Run every failing program and write what it prints into the page."""
+    """Run every failing program and write its output into the page."""
     path = ROOT / PAGE
     text = path.read_text(encoding="utf-8")
     pool = Pool()

@@ -1,4 +1,4 @@
-"""What the ranks of the pool do for a page: a script, a block, a function out of a block."""
+"""Functions that the pool's ranks run for a page: a script, a block, or a function of a block."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from meshcomm.transport.variables import with_variables
 
 
 def script(folder: str, arguments: list[str], config: str | None, overrides: list[str]) -> tuple[int, str]:
-    """Run a script as `python SCRIPT ARGUMENTS` or `meshcomm run CONFIG SCRIPT ARGUMENTS` does on this rank.
+    """Run a script on this rank as `python SCRIPT ARGUMENTS` or `meshcomm run CONFIG SCRIPT ARGUMENTS` does.
 
-    Returns the exit code and what would stand on stderr.
+    Returns the exit code and the text for stderr.
     """
     variables = {} if config is None else {CONFIG_VARIABLE: config, OVERRIDES_VARIABLE: "\n".join(overrides)}
     with _inside(folder, variables):
@@ -36,7 +36,7 @@ def script(folder: str, arguments: list[str], config: str | None, overrides: lis
 
 
 def block(folder: str, source: str, filename: str, dims: Mapping[str, int], before: str) -> None:
-    """Run a block of a page on this rank of a mesh; `before` makes the names that it takes for granted."""
+    """Run a block of a page on this rank of a mesh. `before` defines the names that the block takes for granted."""
     with _inside(folder, {}), meshcomm.init(dims=dims, device="cpu") as mesh:
         names: dict[str, Any] = {"mesh": mesh, "__name__": "page"}
         exec(compile(before, "<preludes>", "exec"), names)

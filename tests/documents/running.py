@@ -1,4 +1,4 @@
-"""A page, block after block, as a reader would run it from top to bottom."""
+"""Run a page block by block, as a reader would from top to bottom."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ from tests.documents.shown import differs
 from tests.documents.tables import PRELUDES
 
 MESH = {"pp": 2, "dp": 2, "tp": 2}
-# Languages whose blocks are neither run nor commands: figures, trees, errors of other programs.
+# Languages of blocks that are not run: figures, trees, and errors of other programs.
 PLAIN = ("", "text")
 _OURS = re.compile(r"^\s*(\$ |meshcomm [a-z]|torchrun |python3? -m meshcomm|pytest |>>> )", re.MULTILINE)
 
 
 class Wrong(AssertionError):
-    """What a page says is not so."""
+    """A page makes a false statement."""
 
 
 class Page:
-    """The state of one page: its names, its folder, and what its last block printed."""
+    """The state of one page: its names, its folder, and the output of its last block."""
 
     def __init__(self, page: str, folder: Path, pool: Pool) -> None:
         self.page, self.folder, self.pool = page, folder, pool
@@ -59,7 +59,7 @@ class Page:
             (folder / name).symlink_to(ROOT / name)
 
     def run(self, block: Block, *, only_read: bool = False) -> None:
-        """Run one block; with `only_read`, check what can be checked without running it. Raises Wrong."""
+        """Run one block. With `only_read`, check as much as possible without running it. Raises Wrong."""
         kind = {"py": "python", "bash": "sh", "shell": "sh"}.get(block.language, block.language)
         if "file" in block.notes:
             (self.folder / block.notes["file"]).write_text(block.text + "\n", encoding="utf-8")
@@ -72,7 +72,7 @@ class Page:
             self._config(tomllib.loads(block.text))
         elif kind in ("json", "yaml"):
             data = json.loads(block.text) if kind == "json" else yaml.safe_load(block.text)
-            # Also what a command prints is JSON.
+            # The JSON may also be a command's output.
             if isinstance(data, dict) and set(data) <= set(Config.model_fields):
                 self._config(data)
         elif kind in ("sh", "console"):
@@ -114,7 +114,7 @@ class Page:
             raise Wrong(f"the page says that it raises {wanted}, and it did not")
 
     def _statements(self, block: Block, tree: ast.Module, out: io.StringIO) -> None:
-        """Run a block by itself; a comment behind a statement that looks like output is what it prints."""
+        """Run a block by itself. A comment after a statement that looks like output must match the statement's output."""
         names = vars(self.module)
         behind = comments(block.text)
         for statement in tree.body:
@@ -132,7 +132,7 @@ class Page:
                 self._test(block, names[name])
 
     def _test(self, block: Block, function: Any) -> None:
-        """Call a test function of a block as the plugin would."""
+        """Call a block's test function as the plugin would."""
         marks = {mark.name: mark for mark in getattr(function, "pytestmark", [])}
         given = {"mesh_pool": _PagePool(self.pool, block)}
         wanted = list(inspect.signature(function).parameters)
@@ -209,7 +209,7 @@ class Page:
     # -- configurations and commands ---------------------------------------------------------------
 
     def _config(self, data: Mapping[str, Any]) -> None:
-        """A configuration is right by itself; a part of one, laid over configs/quickstart.toml."""
+        """Load a configuration, which must be valid. A partial one is merged into configs/quickstart.toml first."""
         if not (set(data) <= {"mesh", "process", "network", "topology"} and "dims" in data.get("mesh", {})):
             training = {"parallel", "model", "data", "train"} & set(data)
             base = tomllib.loads((ROOT / "configs" / "quickstart.toml").read_text())
@@ -223,7 +223,7 @@ class Page:
     def _commands(self, block: Block, only_read: bool) -> None:
         for line, shown in command_lines(block.text, prompt=block.language == "console"):
             command = read(line)
-            # One machine plays no part of several, the reader's own files are not here, and nobody's shell is changed.
+            # Not run: commands for several hosts, commands on files of the reader, and changes of the shell's settings.
             unfit = command is not None and (
                 command.hosts > 1
                 or not self._is_there(command)
@@ -240,7 +240,7 @@ class Page:
                 raise Wrong(f"{line}: {wrong}")
 
     def _is_there(self, command: Command) -> bool:
-        """Whether the files that a command names are there; a page may leave them to the reader."""
+        """Whether the files in a command exist. A page may leave some to the reader."""
         named = [word for word in command.arguments if word.endswith((".toml", ".py", ".json"))]
         outputs = {after for before, after in pairwise(command.arguments) if before == "--write"}
         return all((self.folder / name).exists() for name in named if name not in outputs and "=" not in name)
@@ -261,7 +261,7 @@ class Page:
         return result.output
 
     def _run(self, command: Command, code: int) -> str:
-        """`meshcomm run`, on warm ranks."""
+        """Run `meshcomm run` on warm ranks."""
         own = list(command.arguments)
         overrides, world = [], command.ranks
         while own[0].startswith("--"):
@@ -287,7 +287,7 @@ class Page:
 
 
 class _PagePool:
-    """The pool as a test on a page sees it: functions of its block, which no rank can import."""
+    """The pool for tests on a page, whose functions no rank can import."""
 
     def __init__(self, pool: Pool, block: Block) -> None:
         self.pool, self.block = pool, block
@@ -314,7 +314,7 @@ def _merged(base: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def free_names(text: str) -> set[str]:
-    """Names that a block uses and does not make."""
+    """Names that a block uses but does not define."""
     top = symtable.symtable(text, "page", "exec")
     made = {one.get_name() for one in top.get_symbols() if one.is_assigned() or one.is_imported()}
     found: set[str] = set()
@@ -331,7 +331,7 @@ def free_names(text: str) -> set[str]:
 
 
 def opens_a_mesh(tree: ast.Module) -> bool:
-    """Whether a block calls meshcomm.init itself, outside of every function."""
+    """Whether a block calls meshcomm.init outside of every function."""
     return any(_is_init(node) for node in _outside_functions(tree))
 
 
@@ -360,7 +360,7 @@ def _is_init(node: Any) -> bool:
 
 
 def comments(text: str) -> dict[int, str]:
-    """Comments by line; by the negative one where nothing else stands on it."""
+    """Comments by line number, which is negative if the line has nothing else."""
     tokens = tokenize.generate_tokens(io.StringIO(text + "\n").readline)
     return {
         one.start[0] * (-1 if one.line.lstrip().startswith("#") else 1): one.string.lstrip("# ")

@@ -1,4 +1,4 @@
-"""Is what a page shows what came out?"""
+"""Compare a page's text with the real output."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import re
 
 
 def differs(shown: str, got: str, order: str = "") -> str | None:
-    """What is wrong, as a text; None where the page is right.
+    """The difference as a text, or None if the page is right.
 
-    shown: lines of the page; `...` alone stands for any lines, also none. Places in a file (train.py:4)
-        are not compared, nor blank lines and the spaces at the ends of lines.
-    order: "any order": every line that is shown has come, in whatever order. "sample": not compared.
+    shown: lines of the page. A line `...` matches any number of lines, also none. Places in a file (train.py:4),
+        blank lines and spaces at the ends of lines are not compared.
+    order: "any order": every shown line must appear, in any order. "sample": not compared.
     """
     if order == "sample":
         return None

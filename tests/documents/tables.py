@@ -1,7 +1,7 @@
-"""THE tables of blocks that are not run and why, and of names that a page's short examples take for granted.
+"""The blocks that are not run and why, and the names that a page's short examples take for granted.
 
-Python that is not run is still compiled, and commands are still read by the real command line. Whole commands that no page
-runs (`meshcomm train`, ...) are in tests/documents/commands.py; commands on files that only the reader has are read.
+Python that is not run is still compiled, and the real command line still parses commands. tests/documents/commands.py lists the
+commands that no page runs (`meshcomm train`, ...). Commands on files that only the reader has are only parsed.
 """
 
 from __future__ import annotations
@@ -9,17 +9,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-# Page and first line of the block -> why. A line that no block has any more fails the tests.
+# Page and first line of the block -> why. The tests fail for a line that no block has any more.
 NOT_RUN: Final[Mapping[str, str]] = {
     'docs/guide/performance.md: torchrun --nproc-per-node 8 -m tests.benchmarks.training configs/mesh.toml --rounds 5 --set \'parallel={ data = "dp", tensor = "tp", pipeline = "pp" }\'': "measures for minutes; tests/benchmarks/test_training.py",
 }
 
-# Pages whose blocks other tests run; here they are only read.
+# Pages whose blocks other tests run. Here they are only parsed.
 OWN_TESTS: Final[Mapping[str, str]] = {
     "docs/reference/errors.md": "tests/documents/error_page.py",
 }
 
-# Made on every rank before a page's first example.
+# Code that runs on every rank before a page's first example.
 _TORCH: Final = "import torch\n"
 
 PRELUDES: Final[Mapping[str, str]] = {

@@ -1,4 +1,4 @@
-"""Every code block of README and docs/ runs, and prints what the page says."""
+"""Every code block of README and docs/ runs and prints what the page shows."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ pytestmark = pytest.mark.long
 ALL = {page: blocks(page) for page in pages()}
 
 
-# Made from docstrings, whose examples pytest runs where they are.
+# These pages are made from docstrings. pytest runs the examples in the source files.
 MADE = "docs/reference/api/"
-# It trains eight models.
+# This page trains eight models.
 LONG = ("docs/guide/models.md",)
 
 
@@ -50,7 +50,7 @@ def test_every_block_of_the_page_runs(
         except Exception as error:
             wrong.append(f"{block}: {'' if isinstance(error, Wrong) else type(error).__name__ + ': '}{error}")
         finally:
-            # A block that calls meshcomm.watch() would leave its watch to the next test of this process.
+            # Otherwise a block that calls meshcomm.watch() would keep watching during the next test of this process.
             watched.gives_way()
     assert not wrong, "\n\n".join(wrong)
 
@@ -78,7 +78,7 @@ def test_commands_and_examples_outside_of_blocks(page: str) -> None:
     assert outside == [], "```pycon"
 
 
-# -- does the runner see what is wrong? --------------------------------------------------------------
+# -- does the runner find mistakes? ---------------------------------------------------------------
 
 WRONG = [
     ("```python\nprint(3)  # 4\n```", "the comment says '4'"),
@@ -105,7 +105,7 @@ WRONG = [
 
 
 def found_wrong(text: str, folder: Path, pool: Pool) -> list[str]:
-    """What the runner says about a page of this text."""
+    """The mistakes that the runner finds in a page with this text."""
     state = Page("page.md", folder, pool)
     said = []
     for block in blocks("page.md", text):

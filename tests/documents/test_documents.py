@@ -1,4 +1,4 @@
-"""Pages that are made from tables are what the tables make, and the site is whole."""
+"""Generated pages are up to date, and the site is complete."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_every_public_name_has_an_entry_and_a_line_of_the_index(api_pages: dict[
 
 
 def test_the_labels_of_docstrings_are_read(api_pages: dict[str, str]) -> None:
-    """None is left in the middle of a paragraph."""
+    """No label remains inside a paragraph."""
     for name, text in api_pages.items():
         prose = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
         assert re.findall(r"(?<!\*\*)\b(?:Args|Shape|Called by|Gradient|Returns):", prose) == [], name
@@ -159,7 +159,7 @@ def test_a_number_that_stands_on_a_page_is_that_of_its_table() -> None:
 def test_every_public_name_of_torch_distributed_is_on_its_page() -> None:
     text = (DOCS / "reference/from_torch.md").read_text()
     names = {name for name, what in vars(dist).items() if type(what) is not ModuleType} | set(dir(dist.Work))
-    # Imports of torch's own file, and what TorchScript needs.
+    # The file's imports, and helpers for TorchScript.
     names -= {"timedelta", "boxed", "unbox"}
     assert {name for name in names if not name.startswith("_")} - set(re.findall(r"\w+", text)) == set()
     assert set(map(int, re.findall(r"^\| (\d+) \|", text, re.M))) == set(range(1, 27))
@@ -191,7 +191,7 @@ def test_every_key_is_in_an_example_and_every_example_is_right(
             written |= set(inner)
             whole = set(data) & {"parallel", "model", "data", "train"}
             load_config(_over(quickstart if whole else {"mesh": quickstart["mesh"]}, data))
-        # [mesh.options] and [train.groups] have sections of their own.
+        # [mesh.options] and [train.groups] are separate sections.
         assert set(section["properties"]) - written - {"options", "groups", "lora"} == set(), place
 
 
@@ -211,7 +211,7 @@ def test_exit_codes_are_those_of_commands() -> None:
 
 
 class Links(HTMLParser):
-    """What a page of the site loads, and where it links to."""
+    """The files that a page of the site loads, and its links."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -228,7 +228,7 @@ class Links(HTMLParser):
 
 
 class Warned(logging.Handler):
-    """Keeps what the build warns of."""
+    """Collects the warnings of the build."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -330,7 +330,7 @@ def test_the_search_has_every_section_of_every_page(site: Path) -> None:
 
 
 def test_a_link_into_the_repository_becomes_a_page(site: Path) -> None:
-    """README links to files beside it, pages to examples: on the site they are pages too."""
+    """README links to files in the repository and pages link to examples. On the site, these files are pages too."""
     hooks = tool("hooks")
     assert hooks._inside(Path("docs/guide/tensor.md"), "../../examples/hello_mesh.py") == Path(
         "examples/hello_mesh.py"

@@ -1,4 +1,4 @@
-"""The error reference: every public error is in it, and each of its programs does what the page says."""
+"""Every public error is in the error reference, and each of the reference's programs does what the page shows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every example runs, on real processes and in the simulator, and prints what it says it prints."""
+"""Every example runs on real processes and in the simulator, and prints the output in its docstring."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.long
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "examples"
-# finetune_llama and finetune_chat have several commands, and tests of their own.
+# finetune_llama and finetune_chat have several commands, so test_finetune_llama.py tests them.
 NAMES = sorted(
     str(path.relative_to(FOLDER))
     for path in FOLDER.rglob("*.py")
@@ -43,19 +43,19 @@ FORM = re.compile(
     r"(?P<prints>(?:    [^\n]+\n)+)"
 )
 NUMBER = re.compile(r"(\d+(?:,\d{3})*(?:\.\d+)?(?:e[-+]\d+)?)")
-# Differences of the last places; what is larger than this is a wrong result.
+# Numbers up to this size are rounding errors, so two of them count as equal.
 NOTHING = 1e-9
 
 
 class Command(NamedTuple):
-    """config: None where the example says its own mesh."""
+    """config: None if the example defines its mesh."""
 
     config: Path | None
     world: int
 
 
 class Said(NamedTuple):
-    """What an example's docstring says. prints: lines; "..." stands for any number of others."""
+    """The contents of an example's docstring. prints: lines; "..." matches any number of lines."""
 
     shows: str
     run: Command
@@ -95,7 +95,7 @@ def printed(path: str) -> str:
 
 
 def alike(one: str, other: str) -> bool:
-    """Equal but for process ids, the last places of numbers, and spaces at the end."""
+    """Equal except for process ids, the last digits of numbers, and trailing spaces."""
     texts, others = NUMBER.split(one.rstrip()), NUMBER.split(other.rstrip())
     if texts[::2] != others[::2]:
         return False
@@ -108,7 +108,7 @@ def alike(one: str, other: str) -> bool:
 
 
 def missing(lines: list[str], others: list[str]) -> list[str]:
-    """Those of `lines` that have no partner of their own in `others`."""
+    """The lines without a separate match in `others`."""
     left, alone = list(others), []
     for line in lines:
         partner = next((each for each in left if alike(line, each)), None)
@@ -146,7 +146,7 @@ def test_it_prints_what_it_says(pool: Pool, name: str) -> None:
     simulated = out.getvalue().splitlines()
     check(name, what, simulated)
     if "print(mesh)" in (FOLDER / name).read_text():
-        # The table of a mesh says on which nodes its ranks are, which the simulator does not know.
+        # The table of a mesh shows the nodes of its ranks, which the simulator does not know.
         lines, simulated = ([x for x in each if re.match(r"rank \d+ \(", x)] for each in (lines, simulated))
     assert missing(lines, simulated) == missing(simulated, lines) == []
 
@@ -175,7 +175,7 @@ def test_alike() -> None:
 
 
 def allocated() -> tuple[int, int]:
-    """Bytes that torch allocates in scatter, then in broadcast, buffers of the library included."""
+    """The bytes that torch allocates in scatter, then in broadcast, including the library's buffers."""
     found = []
     with meshcomm.init(dims={"all": -1}, device="cpu") as mesh:
         data = torch.ones(mesh.size("all") * 1000, 250) if mesh.coord("all") == 0 else None
@@ -191,7 +191,7 @@ def allocated() -> tuple[int, int]:
 
 
 def test_what_scatter_allocates(pool: Pool) -> None:
-    """What scatter_memory.py says of memory, measured below Python: its own count sees tensors only."""
+    """Check the memory figures of scatter_memory.py below Python, because its own count covers only tensors."""
     part = 1_000_000
     root, *others = pool.run(allocated, ranks=4)
     few = 50_000  # headers, and the comparison of the first calls

@@ -1,4 +1,4 @@
-"""examples/finetune_llama and finetune_chat from their first command to their last: made, trained, exported, opened."""
+"""examples/finetune_llama and finetune_chat from the first command to the last: make, train, export, open."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 EXAMPLE, CHAT = EXAMPLES / "finetune_llama", EXAMPLES / "finetune_chat"
 
 
-# Fewer, and evaluated more often; what else the configuration says stays.
+# Fewer steps and more evaluations. All other settings are the configuration's.
 FEWER = [
     *("train.steps=6", "train.eval_every=2", "train.checkpoint_every=6", "train.warmup_steps=1"),
     "mesh.timeout_s=60",
@@ -37,7 +37,7 @@ FEWER = [
 
 
 def trained(config: Config, samples: Tensor) -> Tensor | None:
-    """Train; of the last stage, this rank's share of the logits of its samples, gathered along tp."""
+    """Train. On the last stage, return the logits of this rank's samples, gathered along tp."""
     with meshcomm.init(config) as mesh:
         trainer = Trainer(mesh, config)
         trainer.run()
@@ -73,7 +73,7 @@ def test_the_example_from_its_first_command_to_its_last(pool: Pool, tmp_path: Pa
     parts = [each for each in pool.run(trained, config, samples, timeout_s=200.0) if each is not None]
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     held_out = {line["step"]: line["validation_loss"] for line in lines if "validation_loss" in line}
-    # Before the first step all 384 tokens are about equally likely.
+    # Before training, all 384 tokens are about equally likely.
     assert math.log(384) > held_out[2] > held_out[4] > held_out[6]
 
     with chdir(tmp_path):
@@ -87,7 +87,7 @@ def test_the_example_from_its_first_command_to_its_last(pool: Pool, tmp_path: Pa
     torch.testing.assert_close(torch.cat([parts[0], parts[2]]), theirs, rtol=1e-4, atol=1e-5)
 
     loss, sentence = called("evaluate.py", "tuned").splitlines()
-    # The script asks for one token less of each sample.
+    # The script leaves out one token of each sample.
     assert abs(float(loss.removeprefix("tuned: loss on held_out.txt ")) - held_out[6]) < 0.05
     assert sentence.startswith("tuned: On a mesh of pp 2 dp 2 tp 2 rank")
     written = (EXAMPLE / "finetune.toml").read_text().splitlines()

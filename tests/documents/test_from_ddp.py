@@ -1,4 +1,4 @@
-"""docs/guide/models.md: what its DDP script prints, each of its steps prints; in float64, to 1e-9."""
+"""docs/guide/models.md: each step of the page gives the losses of its DDP script, within 1e-9 in float64."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ EXACT = {
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """The files of the page, in float64."""
+    """The page's files, changed to float64."""
     for block in blocks(PAGE):
         if "file" in block.notes:
             text = block.text
@@ -40,7 +40,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def steps() -> list[tuple[str, ...]]:
-    """The words behind each `meshcomm run` of the page."""
+    """The arguments of each `meshcomm run` on the page."""
     commands = [
         read(line)
         for block in blocks(PAGE)
@@ -69,7 +69,7 @@ def test_the_steps_of_the_page_shard_split_and_pipeline() -> None:
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     "words",
-    # The last has a module that is split, and a pipeline; tests of the page run the others in bfloat16.
+    # The last step splits the module and has a pipeline. The tests of the page run the other steps in bfloat16.
     [pytest.param(each, marks=pytest.mark.parity) for each in STEPS],
     ids=[str(number) for number in range(1, len(STEPS) + 1)],
 )

@@ -1,4 +1,4 @@
-"""What stands around the package: workflows, tools before a commit, how it is cited, and how it is released."""
+"""The project around the package: workflows, pre-commit tools, citation and release."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ WORKFLOWS: dict[str, Any] = {
 
 
 def wrong_commands(lines: list[str]) -> list[str]:
-    """Of the lines of a job those that cannot be run: by their program, module, script or options."""
+    """The lines of a job that cannot run, because of their program, module, script or options."""
     wrong, installed, written = [], set(), set()
     for line in lines:
         program, *words = shlex.split(line)
@@ -130,7 +130,7 @@ def test_the_tools_before_a_commit_have_the_versions_of_the_project() -> None:
     hooks = {hook["id"]: (repo, hook) for repo in repos for hook in repo["hooks"]}
     assert set(hooks) == {"ruff-check", "ruff-format", "mypy"}
     assert hooks["ruff-check"][0]["rev"] == hooks["ruff-format"][0]["rev"] == f"v{PINS['ruff']}"
-    # That of the environment: the pinned one, beside the packages whose types it reads.
+    # mypy runs in the environment, at the pinned version and with the packages whose types it reads.
     assert hooks["mypy"][1]["language"] == "system" and "mypy" in PINS
     constraints = (ROOT / "constraints.txt").read_text().splitlines()
     assert [f"{name}=={version}" for name, version in PINS.items()] == [

@@ -1,4 +1,4 @@
-"""The sdist and its wheel: complete, and the wheel works by itself outside the repository."""
+"""The sdist and its wheel are complete, and the wheel works outside the repository."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The unpacked sdist. Built from a copy: setuptools leaves its build folder beside the source."""
+    """The unpacked sdist. It is built from a copy, because setuptools leaves its build folder in the source folder."""
     folder = tmp_path_factory.mktemp("sdist")
     copied = copy_of_the_repository(folder / "copy")
     build = f"from setuptools import build_meta; print(build_meta.build_sdist({str(folder)!r}))"
@@ -37,7 +37,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from the sdist, as pip does."""
+    """The wheel, built from the sdist as pip builds it."""
     out, built = tmp_path_factory.mktemp("wheel"), tmp_path_factory.mktemp("build") / "source"
     shutil.copytree(source, built)
     build = ["pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "--no-index", "-w", str(out), "."]
@@ -48,11 +48,11 @@ def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The bin folder of an environment that has the wheel, and this environment's other packages."""
+    """The bin folder of an environment with the wheel and this environment's other packages."""
     folder = tmp_path_factory.mktemp("environment")
     venv.create(folder, with_pip=False)
     site = Path(sysconfig.get_path("purelib", "venv", {"base": str(folder), "platbase": str(folder)}))
-    # A path file that is found through another one is not read: the editable meshcomm stays out of sight.
+    # Python does not follow path files in a folder that a path file adds, so the editable meshcomm stays hidden.
     (site / "others.pth").write_text(sysconfig.get_path("purelib") + "\n")
     python = folder / "bin" / "python"
     install = ["pip", "--python", str(python), "install", "-q", "--no-deps", "--no-index", str(wheel)]
@@ -65,7 +65,7 @@ def call(installed: Path, cwd: Path, *words: str) -> subprocess.CompletedProcess
     return subprocess.run(
         [str(installed / words[0]), *words[1:]],
         cwd=cwd,
-        # Unbuffered, two ranks' lines would run into each other, did ranks not write whole ones.
+        # Without buffering, lines of two ranks would mix if ranks did not write whole lines.
         env=environment | {"RES_OPTIONS": "timeout:1 attempts:1", "PYTHONUNBUFFERED": "1"},
         capture_output=True,
         text=True,
@@ -103,7 +103,7 @@ def test_the_page_of_the_package_stands_alone(wheel: Path) -> None:
         start = f"{address}/{'raw' if image else 'blob'}/v{meshcomm.__version__}/"
         assert link.startswith(start), link
         assert (ROOT / link.removeprefix(start).partition("#")[0]).is_file(), link
-    # What is no link is as in the clone.
+    # Apart from links, the text equals the clone's.
     assert re.sub(r"\]\(\S+?\)", "", shown) == re.sub(r"\]\(\S+?\)", "", readme)
 
 
@@ -134,7 +134,7 @@ def test_a_project_begins_away_from_the_clone(installed: Path, tmp_path: Path) -
     assert made.stdout == "meshcomm train demo/config.toml\nmeshcomm run --world-size 8 demo/hello.py\n", (
         made.stderr
     )
-    # The tests of README run both.
+    # README's tests run both files.
     planned = call(installed, tmp_path, "meshcomm", "plan", "demo/config.toml", "--json")
     assert json.loads(planned.stdout)["world_size"] == 8, planned.stderr
     run = call(installed, tmp_path, "meshcomm", "simulate", "--world-size", "8", "demo/hello.py")

@@ -1,4 +1,4 @@
-"""A step that is run, measured as a dry run predicts it: memory by what it is for, and FLOPs."""
+"""A real step, measured in the terms of a dry run: memory by purpose, and FLOPs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from meshcomm.transport.torch_private import explicit_kernel, leaves_of
 
 @final
 class Watched(LedgerMode):
-    """While it is entered, records every tensor that an operator makes, and its FLOPs, in a ledger."""
+    """Within its block, record every tensor that an operator allocates, and the operator's FLOPs, in a ledger."""
 
     def __init__(self, ledger: Ledger, calls: object = None) -> None:
         super().__init__(ledger)
@@ -24,13 +24,13 @@ class Watched(LedgerMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """See TorchDispatchMode."""
         if types and wraps_tensors(types):
-            # DTensor and its like call the operators of what this rank holds, which come here.
+            # DTensor and similar classes call operators on this rank's tensors, and those calls come here.
             return NotImplemented
         if func.namespace in COMPOSED:
             return self.inside(explicit_kernel, func, *args, **(kwargs or {}))
         found = func(*args, **(kwargs or {}))
         if fake_tensors_on():
-            # DTensor finds shapes by trying operators on tensors without memory.
+            # DTensor infers shapes by running operators on tensors without memory.
             return found
         if func not in self._formulas:
             self._formulas[func] = flops_of(func)

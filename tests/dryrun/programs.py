@@ -1,4 +1,4 @@
-"""Steps of ranks, written down instead of run."""
+"""Steps of ranks that are written down instead of run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from meshcomm.watching.spans import Span
 
 
 class Rank:
-    """What a program calls, on one rank; every call is waited for at once unless it is told otherwise."""
+    """The calls of a program on one rank. Each is waited for at once, unless `wait` is false."""
 
     def __init__(self, layout: Layout, rank: int) -> None:
         self.layout, self.rank = layout, rank
@@ -34,7 +34,7 @@ class Rank:
         wait: bool = True,
         **facts: Any,
     ) -> int:
-        """A call; returns its number, for `wait`."""
+        """Record a call. Returns its number, for `wait`."""
         nbytes = 4
         for size in shape:
             nbytes *= size
@@ -51,7 +51,7 @@ class Rank:
         line: int = 1,
         wait: bool = True,
     ) -> int:
-        """A send to, or a receive from, a coord along a dim."""
+        """Record a send to, or a receive from, a coord along a dim."""
         number = self._messages[direction, dim, peer] = self._messages.get((direction, dim, peer), 0) + 1
         span = Span(
             self._group(dim), dim, direction, f"train.py:{line}", 0.0, nbytes=16, shape=shape, dtype="float32"
@@ -60,15 +60,15 @@ class Rank:
         return self._made(span, wait)
 
     def compute(self, flops: int) -> None:
-        """Products."""
+        """Record computation."""
         self.flops += flops
 
     def wait(self, call: int) -> None:
-        """For a call that was only begun."""
+        """Wait for a call that was started with `wait=False`."""
         self.events.append(Event("wait", call, self.flops))
 
     def step(self) -> RankStep:
-        """All of it."""
+        """The recorded step."""
         peak = Peak(0, dict.fromkeys(PARTS, 0), "", "", "")
         held = dict.fromkeys(PARTS, 0)
         return RankStep(
@@ -90,7 +90,7 @@ class Rank:
 def steps(
     layout: Layout, program: Callable[[Rank], None], ranks: Sequence[int] | None = None
 ) -> list[RankStep]:
-    """The program as these ranks, or as all."""
+    """The program's steps on these ranks, or on all."""
     found = []
     for rank in range(layout.world_size) if ranks is None else ranks:
         made = Rank(layout, rank)
@@ -100,7 +100,7 @@ def steps(
 
 
 def where(layout: Layout) -> Callable[[int], str]:
-    """A rank in words."""
+    """A function that describes a rank in words."""
     return lambda rank: (
         f"rank {rank} ({' '.join(f'{dim}={coord}' for dim, coord in layout.coords(rank).items())})"
     )

@@ -39,7 +39,7 @@ TAIL = """
         mesh.all_reduce("dp", x)
         mesh.step()
 """
-# What is planted, and what is said of it.
+# A planted bug, and the line that reports it.
 PLANTED = {
     "a call under a branch": (
         'if last: mesh.all_reduce("pp", x)',
@@ -101,7 +101,7 @@ def test_a_program_that_is_right_is_found_right(tmp_path: Path) -> None:
     }
     assert facts["part"] == "one step"
     shown = as_text(dryrun.view(facts), 120)
-    # Without [topology] a call has no time, rather than none that the program waits for.
+    # Without [topology], calls have no time, which differs from no exposed time.
     assert "all calls match" in shown and "no times: " in shown and "exposed" not in shown
     assert re.search(r" at most, between passes in aten.* at \S*train\.py:\d+; ", " ".join(shown.split())), (
         shown
@@ -173,7 +173,7 @@ def test_calls_memory_and_time_of_a_training(tmp_path: Path) -> None:
     assert facts["findings"] == [] and facts["memory"]["fits"] is False
     stages = facts["memory"]["stages"]
     assert [each["stage"] for each in stages] == [0, 1, 2, 3]
-    # 1F1B: the first stage has most microbatches under way.
+    # With 1F1B, the first stage has the most microbatches in flight.
     assert stages[0]["parts"]["activations"] > stages[3]["parts"]["activations"]
     assert all(sum(each["parts"].values()) == each["peak_bytes"] for each in stages)
     assert facts["memory"]["most"] == "activations"
@@ -188,16 +188,16 @@ def test_calls_memory_and_time_of_a_training(tmp_path: Path) -> None:
     assert step["seconds"] == pytest.approx(parts) and 0 < step["share_of_peak"] < 1
     assert step["tokens_s"] == pytest.approx(32 * 64 / step["seconds"])
     shown = as_text(dryrun.view(facts), 120)
-    # No line of this package is named: none of them is the user's.
+    # The report names no line of this package, because the user cannot change it.
     assert "does NOT fit in" in shown and ".py" not in shown
     assert "assumed: compute at 0.01 TFLOP/s; links" in shown
-    # The table of memory has one unit, and fits into a terminal of 80 columns, of a large world too.
+    # The table of memory has a single unit and fits into a terminal of 80 columns, even for a large world.
     stages[1] |= {"stage": 12, "rank": 131_071}
     stages[2:] = [{**stages[1], "stage": 13}, {**stages[1], "stage": 14}]
     narrow = as_text(dryrun.view(facts), 80)
     assert re.search(r"^peak memory in [kMGT]B, .*\nstage +rank .* activations .*$", narrow, re.M), narrow
     assert re.search(r"^12-14  131,071 ", narrow, re.M) and max(map(len, narrow.splitlines())) <= 80, narrow
-    # What nobody has said of a rank is named.
+    # The report names assumed figures.
     facts["step"] |= {"assumed": ["tflops"], "device": "cpu"}
     shown = " ".join(as_text(dryrun.view(facts), 80).split())
     assert "(of an H100, not of mesh.device cpu, as topology.tflops is not set); links" in shown
@@ -235,7 +235,7 @@ def test_place_ranks_its_meshes_by_a_dry_run_where_asked(tmp_path: Path) -> None
     order, ran = tune.dry_runs(ranking, settings, settings.topology)
     assert sorted(order) == [0, 1] and all(each["fits"] for each in ran)
     assert [ran[i]["step_s"] for i in order] == sorted(each["step_s"] for each in ran)
-    # What the formula says of memory is near.
+    # The formula's memory estimate is close.
     for placement, each in zip(ranking.placements, ran, strict=True):
         assert sum(placement.memory_bytes.values()) == pytest.approx(each["peak_bytes"], rel=0.3)
     words = ["tune", str(path), "--world-size", "8", "--top", "2", "--exact"]
@@ -274,6 +274,6 @@ def test_a_script_with_a_trainer_writes_nothing(tmp_path: Path, monkeypatch: pyt
     assert facts["findings"] == [] and facts["unlike"] == []
     moved = {each["dim"]: {call["call"]: call["calls"] for call in each["calls"]} for each in facts["calls"]}
     assert moved["tp"]["all_reduce"] >= 2 and moved["dp"]["all_reduce"] >= 1
-    # Of 8 * 64 + 64 + 64 + 1, split in halves but for the last.
+    # Of 8 * 64 + 64 + 64 + 1 elements, all but the last are split in halves.
     assert facts["memory"]["stages"][0]["parameters"] == (8 * 64 + 64 + 64) // 2 + 1
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mine.py", "mine.toml"]

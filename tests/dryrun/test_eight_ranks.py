@@ -16,7 +16,7 @@ from tests.train.runs import parallel_of
 
 pytestmark = [pytest.mark.parity, pytest.mark.timeout(600)]
 
-# dims, [parallel] besides what the dims are for, [train], [model] or a family.
+# dims, [parallel] without the roles of the dims, [train], and [model] or a family.
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any] | str]] = {
     "data": ("dp=8", {}, {}, {}),
     "sharded": ("fsdp=8", {}, {"compute_dtype": "bfloat16"}, {}),

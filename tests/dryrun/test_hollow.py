@@ -1,4 +1,4 @@
-"""Operators on tensors without memory: sizes as of torch's own, nothing computed, every byte accounted for."""
+"""Operators on tensors without memory compute nothing, give tensors of torch's sizes, and account for every byte."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from meshcomm.parallel.torch_private import has_memory
 
 
 class NoCalls:
-    """Of a program that makes no calls on groups."""
+    """A program without calls on groups."""
 
     calls = ()
 
@@ -36,7 +36,7 @@ def attended(q: Tensor, k: Tensor) -> Tensor:
 
 
 def reshaped(x: Tensor) -> Tensor:
-    # As inside of an operator: torch does not take it apart before the mode sees it.
+    # As inside an operator, torch does not decompose this before the mode sees it.
     with below_autograd():
         return x.t().reshape(-1)
 
@@ -70,7 +70,7 @@ def test_results_have_the_size_and_memory_of_real_ones(case: str) -> None:
 
     def found() -> list[tuple[Any, ...]]:
         given = [torch.ones(shape) for shape in shapes]
-        # Twice, as what was found out once is looked up.
+        # The second run looks up the results of the first.
         results = [function(*[each.clone() for each in given]) for _ in range(2)]
         flat = torch.utils._pytree.tree_leaves(results)
         assert [has_memory(each) for each in flat] == [not ledger.live] * len(flat)
@@ -105,7 +105,7 @@ def test_no_memory_is_taken_and_every_byte_is_accounted_for() -> None:
         assert storage.size() == y.nbytes and ledger.live == kept
         del storage, y, weight
     assert ledger.live == 0
-    # KiB. The weight alone would be 4 GiB.
+    # In KiB. The weight alone would need 4 GiB.
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 19
 
 

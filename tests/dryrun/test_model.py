@@ -1,4 +1,4 @@
-"""`meshcomm dryrun config.json --dims ...`: the training of a model of which there is nothing but its config.json."""
+"""`meshcomm dryrun config.json --dims ...`: the training of a model from its config.json alone."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from meshcomm.models.hf import counts_of
 from meshcomm.predict.estimate import Sizes, weights, workload
 
 PUBLISHED = Path(__file__).parents[2] / "configs" / "published"
-# The meshes of their papers where they say one, else one of as many ranks.
+# The mesh of each model's paper if it has one, else a mesh with as many ranks.
 MESHES = {
     "llama3_405b": "pp=16,fsdp=128,tp=8",
     "deepseek_v3": "pp=16,fsdp=128,ep=64",
@@ -70,7 +70,7 @@ def test_meshes_of_a_config_json_are_ranked_by_its_weights() -> None:
     assert result.exit_code == 0, result.output
     facts = json.loads(result.stdout)
     assert facts["world_size"] == 256 and len(facts["placements"]) == 3
-    # Weights of 4 bytes, sharded over all ranks but for norms and the like.
+    # Weights of 4 bytes, sharded over all ranks except norms and other small ones.
     assert facts["placements"][0]["memory_bytes"]["weights"] == pytest.approx(235.09e9 * 4 / 256, rel=0.05)
     counts = counts_of(path.parent)
     work = workload(load_config(placed_on(path, 256)), counts)

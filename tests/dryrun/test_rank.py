@@ -1,4 +1,4 @@
-"""A pretended rank against one that runs: the same memory, part by part, and the same calls and bytes on every dim."""
+"""A pretended rank against a real one: the same memory in each part, and the same calls and bytes on every dim."""
 
 from __future__ import annotations
 
@@ -56,20 +56,20 @@ def real(config: Config) -> RankStep:
 
 
 def compared(pool: Pool, config: Config, world: int = WORLD) -> list[float]:
-    """Predicted over measured peaks of the first and the last rank."""
+    """The ratios of predicted to measured peaks on the first and the last rank."""
     found = []
     measured = pool.run(real, config, ranks=world, timeout_s=300)
     for rank in (0, world - 1):
         is_, was = pretended_step(config, rank, world), measured[rank]
         assert (is_.rank, is_.coords, is_.parameters) == (was.rank, was.coords, was.parameters)
-        # Before torch 2.14 no real call of FSDP is seen; a dry run sees them on every version.
+        # Before torch 2.14, real calls of FSDP are not seen. A dry run sees them with every version.
         rows = is_.rows if HAS_HOOKS else [row for row in is_.rows if not row.call.endswith("(torch)")]
         assert sorted(rows) == sorted(was.rows)
         assert sum(was.peak.parts.values()) == was.peak.nbytes
         for part, nbytes in was.peak.parts.items():
             assert abs(is_.peak.parts[part] - nbytes) < 0.1 * was.peak.nbytes, part
         for part in ("weights", "gradients", "optimizer"):
-            # FSDP's padding of shards that are not equally long is not seen.
+            # FSDP pads uneven shards, which the dry run does not see.
             assert is_.before[part] == pytest.approx(was.before[part], rel=0.02) and was.before[part] > 0
         found.append(is_.peak.nbytes / was.peak.nbytes)
         assert 0.9 < found[-1] < 1.1
@@ -77,7 +77,7 @@ def compared(pool: Pool, config: Config, world: int = WORLD) -> list[float]:
 
 
 def test_the_memory_and_the_calls_of_a_step(pool: Pool, figures: Callable[[str], None]) -> None:
-    """Other kinds of parallelism: tests/dryrun/test_eight_ranks.py."""
+    """tests/dryrun/test_eight_ranks.py has the other kinds of parallelism."""
     ratios = compared(pool, config_of("fsdp=4", {"shard": "fsdp"}, {}, BUILT_IN))
     figures(f"dry run, fsdp: predicted / measured peak {', '.join(f'{each:.3f}' for each in ratios)}")
 
@@ -97,7 +97,7 @@ def test_a_world_that_no_machine_here_holds() -> None:
     config = config_of(dims, parallel, {"global_batch_size": 128}, BUILT_IN)
     first, last = (pretended_step(config, rank, 256) for rank in (0, 255))
     assert (first.coords, last.coords) == ({"pp": 0, "dp": 0, "tp": 0}, {"pp": 3, "dp": 15, "tp": 3})
-    # 1F1B: the first stage has four microbatches under way, the last one.
+    # With 1F1B, the first stage has four microbatches in flight and the last stage one.
     assert first.peak.parts["activations"] > last.peak.parts["activations"]
     assert "of stage 0" in first.peak.during and first.peak.at == ""
     assert not dist.is_initialized()
@@ -149,7 +149,7 @@ def test_the_order_of_calls_and_waits() -> None:
         assert {call.group for call in step.calls} == set(step.groups)
     assert first.groups == {"pp[fsdp=0]": [0, 2], "fsdp[pp=0]": [0, 1]}
     assert last.groups == {"pp[fsdp=1]": [1, 3], "fsdp[pp=1]": [2, 3]}
-    # torch's schedule starts sending a gradient and receiving the next input, then waits for both.
+    # torch's schedule starts to send a gradient and to receive the next input, then waits for both.
     pairs = [(event.kind, last.calls[event.call].call) for event in last.events]
     assert [("start", "send"), ("start", "recv"), ("wait", "send"), ("wait", "recv")] in [
         pairs[place : place + 4] for place in range(len(pairs))
@@ -172,7 +172,7 @@ class Summing(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         group = next(each for each in c10d._world.pg_map if each.group_desc.startswith("dp"))
         y = self.table(x)
-        # Their names until torch 2.14, and since.
+        # The names since torch 2.14, or those before.
         gather = getattr(funcol, "all_gather_single", None) or funcol.all_gather_tensor
         scatter = getattr(funcol, "reduce_scatter_single", None) or funcol.reduce_scatter_tensor
         whole = gather(y.detach()[0, :4], 0, group)

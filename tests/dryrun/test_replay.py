@@ -1,4 +1,4 @@
-"""Calls that differ; calls that meet: who waits for whom and how long; and who waits for ever."""
+"""Calls that differ between ranks; which rank waits for which, and how long; and ranks that wait for ever."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ def test_what_is_waited_for_later_hides_behind_what_is_computed() -> None:
         rank.wait(second)
 
     met = replay(steps(layout, program), where(layout), seconds=lambda span, ranks: 3.0, flop_s=1.0)
-    # Both one after the other on their group: 6 s, of which 5 are hidden.
+    # The calls run one after the other on their group: 6 s, of which 5 are hidden.
     assert met.seconds == 6 and met.dims[0]["dp"].waits == 1
 
 
 def test_a_pipeline_fills_and_drains() -> None:
-    """GPipe: the bubble is p - 1 of m + p - 1 slots (Huang et al. 2019)."""
+    """GPipe's bubble is p - 1 of m + p - 1 slots (Huang et al. 2019)."""
     stages, microbatches = 4, 6
     layout = Layout({"pp": stages})
 
@@ -91,7 +91,7 @@ def test_a_rank_whose_neighbours_were_not_run_waits_for_nobody() -> None:
     def timed(ranks: list[int]) -> Replay:
         return replay(steps(layout, program, ranks), where(layout), flop_s=1.0)
 
-    # Rank 7 is at the end of a line of which nobody else was run: it comes 21 s before rank 6.
+    # Rank 7 ends a pipeline whose other ranks were not run, so it arrives 21 s before rank 6.
     met = timed([0, 2, 4, 6, 7])
     assert met.early == {7} and met.seconds == 28
     assert met.sound == [0, 2, 4, 6] and all(met.dims[rank]["tp"].late == 0 for rank in met.sound)
@@ -113,13 +113,13 @@ def test_a_call_that_waits_for_the_one_before_it_waits_for_nobody_else() -> None
 
 
 def circle(rank: Rank) -> None:
-    """Everybody sends before anybody receives, and a message is over when its other end has come."""
+    """Every rank sends before it receives. A message completes only when its other end arrives."""
     rank.message("send", "dp", (rank.rank + 1) % 3, line=4)
     rank.message("recv", "dp", (rank.rank - 1) % 3, line=5)
 
 
 def crossed(rank: Rank) -> None:
-    """Along dp first on one rank, along tp first on the other, round a square of four ranks."""
+    """On a square of four ranks, two call along dp first and two along tp first."""
     dims = ("dp", "tp") if rank.rank in (0, 3) else ("tp", "dp")
     for line, dim in enumerate(dims, 4):
         rank.collective("all_reduce", dim, line=line)

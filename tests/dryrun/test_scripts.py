@@ -1,4 +1,4 @@
-"""Scripts as ranks of a world that nobody has: what cannot be known is refused by name, and the rest is right."""
+"""Scripts run as ranks of a pretended world: values that only other ranks know are refused by name, all others are right."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.group_hooks import needs_group_hooks
 
 
 def ran(program: Callable[[Mesh], object], ranks: int = 4) -> list[Any]:
-    """What it returns on each rank, all run in this process."""
+    """The program's result on each rank. All ranks run in this process."""
     found: list[Any] = []
 
     def run() -> None:
@@ -87,7 +87,7 @@ def test_what_a_rank_knows_has_the_right_shape() -> None:
 
 
 def looked_at(body: str, tmp_path: Path, world: int = 4, steps: int = 2) -> World:
-    """A script run as every rank, in this process."""
+    """Run a script as every rank, in this process."""
     path = tmp_path / "train.py"
     path.write_text(body)
     program = partial(script_step, Script(path, steps=steps))
@@ -146,7 +146,7 @@ def test_what_is_called_a_step_is_one(
         assert step.part == part and {row.call: row.calls for row in step.rows} == rows
         assert step.part_flops == flops * 2 * 64**3
         assert sum(row.nbytes for row in step.rows) == sum(rows.values()) * 4 * 64**2
-        # All of them have to meet.
+        # The calls of all steps are kept, because they have to match between ranks.
         assert len(step.calls) == 1 + min(made, steps or made)
     topology = TopologyConfig(ranks_per_node=4, tflops=1e-6)
     timed = found._replace(replay=priced(topology)(list(found.steps.values()), str))

@@ -1,4 +1,4 @@
-"""Programs that make their groups by torch alone: as one rank of a world that nobody has, and as processes, they call the same."""
+"""Programs that make their groups with torch alone make the same calls as one rank of a pretended world and as processes."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ dist.broadcast_object_list(again := [("w", 3)] if rank == 0 else [None])
 dist.all_reduce(torch.ones(objects[1]["hidden"] + again[0][1]))
 dist.destroy_process_group()
 """
-# As programs do that make each dim's groups by hand.
+# Some programs make each dim's groups by hand, like this one.
 GRID = """
 grid = torch.arange(world).view(world // 2, 2)
 dp, tp = (grid == dist.get_rank()).nonzero().flatten().tolist()
@@ -68,7 +68,7 @@ Rows = dict[tuple[str, str], tuple[int, int]]
 
 
 def as_process(script: str, *arguments: str) -> Rows:
-    """What `meshcomm.watch` counts of it."""
+    """The script's calls and bytes as `meshcomm.watch` counts them."""
     watch = meshcomm.watch(validate_calls=0)
     found: Rows = {}
     ends = watch._end
@@ -92,7 +92,7 @@ def as_process(script: str, *arguments: str) -> Rows:
 
 
 def most_of(ranks: list[Rows]) -> Rows:
-    """Bytes and calls of the rank that moves most along each dim, which a dry run tells."""
+    """The bytes and calls of the rank that moves the most along each dim, as a dry run reports them."""
     most: Rows = {}
     for rows in ranks:
         for key, (calls, nbytes) in rows.items():
@@ -101,7 +101,7 @@ def most_of(ranks: list[Rows]) -> Rows:
 
 
 def told(facts: dict[str, Any]) -> Rows:
-    """The same, of a dry run."""
+    """The same from a dry run."""
     return {
         (row["dim"], each["call"]): (each["bytes"], each["calls"])
         for row in facts["calls"]
@@ -130,7 +130,7 @@ def test_a_dry_run_calls_what_processes_call(pool: Pool, tmp_path: Path, name: s
     assert not facts["findings"] and facts["part"] == "the whole program"
     most = most_of(made)
     if name == "ddp":
-        # Its comparison of shapes between ranks reads what came, and is left out of a dry run.
+        # DDP compares shapes between ranks, which depends on received values, so a dry run leaves it out.
         assert most.pop(("default group", "all_gather")) == (32, 1)
         nbytes, calls = most["default group", "broadcast"]
         most["default group", "broadcast"] = (nbytes - 48, calls - 1)

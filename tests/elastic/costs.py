@@ -21,7 +21,7 @@ _STEPS: Final = 60
 
 
 class Cost(NamedTuple):
-    """Seconds of a step, the mean, and the memory of all processes together at its end."""
+    """The mean seconds of a step, and the memory of all processes at the end of the run."""
 
     step_s: float
     rss: int

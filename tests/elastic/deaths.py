@@ -1,4 +1,4 @@
-"""Trainings in which processes of ranks are killed or stopped, beside the same ones undisturbed.
+"""Trainings in which processes of ranks are killed or stopped, compared with undisturbed runs.
 
 `python -m tests.elastic.deaths --deaths 40 --stopped 0.3`
 """
@@ -64,13 +64,13 @@ MESHES: Final = {
 # In the environment of all processes of a training.
 _MARK: Final = "TRAINING_OF_A_TEST"
 SIGNALS: Final = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS)
-# A stopped rank is replaced after this time. Other ranks of a busy host must not take it for a call.
+# A stopped rank is replaced after this time. On a busy host, other ranks must not mistake it for a slow call.
 _TIMEOUT_S: Final = 15.0
 
 
 @dataclass
 class Death:
-    """A process that was killed or stopped. after: lines of metrics that were there. lost_s: until there was one more step."""
+    """A process that was killed or stopped. after: its last logged step. lost_s: seconds until one more step was logged."""
 
     rank: int
     number: int
@@ -81,7 +81,7 @@ class Death:
 
 @dataclass
 class Run:
-    """A training that is under way, by `meshcomm train`."""
+    """A running training, started by `meshcomm train`."""
 
     process: subprocess.Popen[bytes]
     out: Path
@@ -90,25 +90,25 @@ class Run:
 
     @property
     def lines(self) -> list[dict[str, float]]:
-        """Of metrics.jsonl, steps alone."""
+        """The lines of metrics.jsonl that are training steps."""
         with suppress(OSError):
             text = (self.out / "metrics.jsonl").read_text().splitlines()
             return [line for line in map(json.loads, text) if "loss" in line]
         return []
 
     def ranks(self) -> dict[int, psutil.Process]:
-        """The processes of ranks, as they are now."""
+        """The current processes of the ranks."""
         found = {}
         for child in psutil.Process(self.process.pid).children():
             with suppress(psutil.Error):
-                # A process that waited for a loss was started without a rank; its name has it.
+                # A standby process was started without a rank. Its name contains the rank.
                 rank = child.environ().get("RANK") or child.name().removeprefix("rank ")
                 if rank.isdigit() and child.status() != "zombie":
                     found[int(rank)] = child
         return found
 
     def await_step(self, step: int, within_s: float = 100.0) -> bool:
-        """Whether the metrics have come to `step` before the run ended."""
+        """Wait for `step` in the metrics; False if the run ends or the time is over before."""
         deadline = time.monotonic() + within_s
         while time.monotonic() < deadline:
             lines = self.lines
@@ -136,7 +136,7 @@ def config_of(mesh: str, steps: int, more: str = "") -> str:
 def training(
     folder: Path, config: str, replace: int, script: Path | None = None, words: Sequence[str] = ()
 ) -> Iterator[Run]:
-    """Run a training; nothing of it is left when the block ends."""
+    """Run a training; no process of it is left when the block ends."""
     folder.mkdir(parents=True, exist_ok=True)
     path, log = folder / "train.toml", folder / "log.txt"
     path.write_text(config)
@@ -162,7 +162,7 @@ def training(
 
 
 def left_over(folder: Path) -> list[int]:
-    """Processes of the training in this folder that are still there."""
+    """Processes of the training in this folder that still exist."""
     return [
         each.info["pid"]
         for each in psutil.process_iter(["environ", "pid"])
@@ -171,7 +171,7 @@ def left_over(folder: Path) -> list[int]:
 
 
 def undisturbed(folder: Path, mesh: str, steps: int, more: str = "") -> list[float]:
-    """The losses of a run in which nobody dies."""
+    """The losses of a run in which no rank dies."""
     with training(folder, config_of(mesh, steps, more), 0) as run:
         assert run.process.wait(200) == 0, run.log.read_text()
         return [line["loss"] for line in run.lines]
@@ -210,7 +210,7 @@ def _disturbed(
 
 @dataclass(frozen=True)
 class Ended:
-    """How a run ended. equal: whether its losses are those of an uninterrupted run, bit for bit."""
+    """How a run ended. equal: whether its losses equal the losses of an uninterrupted run, bit for bit."""
 
     code: int
     equal: bool
@@ -228,7 +228,7 @@ class Ended:
 
     @property
     def right(self) -> bool:
-        """Whether the run ended as an uninterrupted one."""
+        """Whether the run ended like an uninterrupted one."""
         return not self.code and self.equal and not self.left
 
 

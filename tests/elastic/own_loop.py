@@ -1,4 +1,4 @@
-"""A loop of the program's own, which goes on when a rank is lost: `meshcomm run --replace 1 --world-size 4 FILE dies`."""
+"""A user-written loop that continues when a rank is lost: `meshcomm run --replace 1 --world-size 4 FILE dies`."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ STEPS, DIES_AT = 12, 5
 
 
 def of_the_farthest(mesh: meshcomm.Mesh, step: int, weight: torch.Tensor) -> tuple[int, torch.Tensor]:
-    """What the rank along dp has that has come farthest: a new one has nothing."""
+    """The step and weight of the rank along dp that has made the most steps; a new rank has made none."""
     every: list[tuple[int, torch.Tensor]] = mesh.objects.all_gather("dp", (step, weight))
     return max(every, key=lambda each: each[0])
 
 
 def main() -> None:
-    """Sum something up in every step."""
+    """Sum something in every step."""
     mesh = meshcomm.init(dims={"dp": 2, "tp": 2})
     step, weight = 0, torch.zeros(3, dtype=torch.float64)
     if mesh.elastic.generation.number:

@@ -1,7 +1,7 @@
 """A launcher that runs no process itself: `python -m tests.elastic.parted ADDRESS FOLDER CONFIG`.
 
-It serves the store of a job of 4 ranks, writes its port into FOLDER/port, and takes for lost the processes that FOLDER/lost
-names, as a cluster says it of a host that does not answer any more.
+It serves the store of a job of 4 ranks and writes its port into FOLDER/port. Processes named in FOLDER/lost count as lost, as
+if a cluster reported that their host no longer answers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from meshcomm.watching.ending import Failure
 
 
 def main() -> None:
-    """Until FOLDER/lost is there, and then until it is killed."""
+    """Wait until FOLDER/lost exists, announce the loss, and then wait to be killed."""
     address, folder, settings = sys.argv[1], Path(sys.argv[2]), load_config(sys.argv[3])
     store = dist.TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
     replacing = Replacing(4, settings.elastic, sizes_of(settings, 4))

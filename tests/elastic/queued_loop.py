@@ -1,8 +1,9 @@
 """A loop whose calls are queued, as on NCCL: `meshcomm run --replace 2 --world-size 4 FILE value barrier`.
 
-Two steps for each word, which says by what the host is blocked when a rank dies in the second one, each time another rank.
-With "reopening" one more dies while the others reopen the mesh, with "joining" the new one, before its first call. With
-"network" the backend detects the death, as NCCL does between hosts. With "late" rank 0 learns of it a second after the others.
+There are two steps for each word. In the second one a rank dies, another one for each word, and the word names the call that
+blocks the host. With "reopening", one more rank dies while the others reopen the mesh; with "joining", the new rank dies before
+its first call. With "network" the backend detects the death, as NCCL does between hosts. With "late" rank 0 learns of the death a
+second after the others.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ Dies = Callable[[], None]
 
 
 def read(mesh: meshcomm.Mesh, x: torch.Tensor) -> float:
-    """The sum. On a queue, reading what was given up for a lost rank raises nothing."""
+    """The sum of x. On a queue, reading the result of a call that was aborted for a lost rank raises nothing."""
     found = x.sum().item()
     if (lost := mesh.elastic.lost()) is not None:
         raise lost
@@ -37,7 +38,7 @@ def read(mesh: meshcomm.Mesh, x: torch.Tensor) -> float:
 
 
 def value(mesh: meshcomm.Mesh, step: int, dies: Dies) -> float:
-    """A value, of a call that the lost rank never makes, or of one that is queued behind such a call on another group."""
+    """Reads the result of a call that the lost rank never makes, or of a call queued after such a call on another group."""
     x = torch.full((3,), float(mesh.rank), device=mesh.device)
     dies()
     for dim in ("tp", "dp"):
@@ -46,7 +47,7 @@ def value(mesh: meshcomm.Mesh, step: int, dies: Dies) -> float:
 
 
 def message(mesh: meshcomm.Mesh, step: int, dies: Dies) -> float:
-    """What a message brings that has no other end."""
+    """Reads a message whose other end is missing."""
     x = torch.full((3,), float(mesh.rank), device=mesh.device)
     dies()
     for dim in ("dp", "tp"):
@@ -58,7 +59,7 @@ def message(mesh: meshcomm.Mesh, step: int, dies: Dies) -> float:
 
 
 def handle(mesh: meshcomm.Mesh, step: int, dies: Dies) -> float:
-    """An asynchronous handle, waited for with a limit: without one a wait does not block."""
+    """Waits for an asynchronous handle with a limit, because a wait without a limit does not block."""
     x = torch.full((3,), float(mesh.rank), device=mesh.device)
     dies()
     for dim in ("dp", "tp"):
@@ -67,7 +68,7 @@ def handle(mesh: meshcomm.Mesh, step: int, dies: Dies) -> float:
 
 
 def barrier(mesh: meshcomm.Mesh, step: int, dies: Dies) -> float:
-    """A barrier, which must not return as if all had come: it is the last call of the step."""
+    """Makes a barrier as the last call of the step. It must not return as if all ranks had arrived."""
     x = torch.full((3,), float(mesh.rank), device=mesh.device)
     dies()
     for dim in ("tp", "dp"):
@@ -77,7 +78,7 @@ def barrier(mesh: meshcomm.Mesh, step: int, dies: Dies) -> float:
 
 
 def objects(mesh: meshcomm.Mesh, step: int, dies: Dies) -> float:
-    """The bytes of objects."""
+    """Gathers objects, as bytes."""
     ranks = [mesh.rank]
     dies()
     for dim in ("dp", "tp"):
@@ -86,7 +87,7 @@ def objects(mesh: meshcomm.Mesh, step: int, dies: Dies) -> float:
 
 
 def first(mesh: meshcomm.Mesh, step: int, dies: Dies) -> float:
-    """The first call on a group, whose ranks wait in the store for each other, to connect."""
+    """Makes the first call on a group, whose ranks wait for each other in the store to connect."""
     if step % 2 == 0:
         return value(mesh, step, dies)
     mesh.create_group(f"all{step}", ("dp", "tp"))
@@ -96,7 +97,7 @@ def first(mesh: meshcomm.Mesh, step: int, dies: Dies) -> float:
 
 
 def torchs(mesh: meshcomm.Mesh, step: int, dies: Dies) -> float:
-    """A value of torch's own call, on the default group."""
+    """Reads the result of torch's own call on the default group."""
     x = torch.full((3,), float(mesh.rank), device=mesh.device)
     dies()
     dist.all_reduce(x)
@@ -107,7 +108,7 @@ WAITS = {each.__name__: each for each in (value, message, handle, barrier, objec
 
 
 def of_the_farthest(mesh: meshcomm.Mesh, step: int, total: float) -> tuple[int, float]:
-    """What the rank has that has come farthest: a new one has nothing."""
+    """The step and total of the rank that has made the most steps; a new rank has made none."""
     for dim in ("dp", "tp"):
         step, total = max(mesh.objects.all_gather(dim, (step, total)))
     return step, total
@@ -115,14 +116,14 @@ def of_the_farthest(mesh: meshcomm.Mesh, step: int, total: float) -> tuple[int, 
 
 def end() -> NoReturn:
     """Die."""
-    time.sleep(0.5)  # the others are blocked by then
+    time.sleep(0.5)  # by then, the others are blocked
     print(f"dies {time.time()}", flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
     raise AssertionError
 
 
 def learns_late(stack: ExitStack) -> None:
-    """Have rank 2 send rank 0 data of a call that it has dropped, a second before rank 0 learns of the death."""
+    """Let rank 2 send rank 0 data of a call that it has dropped, a second before rank 0 learns of the death."""
 
     def announced(store: Any, number: int) -> Any:
         time.sleep(1.0)
@@ -140,7 +141,7 @@ def learns_late(stack: ExitStack) -> None:
 
 
 def main(words: list[str], validate_calls: int, backend: str = NAME, device: str = "cpu") -> None:
-    """Sum something up in every step."""
+    """Sum something in every step."""
     waits = [WAITS[word] for word in words if word in WAITS]
     dims = {"dp": 2, "tp": int(os.environ["WORLD_SIZE"]) // 2}
     with (
@@ -165,11 +166,11 @@ def main(words: list[str], validate_calls: int, backend: str = NAME, device: str
                     step, total = of_the_farthest(mesh, step, total)
                     again = False
                 if step == 2 * len(waits):
-                    mesh.barrier()  # one that has ended could not meet a new one
+                    mesh.barrier()  # a new rank could not meet a rank that has ended
                     break
                 found = waits[step // 2](mesh, step, dies)
                 step, total = step + 1, total + (step + 1) * found
-            except (RankLost, dist.DistBackendError) as error:  # the second from torch's own calls alone
+            except (RankLost, dist.DistBackendError) as error:  # torch's own calls raise DistBackendError
                 lost = mesh.elastic.lost(error)
                 print(f"lost {lost and lost.missing} {time.time()}", flush=True)
                 if "reopening" in words and mesh.rank == 0 and not mesh.elastic.generation.number:

@@ -1,4 +1,4 @@
-"""Processes of which one is lost as the others end: nobody can meet a new one, and the job ends by the name of the lost one."""
+"""A rank is lost while the others end: no new process can meet them, and the job's error names the lost rank."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ else:
 @pytest.mark.faults
 @pytest.mark.parametrize("way", ["dies", "raises", "finalizing"])
 def test_a_rank_that_is_lost_as_others_end_is_named(way: str, tmp_path: Path) -> None:
-    """The others end before they notice: after half a second, or while Python ends in them."""
+    """The others end before they notice the loss: after half a second, or while Python shuts down in them."""
     script = tmp_path / "late.py"
     script.write_text(SCRIPT)
     ended = run("--world-size", "3", str(script), way)
@@ -48,7 +48,7 @@ def test_a_rank_that_is_lost_as_others_end_is_named(way: str, tmp_path: Path) ->
     assert lines[0].startswith(f"meshcomm: rank 1 (dp=1) {what}"), ended.stderr
     assert lines[0].endswith("; replaced, replacements left: 0")
     assert lines[1].startswith(f"meshcomm: rank 1 (dp=1) {what}"), ended.stderr
-    # Whether the loss was announced before they ended depends on the moment.
+    # It depends on timing whether the loss was announced before the others ended.
     assert "completed" in lines[-1] and "so new processes can no longer meet all ranks" in lines[-1]
     assert "terminate called" not in ended.stderr
     assert ended.returncode == (1 if way == "raises" else 128 + signal.SIGKILL)
@@ -82,7 +82,7 @@ time.sleep(0.5)
 
 @pytest.mark.parametrize("way", ["dies", "raises"])
 def test_after_the_end_a_signal_is_no_failure(way: str, tmp_path: Path) -> None:
-    """All work was done, so nothing is lost. An error of the program itself is still one."""
+    """All work is done, so a signal loses nothing. An exception of the program is still a failure."""
     script = tmp_path / "ends.py"
     script.write_text(ENDS)
     ended = run("--world-size", "3", str(script), way)
@@ -117,7 +117,7 @@ def test_a_program_may_still_work_after_its_trainer(tmp_path: Path) -> None:
 
 @pytest.mark.faults
 def test_a_rank_of_a_training_is_killed_when_all_is_saved(tmp_path: Path) -> None:
-    """From the last line of metrics on: either it is replaced, or nothing was lost."""
+    """The rank is killed after the last line of metrics. Either it is replaced, or nothing was lost."""
     draw = random.Random(5)
     for number in range(6):
         with training(tmp_path / str(number), config_of("dp2", 3), 1) as job:

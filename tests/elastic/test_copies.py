@@ -1,4 +1,4 @@
-"""Parts of a model that one rank alone holds: after its loss all go back to copies in the ranks' memory."""
+"""Parts of a model that only one rank holds: after its loss, all ranks go back to copies in the ranks' memory."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PLAYS = {"dp": "data", "tp": "tensor"}
 
 
 class Trained(NamedTuple):
-    """Of one rank. steps: of each step that it reported, the operation when it was done. resumed: after which steps."""
+    """One rank's run. steps: each reported step, and the number of operations by then. resumed: steps it resumed after."""
 
     losses: tuple[float, ...]
     steps: tuple[tuple[int, int], ...]
@@ -36,7 +36,7 @@ class Trained(NamedTuple):
 
 
 class Notes(Callback):
-    """Keeps what the first rank of a process reported."""
+    """Records the reports of the first rank of a process."""
 
     def __init__(self, operations: Any) -> None:
         self.steps: list[tuple[int, int]] = []
@@ -52,7 +52,7 @@ class Notes(Callback):
 
 
 def settings_of(folder: Path, sizes: Mapping[str, int], more: str = "") -> Config:
-    """A training of some steps."""
+    """A training of a few steps."""
     dims = ", ".join(f"{dim} = {size}" for dim, size in sizes.items())
     text = f'[mesh]\ndims = {{ {dims} }}\ndevice = "cpu"\n[parallel]\n'
     text += "".join(f'{PLAYS[dim]} = "{dim}"\n' for dim in sizes)
@@ -90,12 +90,12 @@ def test_all_go_back_to_the_last_copies(sizes: Mapping[str, int], tmp_path: Path
     back = set()
     for seed in range(4):
         rank, step = draw.randrange(ranks), draw.randrange(2, STEPS)
-        # At some operation of the step after `step`.
+        # The rank is lost at some operation of the step after `step`.
         began, ended = (at for number, at in whole[rank].steps if number in (step, step + 1))
         found = trained(settings, ranks, {rank: draw.randrange(began + 1, ended)}, seed)
         assert all(each.losses == whole[0].losses for each in found), (rank, step, seed)
         (after,) = {each.resumed[-1] for each in found}
-        # The one before, where the rank was lost within a copy.
+        # It may be one copy earlier if the rank was lost while a copy was made.
         assert after >= (step // EVERY * EVERY or 1) - EVERY * (step % EVERY == 0), (rank, step, seed)
         back.add(step - after)
     assert "dp" in sizes or max(back) > 0
@@ -150,7 +150,7 @@ def test_the_next_rank_gets_a_copy_however_many_tensors_each_has(
 
 @pytest.mark.faults
 def test_a_process_with_shards_is_killed(tmp_path: Path) -> None:
-    """Nothing was saved on disk."""
+    """The lost shards are restored from copies, because no checkpoint is on disk."""
     assert "fsdp2" in MESHES
     text = config_of("fsdp2", 12) + "[elastic]\ncopy_every = 3\n"
     with training(tmp_path, text, 1) as job:

@@ -1,4 +1,4 @@
-"""A rank that is stopped, or hangs, is replaced like one that has ended: at the timeout of the call that all others wait in."""
+"""A stopped or hung rank is replaced like a dead one, at the timeout of the call in which all others wait."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ mesh.close()
 
 @pytest.mark.faults
 def test_ranks_that_make_different_calls_are_not_hung(tmp_path: Path) -> None:
-    """A mistake of the program ends it, as without --replace."""
+    """Such a mistake ends the program, as without --replace."""
     script = tmp_path / "skips.py"
     script.write_text(SKIPS)
     ended = run("--world-size", "2", str(script), replace=3)

@@ -1,4 +1,4 @@
-"""A rank is lost while calls are queued, as on NCCL: only the abort of its communicators lets a survivor go on."""
+"""A rank is lost while calls are queued, as on NCCL: survivors continue only after their communicators are aborted."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.elastic.queued_loop import WAITS
 
 SCRIPT = Path(__file__).parent / "queued_loop.py"
 STEPS = 6
-# Seconds from a death to the errors of all others; those that do not leave by themselves wait 600.
+# Seconds from a death until all others have raised; a rank that is not released waits for 600.
 LEFT_S = 5.0
 
 TRAINS = """
@@ -30,7 +30,7 @@ with emulated_nccl(), meshcomm.init() as mesh:
     Trainer(mesh).run()
 """
 
-# Rank 3 dies when ranks 0 and 2 can end step 3; rank 1 then has the norm of a call that was given up.
+# Rank 3 dies when ranks 0 and 2 can end step 3; rank 1 then has the norm of an aborted call.
 SPOILS = """
 import os, signal, time
 import meshcomm
@@ -69,7 +69,7 @@ tensor = "tp"
 
 
 def loop(world_size: int, validate_calls: int, *words: str, deaths: int) -> str:
-    """Run the loop, in which so many ranks die one after the other; returns its stderr."""
+    """Run the loop, in which `deaths` ranks die one after the other. Return its stderr."""
     command = ["-m", "meshcomm", "run", "--replace", str(deaths), "--world-size", str(world_size)]
     ended = subprocess.run(
         [sys.executable, *command, str(SCRIPT), str(validate_calls), *words],
@@ -102,7 +102,7 @@ def test_a_value_that_never_comes() -> None:
 
 @pytest.mark.faults
 def test_a_rank_on_another_host_is_lost() -> None:
-    """Torch's watchdog then neither ends the others nor delays them: see docs/design/emulated_nccl.md."""
+    """torch's watchdog then neither ends nor delays the others: see docs/design/emulated_nccl.md."""
     began = time.monotonic()
     loop(4, 0, "value", "network", deaths=1)
     assert time.monotonic() - began < STACK_S + PEERS_DUMP_S
@@ -110,7 +110,7 @@ def test_a_rank_on_another_host_is_lost() -> None:
 
 @pytest.mark.faults
 def test_data_of_a_dropped_call_is_not_taken_for_a_result() -> None:
-    """A rank that drops a call sends what it has in the next one, which ends well on the other side."""
+    """A rank that has dropped a call sends its data in the next one, which then ends normally on the other side."""
     loop(4, 0, "value", "late", deaths=1)
 
 
@@ -121,7 +121,7 @@ def test_data_of_a_dropped_call_is_not_taken_for_a_result() -> None:
     "words", [("value", "message", "handle", "barrier"), ("objects", "first", "torchs")], ids="_".join
 )
 def test_whatever_the_others_wait_for(words: tuple[str, ...], validate_calls: int) -> None:
-    """validate_calls: with 64 the host waits for what is compared of a call, before the call itself."""
+    """With validate_calls=64, the host waits for the comparison of a call before the call itself."""
     loop(4, validate_calls, *words, deaths=len(words))
 
 
@@ -133,12 +133,12 @@ def test_a_second_rank_is_lost_while_the_groups_are_made_again(when: str) -> Non
 
 
 def queued(text: str) -> str:
-    """The config with the backend that stands for NCCL; gradients are clipped in every step."""
+    """The config with the backend that emulates NCCL; gradients are clipped in every step."""
     return text.replace('device = "cpu"', f'device = "cpu"\nbackend = "{NAME}"') + "clip_norm = 0.1\n"
 
 
 def losses(folder: Path, config: str, script: str, kills: dict[int, int]) -> list[float]:
-    """Of a training, in which ranks are killed after steps, or in SPOILS by themselves."""
+    """The losses of a training in which ranks are killed after steps; in SPOILS, a rank kills itself."""
     deaths = len(kills) or int(script is SPOILS)
     folder.mkdir()
     path = folder / "script.py"

@@ -1,4 +1,4 @@
-"""A network that parts a job into two halves: only the half that the launcher is in goes on."""
+"""The network splits a job into two halves: only the half with the launcher continues."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_only_one_half_goes_on(tmp_path: Path) -> None:
         parted = time.monotonic()
         last = int(job.lines[-1]["step"])
         time.sleep(2.0)
-        # Calls of a step that was begun may have met; none begins after it.
+        # Calls of a step that had begun may complete; no step begins after it.
         assert int(job.lines[-1]["step"]) <= last + 1
         (tmp_path / "lost").write_text("2 3")
         assert job.await_step(last + 3), logs[0].read_text()

@@ -1,4 +1,4 @@
-"""A rank is lost and replaced while the others run on: a loop of one's own, and trainings that go on exactly."""
+"""A rank is lost and replaced while the others keep running: in a user-written loop, and in trainings with equal losses."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ for step in range(100):
     mesh.all_reduce("dp", torch.ones(2))
 """
 
-# The new process arrives, and then takes longer than the others wait for its first call.
+# The new process arrives, but is slower at its first call than the timeout of the others.
 IS_LATE = """
 import os, signal, time, meshcomm, torch
 mesh = meshcomm.init(dims={"dp": 2}, timeout_s=8)
@@ -129,7 +129,7 @@ mesh.close()
 
 
 def run(*words: str, replace: int = 1) -> subprocess.CompletedProcess[str]:
-    """`meshcomm run` of a script."""
+    """Run a script with `meshcomm run`."""
     command = [sys.executable, "-m", "meshcomm", "run", "--replace", str(replace), *words]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     return subprocess.run(command, capture_output=True, text=True, timeout=100, env=env, check=False)
@@ -140,7 +140,7 @@ def test_a_loop_of_ones_own_meets_the_new_process() -> None:
     ended = run("--world-size", "4", str(SCRIPT), "dies")
     assert ended.returncode == 0, ended.stderr
     lines = sorted(line for line in ended.stdout.splitlines() if line.startswith("rank"))
-    # 12 steps of the sum over four ranks.
+    # The sum over four ranks in 12 steps.
     whole = [float(sum(4 * step + 6 for step in range(12)))] * 3
     assert ended.stdout.count("lost (3,)") == 3
     assert "replaced {3: 'was ended by SIGKILL'}" in ended.stdout
@@ -253,7 +253,7 @@ def test_a_second_rank_is_lost_while_the_first_is_replaced(
         assert job.await_step(2)
         first, second = draw.sample(range(4), 2)
         job.kill(first, signal.SIGKILL)
-        # A copy of the standby process takes the place in about a second.
+        # A copy of the standby process takes the rank's place in about a second.
         time.sleep(draw.random() * 1.5)
         job.kill(second, signal.SIGKILL)
         assert job.process.wait(100) == 0, job.log.read_text()
@@ -320,7 +320,7 @@ def test_an_exception_ends_a_rank(tmp_path: Path, expected: dict[str, list[float
 
 @pytest.mark.faults
 def test_without_another_holder_the_last_checkpoint_counts(tmp_path: Path) -> None:
-    """Along shard alone every rank has parts that no other has: all go back, and come to the same losses."""
+    """Along shard alone, no other rank has a rank's parts: all ranks go back to the checkpoint, and the losses are equal."""
     more = "checkpoint_every = 3\n"
     before = undisturbed(tmp_path / "before", "fsdp2", STEPS, more)
     with training(tmp_path, config_of("fsdp2", STEPS, more), 1) as job:
@@ -334,7 +334,7 @@ def test_without_another_holder_the_last_checkpoint_counts(tmp_path: Path) -> No
 @pytest.mark.faults
 @pytest.mark.parametrize("background", [False, True])
 def test_while_it_evaluates_and_saves(background: bool, tmp_path: Path) -> None:
-    """Every step is evaluated and saved; the rank is lost somewhere in there, three times."""
+    """Every step is evaluated and saved. A rank is lost at a random moment of this work, three times."""
     more = f"checkpoint_every = 1\neval_every = 1\nkeep = 100\ncheckpoint_async = {str(background).lower()}\n"
     config = config_of("dp2", STEPS, more).replace("[data]", "[data]\nvalidation = 0.3")
     with training(tmp_path / "before", config, 0) as job:
@@ -351,13 +351,13 @@ def test_while_it_evaluates_and_saves(background: bool, tmp_path: Path) -> None:
         after = job.out.joinpath("metrics.jsonl").read_text().splitlines()
         folders = sorted(path.name for path in (job.out / "checkpoints").iterdir() if path.is_dir())
     assert [facts(line) for line in after] == [facts(line) for line in before]
-    # One that was under way beside the training when a rank was lost is not finished; the next one is.
+    # A background save that was running when a rank was lost is not finished; the next one is.
     assert len(folders) >= (STEPS - 3 if background else STEPS), folders
     assert f"step-{STEPS:06}" in folders
 
 
 def facts(line: str) -> tuple[object, ...]:
-    """Of a line of metrics, what does not depend on the clock."""
+    """The values in a line of metrics that do not depend on the clock."""
     found = json.loads(line)
     return tuple(found.get(name) for name in ("step", "loss", "gradient_norm", "validation_loss"))
 

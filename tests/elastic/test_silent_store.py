@@ -1,4 +1,4 @@
-"""A store that does not answer whether ranks were lost: a failed call is explained without it, a value is not used."""
+"""The store does not answer whether ranks were lost: a failed call is explained without it, and a value is not used."""
 
 from __future__ import annotations
 

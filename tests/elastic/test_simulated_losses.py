@@ -1,4 +1,4 @@
-"""A rank is lost at some operation of a training, in the simulator: every moment ends right."""
+"""In the simulator, a rank is lost at some operation of a training: at every moment, the run ends with the right losses."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ RANKS = 8
 
 
 class Trained(NamedTuple):
-    """Of one rank: its losses, and the numbers of its operations when the steps began and at the end."""
+    """One rank's losses, and the numbers of its operations at the start of the first step and at the end."""
 
     losses: tuple[float, ...]
     began: int
@@ -42,7 +42,7 @@ class Trained(NamedTuple):
 def trained(
     settings: Config, lose: Mapping[int, int], seed: int, trainer: Callable[..., Trainer] = Trainer
 ) -> list[Trained]:
-    """Two steps on 8 ranks. lose: by rank, the number of the operation at which it is lost."""
+    """Train two steps on 8 ranks. lose: rank -> the number of the operation at which it is lost."""
 
     def body() -> Trained:
         world: Any = WORLD.get()
@@ -67,21 +67,21 @@ def settings_of(folder: Path, *, evaluates: bool = True) -> Config:
 
 
 def loses_at(folder: Path, moments: list[tuple[int, int, int]]) -> None:
-    """Lose a rank at an operation, in another schedule each: (rank, number, seed)."""
+    """Lose a rank at an operation, each time in another schedule. moments: (rank, number, seed)."""
     settings = settings_of(folder)
     whole = trained(settings, {}, 0)
     for rank, number, seed in moments:
         try:
             found = trained(settings, {rank: number}, seed)
         except RankFailed as error:
-            # In the last exchange: ranks that have left it end their program, and nobody can meet them any more.
+            # The loss is in the last exchange: ranks that have left it end their program and cannot be met again.
             cannot_be_replaced(error, rank)
             continue
         assert all(each.losses == whole[0].losses for each in found), (rank, number, seed)
 
 
 def cannot_be_replaced(error: RankFailed, rank: int) -> None:
-    """`error` says that `rank` was lost, where, and who had ended."""
+    """Check that `error` names `rank` as lost, the place of the loss, and the ranks that had ended."""
     what = rf"rank {rank} \(dp=.*\) was lost and cannot be replaced: ranks? [\d -]+ ha(s|ve) ended"
     assert re.fullmatch(what, error.what), error
     where = rf"rank {rank} was lost at its operation \d+, in \w+ at {re.escape(__file__)}:\d+"
@@ -115,7 +115,7 @@ def test_two_ranks_at_any_two_moments(tmp_path: Path) -> None:
 
 
 class Drawn:
-    """Data of the program's own, in another order each time that they begin."""
+    """The program's data, in a different order each time that iteration begins."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._draw = torch.Generator().manual_seed(mesh.coord("dp"))
@@ -144,7 +144,7 @@ def test_data_that_would_begin_again_in_another_order(tmp_path: Path) -> None:
 
 
 def loop(mesh: Mesh) -> tuple[int, float]:
-    """A loop of one's own, as docs/guide/elastic.md has it."""
+    """A user-written loop, as in docs/guide/elastic.md."""
     step, total = 0, 0.0
 
     def of_the_farthest() -> tuple[int, float]:
@@ -182,7 +182,7 @@ def test_a_program_that_does_not_reopen_fails_by_name() -> None:
 
 
 def test_a_rank_that_is_lost_as_others_end_is_named() -> None:
-    """Others have ended before, or end before they notice; or all meet the new one, as the schedule has it."""
+    """Depending on the schedule, others end before the loss or before they notice it, or all meet the new rank."""
     found = set()
     for seed in range(30):
         order: list[str] = []

@@ -1,4 +1,4 @@
-"""Ranks that are lost and come back later, or never, in the simulator: the others go on with fewer, at every moment."""
+"""In the simulator, ranks are lost and come back later or never: at every moment, the others continue with fewer ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ THREE = {"mesh": {"dims": {"dp": 3}}, "elastic": {"min": {"dp": 1}}}
 
 
 def loop(mesh: Mesh) -> tuple[list[int], float]:
-    """Sizes that the mesh has had, and a sum over steps that does not depend on them."""
+    """The sizes that the mesh has had, and a sum over steps that does not depend on them."""
     step, total, sizes = 0, 0.0, [mesh.size("dp")]
 
     def of_the_farthest() -> tuple[int, float]:
@@ -58,7 +58,7 @@ def test_a_loop_of_ones_own_with_fewer(number: int) -> None:
 def test_a_loop_of_ones_own_grows_back(number: int) -> None:
     text = {**THREE, "elastic": {"min": {"dp": 1}, "replace": 1, "delay_s": 30}}
     found = meshcomm.simulate(loop, text, lose={1: number}, schedule_seed=number)
-    # It comes back before the others are done, or not at all.
+    # The lost rank comes back before the others are done, or not at all.
     if found[1] is None:
         assert [found[0], found[2]] == [([3, 2], 780.0)] * 2
     else:
@@ -73,7 +73,7 @@ def test_too_few() -> None:
 
 
 def smaller(folder: Path, elastic: str) -> Config:
-    """A training of two steps on dp=4 cp=2 whose global batch of 12 fits 4, 3, 2 and 1."""
+    """A training of two steps on dp=4 cp=2, whose global batch of 12 fits dp=4, 3, 2 and 1."""
     folder.mkdir(exist_ok=True)
     settings = settings_of(folder, evaluates=False)
     batch = ["train.global_batch_size=12", "train.micro_batch_size=1"]
@@ -81,7 +81,7 @@ def smaller(folder: Path, elastic: str) -> Config:
 
 
 def trained(settings: Config, lose: Mapping[int, int], seed: int) -> list[tuple[float, ...]]:
-    """The losses on the ranks that have ended."""
+    """The losses of the ranks that completed."""
 
     def body() -> tuple[float, ...]:
         with init(settings) as mesh:
@@ -93,7 +93,7 @@ def trained(settings: Config, lose: Mapping[int, int], seed: int) -> list[tuple[
 
 
 def at_any_moments(folder: Path, elastic: str, times: int, first: int) -> int:
-    """Lose two ranks at any two operations; how often one has come back."""
+    """Lose two ranks at random operations. Return how often a rank has come back."""
     settings = smaller(folder, elastic)
     whole = trained(smaller(folder, "{ min = { dp = 1 } }"), {}, 0)
     assert len(whole) == 8

@@ -1,4 +1,4 @@
-"""Ranks that have no new process: the others go on with fewer, with the same global batch, and grow back."""
+"""Lost ranks get no new process: the others continue with fewer ranks and the same global batch, and grow back."""
 
 from __future__ import annotations
 
@@ -70,12 +70,12 @@ mesh.close()
 
 
 def elastic(text: str) -> str:
-    """Behind a config."""
+    """The table to append to a config."""
     return f"\n[elastic]\n{text}\n"
 
 
 def losses(job: Run) -> list[float]:
-    """Of every step."""
+    """The loss of every step."""
     return [line["loss"] for line in job.lines]
 
 
@@ -115,7 +115,7 @@ def test_a_training_goes_on_with_fewer(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("mesh", "deaths", "sizes"),
     [
-        # Ranks 3 and 5 are of two copies: what is left of both becomes one.
+        # Ranks 3 and 5 belong to two copies of the model; the remaining ranks form one copy.
         ("dp4 cp2", (3, 5, 0), ("dp=3", "dp=3", "dp=2")),
         ("pp2 dp2 tp2", (6,), ("dp=1",)),
         ("dp2 fsdp2", (1,), ("dp=1",)),
@@ -124,7 +124,7 @@ def test_a_training_goes_on_with_fewer(tmp_path: Path) -> None:
 def test_some_are_lost_and_come_back(
     mesh: str, deaths: tuple[int, ...], sizes: tuple[str, ...], tmp_path: Path
 ) -> None:
-    # Long enough for all the deaths, and too short for the others to end first.
+    # A delay that is long enough for all the deaths, and too short for the others to end first.
     text = config_of(mesh, 5 * STEPS) + elastic(f"min = {{ dp = 1 }}\ndelay_s = {4 * len(deaths)}")
     with training(tmp_path / "before", config_of(mesh, 5 * STEPS), 0, words=BATCH) as job:
         assert job.process.wait(200) == 0, job.log.read_text()
@@ -145,7 +145,7 @@ def test_some_are_lost_and_come_back(
 
 @pytest.mark.faults
 def test_shards_go_on_from_the_checkpoint(tmp_path: Path) -> None:
-    """Nobody else has the parts of a lost rank: a smaller mesh reads the last checkpoint."""
+    """No other rank has the parts of a lost rank, so the smaller mesh reads the last checkpoint."""
     mesh = '[mesh]\ndims = { fsdp = 4 }\ndevice = "cpu"\n[parallel]\nshard = "fsdp"\n'
     text = mesh + config_of("dp2", STEPS, "checkpoint_every = 2\n").partition('data = "dp"\n')[2]
     with training(tmp_path / "before", text, 0, words=BATCH) as job:
@@ -167,7 +167,7 @@ def test_too_few_are_left(tmp_path: Path) -> None:
             assert job.await_step(int(last) + 2)
             job.kill(process, signal.SIGKILL)
         assert job.process.wait(60) == 128 + signal.SIGKILL
-        # By its rank in the smaller mesh.
+        # The error names the rank by its number in the smaller mesh.
         assert "rank 2 (dp=2) was ended by SIGKILL\n" in job.log.read_text()
     assert not left_over(tmp_path)
 

@@ -1,6 +1,6 @@
-"""Faults in programs that open their mesh without `with`, by torch's own parallelism and on groups of torch's own.
+"""Faults in programs that open their mesh without `with`, in torch's own parallelism, and on groups made by torch.
 
-The error that counts is the one that Python's own end reports.
+The error that Python itself reports at its end is the one that counts.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _LATE: Final = 40
 
 
 def _dtensor(mesh: Mesh, me: Rank) -> Any:
-    """A DTensor over dp, whole on every rank by an all-gather."""
+    """A DTensor over dp that an all-gather makes whole on every rank."""
     device_mesh = mesh["dp"]
 
     def gathered(x: torch.Tensor) -> torch.Tensor:
@@ -68,7 +68,7 @@ def _exits(me: Rank) -> Any:
 
 
 def _in_thread(program: Program) -> Program:
-    """The same in a thread of the program, for which the main one waits."""
+    """The same program in a thread, which the main thread waits for."""
 
     def threaded(me: Rank) -> None:
         thread = threading.Thread(target=partial(program, me), name="trainer")

@@ -1,4 +1,4 @@
-"""Programs that differ between ranks: another call, a skipped one, another order, an exception."""
+"""Programs that differ between ranks: a different call, a skipped call, a different order, an exception."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ def differs(
     late: float = 0.0,
     keys: Mapping[str, Any] = {},
 ) -> Row:
-    """Rank 2 of four makes another call than the others, and after the error all make the same again.
+    """Rank 2 of four makes another call than the others; after the error all ranks make the same call again.
 
-    times: how often `first` comes before. late: seconds by which the odd rank comes later. keys: of its mesh.
+    times: how often all make `first` before. late: seconds by which the odd rank is late. keys: keywords of its mesh.
     """
 
     def program(me: Rank, mesh: Mesh) -> None:
@@ -65,7 +65,7 @@ def differs(
         try:
             call(mesh, odd)
         finally:
-            # Nothing was sent: the group is as good as before.
+            # Nothing was sent, so the group can still be used.
             _reduced(mesh)
 
     expected = everyone("CallMismatchError")
@@ -80,7 +80,7 @@ _GRADIENTS: Final[Call] = lambda m, odd: m.functional.all_reduce(  # noqa: E731
 
 
 def _two_calls(mesh: Mesh, odd: bool) -> None:
-    """An all_reduce, then a broadcast; the odd rank the other way round."""
+    """An all_reduce, then a broadcast; the odd rank makes them in the other order."""
     calls = [lambda: mesh.all_reduce("dp", _x(4)), lambda: mesh.broadcast("dp", _x(4), 0)]
     for call in reversed(calls) if odd else calls:
         call()
@@ -93,7 +93,7 @@ def _skips(mesh: Mesh, odd: bool) -> None:
 
 
 def _on(dim: str, victim: int, act: Callable[[Rank, Mesh], object], **keys: Any) -> Program:
-    """Three rounds of calls along `dim`; then `victim` does something else than the others."""
+    """Three rounds of calls along `dim`; then `victim` does something else."""
 
     def program(me: Rank, mesh: Mesh) -> None:
         for _ in range(3):
@@ -108,7 +108,7 @@ def _on(dim: str, victim: int, act: Callable[[Rank, Mesh], object], **keys: Any)
 
 
 def _goes_elsewhere(me: Rank, mesh: Mesh) -> None:
-    """The rank goes on with its own work, and closes when the others have their errors."""
+    """The rank does other work, and closes its mesh after the others have raised."""
     time.sleep(TIMEOUT_S + 2)
 
 
@@ -132,7 +132,7 @@ def _leaves(
 
 
 def _first_call(stays_s: float, me: Rank, mesh: Mesh) -> None:
-    """The first call on a group: rank 0 makes it, rank 1 does not and is done after `stays_s`."""
+    """The first call on a group: rank 0 makes it, rank 1 does not, and ends after `stays_s`."""
     mesh.debug.monitored_barrier(timeout_s=TIMEOUT_S)
     if me.number == 0:
         me.strike()
@@ -141,13 +141,13 @@ def _first_call(stays_s: float, me: Rank, mesh: Mesh) -> None:
 
 
 def _another_dim(me: Rank, mesh: Mesh) -> None:
-    """Rank 3 calls along dp where the others call along tp; nobody ever closes the circle."""
+    """Rank 3 calls along dp while the others call along tp, so no circle of waiting ranks closes."""
     check(mesh.all_reduce("dp" if me.number == 3 else "tp", _x(4)), 2.0)
     time.sleep(TIMEOUT_S + 2)
 
 
 def _crossed(me: Rank, mesh: Mesh) -> None:
-    """Two calls along two dims, in the other order on ranks 1 and 2."""
+    """Two calls along two dims; ranks 1 and 2 make them in the other order."""
     for dim in ("dp", "tp") if me.number in (1, 2) else ("tp", "dp"):
         mesh.all_reduce(dim, _x(4))
 
@@ -196,8 +196,8 @@ _TRAINING: Final[dict[str, Any]] = {
 
 
 def _training(odd: str, me: Rank, mesh: Mesh) -> None:
-    """Rank 2 has other settings of the part of the configuration that all ranks share."""
-    # Here, as few rows need it and it takes seconds where it is not loaded yet.
+    """Rank 2 has different settings in the part of the config that all ranks must share."""
+    # Imported here, because few rows need it and importing it takes seconds.
     from meshcomm.config import load_config
     from meshcomm.train.agree import agree
 

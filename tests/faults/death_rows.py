@@ -1,4 +1,4 @@
-"""A rank is killed or stopped inside a collective, of every kind and along every dim; or it comes too late to the first."""
+"""A rank is killed or stopped inside each collective, along each dim, or arrives too late at the first one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from meshcomm.layout import Layout
 from meshcomm.mesh import Mesh
 from tests.faults.row import ENDS, TIMEOUT_S, End, Program, Rank, Row, both, check, everyone, opened, row
 
-# Large enough to be on its way for a while: 512 KiB for each part.
+# Large enough to take a while to send: 512 KiB for each part.
 _N: Final = 1 << 17
 
 
@@ -84,7 +84,7 @@ CALLS: Final[dict[str, Callable[[Mesh, str], None]]] = {
 
 
 def end_inside(me: Rank, mesh: Mesh, dim: str, call: str, how: End) -> None:
-    """From now on, this rank ends when it has started its part of the backend's `call` along `dim`."""
+    """From now on, this rank ends once it has started its part of the backend's `call` along `dim`."""
     transport: Any = mesh._state.transports[dim]
     original = transport.start
 
@@ -97,7 +97,7 @@ def end_inside(me: Rank, mesh: Mesh, dim: str, call: str, how: End) -> None:
         return None
 
     transport.start = instead
-    # Calls that were made before have the backend's own functions in hand.
+    # Calls that were prepared before hold the backend's own functions.
     for prepared in mesh._at[dim].recorder.quick:
         prepared.clear()
 
@@ -107,7 +107,7 @@ _STRUCK: Final = 3
 
 
 def ends_in(call: str, dim: str, victim: int, how: End) -> Program:
-    """Every rank makes the same calls, all numbers checked; `victim` ends inside the fourth."""
+    """Every rank makes the same calls and checks all numbers; `victim` ends inside the fourth."""
 
     def act(me: Rank, mesh: Mesh) -> None:
         for step in range(_STEPS):
@@ -119,7 +119,7 @@ def ends_in(call: str, dim: str, victim: int, how: End) -> Program:
 
 
 def peers(dims: Mapping[str, int], dim: str, victim: int, error: str) -> dict[int, str]:
-    """`error` on the other ranks of the victim's group along `dim`; the rest goes on."""
+    """`error` on the other ranks of the victim's group along `dim`; all others end without an error."""
     layout = Layout(dims)
     group = {int(rank) for rank in layout.group_of(victim, dim)}
     return {
@@ -134,14 +134,14 @@ def _row(call: str, dims: Mapping[str, int], dim: str, victim: int, how: End, **
     return row(cells, ends_in(call, dim, victim, how), expected, (victim,), dims=dims, **more)
 
 
-# Groups of four, where most survivors do not talk to the victim directly, and groups of two beside
-# others that have to go on. The dims take turns.
+# Groups of four, in which most survivors are not connected to the victim, and groups of two, while
+# other groups have to continue. The dims take turns.
 _LINES: Final = ("dp", "tp", "pp")
 _SQUARES: Final = ("pp", "dp", "tp")
 
 
 def _in_validation(how: End, me: Rank) -> None:
-    """While calls are compared, the first thing that moves is the comparison."""
+    """While calls are compared, the comparison is sent first."""
     with me.mesh() as mesh:
         for step in range(_STEPS):
             if step == _STRUCK and me.number == 2:
@@ -150,7 +150,7 @@ def _in_validation(how: End, me: Rank) -> None:
 
 
 def _before_the_first_call(how: End, me: Rank) -> None:
-    """Everyone's mesh is open, and no two ranks of the group have talked yet."""
+    """All meshes are open, but no two ranks of the group have communicated yet."""
     with me.mesh() as mesh:
         mesh.debug.monitored_barrier("dp", timeout_s=TIMEOUT_S)
         if me.number == 1:
@@ -158,10 +158,10 @@ def _before_the_first_call(how: End, me: Rank) -> None:
         CALLS["all_reduce"](mesh, "tp")
 
 
-# -- a peer comes too late to a group's first call, when its ranks have not talked before -----------------
+# -- a peer is late for a group's first call, and its ranks have not communicated before -----------------
 #
-# Where ranks connect when they first talk, Gloo lets one of two connect and the other wait for five timeouts. Which of
-# them is decided by address and port, so that both are tried: one rank is late in one group, and the other in the other.
+# When ranks connect at their first message, Gloo lets one of two connect, and the other wait for five timeouts. Address
+# and port decide which one waits, so both are tried: in each of the two groups the other rank is late.
 
 _SQUARE: Final = {"dp": 2, "tp": 2}
 
@@ -173,7 +173,7 @@ def _x() -> torch.Tensor:
 
 
 def _late(call: LateCall, validate: int) -> Program:
-    """In each group along dp one rank calls and the other comes too late; then all go on along tp."""
+    """In each group along dp, one rank calls and the other is late; then all ranks continue along tp."""
 
     def program(me: Rank) -> None:
         with me.mesh(validate_calls=validate, options={"tp": {"timeout_s": 30.0}}) as mesh:
@@ -189,7 +189,7 @@ def _late(call: LateCall, validate: int) -> Program:
                 except CollectiveTimeout as raised:
                     error, me.raised_at = raised, time.monotonic()
             check(mesh.all_reduce("tp", _x()), 2.0)
-            # Nobody leaves while another may still be asked.
+            # No rank leaves while another may still need its answer.
             mesh.debug.monitored_barrier(timeout_s=30)
             if error is not None:
                 raise error

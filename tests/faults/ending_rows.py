@@ -1,4 +1,4 @@
-"""The store dies under a live mesh, ranks die while closing, the disk is full while a checkpoint is saved."""
+"""The store dies under an open mesh, ranks die while closing, and the disk is full while a checkpoint is saved."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _SQUARE: Final = {"dp": 2, "tp": 2}
 def _ends_in_close(how: End, me: Rank, mesh: Mesh) -> None:
     mesh.warm_up()
     if me.number == _VICTIM:
-        mesh._state.held.resources.callback(lambda: me.end(how))  # before the groups are given back
+        mesh._state.held.resources.callback(lambda: me.end(how))  # before the groups are released
 
 
 def _ends_before_close(how: End, me: Rank, mesh: Mesh) -> None:
@@ -51,7 +51,7 @@ def _ends_before_close(how: End, me: Rank, mesh: Mesh) -> None:
 
 
 def _forgets(me: Rank) -> None:
-    """Rank 1 never closes its mesh; its process ends like that while the others still call."""
+    """Rank 1 never closes its mesh; its process ends while the others still call."""
     if me.number == _VICTIM:
         more = {"timeout_s": TIMEOUT_S, "reports": str(me.folder / "reports")}
         mesh = meshcomm.init({"mesh": {"dims": _SQUARE, "device": "cpu", **more}})
@@ -76,7 +76,7 @@ def _calls_after_close(me: Rank, mesh: Mesh) -> None:
 
 
 def _store_ends(me: Rank, mesh: Mesh, dim: str = "tp") -> None:
-    """The store dies when every rank has used its group along `dim`."""
+    """The store dies after every rank has used its group along `dim`."""
     check(mesh.all_reduce(dim, torch.ones(2)), float(mesh.size(dim)))
     me.say(f"used {me.number}")
     if me.number == 0:
@@ -96,7 +96,7 @@ def _goes_on_without(me: Rank, mesh: Mesh) -> None:
 
 
 def _meets_without(me: Rank, mesh: Mesh) -> None:
-    """The first call along dp comes after the store is gone, which its ranks need no longer: they are connected."""
+    """The first call along dp comes after the store is gone. Its ranks are connected and no longer need the store."""
     _store_ends(me, mesh)
     check(mesh.all_reduce("dp", torch.ones(2)), 2.0)
 
@@ -133,15 +133,15 @@ def _host_dies(me: Rank, mesh: Mesh) -> None:
 
 
 def _saves(fault: Callable[[Rank], None], me: Rank, mesh: Mesh) -> None:
-    """Two checkpoints; the fault is in the second, and the first has to be whole afterwards."""
-    # Here, as few rows need it and it takes seconds where it is not loaded yet.
+    """Saves two checkpoints. The fault is in the second; the first has to be complete afterwards."""
+    # Imported here, because few rows need it and importing it takes seconds.
     from meshcomm.config import TrainConfig
     from meshcomm.train import Checkpoints
     from meshcomm.train.checkpoint.lock import Lock
 
     batch: dict[str, Any] = {"steps": 9, "global_batch_size": 4, "micro_batch_size": 1}
     checkpoints = Checkpoints(mesh, TrainConfig(**batch, out=str(me.folder / "run"), checkpoint_every=1))
-    # Equal on all ranks: each of them writes its share.
+    # The tensors are equal on all ranks, and each rank writes its share.
     state = {f"w{i}": torch.full((4096,), float(i)) for i in range(8)}
     first = checkpoints.save(Lock(1, 0.0, "", {}, {}, {}), state)
     if me.number == _VICTIM:
@@ -155,7 +155,7 @@ def _saves(fault: Callable[[Rank], None], me: Rank, mesh: Mesh) -> None:
 
 
 def _whole(checkpoints: Any, first: Path) -> None:
-    """The first checkpoint is the last complete one, and has the numbers that were saved."""
+    """The first checkpoint is the last complete one, and holds the saved numbers."""
     from meshcomm.train.checkpoint.folder import complete
     from meshcomm.train.checkpoint.reader import Saved
 
@@ -168,14 +168,14 @@ def _whole(checkpoints: Any, first: Path) -> None:
 
 
 def _small_files(me: Rank) -> None:
-    """The system refuses this process every file of more than 4 KiB: EFBIG instead of ENOSPC."""
+    """The system refuses this process every file larger than 4 KiB: EFBIG instead of ENOSPC."""
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     me.strike()
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
 
 
 def _no_space(me: Rank) -> None:
-    """What the file system says when it is full, at the sync of the rank's file."""
+    """Raises the error of a full file system when the rank's file is synced."""
 
     def full(_: int) -> None:
         me.strike()

@@ -1,4 +1,4 @@
-"""Messages that do not meet: no partner, the wrong one, another shape, or a partner that dies."""
+"""Messages that do not match: no partner, the wrong partner, another shape, or a partner that dies."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _x(value: float, n: int = 4, dtype: torch.dtype = torch.float32) -> torch.Te
 
 
 def _stays(me: Rank, mesh: Mesh) -> None:
-    """Alive and elsewhere, until the others have their errors."""
+    """The rank stays alive and makes no call until the others have raised."""
     time.sleep(TIMEOUT_S + 2)
 
 
@@ -36,7 +36,7 @@ def _row(
     gone: tuple[int, ...] = (),
     quick: bool = False,
 ) -> Row:
-    """A line of four ranks along pp: one good message to the right, then `acts`; the others are done."""
+    """Four ranks in a line along pp: one correct message to the right, then `acts`. Ranks without an act end."""
 
     def program(me: Rank, mesh: Mesh) -> None:
         found = mesh.shift("pp", _x(me.number), 1)
@@ -77,7 +77,7 @@ _LARGE: Final = 1 << 24
 
 
 def _gone(how: End, name: str, moment: str, other: Act) -> Row:
-    """Rank 2 ends where rank 1 needs it."""
+    """Rank 2 ends when rank 1 needs it."""
     acts = {1: other, 2: _ends(how)}
     quick = (how, name) == ("SIGKILL", "recv")
     return _row(f"{how.lower()}-{name} | {how} | {moment}", acts, {1: _LOST}, gone=(2,), quick=quick)
@@ -94,7 +94,7 @@ def _shifts_first(me: Rank, mesh: Mesh) -> None:
 
 
 def _ends_after_the_first(how: End, me: Rank, mesh: Mesh) -> None:
-    """Rank 0's neighbours need rank 2, rank 0 does not: it must not come after they have failed."""
+    """Rank 0's neighbours need rank 2, but rank 0 does not: it must not call after they have failed."""
     me.wait_for("rank 0 has shifted")
     me.end(how)
 
@@ -110,7 +110,7 @@ def _any(me: Rank, mesh: Mesh) -> None:
 
 
 def _two_sends(me: Rank, mesh: Mesh) -> None:
-    """Two sends at once; their partner receives neither."""
+    """Sends two messages at once; the partner receives neither."""
     me.strike()
     handles = [mesh.isend("pp", _x(me.number, _LARGE), 2) for _ in range(2)]
     for handle in handles:
@@ -121,7 +121,7 @@ def _all_but_2(act: Act, other: Act) -> dict[int, Act]:
     return {0: act, 1: act, 2: other, 3: act}
 
 
-# Whoever sees first that a message does not fit says so and leaves, which may be all that the other sees.
+# The first rank that sees the misfit raises and leaves. The other rank may see only that it left.
 _REFUSED: Final = "CallMismatchError|PeerLost"
 
 _MUTUAL: Final = {1: (2,), 2: (1,)}
@@ -159,7 +159,7 @@ ROWS = [
     _row(
         "both-receive | two ranks receive from each other | in recv",
         {1: _receives(2), 2: _receives(1)},
-        # Both waits expire at once; on a busy machine one of them may be gone when the other's does.
+        # Both waits expire at once. On a busy machine one rank may be gone before the wait of the other expires.
         {1: f"{_LATE}|{_LOST}", 2: f"{_LATE}|{_LOST}"},
         _MUTUAL,
     ),

@@ -1,4 +1,4 @@
-"""Faults before and while the groups are made: who differs, who never comes, who dies on the way; two jobs at once."""
+"""Faults before and while the groups are created: a rank differs, never arrives, or dies; and two jobs at once."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _ODD = 2
 
 
 def _opens(me: Rank, odd: Mapping[str, Any] = {}, usual: Mapping[str, Any] = {}) -> None:
-    """Every rank that is there opens the mesh, rank 2 with other settings; the time counts from the last of them."""
+    """Every started rank opens the mesh, rank 2 with other settings; the time counts from the last one."""
     me.strike()
     with me.mesh(**{**usual, **(odd if me.number == _ODD else {})}) as mesh:
         mesh.warm_up()
@@ -67,21 +67,21 @@ def _ends_before(how: End, me: Rank) -> None:
 
 
 def _ends_in_agreement(how: End, me: Rank) -> None:
-    """Rank 1 has counted itself, and ends before it says who it is."""
+    """Rank 1 has counted itself, and ends before it announces who it is."""
     if me.number == 1:
         agree._announce = lambda *_: me.end(how)
     _opens(me)
 
 
 def _ends_signed_in(how: End, me: Rank) -> None:
-    """Rank 1 has said that it is here, and ends while it waits for the verdict."""
+    """Rank 1 has announced itself, and ends while it waits for the verdict."""
     if me.number == 1:
         agree._get = lambda *_: me.end(how)
     _then_used(me)
 
 
 def _too_late(me: Rank) -> None:
-    """Rank 3 comes when the others have given up."""
+    """Rank 3 arrives after the others have given up."""
     if me.number == 3:
         me.wait_for("gave up")
     else:
@@ -94,13 +94,13 @@ def _too_late(me: Rank) -> None:
 
 
 def _then_used(me: Rank, dim: str = "tp") -> None:
-    """Gloo's groups connect when they are first used, so that is where a death on the way shows."""
+    """Gloo's groups connect at first use, so a death before that shows there."""
     with me.mesh() as mesh:
         check(mesh.all_reduce(dim, torch.ones(3)), 2.0)
 
 
 def _in_default_group(how: End, me: Rank) -> None:
-    """All have agreed; rank 1 ends before it comes to torch's default group."""
+    """All ranks have agreed; rank 1 ends before it joins torch's default group."""
     if me.number == 1:
         original = dist.init_process_group
 
@@ -113,7 +113,7 @@ def _in_default_group(how: End, me: Rank) -> None:
 
 
 def _in_creation(dim: str, act: Callable[[Rank], None], me: Rank) -> None:
-    """All have agreed, and groups exist; rank 1 does not come to that of `dim`."""
+    """All ranks have agreed, and some groups exist; rank 1 does not join the group of `dim`."""
     if me.number == 1:
         original = groups.create_group
 
@@ -142,7 +142,7 @@ def _no_server(me: Rank) -> None:
 
 
 def _server_ends_in_agreement(me: Rank) -> None:
-    """Rank 1 never comes; the store goes when rank 0 waits for the verdict."""
+    """Rank 1 never arrives; the store dies while rank 0 waits for the verdict."""
     if me.number == 0:
         original = agree._get
 
@@ -179,7 +179,7 @@ def _server_ends_in_creation(me: Rank) -> None:
 
 
 def _live(odd: Callable[[Mesh], object]) -> Program:
-    """On a live mesh every rank declares one more merged dim; rank 2 does something else."""
+    """On an open mesh, every rank declares one more merged dim; rank 2 does something else."""
 
     def act(me: Rank, mesh: Mesh) -> None:
         if me.number == _ODD:
@@ -192,16 +192,16 @@ def _live(odd: Callable[[Mesh], object]) -> Program:
 
 
 def _not_here(mesh: Mesh) -> None:
-    time.sleep(TIMEOUT_S + 1.5)  # the rank does something that has nothing to do with the mesh
+    time.sleep(TIMEOUT_S + 1.5)  # the rank does other work, without the mesh
 
 
 def _environment(**odd: str) -> Callable[[int], Mapping[str, str]]:
     return lambda rank: odd if rank == _ODD else {}
 
 
-# -- two jobs at once on one host, started by a launcher that gives neither of them an address -----------
+# -- two jobs at once on one host, whose launcher gives neither of them an address -----------------------
 
-# Ranks of each of the two jobs of a row.
+# The number of ranks in each of the two jobs of a row.
 _EACH: Final = 2
 _OF_TORCHRUN: Final = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -218,7 +218,7 @@ def _slurm(job: int, rank: int) -> Mapping[str, str]:
 
 
 def _own_job(me: Rank) -> None:
-    """Each job adds up its own numbers; who takes part in the other one's gets wrong ones."""
+    """Each job adds up its own numbers; a rank in the wrong job gets wrong sums."""
     job = me.number // _EACH
     for name in (*_OF_TORCHRUN, "TORCHELASTIC_USE_AGENT_STORE"):
         os.environ.pop(name, None)
@@ -229,9 +229,9 @@ def _own_job(me: Rank) -> None:
 
 
 _MERGE = {"both": ["dp", "tp"]}
-# Rank 1 is lost before the groups are used along tp, and along dp.
-# Rank 1 is gone before or in the creation of dp, the first: rank 3 waits for it there, rank 0 along tp, and rank 2 for
-# rank 3, which has raised; or in that of tp.
+# The errors, and the ranks that they name, if rank 1 is lost before or during the creation of the groups along tp or dp.
+# The groups along dp are created first: rank 3 waits for rank 1 there, rank 0 waits for it along tp, and rank 2 waits for
+# rank 3, which has raised.
 _LOST = {"tp": {0: "PeerLost", 2: "", 3: ""}, "dp": {0: "PeerLost", 2: "PeerLost", 3: "PeerLost"}}
 _NAMED: dict[str, dict[int, tuple[int, ...]]] = {"tp": {0: (1,)}, "dp": {0: (1,), 2: (3,), 3: (1,)}}
 _NO_ONE = everyone("MeshMismatchError")

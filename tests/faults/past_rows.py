@@ -1,7 +1,7 @@
 """Faults in programs that never call the mesh: torch's own parallelism on the mesh's groups.
 
-Each builds its model on groups or slices of the mesh, then trains as torch's documentation shows. Needs the hooks of
-process groups, so torch 2.14 or newer.
+Each program builds its model on groups or slices of the mesh, then trains as torch's documentation shows. Needs torch's
+hooks of process groups, so torch 2.14 or newer.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from meshcomm.mesh import Mesh
 from tests.faults.row import DIFFERS_S, TIMEOUT_S, Program, Rank, Row, everyone, opened, row, without
 
 _STEPS: Final = 60
-# Past the calls that are compared, in each program.
+# A step in each program after the calls that are compared.
 _LATE: Final = 40
 
 Model = Callable[[torch.Tensor], torch.Tensor]
@@ -32,7 +32,7 @@ Fault = Callable[[Rank], Any]
 
 
 def _fsdp(mesh: Mesh, me: Rank, swapped: bool = False) -> Model:
-    """FSDP2 over dp, a group of gathers for each layer."""
+    """FSDP2 over dp, with one group of all-gathers for each layer."""
     torch.manual_seed(0)
     first, second = nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 24), nn.Linear(24, 8))
     for part in (first, second):
@@ -57,7 +57,7 @@ def _ddp(mesh: Mesh, me: Rank) -> Model:
 
 
 def _trains(build: Build, at: int, fault: Fault) -> Program:
-    """Every rank trains; `fault` happens at step `at` on the row's rank, and says what that rank does with it."""
+    """Every rank trains; at step `at`, `fault` gives each rank's input, or None to leave out the step."""
 
     def program(me: Rank, mesh: Mesh) -> None:
         model = build(mesh, me)
@@ -68,7 +68,7 @@ def _trains(build: Build, at: int, fault: Fault) -> Program:
                 if x is None:
                     continue
             y = model(x).sum()
-            if x.requires_grad:  # of the fault that leaves out the backward
+            if x.requires_grad:  # the fault that leaves out the backward
                 continue
             y.backward()
 
@@ -86,7 +86,7 @@ def _on(victim: int, does: Fault) -> Fault:
 
 
 def _skips(me: Rank) -> None:
-    """Its forward and backward of one step are left out."""
+    """The rank leaves out forward and backward of one step."""
     return
 
 
@@ -98,7 +98,7 @@ def _strikes(me: Rank) -> None:
     me.strike()
 
 
-# A rank that sleeps for longer than the timeout of the others.
+# A rank that sleeps longer than the timeout of the others.
 _SLEEPS_S: Final = TIMEOUT_S + 4
 
 
@@ -107,7 +107,7 @@ def _sleeps(me: Rank) -> torch.Tensor:
     return torch.ones(4, 8)
 
 
-# The last error is its own, when it is awake again.
+# The last error is raised by the sleeping rank after it wakes up.
 AWAKE_S: Final = _SLEEPS_S + DIFFERS_S
 
 
@@ -126,7 +126,7 @@ def _swaps(mesh: Mesh, me: Rank) -> Model:
 
 
 def _both(mesh: Mesh, me: Rank) -> Model:
-    """Tensor parallel over tp inside of FSDP2 over dp."""
+    """Tensor parallel over tp inside FSDP2 over dp."""
     model = _tensor(mesh, me)
     assert isinstance(model, nn.Module)
     fully_shard(model, mesh=mesh["dp"])
@@ -134,7 +134,7 @@ def _both(mesh: Mesh, me: Rank) -> Model:
 
 
 def _pipelines(at: int, fault: Fault) -> Program:
-    """GPipe of two stages over pp, by torch's own schedules."""
+    """GPipe with two stages over pp, by torch's own schedules."""
 
     def program(me: Rank, mesh: Mesh) -> None:
         torch.manual_seed(0)
@@ -180,7 +180,7 @@ def _row(
     if fault == "SIGKILL":
         expected = without(everyone(_LOST, prod(dims.values())), victim)
     if fault == "skipped step":
-        # All its calls are like the others', one step ahead: it ends before them, without an error.
+        # Its calls equal the others' calls, one step ahead: it ends before them, without an error.
         expected[victim] = ""
     cells = f"past-{name} | {fault} | outside the mesh | {dim}"
     return row(cells, program, expected, more.pop("named", (victim,)), dims=dims, **more)

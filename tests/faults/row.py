@@ -1,4 +1,4 @@
-"""What is one row of the table: a fault, when and where it happens, and what has to follow from it."""
+"""One row of the table: a fault, when and where it happens, and the errors that have to follow."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from meshcomm.mesh import Mesh
 
 TIMEOUT_S: Final = 2.0
 
-# What meshcomm promises: who differs is known 2 s after the last rank came, and who is missing 2 s
+# meshcomm promises that differing ranks are known 2 s after the last rank arrived, and missing ranks 2 s
 # after the timeout.
 DIFFERS_S: Final = 2.0
 MISSING_S: Final = TIMEOUT_S + 2.0
-# What the suite adds to every promise, as its rows run beside other tests on 2 cores. The page is made without it.
+# The suite adds this to every promise, because its rows run on 2 cores with other tests. The page is made without it.
 BUSY_S: Final = 6.0
 
 Program: TypeAlias = Callable[["Rank"], object]
 End: TypeAlias = Literal["SIGKILL", "SIGSTOP"]
-# Who holds the store: the test (as a launcher's agent does), a process of its own, rank 0, or nobody,
-# as the port is taken by a socket that says nothing or by the store of another job.
+# The process that holds the store: the test (like a launcher's agent), a separate process, or rank 0. Or no
+# process: a socket that never answers, or the store of another job, has the port.
 Server: TypeAlias = Literal["agent", "own process", "rank 0", "taken by a socket", "taken by a store"]
 
 
@@ -44,18 +44,18 @@ class WrongNumber(AssertionError):
 @final
 @dataclass(frozen=True)
 class Row:
-    """A fault and what has to follow.
+    """A fault and its expected outcome.
 
-    program:  run by every rank that is started; what it raises is what the rank said.
-    expected: rank -> name of the error's class, several joined by "|"; "": it goes on to its end, with
-              right numbers. Ranks that are not in it are killed, stopped or never started.
-    named:    ranks that every error, but those of these ranks themselves, has to name; or, by rank, those
+    program:  run by every rank that is started; a rank's outcome is the error that it raises.
+    expected: rank -> name of the error's class, or several names joined by "|"; "": the rank ends without an
+              error, with right numbers. Ranks that are missing here are killed, stopped or never started.
+    named:    ranks that every error has to name, except the errors of these ranks; or, by rank, the ranks
               that its error has to name.
     blameless: ranks that no error may list as missing or odd.
-    promise_s: seconds after the fault within which everyone has raised, on a machine that does nothing else.
+    promise_s: seconds after the fault within which all ranks have raised, on an otherwise idle machine.
     quick:    part of the short form that the normal suite runs.
-    bare:     the mesh is opened without `with` and never closed: what counts is what Python's own end reports.
-    flaw:     why meshcomm does not do yet what is expected here; "": it does.
+    bare:     the mesh is opened without `with` and never closed; the error that Python reports at its end counts.
+    flaw:     why meshcomm does not meet this expectation yet; "": it does.
     sometimes: the flaw shows in some runs only.
     """
 
@@ -79,7 +79,7 @@ class Row:
 
     @property
     def ranks(self) -> int:
-        """Number of ranks of the job, those that are never started included."""
+        """Number of ranks of the job, including ranks that are never started."""
         return prod(self.dims.values())
 
     def to_name(self, rank: int) -> tuple[int, ...]:
@@ -90,7 +90,7 @@ class Row:
 
     @property
     def opens(self) -> bool:
-        """Whether its fault happens while meshes are opened."""
+        """Whether the fault happens while meshes are opened."""
         return self.moment.startswith(("before agreement", "agreement", "creation"))
 
     @property
@@ -103,9 +103,9 @@ class Row:
 class Rank:
     """One process's view of its row, given to the row's program.
 
-    number: which rank this is, as the row counts; the environment may say otherwise.
+    number: this rank's number in the row; the environment may give another one.
     folder: a new folder that all ranks of the row share.
-    server: process id of the store's own process, 0 where it has none.
+    server: process id of the store's own process, or 0 if it has none.
     """
 
     def __init__(self, number: int, row: Row, folder: Path, server: int, pipe: Connection) -> None:
@@ -113,7 +113,7 @@ class Rank:
         self.row = row
         self.folder = folder
         self.raised_at: float | None = None
-        # Of a bare row: what Python reported as uncaught, and the mesh, which nobody closes.
+        # Of a bare row: the errors that Python reported as uncaught, and the mesh, which is never closed.
         self.reported: list[BaseException] = []
         self.left_open: Mesh | None = None
         self._server = server
@@ -121,7 +121,7 @@ class Rank:
 
     @contextmanager
     def mesh(self, **keys: Any) -> Iterator[Mesh]:
-        """An open mesh of the row's dims. `keys`: of meshcomm.init, in place of the row's own."""
+        """An open mesh of the row's dims. `keys`: keywords of meshcomm.init, which override the row's."""
         usual = {"dims": dict(self.row.dims), "device": "cpu", "timeout_s": TIMEOUT_S}
         config = {"mesh": {**usual, "reports": str(self.folder / "reports"), **keys}}
         if self.row.bare:
@@ -134,31 +134,31 @@ class Rank:
             try:
                 yield mesh
             except BaseException:
-                # Closing comes after; what counts is when the program got its error, whatever it did then.
+                # Closing comes later. The time when the program got its error counts, whatever it did afterwards.
                 self.raised_at = self.raised_at or time.monotonic()
                 raise
 
     def strike(self) -> None:
-        """The fault is now. Where several ranks or moments say so, the last one counts."""
+        """Mark the time of the fault. If this is called several times, the last one counts."""
         self._pipe.send(("fault", time.monotonic()))
 
     def end(self, how: End) -> None:
-        """End or stop this process, here and now: that is the fault."""
+        """End or stop this process at once, as the fault."""
         self.strike()
         os.kill(os.getpid(), getattr(signal, how))
 
     def end_server(self) -> None:
-        """Kill the process that holds the store: that is the fault."""
+        """Kill the process that holds the store, as the fault."""
         self.strike()
         os.kill(self._server, signal.SIGKILL)
 
     def wait_for(self, name: str) -> None:
-        """Block until some rank has said `name`: through the file system, which no fault touches."""
+        """Block until some rank calls `say(name)`. This uses the file system, which no fault touches."""
         while not (self.folder / name).exists():
             time.sleep(0.005)
 
     def say(self, name: str) -> None:
-        """Let go whoever waits for `name`."""
+        """Release the ranks that wait for `name`."""
         (self.folder / name).touch()
 
 
@@ -179,7 +179,7 @@ def row(
 
 
 def both(cells: str, program: Callable[[End, Rank], object], *args: Any, **more: Any) -> list[Row]:
-    """The same by SIGKILL and by SIGSTOP. cells: without the fault; the name goes on from that of the signal."""
+    """One row for SIGKILL and one for SIGSTOP. cells: without the fault; the signal is put before the name."""
     name, rest = cells.split(" | ", 1)
     return [
         row(f"{how.lower()}-{name} | {how} | {rest}", partial(program, how), *args, **more) for how in ENDS
@@ -187,7 +187,7 @@ def both(cells: str, program: Callable[[End, Rank], object], *args: Any, **more:
 
 
 def opened(act: Callable[[Rank, Mesh], object], **keys: Any) -> Program:
-    """`act` in an open mesh. keys: of the mesh."""
+    """`act` in an open mesh. keys: keywords of the mesh."""
 
     def program(me: Rank) -> None:
         with me.mesh(**keys) as mesh:
@@ -197,7 +197,7 @@ def opened(act: Callable[[Rank, Mesh], object], **keys: Any) -> Program:
 
 
 def struck(act: Callable[[Rank, Mesh], object], **keys: Any) -> Program:
-    """`act` in an open mesh whose groups are connected; the fault is as it begins."""
+    """`act` in an open mesh whose groups are connected; the fault happens when it begins."""
 
     def connected(me: Rank, mesh: Mesh) -> None:
         mesh.warm_up()
@@ -215,10 +215,10 @@ def check(found: torch.Tensor | None, expected: object) -> None:
 
 
 def everyone(error: str, ranks: int = 4, **others: str) -> dict[int, str]:
-    """The same error on all ranks; `r2="..."` says otherwise of rank 2."""
+    """The same error on all ranks; `r2="..."` sets another one for rank 2."""
     return {rank: others.get(f"r{rank}", error) for rank in range(ranks)}
 
 
 def without(expected: Mapping[int, str], *gone: int) -> dict[int, str]:
-    """`expected` of the ranks that survive."""
+    """`expected` for the surviving ranks."""
     return {rank: error for rank, error in expected.items() if rank not in gone}

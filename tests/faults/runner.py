@@ -1,4 +1,4 @@
-"""Run one row on real processes: the outcome of each rank, and where it differs from what the row promises."""
+"""Run one row on real processes: the outcome of each rank, and any difference from the row's promise."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from typing import Any, Final, final
 
 from tests.faults.row import Rank, Row
 
-# How much longer than promised a row may take: what still runs then hangs.
+# How much longer than promised a row may take. Ranks that still run then hang.
 _LIMIT_S: Final = 15.0
-# How long a rank that has its error may take to close its mesh and end.
+# How long a rank may take, after its error, to close its mesh and end.
 _ENDS_S: Final = 10.0
 
-# What the processes share from their birth. Where another test has started the fork server already,
-# they import what it lacks themselves.
+# Modules that the processes share by forking. If another test has started the fork server before, the processes
+# import missing modules themselves.
 _PRELOAD: Final = [
     "torch",
     "torch.distributed",
@@ -46,10 +46,10 @@ _STARTS_S: Final = 60.0
 
 @dataclass(frozen=True)
 class Said:
-    """What one surviving rank said: its error, or "" where it went on to its end.
+    """The outcome of one surviving rank: its error, or "" if it ended without one.
 
-    at: when, on the clock that all processes of a host share.
-    named: the ranks that the error names as odd or missing, where it has such a list.
+    at: the time, on the clock that all processes of a host share.
+    named: the ranks that the error lists as odd or missing, if it has such a list.
     """
 
     kind: str
@@ -61,13 +61,13 @@ class Said:
 @final
 @dataclass
 class Result:
-    """What became of a row.
+    """The outcome of a row.
 
-    said: by rank; of those that were neither killed nor stopped.
+    said: by rank, for ranks that were neither killed nor stopped.
     gone: rank -> "SIGKILL" or "SIGSTOP".
     hung: rank -> its stacks; ranks that neither raised nor ended in time.
-    seconds: from the fault to the last error, or, where nobody raised, to the end of the last rank.
-    left: processes of the row that were there after its end.
+    seconds: from the fault to the last error or, if no rank raised, to the end of the last rank.
+    left: number of the row's processes that were left after its end.
     """
 
     said: dict[int, Said] = field(default_factory=dict)
@@ -85,7 +85,7 @@ class _Worker:
     stacks: Path
 
 
-# What ranks say that did not open their mesh within the row's short timeout.
+# Texts of errors of ranks that did not open their mesh within the row's short timeout.
 _UNOPENED: Final = (
     "could not create the group",
     "never arrived to agree on the mesh",
@@ -95,7 +95,7 @@ _TRIES: Final = 3
 
 
 def run(row: Row) -> Result:
-    """Run `row`; again, where the machine was too busy to open its meshes, and so the fault was none of the row's."""
+    """Run `row`. If the machine is too busy to open its meshes, so that the row's fault never happened, run it again."""
     for _ in range(_TRIES - 1):
         result = _once(row)
         if row.opens or not any(text in said.text for said in result.said.values() for text in _UNOPENED):
@@ -104,7 +104,7 @@ def run(row: Row) -> Result:
 
 
 def _once(row: Row) -> Result:
-    """From the start of its processes to the end of the last one."""
+    """Run the row once, from the start of its processes to the end of the last one."""
     context = get_context("forkserver")
     context.set_forkserver_preload(_PRELOAD)
     with tempfile.TemporaryDirectory(prefix="meshcomm-fault-") as name, _store(row, context) as (port, pid):
@@ -129,7 +129,7 @@ def _once(row: Row) -> Result:
 
 
 def _begin_together(workers: list[_Worker]) -> None:
-    """Wait until every process has loaded what it needs: nobody's timeout is to run while others import."""
+    """Wait until every process has finished its imports, because the timeouts must not run during imports."""
     deadline = time.monotonic() + _STARTS_S
     for worker in workers:
         if not worker.pipe.poll(max(0.0, deadline - time.monotonic())):
@@ -158,7 +158,7 @@ def _environment(row: Row, rank: int, port: int) -> dict[str, str]:
 
 @contextlib.contextmanager
 def _store(row: Row, context: Any) -> Iterator[tuple[int, int]]:
-    """The store's port, and the id of the process that holds it, 0 where that is not its own."""
+    """The store's port, and the id of the process that holds it, or 0 if the store has no process of its own."""
     if row.server in ("agent", "taken by a store"):
         store = _serve()
         yield store.port, 0
@@ -225,7 +225,7 @@ def _watch(workers: list[_Worker], limit_s: float) -> Result:
             if _state(worker.process.pid) == "T":
                 result.gone[worker.rank] = "SIGSTOP"
         if all(worker.rank in result.gone or worker.rank in result.said for worker in waiting.values()):
-            # Everyone has spoken: what is left to do is to close and to end.
+            # All ranks have reported; they only have to close and end.
             deadline = min(deadline, time.monotonic() + _ENDS_S)
         if waiting and all(worker.rank in result.gone for worker in waiting.values()):
             break
@@ -237,7 +237,7 @@ def _watch(workers: list[_Worker], limit_s: float) -> Result:
             worker.process.kill()
             worker.process.join()
     result.left = len(_of_sessions(sessions))
-    # Where nobody has an error to raise, what counts is when everyone was through.
+    # If no rank raises, the end of the last rank counts.
     ends = [said.at for said in result.said.values() if said.kind] or [s.at for s in result.said.values()]
     if ends and faults:
         result.seconds = max(ends) - max(faults)
@@ -256,7 +256,7 @@ def _ended(worker: _Worker, result: Result) -> None:
 
 
 def _state(pid: int | None) -> str:
-    """The kernel's letter for a process: T for a stopped one; "" where it is gone or nobody says."""
+    """The kernel's letter for a process: T for a stopped one; "" if the process is gone."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
@@ -264,7 +264,7 @@ def _state(pid: int | None) -> str:
 
 
 def _of_sessions(sessions: set[int | None]) -> list[int]:
-    """Processes whose session one of the ranks leads: itself and all that it started; zombies not counted."""
+    """Processes in the sessions that the ranks lead, including the ranks, without zombies."""
     found = []
     for path in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -282,7 +282,7 @@ def _stacks(worker: _Worker) -> str:
 
 
 def _log(worker: _Worker) -> str:
-    """What the rank wrote to stderr, its stacks among it."""
+    """The rank's stderr, which includes its stacks."""
     return worker.stacks.read_text(errors="replace") if worker.stacks.exists() else ""
 
 
@@ -292,11 +292,11 @@ def _log(worker: _Worker) -> str:
 def _rank(
     name: str, rank: int, folder: Path, server: int, pipe: Connection, variables: dict[str, str], stacks: Path
 ) -> None:
-    """One rank of the row `name`, from its first to its last breath."""
+    """One rank of the row `name`, from its start to its end."""
     os.setsid()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with stacks.open("w") as file:
-        # What torch's own log says is of interest only where something hangs.
+        # torch's own log matters only if something hangs.
         os.dup2(file.fileno(), 2)
         faulthandler.register(signal.SIGUSR1, file=file, all_threads=False)
         os.environ.update(variables)
@@ -324,7 +324,7 @@ def _outcome(me: Rank) -> Said:
         me.row.program(me)
     except BaseException as error:
         if me.row.bare:
-            # As Python does where nobody catches it.
+            # Python does the same if the error is not caught.
             sys.excepthook(type(error), error, error.__traceback__)
         else:
             me.reported.append(error)
@@ -337,13 +337,13 @@ def _outcome(me: Rank) -> Said:
     return Said(type(error).__name__, text, at, named or None)
 
 
-# -- did it come out as it has to? Plain data in, a list of complaints out -----------------------------
+# -- compare with the row: plain data in, a list of complaints out --------------------------------------
 
 
 def complaints(row: Row, result: Result, busy_s: float = 0.0) -> list[str]:
-    """Everything about `result` that is not as `row` expects; empty where all is well.
+    """All differences between `result` and the expectations of `row`; empty if there are none.
 
-    busy_s: what other work on the machine may add to the promised seconds.
+    busy_s: seconds that other work on the machine may add to the promise.
     """
     found = [f"rank {rank} hangs:\n{stacks}" for rank, stacks in result.hung.items()]
     survivors = set(row.expected)
@@ -374,7 +374,7 @@ def complaints(row: Row, result: Result, busy_s: float = 0.0) -> list[str]:
 
 
 def names(said: Said) -> set[int]:
-    """The ranks that an error names: its own list where it has one, else those in its text."""
+    """The ranks that an error names: its own list if it has one, otherwise the ranks in its text."""
     if said.named is not None:
         return set(said.named)
     found = set()

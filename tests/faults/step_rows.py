@@ -1,4 +1,4 @@
-"""A call left out among equal ones: nothing shows but in what `mesh.step` has noted."""
+"""A call left out among equal calls: only the counts that `mesh.step` records show it."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from tests.faults.row import MISSING_S, Program, Rank, check, everyone, opened, 
 
 _ODD: Final = 2
 _LINE: Final = {"dp": 4}
-# Steps are compared once a second: two periods until the difference is found, as a step may just have been posted;
-# then the timeout of the call that a rank is blocked in, and as long as for any diagnosis.
+# Steps are compared once a second. It takes two periods to find the difference, because a step may just have been posted;
+# then the timeout of the call that a rank is blocked in, and the usual time for a diagnosis.
 _FOUND_S: Final = 2.0 + MISSING_S
 
 
@@ -31,7 +31,7 @@ def _program(steps: int, pause_s: float, odd_times: int) -> Program:
             mesh.step()
             time.sleep(pause_s)
 
-    # So that none is compared before its data moves.
+    # With 0, no call is compared before its data moves.
     return opened(program, validate_calls=0)
 
 

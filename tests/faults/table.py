@@ -1,7 +1,7 @@
 """The table as a page: `python -m tests.faults.table` runs every row and writes docs/reference/faults.md.
 
-With names of rows it runs only these, and replaces or adds their lines. Run it on a machine that does nothing else: a
-row that takes longer than is promised is not as expected.
+With names of rows, it runs only these rows and replaces or adds their lines. Run it on an otherwise idle machine: a row
+that takes longer than promised counts as unexpected.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def page(results: Mapping[str, Result]) -> str:
 
 
 def _flaws() -> list[str]:
-    """What rows marked with (*) stand for."""
+    """The lines that explain the rows marked with (*)."""
     listed = [f"- `{name}`: {row.flaw}" for name, row in ROWS.items() if row.flaw]
     return ["", _YET, "", *listed] if listed else []
 
@@ -79,7 +79,7 @@ def _line(row: Row, result: Result) -> str:
 
 
 def _raised(result: Result) -> str:
-    """Equal errors once, with all their ranks; the first line is that of the lowest of them."""
+    """Equal errors once, with all their ranks; the first line is taken from the lowest rank."""
     groups: dict[tuple[str, tuple[int, ...]], list[int]] = {}
     for rank, said in sorted(result.said.items()):
         groups.setdefault((said.kind, tuple(sorted(names(said))) if said.kind else ()), []).append(rank)
@@ -99,10 +99,10 @@ def _part(ranks: list[int], said: Said) -> str:
 
 def _first_line(said: Said) -> str:
     lines = said.text.splitlines() or [""]
-    # Of an error that is not meshcomm's own there is the whole trace, which ends in what it says.
+    # For an error that is not meshcomm's there is the whole traceback, whose last line is the message.
     text = lines[-1] if lines[0].startswith("Traceback") else lines[0]
     if said.kind.startswith("exit code"):
-        # A process that was ended has written why to its stderr.
+        # A process that was killed has written the reason to its stderr.
         text = next((line for line in lines if line.startswith("meshcomm.errors.")), text)
     text = re.sub(r"\S*/meshcomm-fault-\w+/", "", text)
     text = re.sub(r"/\S*/(\w+\.py)", r"\1", text)
@@ -110,7 +110,7 @@ def _first_line(said: Said) -> str:
 
 
 def main(chosen: Sequence[str]) -> int:
-    """Run the `chosen` rows, or all, and write the page; 1 where a row is not as expected."""
+    """Run the `chosen` rows, or all, and write the page. Return 1 if a row is not as expected."""
     results: dict[str, Result] = {}
     bad = 0
     for name in chosen or ROWS:
@@ -128,7 +128,7 @@ def main(chosen: Sequence[str]) -> int:
     first = next(i for i, line in enumerate(text) if line.startswith("| `"))
     lines = {line.split("`")[1]: line for line in text[first:] if line.startswith("| `")}
     lines |= {name: _line(ROWS[name], result) for name, result in results.items()}
-    # Rows that are new have a place now, and those that are gone have none.
+    # This adds new rows and drops rows that no longer exist.
     kept = [lines[name] for name in ROWS if name in lines]
     head = re.sub(r"(?m)^\d+ rows,", f"{len(kept)} rows,", "\n".join(text[:first]))
     PAGE.write_text("\n".join([head, *kept, *_flaws()]) + "\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The fault table, row by row, on real processes; a short form of it in every run of the tests."""
+"""The fault table, row by row, on real processes; every run of the tests includes a short form."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_the_page_has_every_row_of_the_code() -> None:
     text = PAGE.read_text(encoding="utf-8")
     shown = [line.split("`")[1] for line in text.splitlines() if line.startswith("| `")]
     assert shown == list(ROWS)
-    # Head and rows are what the code makes; what was measured is the run's own.
+    # The code makes the head and the rows; the measured figures differ between runs.
     empty = page({name: Result() for name in ROWS}).split("| row |")[0]
     assert text.split("| row |")[0].rpartition("\n\n")[0].rpartition("\n\n")[0] in empty
 
@@ -81,7 +81,7 @@ def test_a_machine_too_busy_to_open_meshes_has_not_shown_the_row(monkeypatch: py
     late = Said("PeerLost", "rank 1 could not create the group tp[dp=0]: rank 0 has not joined it", 0.0)
     ended = [Result({1: late}), Result(), Result({1: late})]
     monkeypatch.setattr(runner, "_once", lambda row: ended.pop())
-    assert run(ROWS["exception-in-creation"]).said == {1: late}  # there it is the fault itself
+    assert run(ROWS["exception-in-creation"]).said == {1: late}  # in this row, the error is the fault itself
     assert run(ROWS["exception-tp"]) == Result()
     ended = [Result({1: late})] * 3
     assert run(ROWS["exception-tp"]).said == {1: late} and ended == []

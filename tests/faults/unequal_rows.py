@@ -1,4 +1,4 @@
-"""Calls of different kinds on one group, whole steps that a rank leaves out, and torch's groups beside the mesh."""
+"""Different calls on one group, whole steps that a rank leaves out, and torch's groups next to the mesh."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from tests.faults.row import TIMEOUT_S, Program, Rank, Row, everyone, opened, ro
 
 _ODD: Final = 2
 _LINE: Final = {"dp": 4}
-# A second until the first rank of the group compares, and a look each for telling and being told.
+# A second until the first rank of the group compares, and one poll each to report the difference and to see it.
 _FOUND_S: Final = 2.0
 
 Call = Callable[[Mesh], object]
 
 
 def _differs(cells: str, odd: Call, usual: Call, before: int = 0, **more: Any) -> Row:
-    """As `differs`, after some of the usual calls."""
+    """Like `differs`, after some of the usual calls."""
 
     def call(mesh: Mesh, is_odd: bool) -> None:
         (odd if is_odd else usual)(mesh)
@@ -35,7 +35,7 @@ def _reduces(mesh: Mesh) -> object:
 
 
 def _outside(size: int, made: bool) -> Call:
-    """A call on the default group, or on one of `dist.new_group` that is made for it."""
+    """A call on the default group, or on a group that `dist.new_group` makes for it."""
 
     def call(mesh: Mesh) -> object:
         return dist.all_reduce(torch.ones(size), group=dist.new_group() if made else None)
@@ -44,7 +44,7 @@ def _outside(size: int, made: bool) -> Call:
 
 
 def _without_a_step(steps: int, pause_s: float) -> Program:
-    """Equal calls in every step; the odd rank leaves out all of step 3, `mesh.step(3)` included."""
+    """Equal calls in every step; the odd rank leaves out all of step 3, including `mesh.step(3)`."""
 
     def program(me: Rank, mesh: Mesh) -> None:
         for step in range(1, steps + 1):

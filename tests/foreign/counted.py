@@ -1,4 +1,4 @@
-"""`counted.py FOLDER SCRIPT ...`: run a script, and write what this rank called on each group into FOLDER."""
+"""`counted.py FOLDER SCRIPT ...`: run a script, and write this rank's calls on each group into FOLDER."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Environments of programs that nobody here wrote, each with its own pins: `python -m tests.foreign.environments [NAME ...]`.
+"""Environments for third-party programs, each with its own pins: `python -m tests.foreign.environments [NAME ...]`.
 
-Packages that an environment does not pin, such as torch, are those of the interpreter that made it. Environments are kept
-in MESHCOMM_FOREIGN, or the user's cache, under a hash of pins and interpreter, and are made once.
+An environment takes unpinned packages, such as torch, from the interpreter that made it. Environments are made once, and
+kept in MESHCOMM_FOREIGN or the user's cache, under a hash of the pins and the interpreter.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from typing import Final
 
 import pytest
 
-_OLDER: Final = "fsspec<=2026.2"  # what datasets 4.7 takes
+_OLDER: Final = "fsspec<=2026.2"  # required by datasets 4.7
 PINS: Final = {
     "torchtitan": ("torchtitan==0.3.0", "huggingface-hub<2.0", _OLDER),
     "lightning": ("lightning==2.6.6",),
-    # What picotron imports. Its tokenizing and its model's configuration are those of transformers 4.
+    # picotron's imports. Its tokenizer and model configuration need transformers 4.
     "picotron": ("transformers==4.57.6", "datasets==4.7.0", "wandb==0.31.0", _OLDER),
     "pytorch": ("expecttest==0.3.0",),
     # For tests/launchers.
@@ -31,7 +31,7 @@ PINS: Final = {
 
 
 def kept() -> Path:
-    """Where environments, and sources that somebody has put there, are."""
+    """The folder of the environments, and of sources that users put there."""
     cache = os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")
     return Path(os.environ.get("MESHCOMM_FOREIGN") or Path(cache) / "meshcomm" / "foreign")
 
@@ -42,7 +42,7 @@ def _folder(name: str) -> Path:
 
 
 def python_of(name: str) -> Path:
-    """The interpreter of an environment. Skips the test where it has not been made."""
+    """The interpreter of an environment. Skips the test if the environment has not been made."""
     found = _folder(name) / "bin" / "python"
     if not (_folder(name) / "made").exists():
         pytest.skip(f"no environment of {name}: run python -m tests.foreign.environments {name} first")
@@ -50,7 +50,7 @@ def python_of(name: str) -> Path:
 
 
 def source_of(name: str) -> Path:
-    """A folder with a project's source: that of MESHCOMM_<NAME>, or one in the cache. Skips the test without one."""
+    """A folder with a project's source: MESHCOMM_<NAME>, or a folder in the cache. Skips the test without one."""
     variable = f"MESHCOMM_{name.upper()}"
     found = Path(os.environ.get(variable) or kept() / name)
     if not found.is_dir():
@@ -59,7 +59,7 @@ def source_of(name: str) -> Path:
 
 
 def make(name: str) -> Path:
-    """Make the environment, unless it is there."""
+    """Make the environment, unless it exists."""
     folder = _folder(name)
     if not (folder / "made").exists():
         subprocess.run([sys.executable, "-m", "venv", "--clear", "--without-pip", folder], check=True)

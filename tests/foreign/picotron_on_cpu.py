@@ -1,12 +1,14 @@
-"""picotron on a CPU and Gloo: what it needs of CUDA is replaced, its code is not changed.
+"""picotron on a CPU and Gloo: its uses of CUDA are replaced, and its code is unchanged.
 
-In the environment `picotron`, and a folder that `assets` has written, with MESHCOMM_PICOTRON its source:
+To be run in the environment `picotron`, in a folder that `assets` has written, with picotron's source in MESHCOMM_PICOTRON:
 
     meshcomm run --world-size 4 tests/foreign/picotron_on_cpu.py --config picotron.json
 
-Replaced: the three functions of flash_attn that it imports and does not call on a CPU (`FLASH_ATTEN` is 0), and the calls that
-it makes for CUDA alone on a CPU too: `torch.cuda.synchronize`, and `device="cuda"` where it counts its parameters. Losses are
-printed with all their digits besides. FAULT=sleep, raise or kill: what rank 2 does as it takes its fifth batch.
+Two things are replaced. The first is the three functions of flash_attn that it imports and does not call on a CPU
+(`FLASH_ATTEN` is 0). The second is its calls of CUDA that it also makes on a CPU: `torch.cuda.synchronize`, and
+`device="cuda"` where it counts its parameters. Losses are printed with all their digits as well.
+
+FAULT=sleep, raise or kill makes rank 2 do this as it takes its fifth batch.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ VOCABULARY, HIDDEN, INNER, HEADS, LAYERS = 512, 64, 128, 4, 4
 
 
 def assets(folder: Path, source: Path, *, dp: int = 1, pp: int = 1, tp: int = 1) -> None:
-    """A tokenizer, texts, the file of a small Llama, whose weights are made anew, and picotron's settings for these sizes."""
+    """Write a tokenizer, texts, a small Llama, whose weights picotron draws anew, and picotron's settings for these sizes."""
     from safetensors.torch import save_file
     from tokenizers import Tokenizer, models, pre_tokenizers
 
@@ -79,7 +81,7 @@ def assets(folder: Path, source: Path, *, dp: int = 1, pp: int = 1, tp: int = 1)
 
 
 class _OnCpu:
-    """torch, whose `tensor` makes what is asked of CUDA on a CPU."""
+    """torch, but `tensor` creates tensors on the CPU where CUDA is requested."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
@@ -107,7 +109,7 @@ def on_cpu() -> None:
 
     def told(*args: Any) -> Any:
         loss = average(*args)
-        # In one write: lines of several ranks must not run into each other.
+        # One write, so that lines of several ranks are not mixed.
         sys.stdout.write(f"rank {os.environ['RANK']} loss {loss!r}\n")
         sys.stdout.flush()
         return loss
@@ -116,7 +118,7 @@ def on_cpu() -> None:
 
 
 def plant(fault: str) -> None:
-    """On rank 2. Every rank gives its groups 8 seconds, where picotron gives them 3 minutes."""
+    """Plant the fault on rank 2. Every rank sets the timeout of its groups to 8 s; picotron's is 3 minutes."""
     import picotron.data as data  # type: ignore[import-not-found]
 
     following, taken = data.MicroBatchDataLoader.__next__, [0]

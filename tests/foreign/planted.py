@@ -1,4 +1,4 @@
-"""What goes wrong on one rank of a program that nobody here wrote, as a bad sample, a hung file system or a killed host would do."""
+"""Faults on one rank of a third-party program, such as a bad sample, a hung file system or a killed host would cause."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import time
 
 
 def act(fault: str) -> None:
-    """Tell when, and do it. `skip` and `leave` are for the caller to do."""
+    """Print the time, and cause the fault. The caller has to do `skip` and `leave`."""
     print(f"\nplanted {time.time()}", file=sys.stderr, flush=True)
     if fault == "sleep":
         time.sleep(600)

@@ -1,4 +1,4 @@
-"""Programs from elsewhere, how they start, and planted faults: `python -m tests.foreign.programs [NAME ...]` prints the table."""
+"""Third-party programs, how they start, and planted faults: `python -m tests.foreign.programs [NAME ...]` prints the table."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ args = TrainingArguments(output_dir="trained", use_cpu=True, max_steps=8, per_de
 Trainer(model, args, train_dataset=rows, callbacks=[Fault()]).train()
 if os.environ["RANK"] == "0": print("trained")
 """
-# Under its own launcher, which starts the script again for the other ranks.
+# Runs under Lightning's own launcher, which starts the script again for the other ranks.
 LIGHTNING = """
 import meshcomm; meshcomm.watch()
 import os, sys, torch, torch.distributed as dist, lightning as L
@@ -105,7 +105,7 @@ _TORCHRUN: Final = ("-m", "torch.distributed.run", "--nproc-per-node")
 
 
 class Ended(NamedTuple):
-    """seconds: from the fault, or else from the start, to the end of the job. who: what was said of the fault."""
+    """seconds: from the fault, or without one from the start, to the end of the job. who: the report of the fault."""
 
     code: int
     out: str
@@ -113,7 +113,7 @@ class Ended(NamedTuple):
     seconds: float
 
     def who(self, said: str) -> str:
-        """The part of the job's errors that matches. Raises AssertionError where none does."""
+        """The part of the job's errors that matches. Raises AssertionError if none does."""
         found = re.search(said, self.err)
         assert found, self.err[-6000:]
         return re.sub(r"/\S*/", "", found.group())
@@ -127,7 +127,7 @@ class Program(NamedTuple):
     sizes: tuple[tuple[str, int], ...] = ()
 
     def prepared(self, folder: Path) -> tuple[list[str], dict[str, str]]:
-        """Its script with arguments, and its variables, after writing what it reads into `folder`."""
+        """Write the program's inputs into `folder`. Return its script with arguments, and its variables."""
         sizes = dict(self.sizes)
         env = {
             "PYTHONPATH": _ROOT,
@@ -151,7 +151,7 @@ class Program(NamedTuple):
     def ended(
         self, folder: Path, fault: str = "none", *, watched: bool = True, counts: Path | None = None
     ) -> Ended:
-        """Run it. counts: where each rank writes its calls."""
+        """Run the program. counts: the folder where each rank writes its calls."""
         folder.mkdir(exist_ok=True)
         script, env = self.prepared(folder)
         if self.sizes:
@@ -173,7 +173,7 @@ class Program(NamedTuple):
 def ran(
     arguments: list[str], folder: Path, python: Path, env: dict[str, str], within_s: float = 280
 ) -> Ended:
-    """`python ARGUMENTS`, and the end of all that it leaves."""
+    """Run `python ARGUMENTS`, and end all processes that it leaves."""
     out, err, began = folder / "out", folder / "err", time.time()
     with out.open("w") as stdout, err.open("w") as stderr:
         job = subprocess.Popen(
@@ -218,7 +218,7 @@ _RAISED: Final = (
 _KILLED: Final = r"rank {0} was ended by SIGKILL"
 _LEFT: Final = r"rank {0} (failed: CallMismatchError|ended with exit code 0 while rank \d|has not arrived: it has ended, or left .*)"
 _SAID: Final = {"sleep": _ASLEEP, "raise": _RAISED, "kill": _KILLED}
-# By program and fault: what is said.
+# (program, fault) -> the expected report.
 FAULTS: Final = {
     (name, fault): _SAID.get(fault, _LEFT).format(2 if "2" in name else 1)
     for name, faults in {

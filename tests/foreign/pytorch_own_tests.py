@@ -1,10 +1,10 @@
-"""PyTorch's own tests of distributed code: plain, and watched.
+"""PyTorch's own tests of distributed code: unwatched, and watched by meshcomm.
 
     python -m tests.foreign.environments pytorch
     python -m tests.foreign.pytorch_own_tests FOLDER [FILE ...]
 
-FOLDER: test/distributed of PyTorch's source, of a version near to that of torch. Prints a table by file, and each test that
-ended otherwise than plain. Processes are forked, where PyTorch spawns them: that saves each its imports.
+FOLDER is test/distributed of PyTorch's source, in a version close to the installed torch. Prints a table by file, and each
+test with a different outcome when watched. Processes are forked, and not spawned as in PyTorch, which saves the imports.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _WAYS: Final = ("plain", "watched")
 
 
 def pytest_configure(config: Any) -> None:
-    """As a plugin of pytest, in the processes that run PyTorch's tests."""
+    """Configure pytest as its plugin, in the processes that run PyTorch's tests."""
     from torch import multiprocessing
     from torch.testing._internal import common_distributed
 
@@ -47,7 +47,7 @@ def pytest_configure(config: Any) -> None:
 
 
 def outcomes(folder: Path, file: str, way: str) -> dict[str, str]:
-    """How each test of a file ended, by its name."""
+    """The outcome of each test of a file, by its name."""
     with tempfile.TemporaryDirectory() as told:
         report = Path(told) / "report.xml"
         arguments = [

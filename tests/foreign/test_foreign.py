@@ -1,6 +1,6 @@
-"""Programs that nobody here wrote, unchanged: torchtitan, picotron, accelerate, transformers' Trainer and Lightning.
+"""Third-party programs, unchanged: torchtitan, picotron, accelerate, transformers' Trainer and Lightning.
 
-Some need an environment of their own, made by `python -m tests.foreign.environments`.
+Some need a separate environment, made by `python -m tests.foreign.environments`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def test_without_a_fault_nothing_is_said(tmp_path: Path, name: str) -> None:
 
 
 def losses(text: str) -> set[str]:
-    """Of all ranks and steps, with all digits that are told, which differ by rank where stages do."""
+    """The losses of all ranks and steps, with all printed digits; they differ by rank if pipeline stages do."""
     plain = re.sub(r"\x1b\[[\d;]*m", "", text)
     return {
         " ".join(each) for each in re.findall(r"step: +(\d+) +(loss: *\S+) +(grad_norm: *\S+)", plain)
@@ -75,14 +75,14 @@ def test_it_trains_the_same_and_a_dry_run_calls_the_same(tmp_path: Path, name: s
     dry = ["-m", "meshcomm", "dryrun", "--json", "--world-size", "4", "--steps", "1000", *script]
     found = ran(dry, folder, program.python(), env)
     if name == "torchtitan, pp2 dp_shard2":
-        # torchtitan tells a stage no shapes, and torch asks other ranks for them.
+        # torchtitan gives stages no shapes, so torch asks other ranks for them, and a dry run cannot.
         assert "Stage 0 requires dynamic shape inference" in found.err
         return
     assert found.code == 0, found.err[-6000:]
     facts = json.loads(found.out)
     most = most_of(made)
     if name == "torchtitan, dp_shard2 tp2":
-        # Its weights are drawn until all are in bounds: here three times, and once where nothing has a value.
+        # torchtitan draws weights until all are in bounds: three times here, but once in a dry run, without values.
         for key, nbytes in ((("dp_shard", "all_gather"), 524_288), (("tp", "all_gather"), 1_048_576)):
             most[key] = (most[key][0] - nbytes, most[key][1] - 2)
     assert not facts["findings"] and told(facts) == most

@@ -1,10 +1,11 @@
-"""torchtitan 0.3 on a CPU and Gloo: what it needs of CUDA and NCCL is replaced, its code is not changed.
+"""torchtitan 0.3 on a CPU and Gloo: its uses of CUDA and NCCL are replaced, and its code is unchanged.
 
-In the environment `torchtitan`, whose packages are older than those of meshcomm's tests, and a folder that `assets` has written:
+To be run in the environment `torchtitan`, which has older packages than meshcomm's tests, in a folder that `assets` has written:
 
     meshcomm run --world-size 4 tests/foreign/torchtitan_on_cpu.py --module llama3 --config llama3_debugmodel ...
 
-The arguments are those of `TITAN` in tests/foreign/programs.py. FAULT=sleep, skip, raise or kill: what rank 2 does in its fourth step.
+For the arguments, see `TITAN` in tests/foreign/programs.py. FAULT=sleep, skip, raise or kill makes rank 2 do this in its fourth
+step.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from tests.foreign.planted import act
 
 
 def assets(folder: Path) -> None:
-    """A tokenizer of 500 words and 1,200 texts, where torchtitan's debug models look for them."""
+    """Write a tokenizer of 500 words and 1,200 texts, where torchtitan's debug models look for them."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     for name in ("tokenizer", "c4_test"):
@@ -45,7 +46,7 @@ def assets(folder: Path) -> None:
 
 
 class _Cpu:
-    """torch.cpu with what torchtitan asks a device module for."""
+    """torch.cpu, with the functions that torchtitan calls on a device module."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch.cpu, name, lambda *_, **__: None)
@@ -72,14 +73,14 @@ def _causal(q: Any, k: Any, v: Any, *, scale: Any = None, enable_gqa: bool = Fal
 
 
 def on_cpu() -> None:
-    """Replace the device, flex attention, which has no backward pass on a CPU, and means, which Gloo does not make."""
+    """Replace the device, flex attention (no backward on a CPU), and reductions to a mean (not supported by Gloo)."""
     import torch.distributed.fsdp._fully_shard._fsdp_collectives as collectives
     import torchtitan.tools.utils as utils  # type: ignore[import-not-found]
 
     utils.device_type, utils.device_module = "cpu", _Cpu()
     from torchtitan.models.common.attention import FlexAttention  # type: ignore[import-not-found]
 
-    # A dry run comes here once for each rank of a process.
+    # A dry run calls this once for each rank of a process.
     before = vars(FlexAttention).get("before") or FlexAttention.__init__
     FlexAttention.before = before
 
@@ -100,7 +101,7 @@ def on_cpu() -> None:
 
 
 def plant(fault: str) -> None:
-    """Of the rank that this process is."""
+    """Plant the fault in this process's rank."""
     import torchtitan.trainer as trainer  # type: ignore[import-not-found]
 
     step, made = trainer.Trainer.train_step, [0]

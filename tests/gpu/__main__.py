@@ -1,4 +1,4 @@
-"""Every experiment on one machine with a GPU, in ten minutes at most, with one report.
+"""Run every experiment on one machine with a GPU, in ten minutes at most, and write one report.
 
 python -m tests.gpu --out DIR                            # on the machine
 python -m tests.gpu --out DIR --backend emulated_nccl --device cpu
@@ -37,7 +37,7 @@ def main() -> int:
 
 
 def try_all(given: argparse.Namespace, began: float) -> int:
-    """Run what was asked for; 0 where all of it went right."""
+    """Run the chosen experiments. Return 0 if all of them went right."""
     import torch
 
     from tests.gpu.experiments import EXPERIMENTS, Experiment, Setting, machine, run, shared, write_report

@@ -1,4 +1,4 @@
-"""What is tried on a GPU, each in processes of its own with a limit; and the report of how it went."""
+"""The experiments on a GPU, each in separate processes with a time limit, and the report of their results."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ FAULT_TIMEOUT_S = 10.0
 
 @dataclass(frozen=True)
 class Experiment:
-    """program: a function of tests/gpu/ranks.py, or "train". ranks: what it needs; limit_s: what it may take.
+    """program: a function of tests/gpu/ranks.py, or "train". ranks: how many it needs. limit_s: its time limit.
 
-    alone: it gives figures, so nothing else runs meanwhile. replace: how many lost ranks the launcher replaces.
+    alone: it measures speed, so nothing else runs at the same time. replace: how many lost ranks the launcher replaces.
     """
 
     name: str
@@ -79,13 +79,13 @@ EXPERIMENTS = (
     Experiment("watched", "12: calls of torch's groups are compared", "watched", 4, 60),
     Experiment("collectives_8", "1: every collective, created and permuted groups", "collectives", 8, 120),
 )
-# The emulated backend stands for the rest on CPU.
+# The others run on a CPU with the emulated backend.
 ON_DEVICE_ALONE = ("gloo",)
 
 
 @dataclass(frozen=True)
 class Setting:
-    """share: how several ranks have one GPU: "own" each has one, by NCCL_HOSTID, by NCCL's own switch, or not at all."""
+    """share: how ranks get their GPUs: "own" is one each; several share one by NCCL_HOSTID, by NCCL's switch, or not at all."""
 
     backend: str = "nccl"
     device: str = "cuda"
@@ -94,7 +94,7 @@ class Setting:
 
 @dataclass
 class Outcome:
-    """ended: "right", "wrong", "out of time", "not started", or "skipped". said: the last lines of what was written."""
+    """ended: "right", "wrong", "out of time", "not started", or "skipped". said: the last lines of its output."""
 
     name: str
     question: str
@@ -108,7 +108,7 @@ class Outcome:
 
 
 def run(experiment: Experiment, setting: Setting, folder: Path, left_s: float = 600.0) -> Outcome:
-    """One experiment, in its own folder, for as long as its limit and what is left of the whole allow."""
+    """Run one experiment in its folder, limited by `limit_s` and by the time that is left for all experiments."""
     outcome = Outcome(experiment.name, experiment.question, "skipped")
     if setting.device == "cpu" and experiment.program in ON_DEVICE_ALONE:
         outcome.said = "needs a GPU"
@@ -173,7 +173,7 @@ def run(experiment: Experiment, setting: Setting, folder: Path, left_s: float = 
 
 
 def shared(setting: Setting, folder: Path) -> tuple[Setting, list[Outcome]]:
-    """How ranks may share the GPUs of this host, tried by four on torch alone."""
+    """How ranks can share the GPUs of this host; tried with four ranks that use only torch."""
     if setting.device == "cpu":
         return setting, []
     if torch.cuda.device_count() >= 8:
@@ -201,7 +201,7 @@ def _environment(experiment: Experiment, setting: Setting, folder: Path) -> dict
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """The launcher ends its ranks when it is asked; what is left of its process group is killed."""
+    """Ask the launcher to end its ranks, then kill the rest of its process group."""
     process.terminate()
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(5)
@@ -231,7 +231,7 @@ def _speed(folder: Path, outcome: Outcome) -> bool:
 
 
 def machine() -> dict[str, str]:
-    """Where this ran, and with which versions."""
+    """The machine, and the versions of the software."""
     facts = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, {platform.system()} {platform.release()}",
@@ -248,7 +248,7 @@ def machine() -> dict[str, str]:
 
 
 def write_report(folder: Path, facts: dict[str, str], outcomes: list[Outcome]) -> None:
-    """report.json and report.md; after each experiment, so that a run that is cut short leaves what it has."""
+    """Write report.json and report.md after each experiment, so that an interrupted run keeps its results."""
     whole = {"machine": facts, "experiments": [asdict(each) for each in outcomes]}
     (folder / "report.json").write_text(json.dumps(whole, indent=1) + "\n")
     head = "experiment", "question", "ranks", "ended", "s", "cases right"
@@ -259,7 +259,7 @@ def write_report(folder: Path, facts: dict[str, str], outcomes: list[Outcome]) -
         lines += [f"## {each.name}", "", f"{each.question}: {each.ended}", ""]
         lines += [f"- {key}: {value}" for key, value in each.facts.items()] + [""] * bool(each.facts)
         rows = []
-        # Rank 0's cases, and those of the others that did not go well.
+        # All cases of rank 0, and the failed cases of other ranks.
         for row in (row for row in each.cases if row["rank"] == 0 or not row["right"]):
             figures = ", ".join(f"{key} {value}" for key, value in row.items() if key not in plain)
             said = row.get("said", "")[:600]

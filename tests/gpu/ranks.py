@@ -1,7 +1,7 @@
 # ruff: noqa: E402 - NCCL's variables come before torch
-"""What each rank of an experiment does. A case that fails is written down with its words, and the next one goes on.
+"""The program of each rank in an experiment. A case that fails is recorded with its error, and the next one runs.
 
-Run by tests/gpu/experiments.py, which says in the variable TESTS_GPU how: a Setting as JSON.
+Started by tests/gpu/experiments.py, which passes a Setting as JSON in the variable TESTS_GPU.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 
 SETTING: dict[str, Any] = json.loads(os.environ.get("TESTS_GPU", "{}"))
 if SETTING.get("share") in ("hostid", "multi"):
-    # Several ranks on one GPU: for NCCL each is a host of its own, or NCCL is told that it is meant.
+    # Several ranks on one GPU: NCCL takes each for a separate host, or its switch allows it.
     os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
     if SETTING["share"] == "hostid":
         os.environ["NCCL_HOSTID"] = f"h{os.environ.get('RANK', '0')}"
@@ -66,7 +66,7 @@ RANK, WORLD = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE",
 HERE = Path(__file__).parent
 BACKEND, DEVICE = SETTING.get("backend", "nccl"), SETTING.get("device", "cuda")
 ON_GPU = DEVICE == "cuda"
-# First calls on a group that are compared. A call takes milliseconds where ranks share a GPU.
+# The number of first calls on a group that are compared. A call takes milliseconds if ranks share a GPU.
 COMPARED = 8
 DIMS = {8: {"pp": 2, "dp": 2, "tp": 2}, 4: {"dp": 2, "tp": 2}, 2: {"dp": 2, "tp": 1}}.get(
     WORLD, {"dp": WORLD, "tp": 1}
@@ -76,7 +76,7 @@ PERMUTED = {8: [6, 3, 1, 4, 0, 7, 5, 2], 4: [2, 1, 3, 0]}
 
 @contextmanager
 def case(name: str) -> Iterator[dict[str, Any]]:
-    """Write down how the block ended, and what it puts into the row."""
+    """Record how the block ended, with the figures that it adds to the row."""
     row: dict[str, Any] = {"case": name, "rank": RANK, "right": False}
     began = time.monotonic()
     try:
@@ -93,7 +93,7 @@ def case(name: str) -> Iterator[dict[str, Any]]:
 
 @contextmanager
 def opened(source: Any = None, **keys: Any) -> Iterator[Mesh]:
-    """A mesh whose tensors are made on its device."""
+    """A mesh; tensors in the block are created on its device."""
     usual = {"dims": DIMS, "backend": BACKEND, "device": DEVICE, "timeout_s": 30, "validate_calls": COMPARED}
     with meshcomm.init(source, **({**usual, **keys} if source is None else {})) as mesh:
         torch.set_default_device(mesh.device)
@@ -114,13 +114,13 @@ def free_bytes() -> int:
 
 
 def communicators() -> int:
-    """How many communicators NCCL has made in this process, by its own log."""
+    """The number of communicators that NCCL has created in this process, from its log."""
     found = Path(SETTING["folder"]).glob(f"nccl.{os.getpid()}")
     return sum(each.read_text(errors="replace").count("Init COMPLETE") for each in found)
 
 
 def basics(mesh: Mesh) -> None:
-    """Each call along each dim, by what the layout says of the ranks."""
+    """Make each call along each dim, and check its result by the ranks that the layout gives."""
     for dims in (*mesh.layout.dims, *mesh.layout.merge):
         ranks, here = mesh.ranks(dims), mesh.coord(dims)
         n, last = len(ranks), len(ranks) - 1
@@ -154,7 +154,7 @@ def basics(mesh: Mesh) -> None:
 
 
 def probe() -> None:
-    """NCCL by torch alone: may these ranks share the device, and what does a call cost then?"""
+    """Try NCCL with torch alone: can these ranks share the device, and how long does a call take?"""
     with case(f"{WORLD} ranks, share: {SETTING['share']}") as row:
         began = time.monotonic()
         dist.init_process_group(BACKEND)
@@ -256,7 +256,7 @@ def one() -> None:
 
 
 def late(transport: ProcessGroupTransport, value: float, blocking: bool, elsewhere: bool) -> None:
-    """A producer that is not over when the call is queued; its tensor is dropped, its memory written over."""
+    """The producer is not done when the call is queued; then its tensor is dropped and its memory overwritten."""
     here = torch.cuda.current_stream()
     consumer = torch.cuda.Stream() if elsewhere else here
     x, out = torch.zeros(2, 1 << 20, device=transport.device)
@@ -278,7 +278,7 @@ def late(transport: ProcessGroupTransport, value: float, blocking: bool, elsewhe
 
 
 def warm_calls(mesh: Mesh, x: Tensor, only: str = "") -> dict[str, Callable[[], Any]]:
-    """Each call on tensors that are there, after its first ones, which are compared; `only` one of them."""
+    """Each call on existing tensors, after its first, compared calls; with `only`, one of them."""
     out, y = torch.empty_like(x), torch.ones(8, 4, requires_grad=True)
     peer = mesh.size("dp") - 1 - mesh.coord("dp")
     calls: dict[str, Callable[[], Any]] = {
@@ -303,7 +303,7 @@ def warm_calls(mesh: Mesh, x: Tensor, only: str = "") -> dict[str, Callable[[], 
 
 
 def syncs() -> None:
-    """Steady state asks the device for nothing."""
+    """In steady state, no call makes the host wait for the device."""
     with opened() as mesh:
         for name, call in warm_calls(mesh, torch.ones(8, 4)).items():
             with case(name), no_sync():
@@ -312,7 +312,7 @@ def syncs() -> None:
 
 @contextmanager
 def no_sync() -> Iterator[None]:
-    """Whatever makes the host wait for the device raises."""
+    """In the block, every operation that makes the host wait for the device raises."""
     if not ON_GPU:
         with emulation.no_host_sync():
             yield
@@ -325,7 +325,7 @@ def no_sync() -> Iterator[None]:
 
 
 def training(**changed: Any) -> Config:
-    """tests/gpu/train.toml on all ranks of this experiment, small where it has no GPU."""
+    """tests/gpu/train.toml on all ranks of this experiment; the model is small if there is no GPU."""
     size = model_of(4, 512, 8, 8, 1408) if ON_GPU else model_of(2, 64, 4, 4, 128)
     given = {f"model.{key}": value for key, value in size.items()}
     given |= {"train.global_batch_size": 8, "train.micro_batch_size": 2}
@@ -335,7 +335,7 @@ def training(**changed: Any) -> Config:
 
 
 def several_steps(config: Config, warm: int, more: int) -> list[float]:
-    """The losses of `warm` steps, and of `more` in which the host may not wait; then it looks."""
+    """The losses of `warm` steps, and of `more` steps during which the host must not wait."""
     with meshcomm.init(config) as mesh:
         trainer = Trainer(mesh, config).engine
         batches = batches_of(trainer, text(trainer.sections.data))
@@ -354,7 +354,7 @@ def several_steps(config: Config, warm: int, more: int) -> list[float]:
 
 
 def steps() -> None:
-    """By every kind of parallelism that four ranks have."""
+    """Training steps with every kind of parallelism that four ranks allow."""
     ways = {
         "dp": {"mesh.dims": f"{{ dp = {WORLD} }}"},
         "fsdp": {"mesh.dims": f"{{ fsdp = {WORLD} }}", "parallel.shard": "fsdp", "parallel.data": ""},
@@ -373,7 +373,7 @@ def steps() -> None:
 
 
 def steps_compiled() -> None:
-    """In bfloat16, compiled code rounds less often, as it keeps what it fuses in float32."""
+    """In bfloat16, compiled code rounds less often, because it keeps fused values in float32."""
     dims = {"mesh.dims": f"{{ dp = 1, tp = {WORLD} }}", "parallel.tensor": "tp"} if WORLD > 1 else {}
     for name, dtype, limit in (("float32", "", 1e-3), ("bfloat16", '"bfloat16"', 0.1)):
         with case(f"the losses of compiled blocks are those of others, {name}") as row:
@@ -391,7 +391,7 @@ def one_step(trainer: Engine, given: list[tuple[Tensor, Tensor]], number: int) -
 
 
 def speed() -> None:
-    """Tokens a second and MFU of a step of 1B parameters, sequence 4,096, bfloat16; beside plain PyTorch."""
+    """Tokens per second and MFU of a step with 1B parameters, sequence 4,096, bfloat16; compared with plain PyTorch."""
     layers, width, heads, ff, sequence = (20, 2048, 16, 5632, 4096) if ON_GPU else (2, 64, 4, 128, 64)
     changed = {f"model.{key}": value for key, value in model_of(layers, width, heads, heads, ff).items()}
     changed |= {"data.seq_len": sequence, "train.global_batch_size": 4, "train.micro_batch_size": 2}
@@ -407,7 +407,7 @@ def speed() -> None:
         finish()
         rate = tokens_of_step * rounds / (time.perf_counter() - began)
         row[f"{name} tokens/s"] = round(rate)
-        # 6 operations a parameter and token, and those of causal attention (PaLM, appendix B, halved).
+        # 6 operations per parameter and token, plus causal attention (PaLM, appendix B, halved).
         flops = 6 * parameters + 6 * layers * width * sequence
         if ON_GPU and (peak := known_peak(torch.cuda.get_device_name(0), "bfloat16", False)) is not None:
             row[f"{name} MFU"] = round(rate * flops / peak, 3)
@@ -449,7 +449,7 @@ def speed() -> None:
 
 
 def fresh() -> None:
-    """What was measured before has no share in the next peak."""
+    """Exclude memory of earlier measurements from the next peak."""
     gc.collect()
     if ON_GPU:
         torch.cuda.empty_cache()
@@ -457,7 +457,7 @@ def fresh() -> None:
 
 
 def checkpoint() -> None:
-    """What a checkpoint copies to the host: as it does it, beside a copy into pageable memory."""
+    """The speed at which a checkpoint copies to the host, compared with a copy into pageable memory."""
     device = torch.device(DEVICE)
     elements = (1 << 28) if ON_GPU else (1 << 20)
     state = {"weight": torch.randn(elements, device=device)}
@@ -469,7 +469,7 @@ def checkpoint() -> None:
         }
         for name, copy in ways.items():
             times = []
-            for _ in range(4):  # the first takes pinned memory from the system
+            for _ in range(4):  # the first copy takes pinned memory from the system
                 finish()
                 began = time.perf_counter()
                 copied = copy()
@@ -503,7 +503,7 @@ def graphs() -> None:
 
 
 def graph_alive() -> None:
-    """A mesh closes while a graph that has captured its calls is alive, for which NCCL waits without a limit."""
+    """A mesh closes while a graph of its calls is alive. NCCL would wait for the graph without a limit."""
     told = "closes while a CUDA graph still contains"
     with case("refused"), pytest.raises(CommunicationError, match=told), opened() as mesh:
         call = warm_calls(mesh, torch.ones(8, 4), "all_reduce")["all_reduce"]
@@ -516,7 +516,7 @@ def graph_alive() -> None:
 
 
 def queue() -> None:
-    """What the backend says of the calls that a peer has not reached."""
+    """The backend's record of calls that a peer has not reached."""
     with opened() as mesh:
         x, late, name = torch.ones(4), mesh.coord("dp") == 1, mesh.group("dp").group_name
         y, out = torch.ones(4), torch.zeros(4)
@@ -553,7 +553,7 @@ def lost() -> None:
 
 
 class Dies(Callback):
-    """Rank 1 dies in step 4, rank 0 in step 7; each after its last call of the step before."""
+    """Rank 1 dies after step 3 and rank 0 after step 6, in each case after the last call of the step."""
 
     def on_step(self, step: Step) -> None:
         """See Callback."""
@@ -580,7 +580,7 @@ TRAINS = {
 
 
 def trains() -> None:
-    """Ten steps in which two ranks die, and the same ones undisturbed."""
+    """Ten steps in which two ranks die, compared with the same steps undisturbed."""
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     torch.use_deterministic_algorithms(True, warn_only=True)
     with case(SETTING["fault"]) as row:
@@ -600,7 +600,7 @@ def trains() -> None:
 
 
 def families() -> None:
-    """Losses and norms of four steps in float64 equal the ones from one process on CPU."""
+    """Losses and norms of four steps in float64 equal the values of one process on a CPU."""
     expert = {"expert": "ep", "views": {"expert": {"pp": 2, "edp": 1, "ep": 2}}}
     tried: list[tuple[str, str, dict[str, Any]]] = [
         ("llama", "dp=2 tp=2", {"sequence_parallel": True}),
@@ -627,7 +627,7 @@ def families() -> None:
 
 
 def watched() -> None:
-    """A call of torch with another shape on one rank; or that this torch cannot be watched."""
+    """A call of torch with another shape on one rank, or the error if this torch cannot be watched."""
     if not HAS_HOOKS and ON_GPU:
         with case("refused"), pytest.raises(meshcomm.MeshcommError) as caught:
             meshcomm.watch()
@@ -639,14 +639,14 @@ def watched() -> None:
         dist.all_reduce(torch.ones(4, device=DEVICE))
         with pytest.raises(meshcomm.MeshcommError, match="rank 3 is mismatched"):
             dist.all_reduce(torch.ones(6 if RANK == 3 else 4, device=DEVICE))
-            # The host of the ranks that came first does not wait for the others, and is told at its next call.
+            # The hosts of ranks that called first do not wait for the others. They raise at their next call.
             time.sleep(5)
             dist.all_reduce(torch.ones(4, device=DEVICE))
         watch.close()
 
 
 def gloo() -> None:
-    """Gloo carries tensors of the device; its messages are of host memory and refused by name."""
+    """Gloo supports collectives on the device's tensors, but its messages need host memory and are refused by name."""
     with case("collectives"), opened(backend="gloo") as mesh:
         basics(mesh)
     with case("a message of the device is refused"), opened(backend="gloo") as mesh:
@@ -677,7 +677,7 @@ def compiled() -> None:
 
 
 def attention() -> None:
-    """Ring attention over the ranks, beside torch's own on the whole sequence, forward and backward."""
+    """Ring attention over the ranks, compared with torch's attention on the whole sequence, forward and backward."""
     dtype = torch.bfloat16 if ON_GPU else torch.float32
 
     def flash(*given: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Every experiment of `python -m tests.gpu` as a test, and what one or eight GPUs give; skipped by name without them."""
+"""Every experiment of `python -m tests.gpu` as a test, and checks on one or eight GPUs; skipped by name without them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the launcher's headline says of jobs whose first cause is not the first error to be reported."""
+"""The launcher's headline for jobs in which the first reported error is not the first cause."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def job(pool: Pool, folder: Path, script: str, ranks: int = 4, launcher: tuple[s
 
 
 def told(pool: Pool, folder: Path, script: str, ranks: int = 4) -> tuple[int, list[str], str]:
-    """The exit code, the launcher's lines, and all of stderr."""
+    """The exit code, the launcher's lines, and the whole stderr."""
     code, _, err = job(pool, folder, script, ranks).finish()
     return (
         code,
@@ -84,7 +84,7 @@ mesh.all_reduce("tp" if mesh.rank == 0 else "dp", torch.ones(1))
     assert "it waited for rank 3" in lines[1]
 
 
-# -- errors that are seen before they end a rank ------------------------------------------------------------
+# -- errors that are raised before they end a rank -----------------------------------------------------------
 
 RAISES = """
 def train(mesh):
@@ -395,7 +395,7 @@ def test_a_signal_on_a_hang_first_says_where_each_rank_is(pool: Pool, tmp_path: 
 
 
 def test_a_second_ctrl_c_ends_the_job_at_once(pool: Pool, tmp_path: Path) -> None:
-    # A stopped rank answers nobody.
+    # A stopped rank does not answer the first Ctrl-C.
     script = HANGS.replace("time.sleep(600)", "os.kill(os.getpid(), 19)", 1)
     started = job(pool, tmp_path, script.replace("timeout_s=4", "timeout_s=300"))
     started.until_printed("up")

@@ -1,4 +1,4 @@
-"""What the launcher of one host gives its ranks, and how it ends them."""
+"""The environment that the launcher of one host gives its ranks, and how it ends them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.long
 
 @pytest.fixture(autouse=True)
 def same_handlers() -> Iterator[None]:
-    """The launcher gives back the signals that it handled."""
+    """The launcher restores the signal handlers that it replaced."""
     watched = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
     before = [signal.getsignal(each) for each in watched]
     yield
@@ -39,7 +39,7 @@ def run(script: str, world_size: int = 3, max_restarts: int = 0) -> int:
 
 
 def send_when_up(folder: Path, number: signal.Signals, after_s: float = 0.0) -> None:
-    """Send this process a signal once three ranks have said that they are up."""
+    """Send this process a signal once three ranks have reported that they are up."""
 
     def send() -> None:
         while len(list(folder.glob("* is up"))) < 3:
@@ -91,7 +91,7 @@ if attempt < 2:
         followed,
     ]
     assert run("sys.exit(3 if rank == 1 else 0)", max_restarts=1) == 3
-    # Whether anybody followed is a question of time: the others end by themselves.
+    # It depends on timing whether other ranks followed, because they end by themselves.
     ended = [line for line in capfd.readouterr().err.splitlines() if line.startswith("meshcomm: rank 1 ")]
     assert ended == [
         "meshcomm: rank 1 (dp=1) ended with exit code 3; restart 1 of 1",
@@ -145,7 +145,7 @@ time.sleep(1000)
     send_when_up(tmp_path, number, after_s=0.3)
     assert run(script) == SAVED == 75
     assert capfd.readouterr().err == ""
-    # A rank that fails beside them is the cause.
+    # If another rank fails, that rank is the cause.
     assert run(f"sys.exit({SAVED} if rank else 3)") == 3
 
 
@@ -168,7 +168,7 @@ def test_an_ignored_hangup_stays_ignored() -> None:
 
 
 def test_an_interrupt_of_one_rank_names_the_rank(pool: Pool, tmp_path: Path) -> None:
-    # Nobody has pressed Ctrl-C: that one rank has ended needs an explanation.
+    # No user has pressed Ctrl-C, so the end of this one rank needs an explanation.
     script = """
 mesh = meshcomm.init()
 mesh.barrier("dp")
@@ -210,7 +210,7 @@ with meshcomm.init({"mesh": {**facts, "timeout_s": 60, "options": {"dp": {"timeo
 def test_a_size_that_ends_a_rank_by_sigabrt_is_told_with_the_callsites(
     pool: Pool, tmp_path: Path, ranks: int
 ) -> None:
-    """Past the calls that are compared, Gloo aborts a rank that is sent more than its call takes."""
+    """If calls are no longer compared, Gloo aborts a rank that receives more data than its call expects."""
     script = """
 import torch, meshcomm
 facts = {"dims": {"dp": -1}, "device": "cpu", "validate_calls": 0, "reports": "", "timeout_s": 5}
@@ -223,7 +223,7 @@ with meshcomm.init({"mesh": facts}) as mesh:
     words = ("-m", "meshcomm", "run", "--world-size", str(ranks), "script.py")
     code, out, err = Job(pool, tmp_path, *words).finish()
     assert (code != 0, out) == (True, "")
-    # Which of the others aborts is chance; whoever is left says what it was in.
+    # It is random which of the other ranks aborts. The ranks that are left report their call.
     assert "SIGABRT" in err
     assert "all_reduce of 400000 bytes, call 2 on dp, at script.py:6" in err or (
         "rank 1 (dp=1) made all_reduce of 400000 bytes, at script.py:6, as call 2" in err

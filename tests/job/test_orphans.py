@@ -1,4 +1,4 @@
-"""No process outlives its job, however it ends; real launchers."""
+"""No process outlives its job, however the job ends; with real launchers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def gone(folder: Path, within_s: float) -> bool:
     return alive(folder) == []
 
 
-# A rank that is stopped, one that ignores SIGTERM, and what ranks start: in their own session too. No torch.
+# One rank is stopped, one ignores SIGTERM, and each starts a process, one of them in a new session. Without torch.
 STUBBORN = """
 import os, signal, subprocess, sys, time
 from pathlib import Path
@@ -54,7 +54,7 @@ def test_nothing_outlives_a_launcher_that_is_killed(tmp_path: Path) -> None:
     )
     assert launcher.stdout is not None
     assert [launcher.stdout.readline() for _ in range(3)] == ["up\n"] * 3
-    # The launcher, four ranks, and what each has started.
+    # The launcher, four ranks, and the processes that they started.
     assert len(alive(tmp_path)) >= 9
     launcher.kill()
     assert gone(tmp_path, 30)
@@ -79,8 +79,8 @@ def test_nothing_outlives_a_job_that_fails(
 
 
 def test_a_torchrun_of_ones_own_restarts_and_tells_each_error_once(pool: Pool, tmp_path: Path) -> None:
-    # torchrun's default keeps its store over restarts: of the ranks of the first attempt one has
-    # opened a mesh, and one has told an error.
+    # By default, torchrun keeps its store across restarts. In the first attempt, one rank opens a mesh and the other
+    # one raises.
     script = f"""
 import os, torch, meshcomm
 again = os.environ["TORCHELASTIC_RESTART_COUNT"] == "1"
@@ -105,13 +105,13 @@ with meshcomm.init({{"mesh": {{"dims": {{"dp": 2}}, "device": "cpu"}}, "process"
     command += ["--master-port", str(free_port()), "-m", "meshcomm", "run", "mesh.toml", "script.py"]
     code, out, err = Job(pool, tmp_path, *command, env={"OMP_NUM_THREADS": "1"}).finish()
     if "ProcessLookupError" in err and "os.killpg(self.proc.pid" in err:
-        # torch's agent dies of ending a process group that has just ended, before it restarts anything.
+        # torch's agent fails if it ends a process group that has just ended, and then restarts nothing.
         code, out, err = Job(pool, tmp_path, *command, env={"OMP_NUM_THREADS": "1"}).finish()
     assert code == 1
     assert out == "3\n", err
     assert err.count("ValueError: first\n") == err.count("ValueError: second\n") == 1
     assert "PeerLost" not in err and "meshcomm: rank" not in err
-    # That the store of its agent listens on every address is for the doctor to say.
+    # The agent's store listens on every address, but only the doctor reports that.
     assert "ExposedRendezvous" not in err
     assert alive(tmp_path) == []
 
@@ -129,5 +129,5 @@ def test_a_process_ends_with_its_parent(how: str) -> None:
     assert parent.stdout is not None
     assert parent.stdout.readline() == "up\n"
     parent.kill()
-    # The child holds the other end of the pipe for as long as it lives.
+    # The child holds the other end of the pipe as long as it lives.
     assert parent.communicate(timeout=100)[0] == ""

@@ -1,4 +1,4 @@
-"""Ranks as actors of Ray, as far as that goes without Ray; `python -m tests.launchers.ray` is the rest."""
+"""Ranks as Ray actors, as far as this can be tested without Ray; `python -m tests.launchers.ray` tests the rest."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from meshcomm.watching.ending import Failure
 
 
 class RayError(Exception):
-    """As Ray's own."""
+    """Replaces the base class of Ray's errors."""
 
 
 @dataclass(eq=False)
 class Ref:
-    """What is to be had of an actor; an error where it has died."""
+    """A value from an actor, or an error if the actor has died."""
 
     item: Any
 
 
 @dataclass(eq=False)
 class Stream:
-    """What an actor's generator gives."""
+    """The generator that an actor returns."""
 
     items: Iterator[Any]
 
@@ -45,7 +45,7 @@ class Stream:
 
 @dataclass(eq=False)
 class Actor:
-    """A rank that says these items, on a node; `where` it is may be an error."""
+    """A rank that yields these items, on a node; its place may also be an error."""
 
     items: list[Any]
     place: Any
@@ -79,7 +79,7 @@ def kill(actor: Actor) -> None:
 
 @pytest.fixture(autouse=True)
 def fake(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In Ray's place."""
+    """Replace Ray."""
 
     def wait(waited: list[Any], num_returns: int = 1, timeout: float = 0.0) -> tuple[list[Any], list[Any]]:
         found = [each for each in waited if not isinstance(each, Ref) or each.item is not None]
@@ -91,7 +91,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def followed(capfd: pytest.CaptureFixture[str]) -> Callable[..., Any]:
-    """Exit code, what was printed, and the lines about the failure."""
+    """Runs ranks and gives the exit code, the printed text, and the lines about the failure."""
 
     def follow(*ranks: list[Any]) -> tuple[int, str, list[str]]:
         actors = [Actor(items, (f"node {rank}", f"10.0.0.{rank}", 4711)) for rank, items in enumerate(ranks)]
@@ -107,7 +107,7 @@ def ran(
     store: Any = None,
     patience_s: float = 9.0,
 ) -> tuple[int, str, list[str]]:
-    """Actors are made in this order, those that come later too."""
+    """Run ranks. Actors are created in this order, including replacements."""
     coming = iter(actors)
     ranks = ray._Ranks(
         lambda: next(coming),
@@ -189,7 +189,7 @@ def test_the_variables_of_ranks_on_two_nodes() -> None:
 
 
 class Store(dist.HashStore):  # type: ignore[misc]
-    """With the port of a TCPStore."""
+    """A store with a port, as a TCPStore has."""
 
     port = 4712
 
@@ -249,7 +249,7 @@ def test_a_smaller_mesh_goes_on_and_grows_and_too_few_end(capfd: pytest.CaptureF
     store, sizes = Store(), Sizes({"dp": 3}, "dp", [2])
 
     class Waits(Actor):
-        """Waits for a generation that has it, which the others meet."""
+        """Registers as waiting for its generation, so that the others meet it."""
 
         def start(self, words: list[str], variables: dict[str, str], cwd: str) -> Stream:
             number = variables["MESHCOMM_GENERATION"]
@@ -271,7 +271,7 @@ def test_a_smaller_mesh_goes_on_and_grows_and_too_few_end(capfd: pytest.CaptureF
     ]
     assert words(actors[3].variables, "RANK", "MESHCOMM_GENERATION") == "0 2"
 
-    # Without a new one: the second loss is one too many, and is named by its present rank.
+    # Without a new process, the second loss is one too many. The error names it by its current rank.
     actors = [
         Actor([RayError("gone")], ("A", "10.0.0.1", 1)),
         Actor(["b\n"] * 9 + [(0, "")], ("B", "10.0.0.2", 1)),

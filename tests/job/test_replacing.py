@@ -1,4 +1,4 @@
-"""Which processes go on where some are lost, and what a launcher is to do; no process is started."""
+"""The processes that continue after a loss, and the actions that a launcher takes; no process is started."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_whole_copies_stay_and_gaps_are_filled() -> None:
     assert first.dims == {}
     one = first.filled({*range(8)} - {3})
     assert one is not None and one.processes == (0, 1, 4, 5, 6, 7) and one.dims == {"dp": 3, "cp": 2}
-    # Rank 2 waits; when 5 is lost too, it does the work that 5 did, though its own was another.
+    # Rank 2 is idle. When 5 is lost too, rank 2 takes over its work, although it had another part before.
     two = one.filled({*range(8)} - {3, 5})
     assert two is not None and two.processes == (0, 1, 4, 2, 6, 7)
     assert two.filled({*range(8)} - {3, 5, 0}).processes == (4, 2, 6, 7)  # type: ignore[union-attr]
@@ -73,7 +73,7 @@ def test_any_losses_and_returns(dims: dict[str, int]) -> None:
                 break
             assert found.size == len(alive) // others
             assert len({*found.processes}) == found.size * others and {*found.processes} <= alive
-            # A copy that is whole stays: its processes keep their places in it.
+            # A complete copy of the model stays, and its processes keep their places in it.
             if found.size == places.size - 1 and len({*places.processes} - alive) == 1:
                 kept = [each for each in places.processes if each in found.processes]
                 assert len(kept) >= (places.size - 1) * others
@@ -125,7 +125,7 @@ def test_what_is_wrong_is_said(more: dict[str, Any], said: str) -> None:
 
 
 class Job:
-    """A launcher's words, with a clock that stands."""
+    """The announcements of a launcher, with a clock that tests set."""
 
     def __init__(self, elastic: ElasticConfig, shrinks: Sizes | None = None, count: int = 4) -> None:
         self.at, self.store = 0.0, dist.HashStore()
@@ -179,7 +179,7 @@ def test_the_others_go_on_and_grow_back() -> None:
     assert job.replacing.lost(lost(1), False)
     assert job.said(1) == (["1"], [], [0, 2, 3], {"dp": 3})
     assert job.starts() == {}
-    # No process is left for a second one.
+    # No replacement is left for a second loss.
     assert job.replacing.lost(lost(2), False) and job.said(2) == (["2"], [], [0, 3], {"dp": 2})
     assert not job.replacing.lost(lost(3), False)
     job.at = 5.0
@@ -218,7 +218,7 @@ def test_one_that_dies_as_it_comes_back() -> None:
     assert job.replacing.lost(lost(1), False) and job.replacing.number == 1
     job.at = 2.0
     assert job.starts() == {1: 2}
-    # The last one: the others go on without it.
+    # This was the last replacement: the others continue without it.
     assert job.replacing.lost(lost(1), False) and job.replacing.number == 1
     job.at = 9.0
     assert job.starts() == {}
@@ -260,7 +260,7 @@ def test_without_a_smaller_mesh_the_others_wait_as_long_as_it_takes() -> None:
 def test_one_that_the_others_waited_for_until_the_mesh_got_smaller() -> None:
     job = Job(ElasticConfig(replace=1, delay_s=5.0, patience_s=5.0, min={"dp": 1}), sizes({"dp": 4}, "dp"))
     assert job.replacing.lost(lost(1), False) and job.said(1) == (["1"], ["1"], [], {})
-    # No process is left for this one, and the first is not there yet.
+    # No replacement is left for this loss, and the first one has not arrived yet.
     assert job.replacing.lost(lost(2), False) and job.said(2)[2:] == ([0, 3], {"dp": 2})
     job.at = 5.0
     assert job.starts() == {1: 3}

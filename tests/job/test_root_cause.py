@@ -1,4 +1,4 @@
-"""Which of several failures the launcher takes for the cause, and how it folds the others."""
+"""Which of several failures the launcher reports as the cause, and how it folds the others."""
 
 from __future__ import annotations
 
@@ -62,10 +62,10 @@ def test_of_a_chain_of_waiting_ranks_the_one_at_its_end_is_the_cause() -> None:
     lines = told([waits, ends, failure(3, 9.6, "PeerLost", follows=True, missing=(1,))])[0]
     assert lines[0].startswith("rank 0 (pp=0 tp=0) failed: PeerLost: planted")
     assert lines[1:] == ["it waited for rank 1 (pp=0 tp=1)", f"ranks 2-7 {FOLLOWED}"]
-    # One that waits for rank 1 alone says more than one that waits for a rank that waits for it, too.
+    # A rank that waits for rank 1 alone is better evidence than one that also waits for a waiting rank.
     both = failure(2, 9.0, "CollectiveTimeout", follows=True, missing=(0, 1))
     assert told([both, ends])[0][0].startswith("rank 0 ")
-    # They wait for each other: the headline is about both, and the text is the earliest's.
+    # They wait for each other: the headline names both, and the text is from the earlier one.
     round_ = failure(0, 9.5, "CollectiveTimeout", follows=True, missing=(2,))
     lines = told([round_, waits, failure(3, 8.0, "PeerLost", follows=True, missing=(2,))])[0]
     assert lines == [
@@ -91,7 +91,7 @@ def late(rank: int, *chain: list[Any], at: float = 9.0, **more: Any) -> Failure:
 
 
 def test_what_the_ranks_knew_of_the_others_leads_to_the_end_of_the_chain() -> None:
-    # 3 waits for 0, which waits for 2, which is at a line of its own: neither has reported an error.
+    # 3 waits for 0, which waits for 2, which is outside of any call: neither 0 nor 2 has reported an error.
     lines, code, text = told([late(3, place(3, 0), place(0, 2), place(2)), late(1, place(1, 0), at=8.0)])
     assert lines == [
         "rank 2 (pp=0 tp=2) is at train.py:9 in load, and ranks 0 1 3 waited for it",
@@ -99,7 +99,7 @@ def test_what_the_ranks_knew_of_the_others_leads_to_the_end_of_the_chain() -> No
         f"ranks 4-7 {FOLLOWED}",
     ]
     assert (code, text) == (1, "all of rank 3")
-    # Where the rank that waits for it has reported, that is its text.
+    # If the rank that waits for it has reported, its text is shown.
     lines, _, text = told([late(3, place(3, 0), place(0, 2), place(2)), late(0, place(0, 2), at=10.0)])
     assert (
         lines[1].startswith("rank 0 (pp=0 tp=0) failed: CollectiveTimeout: planted")
@@ -113,11 +113,11 @@ def test_what_the_ranks_knew_of_the_others_leads_to_the_end_of_the_chain() -> No
         f"ranks 1 3-7 {FOLLOWED}",
     ]
     assert text == "all of rank 3"
-    # Two chains: the one with more ranks first, the other after it.
+    # Two chains: first the one with more ranks, then the other.
     lines = told([late(3, place(3, 0), place(0)), late(1, place(1, 0)), late(5, place(5, 6), place(6))])[0]
     assert lines[0] == "rank 0 (pp=0 tp=0) is at train.py:9 in load, and ranks 1 3 waited for it"
     assert "rank 5 waited for rank 6 (pp=1 tp=2) is at train.py:9 in load" in lines
-    # A rank that has ended well, and one that was killed, are ends like others.
+    # Ranks that ended well or were killed are ends of a chain like others.
     lines, code, _ = told([late(3, place(3, 0), place(0, 2), place(2)), late(0, place(0, 2))], {2: -9})
     assert lines[0] == "rank 2 (pp=0 tp=2) was ended by SIGKILL" and code == 137
 
@@ -133,12 +133,12 @@ def test_an_error_that_was_seen_counts_where_its_rank_waits_for_nobody() -> None
     assert told([seen, late(3, place(3, 2), place(2, 4), place(4))])[0][0].startswith(
         "rank 4 (pp=1 tp=0) is at train.py:9"
     )
-    # An error that has ended a rank counts more.
+    # An error that has ended a rank has priority.
     assert told([seen, failure(4, 9.0)])[0][0].startswith("rank 4 (pp=1 tp=0) failed: ValueError")
 
 
 def test_a_signal_is_a_cause_and_counts_from_when_the_rank_was_last_seen() -> None:
-    # Whoever raised after that may have raised because of it.
+    # Ranks that raised after that may have raised because of it.
     lines, code, text = told([failure(4, 10.05, "RuntimeError")], {5: -9}, alive_at=10.0)
     assert lines == [
         "rank 5 (pp=1 tp=1) was ended by SIGKILL",
@@ -167,7 +167,7 @@ def test_the_rank_that_the_error_calls_mismatched_is_the_cause() -> None:
 
 
 def test_an_abort_comes_after_an_error_that_names_who_is_missing() -> None:
-    # NCCL's watchdog aborts a rank that waits in vain; the rank it waits for is the cause.
+    # NCCL's watchdog aborts a rank that waits too long; the rank that it waits for is the cause.
     waits = failure(2, 9.5, "CollectiveTimeout", follows=True, missing=(3,))
     lines, code, text = told([waits], {0: -6, 1: -6}, alive_at=9.0)
     assert lines == [
@@ -177,14 +177,14 @@ def test_an_abort_comes_after_an_error_that_names_who_is_missing() -> None:
         f"ranks 4-7 {FOLLOWED}",
     ]
     assert (code, text) == (1, "all of rank 2")
-    # Nobody else is missing, or it was the one that is: then it aborted for its own reasons.
+    # If no other rank is missing, or the aborted rank is the missing one, it has another reason to abort.
     lost = failure(2, 9.5, "PeerLost", follows=True)
     for left in ([], [lost], [waits]):
         assert told(left, {3: -6})[0][0] == "rank 3 (pp=0 tp=3) was ended by SIGABRT"
 
 
 def test_an_abort_is_told_with_the_calls_that_the_others_were_in() -> None:
-    # Gloo aborts a rank that is sent more than its call takes, and that rank can say nothing.
+    # Gloo aborts a rank that receives more data than its call expects, so that rank cannot report anything.
     left = [called(rank, 9.0, "all_reduce", 71, follows=True, bytes=24, missing=(3,)) for rank in (0, 1)]
     left.append(called(2, 9.0, "all_reduce", 71, follows=True, bytes=16, missing=(3,)))
     lines = told(left, {3: -6})[0]
@@ -203,7 +203,7 @@ def called(rank: int, at: float, call: str, number: int = 140, label: str = "tp"
 
 
 def test_a_rank_whose_operation_differs_at_one_sequence_number_is_the_cause() -> None:
-    # Rank 1 left out a call long ago. The first to time out says nothing of that.
+    # Rank 1 left out a call long ago. The first rank to time out does not mention it.
     left = [called(rank, 9.0 + rank, "barrier" if rank == 1 else "all_reduce") for rank in range(4)]
     lines, _, text = told(left)
     assert lines[0].startswith("rank 1 (pp=0 tp=1) failed: CollectiveTimeout")
@@ -212,7 +212,7 @@ def test_a_rank_whose_operation_differs_at_one_sequence_number_is_the_cause() ->
         "call 140 on tp was all_reduce on ranks 0 2 3, at train.py:6",
     ]
     assert text == "all of rank 1"
-    # Also where another rank waits for somebody, and where the numbers alone tell.
+    # This holds if another rank waits for some rank, too, and if only the call numbers differ.
     assert told([*left, called(5, 8.0, "barrier", 7, "tp'", missing=(6,))])[0][0].startswith("rank 1 ")
     behind = [called(rank, 9.0 + rank, "barrier", 139 if rank == 1 else 140) for rank in range(4)]
     assert told(behind)[0][0].startswith("rank 1 ")
@@ -222,15 +222,15 @@ def test_calls_that_are_no_mismatch_blame_nobody() -> None:
     calls = [called(rank, 9.0 + rank, "all_reduce") for rank in range(4)]
     elsewhere = called(4, 9.9, "barrier", label="tp[pp=1]")
     assert told([*calls, elsewhere])[0][1:] == [f"ranks 1-7 {FOLLOWED}"]
-    # A peer was lost between two calls: some had come to the next one.
+    # A peer was lost between two calls, and one rank had reached the next call.
     lost = [called(r, 9.0 + r, "barrier", 141 if r == 1 else 140, missing=(3,)) for r in range(3)]
     assert told(lost)[0][0].startswith("rank 0 ") and not any("call 14" in line for line in told(lost)[0])
-    # Of two it cannot be told which is wrong: both are named.
+    # With two ranks it is unknown which one is wrong, so both are named.
     two = [called(0, 9.0, "all_reduce"), called(1, 8.0, "barrier")]
     lines = told(two)[0]
     assert lines[0].startswith("rank 1 ") and "barrier on rank 1" in lines[1] + lines[2]
     assert "all_reduce on rank 0 (pp=0 tp=0)" in lines[1] + lines[2]
-    # Where there is an error of another kind, the calls differ because of that.
+    # An error of another kind explains why the calls differ.
     assert told([*two, failure(5, 9.5)])[0][0].startswith("rank 5 ")
 
 
@@ -252,7 +252,7 @@ def chained(
     return error
 
 
-# An error, whether it follows from another rank's, and words of its headline.
+# An error, whether it follows from another rank's error, and words of its headline.
 CHAINS = {
     "raised from": (chained(ValueError("w"), LOST, LOST), True, "ValueError: w, after PeerLost: lost a peer"),
     "from None": (chained(ValueError("w"), None, LOST), True, "ValueError: w, after PeerLost: lost a peer"),
@@ -331,11 +331,11 @@ def test_what_a_rank_leaves_is_what_the_launcher_reads(tmp_path: Path) -> None:
         ("LayoutError", 2, False, False, []),
         ("KeyboardInterrupt", 130, False, False, []),
     ]
-    # An error that is not ours may use these names for something else.
+    # Foreign errors may use these attributes for something else.
     foreign = KeyError("planted")
     foreign.missing, foreign.call, foreign.mismatched_ranks = 3, print, {"all": 1}  # type: ignore[attr-defined]
     assert leave(failure_of(foreign, 0, LAYOUT[0]), tmp_path, 2) and collect(tmp_path, 2)[0].missing == []
-    # The error of the mismatched rank is to come first.
+    # The error of the mismatched rank has to come first.
     assert failure_of(odd, 2, LAYOUT[2]).follows
     assert all(f.frame.startswith(f"{__file__}:") and f.frame.endswith(" in raised") for f in left)
     assert left[0].text.startswith("rank 0 (pp=0 tp=0):\nTraceback (most recent call last):\n")

@@ -1,4 +1,4 @@
-"""A process that waits for the loss of a rank: it runs the command with the rank's variables, or ends without a trace."""
+"""A process that stands by for the loss of a rank: it runs the command with the rank's variables, or ends and leaves nothing."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PLAN = (*COMMAND, "plan", "configs/quickstart.toml", "--rank")
 
 
 def waiting(count: int = 1) -> list[psutil.Process]:
-    """The processes that wait. A command line is empty for a moment after a start, and is then looked at again."""
+    """The standby processes. A command line is empty for a moment after a start, so it is read again."""
     deadline = time.monotonic() + 10
     while True:
         found = [each for each in psutil.Process().children() if "meshcomm.job.standby" in each.cmdline()]
@@ -46,12 +46,12 @@ def wait(process: Process | None) -> int:
 def test_copies_run_the_command_as_the_rank_that_they_are_told(capfd: pytest.CaptureFixture[str]) -> None:
     standby = Standby([*_PLAN, "3"], dict(os.environ))
     standby.start()
-    # A rank that is lost before the imports are done is started anew.
+    # A rank that is lost before the imports are done is started without the standby process.
     assert standby.take({"RANK": "3"}) is None
     standby.start()
     (only,) = waiting()
     await_imports(standby)
-    # Its imports run at the lowest priority, and the rank itself must not: only root could raise it again.
+    # The imports run at the lowest priority, but the rank must not: only root could raise the priority again.
     assert os.sched_getscheduler(only.pid) == os.SCHED_OTHER
     first, second, third = (standby.take({"RANK": "3"}) for _ in range(3))
     assert first is not None and os.getpgid(first.pid) == first.pid != only.pid
@@ -70,7 +70,7 @@ def test_it_ends_when_it_is_not_needed_or_has_lost_its_launcher() -> None:
     (process,) = waiting()
     standby.end()
     assert not process.is_running()
-    # A launcher that is killed cannot end it.
+    # A launcher that is killed cannot end its standby process.
     program = f"""
 import os, sys, time
 from meshcomm.job.standby import Standby
@@ -102,7 +102,7 @@ def test_one_that_has_died_is_not_taken() -> None:
 
 
 def test_one_that_is_stopped_is_not_waited_for() -> None:
-    """The launcher, which would wait for its answer, looks after all other ranks meanwhile."""
+    """If the launcher waited for its answer, it could not look after the other ranks."""
     standby = Standby([*_PLAN, "3"], dict(os.environ))
     standby.start()
     (process,) = waiting()

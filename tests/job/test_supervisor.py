@@ -1,4 +1,4 @@
-"""How a supervisor follows processes, in which order it ends them and announces others; no process is started."""
+"""How a supervisor follows processes, and in which order it ends and announces them; no process is started."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from meshcomm.watching.ending import Failure, without_error
 
 
 class Followed(Supervisor):
-    """Processes of which each look tells the exit codes. It records what it does, and which generation is announced by then."""
+    """Each look returns the next exit codes. Records each action with the number of the generation announced by then."""
 
     def __init__(self, replacing: Replacing, looks: list[dict[int, int]]) -> None:
         super().__init__(replacing, labels_of(None, 3))
@@ -91,7 +91,7 @@ def test_an_exit_code_after_the_end_is_a_failure() -> None:
 
 
 def test_ranks_that_have_completed_cannot_be_met_again() -> None:
-    """Also if their processes are on another host, which does not tell whether they run."""
+    """This also holds for processes on another host, where the launcher cannot see whether they run."""
     each = followed([{1: -9}, {0: 0, 2: 0}])
     (failure,) = each.follow().values()
     assert failure.code == 137 and not math.isnan(failure.time)

@@ -1,4 +1,4 @@
-"""torchrun with an agent on each of two hosts in network namespaces, accelerate, and Lightning: python -m tests.launchers.agents"""
+"""torchrun with an agent on each of two hosts in network namespaces; accelerate and Lightning: python -m tests.launchers.agents"""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ _LOST: Final = r"rank 2 does not answer"
 
 
 def main() -> int:
-    """All checks; 0 where they passed."""
+    """Run all checks. Return 0 if they passed."""
     install("iproute2")
     quiet = {"RES_OPTIONS": "timeout:1 attempts:1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
     checks = Checks(f"torchrun of torch {torch.__version__}, 2 agents", quiet)
     with tempfile.TemporaryDirectory() as name, two_hosts(Path(name), Link()) as hosts:
 
         def start(case: Case, host: Host, **options: float) -> Job:
-            # Without Python's own name: torchrun puts it in front.
+            # Without the interpreter's name: torchrun puts it in front.
             return case.start(host.command([*_TORCHRUN, *program(**options)[1:]], Path(name)))
 
         with checks.case("script.py") as case:
@@ -49,7 +49,7 @@ def main() -> int:
             case.said = summed(jobs[0])
         with checks.case("rank 2 killed") as case:
             here, there = (start(case, host, dies=2) for host in hosts)
-            # The agents number their hosts as they come.
+            # The agents number their hosts in the order in which they arrive.
             jobs = sorted((here.end(), there.end()), key=lambda job: "rank 2 is killed" in job.text)
             killed = next(line for line in jobs[1].lines if line[1] == "rank 2 is killed")
             jobs[0].lines.insert(0, killed)
@@ -64,7 +64,7 @@ def main() -> int:
         job = case.start([*launch, "--multi_gpu", *program(dies=2)[1:]]).end()
         case.said = named(job, r"local_rank: 2", "torchrun's agent")
     with checks.case("launch --cpu --num_processes 4 script.py") as case:
-        # It starts one process and says nothing.
+        # accelerate starts one process and reports nothing.
         job = case.start([*launch, "--cpu", *program()[1:]]).end()
         job.await_line("the mesh needs 4 processes, and no launcher has started this one")
         case.said = "one process, refused: the mesh needs 4 processes"
@@ -75,7 +75,7 @@ def main() -> int:
     with checks.case("Trainer of 4 processes, mesh in on_fit_start") as case:
         case.said = summed(case.start(command).end())
     with checks.case("Trainer of 4 processes, rank 2 killed") as case:
-        # Lightning ends the others when it sees it first.
+        # If Lightning sees it first, it ends the other ranks.
         text = rf"{_LOST}|\[rank: 2\] Child process"
         case.said = named(case.start([*command, "--dies", "2"]).end(), text, "Lightning or another rank")
     return checks.code() or failed

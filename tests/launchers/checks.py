@@ -1,4 +1,4 @@
-"""What every launcher's script shares: jobs with a time for each line that they print, and one line for each check."""
+"""Shared by the scripts of all launchers: jobs whose printed lines have times, and one line of output for each check."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ ROOT: Final = Path(__file__).parents[2]
 PROGRAMS: Final = Path(__file__).with_name("programs")
 # Ray takes a minute to start on a busy machine.
 LIMIT_S: Final = 240.0
-# Every process of a check inherits it, and is found by it.
+# Every process of a check inherits this variable, so the check can find it.
 _MARK: Final = "LAUNCHER_CHECK"
-# What is found right after a job has ended may be about to end itself.
+# A process that is found right after a job has ended may still be ending.
 _SETTLES_S: Final = 20.0
 _KILLED: Final = re.compile(r"rank (\d+) is killed")
 
@@ -31,28 +31,28 @@ _KILLED: Final = re.compile(r"rank (\d+) is killed")
 @final
 @dataclass
 class Job:
-    """A job under way. lines: what it printed, each with its time."""
+    """A running job. lines: its printed lines, each with its time."""
 
     process: subprocess.Popen[str]
     lines: list[tuple[float, str]] = field(default_factory=list)
 
     def read(self) -> None:
-        """Take what it prints, until it ends."""
+        """Read the job's output until the job ends."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
             self.lines.append((time.monotonic(), line.rstrip("\n")))
 
     def end(self, limit_s: float = LIMIT_S) -> Job:
-        """Wait for it. Raises AssertionError where it runs on."""
+        """Wait until the job ends. Raises AssertionError if it does not."""
         try:
             self.process.wait(limit_s)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"still running after {limit_s:g} s\n{self.text}") from None
-        time.sleep(0.1)  # its last lines
+        time.sleep(0.1)  # for its last lines
         return self
 
     def await_line(self, text: str, count: int = 1, limit_s: float = LIMIT_S) -> float:
-        """Wait until `text` is in so many lines; the time of the last of them."""
+        """Wait until `count` lines contain `text`. Return the time of the last of these lines."""
         deadline = time.monotonic() + limit_s
         while len(found := [at for at, line in self.lines if text in line]) < count:
             over = self.process.poll() is not None or time.monotonic() > deadline
@@ -62,14 +62,14 @@ class Job:
 
     @property
     def text(self) -> str:
-        """All that it has printed so far."""
+        """The whole output so far."""
         return "\n".join(line for _, line in list(self.lines))
 
 
 @final
 @dataclass
 class Case:
-    """One check. said: what its line says of it."""
+    """One check. said: the result in its line of output."""
 
     mark: str
     env: Mapping[str, str]
@@ -99,16 +99,16 @@ class Case:
 
 @final
 class Checks:
-    """The checks of one launcher. tool: its name and version, as its lines begin."""
+    """The checks of one launcher. tool: its name and version, which start each line of output."""
 
     def __init__(self, tool: str, env: Mapping[str, str] = MappingProxyType({})) -> None:
         self.tool, self.failed = tool, 0
-        # A script that a launcher starts finds the package beside these tests, wherever it is started.
+        # A script finds the package next to these tests, wherever its launcher starts it.
         self.env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **env}
 
     @contextmanager
     def case(self, what: str, beside: Callable[[], Sequence[str]] = tuple) -> Iterator[Case]:
-        """A check: it fails by AssertionError, or where it leaves a process; then its processes are killed.
+        """A check. It fails on an AssertionError, or if it leaves a process; then its processes are killed.
 
         beside: returns further lines about leftovers, such as jobs in a queue.
         """
@@ -142,7 +142,7 @@ def program(**options: float) -> list[str]:
 
 
 def summed(job: Job, *tags: int) -> str:
-    """Every rank of the job has made all sums, and no other sum than its own job's. tags: of each job among its lines."""
+    """Check that every rank of the job made all sums, without numbers of other jobs. tags: one for each job in its lines."""
     assert job.process.returncode == 0, f"exit code {job.process.returncode}\n{job.text}"
     for tag in tags or (1,):
         for rank in range(4):
@@ -152,7 +152,7 @@ def summed(job: Job, *tags: int) -> str:
 
 
 def named(job: Job, text: str, by: str, of_many: int = 1) -> str:
-    """The killed rank is named after its end. text: a pattern of the line that does so. by: whose line it is."""
+    """Check that the killed rank is named after its end. text: a pattern of the line. by: the process that prints it."""
     assert job.process.returncode != 0, f"exit code 0\n{job.text}"
     killed = next((at for at, line in job.lines if _KILLED.search(line)), None)
     assert killed is not None, f"no rank was killed\n{job.text}"
@@ -163,7 +163,7 @@ def named(job: Job, text: str, by: str, of_many: int = 1) -> str:
 
 
 def version(*command: str) -> str:
-    """The first number with dots that the command prints."""
+    """The first dotted number that the command prints."""
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     found = re.search(r"\d+(\.\d+)+", done.stdout + done.stderr)
     if found is None:
@@ -172,7 +172,7 @@ def version(*command: str) -> str:
 
 
 def install(*packages: str) -> None:
-    """Debian's packages, where one of them is missing."""
+    """Install Debian packages, if one of them is missing."""
     known = subprocess.run(["dpkg", "-s", *packages], capture_output=True)
     if known.returncode:
         for words in (["update", "-q"], ["install", "-q", "-y", "--no-install-recommends", *packages]):

@@ -1,4 +1,4 @@
-"""Open MPI and MPICH, as Debian has them: python -m tests.launchers.mpi"""
+"""Open MPI and MPICH from Debian's packages: python -m tests.launchers.mpi"""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Final
 
 from tests.launchers.checks import Checks, install, named, program, summed, version
 
-# What each says of a rank that a signal ended, and who it is that says so.
+# Each program's message about a rank that was ended by a signal, and the program that prints it.
 _OPEN_MPI: Final = "mpirun.openmpi", r"process rank 2 .* exited on signal 9"
 _MPICH: Final = "mpiexec.hydra", r"PID \d+ RUNNING AT"
 _OTHERS: Final = r"rank 2 does not answer: its process has ended"
 
 
 def main() -> int:
-    """Both; 0 where all checks passed."""
+    """Run the checks of both. Return 0 if all passed."""
     install("openmpi-bin", "mpich")
     as_root = {
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
@@ -32,7 +32,7 @@ def main() -> int:
     with mpich.case("rank 2 killed") as case:
         job = case.start([_MPICH[0], "-n", "4", *program(dies=2)]).end()
         case.said = named(job, _MPICH[1], _MPICH[0])
-    # A shell around each rank: its end is one by an exit code, after which mpiexec hears the others out.
+    # With a shell around each rank, mpiexec sees only an exit code, and then waits for the other ranks.
     shell = ["sh", "-c", '"$@"; exit $?', "sh", *program(dies=2)]
     with mpich.case("-disable-auto-cleanup, a shell around each rank, rank 2 killed") as case:
         job = case.start([_MPICH[0], "-disable-auto-cleanup", "-n", "4", *shell]).end()

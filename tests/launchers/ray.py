@@ -1,8 +1,8 @@
-"""Ray, in a virtual environment of its own, on this host: python -m tests.launchers.ray [elastic|vanished]
+"""Ray, in a separate virtual environment, on this host: python -m tests.launchers.ray [elastic|vanished]
 
-meshcomm.job.ray, plain actors that call meshcomm.init, and TorchTrainer, on one node; on several nodes of this host
-trainings that lose ranks and nodes; and on two hosts in network namespaces, of which one is cut off. With a word only the
-second, or only the third.
+There are three sets of checks. On one node: meshcomm.job.ray, plain actors that call meshcomm.init, and TorchTrainer. On several
+nodes of this host (elastic): trainings that lose ranks and nodes. On two hosts in network namespaces (vanished): a training whose
+second host is cut off. A word selects one of the last two sets.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from tests.two_hosts.hosts import Host, Link, two_hosts
 _ACTORS: Final = str(PROGRAMS / "on_ray.py")
 _PARTS: Final = "--world-size", "4", "--cpus-per-rank", "0.25"
 _PORT: Final = "26379"
-# What 2 and 3 ranks along dp can share.
+# A batch that 2 or 3 ranks along dp can share.
 _BATCH: Final = "--set", "train.global_batch_size=12", "--set", "train.micro_batch_size=1"
 
 
 def main() -> int:
-    """All checks; 0 where they passed."""
+    """Run all checks. Return 0 if they passed."""
     python = make("ray") / "bin" / "python"
-    # Ray would take a token that it finds in the home folder for a cluster of several nodes.
+    # Ray would treat a token in the home folder as the token of a cluster of several nodes.
     own = {"RAY_DEDUP_LOGS": "0", "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     checks = Checks(f"Ray {version_in(python, 'ray')}", own)
     sets = {"": _one_node, "elastic": _elastic, "vanished": _vanished}
@@ -76,7 +76,7 @@ def _one_node(checks: Checks, python: Path) -> None:
 
 
 def _elastic(checks: Checks, python: Path) -> None:
-    """Trainings that lose ranks, beside the same ones undisturbed."""
+    """Trainings that lose ranks, compared with undisturbed ones."""
     with tempfile.TemporaryDirectory(prefix="ray") as name:
         folder = Path(name)
         alone = _Training(checks, python, folder / "1", config_of("dp2", 120))
@@ -118,7 +118,7 @@ def _elastic(checks: Checks, python: Path) -> None:
 
 
 def _vanished(checks: Checks, python: Path) -> None:
-    """A training whose host with two of four ranks loses its network: no process there is seen to end."""
+    """A training loses the network of a host with two of four ranks, so no process there is seen to end."""
     with (
         tempfile.TemporaryDirectory(prefix="ray") as name,
         two_hosts(Path(name), Link("1gbit")) as (one, other),
@@ -139,7 +139,7 @@ def _vanished(checks: Checks, python: Path) -> None:
 
 @final
 class _Training:
-    """A training on Ray, beside one of `before`, by default the same, by meshcomm's own launcher."""
+    """A training on Ray, compared with a training by meshcomm's launcher. before: the config of the latter, if different."""
 
     def __init__(
         self,
@@ -157,7 +157,7 @@ class _Training:
         (folder / "train.toml").write_text(config)
 
     def start(self, case: Case, ranks: int, *options: str, host: Host | None = None) -> Job:
-        """Start it, and wait for its first steps. host: of the driver."""
+        """Start the training, and wait for its first steps. host: the driver's host."""
         command = [str(self._python), "-m", "meshcomm.job.ray", "--world-size", str(ranks), *options]
         sets = [*self._words, "--set", f'train.out="{self._folder / "out"}"']
         command += ["train", *sets, str(self._folder / "train.toml")]
@@ -168,7 +168,7 @@ class _Training:
         return job
 
     def kill(self, *processes: int) -> float:
-        """Kill processes; the seconds until there is one more step than the one that was under way."""
+        """Kill processes. Return the seconds until the step after the current one was logged."""
 
         def act() -> None:
             for process in processes:
@@ -178,16 +178,17 @@ class _Training:
         return self.lose(act)
 
     def lose(self, act: Callable[[], object]) -> float:
-        """Make ranks disappear by `act`; the seconds until there is one more step than the one that was under way."""
+        """Make ranks disappear by `act`. Return the seconds until the step after the current one was logged."""
         done, began = int(self._run.lines[-1]["step"]), time.monotonic()
         act()
         assert self._run.await_step(done + 2, 240.0), self._job.text
         return time.monotonic() - began
 
     def same(self, job: Job, within: float = 0.0) -> str:
-        """It has ended well with the losses of the undisturbed one. within: relative, in the first 200 steps.
+        """Check that the training ended well with the losses of the undisturbed one.
 
-        Training magnifies what is rounded: undisturbed, dp=2 and dp=3 differ by 3e-14 after 160 steps and 8e-10 after 400.
+        within: the relative limit in the first 200 steps. Training magnifies rounding errors: undisturbed, dp=2 and dp=3 differ
+        by 3e-14 after 160 steps and by 8e-10 after 400.
         """
         job.end()
         assert job.process.returncode == 0, f"exit code {job.process.returncode}\n{job.text}"
@@ -201,7 +202,7 @@ class _Training:
 
 
 def _address(case: Case) -> dict[str, str]:
-    """Of the cluster that was started in a check, for its jobs; {}: they start one."""
+    """The address of the cluster that a check has started, for its jobs. If there is none, each job starts a cluster."""
     found = re.search(r"--address='(\S+)'", "\n".join(job.text for job in case.jobs))
     return {"RAY_ADDRESS": found[1]} if found else {}
 
@@ -209,7 +210,7 @@ def _address(case: Case) -> dict[str, str]:
 @final
 @dataclass
 class _Cluster:
-    """Nodes on this host, the head first."""
+    """Nodes on this host; the head node is the first one."""
 
     case: Case
     python: Path
@@ -217,7 +218,7 @@ class _Cluster:
     nodes: list[Job] = field(default_factory=list)
 
     def add(self, cpus: int, host: Host | None = None) -> Job:
-        """One more node. Nodes that start at once would take the same names."""
+        """Add one node, and wait until it has started: nodes that start at the same time would take the same names."""
         head = ["--head", "--port", _PORT, "--include-dashboard", "false", "--temp-dir", str(self.folder)]
         joins = ["--address", _address(self.case)["RAY_ADDRESS"]] if self.nodes else head
         ports = ["--min-worker-port", "0", "--max-worker-port", "0", "--object-store-memory", "100000000"]
@@ -231,15 +232,15 @@ class _Cluster:
         return job
 
     def all_of(self, node: Job) -> list[int]:
-        """The processes of a node: raylet, workers and ranks, as if its host were gone."""
+        """The processes of a node: raylet, workers and ranks, as if its host had failed."""
         parent = psutil.Process(node.process.pid)
         return [each.pid for each in (parent, *parent.children(recursive=True))]
 
     def end(self) -> None:
-        """End the nodes, the head last."""
+        """End the nodes, the head node last."""
         for node in reversed(self.nodes):
             started = psutil.Process(node.process.pid)
-            # nsenter, which starts a node on another host, passes no signal on.
+            # nsenter starts nodes on another host, and forwards no signals.
             for each in started.children() if started.name() == "nsenter" else [started]:
                 each.terminate()
             node.process.wait(30)

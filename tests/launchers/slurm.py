@@ -1,4 +1,4 @@
-"""Slurm, as Debian has it, on two hosts in network namespaces of this machine: python -m tests.launchers.slurm"""
+"""Slurm from Debian's packages, on two hosts in network namespaces of this machine: python -m tests.launchers.slurm"""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Final, final
 from tests.launchers.checks import Case, Checks, Job, install, named, program, summed, version
 from tests.two_hosts.hosts import Host, Link, two_hosts
 
-# What runs on a host while no job does.
+# Processes that run on a host when no job does.
 _DAEMONS: Final = ("munged", "slurmctld", "slurmd", "slurmscriptd")
 _CONF: Final = """
 ClusterName=check
@@ -74,7 +74,7 @@ _LOST: Final = r"rank 2 does not answer: its process has ended"
 
 @final
 class Cluster:
-    """Two hosts with Slurm's daemons. folder: of the jobs and the daemons."""
+    """Two hosts with Slurm's daemons. folder: for the jobs and the daemons."""
 
     def __init__(self, hosts: tuple[Host, Host], folder: Path) -> None:
         self.hosts, self.folder, self.conf = hosts, folder, folder / "slurm.conf"
@@ -87,7 +87,7 @@ class Cluster:
         self.daemons: list[subprocess.Popen[bytes]] = []
 
     def start(self) -> None:
-        """The daemons, until both nodes are idle."""
+        """Start the daemons, and wait until both nodes are idle."""
         self.conf.write_text(_CONF.format(folder=self.folder))
         (self.folder / "state").mkdir()
         (self.folder / "munge.key").write_bytes(os.urandom(128))
@@ -108,19 +108,19 @@ class Cluster:
         self.wait("idle nodes", lambda: self.ask("sinfo", "-h", "-N", "-o", "%T").split() == ["idle"] * 2)
 
     def ask(self, *words: str) -> str:
-        """What one of Slurm's commands prints on the first host, and its errors."""
+        """The output and errors of a Slurm command on the first host."""
         command = self.hosts[0].command(words, self.folder)
         done = subprocess.run(command, env=self.env, capture_output=True, text=True, timeout=60)
         return done.stdout + done.stderr
 
     def busy(self) -> list[str]:
-        """Jobs in the queue, and what runs on the hosts that is none of Slurm's daemons."""
+        """Jobs in the queue, and processes on the hosts other than Slurm's daemons."""
         found = [f"{host.name}: {words}" for host in self.hosts for words in host.processes()]
         running = [each for each in found if not any(name in each for name in _DAEMONS)]
         return [*self.ask("squeue", "-h").splitlines(), *running]
 
     def batch(self, case: Case, text: str, *options: str) -> tuple[Job, str]:
-        """Submit a script; what its file of output says as a job that ends when it does, and its number."""
+        """Submit a script. Return its output file as a Job that ends with it, and its number."""
         script, out = self.folder / "batch.sh", self.folder / f"batch-{time.monotonic_ns()}.out"
         out.touch()
         script.write_text(f"#!/bin/sh\n{text}\n")
@@ -142,7 +142,7 @@ class Cluster:
         self.daemons.append(host.start(words, self.folder, log, self.env))
 
     def wait(self, what: str, come: Callable[[], bool], limit_s: float = 60.0) -> None:
-        """Until it has come; AssertionError with the daemons' logs where it does not."""
+        """Wait until `come()` is true. Raises AssertionError with the daemons' logs if it stays false."""
         deadline = time.monotonic() + limit_s
         while not come():
             logs = {
@@ -162,7 +162,7 @@ def named_dim(job: Job) -> str:
 
 @contextmanager
 def cluster() -> Iterator[Cluster]:
-    """Slurm on two hosts; at the end of the block nothing of it is left."""
+    """Slurm on two hosts; no part of it is left at the end of the block."""
     with tempfile.TemporaryDirectory() as name, two_hosts(Path(name), Link()) as hosts:
         found = Cluster(hosts, Path(name))
         try:
@@ -173,7 +173,7 @@ def cluster() -> Iterator[Cluster]:
 
 
 def main() -> int:
-    """All checks; 0 where they passed."""
+    """Run all checks. Return 0 if they passed."""
     install("slurm-wlm", "munge", "iproute2")
     with cluster() as slurm:
         checks = Checks(

@@ -1,4 +1,4 @@
-"""Rank arithmetic against plain nested loops, and the plan's promises."""
+"""Rank arithmetic against plain nested loops, and the guarantees of the plan."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def random_layout(rng: random.Random) -> tuple[dict[str, int], list[int] | None]
 
 
 def loop_grid(dims: dict[str, int], order: list[int] | None) -> dict[tuple[int, ...], int]:
-    """coords -> rank, by counting through the row-major grid."""
+    """coords -> rank, counted through the row-major grid."""
     grid = {}
     for position, coords in enumerate(itertools.product(*(range(size) for size in dims.values()))):
         grid[coords] = position if order is None else order[position]
@@ -111,7 +111,7 @@ def test_equal_ranks_and_options_are_one_group() -> None:
         "tp": None,
         "grad": "dp",
         "model": None,
-        "turned": None,  # the same ranks in another order: other coords
+        "turned": None,  # the same ranks in another order, so other coords
         "half": None,
         "ep": "half",
     }
@@ -125,7 +125,7 @@ def test_equal_ranks_and_options_are_one_group() -> None:
 
 
 def test_sharing_is_decided_by_the_ranks_themselves() -> None:
-    """Two names share exactly when all their groups are equal, element for element."""
+    """Two names share a communicator exactly if all their groups are equal, element for element."""
     rng = random.Random(3)
     for _ in range(60):
         dims, order = random_layout(rng)
@@ -190,7 +190,7 @@ def test_the_fingerprint_sees_all_that_must_agree() -> None:
     ]
     assert len({plan.fingerprint for plan in variants}) == len(variants)
     assert Plan(Layout({"pp": 2, "dp": 2, "tp": 2})).fingerprint == variants[0].fingerprint
-    # A fixed value: a change of it makes old and new processes refuse each other, so make it on purpose.
+    # The value is fixed, because old and new processes refuse each other if it changes. Change it only on purpose.
     assert variants[0].fingerprint == "597cebf28fd063f1"
 
 
@@ -249,7 +249,7 @@ def test_coords_and_ranks_outside_the_mesh() -> None:
             call()
         assert str(caught.value).splitlines()[0] == message
     for of in (layout, Layout({"dp": 2, "tp": 2}, rank_order=[3, 2, 1, 0])):
-        for rank in of.groups("dp").ravel():  # of NumPy's integers
+        for rank in of.groups("dp").ravel():  # NumPy's integers
             assert of.coords(rank) == of.coords(int(rank)) and of.label(rank) == of.label(int(rank))
 
 
@@ -260,7 +260,7 @@ def test_coords_and_ranks_outside_the_mesh() -> None:
         ("TP", 'did you mean "tp"?'),
         ("tq", 'did you mean "tp"?'),
         ("mdl", 'did you mean "model"?'),
-        ("xp", "one of these, or a tuple of them"),  # as near to pp as to dp and tp
+        ("xp", "one of these, or a tuple of them"),  # as similar to pp as to dp and tp
         (("dp", "tpp"), 'did you mean "tp"?'),
         (["dp", "tp"], "('dp', 'tp')"),
         ((["dp"],), "one of these names"),
@@ -330,7 +330,7 @@ def test_a_layout_is_a_value() -> None:
             assert other == layout and hash(other) == hash(layout) and repr(other) == repr(layout)
     plan = Plan(_CUBE)
     assert pickle.loads(pickle.dumps(plan)) == plan
-    # The order that was given stays the caller's.
+    # The layout copies the given order, so the caller may change it.
     order = np.array([1, 0], dtype=np.int64)
     layout = Layout({"dp": 2}, rank_order=order)
     order[:] = 0

@@ -1,4 +1,4 @@
-"""Three published meshes: their groups against NumPy, and where they lie on nodes of eight."""
+"""Three published meshes: their groups against NumPy, and their placement on nodes of eight."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from meshcomm.show.plan import plan_facts
 
 
 class Published(NamedTuple):
-    """dims and view outermost first. rows: (name, size, stride, groups, nodes of one group, link); golden."""
+    """dims and view: outermost first. rows: (name, size, stride, groups, nodes of one group, link), as fixed values."""
 
     source: str
     dims: dict[str, int]
@@ -60,7 +60,7 @@ PUBLISHED = {
 
 
 def along_axis(dims: dict[str, int], along: str) -> list[list[int]]:
-    """Every group along one dim, as NumPy has it: all ranks in a grid, outermost dim first."""
+    """Every group along one dim by NumPy, from a grid of all ranks with the outermost dim first."""
     grid = np.arange(math.prod(dims.values())).reshape(list(dims.values()))
     found: list[list[int]] = np.moveaxis(grid, list(dims).index(along), -1).reshape(-1, dims[along]).tolist()
     return found
@@ -84,10 +84,10 @@ def test_a_published_mesh(name: str) -> None:
     for along, *_ in rows:
         dims = published.dims if along in published.dims else published.view
         assert plan.layout.groups(along).tolist() == along_axis(dims, along)
-    # The plan's groups are those lists, one after the other.
+    # The plan creates exactly these groups, in this order.
     created = [list(group.ranks) for group in plan.groups() if group.shares is None]
     families = [family.name for family in plan.families if family.creates]
     assert created == [group for along in families for group in plan.layout.groups(along).tolist()]
     assert facts["groups"] == len(created)
-    # Nothing is wrong with how they lie.
+    # lint finds no problem in their placement.
     assert lint(config, None, config.topology, 1 << 20) == []

@@ -1,4 +1,4 @@
-"""A program of four ranks whose rank 3 has a fault after some calls, while the others sit in `.item()`; see test_queued_calls."""
+"""Program for test_queued_calls: four ranks, of which rank 3 fails after some calls while the others wait in `.item()`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TIMEOUT_S = 3.0
 def main(
     fault: str, calls: int, backend: str = NAME, device: str = "cpu", timeout_s: float = TIMEOUT_S
 ) -> None:
-    """Make `calls` right calls, then one in which rank 3 has its fault."""
+    """Make `calls` correct calls, then one in which rank 3 fails as `fault` says."""
     dims = {"dp": 2, "tp": 2}
     with (
         emulated_nccl() if backend == NAME else nullcontext(),

@@ -1,6 +1,6 @@
-"""Unusual programs of torch.distributed that are right: nobody waits for a rank that cannot come yet.
+"""Unusual but correct torch.distributed programs: no rank waits for a rank that cannot arrive yet.
 
-Every program is called on four ranks whose default group is Gloo's, and returns what each rank has got. None uses meshcomm.
+Each program runs on four ranks with a Gloo default group, and returns the results of its rank. None of them uses meshcomm.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ def received(src: int, size: int = 3) -> list[float]:
 
 
 def group_of(*ranks: int) -> Any:
-    """A group of its own, which all ranks make."""
+    """Create a new group on all ranks."""
     return dist.new_group(list(ranks) or None)
 
 
 def a_server_behind_an_asynchronous_barrier(rank: int) -> Any:
-    """Rank 0 posts it and then serves what the others ask for before their own."""
+    """Rank 0 posts an asynchronous barrier, then answers requests that the others send before their own barrier."""
     if rank:
         dist.send(full(rank), 0)
         found = received(0)
@@ -74,7 +74,7 @@ def two_groups_started_in_either_order(rank: int) -> Any:
 
 
 def a_gather_whose_sender_goes_on(rank: int) -> Any:
-    """Rank 1 tells rank 2 to come when it has left the gather itself."""
+    """Rank 1 leaves the gather, then sends the message for which rank 2 waits before the gather."""
     parts = [torch.zeros(3) for _ in range(WORLD)] if rank == 0 else None
     if rank == 2:
         received(1)
@@ -85,7 +85,7 @@ def a_gather_whose_sender_goes_on(rank: int) -> Any:
 
 
 def a_broadcast_whose_source_goes_on(rank: int) -> Any:
-    """The source does not wait for the last rank, which it tells to come, and changes what it has sent."""
+    """The source returns from the broadcast before rank 3 enters it, and then overwrites the tensor."""
     x = full(7 if rank == 0 else 0)
     if rank == 3:
         received(0)
@@ -106,7 +106,7 @@ def a_scatter_whose_receiver_goes_on(rank: int) -> Any:
 
 
 def empty_reductions_that_nobody_waits_for(rank: int) -> Any:
-    """As of a batch without an expert's tokens."""
+    """Rank 0 returns from an empty all_reduce, as for a batch without tokens for an expert, before rank 1 enters it."""
     if rank == 1:
         received(0)
     dist.all_reduce(torch.zeros(0))
@@ -144,7 +144,7 @@ def an_uneven_all_to_all(rank: int) -> Any:
 
 
 def work_between_a_barrier_and_its_wait(rank: int) -> Any:
-    """Many barriers, each waited for late, polled, or never."""
+    """Many barriers: some are waited for late, one is polled, and some are never waited for."""
     works = [dist.barrier(async_op=True) for _ in range(6)]
     x = sum(float(each) for each in range(1000))
     while not works[0].is_completed():
@@ -169,7 +169,7 @@ def objects(rank: int) -> Any:
 
 
 def data_parallel_with_uneven_inputs(rank: int) -> Any:
-    """Ranks of fewer batches shadow the calls of the others."""
+    """Ranks with fewer batches shadow the calls of the other ranks."""
     torch.manual_seed(0)
     model = nn.parallel.DistributedDataParallel(nn.Linear(3, 2))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -203,7 +203,7 @@ def a_pipeline_of_messages(rank: int) -> Any:
 
 
 def messages_of_other_sizes(rank: int) -> Any:
-    """Into more room, as another dtype, with tags in another order, past torch's functions and from any source."""
+    """Messages into larger buffers, as another dtype, with reordered tags, through the backend directly, and from any source."""
     peer, found = rank ^ 1, []
     group: Any = dist.group.WORLD
     backend = group._get_backend(torch.device("cpu"))
@@ -224,7 +224,7 @@ def messages_of_other_sizes(rank: int) -> Any:
         (3, lambda x: dist.irecv(x, peer)),
     ]
     for order in (0, 1):
-        # Which end comes first.
+        # Which end starts first.
         sent = [] if (rank + order) % 2 else [send() for send in sends]
         tensors = [torch.full((size,), -1.0) for size, _ in room]
         works = [recv(x) for x, (_, recv) in zip(tensors, room, strict=True)]
@@ -242,7 +242,7 @@ def messages_of_other_sizes(rank: int) -> Any:
 
 
 def a_group_that_works_while_the_others_do_not(rank: int) -> Any:
-    """They come when a message tells them to."""
+    """Ranks 0 and 1 call on their group; the others wait for messages before the common call."""
     pair = group_of(0, 1)
     x = full(rank)
     if rank < 2:
@@ -285,7 +285,7 @@ def coalesced_calls(rank: int) -> Any:
 
 
 def functional_calls(rank: int) -> Any:
-    """Asynchronous by nature: they are waited for where they are used."""
+    """Functional collectives are asynchronous: the first use of a result waits for it."""
     group = dist.group.WORLD
     assert group is not None
     x = functional.all_reduce(full(rank), "sum", group)
@@ -294,7 +294,7 @@ def functional_calls(rank: int) -> Any:
 
 
 def sharded_with_prefetch(rank: int) -> Any:
-    """FSDP2, which starts the next layer's all_gather while this one runs."""
+    """FSDP2 starts the next layer's all_gather while the current layer runs."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -324,7 +324,7 @@ def monitored_barriers_between_calls(rank: int) -> Any:
 
 
 def groups_made_late_and_again(rank: int) -> Any:
-    """Groups come and go, of the same ranks, some by those ranks alone."""
+    """Groups over the same ranks are created and destroyed repeatedly, some by those ranks alone."""
     found = []
     for turn in range(4):
         ranks = [rank & 2, rank | 1]
@@ -343,7 +343,7 @@ def groups_made_late_and_again(rank: int) -> Any:
 
 
 def many_calls_in_flight(rank: int) -> Any:
-    """Of several kinds, waited for in another order on each rank."""
+    """Calls of several kinds; each rank waits for them in a different order."""
     x = [full(rank + each, 1 + each) for each in range(8)]
     works = [
         dist.all_reduce(each, async_op=True) if place % 2 else dist.broadcast(each, place // 2, async_op=True)
@@ -361,7 +361,7 @@ def a_future_of_a_call(rank: int) -> Any:
 
 
 def compiled(rank: int) -> Any:
-    """Calls that a compiled program makes inside a graph, between two graphs, and in C++ after a graph."""
+    """Calls of a compiled program inside a graph, between two graphs, and in C++ after a graph."""
     torch.manual_seed(0)
     models: list[Any] = [nn.parallel.DistributedDataParallel(nn.Linear(3, 2)) for _ in range(3)]
     whole, part = models[0], models[2]
@@ -389,7 +389,7 @@ def compiled(rank: int) -> Any:
 
 
 def traced(rank: int) -> Any:
-    """Some ranks only trace calls: nothing is sent."""
+    """Rank 1 also makes calls on meta and fake tensors, which send nothing."""
     from torch._subclasses import FakeTensorMode
 
     if rank == 1:
@@ -402,7 +402,7 @@ def traced(rank: int) -> Any:
 
 
 def sparse(rank: int) -> Any:
-    """Each rank has its own number of non-zeros, one of them none."""
+    """Each rank has a different number of non-zeros; one rank has none."""
     found = []
     for row in ((), (2,)):
         x = torch.eye(4).to_sparse() if rank else torch.zeros(4, 4).to_sparse()
@@ -456,7 +456,7 @@ def refused_calls(rank: int) -> list[Callable[[], Any]]:
 
 
 def calls_that_torch_refuses(rank: int) -> Any:
-    """A rank catches torch's error and goes on with what the others do."""
+    """One rank catches torch's errors and then makes the same calls as the others."""
     found = []
     for call in refused_calls(rank):
         if rank == 1:
@@ -504,9 +504,9 @@ PROGRAMS: dict[str, Program] = {
 
 
 def run_all(beside: Callable[[], AbstractContextManager[Any]] = nullcontext) -> dict[str, str]:
-    """What each program gives on this rank, or the error with which it ended, as text. Each has a default group of its own.
+    """Run each program on a new default group. Return its result on this rank, or its error, as text.
 
-    beside: what is open while a program runs.
+    `beside` makes the context in which a program runs.
     """
     rank, found = int(os.environ["RANK"]), {}
     port = int(os.environ["MASTER_PORT"])

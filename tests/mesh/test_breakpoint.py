@@ -1,4 +1,4 @@
-"""One rank stops in the debugger where it is told to, the others wait, and stepping goes on in the user's code."""
+"""mesh.debug.breakpoint stops one rank in the debugger while the others wait; stepping continues in the user's code."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from meshcomm.mesh import Mesh
 
 
 def stopped(mesh: Mesh, typed: str, **arguments: int) -> str:
-    """What the debugger printed on this rank; the others read nothing."""
+    """Return the debugger's output on the rank that stops, and nothing on the others."""
     shown = io.StringIO()
     before, sys.stdin = sys.stdin, io.StringIO(typed)
     try:
@@ -40,7 +40,7 @@ def test_one_rank_stops_and_the_others_wait(mesh: Mesh) -> None:
     if mesh.rank == 1:
         line = "rank 1 (dp=1 tp=0) stopped; the others wait until it continues. c: continue, n: step, q: end"
         assert second.startswith(f"{line}\n")
-        assert "mesh.debug.breakpoint(**arguments)" in second  # where it stands: at the user's line
+        assert "mesh.debug.breakpoint(**arguments)" in second  # the debugger shows the user's line
         assert "(Pdb) 42\n" in second and first == ""
     else:
         assert second == ""

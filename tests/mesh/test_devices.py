@@ -1,4 +1,4 @@
-"""Which device is this process's, and what is refused before a group exists; GPUs are pretended."""
+"""The device of this process, and errors before a group exists. The GPUs are patched in."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from meshcomm.watching.exceptions import Reason, reason_of
 def pretend(
     patch: pytest.MonkeyPatch, visible: int, current: int = 0, uuid: Callable[[], str] = lambda: "GPU-0"
 ) -> None:
-    """This process sees `visible` GPUs; `current` is the one that the program has chosen."""
+    """Show `visible` GPUs to this process; the program has already selected `current`."""
     patch.setattr(torch.cuda, "is_available", lambda: True)
     patch.setattr(torch.cuda, "device_count", lambda: visible)
     patch.setattr(torch.cuda, "is_initialized", lambda: current > 0)
@@ -51,9 +51,9 @@ MPI = {"RANK": "5", "WORLD_SIZE": "8", "OMPI_COMM_WORLD_LOCAL_RANK": "2"}
         ({"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "3"}, 4, 0, 3),
         (SLURM, 4, 0, 1),
         (MPI, 4, 0, 2),
-        ({"RANK": "5", "WORLD_SIZE": "8"}, 1, 0, 0),  # one visible device a process
+        ({"RANK": "5", "WORLD_SIZE": "8"}, 1, 0, 0),  # one visible device per process
         (SLURM, 1, 0, 0),
-        ({"RANK": "5", "WORLD_SIZE": "8"}, 4, 2, 2),  # torch.cuda.set_device(2) before
+        ({"RANK": "5", "WORLD_SIZE": "8"}, 4, 2, 2),  # after torch.cuda.set_device(2)
     ],
 )
 def test_the_device_is_the_local_rank_s_or_the_program_s(
@@ -78,7 +78,7 @@ def test_the_default_group_s_device_counts(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def refused(visible: int, shared: bool, environment: dict[str, str]) -> str:
-    """What init says on this rank, which sees `visible` GPUs, the first of them `shared` with the others."""
+    """The error of init on a rank that sees `visible` GPUs. With `shared`, all ranks see the same GPU."""
     rank = os.environ["RANK"]
     with pytest.MonkeyPatch.context() as patch:
         pretend(patch, visible, uuid=lambda: "GPU-a" if shared else f"GPU-{rank}")
@@ -163,7 +163,7 @@ def test_each_device_s_tensors_go_by_the_backend_that_serves_them(
     ordered: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # The fake tensor below stands for a real one.
+    # The fake tensor below takes the place of a real one.
     monkeypatch.setattr("meshcomm.comm.checks.is_wrapper", lambda x: False)
     group: Any = SimpleNamespace(group_name="dp", size=lambda: 2, rank=lambda: 0)
     transport = ProcessGroupTransport(group, backend, torch.device("cuda", 0), owned=False, timeout_s=1.0)
@@ -173,14 +173,14 @@ def test_each_device_s_tensors_go_by_the_backend_that_serves_them(
     with FakeTensorMode():
         on_gpu = torch.ones(2, device="cuda")
     if "cuda" not in message_kinds:
-        # A device's address would be read as the host's.
+        # Otherwise, the device's address would be read as a host address.
         with pytest.raises(ShapeError, match="cannot carry this tensor") as refused:
             messages.send(on_gpu, 1)
         assert refused.value.expected == "a dense tensor on cpu"
 
 
 def test_a_barrier_names_the_device_of_the_mesh() -> None:
-    # Without it NCCL guesses one from the rank, and makes a context there.
+    # Without a device, NCCL guesses one from the rank and creates a context there.
     told: list[Any] = []
     group: Any = SimpleNamespace(
         group_name="dp", size=lambda: 2, rank=lambda: 0, barrier=told.append, allreduce=lambda *given: None
@@ -240,7 +240,7 @@ def test_only_a_bound_default_group_of_nccl_is_split(
 
 
 def test_options_of_a_dim_reach_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What torch is given to create an NCCL group with; where it has no NCCL, the options are refused."""
+    """torch gets the options of a dim for its NCCL group; a torch without NCCL refuses them."""
     own = {"high_priority": True, "min_ctas": 2, "max_ctas": 4, "cga_cluster_size": 1, "split_share": True}
     config = MeshConfig(
         dims={"dp": 2, "tp": 2}, device="cuda", backend="nccl", options={"tp": DimOptions(**own)}

@@ -1,4 +1,4 @@
-"""Programs that open their mesh without `with`: whatever they end by, and wherever it is reported, is explained."""
+"""Programs that open a mesh without `with`: whatever error ends them, and whichever hook reports it, the error is explained."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Shown = list[BaseException]
 
 @pytest.fixture
 def shown(monkeypatch: pytest.MonkeyPatch) -> Shown:
-    """What the hooks that were there before get to see."""
+    """The errors that reach the previous hooks."""
     found: Shown = []
 
     def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -77,7 +77,7 @@ def test_a_hook_that_was_set_later_stays_and_ours_under_it_explains_nothing(show
     sys.excepthook = of_the_user
     second = ExceptHooks(explain)
     uncaught(lost := RuntimeError("timed out"))
-    # Explained once: what is explained already is no error of a backend.
+    # An error is explained only once: an explanation is not an error of a backend.
     assert seen == [EXPLAINED] and shown == [EXPLAINED]
     first.close()
     assert sys.excepthook == second._main
@@ -115,7 +115,7 @@ def test_which_error_is_a_backends() -> None:
     assert backend_error(RuntimeError("shapes do not match")) is None
 
 
-# A rank leaves its loop to sleep, or to end, while the others are in a call.
+# One rank leaves its loop to sleep or to exit while the others are in a call.
 PROGRAM = """
 import threading
 from torch import nn, distributed as dist

@@ -1,4 +1,4 @@
-"""A mesh over groups that the program has made: DeviceMeshes, their slices and flattened dims, and groups by name."""
+"""A mesh over the program's own groups: DeviceMeshes, their slices and flattened dims, and groups by name."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ AS_MEGATRON = {  # of 8 ranks, tp-cp-ep-dp-pp with tp=2 cp=1 pp=2 ep=2 etp=1
 
 
 def made(lists: dict[str, list[list[int]]]) -> dict[str, Any]:
-    """This rank's group of every name, each created by all ranks, as Megatron does."""
+    """Create each group on all ranks, as Megatron does, and return this rank's group for each name."""
     found = {}
     for name, groups in lists.items():
         for ranks in groups:
@@ -43,7 +43,7 @@ def made(lists: dict[str, list[list[int]]]) -> dict[str, Any]:
 
 
 def agrees(mesh: Mesh, lists: dict[str, list[list[int]]]) -> None:
-    """Along every name: the ranks of the list, and a sum over them."""
+    """Check the ranks along each name, and a sum over them."""
     for name, groups in lists.items():
         ranks = next(ranks for ranks in groups if mesh.rank in ranks)
         assert mesh.ranks(name) == ranks, name
@@ -62,8 +62,8 @@ def test_megatrons_groups_by_name() -> None:
         assert mesh.all_reduce("model", torch.ones(1)).item() == 4
         assert "17 groups, 1 created per rank" in str(mesh)
         assert re.search(r"dp +dim +2 +2 +4 +gloo +1800 s +the program", str(mesh))
-        assert len(groups_by_name()) <= before + 2  # of "model", and the group of one rank
-    # The program's groups are left as they were.
+        assert len(groups_by_name()) <= before + 2  # one for "model", and one of a single rank
+    # The mesh does not change the program's groups.
     x = torch.ones(1)
     dist.all_reduce(x, group=groups["dp"])
     assert x.item() == 2
@@ -84,7 +84,7 @@ def test_groups_that_are_not_of_one_grid_are_refused() -> None:
     ):
         with pytest.raises(MeshcommError, match=f"(?s){says}"):
             meshcomm.from_groups(groups, timeout_s=20)
-    # Each rank sees a grid, and they are not the same one.
+    # Each rank sees a grid, but the ranks see different grids.
     lists = [[0, 1], [2, 3]], [[0, 2], [1, 3]]
     rows, columns = made({"rows": lists[0], "columns": lists[1]}).values()
     first, second = (rows, columns) if dist.get_rank() else (columns, rows)
@@ -95,7 +95,7 @@ def test_groups_that_are_not_of_one_grid_are_refused() -> None:
     dist.destroy_process_group()
 
 
-# Two dims of 4 ranks, and a dim over both, in other orders than torch sorts ranks into.
+# Two dims of 4 ranks, and a dim over both. torch would sort their ranks differently.
 IN_ORDER: dict[str, list[list[int]]] = {"dp": [[2, 0], [3, 1]], "tp": [[1, 0], [3, 2]], "all": [[3, 1, 2, 0]]}
 
 
@@ -110,7 +110,7 @@ def in_order(lists: dict[str, list[list[int]]]) -> dict[str, Any]:
 
 
 def as_torch_has_it(mesh: Mesh, groups: dict[str, Any]) -> None:
-    """Coords, roots, results and neighbors along each group, as torch's own calls on the group give them."""
+    """Coords, roots, results and neighbors along each group match torch's own calls on the group."""
     x = torch.tensor([10.0 + mesh.rank])
     for name, group in groups.items():
         ranks, me = dist.get_process_group_ranks(group), dist.get_rank(group)
@@ -144,12 +144,12 @@ def test_ranks_are_in_the_order_of_their_group() -> None:
     with meshcomm.from_groups(groups, timeout_s=20) as mesh:
         assert mesh.layout.rank_order == (3, 2, 1, 0) and mesh.layout.merge == {"all": ("tp", "dp")}
         as_torch_has_it(mesh, groups)
-        # torch's own objects over them: the part of coord c comes c-th.
+        # A DTensor over the groups has the part of coord c at place c.
         for name in ("dp", "tp"):
             part = torch.tensor([float(mesh.coord(name))])
             whole = DTensor.from_local(part, mesh[name], [Shard(0)], run_check=False).full_tensor()
             assert whole.tolist() == [0, 1] and mesh[name].get_local_rank() == mesh.coord(name)
-    # One dim of all ranks, and another grid of the same positions.
+    # One dim of all ranks, and another grid over the same positions.
     groups = in_order({"dp": [[2, 0, 3, 1]], "outer": [[2, 3], [0, 1]], "inner": [[2, 0], [3, 1]]})
     with meshcomm.from_groups(groups, timeout_s=20) as mesh:
         as_torch_has_it(mesh, groups)
@@ -165,13 +165,13 @@ def test_orders_that_no_grid_has_are_refused() -> None:
     dist.init_process_group("gloo")
     rows = {"dp": [[0, 2], [1, 3]], "tp": [[1, 0], [3, 2]]}
     for lists, says in (
-        # torch has sorted the ranks of the merged group, and the ranks of tp are not sorted.
+        # torch has sorted the ranks of the merged group, but the ranks of tp are not sorted.
         (
             {**rows, "all": [[0, 1, 2, 3]]},
             r'"all" are in another order.*given: +ranks \[0, 1, 2, 3\].*\[1, 0, 3, 2\]',
         ),
         ({**rows, "ep": [[0, 1], [2, 3]]}, '"ep" are in another order'),
-        # The ranks of one row are in another order than those of the other.
+        # The two groups along tp order their ranks differently.
         ({"dp": [[0, 2], [1, 3]], "tp": [[1, 0], [2, 3]]}, "rank_order"),
     ):
         with pytest.raises(MeshcommError, match=f"(?s){says}"):
@@ -216,7 +216,7 @@ def test_groups_that_were_destroyed() -> None:
     dist.destroy_process_group(theirs.get_group("tp"))
     with pytest.raises(MeshcommError, match="was destroyed"):
         meshcomm.init(theirs, timeout_s=20)
-    # Of another default group, and of none.
+    # With another default group, and with none.
     kept, rank = dist.PrefixStore("again", default_store()), dist.get_rank()
     again = dist.new_group([0, 1, 2, 3])
     dist.destroy_process_group()
@@ -254,7 +254,7 @@ def test_several_device_meshes_and_what_was_flattened() -> None:
         assert mesh.group("ep") is sparse.get_group("ep") and mesh.group("tp") is dense.get_group("tp")
         agrees(mesh, {name: AS_MEGATRON[name] for name in ("pp", "tp", "ep", "world")})
         agrees(mesh, {"batch": AS_MEGATRON["dp"], "efsdp": AS_MEGATRON["edp"], "both": AS_MEGATRON["mp"]})
-        # "loss" leads through the same ranks as "batch".
+        # "loss" covers the same ranks as "batch".
         assert loss.size() == 2 and "loss" not in mesh.layout.names
         assert len(groups_by_name()) == before + 1
     with meshcomm.init(dense, options={"tp": {"comm_id": "own"}}, validate_calls="always") as mesh:
@@ -281,7 +281,7 @@ def test_device_meshes_that_cannot_be_one_mesh() -> None:
 
 @on_ranks(4)
 def test_a_dim_on_torchs_fake_backend_gets_groups_of_its_own() -> None:
-    """torchtitan asks for it where it makes no calls; its groups leave outputs as they are."""
+    """torchtitan uses the fake backend along dims without calls; its groups leave outputs unchanged."""
     theirs = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"), backend_override={"dp": "fake"})
     own = dist.PrefixStore("own", default_store())
     with meshcomm.init(theirs, timeout_s=20, store=own) as mesh:

@@ -1,4 +1,4 @@
-"""Log lines say which rank and coords they come from."""
+"""Log lines name the rank and the coords that they come from."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A live mesh on real processes is its plan, rank by rank."""
+"""A live mesh on real processes matches its plan on every rank."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ RICH: dict[str, Any] = {
     pp=2, dp=2, tp=2, one=1, **RICH, via="gloo", not_via={"emulated_nccl": "reads back Gloo's options"}
 )
 def test_the_plan_is_what_real_processes_create(mesh: Mesh) -> None:
-    """Read back from torch, for each name."""
+    """torch reports the planned group for each name."""
     mine = mesh.plan.for_rank(mesh.rank)
     identities = {}
     for group in mine.groups:
@@ -51,7 +51,7 @@ def test_the_plan_is_what_real_processes_create(mesh: Mesh) -> None:
     assert all(identities[each.name] == identities[each.shares or each.name] for each in mine.groups)
     own = [identities[each.name] for each in mine.groups if each.shares is None]
     assert len(set(own)) == len(own) == mine.creations
-    # The default group, and one for each family that creates any.
+    # The default group, and one group for each family that creates groups.
     assert len(groups_by_name()) == 1 + mine.creations
 
 
@@ -109,7 +109,7 @@ def test_a_mesh_from_an_existing_device_mesh() -> None:
         assert mesh.group("tp") is theirs.get_group("tp") and len(groups_by_name()) == before
         first = mesh.rank // 2 * 2
         assert mesh.all_gather("tp", torch.tensor([mesh.rank])).tolist() == [first, first + 1]
-    # Torch sorts the ranks of a group. Along tp one of the two groups has them in descending order: both are created.
+    # torch sorts the ranks of a group. One of the two groups along tp has descending ranks, so both are created.
     theirs = DeviceMesh("cpu", torch.tensor([[0, 1], [3, 2]]), mesh_dim_names=("dp", "tp"))
     with meshcomm.init(theirs) as mesh:
         for dim, lent in (("dp", True), ("tp", False)):
@@ -142,7 +142,7 @@ def test_device_meshes_are_over_our_groups(mesh: Mesh) -> None:
         mine = whole[mesh.coord("tp") * 2 : mesh.coord("tp") * 2 + 2]
         assert torch.equal(sharded.to_local(), mine)
         assert torch.equal(sharded.full_tensor(), whole)
-    # Only the dim of size 1 got a handle for torch's sake; it carries nothing.
+    # Only the dim of size 1 gets a new handle, because torch needs one. It carries no data.
     assert len(groups_by_name()) == before + 1
 
 
@@ -201,13 +201,13 @@ def test_create_declares_a_merged_dim_on_a_live_mesh(mesh: Mesh) -> None:
     mesh.create_group("model", ("pp", "tp"), timeout_s=15)
     assert mesh.all_gather(("pp", "tp"), torch.tensor([mesh.rank])).tolist() == mesh.ranks("model")
     assert mesh["tp"].get_local_rank() == mesh.coord("tp")
-    # A merged dim stands for its dims here as in every call.
+    # A merged dim is replaced by its dims here, as in every call.
     mesh.create_group("all", ("dp", "model"))
     assert mesh.layout.merge["all"] == ("dp", "pp", "tp") and mesh.size("all") == 4
 
 
 def warmed() -> tuple[list[str], list[str], list[str], list[str], bool]:
-    """What was used while `init` ran, in order, and on which ranks it was kept."""
+    """The warmed names, the dims with one barrier, the planned families, the created groups, and whether each warm-up took time."""
     config = {
         "mesh": {
             "dims": {"pp": 2, "tp": 2, "one": 1},
@@ -228,7 +228,7 @@ def warmed() -> tuple[list[str], list[str], list[str], list[str], bool]:
 def test_groups_are_warmed_up_in_plan_order_where_the_configuration_says_so(pool: Pool) -> None:
     simulated = meshcomm.simulate(lambda mesh: warmed(), dims={"all": 4})
     for kept, used, planned, made, timed in [*pool.run(warmed, ranks=4), *simulated]:
-        # flat has the ranks of grad, so that its group is the same one.
+        # flat has the same ranks as grad, so both share one group.
         assert kept == planned == ["pp", "tp", "grad"]
         assert used == kept and len(made) == 3 and timed
     cold = meshcomm.simulate(lambda mesh: (dict(mesh.warm_up_s), mesh.stats().rows), dims={"dp": 2})
@@ -246,7 +246,7 @@ def test_a_warm_up_that_fails_gives_the_groups_back() -> None:
     assert len(groups_by_name()) == before and not dist.is_initialized()
 
 
-# What rank 2 of four gives in place of the usual, and what is said of it; what it cannot even read is the others' problem.
+# Settings of rank 2 that differ from USUAL, and words of the error. If they are wrong, the others report rank 2's problem.
 USUAL: dict[str, Any] = {
     "dims": {"pp": 2, "dp": 1, "tp": 2},
     "merge": {"grad": ["pp", "dp"]},
@@ -358,7 +358,7 @@ def test_a_call_in_a_forked_process_names_the_one_that_the_mesh_belongs_to(mesh:
     with os.fdopen(reader) as told:
         *lines, of_store, closing = told.read().splitlines()
     os.waitpid(child, 0)
-    # The parent's mesh goes on.
+    # The parent's mesh still works.
     assert mesh.all_reduce("dp", torch.ones(1)).item() == 2
     mesh.store.set(f"{mesh.rank}", "still here")
     assert mesh.local_rank == mesh.rank
@@ -382,7 +382,7 @@ def test_a_mesh_is_shared_by_copies_and_refuses_to_be_pickled(mesh: Mesh) -> Non
     handle.wait()
 
 
-# Ranks 1, 2, 4 of five: coords 0, 1, 2. The number 1 is rank 1 and coord 1, and these are not the same.
+# Ranks 1, 2 and 4 of five have coords 0, 1 and 2, so rank 1 and coord 1 are different processes.
 MEMBERS = [1, 2, 4]
 
 
@@ -397,13 +397,13 @@ def test_dst_and_src_are_global_ranks_in_torch_and_coords_here(mesh: Mesh) -> No
     group, coord = mesh.group("line"), mesh.coord("line")
     assert dist.get_process_group_ranks(group) == MEMBERS == mesh.ranks("line")
     assert MEMBERS[coord] == mesh.rank == mesh.get_rank(line=coord)
-    # In torch src=1 is rank 1, which is coord 0; here it is coord 1, which is rank 2.
+    # torch reads src=1 as rank 1, which is coord 0. meshcomm reads it as coord 1, which is rank 2.
     x = own(mesh)
     dist.broadcast(x, src=1, group=group)
     assert (x.item(), mesh.broadcast("line", own(mesh), src=1).item()) == (1, 2)
     total = mesh.reduce("line", own(mesh), dst=2)
     assert (total is None) == (mesh.rank != 4) and (total is None or total.item() == 7)
-    # A number that is no coord is refused before anything is sent.
+    # A number that is not a coord is refused before anything is sent.
     with pytest.raises(meshcomm.MeshcommError, match="dst=4 is not a coord"):
         mesh.send("line", own(mesh), dst=4)
     with pytest.raises(meshcomm.MeshcommError, match="src=4 is not a coord"):

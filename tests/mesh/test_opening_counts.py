@@ -1,4 +1,4 @@
-"""What a rank asks the job's store for while a mesh opens, and how many ranks it connects to: neither grows with the world."""
+"""The store calls and the connections of a rank while its mesh opens do not grow with the number of ranks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.long
 
 
 class Counting(dist.Store):
-    """A store that writes down what it is asked, also by Gloo, and passes it on."""
+    """A store that records its calls, including the calls of Gloo, and forwards them."""
 
     def __init__(self, inner: Any) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class Counting(dist.Store):
         self.told: list[tuple[str, str]] = []
 
     def taken(self) -> list[tuple[str, str]]:
-        """What was asked since the last time, without the watch, which looks at its keys all the time."""
+        """The calls since the last time, without the watch, which polls its keys all the time."""
         told, self.told = self.told, []
         return [each for each in told if "/watch/" not in each[1] and not each[1].endswith(TWICE)]
 
@@ -57,7 +57,7 @@ for _name in ("set", "get", "add", "append", "compare_set", "wait", "check"):
 
 
 def counted() -> tuple[Counting, int, int]:
-    """A counting store on the job's, this rank, and the number of ranks."""
+    """A counting store over the job's store, this rank, and the number of ranks."""
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     inner = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), world, False, timedelta(seconds=60))
     for name in ("RANK", "WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"):
@@ -66,7 +66,7 @@ def counted() -> tuple[Counting, int, int]:
 
 
 def connections() -> set[str]:
-    """Established TCP connections of this process, by inode: a peer may just be closing older ones."""
+    """Established TCP connections of this process, by inode, because a peer may still be closing older ones."""
     mine = set()
     for each in os.listdir("/proc/self/fd"):
         try:
@@ -85,14 +85,14 @@ def connections() -> set[str]:
 
 
 def asked(dims: dict[str, int]) -> tuple[list[tuple[str, str]], list[tuple[str, str]], int, int]:
-    """Calls of the store, without their values: to open the mesh, and for a first all_reduce along every dim."""
+    """Store calls and new connections: while the mesh opens, and after a first all_reduce along every dim."""
     store, rank, world = counted()
     before = connections()
-    # As groups of more than 64 ranks connect; smaller ones do it while they are made.
+    # Groups of more than 64 ranks connect like this; smaller ones connect while they are created.
     os.environ["TORCH_GLOO_LAZY_INIT"] = "1"
     with meshcomm.init(dims=dims, device="cpu", store=store, rank=rank, world_size=world) as mesh:
         opened = store.taken()
-        # Nobody calls before all have looked; at the store, as the backend would have to connect for it.
+        # No rank calls before all have counted. The barrier is in the store, because the backend would connect for it.
         mesh.debug.monitored_barrier(timeout_s=30)
         idle = connections()
         mesh.debug.monitored_barrier(timeout_s=30)
@@ -100,7 +100,7 @@ def asked(dims: dict[str, int]) -> tuple[list[tuple[str, str]], list[tuple[str, 
         for name in mesh.layout.names:
             mesh.all_reduce(name, torch.ones(1))
         used, connected = store.taken(), connections()
-        # Nobody closes before all have looked.
+        # No rank closes before all have counted.
         mesh.debug.monitored_barrier(timeout_s=30)
     return opened, used, len(idle - before), len(connected - before)
 
@@ -109,21 +109,21 @@ def test_what_a_rank_asks_and_connects_to_does_not_grow_with_the_world(pool: Poo
     found = {}
     for dp in (3, 4):
         ranks = pool.run(asked, {"pp": 2, "dp": dp}, ranks=2 * dp)
-        # Whoever completes the agreement reads who has come, as often as somebody has not named itself yet.
+        # The rank that completes the agreement reads the list of ranks, and reads it again until every rank is in it.
         lists = [
             sum(key.endswith("/agree/here") and call == "get" for call, key in each[0]) for each in ranks
         ]
         assert sum(map(bool, lists)) == 1
         others = [each for each, reads in zip(ranks, lists, strict=True) if not reads]
         (found[dp],) = {(len(opened), len(used), idle, connected) for opened, used, idle, connected in others}
-    # No connection before the first call, then one to each neighbour in the rings of pp and dp. Of the store: two
-    # calls for each neighbour.
+    # No connection before the first call, then one to each neighbour in the rings of pp and dp. Each neighbour takes
+    # two store calls.
     assert found[3] == found[4] == (found[3][0], 6, 0, 3)
     assert found[3][0] == 9
 
 
 def closed_at_once() -> int:
-    """Rank 1 gets to know where its peer listens when that one has closed its mesh, if closing does not wait for it."""
+    """Rank 1 reads the address of its peer late: the peer has already closed its mesh, unless closing waits for rank 1."""
     store, rank, world = counted()
     if rank == 1:
         ask = store.get
@@ -145,13 +145,13 @@ def test_a_mesh_that_closes_unused_waits_until_all_ranks_have_their_groups(pool:
 
 
 class _Waits(Exception):
-    """A rank waits for what is not in the store yet."""
+    """Raised where a rank would wait for a key that is not in the store yet."""
 
 
 class Table:
-    """A store in memory that ranks of one thread use one after the other; counts its calls and reads of the list.
+    """A store in memory that the ranks of one thread use in turn. It counts its calls and the reads of the list.
 
-    A rank that would wait leaves by `_Waits`, which is no RuntimeError and so passes through the agreement.
+    A rank that would wait leaves by `_Waits`, which is not a RuntimeError and so passes through the agreement.
     """
 
     timeout = timedelta(seconds=1)
@@ -202,11 +202,11 @@ _READS = 20
 
 
 def agreement(world: int, monkeypatch: pytest.MonkeyPatch, odd: int = -1) -> tuple[Table, list[int]]:
-    """The store after `world` ranks have come, and the calls of each. odd: expects one rank more; -1: nobody."""
+    """The store after `world` ranks have joined, and the calls of each rank. Rank `odd` expects one rank more; -1 for none."""
     store, calls = Table(), []
 
     def until_the_last(seconds: float) -> None:
-        # Whoever looks again would see the others; here they come when it has left.
+        # A rank that looks again would see the others; here they join after it has left.
         raise _Waits
 
     monkeypatch.setattr(agree.time, "sleep", until_the_last)
@@ -223,7 +223,7 @@ def agreement(world: int, monkeypatch: pytest.MonkeyPatch, odd: int = -1) -> tup
 def test_ranks_of_any_world_agree_in_three_calls_each_and_one_reads_the_list(
     world: int, monkeypatch: pytest.MonkeyPatch, record_property: Callable[[str, object], None]
 ) -> None:
-    """docs/benchmarks.md has these counts."""
+    """docs/benchmarks.md lists these counts."""
     store, calls = agreement(world, monkeypatch)
     record_property("measured", f"{world} ranks: {calls[0]} calls each, {calls[-1]} of the last one")
     assert store.values["verdict"].startswith(b"agree ")
@@ -235,9 +235,9 @@ def test_where_one_of_131072_ranks_expects_another_world_one_rank_watches_for_al
 ) -> None:
     world = 131_072
     store, calls = agreement(world, monkeypatch, odd=40_000)
-    # The one that watches has left after its first look; the others ask once who it is, and read nothing.
+    # The watching rank has left after its first look. The others ask once who watches, and read nothing.
     assert store.reads == 1 and calls[:40_000] == [3] * 40_000 and set(calls[40_001:]) == {4}
-    # It looks again when as many have come as most expect, and the verdict is there.
+    # The watching rank looks again after as many ranks have joined as most of them expect, and finds the verdict.
     monkeypatch.undo()
     agree._watch(store, time.monotonic() + 60)
     assert store.values["verdict"] == b"differ" and store.reads == 2

@@ -1,4 +1,4 @@
-"""Calls on torch's groups beside a mesh's: the default group, and those of dist.new_group, are compared like the mesh's own."""
+"""Calls on torch's groups outside a mesh: the default group and groups of dist.new_group are compared like the mesh's groups."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ CONFIG: dict[str, Any] = {"dims": {"dp": 2, "tp": 2}, "device": "cpu", "timeout_
 
 
 def refused(group: Any, odd: bool, number: int, name: str, ranks: str) -> None:
-    """A call whose sizes differ on one rank is refused on all ranks of the group, which is as good as before.
+    """All ranks of the group refuse a call whose size differs on one rank, and the group stays usable.
 
-    ranks: the rank, " of " and the others. In a group of two ranks, either may be wrong.
+    ranks: the odd rank, " of " and the others. In a group of two ranks, either may be wrong.
     """
     with pytest.raises(CallMismatchError) as caught:
         dist.all_reduce(torch.ones(6 if odd else 4), group=group)
@@ -54,14 +54,14 @@ def test_the_default_group_is_compared_while_a_mesh_is_open() -> None:
         dist.all_reduce(x)
         assert x.tolist() == [4.0] * 3 and labels(mesh)[-1] == "default group"
         refused(None, mesh.rank == 2, 2, "default group", "2 of 0 1 3")
-        # An object's sizes and bytes are calls like others; from the fourth call on none is compared.
+        # The size and the bytes of an object are two calls. From the fourth call on, no call is compared.
         found: list[Any] = [None] * 4
         dist.all_gather_object(found, {"rank": mesh.rank})
         assert found == [{"rank": rank} for rank in range(4)]
         dist.barrier()
         recorder = mesh._state.watch._recorders[-1]  # type: ignore[union-attr]
         assert recorder.check is None and recorder.started == 5
-        # Of these calls steps know nothing: another thread may make them at its own pace.
+        # mesh.step ignores these calls, because another thread may make them at its own pace.
         for _ in range(mesh.rank):
             recorder.started += 1
         mesh.step()
@@ -96,7 +96,7 @@ def test_groups_of_new_group_are_compared_and_let_go() -> None:
     assert len(seen) == 2 + 2 + mesh.rank % 2
     for group in (whole, pair):
         dist.destroy_process_group(group)
-    # The next one that is made finds them gone.
+    # Creating the next group removes the destroyed ones.
     last = dist.new_group()
     assert labels(mesh) == [label for label in seen if "group" not in label or "experts" in label]
     dist.all_reduce(torch.ones(1), group=last)
@@ -131,13 +131,13 @@ def test_a_second_mesh_leaves_the_comparison_to_the_first_one() -> None:
 
 @on_ranks(2)
 def test_a_mesh_that_nobody_closed_goes_on_to_compare_on_every_rank() -> None:
-    """Which rank's garbage is collected first must not decide who compares."""
+    """The rank whose garbage is collected first must not decide who compares."""
     mesh: Any = meshcomm.init(**{**CONFIG, "dims": {"dp": 2}})
     rank = mesh.rank
     del mesh
     dist.all_reduce(torch.ones(3))
     refused(None, rank == 1, 2, "default group", "1 of 0")
-    # It ends with the default group: the next one has the same name and is another's.
+    # The comparison ends with the default group. A new default group has the same name, but is not compared.
     store = dist.PrefixStore("again", torch_private.default_store())
     dist.destroy_process_group()
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
@@ -149,7 +149,7 @@ def test_a_mesh_that_nobody_closed_goes_on_to_compare_on_every_rank() -> None:
 
 @on_ranks(2)
 def test_another_thread_may_call_on_a_group_of_its_own_at_its_own_pace() -> None:
-    """As checkpoints do that are written beside the training: steps must not blame it."""
+    """Checkpoints that are written during training make such calls, and steps must not blame them."""
     with meshcomm.init(**{**CONFIG, "dims": {"dp": 2}}) as mesh:
         group = dist.new_group()
 
@@ -173,7 +173,7 @@ def test_descriptors_stay_flat_where_groups_come_and_go(pool: Pool) -> None:
 
 
 def descriptors() -> tuple[int, int]:
-    """How many this process has after the third group, and at the end: Gloo's own thread closes connections late."""
+    """The open descriptors after the third group and at the end. Gloo's own thread closes connections late."""
     import os
 
     counts: list[int] = []
@@ -194,7 +194,7 @@ def descriptors() -> tuple[int, int]:
 
 @on_ranks(2)
 def test_a_message_of_torch_that_was_waited_for_is_not_waited_for_again() -> None:
-    """Gloo gives up a second wait for one message after the group's timeout, and its connections with it."""
+    """In Gloo, a second wait for the same message fails after the group's timeout, and its connections close."""
     with meshcomm.init(dims={"pp": 2}, device="cpu", timeout_s=2) as mesh:
         x, peer, group = torch.full((3,), float(mesh.rank)), 1 - mesh.rank, mesh.group("pp")
         ops = [dist.P2POp(dist.isend, x, peer, group), dist.P2POp(dist.irecv, y := x.clone(), peer, group)]

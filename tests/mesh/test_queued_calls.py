@@ -1,4 +1,4 @@
-"""Calls that run after they have returned, as on NCCL: what cannot end is named all the same, and nothing hangs."""
+"""Calls that return when they are queued, as with NCCL: a call that cannot end is named, and no rank hangs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.long
 
 PROGRAM = str(Path(__file__).with_name("queued_program.py"))
 
-# What the launcher's last lines say of the cause; rank 1 shares its "dp" group with rank 3.
+# Patterns of the cause in the launcher's last lines; rank 1 shares its "dp" group with rank 3.
 CAUSES = {
     "skips": r"rank 3 \(dp=1 tp=1\) has not arrived: it has closed the mesh.*\n(.*\n)*.*(it waited for rank 3|rank 3 .*ended with exit code 0 while rank 1 waited)",
     "deaf": r"send to rank [23], message 1 .*\n(.*\n)*.*(it waited for rank [23]|rank [23] .*ended with exit code 0 while rank [01] waited)",
@@ -31,7 +31,7 @@ CAUSES = {
     "asleep": r"rank 3 .*waited for it\n.*CollectiveTimeout.*it waited for rank 3",
     "shape": r"rank 3.* failed: CallMismatchError",
 }
-# Most in steady state in each suite; before and at the end of the comparison of first calls in the deep set.
+# Two faults in steady state (70 calls) run in every suite. The other rows, some with fewer calls, are marked `faults`.
 ROWS = [
     pytest.param(
         fault,
@@ -43,8 +43,8 @@ ROWS = [
 ]
 
 
-# As torch 2.11 wrote it on an H200: an all_reduce and an exchange that a peer has not come to, after another exchange.
-# The messages of an exchange stay "scheduled" for good; the whole of them is the entry named "nccl:coalesced".
+# As torch 2.11 wrote it on an H200: an all_reduce and an exchange that a peer has not reached, after another exchange.
+# The messages of an exchange stay "scheduled"; the entry named "nccl:coalesced" is the exchange as a whole.
 RECORDED = """{"entries": [
  {"collective_seq_id": 20, "is_p2p": true, "p2p_seq_id": 13, "pg_id": 1, "process_group": ["meshcomm1/dp/0", "dp[tp=0]"],
   "profiling_name": "nccl:send 0->1", "record_id": 57, "retired": false, "state": "scheduled", "timeout_ms": 90000},
@@ -68,7 +68,7 @@ def test_what_nccl_has_not_ended_is_read_from_torch_s_recorder(monkeypatch: pyte
 def test_without_hooks_a_call_that_no_recorder_knows_is_not_taken_for_the_last_one_that_it_does(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """torch 2.13 and older tell of no call outside the mesh, such as FSDP's on its group."""
+    """torch 2.13 and older report no call outside the mesh, such as FSDP's calls on its group."""
     recorder = FlightRecorder("fsdp", [0, 1], lambda *_: MeshcommError("?"))
     recorder.ordered, recorder.group_name = True, "meshcomm1/fsdp/0"
     counter = counter_of(recorder.counters, "fsdp", "all_reduce")
@@ -85,7 +85,7 @@ def test_without_hooks_a_call_that_no_recorder_knows_is_not_taken_for_the_last_o
         assert found is not None and found.number == number
         assert queued_in(recorder, found, calls.copy, 2.0) is found
     assert queued_in(recorder, found, dict, 3.0) is None
-    # A training queues one unknown call after the other: each look meets another one, and none is stuck.
+    # Training queues one unknown call after another: each look finds a different call, so none is stuck.
     timer, recorder.timeout_s = CallTimer(), lambda: 8.0
     for second in range(60):
         queued = {"meshcomm1/fsdp/0": [(second if second < 30 else 30, "nccl:_all_gather_base")]}
@@ -94,7 +94,7 @@ def test_without_hooks_a_call_that_no_recorder_knows_is_not_taken_for_the_last_o
 
 
 def test_of_calls_that_wait_for_each_other_the_first_made_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Though a look came between the two, which saw the second one alone."""
+    """A look between the two calls sees only the second one; still, the error names the first one."""
     recorders, queued = [], {}
     for dim in ("tp", "dp"):
         recorder = FlightRecorder(dim, [0, 1], lambda *_: MeshcommError("?"))

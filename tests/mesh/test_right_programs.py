@@ -1,4 +1,4 @@
-"""Right programs that wait for each other in unusual ways are left alone, and their wrong twins are refused on every rank."""
+"""Correct programs that wait for each other in unusual ways are left alone; their wrong twins are refused on every rank."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def given(pool: Pool, folder: Path, way: str) -> list[dict[str, str]]:
 
 @pytest.fixture(scope="module")
 def results(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[dict[str, str]]]:
-    """What every rank gets from every program, by the way in which they are run: each runs all of them once."""
+    """The results of all programs on each rank, cached for each way of running them."""
     return cache(lambda way: given(pool, tmp_path_factory.mktemp(way), way))
 
 
@@ -107,7 +107,7 @@ def test_two_dims_started_in_either_order(mesh: Mesh) -> None:
 
 @pytest.mark.mesh(dp=4, via=("simulator", "gloo"))
 def test_a_rooted_call_that_some_rank_leaves_early(mesh: Mesh) -> None:
-    """Rank 2 comes when rank 1 has left a gather, and a scatter; rank 3 when the source has left a broadcast."""
+    """Rank 2 enters the gather and the scatter after rank 1 has left; rank 3 enters the broadcast after the source has left."""
     rank = mesh.rank
     if rank == 2:
         mesh.recv("dp", full(0), src=1)
@@ -134,7 +134,7 @@ def test_a_rooted_call_that_some_rank_leaves_early(mesh: Mesh) -> None:
 @pytest.mark.mesh(dp=4, via=("simulator", "gloo", "emulated_nccl"))
 def test_an_asynchronous_all_to_all_of_known_sizes_waits_for_nobody(mesh: Mesh) -> None:
     leaving = [mesh.rank + dst for dst in range(4)]
-    # A communicator's first call connects it, for which its ranks meet.
+    # The first call of a communicator connects it, so all of its ranks meet in that call.
     mesh.barrier("dp")
     if mesh.rank:
         mesh.store.wait(["started"])
@@ -151,7 +151,7 @@ def test_an_asynchronous_all_to_all_of_known_sizes_waits_for_nobody(mesh: Mesh) 
 
 @pytest.mark.mesh(dp=2, via="emulated_nccl")
 def test_the_host_waits_for_no_queued_call(mesh: Mesh) -> None:
-    """As under torch: even a blocking call returns when it is queued, once the communicator is connected."""
+    """As in torch, even a blocking call returns when it is queued, once the communicator is connected."""
     mesh.barrier("dp")
     for number in range(3):
         if mesh.rank:
@@ -205,7 +205,7 @@ def one_of_many_in_flight(group: Any, odd: bool) -> None:
 
 def another_root(group: Any, odd: bool) -> None:
     dist.broadcast(full(1), 1 if odd else 0, group=group)
-    # Whom the right source has served has a right result, and is told at its next call.
+    # A rank that the right source has served has a correct result; its next call raises.
     dist.barrier(group)
 
 
@@ -244,7 +244,7 @@ TWINS = (
 
 
 def refused(twin: str, times: int) -> list[list[str]]:
-    """The errors of this rank, each with the one of its next call on the group; the odd rank changes."""
+    """Two errors of this rank in each turn: of the wrong call, and of the next call on the group. The odd rank changes."""
     call, found = globals()[twin], []
     meshcomm.watch(reports="")
     dist.init_process_group("gloo")
@@ -269,10 +269,10 @@ def refused(twin: str, times: int) -> list[list[str]]:
 @pytest.mark.parametrize("twin", [each.__name__ for each in TWINS])
 def test_a_wrong_twin_is_refused_on_every_rank(pool: Pool, twin: str, times: int) -> None:
     for turn, errors in enumerate(zip(*pool.run(refused, twin, times, ranks=3), strict=True)):
-        # The same error on every rank, and again for what it tries next.
+        # Every rank gets the same error, and gets it again from its next call.
         assert len({text for of_rank in errors for text in of_rank}) == 1, errors
         assert all(len(of_rank) == 2 for of_rank in errors)
-        # Of sizes that do not fit each other, either may be wrong.
+        # If two sizes do not fit each other, either may be wrong.
         who = (
             "ranks 0 1 2 do not agree"
             if twin == more_than_a_rank_sends.__name__
@@ -282,7 +282,7 @@ def test_a_wrong_twin_is_refused_on_every_rank(pool: Pool, twin: str, times: int
 
 
 def without_room(late: int, tag: int) -> str:
-    """Rank 0 sends more than rank 1 has room for; `late` is the end that comes second."""
+    """Rank 0 sends more than rank 1 has room for. Rank `late` starts its end second."""
     with meshcomm.init(dims={"dp": 2}, device="cpu") as mesh:
         group = mesh.group("dp")
         if mesh.rank == late:
@@ -301,7 +301,7 @@ def without_room(late: int, tag: int) -> str:
 @needs_group_hooks
 @pytest.mark.parametrize("late", [0, 1])
 def test_a_message_without_room_is_refused_at_the_end_that_comes_second(pool: Pool, late: int) -> None:
-    """Gloo would end the receiver's process."""
+    """Without this error, Gloo would end the receiver's process."""
     texts = pool.run(without_room, late, 5, ranks=2)
     assert texts[1 - late] == ""
     assert "message 1 with tag 5 from rank 0 to rank 1 on dp differs between its ends" in texts[late]

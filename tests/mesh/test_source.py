@@ -1,4 +1,4 @@
-"""From what `init` is given to the mesh it makes: no setting that a job was started with goes unused in silence."""
+"""`init` uses every setting that the job was started with, or refuses; it never ignores one silently."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CONFIG = (
 
 @pytest.fixture
 def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A rank of `meshcomm run mesh.toml --set mesh.validate_calls=7 script.py`."""
+    """The environment of a rank of `meshcomm run mesh.toml --set mesh.validate_calls=7 script.py`."""
     path = tmp_path / "mesh.toml"
     path.write_text(CONFIG)
     monkeypatch.setenv("MESHCOMM_CONFIG", str(path))
@@ -30,7 +30,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def each(*calls: tuple[Any, dict[str, Any], list[str]]) -> list[Settings]:
-    """settings_of for one init after the other of a rank."""
+    """The settings of consecutive init calls on one rank."""
     return copy_context().run(lambda: [settings_of(*call) for call in calls])
 
 
@@ -53,18 +53,18 @@ def test_a_mesh_of_the_scripts_own_does_not_put_the_config_aside(job: Path) -> N
 def test_what_says_the_same_or_comes_beside_it_is_taken(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = load_config(job, ["mesh.validate_calls=7"])
     assert each((job, {}, ["mesh.validate_calls=7"]), (whole, {}, [])) == [whole, whole]
-    # The config's own mesh first, then another one.
+    # The config's own mesh first, then another mesh.
     beside = {"dims": {"all": -1}}
     assert each((None, {}, []), (None, beside, [])) == [whole, MeshOnly(MeshConfig(dims={"all": -1}))]
-    # Sizes that were left open may have been filled in.
+    # The program may have filled in sizes that the config leaves open.
     monkeypatch.setenv("MESHCOMM_SET", "mesh.dims.dp=-1")
     filled = load_config(job, ["mesh.dims.dp=-1"]).resolved(4)
     assert each((filled, {}, [])) == [filled]
-    # And a script that leaves them open has those of the config.
+    # A script that leaves sizes open gets the sizes of the config.
     monkeypatch.setenv("MESHCOMM_SET", "")
     script = load_config(job, ["mesh.dims.dp=-1"])
     assert each((script, {}, [])) == [script]
-    # A simulation inside the program is no mesh of the job.
+    # A simulation inside the program is not a mesh of the job.
     assert copy_context().run(simulate, lambda mesh: mesh.rank, dims={"x": 3}) == [0, 1, 2]
 
 

@@ -1,4 +1,4 @@
-"""mesh.step: a call that a rank leaves out among equal ones, or makes once too often, is found by name."""
+"""mesh.step names the rank that omits one of several equal calls, or makes one call too many."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ from meshcomm.watching.verdict import error_of
 from tests.ranks import on_ranks
 from tests.simulator import random_programs
 
-# -- what is noted, and what follows from it; no ranks -----------------------------------------------
+# -- the record of steps and its comparison; no ranks ------------------------------------------------
 
-# A step: the calls of one rank on one group, each a name and bytes.
+# The calls of one rank on one group in a step, each as a name and a number of bytes.
 Calls = Sequence[tuple[str, int]]
 
 
@@ -64,7 +64,7 @@ def make(recorder: FlightRecorder, calls: Calls) -> None:
 
 
 def noted(steps: Sequence[Calls], ranks: list[int], first: int = 1) -> FlightRecorder:
-    """A rank that made these calls in its steps, which the program numbers from `first`."""
+    """The recorder of a rank that made these calls in its steps; the program numbers its steps from `first`."""
     recorder = recorder_of(ranks)
     for step, calls in enumerate(steps, 1):
         make(recorder, calls)
@@ -73,7 +73,7 @@ def noted(steps: Sequence[Calls], ranks: list[int], first: int = 1) -> FlightRec
 
 
 def found_in(recorders: dict[int, FlightRecorder], label: str = "dp[tp=0]") -> dict[str, Any] | None:
-    """What other ranks conclude, to whom it comes through JSON."""
+    """The verdict of other ranks, which receive the histories as JSON."""
     histories = {rank: json.loads(json.dumps(each.steps.data())) for rank, each in recorders.items()}
     return find_desync(label, histories, {rank: {"dp": place} for place, rank in enumerate(recorders)})
 
@@ -94,7 +94,7 @@ ADD = [("all_reduce", 8)]
 
 
 def drawn(chance: random.Random, steps: int) -> list[list[tuple[str, int]]]:
-    """A program whose steps are alike, or not."""
+    """A program in which most steps make the same calls."""
 
     def one() -> list[tuple[str, int]]:
         return [(chance.choice(KINDS), 8 * chance.randint(0, 3)) for _ in range(chance.randint(0, 90))]
@@ -109,7 +109,7 @@ def test_equal_programs_never_differ_and_a_planted_call_always_does(seed: int) -
     ranks = [1, 4, 6, 9][: chance.randint(3, 4)]
     steps = drawn(chance, 10)
     assert judged(dict.fromkeys(ranks, steps)) is None
-    # Ranks need not be at the same step.
+    # Ranks may be at different steps.
     assert judged({rank: steps[: chance.randint(1, 10)] for rank in ranks}) is None
 
     odd, at = chance.choice(ranks), chance.randrange(10)
@@ -147,7 +147,7 @@ def test_the_words_of_a_difference() -> None:
 
 
 def test_a_whole_step_that_was_left_out_or_made_twice_is_found_by_its_number() -> None:
-    """Every call looks like the others', and so does every step."""
+    """All calls look the same, and so do all steps."""
     ranks = [0, 2, 4, 6]
     for of_odd, at, made in (([1, 2, 4, 5, 6], 3, 4), ([1, 2, 3, 3, 4], 4, 3), ([2, 3, 4, 5, 6], 1, 2)):
         recorders = {rank: recorder_of(ranks) for rank in ranks}
@@ -163,7 +163,7 @@ def test_a_whole_step_that_was_left_out_or_made_twice_is_found_by_its_number() -
         assert error.what == f'ranks differ in step {at} along "dp": rank 4 (dp=2) made step {made} instead'
         assert str(error.given).startswith(f"step {made} of rank 4 ended at {__file__}:")
         assert str(error.expected).startswith(f"as ranks 0 2 6: step {at}, which ended at {__file__}:")
-    # Ranks may be behind, and steps may be numbered from anywhere.
+    # Ranks may lag, and steps may be numbered from anywhere.
     behind = {rank: noted([ADD] * (9 - rank), ranks, first=41) for rank in ranks}
     assert found_in(behind) is None
 
@@ -173,7 +173,7 @@ def test_only_the_operations_that_differ_are_told() -> None:
     found = difference({0: [same + ADD * 2], 1: [same + ADD], 2: [same + ADD * 2]})
     assert "all_reduce at" in found["given"] and "all_reduce 2 times" in found["expected"]
     assert "broadcast" not in found["given"] + found["expected"]
-    # The same calls in another order: all of them.
+    # If only the order differs, the error lists all calls.
     swapped = difference({0: [same], 1: [same[::-1]], 2: [same]})
     assert "broadcast" in swapped["given"] and "broadcast" in swapped["expected"]
 
@@ -220,7 +220,7 @@ def test_what_is_no_longer_remembered_is_said_so() -> None:
         found["what"]
         == 'ranks differ in step 61 or an earlier one along "dp": rank 1 (dp=1) made other calls'
     )
-    # What is remembered is bounded, and steps that are all alike take no more room.
+    # The history is bounded, and equal steps take no additional room.
     alike = noted([ADD] * 3000, [0, 1])
     data = alike.steps.data()
     assert data is not None
@@ -243,7 +243,7 @@ def test_ranks_that_are_steps_apart_share_a_recent_sum(lag: int) -> None:
 def test_a_rank_that_ends_each_step_twice_differs(steps: int) -> None:
     once, twice = ([[("all_reduce", 8)]] * steps, [[("all_reduce", 8)], []] * steps)
     found = judged({0: once, 1: twice, 2: once})
-    assert (found is None) == (steps == 1)  # the first step of all is the same
+    assert (found is None) == (steps == 1)  # the first step is equal
     if found is not None:
         assert found["mismatched"] == [1]
         assert "in step 2 " in found["what"] or 2 * steps > RUNS
@@ -279,7 +279,7 @@ def test_calls_that_were_refused_and_those_of_other_threads() -> None:
         recorder = recorder_of([0, 1])
         place = callsite(0)
         make(recorder, [(call, 8)])
-        recorder.refuse()  # the ranks were about to make different calls, and none was made
+        recorder.refuse()  # the ranks were about to make different calls, so none was made
         make(recorder, ADD)
         recorder.note(1, 1, False, place)
         make(recorder, ADD * excluded)
@@ -306,7 +306,7 @@ def test_ranks_that_do_not_answer_and_ranks_without_steps() -> None:
 
 
 class Counted:
-    """A store of one process that counts what it is asked."""
+    """A store of one process that records the names of its calls."""
 
     def __init__(self) -> None:
         self.asked: list[str] = []
@@ -344,7 +344,7 @@ def test_what_a_period_costs_the_store() -> None:
             rank.monitor.look(now)
         return sorted(store.asked)
 
-    assert asked(0.0) == []  # before the first step nothing
+    assert asked(0.0) == []  # nothing before the first step
     for rank in ranks:
         rank.step(ADD)
     asked(1.0)
@@ -352,13 +352,13 @@ def test_what_a_period_costs_the_store() -> None:
     for _ in range(200):
         for rank in ranks:
             rank.step(ADD)
-    # However many steps there were: a word of each rank and a look, and one for the group.
+    # Any number of steps costs one set and one check per rank, and one multi_get for the group.
     assert asked(3.0) == ["check"] * 4 + ["multi_get"] + ["set"] * 4
     assert asked(5.0) == ["check"] * 4
     for rank in ranks:
         rank.step(ADD * 2)
-    assert asked(9.0) == ["check"] * 4 + ["multi_get"] + ["set"] * 8  # other calls: told as well
-    assert store.num_keys() == 8  # two of each rank, whatever the number of steps
+    assert asked(9.0) == ["check"] * 4 + ["multi_get"] + ["set"] * 8  # other calls: published as well
+    assert store.num_keys() == 8  # two per rank, whatever the number of steps
 
 
 def test_ranks_that_are_ahead_or_behind_are_compared() -> None:
@@ -369,7 +369,7 @@ def test_ranks_that_are_ahead_or_behind_are_compared() -> None:
     high.monitor.look(0.0)
     low.step([])
     low.monitor.look(0.0)
-    assert low.monitor.found is None  # the other one no longer has the sum of step 1
+    assert low.monitor.found is None  # the other rank no longer has the sum of step 1
     for _ in range(2, 257):
         low.step(ADD)
     low.monitor.look(2.0)
@@ -386,7 +386,7 @@ def test_ranks_that_are_ahead_or_behind_are_compared() -> None:
 def test_a_difference_is_published_to_all_ranks() -> None:
     store = dist.HashStore()
     ranks = [Rank(store, rank, 3) for rank in range(3)]
-    outside = DesyncMonitor(store, RankRecord(3, {"dp": 0}, []), 4)  # of no group with them
+    outside = DesyncMonitor(store, RankRecord(3, {"dp": 0}, []), 4)  # in no group with the others
     outside.noted(1)
     for number, rank in enumerate(ranks):
         rank.step(ADD * (2 if number == 1 else 1))
@@ -404,7 +404,7 @@ def test_a_difference_is_published_to_all_ranks() -> None:
 
 
 def test_of_equally_many_ranks_the_last_are_blamed_on_every_rank() -> None:
-    """Each rank has the others' answers first, and its own last."""
+    """Each rank gets the other rank's answer first, and its own last."""
     ranks = [Rank(dist.HashStore(), rank, 2) for rank in range(2)]
     for number, rank in enumerate(ranks):
         rank.step(ADD * (1 + number))
@@ -490,7 +490,7 @@ def test_uneven_calls_objects_and_what_only_some_groups_do() -> None:
             mesh.objects.scatter("dp", ["x" * i for i in range(4)] if mesh.coord("dp") == 0 else None, src=0)
             mesh.scatter("tp", torch.ones(4) if mesh.coord("tp") == 1 else None, src=1)
             if mesh.coord("dp") == 2:
-                # A group of its own: the other groups along tp do not make the call.
+                # Only this group along tp makes the call; the other groups along tp do not.
                 mesh.all_reduce("tp", torch.ones(step))
             if mesh.coord("dp") == 3:
                 mesh.shift("tp", torch.ones(1))
@@ -522,7 +522,7 @@ def test_every_mesh_counts_for_itself_and_groups_may_come_later() -> None:
 
 def test_groups_that_other_threads_call_on_can_be_left_out() -> None:
     def program(mesh: Mesh, apart: tuple[str, ...]) -> None:
-        # At another pace on rank 1; all meet in the end.
+        # Rank 1 makes its calls in other steps, but as many in total.
         for step in range(3):
             for _ in range({0: 1, 1: 2, 2: 0}[step] if mesh.rank == 1 else 1):
                 mesh.all_reduce("dp", torch.ones(1))
@@ -543,7 +543,7 @@ def test_the_last_step_is_told_by_its_deadlock() -> None:
 
 @on_ranks(2)
 def test_closing_is_bounded_where_ranks_made_unlike_numbers_of_steps() -> None:
-    """Rank 0 made a step more than rank 1, whose word it waits for; but not where its program has failed."""
+    """Rank 0 is one step ahead. It waits a bounded time for rank 1's report, and not at all if its program has failed."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(desync, "_LEAVES_S", 0.5)
         for fails in (False, True):
@@ -568,7 +568,7 @@ def test_closing_is_bounded_where_ranks_made_unlike_numbers_of_steps() -> None:
     dp=2, tp=2, validate_calls=2, via="gloo", not_via={"emulated_nccl": "closing waits for what is queued"}
 )
 def test_ranks_that_lose_a_peer_by_it_get_the_same_error(mesh: Mesh) -> None:
-    """Rank 3 skips along dp; rank 2, not of that group, is in a call with it along tp when it raises."""
+    """Rank 3 skips a call along dp, and raises while rank 2, from another dp group, is in a call with it along tp."""
     with pytest.raises(CallMismatchError) as caught:
         for step in range(1, 100_000):
             if not (mesh.rank == 3 and step == 4):

@@ -1,4 +1,4 @@
-"""Stragglers: who comes late to the calls that ranks make together."""
+"""Stragglers: ranks that arrive late at calls that they make together."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from meshcomm.mesh.all_ranks import arrivals
 
 
 def test_arrivals_by_hand() -> None:
-    # Call 9 has left the ring of coord 0, call 12 has not reached coord 2.
+    # The ring of coord 0 no longer holds call 9, and coord 2 has not reached call 12.
     found = arrivals(
         [
             {10: 1_000, 11: 5_000, 12: 9_000},
@@ -40,7 +40,7 @@ def test_the_slow_rank_is_found_along_its_dim(mesh: Mesh) -> None:
         if mesh.rank == 4:
             mesh.store.set(f"here/{number}", b"")
         if mesh.rank == 5:
-            mesh.store.wait([f"here/{number}"])  # however busy the machine is, it comes behind rank 4
+            mesh.store.wait([f"here/{number}"])  # it arrives after rank 4, however busy the machine is
             time.sleep(0.15)
         mesh.all_reduce("tp", x, op="avg")
         mesh.all_reduce("dp", x, op="avg")
@@ -51,7 +51,7 @@ def test_the_slow_rank_is_found_along_its_dim(mesh: Mesh) -> None:
     own = found.groups["tp"]
     assert own.ranks == tuple(mesh.ranks("tp")) and own.calls == CALLS
     if mesh.rank == 4:
-        # It was held up by rank 5, and so comes late along dp, with nobody late before it along tp.
+        # Rank 5 holds rank 4 up, so rank 4 is late along dp. Along tp only rank 5 is late.
         assert own.last[1] > 0.8 and own.mean_s[1] > 0.075
         text = str(found)
         assert f"tp, {CALLS} calls" in text and "tp: rank 5, " in text

@@ -1,4 +1,4 @@
-"""What a mesh took, it gives back: on success and after an exception."""
+"""A mesh gives back what it took, on success and after an exception."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PLANE = {"dp": 2, "tp": 2}
 
 
 def held() -> tuple[int, int]:
-    """Open file descriptors and threads of this process, those of C++ too."""
+    """Open file descriptors and threads of this process, including C++ threads."""
     return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
 
 
@@ -41,8 +41,8 @@ def cycle() -> None:
 @linux
 @on_ranks(4)
 def test_twenty_cycles_return_files_and_threads() -> None:
-    cycle()  # what torch makes once and keeps
-    gc.collect()  # what other tests left in this process
+    cycle()  # objects that torch creates once and keeps
+    gc.collect()  # garbage of other tests in this process
     before = held()
     for _ in range(20):
         cycle()
@@ -52,7 +52,7 @@ def test_twenty_cycles_return_files_and_threads() -> None:
 @linux
 @on_ranks(2)
 def test_a_device_mesh_that_is_kept_keeps_no_group() -> None:
-    """Five meshes whose DeviceMeshes the program keeps, as torch's caches do."""
+    """The program keeps the DeviceMeshes of five meshes, as torch's caches do."""
     kept, before = [], (0, 0)
     for number in range(6):
         with meshcomm.init(dims={"dp": 2}, device="cpu", timeout_s=30) as mesh:
@@ -87,12 +87,12 @@ def test_after_an_exception_the_next_mesh_works() -> None:
 
 def with_a_kept_error(call: str) -> tuple[str, tuple[int, int], tuple[int, int]]:
     with meshcomm.init(dims={"dp": 2}, device="cpu", timeout_s=30) as mesh:
-        mesh.warm_up()  # what torch makes once and keeps
+        mesh.warm_up()  # objects that torch creates once and keeps
     gc.collect()
     before = held()
     kept: BaseException | None = None
     try:
-        # Half of it is what a first message waits for its other end.
+        # A first message waits half of this time for its peer.
         with meshcomm.init(dims={"dp": 2}, device="cpu", timeout_s=5) as mesh:
             mesh.warm_up()
             if mesh.rank == 0:
@@ -128,6 +128,6 @@ def test_a_program_may_destroy_groups_before_the_mesh_closes() -> None:
                 dist.init_process_group(
                     "gloo", store=dist.PrefixStore("user", store), rank=mesh.rank, world_size=4
                 )
-        # What the program has made since is its own.
+        # The mesh leaves a default group alone that the program has created since then.
         assert dist.is_initialized() is again
     dist.destroy_process_group()

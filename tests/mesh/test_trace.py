@@ -1,4 +1,4 @@
-"""One file of what all ranks did: valid for Chrome and Perfetto, true to the calls that were made."""
+"""One trace file of all ranks: valid for Chrome and Perfetto, and true to the calls that were made."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Event = dict[str, Any]
 
 
 def check_format(text: str) -> list[Event]:
-    """The rules of Chrome's format for what a trace contains; returns the events."""
+    """Check the contents of a trace against Chrome's format, and return the events."""
     events: list[Event] = json.loads(text)["traceEvents"]
     named = {(e["pid"], e["tid"]) for e in events if e["name"] == "thread_name"}
     processes = {e["pid"] for e in events if e["name"] == "process_name"}
@@ -53,7 +53,7 @@ def check_format(text: str) -> list[Event]:
             key = (event["pid"], event["id"])
             open_spans[key] = open_spans.get(key, 0) + (1 if event["ph"] == "b" else -1)
     assert set(open_spans.values()) <= {0}
-    # Slices of one lane lie inside each other or apart: viewers draw nothing else.
+    # Slices of one lane are nested or disjoint: viewers draw nothing else.
     for pid, tid in named:
         slices = sorted(
             (e["ts"], -e["dur"]) for e in events if e["ph"] == "X" and (e["pid"], e["tid"]) == (pid, tid)
@@ -81,7 +81,7 @@ def traced(folder: str) -> dict[str, Any]:
     config = {"mesh": {"dims": {"pp": 2, "dp": 2}, "device": "cpu", "timeout_s": 30, "reports": str(reports)}}
     with meshcomm.init(config) as mesh:
         x = torch.ones(100)
-        for _ in range(80):  # more than are compared between ranks: the prepared call is there
+        for _ in range(80):  # more calls than ranks compare, so the prepared call exists
             mesh.all_reduce("dp", x, op="max")
         pp = mesh.coord("pp")
         with mesh.debug.trace(path) as trace:
@@ -163,7 +163,7 @@ def test_the_events_are_the_calls_that_were_made(folder: Path) -> None:
         made = Counter((lanes[rank, e["tid"]], e["name"]) for e in here)
         dp = {
             ("program", "load"): 1,
-            # A list of two dtypes is two messages.
+            # A list with two dtypes takes two messages.
             ("dp", "all_reduce"): 302,
             ("dp", "all_reduce by ring"): 3,
             ("dp", "start all_gather"): 1,
@@ -229,7 +229,7 @@ AHEAD_S = 100.0
 
 @pytest.mark.mesh(dp=2, via="gloo")
 def test_ranks_of_two_hosts_are_put_on_the_wall_clock(mesh: Mesh, tmp_path: Path) -> None:
-    """Rank 1 takes itself for one of another host, whose monotonic clock is 100 s ahead."""
+    """Rank 1 pretends to be on another host, whose monotonic clock is 100 s ahead."""
     path, tracing = tmp_path / "trace.json", import_module("meshcomm.mesh.tracing")
     ours = [m for name, m in sys.modules.items() if name.startswith("meshcomm.")]
     timed = [m for m in ours if getattr(m, "clock", None) is time.perf_counter]
@@ -249,7 +249,7 @@ def test_ranks_of_two_hosts_are_put_on_the_wall_clock(mesh: Mesh, tmp_path: Path
             for e in events
             if e["ph"] == "X" and e["args"]["number"] == number
         )
-        # Between the two readings of its clocks a rank of a busy machine may lose its core.
+        # On a busy machine, a rank may lose its core between the readings of its two clocks.
         assert max(a[0], b[0]) <= min(a[1], b[1]) + AHEAD_S / 4
 
 
@@ -321,7 +321,7 @@ def test_some_steps_of_a_run_are_traced(pool: Pool, tmp_path: Path) -> None:
     tokens = [
         e for e in events if e["name"] == "all_reduce" and e["pid"] == 0 and e["args"]["bytes"] in (8, 32)
     ]
-    # In each of two steps: how many there are, and the loss with what the norm and the data say.
+    # Each of the two steps has two all_reduces: the number of tokens, and the loss with the values for the norm and the data.
     assert len(tokens) == 4
     put_aside(tmp_path)
     assert (tmp_path / "trace.1.json").exists()
@@ -377,7 +377,7 @@ def test_a_file_by_hand(tmp_path: Path) -> None:
         (5, "b", "recv pp", 2.0e6, None),
         (5, "e", "recv pp", 3.0e6, None),
     ]
-    # A failure half way leaves no file at all.
+    # A failure halfway leaves no file.
     with pytest.raises(zlib.error):
         write(tmp_path / "u.json", [parts[0], b"damaged"], {})
     assert [each.name for each in tmp_path.iterdir()] == ["t.json"]

@@ -1,4 +1,4 @@
-"""A call that cannot end says who has not come, and what that rank does instead; reports say it together."""
+"""The error of a call that cannot end names the missing ranks and where they are instead; reports combine into one verdict."""
 
 from __future__ import annotations
 
@@ -40,24 +40,24 @@ pytestmark = pytest.mark.long
 
 TIMEOUT = 2.0
 
-# Kind, text and ranks of the error of one rank, and how long its program took.
+# The kind, the text and the ranks of one rank's error, and how long its program took.
 Outcome = tuple[str, str, tuple[int, ...], float]
 
 
 def outcome(
     program: Any, reports: str, timeout_s: float = TIMEOUT, stay: bool = True, dp_s: float = 0.0, **more: Any
 ) -> Outcome:
-    """Run a program as this rank; the errors by which it leaves the mesh count, too.
+    """Run a program as this rank. Errors from leaving the mesh count, too.
 
     stay: keep the mesh, and so the thread that answers, until every rank has ended its program.
-    dp_s: the timeout along dp, where it is another one.
+    dp_s: the timeout along dp, if it differs.
     """
     seconds = {"pp": timeout_s, "dp": dp_s or timeout_s, "tp": timeout_s}
     config = {
         "mesh": {
             "dims": {"pp": 2, "dp": 2, "tp": 2},
             "device": "cpu",
-            "timeout_s": 60.0,  # for meeting; the groups' own is short
+            "timeout_s": 60.0,  # for the rendezvous; the groups' own timeout is short
             "options": {dim: {"timeout_s": each} for dim, each in seconds.items()},
             "reports": reports,
             "validate_calls": 0,
@@ -90,7 +90,7 @@ def outcome(
 
 
 def until(mesh: Any, *ranks: int) -> None:
-    """Do nothing, where it can be seen, until these ranks have ended their programs."""
+    """Wait where other ranks can see it, until these ranks have ended their programs."""
     while not mesh.store.check([f"over/{rank}" for rank in ranks]):
         time.sleep(0.02)
 
@@ -131,7 +131,7 @@ def left(mesh: Any) -> None:
 
 
 def past(mesh: Any) -> None:
-    """Ranks 3, 6 and 7 leave out what their neighbours along dp do outside the mesh."""
+    """Ranks 3, 6 and 7 omit the calls that their neighbours along dp make outside the mesh."""
     group, x = mesh.group("dp"), torch.ones(4)
     dist.all_reduce(x, group=group)
     if mesh.rank in (3, 6, 7):
@@ -152,14 +152,14 @@ def by_hand(mesh: Any) -> None:
     elif mesh.rank == 7:
         mesh.all_reduce("tp", torch.ones(4))
     elif mesh.rank == 4:
-        until(mesh, 7)  # so long, along dp it keeps rank 6 waiting
+        until(mesh, 7)  # meanwhile, it keeps rank 6 waiting along dp
         dist.all_reduce(torch.ones(1), group=mesh.group("dp"))
 
 
 class Story(NamedTuple):
-    """A program, and of the ranks that raise: which error, which ranks it names, and words of its text.
+    """A program, and for each rank that raises: the error, the ranks it names, and words of its text.
 
-    report: what `meshcomm report` says, as patterns. alone: whether no other rank raises. more: for `outcome`.
+    report: patterns for the output of `meshcomm report`. alone: no other rank raises. more: for `outcome`.
     """
 
     program: Any
@@ -206,7 +206,7 @@ STORIES = {
         ],
         more={"validate_calls": 64},
     ),
-    # 0 waits along tp for 1, which waits along dp for 3, which waits along tp for 2, along dp for 0.
+    # Rank 0 waits along tp for 1, which waits along dp for 3, which waits along tp for 2, which waits along dp for 0.
     "a circle across dims": Story(
         crossed,
         {
@@ -233,7 +233,7 @@ STORIES = {
                     "rank 2 (pp=0 dp=1 tp=0) has sent 1 of 2 with tag 0; it is at ",
                 ],
             ),
-            # It waits for rank 6 in a collective, which is said to wait for a message.
+            # Rank 4 waits for rank 6 in a collective; rank 6 is reported to wait for a message.
             4: (LATE, (6,), ['has not arrived: it is in recv from rank 2, message 2 with tag 0 along "pp"']),
         },
         [r"rank 2 \(pp=0 dp=1 tp=0\) is at .*rank 6 waits for it in recv from rank 2, message 2 with tag 0"],
@@ -281,7 +281,7 @@ def test_who_has_not_come_and_what_it_does_instead(pool: Pool, tmp_path: Path, n
     for rank, (kinds, named, words) in story.told.items():
         kind, text, missing, took = found[rank]
         assert kind == kinds and missing == named, text
-        # It is in that call, or was until its time ran out a moment before.
+        # The rank is in that call, or was until its time ran out a moment before.
         text = text.replace("it was in", "it is in")
         assert all(word in text for word in words), text
         assert took < 30  # on a busy machine; the group's own timeout may be longer
@@ -290,7 +290,7 @@ def test_who_has_not_come_and_what_it_does_instead(pool: Pool, tmp_path: Path, n
 
 
 def message(direction: str, peer: int | None, tag: int, number: int) -> dict[str, Any]:
-    """A message as a rank's status has it."""
+    """A message as it appears in a rank's status."""
     return {"direction": direction, "peer": peer, "tag": tag, "number": number}
 
 
@@ -319,9 +319,9 @@ def test_who_could_have_sent_to_a_receive_from_any_rank() -> None:
         (2, "has sent none with tag 5, and 1 with tag 7, 1 with tag 9; it is at train.py:2 in step"),
         (3, None),
     ]
-    # Somebody has sent: nobody who answers is missing.
+    # Some rank has sent, so no rank that answers is missing.
     assert said(9) == [(3, None)]
-    # Of several messages, those that lack one.
+    # For several messages, only the missing one is listed.
     waiting = {"call": "exchange", "parts": [message("recv", 1, 7, 2), message("recv", 2, 9, 2)]}
     assert absent(BlockedCall(0, "pp[0]", [0, 1, 2, 3], 0, waiting), statuses) == [
         (2, "has sent 1 of 2 with tag 9, and 1 with tag 7; it is at train.py:2 in step")
@@ -337,7 +337,7 @@ def test_who_could_have_sent_to_a_receive_from_any_rank() -> None:
 )
 @pytest.mark.faults
 def test_a_diagnosis_from_before_this_rank_came_is_not_its_own(mesh: Any) -> None:
-    """Rank 0 gives up before the others have come; rank 1 comes then, rank 2 does not."""
+    """Rank 0 gives up before the others arrive. Then rank 1 arrives, but rank 2 does not."""
     mesh.warm_up()
     if mesh.rank == 0:
         handle = mesh.all_reduce("dp", torch.ones(4), async_op=True)
@@ -355,7 +355,7 @@ def test_a_diagnosis_from_before_this_rank_came_is_not_its_own(mesh: Any) -> Non
 
 
 class _BusyStore:
-    """A store whose calls take `call_s`; rank 1's answer is there from the look number `answers` on, rank 2's never."""
+    """A store whose calls take `call_s`. Rank 1 has answered from look number `answers` on; rank 2 never answers."""
 
     def __init__(self, call_s: float, answers: int) -> None:
         self.looks = 0
@@ -381,15 +381,15 @@ class _BusyStore:
 def test_on_a_busy_machine_answers_may_take_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("meshcomm.mesh.rank_record._ANSWER_S", 0.3)
     monkeypatch.setattr("meshcomm.mesh.rank_record._LONGER", 40)
-    # Its eighth look is after 0.8 s at least, and would be after less than 0.3 s on an idle machine.
+    # The eighth look comes after at least 0.8 s; on an idle machine it would come within 0.3 s.
     busy = RecordExchange(_BusyStore(0.1, 8), 0, 0.01)
     assert busy.limited(lambda: busy.ask([1])) == {1: {"rank": 1}}
-    # Who never answers is given up all the same, and on an idle machine in time.
+    # A rank that never answers is still given up, and on an idle machine in time.
     idle = RecordExchange(_BusyStore(0.0, 1), 0, 0.01)
     began = time.monotonic()
     assert idle.ask([1, 2]) == {1: {"rank": 1}}
     assert time.monotonic() - began >= 0.3
-    # As is a store that does not answer, or that stops half way.
+    # A store that does not answer or stops halfway is given up as well.
     silent = RecordExchange(_BusyStore(3.0, 1), 0, 0.01)
     with pytest.raises(TimeoutError, match=r"no answer within 0.3 s"):
         silent.limited(lambda: silent.ask([1]))
@@ -468,7 +468,7 @@ def test_a_call_is_overdue_by_the_clock_alone() -> None:
         assert not late(10.0)  # the time counts from here
         assert not late(13.0 + GRACE_S)
         assert late(13.1 + GRACE_S)
-    with call():  # another call: the time begins again
+    with call():  # another call restarts the time
         assert not late(70.0)
         assert not late(73.0 + GRACE_S)
         assert late(73.1 + GRACE_S)
@@ -479,13 +479,13 @@ def test_a_call_is_overdue_by_the_clock_alone() -> None:
     recorder.messages.waiting = None
     with call():
         waited = recorder.later()
-    assert waited is not None and not late(200.0)  # nobody waits for it yet
+    assert waited is not None and not late(200.0)  # no thread waits for it yet
     since = waited.waits()
     assert not late(210.0)
     assert late(213.1 + GRACE_S)
     waited.waited(since)
     assert not late(220.0)
-    # A Work of a call outside the mesh is asked no sooner than that.
+    # The Work of a call outside the mesh is asked only when its time is up.
     done, stuck = _Work(True), _Work(False)
     for work, overdue in ((done, False), (stuck, True)):
         recorder.work = work
@@ -496,7 +496,7 @@ def test_a_call_is_overdue_by_the_clock_alone() -> None:
 
 
 class _Work:
-    """A backend's Work that counts how often it is asked."""
+    """A backend's Work that counts its queries."""
 
     def __init__(self, done: bool) -> None:
         self.asked = 0
@@ -542,7 +542,7 @@ def test_a_rank_that_the_backend_holds_reports_and_ends(pool: Pool, tmp_path: Pa
 
 
 def left_out(folder: str, skip_at: int) -> tuple[str, str, Any]:
-    """One of 75 equal calls is left out by rank 3, of which the first 64 are compared; then all go to a barrier."""
+    """Rank 3 omits one of 75 equal calls, of which the first 64 are compared. Then all ranks enter a barrier."""
     config = {"dims": {"dp": 4}, "device": "cpu", "timeout_s": 3.0, "reports": folder}
     with meshcomm.init({"mesh": config}) as mesh:
         error: Any = None
@@ -560,7 +560,7 @@ def left_out(folder: str, skip_at: int) -> tuple[str, str, Any]:
 
 @pytest.mark.faults
 def test_a_rank_that_left_out_one_of_many_equal_calls_is_named(pool: Pool, tmp_path: Path) -> None:
-    """Calls are compared by their sequence numbers, beyond those that were compared before they were sent."""
+    """Sequence numbers show the mismatch, although it comes after the calls that are compared before they are sent."""
     found = pool.run(left_out, str(tmp_path), 70, ranks=4)
     for kind, text, odd in found:
         assert (kind, odd) == ("CallMismatchError", (3,)), text
@@ -577,7 +577,7 @@ def test_a_rank_that_left_out_one_of_many_equal_calls_is_named(pool: Pool, tmp_p
 
 
 def status_of(rank: int, started: int, *recent: tuple[int, str], inside: bool = True) -> dict[str, Any]:
-    """The status of a rank of dp, whose last collectives were `recent`."""
+    """The status of a rank of dp with `recent` as its last collectives."""
     calls = [
         {"number": number, "call": call, "callsite": f"train.py:{number}{rank}", "bytes": None}
         for number, call in recent
@@ -624,13 +624,13 @@ def test_the_first_number_with_different_operations_counts() -> None:
         "rank 0 (dp=0) made all_reduce, at train.py:80, as call 8",
         "rank 1 (dp=1) made all_gather, at train.py:81, as call 8",
     ]
-    # Calls that are not remembered by both are not compared.
+    # A call is compared only if both ranks remember it.
     statuses[1] = status_of(1, 6, (5, b), (6, b))
     assert diagnose(CALL_9, statuses).mismatched == ()
 
 
 class _CountingStore:
-    """A store that counts its operations, whose ranks answer with `status_of`; those in `silent` never do."""
+    """A store that counts its operations. Its ranks answer with `status_of`, except for the ranks in `silent`."""
 
     def __init__(self, store: Any, silent: tuple[int, ...]) -> None:
         self._store = store
@@ -647,7 +647,7 @@ class _CountingStore:
                 _, rank, number = arguments[0].split("/")
                 if int(rank) not in self._silent:
                     status = status_of(int(rank), 9 if int(rank) else 8, (8, "all_reduce"))
-                    self.operations += 2  # as a watchdog that has found a question
+                    self.operations += 2  # as a watchdog does when it finds a question
                     self._store.set(f"answer/{rank}/{number}", json.dumps(status))
             return result
 
@@ -658,7 +658,7 @@ class _CountingStore:
 def test_one_rank_asks_for_all_that_wait_in_a_call(
     ranks: int, silent: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The operations of a hang's inquiry grow with the number of ranks, not with its square."""
+    """The operations of a hang diagnosis grow with the number of ranks, not with its square."""
     monkeypatch.setattr("meshcomm.mesh.rank_record._ANSWER_S", 0.5)
     store = _CountingStore(dist.HashStore(), silent)
     waiting = [rank for rank in range(1, ranks) if rank not in silent]
@@ -680,7 +680,7 @@ def test_one_rank_asks_for_all_that_wait_in_a_call(
         list(threads.map(wait, waiting, timeout=60))
     assert len(asked) == 1
     assert all(each["missing"] == [0, *silent] for each in found.values()), found
-    # Six of the asking rank and two of the asked one for each rank, and those that wait look now and then.
+    # Six operations of the asking rank and two of the asked rank, for each rank. Waiting ranks also look now and then.
     assert store.operations < 100 + 25 * ranks
 
 
@@ -693,19 +693,19 @@ def test_a_diagnosis_that_never_comes_is_made_by_each_rank(monkeypatch: pytest.M
 
 @pytest.fixture
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A watchdog does not wait for long."""
+    """Shorten the waits of a watchdog."""
     monkeypatch.setattr("meshcomm.watching.timer.GRACE_S", 0.1)
     monkeypatch.setattr("meshcomm.mesh.rank_record._ANSWER_S", 0.2)
 
 
 def watchdog_of(store: Any, ended: list[Any], timeout_s: float = 0.1) -> Watchdog:
-    """One in this process, of a rank of two whose other one is nowhere."""
+    """A watchdog in this process for one rank of two; the other rank does not exist."""
     return Watchdog(store, 0, {"dp": 0}, 2, WatchOptions(timeout_s, ended.append))
 
 
 @pytest.mark.usefixtures("soon")
 def test_a_process_that_is_not_inside_its_call_is_not_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As after a call that a signal's handler left by an exception, should its record not be cleared."""
+    """The record looks like this if a signal handler's exception leaves a call and the record is not cleared."""
     ended: list[Any] = []
     watchdog = watchdog_of(dist.HashStore(), ended)
     try:
@@ -713,7 +713,7 @@ def test_a_process_that_is_not_inside_its_call_is_not_ended(monkeypatch: pytest.
         left.under_way = True
         time.sleep(1.5)  # "saving"
         assert ended == []
-        # One that is blocked is still ended.
+        # A blocked process is still ended.
         monkeypatch.setattr("meshcomm.mesh.watchdog._COMM", __file__)
         held = watchdog.record("tp", [0, 1], SoloTransport(torch.device("cpu"), "gloo"))
         held.under_way = True
@@ -738,7 +738,7 @@ def test_a_call_that_an_interrupt_leaves_is_over() -> None:
 
 @pytest.mark.usefixtures("soon")
 def test_a_work_past_the_mesh_that_does_not_end_is_told_once(capfd: pytest.CaptureFixture[str]) -> None:
-    """The program is elsewhere, and goes on."""
+    """The report does not end the program, which is elsewhere."""
     ended: list[Any] = []
     watchdog = watchdog_of(dist.HashStore(), ended)
     recorder = watchdog.record("dp", [0, 1], SoloTransport(torch.device("cpu"), "gloo"))
@@ -804,7 +804,7 @@ def test_an_exception_that_does_not_end_the_program_is_told_once(capfd: pytest.C
         raise KeyError("read it again")
     except KeyError:
         assert looks(200.0) == []
-        # It has handled that error, and trains.
+        # The program has handled that error and trains.
         with recorder.call(recorder, counter, 8, None):  # type: ignore[arg-type]
             pass
         assert looks(220.0, 240.0) == [] and watchdog.status()["raised"] == ""
@@ -812,7 +812,7 @@ def test_an_exception_that_does_not_end_the_program_is_told_once(capfd: pytest.C
 
 
 class _GoneStore(dist.Store):
-    """A store that nobody serves any more."""
+    """A store whose server is gone."""
 
     def __init__(self) -> None:
         super().__init__()

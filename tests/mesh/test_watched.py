@@ -1,4 +1,4 @@
-"""Programs that make their groups by torch alone: watched by `meshcomm run`, or by one line under any launcher."""
+"""Programs that create their groups with torch alone are watched by `meshcomm run`, or by one line under any launcher."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_a_timeout_that_the_program_changes_is_followed() -> None:
 
 @on_ranks(2)
 def test_a_reduce_scatter_whose_work_never_ends_is_no_hang() -> None:
-    """Gloo's Work of one says that it is not over, after it was waited for too."""
+    """Gloo's Work of a reduce_scatter reports that it is not completed, even after a wait for it."""
     watch = meshcomm.watch(validate_calls=0)
     dist.init_process_group("gloo")
     group, out = dist.new_group(), torch.zeros(2)
@@ -194,7 +194,7 @@ def test_an_older_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not watched._LAST
 
 
-# -- whole programs, none of which knows meshcomm -------------------------------------------------------
+# -- whole programs without meshcomm --------------------------------------------------------------------
 
 START = """
 import os, sys, time, torch
@@ -275,7 +275,7 @@ def ran(pool: Pool, folder: Path, program: str, fault: str, late: int = 5) -> tu
     return Job(pool, folder, *command).finish()
 
 
-# Program, fault, after how many steps, and what the launcher's last lines say of rank 1.
+# The program, the fault, the number of steps before it, and words about rank 1 in the launcher's last lines.
 FAULTS = [
     ("ddp", "sleep", 5, "waited for rank 1"),
     ("ddp", "skip", 75, "rank 1 is mismatched"),
@@ -329,7 +329,7 @@ def test_a_call_that_blocks_is_told_of_once_and_may_still_end(pool: Pool, tmp_pa
     assert (
         " has waited 1 s in all_reduce along " in said[0] and "rank 1 has not arrived: it is at " in said[0]
     )
-    # The rank that asked has written a report, too.
+    # The rank that asked has also written a report.
     reports = combined(tmp_path / "meshcomm-reports").splitlines()
     assert reports[0].startswith("4 report(s) in ") and reports[1].startswith("rank 1 is at "), reports
     assert reports[1].partition("; ")[2].startswith("ranks 0 2 3 wait for it in all_reduce"), reports

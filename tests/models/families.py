@@ -1,4 +1,4 @@
-"""Small folders of every family of transformers that is known, and configurations of meshes that train them."""
+"""Small folders of every tested family of transformers, and configurations of meshes that train them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SMALL: dict[str, Any] = {
     "eos_token_id": None,
 }
 _EXPERTS = {"num_experts_per_tok": 2, "num_local_experts": 4}
-# transformers' name of the configuration's class, and what differs from SMALL.
+# The name of the configuration class in transformers, and the settings that differ from SMALL.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {}),
     "llama tied": ("LlamaConfig", {"tie_word_embeddings": True, "attention_bias": True, "head_dim": 8}),
@@ -81,7 +81,7 @@ def folder_of(family: str, path: Path, *, weights: bool = False) -> Path:
         model = transformers.AutoModelForCausalLM.from_config(config)
         with torch.no_grad():
             for parameter in model.parameters():
-                # Norms and biases too: so each is seen to be where it belongs.
+                # Norms and biases get random values too, so a misplaced one is noticed.
                 parameter.add_(torch.randn_like(parameter), alpha=0.05)
         model.save_pretrained(path)
     else:
@@ -99,7 +99,7 @@ def config_of(
     timeout_s: float = 60.0,
     **parallel: Any,
 ) -> Config:
-    """A training of 10 steps in float64. dims: such as "dp=2 tp=2", each named after its part."""
+    """A training of 10 steps in float64. dims: for example "dp=2 tp=2"; each dim's name gives its role."""
     parts = {"pp": "pipeline", "dp": "data", "fsdp": "shard", "cp": "context", "tp": "tensor"}
     sizes = {name: int(size) for name, size in (pair.split("=") for pair in dims.split())}
     mesh = {"dims": sizes, "device": "cpu", "timeout_s": timeout_s, "reports": ""}
@@ -122,7 +122,7 @@ def config_of(
 
 
 def recorded(config: Config, steps: int = 10) -> Any:
-    """What the steps gave, on a rank."""
+    """The record of the steps on one rank."""
     import meshcomm
 
     with meshcomm.init(config) as mesh:
@@ -130,12 +130,12 @@ def recorded(config: Config, steps: int = 10) -> Any:
 
 
 def differences(pool: Any, config: Config, alone: Any = None, steps: int = 4) -> list[Difference]:
-    """Of every rank from one process, in every quantity; every weight of the one is on some rank."""
+    """Differences between every rank and one process in every quantity. Also checks that every weight is on some rank."""
     if alone is None:
         (alone,) = pool.run(recorded, reference(config), steps, ranks=1)
     count = math.prod(config.mesh.dims.values())
     assert config.train is not None
-    # Two cores compile for each rank by itself.
+    # Each rank compiles for itself, on two cores.
     limit_s = 120.0 * max(1, count // 4) * (4 if config.train.compile else 1)
     ranks = pool.run(recorded, config, steps, ranks=count, timeout_s=limit_s)
     assert {name for rank in ranks for name in rank.weights} == set(alone.weights)
@@ -143,7 +143,7 @@ def differences(pool: Any, config: Config, alone: Any = None, steps: int = 4) ->
 
 
 def logits_of(config: Config, tokens: Any) -> Any:
-    """What the model of a configuration makes of tokens, on one rank."""
+    """The model's logits for the tokens, on one rank."""
     import torch
 
     import meshcomm

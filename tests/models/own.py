@@ -1,4 +1,4 @@
-"""A language model of thirty lines that knows nothing of meshes, and what it says of itself to be split every way."""
+"""A language model of thirty lines that knows nothing of meshes, and the spec that splits it every way."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Own(nn.Module):
 
 
 def alone() -> nn.Module:
-    """Without a word about itself: for data and shard."""
+    """The module without a spec: for data and shard."""
     return Own()
 
 
@@ -73,7 +73,7 @@ def _attention(module: nn.Module, attend: Attend) -> None:
 
 
 def spec(width: int = 16, dropped: float = 0.0) -> ModelSpec:
-    """With all of it."""
+    """A spec with all settings."""
     return ModelSpec(
         module=lambda: Own(width),
         hidden_size=width,
@@ -102,12 +102,12 @@ def spec(width: int = 16, dropped: float = 0.0) -> ModelSpec:
 
 
 def as_it_is() -> ModelSpec:
-    """Its own forward runs on every stage."""
+    """A spec that runs the module's forward on every stage."""
     return replace(spec(), forward=None, attention=None)
 
 
 class Frozen(Own):
-    """Of which some parts do not learn."""
+    """A model with frozen parts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ class Frozen(Own):
 
 
 def frozen() -> ModelSpec:
-    """Split every way."""
+    """The full spec of the model with frozen parts."""
     return replace(spec(), module=Frozen)
 
 
@@ -132,7 +132,7 @@ class Twice(Own):
 
 
 class Skips(Own):
-    """Adds what the first block gave behind the last."""
+    """Adds the first block's output after the last block."""
 
     def forward(self, x: Tensor) -> Tensor:
         """As Own's."""
@@ -144,7 +144,7 @@ class Skips(Own):
 
 
 class Placed(Own):
-    """Is given positions, and has a parameter that only the first stage needs."""
+    """Takes positions as an argument, and has a parameter that only the first stage needs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -159,21 +159,21 @@ class Placed(Own):
 
 
 def placed() -> ModelSpec:
-    """Its own forward with the positions of a rank."""
+    """A spec that runs the module's forward with the positions of a rank."""
     first = ("tokens", "places", "start")
     return replace(as_it_is(), module=Placed, first=first, positions="where", attention=_attention)
 
 
 def twice() -> ModelSpec:
-    """Cannot be run block by block."""
+    """A model that cannot run block by block."""
     return replace(as_it_is(), module=Twice)
 
 
 def skips() -> ModelSpec:
-    """What crosses its stages is more than hidden states."""
+    """A model that would have to pass more than hidden states between stages."""
     return replace(as_it_is(), module=Skips)
 
 
 def dropping() -> ModelSpec:
-    """With a dropout, without the blocks that it is told about."""
+    """A spec with dropout after blocks, but without the setting that names the blocks."""
     return ModelSpec(module=Own, vocab_size=256, dropped={"blocks.*.out": 0.1})

@@ -1,8 +1,8 @@
 """Every causal language model of transformers on every kind of parallelism: `python -m tests.models.table` runs it, or the
 families that are named, and writes their rows into docs/reference/models.md.
 
-A small model of each family, of drawn weights, in float64, trains 5 steps on each mesh: losses, gradient norms, gradients and
-weights within 1e-9 of one process, or the reason why not. Families that publish no plan: data parallelism and FSDP.
+A small model of each family, with random weights in float64, trains 5 steps on each mesh. Losses, gradient norms, gradients
+and weights must be within 1e-9 of one process; else the row has the reason. Families without a plan: data and FSDP only.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "dp4 ep2": ("dp=4", {"expert": "ep", "views": {"expert": {"edp": 2, "ep": 2}}}),
 }
 _PLAIN = ("dp4", "fsdp4")
-# What the defaults of a family leave open, or have and no mesh trains.
+# Settings without a usable default: a family leaves them open, or no mesh can train with its value.
 _SAID: dict[str, dict[str, Any]] = {
-    # Encoders, unless told otherwise: see `check_family`.
+    # Encoders by default: see `check_family`.
     **{
         name: {"is_decoder": True}
         for name in (
@@ -48,23 +48,23 @@ _SAID: dict[str, dict[str, Any]] = {
     "mamba2": {"expand": 1, "n_groups": 1, "num_heads": 64, "head_dim": 64},
     "phimoe": {"router_jitter_noise": 0.0, "input_jitter_noise": 0.0},
 }
-# What gets no gradient from the loss of a language model: train.frozen.
+# Parameters without a gradient from a language model's loss, for train.frozen.
 _FROZEN: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("axk2", "deepseek_v32", "glm_moe_dsa", "hy_v4"), ("*.indexer.*",)),
     "deepseek_v4": ("*.compressor.*", "*.indexer.*"),
     **dict.fromkeys(("bart", "bigbird_pegasus", "marian", "mbart", "mvp", "trocr"), ("*.encoder_attn*",)),
     "big_bird": ("bert.pooler.*",),
 }
-# Linear attention without its kernels takes a minute for a step: a stage waits for the one before.
+# Without its kernels, linear attention takes a minute for a step, while the next stage waits.
 _TIMEOUT_S = 600.0
-# It has no experts to spread.
+# The family has no experts.
 _NONE = "-"
-# Larger than the rest when small, or made of other models: not tried.
+# Larger models, or models made of other models, are not tried.
 _LARGEST = 12_000_000
 
 
 def names() -> list[str]:
-    """The model types that AutoModelForCausalLM makes."""
+    """The model types that AutoModelForCausalLM supports."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
@@ -83,7 +83,7 @@ def published() -> list[str]:
 
 
 def rows_of(text: str) -> dict[str, dict[str, str]]:
-    """The rows that a document of `page` was made from."""
+    """The rows from which `page` made a document."""
     reasons = {
         number: re.sub(r"\\(.)", r"\1", reason)
         for number, reason in re.findall(r"^(\d+)\. (.+)$", text, re.M)
@@ -99,7 +99,7 @@ def rows_of(text: str) -> dict[str, dict[str, str]]:
 
 
 def smallest(name: str) -> Any:
-    """The configuration of a small model of a family, by the defaults of the library."""
+    """A small configuration of a family, based on the library's defaults."""
     from transformers import CONFIG_MAPPING
 
     from meshcomm.models.tiny import SIZES, tiny
@@ -111,7 +111,7 @@ def smallest(name: str) -> Any:
 
 
 def records(configs: list[Config]) -> list[Record | str]:
-    """On a rank: what the steps on each mesh gave, or the error."""
+    """The record of the steps on each mesh, on one rank, or the error."""
     found: list[Record | str] = []
     for config in configs:
         try:
@@ -124,7 +124,7 @@ def records(configs: list[Config]) -> list[Record | str]:
 
 
 def row(pool: Pool, name: str) -> dict[str, str]:
-    """Of each kind: "" where it is the same as on one process, or why not."""
+    """For each kind: "" if the results equal one process's, else the reason."""
     from transformers import AutoModelForCausalLM
 
     from meshcomm.parallel.memory import on_meta
@@ -160,7 +160,7 @@ def row(pool: Pool, name: str) -> dict[str, str]:
         ((one,),) = pool.run(records, [alone], ranks=1, timeout_s=900)
         if isinstance(one, str):
             return dict.fromkeys(kinds, f"fails on one process: {_line(one)}")
-        # Linear attention without its kernels is slow.
+        # Linear attention is slow without its kernels.
         ranks = pool.run(records, list(configs.values()), ranks=RANKS, timeout_s=3600)
         for place, kind in enumerate(configs):
             found[kind] = _judged([each[place] for each in ranks], one)
@@ -177,12 +177,12 @@ def _judged(ranks: Iterable[Record | str], alone: Record) -> str:
 
 
 def _line(text: object) -> str:
-    # A line of this machine's files says nothing of a model.
+    # The path of a file on this machine is not part of the reason.
     return re.sub(r" at /\S+", "", " ".join(str(text).split()))[:160]
 
 
 def page(rows: dict[str, dict[str, str]]) -> str:
-    """The document."""
+    """The text of the document."""
     import torch
     import transformers
 
@@ -253,7 +253,7 @@ def _cell(cell: str, reasons: dict[str, int]) -> str:
 
 
 def main() -> None:
-    """Run the families that are named, or all, print their rows and write them into the page."""
+    """Run the named families, or all, print their rows and write them into the page."""
     rows = rows_of(PAGE.read_text())
     pool = Pool(preload=("meshcomm.train", "meshcomm.models.families", "torch.distributed.fsdp"))
     try:

@@ -1,4 +1,4 @@
-"""Any causal language model of transformers, by what its family publishes: in parts it computes what it computes in one piece."""
+"""Any causal language model of transformers, split by what its family publishes: the parts compute the whole model's results."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ USES = {
     "context": Use(context=True, attention="ulysses"),
     "expert": Use(expert=True),
 }
-# Of dense models and of mixtures of experts, with what Llama does not have: multipliers, soft caps, sinks, norms centred at
-# zero, norms of queries behind gathered columns, fused weights, parallel blocks, latent attention, shared experts, biases of routers.
+# Dense models and mixtures of experts with features that Llama lacks: multipliers, soft caps, sinks, norms centred at zero, query
+# norms after gathered columns, fused weights, parallel blocks, latent attention, shared experts, router biases.
 FAMILIES = [
     *("llama", "granite_swa", "gemma2", "gemma3_text", "olmo2", "phi3", "cohere2", "glm4"),
     *("mixtral", "qwen2_moe", "deepseek_v3", "minimax_m2"),
@@ -53,7 +53,7 @@ FAMILIES = [
 
 
 def small(name: str) -> ModelSpec:
-    """The specification of a small model of a family, of drawn weights."""
+    """The specification of a small model of a family, with random weights."""
     whole = Whole(table.smallest(name), exact=True)
     whole.config.use_cache = False
     return replace(spec_of(whole), initialise=partial(whole.initialise, 0))
@@ -86,7 +86,7 @@ def _longrope(frequencies: int, **more: Any) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": "longrope", **factors, **more}}
 
 
-# Lists with an entry per rotary frequency, and norms that exist only with a setting, so that no published plan has them.
+# Settings with a list entry per rotary frequency, and optional norms that no published plan covers.
 SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "longrope": ("Phi3Config", _longrope(6)),
     "longrope, partial": ("Phi3Config", {**_longrope(12, partial_rotary_factor=0.75), "hidden_size": 256}),
@@ -133,7 +133,7 @@ BERT = {
         ("BertConfig", BERT, "is_decoder = false"),
         ("XLMRobertaConfig", BERT, "is_decoder = false"),
         ("ElectraConfig", BERT, "is_decoder = false"),
-        # Its configuration does not say so.
+        # This configuration does not show that the model is not causal.
         ("XLNetConfig", {"vocab_size": 256, "d_model": 32, "n_layer": 2, "n_head": 4, "dropout": 0.0}, ""),
     ],
 )
@@ -223,7 +223,7 @@ def test_masks_through_a_pipeline_may_depend_on_the_shape_and_not_on_ids(of_ids:
 
     spec = replace(own.spec(), module=Masks, forward=None, attention=None, split={}, sequence=None)
     if of_ids:
-        # Later stages are given zeros as tokens.
+        # Later stages get zeros as token ids.
         assert "computes different results with parallel.pipeline" in _refused(spec, USES["pipeline"])
     else:
         check_model(spec, USES["pipeline"])
@@ -248,20 +248,20 @@ def test_a_model_of_tokens_is_compared_or_refused() -> None:
         ModelSpec(module=Gated, vocab_size=48, split=split), USES["tensor"]
     )
     check_model(ModelSpec(module=Gated, vocab_size=48, split={**split, "up": "column:2"}), USES["tensor"])
-    # Such a model was once trained with a wrong loss, as nothing compared it.
+    # Without this check, such a model trained with a wrong loss.
     train = TrainConfig(steps=1, global_batch_size=1, micro_batch_size=1)
     with pytest.raises(UnsupportedOp, match="its ModelSpec has no vocab_size"):
         check_model(ModelSpec(module=Gated, split=split), USES["tensor"])
     with pytest.raises(UnsupportedOp, match="Gated cannot be compared"):
         _checked(SpecModel(ModelSpec(module=Gated, split=split), train, 16), ParallelConfig(tensor="tp"), 2)
-    # Its inputs may be anything.
+    # Inputs may have any type.
     check_model(ModelSpec(module=Gated, split=split, loss=nn.functional.mse_loss), USES["tensor"])
 
 
 def test_positions_of_another_stage_are_refused() -> None:
     def forward(module: Any, x: Tensor, here: StageContext) -> Tensor:
         if here.stage.is_first:
-            # This rank's tokens as if they began at 0.
+            # Wrong: counts this rank's tokens from 0.
             x = module.tokens(x) + module.places(torch.arange(x.shape[1]))
         for block in here.layers:
             x = here.through(block, x)
@@ -272,7 +272,7 @@ def test_positions_of_another_stage_are_refused() -> None:
 
 
 def test_hidden_states_of_another_shape_are_refused() -> None:
-    # The next stage has made room for what the specification says: gloo would end the process.
+    # The next stage has allocated the shape in the specification, so gloo would end the process.
     with pytest.raises(ShapeError, match="stage 0 does not pass on hidden states") as caught:
         check_model(replace(own.spec(), hidden_size=8), USES["pipeline"])
     assert caught.value.given == "shape (2, 16, 16)"
@@ -297,7 +297,7 @@ def test_a_part_that_is_read_as_another_family_has_it_is_refused(
     assert attended is not None
 
     def changed(module: nn.Module, attend: Any) -> None:
-        """What is asked of a specification changes more than attention."""
+        """An attention setting that also changes another part of the model."""
         attended(module, attend)
         for part in module.modules():
             if type(part).__name__ == kind and what == "norm":
@@ -346,7 +346,7 @@ def test_a_rank_that_no_token_goes_to_takes_part() -> None:
     assert x.grad is not None and whole.w.grad is not None
     for rank, (y, dx, dw) in enumerate(found):
         torch.testing.assert_close((y, dx), (expected.detach(), x.grad))
-        # Both ranks have sent the same tokens.
+        # Both ranks sent the same tokens.
         torch.testing.assert_close(dw, 2 * whole.w.grad[2 * rank : 2 * rank + 2])
 
 
@@ -354,7 +354,7 @@ def test_a_rank_that_no_token_goes_to_takes_part() -> None:
 
 
 def folder_of(name: str, path: Path) -> Path:
-    """A small model of a family, with weights that are all of use."""
+    """A small model of a family, with weights and buffers that all have an effect."""
     torch.manual_seed(4)
     made = transformers.AutoModelForCausalLM.from_config(table.smallest(name))
     with torch.no_grad():
@@ -368,7 +368,7 @@ def folder_of(name: str, path: Path) -> Path:
 
 
 def saved(config: Config, folder: Path) -> None:
-    """The weights of a folder, read by a mesh and written again: as a folder and as a checkpoint."""
+    """Read a folder's weights on a mesh and write them as a folder and as a checkpoint."""
     with meshcomm.init(config) as mesh:
         trainer = Trainer(mesh, config)
         save_pretrained(trainer, folder / "again")
@@ -393,11 +393,11 @@ def test_weights_that_went_through_a_mesh_are_the_same_bits(pool: Pool, tmp_path
     tokens = torch.arange(40).reshape(2, 20) * 7 % 120
     with torch.no_grad():
         assert torch.equal(theirs(tokens).logits, again(tokens).logits)
-    # torch's own reader gives the module's own names and shapes.
+    # torch's own reader sees the module's names and shapes.
     read = transformers.AutoModelForCausalLM.from_config(theirs.config)
     state = {f"model.{key}": torch.zeros_like(value) for key, value in read.named_parameters()}
     with warnings.catch_warnings():
-        # It says that it reads in one process.
+        # The reader warns that it reads in one process.
         warnings.simplefilter("ignore", UserWarning)
         torch.distributed.checkpoint.load(state, checkpoint_id=tmp_path / "checkpoint", no_dist=True)
     read.load_state_dict({key.removeprefix("model."): value for key, value in state.items()}, strict=False)

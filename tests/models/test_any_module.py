@@ -1,4 +1,4 @@
-"""Modules of a user's own: one without a spec, one with images and batch norms, one that says everything."""
+"""User modules: one without a spec, one with images and batch norms, and one with a full spec."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ IMAGES = 8
 
 
 class Net(nn.Module):
-    """Two convolutions, with batch norms of both kinds of running means; a bias before one has no gradient."""
+    """Two convolutions with batch norms, one with a moving and one with a cumulative average."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ def images_config(dims: str, **train: Any) -> Config:
 
 
 def images_trained(config: Config) -> tuple[list[float], dict[str, Tensor]]:
-    """Losses, and after five steps all weights, gradients and running statistics, whole."""
+    """The losses, and the state after five steps: whole weights, optimizer state and running statistics."""
     torch.manual_seed(1)
     x, y = torch.randn(IMAGES, 3, 8, 8, dtype=torch.float64), torch.randint(4, (IMAGES,))
     spec = ModelSpec(module=Net, loss=F.cross_entropy)
@@ -192,7 +192,7 @@ def test_a_forward_that_cannot_be_run_in_stages_is_refused(pool: Pool, build: st
 
 
 def phi3() -> ModelSpec:
-    """As somebody writes it who does not know that its attention counts heads by its config."""
+    """A plausible but wrong spec: its author does not know that the attention reads the number of heads from the config."""
     transformers = pytest.importorskip("transformers")
     config = transformers.Phi3Config(**SMALL)
 

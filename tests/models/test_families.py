@@ -36,7 +36,7 @@ pytestmark = pytest.mark.long
 
 _EXPERT = {"expert": {"pp": 2, "edp": 1, "ep": 2}}
 
-# What every run trains: each family on one mesh that has most of what it can do wrong.
+# Every run trains these: each family on one mesh that covers most of its risks.
 ALWAYS: list[tuple[str, str, dict[str, Any]]] = [
     ("qwen3", "dp=2 tp=2", {"sequence_parallel": True}),
     ("gpt2", "pp=2 tp=2", {"sequence_parallel": True}),
@@ -44,7 +44,7 @@ ALWAYS: list[tuple[str, str, dict[str, Any]]] = [
 ]
 
 _ULYSSES = {"attention": "ulysses"}
-# What families do with one code in models/: every family is in tests/models/table.py.
+# Families that share code in models/. tests/models/table.py trains every family.
 _ALL = ("llama", "gpt2", "qwen3_moe")
 _REST = ("llama tied", "llama 3")
 _WINDOWS = ("qwen3 layers", "mixtral window")
@@ -59,7 +59,7 @@ _MESHES: list[tuple[str, dict[str, Any]]] = [
     ("fsdp=4", {"train": {"compile": True}}),
 ]
 PARITY = [(family, dims, more) for family in _ALL for dims, more in _MESHES]
-# Weights are read otherwise while a split module runs, also inside a graph.
+# A split module reads its weights in another way while it runs, also in a compiled graph.
 PARITY += [("llama", "dp=2 tp=2", {"sequence_parallel": True, "train": {"compile": True}})]
 PARITY += [("llama tied", "pp=2 cp=2", {"schedule": "gpipe"}), ("mistral window", "cp=4", _ULYSSES)]
 PARITY += [(family, dims, more) for family in _REST for dims, more in (_MESHES[0], _MESHES[3])]
@@ -147,7 +147,7 @@ def test_windows_in_float64_are_those_of_transformers(pool: Pool, tmp_path: Path
         model = transformers.AutoModelForCausalLM.from_pretrained(
             folder, config=config, dtype=torch.float64, experts_implementation="eager"
         )
-        # Its table of angles has stayed in float32.
+        # The table of rotary angles has stayed in float32.
         with torch.no_grad(), wide(torch.float64):
             model.double()
             theirs.append(model.eval()(tokens).logits)
@@ -205,7 +205,7 @@ RING, ULYSSES = 'parallel.context="cp"', 'parallel.options.attention="ulysses"'
 
 
 def sent(settings: Config, world: int) -> Counter[tuple[str, str]]:
-    """Bytes of all ranks in a step, by dim and call."""
+    """The bytes that all ranks send, by dim and call."""
 
     def body(mesh: Mesh) -> Stats:
         Trainer(mesh, settings).run()
@@ -213,7 +213,7 @@ def sent(settings: Config, world: int) -> Counter[tuple[str, str]]:
 
     everyone = meshcomm.simulate(body, settings, world_size=world)
     found: Counter[tuple[str, str]] = Counter()
-    # Objects carry paths and versions, which differ.
+    # Objects contain paths and versions, which differ.
     for row in (row for stats in everyone for row in stats.rows if "objects" not in row.call):
         found[row.dim, row.call] += row.nbytes
     return found
@@ -253,7 +253,7 @@ def test_llama_sends_what_the_built_in_model_sends(tmp_path: Path, world: int, o
     settings = load_config({**facts, "model": {"pretrained": str(tmp_path), "random_weights": True}})
     expected = sent(built_in, world)
     if "parallel.options.sequence_parallel=true" in overrides:
-        # The code of Llama asks the embedding how long the sequence is, so that it is whole until the first block.
+        # Llama's code reads the sequence length from the embedding, which therefore stays whole until the first block.
         embedded = 8 * 32 * 32 * 4 * 2 * 2  # samples, tokens, width, bytes, ranks, steps
         expected["tp", "reduce_scatter"] -= embedded
         expected["tp", "all_reduce"] += embedded
@@ -291,7 +291,7 @@ def test_dropout_of_a_folder_has_to_be_said(tmp_path: Path) -> None:
 
 
 def _dropped(config: Config) -> dict[str, torch.Tensor]:
-    """Where parts of the model give zeros in a forward pass in training: of samples 5 and 3 in step 7."""
+    """Where parts of the model output zeros in a training forward pass on samples 5 and 3 in step 7."""
     with meshcomm.init(config) as mesh:
         assert config.model is not None and config.data is not None and config.train is not None
         model = model_of(config.model, config.data, config.train)
@@ -359,7 +359,7 @@ def test_a_window_is_refused_around_a_ring_when_the_configuration_is_read(
     model = {"pretrained": str(folder_of(family, tmp_path)), "random_weights": True}
     config_of(model, "cp=2", attention="ulysses")
     config_of(model, "cp=1 tp=2")
-    if family == "mistral":  # of 32 tokens, as many as a sample has
+    if family == "mistral":  # the window has 32 tokens, as many as a sample
         config_of(model, "cp=2")
         return
     with pytest.raises(ConfigError, match="ring attention does not support a sliding window") as caught:

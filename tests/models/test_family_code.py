@@ -1,5 +1,5 @@
-"""What a family's own code does differently from Llama's, on meshes as in plain transformers: it counts positions from another
-number, registers modules in another order than it calls them, and stores a tied weight under either name.
+"""Differences between a family's code and Llama's, on meshes as in plain transformers. Positions start at another number, modules
+are called in another order than they are registered in, and a tied weight is stored under either name.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ BERT: dict[str, Any] = {
 FAMILIES: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("Roberta", "XLMRoberta", "Camembert", "Data2VecText", "RobertaPreLayerNorm"), BERT),
     "XLMRobertaXL": BERT,
-    # Its positions count from 2 in the embedding itself, and its last norm is registered before the blocks.
+    # The embedding counts positions from 2, and the last norm is registered before the blocks.
     "OPT": {
         "vocab_size": WORDS,
         "hidden_size": 16,
@@ -75,7 +75,7 @@ def folder_of(family: str, path: Path) -> Path:
 
 
 def batches() -> list[tuple[Tensor, Tensor]]:
-    """Tokens and labels of each step, with padding at the end of some samples, and its token within one."""
+    """Tokens and labels of each step. Some samples end with padding, and one has the padding token inside."""
     generator, found = torch.Generator().manual_seed(0), []
     for _ in range(STEPS):
         tokens = torch.randint(PAD + 1, WORDS, (SAMPLES, TOKENS), generator=generator)
@@ -88,7 +88,7 @@ def batches() -> list[tuple[Tensor, Tensor]]:
 
 
 def alone(folder: Path) -> list[float]:
-    """The losses of steps of plain transformers."""
+    """The losses of plain transformers in each step."""
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
     optimizer, found = torch.optim.SGD(model.parameters(), lr=LR), []
     for tokens, labels in batches():

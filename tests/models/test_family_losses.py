@@ -1,4 +1,4 @@
-"""What a family of transformers adds to the cross-entropy counts, as it does on one process, or the model is refused."""
+"""A term that a family adds to the cross-entropy counts as on one process, or the model is refused."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ SMALL: dict[str, Any] = {
 }
 FAMILIES: dict[str, dict[str, Any]] = {
     "MixtralConfig": {"num_local_experts": 4},
-    # With a shared expert, and layers without experts.
+    # It has a shared expert, and layers without experts.
     "Qwen2MoeConfig": {
         "num_experts": 4,
         "moe_intermediate_size": 16,
@@ -55,7 +55,7 @@ MESHES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def batches() -> list[tuple[Tensor, Tensor]]:
-    """Of each step: inputs and targets. The microbatches have different numbers of targets."""
+    """The inputs and targets of each step. Microbatches have different numbers of targets."""
     generator = torch.Generator().manual_seed(0)
     found = []
     for _ in range(STEPS):
@@ -69,7 +69,7 @@ def batches() -> list[tuple[Tensor, Tensor]]:
 
 
 def alone(folder: Path) -> list[tuple[float, float]]:
-    """The loss and the gradient norm of each step by transformers' own model and a plain optimizer."""
+    """The loss and the gradient norm of each step, computed by transformers' model and a plain optimizer."""
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float64, experts_implementation="eager"
     )
@@ -146,7 +146,7 @@ def _train_padded(config: Config, mesh: meshcomm.Mesh) -> None:
 
 
 def test_padding_does_not_count_in_an_auxiliary_loss(tmp_path: Path) -> None:
-    # transformers gives the mask to the auxiliary loss.
+    # transformers passes the mask to the auxiliary loss.
     transformers.MixtralConfig(**SMALL, num_local_experts=4).save_pretrained(tmp_path)
     train = {"global_batch_size": 2, "micro_batch_size": 1}
     config = config_of({"pretrained": str(tmp_path), "random_weights": True}, "dp=2", train=train)

@@ -1,4 +1,4 @@
-"""What a folder of transformers says is understood, or refused by the name of the key, before a process is started."""
+"""A folder of transformers is understood, or refused by the name of the key, before a process starts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.train.test_data import tokenizer, tokens_of
 
 from .families import FAMILIES, SMALL, config_of, folder_of, logits_of, recorded
 
-# Of config.json files that are in use, what the classes of transformers do not write themselves.
+# Keys of config.json files in use that transformers' classes do not write.
 USED: list[tuple[str, dict[str, Any]]] = [
     (
         "llama",
@@ -116,7 +116,7 @@ def test_folders_that_are_in_use_are_taken(tmp_path: Path, family: str, changes:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_transformers_writes_of_a_known_type_is_taken(tmp_path: Path, family: str) -> None:
     assert _read(folder_of(family, tmp_path)) is not None
-    # As an older version wrote it.
+    # The format of an older version.
     old = {"torch_dtype": "float32"} | ({} if family == "gpt2" else {"rope_theta": 10000.0})
     assert _read(_changed(tmp_path, old, ("dtype",))) is not None
 
@@ -171,7 +171,7 @@ def test_text_for_weights_goes_through_the_tokenizer_of_their_folder(pool: Pool,
 
 def test_weights_without_a_tokenizer_take_bytes_only_if_told_so(tmp_path: Path) -> None:
     folder = folder_of("llama", tmp_path)
-    # A program may pass batches of its own.
+    # A program may pass its batches directly.
     given = config_of({"pretrained": str(folder)}, "dp=1", tokenizer=None)
     assert given.data is not None
     with pytest.raises(ConfigError) as caught:
@@ -180,7 +180,7 @@ def test_weights_without_a_tokenizer_take_bytes_only_if_told_so(tmp_path: Path) 
     assert "data.tokenizer: the weights were trained with a tokenizer that is not in their folder" in found
     assert f"no tokenizer.json in {folder}" in found and 'data.tokenizer = "bytes"' in found
     assert config_of({"pretrained": str(folder)}, "dp=1", tokenizer="bytes") is not None
-    # What is drawn knows no tokens yet.
+    # Random weights are tied to no tokenizer yet.
     assert config_of({"pretrained": str(folder), "random_weights": True}, "dp=1", tokenizer=None) is not None
     with pytest.raises(ConfigError, match="no effect without a tokenizer"):
         load_config(config_of({"pretrained": str(folder)}, "dp=1"), ['data.eos="<eos>"'])
@@ -222,7 +222,7 @@ def test_a_token_outside_of_the_vocabulary_is_named_with_its_place(tmp_path: Pat
     (tmp_path / "b.txt").write_text("one two three")
     found = _outside(DataConfig(files=(f"{tmp_path}/*.txt",), seq_len=2, tokenizer=str(words)), 3)
     assert f"4 at position 2 of {tmp_path}/a.txt" in found and f"{words} has 5 tokens" in found
-    # Token files: also one that is not among the samples that are looked at first, and one below 0.
+    # Token files: a wrong token outside the samples that are checked first, and a negative one.
     tokens = np.ones(100_001, np.int32)
     tokens[77_777] = 300
     np.save(tmp_path / "ids.npy", tokens)

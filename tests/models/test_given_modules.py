@@ -1,4 +1,4 @@
-"""What a user's module is besides its weights: buffers, modes, layouts. Each trains as a loop of plain torch, or is refused."""
+"""Properties of user modules besides weights: buffers, modes, layouts. Each trains like a plain torch loop or is refused."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def loss_of(y: Tensor, targets: Tensor) -> Tensor:
 
 
 def alone(make: Callable[[], nn.Module], tokens: bool = False) -> dict[str, Tensor]:
-    """After the steps of one process in plain torch: all weights and buffers."""
+    """All weights and buffers after the steps in plain torch on one process."""
     torch.manual_seed(SEED)
     module = make().train().double()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
@@ -77,7 +77,7 @@ def alone(make: Callable[[], nn.Module], tokens: bool = False) -> dict[str, Tens
 def trained(
     config: Config, make: Callable[[], nn.Module], tokens: bool = False, object_: bool = False
 ) -> Any:
-    """The same of a Trainer on a mesh; the text of its error."""
+    """The same after a Trainer's steps on a mesh, or the text of its error."""
     torch.manual_seed(int(object_ and SEED) or torch.seed() % 1000)
     with meshcomm.init(config) as mesh:
         try:
@@ -114,7 +114,7 @@ def check_refused(
 
 
 class Features(nn.Module):
-    """With random tensors that are not parameters, drawn between parameters."""
+    """Draws a random tensor that is not a parameter between its parameters."""
 
     table: Tensor
 
@@ -146,7 +146,7 @@ def test_random_tensors_that_are_not_parameters_are_those_of_one_process(
 
 
 class Eval(Features):
-    """As from_pretrained gives it: in eval mode, whose root decides."""
+    """A module in eval mode, as from_pretrained returns it. The root's mode decides."""
 
     def __init__(self) -> None:
         super().__init__("saved")
@@ -158,7 +158,7 @@ class Eval(Features):
 
 
 class PartlyEval(Eval):
-    """A part that is in eval mode inside a module in train mode stays so."""
+    """A part in eval mode inside a module in train mode stays in eval mode."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -178,7 +178,7 @@ def test_a_module_in_eval_mode_is_trained_in_train_mode(pool: Pool, kind: Any, o
 
 
 class Tokens(nn.Module):
-    """An embedding with an option."""
+    """An embedding with options, and a head."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__()
@@ -217,7 +217,7 @@ def test_a_parameter_that_forward_updates_is_refused(pool: Pool, learns: bool) -
 
 
 class Repeated(nn.Module):
-    """One block in four places."""
+    """A module that has one block in three of its four places."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -260,7 +260,7 @@ def test_a_block_in_several_places_runs_in_each(pool: Pool, dims: str) -> None:
 
 
 class LearnedLoss(nn.Module):
-    """With a parameter."""
+    """A loss with a parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -277,7 +277,7 @@ def test_a_loss_with_parameters_is_refused(pool: Pool) -> None:
 
 
 class Recurrent(nn.Module):
-    """torch's recurrent layers."""
+    """A model with one of torch's recurrent layers."""
 
     def __init__(self, kind: type[nn.RNNBase]) -> None:
         super().__init__()
@@ -302,7 +302,7 @@ def test_recurrent_layers_train_on_shards(pool: Pool) -> None:
 
 
 class Layouts(nn.Module):
-    """Parameters that are not contiguous."""
+    """A module whose parameters are not contiguous."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -315,7 +315,7 @@ class Layouts(nn.Module):
 
 
 def synced(mesh: Mesh) -> float:
-    """The largest difference from plain torch after fused steps."""
+    """The largest difference from plain torch after steps with a fused optimizer."""
     torch.manual_seed(SEED)
     ours, theirs = Layouts(), Layouts()
     theirs.load_state_dict(ours.state_dict())
@@ -346,7 +346,7 @@ def test_gradients_have_the_layout_of_their_parameters(pool: Pool) -> None:
 
 
 class Counts(nn.Module):
-    """With buffers that a forward pass changes, saved and not, and other state of it."""
+    """Has buffers that the forward pass changes, one of them not saved, and extra state that it changes."""
 
     norm: nn.Module
 
@@ -371,7 +371,7 @@ class Counts(nn.Module):
 
 
 def skipping(config: Config) -> dict[str, Tensor]:
-    """Of a run whose second step has a nan on the last rank."""
+    """The state after a run whose second step has a nan on the last rank."""
     with meshcomm.init(config) as mesh:
         engine = Trainer(mesh, config, ModelSpec(module=Counts), loss=loss_of).engine
         each = SAMPLES // engine.data_size
@@ -406,7 +406,7 @@ def test_a_step_that_is_left_out_leaves_no_trace(pool: Pool, dims: str) -> None:
 
 
 def resumed(config: Config, folder: Path, module: Callable[[], nn.Module], frozen: tuple[str, ...]) -> Any:
-    """After two steps, a save, a new trainer with parameters frozen since, two more steps and a save."""
+    """Train two steps and save; then train two more in a new trainer that also freezes `frozen`, and save."""
     found = []
     for first, held in ((1, ()), (3, frozen)):
         with meshcomm.init(load_config(config, [f"train.frozen={list(held)}"])) as mesh:
@@ -467,7 +467,7 @@ def test_a_parameter_that_no_optimizer_has_is_named(pool: Pool) -> None:
 
 
 class Lists(nn.Module):
-    """Whose blocks are lists, two of which share a weight."""
+    """A module whose blocks are lists. With `tied`, two blocks share a weight."""
 
     def __init__(self, tied: bool) -> None:
         super().__init__()
@@ -490,7 +490,7 @@ def test_blocks_that_are_lists_or_share_weights_are_sharded(pool: Pool, tied: bo
 
 
 class Odd(nn.Module):
-    """With one parameter of a kind."""
+    """A module with one parameter of an unusual kind."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -516,7 +516,7 @@ def test_sparse_gradients_train_along_data_and_are_refused_on_shards(pool: Pool)
 
 
 class Matrices(nn.Module):
-    """Without vectors, for optimizers of matrices."""
+    """A module without vectors, for optimizers that take only matrices."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -545,7 +545,7 @@ def test_optimizers_of_whole_matrices_are_refused_on_shards(pool: Pool, make: An
 
 
 def said_of(make: Callable[[], nn.Module], object_: bool, **train: Any) -> str:
-    """What a Trainer says when it is made of a module with these dtypes on one rank; "" if nothing."""
+    """The error of a Trainer for a module with these dtypes on one rank, or ""."""
 
     def body(mesh: Mesh) -> str:
         try:

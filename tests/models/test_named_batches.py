@@ -1,4 +1,4 @@
-"""Dictionaries of transformers' names: a step is that of the model's own loss in plain transformers, or is refused by name."""
+"""Batches as dictionaries with transformers' names: a step uses the model's own loss as plain transformers does, or is refused."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def padded(step: int) -> dict[str, Tensor]:
 
 
 def masked(step: int) -> dict[str, Tensor]:
-    """Of a masked language model: 30% of the tokens are to be found."""
+    """Batches for a masked language model, which has to predict 30% of the tokens."""
     hidden = torch.rand(SAMPLES, TOKENS, generator=torch.Generator().manual_seed(step + 9)) < 0.3
     return {
         "input_ids": ids(step).masked_fill(hidden, 1),
@@ -165,7 +165,7 @@ def sgd(groups: Any) -> torch.optim.Optimizer:
 
 
 def alone(make: Callable[[], nn.Module], batch: Callable[[int], dict[str, Tensor]]) -> list[float]:
-    """The losses by the model's own loss of whole batches, in plain torch."""
+    """The losses that the model itself returns for whole batches in plain torch."""
     torch.manual_seed(0)
     model: Any = make().double().train()
     optimizer, losses = sgd(model.parameters()), []
@@ -205,7 +205,7 @@ def trained(
     mesh: meshcomm.Mesh | None = None,
     **more: Any,
 ) -> list[float]:
-    """The losses of two ranks. targets: the name of what the own loss is given as targets."""
+    """The losses on two ranks. targets: the key whose value the custom loss gets as targets, if any."""
 
     def program(mesh: meshcomm.Mesh) -> list[float]:
         torch.manual_seed(0)
@@ -219,7 +219,7 @@ def trained(
 
 
 def own_loss(outputs: Any, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """The loss that the errors propose."""
+    """The custom loss that the error messages propose."""
     count = (labels != -100).sum()
     return outputs.loss * count, count
 
@@ -296,7 +296,7 @@ def test_an_evaluation_is_checked_too() -> None:
 
 
 class Both(nn.Module):
-    """Tokens see their neighbours on both sides; labels are not among its arguments."""
+    """A model whose tokens see their neighbours on both sides. Its forward takes no labels."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Parts of the built-in model: its norm beside torch's, its rotary positions beside complex numbers."""
+"""Parts of the built-in model: its norm against torch's, its rotary positions against complex numbers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_the_norm_is_torch_s(dtype: torch.dtype, trained: str) -> None:
 
 
 def turned(x: Tensor, theta: float) -> Tensor:
-    """The pairs (x[i], x[i + 4]) of each position as complex numbers, turned by its angle."""
+    """Rotate the pairs (x[i], x[i + 4]) of each position, as complex numbers, by the position's angles."""
     angle = torch.arange(x.shape[-2], dtype=torch.float64).outer(
         theta ** -(torch.arange(0, 8, 2) / 8.0).double()
     )

@@ -1,4 +1,4 @@
-"""Weights go in by slices, from every kind of folder, and what is wrong with a folder is said on every rank."""
+"""Weights are read in slices from every kind of folder. An error in a folder is raised on every rank."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def tensors(shapes: dict[str, tuple[int, ...]], seed: int = 3) -> dict[str, Tens
 
 
 def filled(path: Path, **options: Any) -> dict[str, Tensor]:
-    """What a module of these names gets from a folder."""
+    """The state of a module after it has read its weights from a folder."""
     module = nn.ModuleDict({"a": nn.Linear(6, 8), "b": nn.Linear(8, 6, bias=False)})
     with Folder(path, **options) as folder:
         sources = {name: Source(name) for name in NAMES}
@@ -165,7 +165,7 @@ class Fused(nn.Module):
 
 
 def split(folder: Path, transposed: bool, shard: bool) -> dict[str, Tensor]:
-    """A module with a fused weight and one split by columns, on tp=2 and sharded along dp=2, made whole again."""
+    """Load a fused weight and a row-split one on tp=2, sharded along dp=2 with `shard`, and gather them."""
     from torch.distributed.fsdp import fully_shard
 
     from meshcomm.parallel.memory import materialise, on_meta
@@ -215,7 +215,7 @@ def test_a_parameter_of_three_axes_is_put_together_from_many(tmp_path: Path) -> 
 
 
 def test_large_tensors_are_read_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No slice of the file is larger than a block, and files are closed as pages add up."""
+    """The file is closed and reopened as its mapped pages add up, and every value is right."""
     monkeypatch.setattr("meshcomm.models.weights._MAPPED_BYTES", 8 * 6 * 2)
     opened: list[str] = []
     inner = Folder._file
@@ -281,7 +281,7 @@ def test_tied_embeddings_across_a_pipeline(pool: Pool, llama: Path) -> None:
 
 
 def refused(configs: dict[int, Config]) -> tuple[str, str, str]:
-    """What a rank says."""
+    """The error that this rank raises."""
     rank = int(os.environ["RANK"])
     config = configs.get(rank, configs[-1])
     with meshcomm.init(config) as mesh:

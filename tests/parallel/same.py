@@ -1,7 +1,7 @@
-"""What it means that a parallel computation is that of one process.
+"""Compare the results of several ranks with one process.
 
-float64 throughout: what is left of a difference is the order of additions, a few 1e-15, so 1e-12
-leaves room and no real mistake fits into it.
+Everything is in float64. Only the order of additions differs, by a few 1e-15, so a tolerance of 1e-12 leaves room
+but hides no real mistake.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ def close(actual: Tensor | None, expected: Tensor | None, what: str = "") -> Non
 
 
 def randn(*shape: int, seed: int = 0) -> Tensor:
-    """The same numbers on every rank."""
+    """Random numbers that are the same on every rank."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def part(mesh: Mesh, dim: str, x: Tensor, axis: int) -> Tensor:
-    """This rank's slice of a whole tensor; all of it where the mesh has no such dim."""
+    """This rank's slice of a whole tensor, or all of it if the mesh has no such dim."""
     if dim not in mesh.layout.names:
         return x
     return x.chunk(mesh.size(dim), axis)[mesh.coord(dim)]

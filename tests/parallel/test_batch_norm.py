@@ -1,4 +1,4 @@
-"""Batch norms with a forward of their own, and in compiled layers: on two ranks as in plain torch on one process."""
+"""Batch norms with a custom forward, and in compiled layers: two ranks give the results of plain torch on one process."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Gated(nn.BatchNorm1d):
 
 
 class Functional(nn.BatchNorm1d):
-    """Calls the function of torch itself, with other weights."""
+    """Calls torch's function with other weights."""
 
     def forward(self, x: Tensor) -> Tensor:
         held = (self.running_mean, self.running_var, self.weight.abs(), self.bias)
@@ -162,7 +162,7 @@ class Layered(nn.Module):
 
 
 def compiled(backend: str) -> tuple[dict[str, Tensor], list[float], dict[str, Tensor]]:
-    """Train with compiled layers. Return the state before, the losses, and the state afterwards."""
+    """Train with compiled layers. Returns the state before, the losses, and the state afterwards."""
     settings = {"steps": STEPS, "global_batch_size": 8, "micro_batch_size": 4, "lr": 0.1, "dtype": "float64"}
     config = load_config(
         {

@@ -60,7 +60,7 @@ def one_process(
     scale: float | None,
     window: int | None = None,
 ) -> list[Tensor]:
-    """The result and its gradients for q, k, v, by torch on the whole sequence."""
+    """The result and the gradients of q, k and v: torch's attention on the whole sequence in one process."""
     q, k, v = (x.clone().requires_grad_() for x in (q, k, v))
     seen = {"is_causal": causal} if window is None else {"attn_mask": pairs_within(q.shape[2], window)}
     out = F.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=True, **seen)
@@ -68,14 +68,14 @@ def one_process(
 
 
 def pairs_within(sequence: int, window: int) -> Tensor:
-    """Which query meets which key."""
+    """A causal mask: each query sees the last `window` keys up to its own position."""
     return torch.ones(sequence, sequence, dtype=torch.bool).tril().triu(1 - window)
 
 
 def split_up(
     mesh: Mesh, dim: str, attend: Attend, order: Any, whole: list[Tensor], **how: Any
 ) -> list[Tensor]:
-    """The same by `attend` on parts of the sequence, gathered."""
+    """The result and the gradients of `attend` on split sequences, gathered."""
     q, k, v, dout = (split_sequence(x, 2, mesh, dim, order) for x in whole)
     q, k, v = (x.clone().requires_grad_() for x in (q, k, v))
     how |= {"order": order} if attend is ring_attention else {}
@@ -109,7 +109,7 @@ def every_case(mesh: Mesh) -> list[tuple[Any, float]]:
 
 @pytest.mark.parametrize("n", [1, 3, 4])
 def test_split_attention_is_that_of_one_process(n: int) -> None:
-    # Values are about 1; sums of 24 terms in another order differ by some 1e-15.
+    # Values are about 1. Sums of 24 terms in another order differ by a few 1e-15.
     for found in meshcomm.simulate(every_case, dims={"cp": n}):
         assert len(found) == 18
         assert [case for case, error in found if not error < 1e-12] == []
@@ -136,7 +136,7 @@ SINKS = torch.linspace(-1, 1, 12, dtype=torch.float64)
 
 
 def capped(q: Tensor, k: Tensor, v: Tensor, heads: slice) -> Tensor:
-    """Causal attention of a model's own: scores are capped, and each head has a sink."""
+    """Causal attention that a model defines: scores are capped, and each head has a sink."""
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     scores = torch.tanh(q @ k.mT)
     scores = scores.masked_fill(~pairs_within(q.shape[2], SEQUENCE), -torch.inf)
@@ -196,7 +196,7 @@ def narrow(mesh: Mesh, dtype: torch.dtype, autocast: bool) -> list[float]:
     [(torch.float32, False, 1e-5), (torch.bfloat16, False, 0.05), (torch.bfloat16, True, 0.05)],
 )
 def test_narrow_dtypes(dtype: torch.dtype, autocast: bool, bound: float) -> None:
-    # Some units in the last place of values up to 4: 2^-23 and 2^-8 of them.
+    # A few units in the last place, 2^-23 and 2^-8, of values up to 4.
     whole = draw(4, 2, dtype)
     plain = farthest(one_process(*whole, True, None), one_process(*(x.double() for x in whole), True, None))
     for errors in meshcomm.simulate(narrow, dims={"cp": 4}, args=(dtype, autocast)):
@@ -211,12 +211,12 @@ def test_blocks_by_kernel_and_by_formula(dtype: torch.dtype, causal: bool, keys:
     q, dout = torch.randn(2, BATCH, 6, 10, HEAD).to(dtype)
     k, v = torch.randn(2, BATCH, 2, keys, HEAD).to(dtype)
     if strided:
-        # As torch.cat leaves them for heads of 2 elements; torch's kernel would read other memory.
+        # torch.cat can leave this layout for heads of 2 elements; torch's kernel would read the wrong memory.
         q, k, v, dout = (x.transpose(1, 3).contiguous().transpose(1, 3) for x in (q, k, v, dout))
         assert q.stride(-1) != 1
     out, lse = plain_attention(q, k, v, causal, 0.3)
     assert out.dtype == lse.dtype == wide(dtype)
-    # More keys elsewhere: a larger denominator than this block's.
+    # Other blocks have keys too, so the denominator is larger than this block's.
     queries = Queries(q, (0.7 * out).to(dtype), lse + 0.4, dout)
     double = Queries(*(x.double() for x in queries))
     bound = 1e-12 if dtype == torch.float64 else 8 * torch.finfo(dtype).eps
@@ -264,7 +264,7 @@ def both_ways(mesh: Mesh) -> None:
 
 
 def test_the_next_block_is_under_way_while_one_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And no more is computed than a mask would leave: half of a rank's pairs at each turn."""
+    """Each turn computes only the half of a rank's pairs that a causal mask leaves."""
     events: dict[int, list[Any]] = {}
 
     def noted(owner: Any, name: str, event: Any) -> None:
@@ -287,8 +287,8 @@ def test_the_next_block_is_under_way_while_one_is_computed(monkeypatch: pytest.M
     meshcomm.simulate(both_ways, dims={"cp": 3})
     half = (SEQUENCE // 3) ** 2 / 2
     forward = ["start", half, "wait"] * 2 + [half]
-    # The first start and the last wait of a turn are those of keys and values; between them those of
-    # their gradients, which come while a block is computed and go on while the next one is.
+    # Each turn starts with the exchange of keys and values and ends with the wait for it. In between, their gradients
+    # arrive while one block is computed, and are sent on while the next one is.
     backward = ["start", half, "start", "wait", "start", half, "wait", "start", "wait"]
     backward += [half, "wait", "start", "wait"]
     assert list(events.values()) == [forward + backward] * 3
@@ -312,7 +312,7 @@ def test_positions() -> None:
     assert [sequence_positions(8, 2, c, "zigzag").tolist() for c in (0, 1)] == [[0, 1, 6, 7], [2, 3, 4, 5]]
     assert sequence_positions(5, 1, 0, "zigzag").tolist() == [0, 1, 2, 3, 4]
     assert sequence_positions(6, 3, 2, "contiguous").tolist() == [4, 5]
-    # There, and not copied there, for which the host would wait.
+    # Created on the device, not copied to it: the host would wait for a copy.
     assert sequence_positions(8, 2, 0, "zigzag", torch.device("meta")).device.type == "meta"
     with pytest.raises(ShapeError) as raised:
         sequence_positions(12, 4, 0, "zigzag")
@@ -335,14 +335,14 @@ def there_and_back(mesh: Mesh, order: Any) -> None:
     mine = split_sequence(ids, -1, mesh, "cp", order)
     assert mine[0].tolist() == sequence_positions(12, 3, mesh.coord("cp"), order).tolist()
     assert torch.equal(gather_sequence(mine, 1, mesh, "cp", order), ids)
-    # Each rank's loss counts its own tokens by its coord; the sum of all of them is what is meant.
+    # Each rank's loss weights all tokens by its coord + 1, so the gradient of the ranks' sum has the factor 1 + 2 + 3.
     x = (mine.double() * 0.5).requires_grad_()
     whole = gather_sequence(x, 1, mesh, "cp", order, grad="reduce_scatter")
     (whole * (mesh.coord("cp") + 1) * ids).sum().backward()
     assert torch.equal(x.grad, mine * 6.0)
     with pytest.raises(AutogradError, match="all_gather"):
         gather_sequence(x, 1, mesh, "cp", order)
-    # What is split has the gradient of this rank's tokens.
+    # The gradient of the split covers this rank's tokens alone.
     table = torch.zeros(12, 2, requires_grad=True)
     split_sequence(table, 0, mesh, "cp", order).sum().backward()
     assert torch.equal(

@@ -1,4 +1,4 @@
-"""Ring attention by CUDA's kernels, where there is no CUDA: stand-ins that read memory as the kernels do."""
+"""Ring attention with CUDA's kernels on a machine without CUDA: stand-ins read memory as the kernels do."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ HALVES = (torch.float16, torch.bfloat16)
 
 
 class StandIns(DispatchMode):  # type: ignore[misc]
-    """Computes CUDA's kernels by the formula, for tensors on CPU, from the memory that the kernels would read."""
+    """Compute what CUDA's kernels compute, by the formula, on CPU tensors and from the memory that the kernels would read."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class StandIns(DispatchMode):  # type: ignore[misc]
 
 
 def complete(op: Any, args: Any, kwargs: Any) -> dict[str, Any]:
-    """All arguments of a call by name: the dispatcher leaves out those at the end that have their defaults."""
+    """All arguments of a call by name. The dispatcher omits trailing arguments that have their default values."""
     known = op._schema.arguments
     given = dict(zip((each.name for each in known), args, strict=False)) | (kwargs or {})
     return {each.name: given.get(each.name, each.default_value) for each in known}
@@ -59,7 +59,7 @@ def wide(*tensors: Tensor) -> list[Tensor]:
 
 
 def tokens_first(x: Tensor) -> Tensor:
-    """The same tensor in the kernels' layout: (batch, tokens, heads, head) in memory."""
+    """The same tensor in the kernels' memory layout: (batch, tokens, heads, head)."""
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
@@ -88,7 +88,7 @@ def backward(query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: 
     assert (rest["cum_seq_q"], rest["cum_seq_k"]) == (None, None)
     assert (rest["max_q"], rest["max_k"]) == (s, key.shape[2])
     assert rest["philox_seed"].shape == (2,) and rest["philox_seed"].dtype == torch.uint64
-    # The kernel is handed a pointer: rows of each head, one after the other.
+    # The kernel gets only a pointer, so it reads each head's rows as contiguous.
     logsumexp = logsumexp.as_strided((batch, heads, s), (heads * s, s, 1))
     queries = Queries(*wide(query, out, logsumexp, dout))
     found = plain_gradients(queries, *wide(key, value), rest["is_causal"], rest["scale"])
@@ -97,7 +97,7 @@ def backward(query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: 
 
 @pytest.fixture
 def stood_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel as on a CUDA device; ranks switch the stand-ins on themselves."""
+    """Select the kernel as on a CUDA device. Ranks switch the stand-ins on themselves."""
     monkeypatch.setattr(block, "attention_kernel", lambda *_: "flash")
     monkeypatch.setattr(block, "kernel_alignment", lambda device: 8)
 
@@ -106,7 +106,7 @@ CASES = [*product(("zigzag", "contiguous"), (True, False), ((12, 12), (12, 2), (
 
 
 def by_kernels(mesh: Mesh, dtype: torch.dtype) -> tuple[list[tuple[Any, float, float]], set[str]]:
-    """Errors of the ring, and of torch's own attention on one process in that dtype, to float64."""
+    """The errors against float64 of the ring, and of torch's own attention in `dtype` on one process."""
     errors = []
     with StandIns() as mode:
         for order, causal, heads in CASES:
@@ -125,20 +125,20 @@ def test_the_ring_by_kernels_is_attention_of_the_whole(dtype: torch.dtype, n: in
     for errors, seen in meshcomm.simulate(by_kernels, dims={"cp": n}, args=(dtype,)):
         assert seen == {FLASH, FLASH_BACK}
         assert len(errors) == len(CASES)
-        # Each block's result and gradients are rounded before they are added up: n roundings in the place of one.
+        # Each block's result and gradients are rounded before they are summed: n roundings instead of one.
         assert [case for case, error, alone in errors if not error < 3 * alone] == []
 
 
 @pytest.mark.usefixtures("stood_in")
 @pytest.mark.parametrize(("s", "t", "head"), [(33, 33, 8), (64, 32, 16), (5, 7, 6), (31, 31, 1)])
 def test_padding_strides_and_offsets(s: int, t: int, head: int) -> None:
-    """Rows beyond the log-sum-exp's, heads that are no multiple of 8, parts of tensors, heads that lie apart."""
+    """Extra rows in the log-sum-exp, head sizes that are no multiple of 8, views of larger tensors, gaps between heads."""
     torch.manual_seed(0)
 
     def random(*shape: int) -> Tensor:
         return torch.randn(shape, dtype=torch.float64).to(torch.bfloat16)
 
-    # Aligned but for where they begin.
+    # Aligned except for the storage offset.
     flat = (random(3 + 2 * s * 6 * head)[3:] for _ in range(3))
     q, dout, out = (x.view(2, s, 6, head).transpose(1, 2) for x in flat)
     k, v = random(2, 2, 2, t, head + 1)[..., 1:].unbind()
@@ -150,16 +150,16 @@ def test_padding_strides_and_offsets(s: int, t: int, head: int) -> None:
         exact = [*plain_attention(*wide(q, k, v), causal, 0.3)]
         exact += plain_gradients(Queries(*wide(q, out, lse, dout)), *wide(k, v), causal, 0.3)
         for mine, wanted in zip(found, exact, strict=True):
-            # For rows of few keys the weights may be far above 1, as lse is drawn and not computed.
+            # With few keys, the weights may be far above 1, because lse is random instead of computed.
             room = 8 * torch.finfo(torch.bfloat16).eps * max(1.0, wanted.abs().max().item())
             assert mine.shape == wanted.shape and farthest([mine], [wanted]) < room
 
 
-# -- memory, and what the kernel for CPUs takes ------------------------------------------------------------------
+# -- memory, and the inputs of the CPU kernel ------------------------------------------------------------------
 
 
 class Largest(DispatchMode):  # type: ignore[misc]
-    """The elements of the largest tensor that an operator made."""
+    """Record the element count of the largest tensor that an operator allocates."""
 
     def __init__(self) -> None:
         super().__init__()

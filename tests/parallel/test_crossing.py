@@ -40,7 +40,7 @@ KINDS: dict[str, tuple[tuple[int, ...], dict[str, int]]] = {
 
 
 def gradient(stage: int, name: str, dtype: torch.dtype) -> Tensor:
-    """The tied one is the same on both stages."""
+    """A random gradient. The tied weight's is the same on both stages."""
     seed = [list(KINDS).index(name), 0 if name == "tied" else stage]
     return torch.from_numpy(np.random.default_rng(seed).standard_normal(KINDS[name][0])).to(dtype)
 
@@ -56,7 +56,7 @@ def expected_norm(dtype: torch.dtype = torch.float64) -> float:
 
 
 def parameters(mesh: Mesh, dtype: torch.dtype) -> dict[str, nn.Parameter]:
-    """This rank's parts, with their gradients."""
+    """This rank's parts of the parameters, with their gradients."""
     found = {}
     for name, (_, axes) in KINDS.items():
         value = gradient(mesh.coord("pp"), name, dtype)
@@ -68,7 +68,7 @@ def parameters(mesh: Mesh, dtype: torch.dtype) -> dict[str, nn.Parameter]:
 
 
 def measured(mesh: Mesh, dtype: torch.dtype = torch.float64) -> tuple[float, float, bool]:
-    """The norm; the norm after clipping to a third of it; whether every gradient was scaled so."""
+    """The norm, the norm after clipping to a third of it, and whether every gradient was scaled accordingly."""
     held, fresh = parameters(mesh, dtype), parameters(mesh, dtype)
     skip = [held["tied"]] if mesh.coord("pp") == 1 else []
     norm = GradientNorm(mesh, held.items(), pipeline="pp", skip=skip)
@@ -92,7 +92,7 @@ def test_every_parameter_counts_once_and_is_added_up_in_float64(sizes: dict[str,
             measured, dims=dims, merge={"data": ["dp", "fsdp"]}, views=views, args=(dtype,)
         ):
             assert before == pytest.approx(expected_norm(dtype), rel=room)
-            # As torch.nn.utils.clip_grad_norm_ has it.
+            # torch.nn.utils.clip_grad_norm_ uses the same formula.
             clipped = expected_norm() * (expected_norm() / 3) / (expected_norm() + 1e-6)
             assert after == pytest.approx(clipped, rel=1e-13 if room == 1e-13 else 1e-6)
             assert scaled
@@ -110,7 +110,7 @@ def test_what_is_not_finite_is_returned_and_nothing_is_scaled() -> None:
         results = meshcomm.simulate(program, dims={"tp": 2}, args=(bad,))
         assert all(check(norm) for norm, _ in results)
         assert results[0][1] == [1.0, 2.0, 3.0]
-    # A small norm, and one of zero, leave gradients as they are; what is frozen has no part in it, two names count once.
+    # A small or zero norm leaves gradients unchanged. Frozen parameters do not count, and one with two names counts once.
     one, frozen = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2), requires_grad=False)
     with meshcomm.init(dims={"tp": 1}, device="cpu") as mesh:
         for values in ([0.0, 0.0], [0.25, -0.5]):
@@ -158,7 +158,7 @@ SEED, STEP, BATCH, SEQUENCE, FEATURES = 3, 17, 8, 12, 10
 
 
 def by_integers(p: float, site: str, sample: int, position: int, feature: int) -> bool:
-    """Whether one process keeps an element: the definition, in Python's unbounded integers."""
+    """Whether one process keeps an element: the definition in Python's unbounded integers."""
 
     def hashed(text: str) -> int:
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
@@ -174,7 +174,7 @@ def by_integers(p: float, site: str, sample: int, position: int, feature: int) -
     key = number(hashed(f"{SEED} {STEP}"), sample)
     word = number(number(mixed(key ^ hashed(site)), position), feature // 2)
     half = word >> 32 if feature % 2 else word % 2**32
-    # Read as a signed number, a half is dropped when it is among the lowest share p.
+    # An element is dropped if its half word, read as a signed number, is among the lowest share p.
     return (half + 2**31) % 2**32 >= round(p * 2**32)
 
 
@@ -203,7 +203,7 @@ def test_a_mask_is_that_of_python_integers(p: float, site: str) -> None:
 
 
 def part_of_the_mask(mesh: Mesh) -> Tensor:
-    """Two microbatches and an uneven slice of the features are one process's. The first mask, of all features."""
+    """Check two microbatches and an uneven slice of features against one process. Returns the first mask with all features."""
     share, width = BATCH // mesh.size("dp"), SEQUENCE // mesh.size("cp")
     positions = torch.arange(SEQUENCE).view(-1, mesh.size("cp"))[:, mesh.coord("cp")]
     features = range(3, FEATURES) if mesh.coord("tp") else range(3)
@@ -226,7 +226,7 @@ def test_every_mesh_drops_what_one_process_drops() -> None:
 
 
 def test_masks_are_independent_and_uniform() -> None:
-    """Bounds of five standard deviations; chi-square over byte values to about 1e-6."""
+    """Bounds are five standard deviations; for the chi-square over byte values, a probability of about 1e-6."""
     shape = torch.Size((32, 64, 128))
     n, samples, positions = shape.numel(), torch.arange(32), torch.arange(64)
 
@@ -244,14 +244,14 @@ def test_masks_are_independent_and_uniform() -> None:
         "step": (here, words(2, "0.attn") - 0.5),
         "site": (here, words(1, "0.ff") - 0.5),
         "layer": (here, words(1, "1.attn") - 0.5),
-        # Sample and position, or step and sample, in exchanged roles.
+        # Sample and position swapped.
         "transposed": (here[:, :32], here[:, :32].transpose(0, 1) + torch.eye(32)[..., None] * 9),
     }
     for name, (a, b) in neighbours.items():
         apart = b.abs() < 1
         correlation = (a[apart] * b[apart]).mean().item() * 4
         assert abs(correlation) < 5 / math.sqrt(apart.sum().item()), name
-    # Rows and columns of it, which a weak mix would show.
+    # The means of its rows and columns would show a weak mix.
     for axes in ((0, 1), (0, 2), (1, 2)):
         means = here.mean(axes)
         assert (means.abs() * 2 * math.sqrt(n / means.numel()) < 5).all()
@@ -296,7 +296,7 @@ class Blocks(nn.Module):
 
 
 def test_a_block_that_runs_again_in_backward_drops_the_same() -> None:
-    """Also with another microbatch's forward in between, as in a pipeline."""
+    """This holds with another microbatch's forward in between, too, as in a pipeline."""
     torch.manual_seed(0)
     block = Blocks()
     x = torch.randn(2, 4, 5, 6, dtype=torch.float64)
@@ -353,7 +353,7 @@ def rates(**given: Any) -> list[float]:
 
 
 def test_rates_warm_up_and_end_where_their_schedule_says() -> None:
-    # By default: 0.1 + 0.45 (1 + cos), to the last bit.
+    # The default is 0.1 + 0.45 (1 + cos), exact to the last bit.
     shape = [0.1 + 0.45 * (1 + math.cos(math.pi * ((step - 5) / 55))) for step in range(6, 61)]
     warm = [3e-3 * step / 5 for step in range(1, 6)]
     assert rates(steps=60, warmup_steps=5, lr=3e-3) == warm + [3e-3 * each for each in shape]

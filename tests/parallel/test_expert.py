@@ -30,7 +30,7 @@ from meshcomm.testing.emulated_nccl import NAME, emulated_nccl, host_syncs, no_h
 from tests.parallel.same import close, part, randn
 
 SAMPLES, TOKENS, WIDTH, FF = 8, 8, 6, 4
-WEIGHT = 0.7  # of the balance loss
+WEIGHT = 0.7  # weight of the balance loss
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Case:
 
 
 class Numbers(NamedTuple):
-    """A whole batch and whole weights; the same on every rank."""
+    """A whole batch and whole weights, the same on every rank."""
 
     x: Tensor
     upstream: Tensor
@@ -68,7 +68,7 @@ class Result(NamedTuple):
 def numbers(case: Case) -> Numbers:
     n = case.experts
     x = randn(SAMPLES, TOKENS, WIDTH, seed=0)
-    # The first element is 1 everywhere, so that the router's first column is a bias.
+    # The first element is 1 everywhere, so the router's first column acts as a bias.
     x[..., 0] = 1.0
     router = randn(n, WIDTH, seed=1)
     if case.router == "tied":
@@ -87,7 +87,7 @@ def numbers(case: Case) -> Numbers:
 
 @functools.cache
 def by_loops(case: Case) -> Result:
-    """One token after the other, as the docstrings say it."""
+    """The reference: a loop over tokens, written after the docstrings."""
     given = numbers(case)
     x, router, w1, w3, w2 = (
         v.clone().requires_grad_() for v in (given.x, given.router, given.w1, given.w3, given.w2)
@@ -147,7 +147,7 @@ def positions_of(mesh: Mesh) -> Tensor:
 
 
 def tokens_of(mesh: Mesh, case: Case, x: Tensor) -> Tensor:
-    """This rank's (samples, tokens) of the whole batch, between layers."""
+    """This rank's (samples, tokens) part of the whole batch, in the layout between layers."""
     mine = part(mesh, "dp", x, 0)[:, positions_of(mesh)]
     return part(mesh, "tp", mine, 1) if case.sequence_parallel else mine
 
@@ -161,7 +161,7 @@ def fill(layer: Experts, mesh: Mesh, given: Numbers) -> Experts:
 
 
 def experts_of(mesh: Mesh, of: Numbers | Result) -> dict[str, Tensor]:
-    """This rank's slices of what there is of the experts' weights."""
+    """This rank's slices of the experts' weights in `of`, or of their gradients if `of` is a Result."""
     axes = {"w1": 1, "w3": 1, "w2": 2}
     return {
         name: part(mesh, "tp", part(mesh, "ep", getattr(of, name), 0), axis) for name, axis in axes.items()
@@ -186,7 +186,7 @@ def layer_of(mesh: Mesh, case: Case, given: Numbers) -> Experts:
 
 
 def program(mesh: Mesh, case: Case, given: Numbers, expected: Result) -> None:
-    """One rank's share of the batch, gradients summed where they should be: its slices of the whole results."""
+    """Run one rank's share of the batch, sum gradients over the right dims, and compare with slices of the whole result."""
     layer = layer_of(mesh, case, given)
     x = tokens_of(mesh, case, given.x).requires_grad_()
     y = layer(x, positions_of(mesh))
@@ -249,7 +249,7 @@ CASES = {
 }
 
 
-# Every case where tokens, weights and sequences are split at once; two cases on each of the other meshes.
+# Every case on the two meshes that split tokens, weights and sequences at once; two cases on each other mesh.
 EVERY_CASE = ("ep2 tp2", "dp2 cp2 tp2 ep4")
 CHOSEN = [(mesh, case) for mesh in EVERY_CASE for case in CASES] + [
     (mesh, case)
@@ -268,10 +268,10 @@ def test_the_cases_are_what_they_say() -> None:
     assert found["one expert gets no tokens"].chosen[3] == 0
     assert found["one expert gets all tokens"].chosen == [0, 0, 0, SAMPLES * TOKENS, 0, 0, 0, 0]
     assert found["all tie"].chosen == [SAMPLES * TOKENS] * 2 + [0] * 6
-    assert found["all tie"].balance == pytest.approx(1.0)  # P is even, so no gradient says where to go
+    assert found["all tie"].balance == pytest.approx(1.0)  # P is uniform, so the gradient prefers no expert
     assert found["capacity"].dropped > 0
     assert found["top 2"].dropped == 0
-    # Expert 3 has every choice, so f is 1 there, and P nearly: the worst there is.
+    # Expert 3 is chosen every time, so f is 1 there and P is close to 1: the worst balance.
     assert found["one expert gets all tokens"].balance == pytest.approx(8.0)
 
 
@@ -279,7 +279,7 @@ def test_the_cases_are_what_they_say() -> None:
 
 
 def uneven_batches(mesh: Mesh, given: Numbers) -> None:
-    """Coord 0 brings one sample, coord 1 three: the same tokens as one rank with all four."""
+    """Coord 0 has one sample and coord 1 three. The results equal one rank's on all four."""
     mine = slice(0, 1) if mesh.coord("dp") == 0 else slice(1, 4)
     layer = layer_of(mesh, Case(), given)
     layer.balance_weight = 0.0
@@ -313,7 +313,7 @@ def recomputed(mesh: Mesh, given: Numbers) -> None:
 
 
 def autocast(mesh: Mesh, given: Numbers) -> None:
-    """The router stays in float32, so it chooses alike; experts multiply, and rows travel, in bfloat16."""
+    """Under autocast the router stays in float32 and chooses the same experts; the experts' matmuls and exchanges are in bfloat16."""
     x = part(mesh, "dp", given.x, 0).float()
     chosen, outputs = [], []
     for on in (False, True):
@@ -330,7 +330,7 @@ def autocast(mesh: Mesh, given: Numbers) -> None:
 
 
 def grouped(mesh: Mesh, kind: torch.dtype, factor: float | None, loops: bool) -> tuple[Tensor, list[Tensor]]:
-    """One layer whose matrices torch multiplies by a grouped product, or in loops: y and gradients."""
+    """One layer with grouped matmuls, or with loops over experts: y and the gradients."""
     layer = Experts(
         mesh,
         None,
@@ -344,7 +344,7 @@ def grouped(mesh: Mesh, kind: torch.dtype, factor: float | None, loops: bool) ->
         for number, parameter in enumerate(layer.parameters()):
             parameter.copy_(randn(*parameter.shape, seed=number))
         layer.router.weight[2] = 0.0
-        layer.router.weight[2, 0] = -50.0  # nobody chooses expert 2
+        layer.router.weight[2, 0] = -50.0  # no token chooses expert 2
     x = randn(3, 9, 16, seed=9).to(kind)
     x[..., 0] = 1.0
     x.requires_grad_()
@@ -360,7 +360,7 @@ def grouped(mesh: Mesh, kind: torch.dtype, factor: float | None, loops: bool) ->
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16], ids=str)
 def test_a_grouped_product_is_the_loop_s(kind: torch.dtype) -> None:
-    """Also of an expert without rows, whose gradient is zeros. In bfloat16 gradients are up to 5e3, of 8 bits."""
+    """One expert has no rows and a gradient of zeros. In bfloat16, gradients reach 5e3 with 8 bits of precision."""
     one, other = (
         meshcomm.simulate(grouped, dims={"dp": 1}, args=(kind, None, loops))[0] for loops in (False, True)
     )
@@ -445,7 +445,7 @@ def test_ranks_that_route_equal_tokens_differently_are_told() -> None:
 
 
 def syncs_of(mesh: Mesh, dim: str | None, factor: float | None, forbidden: bool) -> int:
-    """How often the host waits for values in a forward and a backward of a layer that has run twice."""
+    """How often the host waits for device values in a forward and backward of a layer that has run before."""
     tensor = TensorSplit(mesh, "tp", torch.float32)
     layer = Experts(
         mesh, dim, tensor, hidden_size=16, intermediate_size=16, experts=8, capacity_factor=factor
@@ -479,5 +479,5 @@ def host_waits() -> list[int]:
     reason=f"torch {torch.__version__}: experts are a loop over counts on the host",
 )
 def test_how_often_the_host_waits_for_the_device(pool: Pool) -> None:
-    """Once for the sizes of a dropless exchange, whose backward knows them; else not at all."""
+    """The host waits once, for the sizes of a dropless exchange, which the backward reuses. Otherwise it never waits."""
     assert pool.run(host_waits, ranks=4) == [[0, 0, 0, 1]] * 4

@@ -1,4 +1,4 @@
-"""A split model, gradients and stages in parallel on processes, against the same thing on one."""
+"""Split models, gradient sync and stages on processes, against one process."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def cpu(**dims: int) -> MeshConfig:
 
 
 class Recorder:
-    """A mesh whose all_reduce along any dim only notes when it was started and waited for."""
+    """A mesh whose all_reduce only records when it was started and when it was waited for."""
 
     def __init__(self, size: int = 2) -> None:
         self.events: list[str] = []
@@ -66,7 +66,7 @@ class Recorder:
 
 
 def chain(recorder: Recorder) -> nn.Sequential:
-    """Four layers of 10 elements each that note when backward is through them."""
+    """Four layers of 9 weights and one of 3 that record when backward has passed them."""
     model = nn.Sequential(*(nn.Linear(3, 3, bias=False) for _ in range(4)), nn.Linear(3, 1, bias=False))
     for index, layer in enumerate(model):
         layer.register_full_backward_hook(lambda *_, i=index: recorder.events.append(f"layer {i}"))
@@ -105,7 +105,7 @@ def test_a_rank_that_synchronizes_other_parameters_is_named(changes: Any, theirs
 def test_buckets_are_sent_in_order_while_backward_runs() -> None:
     recorder = Recorder()
     model = chain(recorder)
-    # 80 bytes: two weights of 9 float32 elements; the last layer's 3 fit beside two of them.
+    # 84 bytes: two weights of 9 float32 elements, and the last layer's 3, fit into one bucket.
     sync = GradientSync(cast(Mesh, recorder), "dp", model, microbatches=2, bucket_mb=84e-6)
     assert sync.buckets == [["4.weight", "3.weight", "2.weight"], ["1.weight", "0.weight"]]
     sync.start()
@@ -188,14 +188,14 @@ def gradient_sums() -> None:
             bucket_mb=120e-6,
         )
         assert sync.buckets == [["odd", "1.weight"], ["0.weight"]]
-        for step in range(2):  # the second one starts from zero again
+        for step in range(2):  # the second step starts from zero again
             batch = randn(4, 4, seed=10 + step)
             plain = [weight.clone().requires_grad_() for weight in weights]
             (batch @ plain[0].mT @ plain[1].mT).square().sum().backward()
             sync.start()
             for index, x in enumerate(batch.chunk(2)[mesh.coord("dp")].split(1)):
                 loss = layers[1](layers[0](split.enter(x))).square().sum()
-                # A parameter that not every microbatch uses is summed all the same.
+                # A parameter that only some microbatches use is summed all the same.
                 (loss + odd.sum() if index == 1 else loss).backward()
             sync.finish()
             for layer, expected in zip(layers, plain, strict=True):
@@ -208,7 +208,7 @@ def test_gradients_are_the_sum_over_the_whole_batch(pool: Pool) -> None:
 
 
 def test_a_model_that_is_dropped_goes_with_its_gradients() -> None:
-    """The garbage collector does not see what a parameter's hook leads to."""
+    """The garbage collector does not see the objects that a parameter's hook refers to."""
     model = nn.Linear(3, 1)
     sync = GradientSync(cast(Mesh, Recorder()), "dp", model)
     with sync:
@@ -221,9 +221,9 @@ def test_a_model_that_is_dropped_goes_with_its_gradients() -> None:
 
 
 def beside_ddp() -> None:
-    """Three steps of one loop, with DDP's wrapper and with GradientSync, from weights that differ between ranks."""
+    """Run three steps of one loop with DDP and with GradientSync, from weights that differ between ranks."""
     with meshcomm.init(cpu(dp=2)) as mesh:
-        torch.manual_seed(mesh.rank)  # as DDP does, coord 0's weights and buffers are taken
+        torch.manual_seed(mesh.rank)  # coord 0's weights and buffers are used, as with DDP
         ours = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).double()
         cast(Tensor, ours[1].running_mean).fill_(mesh.rank)
         theirs = DistributedDataParallel(copy.deepcopy(ours), process_group=mesh.group("dp"))
@@ -248,7 +248,7 @@ def test_a_loop_written_for_ddp_trains_the_same(pool: Pool) -> None:
 
 
 class Following(nn.Module):
-    """Its mean follows from a rank's own samples; one of its layers is frozen."""
+    """A module whose buffer follows the mean of the rank's samples, with one frozen layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -263,7 +263,7 @@ class Following(nn.Module):
 
 
 def following() -> None:
-    """A module with a frozen layer and a buffer, beside one process with all samples."""
+    """Train a module with a frozen layer and a buffer, and compare it with one process on all samples."""
     with meshcomm.init(cpu(dp=2)) as mesh:
         torch.manual_seed(0)
         alone = Following().double()
@@ -277,7 +277,7 @@ def following() -> None:
                 ours(xs[mesh.rank]).square().mean().backward()
             alone.zero_grad()
             mean = alone.mean
-            for rank in (1, 0):  # coord 0's mean is the one that stays
+            for rank in (1, 0):  # coord 0's mean remains
                 alone.mean = mean
                 (alone(xs[rank]).square().mean() / 2).backward()
             for each in (ours, alone):
@@ -316,7 +316,7 @@ def test_a_module_that_has_changed_since_is_refused(change: Any, names: str) -> 
 
 
 class Past(torch.optim.SGD):
-    """Changes parameters where autograd does not see it, as many do."""
+    """An optimizer that changes parameters without autograd noticing, as many do."""
 
     def step(self, closure: Any = None) -> None:
         for parameter in self.param_groups[0]["params"]:
@@ -350,9 +350,9 @@ def test_a_second_step_before_the_first_one_is_used_is_refused() -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter -= 0.1 * cast(Tensor, parameter.grad)
-    step(float("inf"))  # a loss scaler leaves such a step out
+    step(float("inf"))  # a loss scaler skips such a step
     step()
-    sync.start()  # says itself that it begins anew
+    sync.start()  # starts anew explicitly
 
 
 def test_another_operation_and_an_exception_within_a_step() -> None:
@@ -380,7 +380,7 @@ class Wall(nn.Module):
 
 
 def failing_stage() -> None:
-    # The other stage waits for gradients that never come, as long as the mesh allows.
+    # The other stage waits for gradients that never arrive, until the mesh's timeout.
     with meshcomm.init(MeshConfig(dims={"pp": 2}, device="cpu", timeout_s=2.0)) as mesh:
         last = mesh.coord("pp") == 1
         run = Pipelined(
@@ -394,7 +394,7 @@ def failing_stage() -> None:
             dtype=torch.float32,
         )
         batch = torch.zeros(2, 3, dtype=torch.int64)
-        # torch wraps what a stage raises; whoever trains sees the stage's own error.
+        # torch wraps an exception that a stage raises; the caller sees the original one.
         with pytest.raises(ShapeError if last else RuntimeError, match="^a wall" if last else "."):
             run(batch, batch)
 

@@ -1,4 +1,4 @@
-"""Pipelines: every schedule against plain accumulation, and what can be known of it without a process."""
+"""Pipelines: every schedule against plain gradient accumulation, tied weights, and refusals."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def stages_each(schedule: PipelineSchedule) -> int:
 
 
 class Scale(torch.autograd.Function):
-    """x * weight by one Function that needs both: its backward pass serves both halves."""
+    """x * weight in one autograd Function that needs both: its backward serves the input half and the weight half."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -59,7 +59,7 @@ class Scale(torch.autograd.Function):
 
 
 class Turned(torch.autograd.Function):
-    """The identity; its gradient is not contiguous, as that of a convolution over the sequence."""
+    """The identity, with a gradient that is not contiguous, as a convolution over the sequence returns."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -98,7 +98,7 @@ def loss_of(output: Tensor, targets: Tensor) -> Tensor:
 
 @contextmanager
 def recorded() -> Iterator[list[Pass]]:
-    """The passes that torch's stages run in this process."""
+    """Record the passes that torch's stages run in this process."""
     ran: list[Pass] = []
 
     def noted(method: str, kind: Callable[[Any, bool], str]) -> Any:
@@ -111,7 +111,7 @@ def recorded() -> Iterator[list[Pass]]:
 
         return patch.object(PipelineStage, method, call)
 
-    # Stage 0 has no gradient of an input: its whole backward pass is that of the weights.
+    # Stage 0 has no input gradient: its backward pass computes only the weights' gradients.
     with (
         noted("forward_one_chunk", lambda stage, full: "F"),
         noted("backward_one_chunk", lambda stage, full: "B" if full else "" if stage.is_first else "I"),
@@ -127,7 +127,7 @@ def batch() -> tuple[Tensor, Tensor]:
 
 
 def one_schedule(mesh: Mesh, dim: str, tensor: str | None, schedule: PipelineSchedule) -> None:
-    """Loss, gradients, order of passes, hooks and calls of one schedule."""
+    """Check the loss, the gradients, the order of passes, the hooks and the calls of one schedule."""
     ranks, coord, each = mesh.size(dim), mesh.coord(dim), stages_each(schedule)
     inputs, targets = batch()
     whole = nn.Sequential(*(Part(TensorSplit(mesh, None, torch.float64), n) for n in range(ranks * each)))
@@ -160,7 +160,7 @@ def one_schedule(mesh: Mesh, dim: str, tensor: str | None, schedule: PipelineSch
     attached = [parameter.grad for parameter in parameters]
     memory = [local(cast(Tensor, gradient)).data_ptr() for gradient in attached]
 
-    for again in (1, 2):  # gradients of the second step are added
+    for again in (1, 2):  # the second step adds to the gradients
         with recorded() as ran:
             found = run(inputs, targets)
         assert ran == orders(schedule, ranks, each, MICROBATCHES)[coord]
@@ -176,7 +176,7 @@ def one_schedule(mesh: Mesh, dim: str, tensor: str | None, schedule: PipelineSch
                     axis = 0 if wanted.shape[0] != local(parameter).shape[0] else 1
                     wanted = wanted.chunk(mesh.size(tensor), axis)[mesh.coord(tensor)]
                 close(local(cast(Tensor, parameter.grad)), wanted)
-    # What GradientSync relies on.
+    # GradientSync relies on this.
     assert all(p.grad is gradient for p, gradient in zip(parameters, attached, strict=True))
     assert [local(cast(Tensor, p.grad)).data_ptr() for p in parameters] == memory
     counted = [hooked[number] for number in range(len(parameters))]
@@ -221,7 +221,7 @@ def tied_program(mesh: Mesh, wrong: str) -> tuple[Tensor, Tensor, bool] | None:
 
 
 def test_holders_of_a_tied_weight_have_equal_values_and_gradients_to_the_last_bit() -> None:
-    # rank = pp * 2 + tp: each part of the split weight has its own two holders.
+    # rank = pp * 2 + tp: two ranks hold each part of the split weight.
     ranks = meshcomm.simulate(tied_program, dims={"pp": 4, "tp": 2}, args=("",))
     for tp in range(2):
         first, last = ranks[tp], ranks[6 + tp]

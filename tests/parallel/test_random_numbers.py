@@ -1,4 +1,4 @@
-"""Random numbers by role: what a user's modules and generators draw on each rank, in each step, and when drawn again."""
+"""Random numbers by role: what modules and generators draw on each rank, in each step, and during recomputation."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.long
 
 
 class Block(own.Block):
-    """With dropouts on what blocks add, and on the inner activations where `inner` is above 0."""
+    """A block with dropout on both residual branches, and on the inner activations if `inner` is above 0."""
 
     def __init__(self, inner: float) -> None:
         super().__init__(32, 4)
@@ -46,7 +46,7 @@ class Block(own.Block):
 
 
 class Net(own.Own):
-    """Tokens -> logits, with a dropout in front of the blocks and one behind."""
+    """Tokens -> logits, with dropout before and after the blocks."""
 
     def __init__(self, inner: float) -> None:
         super().__init__(32, layers=0)
@@ -70,12 +70,12 @@ def _forward(module: Any, x: Tensor, here: StageContext) -> Tensor:
 
 
 def alone() -> nn.Module:
-    """Without a word about itself."""
+    """The plain module, without a spec."""
     return Net(0.2)
 
 
 def spec(inner: float = 0.0) -> ModelSpec:
-    """With all of it."""
+    """The module with a full spec."""
     known = own.spec(32)
     attention = known.attention
     assert attention is not None and known.sequence is not None
@@ -112,14 +112,14 @@ def test_what_is_drawn_is_what_one_process_draws(
 
 
 class Mask(NamedTuple):
-    """What a dropout kept."""
+    """Where a dropout kept its input."""
 
     name: str
     kept: Tensor
 
 
 def masks(config: Config, steps: Sequence[int]) -> tuple[dict[str, int], dict[int, list[Mask]], float]:
-    """This rank's coords, every mask of each step in order, and a number of the default generator after them."""
+    """This rank's coords, the masks of each step in order, and a draw from the default generator afterwards."""
     with meshcomm.init(config) as mesh:
         engine = Trainer(mesh, config).engine
         found: dict[int, list[Mask]] = {}
@@ -149,7 +149,7 @@ def test_masks_by_role(pool: Pool) -> None:
     assert {each[2] for each in ranks} == {float(torch.rand(()))}
     by_coords = {tuple(coords.values()): found for coords, found, _ in ranks}
     zero = by_coords[0, 0]
-    # Two microbatches, 14 dropouts; those of four blocks run again in backward, the last of each not to its end.
+    # Two microbatches with 14 dropouts each. Backward reruns the four blocks, but stops before the last dropout of each.
     names = [name for name, _ in zero[2]]
     assert len(names) == 2 * (2 + 12 + 8)
     first, again = {mask.name: mask.kept for mask in zero[2][:14]}, zero[2][14:22]
@@ -191,7 +191,7 @@ def test_a_step_draws_the_same_whatever_came_before_it(pool: Pool) -> None:
 
 
 def given(config: Config) -> list[float]:
-    """Losses of a module that is made already."""
+    """The losses of a module that the caller builds."""
     with meshcomm.init(config) as mesh:
         torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Dropout(0.5), nn.Linear(8, 4), nn.Dropout(0.5))
@@ -215,7 +215,7 @@ def test_a_module_that_is_made_draws_by_role_too(pool: Pool) -> None:
 
 
 def queued(config: Config) -> int:
-    """Host syncs of steps after the first ones."""
+    """The host syncs of two steps after three warm-up steps."""
     with emulated_nccl(), meshcomm.init(config) as mesh:
         engine = Trainer(mesh, config).engine
         tokens = torch.arange(engine.microbatches * 32).view(-1, 32) % 251
@@ -277,7 +277,7 @@ def test_seeds_differ_along_what_is_named_and_are_equal_along_the_rest() -> None
     assert len({each[2] for each in found}) == 4
     assert len({seed for each in found for seed in each}) == 1 + 2 + 4 + 1
     assert all(0 <= seed < 2**63 for each in found for seed in each)
-    # The same numbers in every release, and on every mesh.
+    # The number is the same in every release and on every mesh.
     assert found[0][0] == 2152027014443372885
 
 

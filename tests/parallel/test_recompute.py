@@ -69,7 +69,7 @@ def test_what_is_computed_again_is_the_same(
 
 
 class Watched(TorchDispatchMode):
-    """Memory that operators have made and that is still held by anybody, and how many products there were."""
+    """Counts the bytes that operators allocated and that are still referenced, and the matmuls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,14 +87,14 @@ class Watched(TorchDispatchMode):
         return found
 
     def held(self, but: Iterable[Tensor]) -> int:
-        """Bytes, without the memory of these."""
+        """The bytes held, without the memory of the tensors in `but`."""
         for each in but:
             self._made.pop(StorageWeakRef(each.untyped_storage()), None)
         return sum(nbytes for memory, nbytes in self._made.items() if not memory.expired())
 
 
 class Found(NamedTuple):
-    """Of one step of one process."""
+    """Measurements of one step on one process."""
 
     kept: int
     products: int
@@ -103,7 +103,7 @@ class Found(NamedTuple):
 
 
 def found(config: Config) -> Found:
-    """Bytes that lie between the forward and the backward pass of a microbatch; products; each block's passes; gradients."""
+    """The bytes held between a microbatch's forward and backward pass, the matmuls, the passes of each block, and the gradients."""
     with meshcomm.init(config) as mesh:
         engine = Trainer(mesh, config).engine
         run: Any = engine._run
@@ -145,20 +145,20 @@ def test_less_is_kept_and_as_much_is_computed_as_was_asked_for(pool: Pool, model
     assert nothing.forwards == [1, 1, 1, 1]
     assert every.forwards == selective.forwards == [2, 2, 2, 2]
     assert second.forwards == [1, 2, 1, 2]
-    # A product is never computed again selectively; else those of a block are, but for the last, whose result nobody needs.
+    # Selective checkpointing never runs a matmul twice. Full checkpointing reruns all of a block's but the last, whose result is unused.
     assert selective.products == nothing.products
     again = every.products - nothing.products
     assert again > 0 and second.products - nothing.products == again / 2
     for other in (every, second, selective):
         assert all(torch.equal(a, b) for a, b in zip(other.gradients, nothing.gradients, strict=True))
     if "hidden_size" in model:
-        # Near what tune estimates of a layer, for each layer.
+        # Close to the estimate that `tune` makes for a layer, times the number of layers.
         entry, kept, _ = layer_activations(workload(config("selective")), Sizes())
         assert selective.kept - every.kept == pytest.approx(4 * (kept - entry), rel=0.1)
 
 
 def compiled(config: Config) -> tuple[list[float], int]:
-    """Losses of two steps of compiled blocks, and the bytes that the second one's forward passes kept for their backward."""
+    """The losses of two steps with compiled blocks, and the bytes that the second step's forward passes saved for backward."""
     torch.set_num_threads(1)
     kept: dict[int, int] = {}
 
@@ -203,7 +203,7 @@ def test_through_is_for_blocks(pool: Pool) -> None:
 
 
 def through_a_norm() -> ModelSpec:
-    """A spec whose forward runs something by `through` that is no block."""
+    """A spec whose forward calls `through` on a module that is not a block."""
 
     def forward(module: Any, x: Tensor, here: StageContext) -> Tensor:
         x = here.through(module.norm, module.tokens(x))

@@ -1,6 +1,6 @@
-"""Modules that know nothing of meshes, split by a plan, against themselves before: every value.
+"""Modules that know nothing of meshes, split by a plan: every value equals the whole module's.
 
-Ranks are threads of this process (`simulate`), where parameters are plain parts; one test is on
+Ranks are threads of this process (`simulate`), where parameters are plain parts. One test runs on
 processes, where they are DTensors.
 """
 
@@ -58,7 +58,7 @@ VOCAB, WIDTH, TOKENS = 16, 16, 8
 
 
 class Fused(nn.Module):
-    """q, k and v in one weight, equal (GPT-2) or fewer heads for k and v."""
+    """q, k and v in one weight, with as many heads for k and v as for q (GPT-2) or fewer."""
 
     def __init__(self, heads: int, kv_heads: int) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ class Separate(nn.Module):
 
 
 class Sinks(nn.Module):
-    """Separate heads with a sink for each; its width is mixed over time by the weight of a part, read here."""
+    """Separate heads with a sink each. The forward reads a part's weight to mix the input over time."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -102,12 +102,12 @@ class Sinks(nn.Module):
         x = F.conv1d(x.transpose(1, 2), mix.weight, mix.bias, padding=2, groups=WIDTH)[..., :length]
         heads = self.up(self.inner(x.transpose(1, 2))).unflatten(-1, (-1, 8))
         scale = (heads.logsumexp(-1) - self.sinks).sigmoid()
-        # (batch * sequence, width), as mixtures of experts return it.
+        # The result is (batch * sequence, width), as from a mixture of experts.
         return cast(Tensor, self.down((heads * scale.unsqueeze(-1)).flatten(2))).flatten(0, 1)
 
 
 class Flat(nn.Module):
-    """A part whose result has batch and sequence in one axis."""
+    """A wrapper around a part that returns batch and sequence in one axis."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -118,7 +118,7 @@ class Flat(nn.Module):
 
 
 class Reader(nn.Module):
-    """It has no parameter of its own, and reads that of a part without calling it."""
+    """A module without direct parameters. It reads a part's weight without calling the part."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -180,7 +180,7 @@ ATTENTION: dict[str, dict[str, Any]] = {
     },
     "separate": {"layers.*.attn.[qkv]": "column", "layers.*.attn.out": "row"},
     "own": {
-        # A wildcard for modules, which a parameter beside them, sinks, matches too.
+        # The wildcard is meant for modules, but also matches the parameter `sinks` next to them.
         "layers.*.attn.own.[ims]*": {"set": {"training": True}},
         "layers.*.attn.own": "replicate",
         "layers.*.attn.own.inner.[qkv]": "column",
@@ -205,7 +205,7 @@ def plan_of(kind: str) -> dict[str, Any]:
 
 
 def module_of(kind: str, recompute: bool = False) -> Small:
-    # Threads share torch's generator: the numbers are made once and copied.
+    # Threads share torch's generator, so the weights are made once and copied.
     return copy.deepcopy(made(kind, recompute))
 
 
@@ -227,7 +227,7 @@ TARGETS[0, 2:5] = -100
 
 def step(module: nn.Module, split: TensorSplit | None) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
     """Logits, every whole gradient, and the weights after a step of AdamW."""
-    # A key's bias has no effect and a gradient of 1e-17: eps keeps it from being blown up to a step.
+    # A key's bias has no effect and a gradient of 1e-17. eps keeps AdamW from scaling it up to a full step.
     optimiser = torch.optim.AdamW(module.parameters(), lr=0.1, eps=1e-3)
     logits = module(IDS)
     if split is None:
@@ -273,7 +273,7 @@ def entries(mesh: Mesh, sequence: bool) -> int:
     module(IDS).sum().backward()
     module(IDS).sum().backward()
     entry = cast(Any, module.layers[0]).attn.q.meshcomm_entry
-    assert entry._given is None and entry._entered is None  # nothing is held between two calls
+    assert entry._given is None and entry._entered is None  # nothing is kept between two calls
     return ENTERED[mesh.rank] - before
 
 
@@ -288,7 +288,7 @@ def test_columns_that_read_the_same_tensor_enter_once(monkeypatch: pytest.Monkey
         return enter(split, x)
 
     monkeypatch.setattr(TensorSplit, "enter", counted)
-    # Each block's q, k and v, its feed-forward, and the head; twice.
+    # Each block's q, k and v, its feed-forward, and the head, for two calls.
     assert meshcomm.simulate(entries, dims={"tp": 2}, args=(True,)) == [10, 10]
 
 
@@ -417,7 +417,7 @@ def wrong(mesh: Mesh, module: nn.Module) -> None:
     state = {name: value.clone() for name, value in module.state_dict().items()}
     for pattern, entry, text in WRONG:
         plan = plan_of("separate")
-        # What would match the same parts.
+        # These would match the same parts.
         plan.pop("**.norm*")
         if pattern == "layers.*.attn.q":
             plan.pop("layers.*.attn.[qkv]")
@@ -430,7 +430,7 @@ def wrong(mesh: Mesh, module: nn.Module) -> None:
     assert str(caught.value).startswith('the plan to split a Small along "tp" has 2 problems\n')
     with pytest.raises(ConfigError, match="these have none: odd, ten, capped"):
         tensor_parallel(module, mesh, "tp", plan_of("separate"), sequence_parallel=True)
-    # Nothing of it changed the module.
+    # A refused plan does not change the module.
     assert all(torch.equal(value, state[name]) for name, value in module.state_dict().items())
     assert type(module) is Small and type(module.norm) is nn.LayerNorm
 
@@ -472,7 +472,7 @@ def failing(mesh: Mesh) -> None:
         assert f" fails on its example in {where}" in text.splitlines()[0], text
         assert text.count(cure) == 1, text
         assert isinstance(caught.value.__cause__, Exception)
-    # What the error says is what makes the module come out equal.
+    # The change that the error proposes makes the module equal again.
     cured = plan_of("fused") | {"head": "column:whole"}
     tensor_parallel(module_of("fused"), mesh, "tp", cured, example={"ids": IDS, "labels": IDS})
 
@@ -482,7 +482,7 @@ def test_a_part_that_fails_behind_the_split_its_size_and_the_cure_are_named() ->
 
 
 class Reshaped(nn.Module):
-    """Attention of a kind that asks for all of its width behind the split columns."""
+    """Attention that reshapes to the full width after the split columns."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -525,7 +525,7 @@ def test_the_state_of_the_whole_module_comes_out() -> None:
     meshcomm.simulate(states, dims={"tp": 4})
 
 
-# -- layers of one's own with sequence_parallel ---------------------------------------------------
+# -- custom layers with sequence_parallel ---------------------------------------------------------
 
 
 class Norm(nn.Module):
@@ -560,7 +560,7 @@ class Own(nn.Module):
         x = x * (1 + 0.1 * places[:, None])
         y = split.enter(self.norm(x))
         x = x + self.out(F.silu(self.a(y)) * self.b(y))
-        # A part that needs all of the sequence, and that all ranks compute alike.
+        # A part that needs the whole sequence, computed identically on every rank.
         x = x + split.scatter((split.gather(x) * self.alike).cumsum(1))
         return cast(Tensor, self.head(split.enter(x)))
 
@@ -584,7 +584,7 @@ def test_own_layers_with_the_sequence_split(size: int, sequence: bool) -> None:
 
 
 def sent(mesh: Mesh, before: Stats) -> Counter[str]:
-    """Bytes by call, blocking or not."""
+    """The bytes sent by each kind of call, blocking or not."""
     found: Counter[str] = Counter()
     for row in mesh.stats().since(before).rows:
         found[row.call] += row.nbytes
@@ -592,7 +592,7 @@ def sent(mesh: Mesh, before: Stats) -> Counter[str]:
 
 
 def narrow(mesh: Mesh, sequence: bool) -> None:
-    """Under autocast (2, 8, 16) bfloat16 travels, 512 bytes, forward and backward; embeddings where it is said."""
+    """Under autocast, (2, 8, 16) travels in bfloat16: 512 bytes, forward and backward. An embedding keeps the dtype it is given."""
     split = TensorSplit(mesh, "tp", sequence_parallel=sequence)
     up, down = ColumnParallel(split, 16, 32), RowParallel(split, 32, 16)
     table = VocabParallelEmbedding(split, 12, 16, dtype=torch.bfloat16)
@@ -686,7 +686,7 @@ def losses(mesh: Mesh) -> None:
             continue
         close(loss, expected)
         close(mine.grad, part(mesh, "tp", cast(Tensor, ref.grad), -1))
-        (loss * 3).backward()  # what was saved for backward is still what it was
+        (loss * 3).backward()  # the saved values are intact for a second backward
         close(mine.grad, 2 * part(mesh, "tp", cast(Tensor, ref.grad), -1))
     half = plain.bfloat16()
     loss = cross_entropy(split, half.chunk(split.size, -1)[split.coord], TARGETS)

@@ -1,4 +1,4 @@
-"""A mesh of ours inside torch's own FSDP2 and tensor parallelism gives what one process gives."""
+"""torch's own FSDP2 and tensor parallelism on one of our meshes give the results of one process."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def batch(step: int) -> torch.Tensor:
 
 
 def train(net: nn.Module, rows: slice, share: int) -> list[torch.Tensor]:
-    """Three AdamW steps on `rows` of each batch; the loss is the mean over the whole batch."""
+    """Three AdamW steps on `rows` of each batch. The loss is the mean over the whole batch."""
     optimiser = torch.optim.AdamW(net.parameters(), lr=0.01)
     for step in range(3):
         out = net(batch(step)[rows])
@@ -63,7 +63,7 @@ def sharded(order: list[int] | None, dims: dict[str, int], data: tuple[str, ...]
         for name in data:
             size, place = size * mesh.size(name), place * mesh.size(name) + mesh.coord(name)
         rows = 8 // size
-        # FSDP averages over the data ranks; each rank's loss counts its own rows `size` times.
+        # FSDP averages over the data ranks, so each rank scales the loss of its rows by `size`.
         return train(net, slice(place * rows, (place + 1) * rows), size)
 
 
@@ -78,7 +78,7 @@ def test_fsdp_and_tensor_parallel_equal_one_process(pool: Pool) -> None:
     for dims, data in runs:
         for rank, weights in enumerate(pool.run(sharded, ORDER, dims, data, ranks=4)):
             for got, want in zip(weights, expected, strict=True):
-                # float64, three steps: only the order of sums differs.
+                # float64 and three steps: only the order of sums differs.
                 torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12, msg=f"rank {rank}, {dims}")
 
 
@@ -107,7 +107,7 @@ def split_over_merged_dims() -> None:
         twice = [Shard(0), Shard(0)]
         for length in LENGTHS:
             x = torch.arange(float(length))
-            # One process: a part of a part, for each coord.
+            # On one process: for each coord, a part of a part.
             rows = [list(row.chunk(2)) for row in x.chunk(2)]
             own = [part.tolist() for row in rows for part in row]
             split = distribute_tensor(x, both, twice)
@@ -120,7 +120,7 @@ def split_over_merged_dims() -> None:
             over = distribute_tensor(x, one, [Shard(0)])
             assert over.full_tensor().tolist() == x.tolist(), length
             assert length % 4 or over.to_local().tolist() == x.chunk(4)[mesh.rank].tolist()
-        # The values of a sum: those of the dims one after the other, whether or not a merged dim exists.
+        # A sum over both dims reduces along one dim after the other, whether or not a merged dim exists.
         partial = DTensor.from_local(torch.tensor([0.1 * (mesh.rank + 1)]), both, [Partial(), Partial()])
         with CommDebugMode() as counted:
             assert partial.full_tensor().item() == pytest.approx(1.0)

@@ -1,4 +1,4 @@
-"""Random patterns against einops: local ones, dims of one rank, and all ranks' tensors at once."""
+"""Random patterns against einops: local patterns, dims of one rank, and mesh dims on the tensors of all ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.pattern.test_pattern_errors import silent
 
 
 def by_einops(x: torch.Tensor, pattern: str, sizes: dict[str, int]) -> torch.Tensor | None:
-    """What einops gives; None where it refuses."""
+    """The result of einops, or None if einops refuses the pattern."""
     try:
         return einops.rearrange(x, pattern, **sizes)
     except (EinopsError, ZeroDivisionError, ValueError):
@@ -30,11 +30,11 @@ def by_einops(x: torch.Tensor, pattern: str, sizes: dict[str, int]) -> torch.Ten
 
 
 def by_meshcomm(x: torch.Tensor, pattern: str, sizes: dict[str, int], mesh: Layout) -> torch.Tensor | None:
-    """What a rank of `mesh` gets, nothing being sent; None where it is refused."""
+    """The result on a rank of `mesh` when nothing may be sent, or None if the pattern is refused."""
     try:
         return silent(mesh)(x, pattern, **sizes)
     except PatternError as error:
-        # A refusal has all that every other one has.
+        # A complete refusal has the pattern, an expectation and a hint.
         whole = (error.given or "").startswith(f'"{pattern}"') and error.expected and error.hint
         return None if whole else torch.full((1,), torch.nan)
 
@@ -49,7 +49,7 @@ NAMES = ("a", "b", "c", "d2", "e_f")
 
 
 def drawn_side(draw: random.Random, names: list[str]) -> str:
-    """A side that has these names in any order and grouping, and some 1s."""
+    """A side with these names in any order and grouping, and some 1s."""
     names = [*names, *draw.choices(["1", "()"], k=draw.choice([0, 0, 1, 2]))]
     draw.shuffle(names)
     words, inside = [], False
@@ -65,13 +65,13 @@ def drawn_side(draw: random.Random, names: list[str]) -> str:
 
 
 def drawn_pattern(draw: random.Random) -> tuple[str, tuple[int, ...], dict[str, int]]:
-    """A pattern without mesh dims, of which some are wrong; the shape of its tensor, and sizes."""
+    """A pattern without mesh dims, which may be wrong; the shape of its tensor; and sizes."""
     names = draw.sample(NAMES, draw.randint(0, 4))
     if draw.random() < 0.5:
         names.append("...")
     left, right = drawn_side(draw, names), drawn_side(draw, names)
     if draw.random() < 0.9 and "..." in names:
-        # Outside of parentheses, where einops takes it.
+        # einops allows it outside of parentheses on the left.
         left = f"{left.replace('...', '')} ..."
     lengths = {name: draw.choice([0, 1, 1, 2, 2, 3]) for name in NAMES}
     shape: list[int] = []
@@ -118,7 +118,7 @@ def test_a_dim_of_one_rank_is_an_axis_of_length_one() -> None:
         x = torch.arange(float(np.prod(shape))).reshape(shape)
         sides = pattern.split("->")
         for dim, side in itertools.product(mesh.dims, range(len(sides))):
-            # In place of a 1, which einops reads.
+            # Replaces a 1, which einops reads.
             if draw.random() < 0.5:
                 sides[side] = sides[side].replace(" 1", f" {dim}", 1)
         text = "->".join(sides)
@@ -138,7 +138,7 @@ OPS: dict[str | None, Any] = {None: np.sum, "sum": np.sum, "max": np.max}
 
 
 def drawn_case(draw: random.Random) -> Case | None:
-    """A pattern with mesh dims, and what each is meant to do; None where it is refused as unclear."""
+    """A pattern with mesh dims, with the role of each; None if the pattern is refused as unclear."""
     axes = {name: draw.randint(1, 3) for name in draw.sample(NAMES, draw.randint(0, 3))}
     where = {dim: draw.choice(["left", "right", "both"]) for dim in DIMS if draw.random() < 0.8}
     sides = [
@@ -157,7 +157,7 @@ def drawn_case(draw: random.Random) -> Case | None:
         if "unclear whether to move" in str(error):
             return None
         raise
-    # At most what gathering everything would send, and the same steps without a shape.
+    # No more is sent than when gathering everything, and the steps are the same without a shape.
     whole = prod(DIMS.values()) * prod(shape)
     assert recipe.sent is not None and recipe.sent <= whole * (len(recipe.steps) + 1)
     symbolic = explain_pattern(" -> ".join(sides), DIMS, partial=partial, **axes)
@@ -168,14 +168,14 @@ def drawn_case(draw: random.Random) -> Case | None:
 
 
 def check_drawn(mesh: Mesh, cases: list[Case], everyone: list[Any]) -> None:
-    """Each rank's result is what einops and indexing make of all ranks' tensors at once."""
+    """Each rank gets the result of einops and indexing on the tensors of all ranks at once."""
     own = mesh.coords
     for case, grid in zip(cases, everyone, strict=True):
         x = torch.tensor(grid[own["dp"], own["tp"]])
         got = mesh.rearrange(x, case.pattern, partial=case.partial, **case.sizes)
-        # The grid's axes of the pattern's dims; of the others this rank's own part.
+        # All coords of the pattern's dims, and this rank's coord of the others.
         index = tuple(slice(None) if dim in case.roles else own[dim] for dim in DIMS)
-        # `oracle` has a recipe's dims in the mesh's order.
+        # Like a recipe, `oracle` has the dims in the mesh's order.
         coords = tuple(own[dim] for dim in case.roles)
         want = oracle(case, np.asarray(grid[index]), coords, OPS[case.partial])
         assert got.shape == want.shape and np.array_equal(got.numpy(), want), case

@@ -1,4 +1,4 @@
-"""Patterns: on Gloo against NumPy on everyone's input at once, on simulated ranks, and planned."""
+"""Patterns: on Gloo against NumPy on all ranks' inputs at once, on simulated ranks, and as plans."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ DIMS = {"pp": 2, "dp": 2, "tp": 2}
 MERGE = {"model": ("pp", "tp"), "data": ("tp", "dp")}
 VIEWS = {"expert": {"pp": 2, "ep": 4}}
 ORDERS = (None, [6, 3, 1, 4, 0, 7, 5, 2])
-# What the names above are made of, for the oracle: base dims, outermost first.
+# The base dims of each name above, outermost first, for the oracle.
 PARTS = {"pp": ("pp",), "dp": ("dp",), "tp": ("tp",), "model": ("pp", "tp"), "data": ("tp", "dp")}
 PARTS["ep"] = ("dp", "tp")
 
 
 @dataclass(frozen=True)
 class Case:
-    """A pattern, the local shape, what its dims are meant to do, and the steps it should take.
+    """A pattern, the local shape, the role of each dim, and the expected steps.
 
     roles: dim -> g(ather), s(lice), r(educe-scatter), m(ove), k(eep).
-    steps: one letter a step: g s r a(ll_to_all), . (einops.rearrange).
+    steps: one letter for each step: g s r a(ll_to_all), . (einops.rearrange).
     """
 
     pattern: str
@@ -45,7 +45,7 @@ class Case:
 
 
 CASES = [
-    # One dim gathered.
+    # One dim is gathered.
     Case("b s h -> b s (tp h)", (2, 3, 4), {"tp": "g"}, "g"),
     Case("b s h -> (tp b) s h", (2, 3, 4), {"tp": "g"}, "g"),
     Case("b s h -> b s (h tp)", (2, 3, 4), {"tp": "g"}, "g."),
@@ -61,7 +61,7 @@ CASES = [
     Case("b (s) h -> b (model s) h", (2, 3, 2), {"model": "g"}, "g"),
     Case("t e -> (ep t) e", (3, 2), {"ep": "g"}, "g"),
     Case("c a b -> c (dp a b)", (2, 3, 2), {"dp": "g"}, "g."),
-    # A slice kept.
+    # A slice is kept.
     Case("b s (tp h) -> b s h", (2, 3, 4), {"tp": "s"}, "s"),
     Case("(dp b) s -> b s", (4, 3), {"dp": "s"}, "s"),
     Case("b (h tp) -> b h", (2, 6), {"tp": "s"}, ".s."),
@@ -70,7 +70,7 @@ CASES = [
     Case("b (dp tp h) -> h b", (2, 8), {"dp": "s", "tp": "s"}, "ss."),
     Case("... (tp h) -> h ...", (2, 3, 4), {"tp": "s"}, "s."),
     Case("(data b) h -> b h", (8, 3), {"data": "s"}, "s"),
-    # Reduced and scattered.
+    # Dims are reduced and scattered.
     Case("b s (tp h) -> b s h", (2, 3, 4), {"tp": "r"}, "r", "sum"),
     Case("(tp b) s -> b s", (4, 3), {"tp": "r"}, "r", "avg"),
     Case("b (tp h) -> b h", (2, 6), {"tp": "r"}, "r", "max"),
@@ -80,7 +80,7 @@ CASES = [
     Case("(dp b) (tp h) -> b h", (2, 4), {"dp": "r", "tp": "r"}, "rr", "sum"),
     Case("... (pp h) -> ... h", (2, 3, 4), {"pp": "r"}, "r", "avg"),
     Case("(ep t) e -> t e", (8, 2), {"ep": "r"}, "r", "sum"),
-    # Moved between axes.
+    # Dims move between axes.
     Case("b s (tp h) d -> b (tp s) h d", (2, 3, 4, 2), {"tp": "m"}, "a"),
     Case("b (tp s) h d -> b s (tp h) d", (2, 6, 2, 2), {"tp": "m"}, "a"),
     Case("(ep e) c d -> e (ep c) d", (8, 3, 2), {"ep": "m"}, "a"),
@@ -91,19 +91,19 @@ CASES = [
     Case("(tp a) b -> b a tp", (4, 3), {"tp": "m"}, "a."),
     Case("a b (tp h) -> a (h tp b)", (2, 3, 4), {"tp": "m"}, ".a."),
     Case("(dp a) (tp b) -> (tp a) (dp b)", (4, 6), {"dp": "m", "tp": "m"}, "a.a."),
-    # Where it was: nothing is sent.
+    # Dims stay in place, so no data moves.
     Case("b s (tp h) -> b s (tp h)", (2, 3, 4), {"tp": "k"}, ""),
     Case("b s (tp h) -> (tp h) b s", (2, 3, 4), {"tp": "k"}, "."),
     Case("b (tp h) d -> b tp h d", (2, 6, 2), {"tp": "k"}, "."),
     Case("b tp h d -> d b (tp h)", (2, 2, 3, 2), {"tp": "k"}, "."),
     Case("(a tp h) b -> b a (tp h)", (8, 3), {"tp": "k"}, ".", sizes={"h": 2}),
     Case("(h tp) b -> b h tp", (6, 2), {"tp": "k"}, "."),
-    # Without a mesh dim: einops.
+    # Without a mesh dim, einops does the work.
     Case("b (h w) c -> c b w h", (2, 6, 3), {}, ".", sizes={"h": 2}),
     Case("... a b -> ... (a b) 1", (2, 3, 2, 2), {}, "."),
     Case("a ... -> (... a)", (2, 3, 2), {}, "."),
     Case("a b -> a b", (2, 3), {}, ""),
-    # Several at once.
+    # Several roles at once.
     Case("b s h -> (dp b) s (tp h)", (2, 3, 4), {"dp": "g", "tp": "g"}, "gg"),
     Case("b h -> b (dp tp h)", (2, 3), {"dp": "g", "tp": "g"}, "gg."),
     Case("b h -> b (tp dp h)", (2, 3), {"dp": "g", "tp": "g"}, "gg."),
@@ -127,20 +127,20 @@ REDUCE = {"sum": np.sum, "avg": np.mean, "product": np.prod, "min": np.min, "max
 
 
 def renamed(side: str, names: set[str]) -> str:
-    """The side with `_at` behind these names."""
+    """The side with `_at` appended to these names."""
     spaced = side.replace("(", " ( ").replace(")", " ) ").split()
     return " ".join(f"{word}_at" if word in names else word for word in spaced)
 
 
 def oracle(case: Case, everyone: Any, coords: tuple[int, ...], reduce: Any) -> Any:
-    """One rank's result from everyone's input, by einops and indexing alone.
+    """One rank's result from the inputs of all ranks, computed only by einops and indexing.
 
-    everyone: shape (sizes of the dims of `case.roles`, *case.shape): the input at each coord.
-    coords:   the rank's own, in the same order.
+    everyone: the input at each coord, with shape (sizes of the dims of `case.roles`, *case.shape).
+    coords:   the rank's coords, in the same order.
 
-    Twice the same dim: `tp` is the axis inside the tensor, `tp_at` the one over ranks. What is
-    gathered or moved takes the ranks' axis to where the pattern has the dim on the right; what is
-    left of both is indexed by this rank's coord, or summed.
+    Each dim has two axes: `tp` is the axis inside the tensor, and `tp_at` the one over ranks. A gathered or moved dim
+    takes the axis over ranks to its place on the right. The axes that remain are indexed by this rank's coord, or
+    reduced.
     """
     left, right = case.pattern.split("->")
     names = list(case.roles)
@@ -169,14 +169,14 @@ def oracle(case: Case, everyone: Any, coords: tuple[int, ...], reduce: Any) -> A
 
 
 def place(order: Any, rank: int) -> dict[str, int]:
-    """A rank's base coords, from the rank grid by search."""
+    """A rank's base coords, found by searching the rank grid."""
     grid = np.arange(8) if order is None else np.array(order)
     at = np.argwhere(grid.reshape(2, 2, 2) == rank)[0]
     return dict(zip(DIMS, at.tolist(), strict=True))
 
 
 def group(order: Any, rank: int, names: list[str]) -> tuple[np.ndarray, tuple[int, ...]]:
-    """The ranks at every coord of `names`, with all else as on `rank`; and the coords of `rank`."""
+    """The ranks at every coord of `names`, with the other coords of `rank`; and the coords of `rank` among them."""
     grid = (np.arange(8) if order is None else np.array(order)).reshape(2, 2, 2)
     parts = [part for name in names for part in PARTS[name]]
     own = place(order, rank)
@@ -225,7 +225,7 @@ def test_the_steps_are_the_fewest(case: Case) -> None:
     recipe = explain_pattern(case.pattern, layout, case.shape, partial=case.partial, **case.sizes)
     assert {name: ROLE[role] for name, role in recipe.roles} == case.roles
     assert "".join(LETTER[step.kind] for step in recipe.steps) == case.steps
-    # Along a mesh of one rank nothing is sent, whatever the pattern.
+    # If every dim has one rank, no data moves in any pattern.
     solo = explain_pattern(
         case.pattern,
         Layout(dict.fromkeys(DIMS, 1), merge=MERGE, views={"expert": {"pp": 1, "ep": 1}}),
@@ -265,7 +265,7 @@ def test_size_one_dtypes_empty_and_no_grad(mesh: Mesh) -> None:
     for shape in ((0, 3), (2, 0)):
         assert rearrange(torch.ones(shape), "a b -> (tp a) b").shape == (shape[0] * 2, shape[1])
         assert rearrange(torch.ones(shape), "(tp a) b -> a (tp b)").shape == (shape[0] // 2, shape[1] * 2)
-    # A recipe for one shape is not used for another; no gradient is recorded under no_grad.
+    # A recipe is not reused for another shape, and no gradient is recorded under no_grad.
     for n in (1, 2, 3):
         assert rearrange(torch.ones(n, 2), "a b -> a (tp b)").shape == (n, 4)
     with torch.no_grad():
@@ -275,7 +275,7 @@ def test_size_one_dtypes_empty_and_no_grad(mesh: Mesh) -> None:
 
 # -- gradients ------------------------------------------------------------------------------------
 
-# How the gradient of a gathered dim is meant: "slice" where the ranks along it compute one loss.
+# The gradient rule of a gathered dim is "slice" if the ranks along it compute the same loss.
 GRADIENTS: list[tuple[Case, Any]] = [
     (Case("b s h -> b s (tp h)", (2, 3, 4), {"tp": "g"}, ""), "slice"),
     (Case("b s h -> b s (tp h)", (2, 3, 4), {"tp": "g"}, ""), "reduce_scatter"),
@@ -316,13 +316,13 @@ def weight(rank: int, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def alike(case: Case, grad: Any) -> set[str]:
-    """Dims along which the ranks go on alike."""
+    """Dims along which all ranks compute the same loss from the result."""
     rules = grad if isinstance(grad, dict) else {d: grad for d, role in case.roles.items() if role == "g"}
     return {dim for dim, rule in rules.items() if rule == "slice"}
 
 
 def first_of(order: Any, rank: int, case: Case, dims: set[str]) -> int:
-    """The rank with coord 0 along `dims` and all else as `rank`."""
+    """The rank with coord 0 along `dims` and otherwise the coords of `rank`."""
     names = list(case.roles)
     ranks, coords = group(order, rank, names)
     return int(ranks[tuple(0 if n in dims else c for n, c in zip(names, coords, strict=True))])
@@ -346,13 +346,13 @@ def test_gradients_are_those_of_one_process(order: Any) -> None:
     by_rank = meshcomm.simulate(gradients, dims=DIMS, views=VIEWS, rank_order=order, args=(order,))
     for number, (case, grad) in enumerate(GRADIENTS):
         sliced = {dim for dim, role in case.roles.items() if role == "s"}
-        # One leaf for each different input; ranks with equal inputs share theirs.
+        # One leaf for each different input. Ranks with equal inputs share a leaf.
         source = [first_of(order, rank, case, sliced) for rank in range(8)]
         leaves = [torch.from_numpy(value(source[rank], case.shape)).requires_grad_() for rank in range(8)]
         loss = torch.zeros((), dtype=torch.float64)
         for rank in range(8):
             if first_of(order, rank, case, alike(case, grad)) != rank:
-                continue  # its loss is that of another rank, counted once
+                continue  # another rank has the same loss, which counts once
             ranks, coords = group(order, rank, list(case.roles))
             everyone = torch.stack([leaves[source[r]] for r in ranks.reshape(-1)])
             everyone = everyone.reshape(*ranks.shape, *case.shape)
@@ -363,7 +363,7 @@ def test_gradients_are_those_of_one_process(order: Any) -> None:
         for rank in range(8):
             want = leaves[source[rank]].grad
             assert want is not None
-            # Small integers in float64, halves at most: exact.
+            # Values are small integers or halves in float64, so the comparison is exact.
             assert np.array_equal(by_rank[rank][number], want.numpy()), (case, grad, rank)
 
 
@@ -395,10 +395,10 @@ def test_a_recipe_as_text() -> None:
 
 def test_what_is_sent_is_least() -> None:
     dims = {"pp": 2, "dp": 2, "tp": 4}
-    # What shrinks comes before what grows.
+    # Steps that shrink the tensor come before steps that grow it.
     assert explain_pattern("b (tp h) -> (dp b) h", dims, (3, 8)).sent == 6
     assert explain_pattern("b (tp h) -> (dp b) h", dims, (3, 8), partial="sum").sent == 18 + 6
-    # Inner dims, whose ranks are close, carry the larger share of a sum over two dims.
+    # Ranks along inner dims are close, so these dims carry the larger share of a sum over two dims.
     recipe = explain_pattern("(dp tp a) -> a", dims, (16,), partial="sum")
     assert [step.dim for step in recipe.steps if step.kind == "reduce_scatter"] == ["tp", "dp"]
     recipe = explain_pattern("a -> (tp dp a)", dims, (16,))
@@ -421,7 +421,7 @@ def test_dims_of_the_mesh_are_ordered_by_distance() -> None:
 
 def test_the_guide_shows_what_is_so() -> None:
     guide = Path(__file__).parents[2] / "docs" / "guide" / "patterns.md"
-    # Every row of its first table is a case above, with the call that it names.
+    # Every row of the guide's first table is a case above, with the same call.
     rows = re.findall(r"^\| `([^`]*->[^`]*)`(?:, `partial=\"(\w+)\"`)? \| (\w+)", guide.read_text(), re.M)
     letters = {"all_gather": "g", "reduce_scatter": "r", "slice": "s", "all_to_all": "a", "nothing": ""}
     cases = {(case.pattern, case.partial or ""): case.steps for case in CASES}

@@ -1,4 +1,4 @@
-"""What a wrong pattern is told: each bad one beside a good one, with what is wrong and what to try."""
+"""Errors for wrong patterns: each describes the mistake and a fix, and a similar pattern is accepted."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ MESH = Layout(
 )
 
 
-# A pattern that is refused | the tensor's shape | sizes and partial; below it what is said, and what to try, and a
-# pattern that is right.
+# A refused pattern | the tensor's shape | sizes and partial. Below: a text of the error, its suggestion, and a pattern that
+# is accepted.
 BAD = """
 b s h | 2 3 4 |
     no "->"
@@ -199,7 +199,7 @@ tp b h -> tp h b | 4 2 3 |
 
 @dataclass(frozen=True)
 class Asked:
-    """A pattern, the shape of its tensor and what else is given."""
+    """A pattern, the shape of its tensor, and further arguments."""
 
     pattern: str
     shape: tuple[int, ...]
@@ -255,7 +255,7 @@ def test_without_a_shape_an_ellipsis_is_not_known() -> None:
 
 
 def silent(mesh: Layout = MESH) -> Callable[..., torch.Tensor]:
-    """`mesh.rearrange` of a mesh whose communicators do not exist."""
+    """`mesh.rearrange` on a mesh without communicators."""
 
     def explain(dims: Dims) -> Communicator:
         raise AssertionError(f"something would have been sent along {dims}")
@@ -297,7 +297,7 @@ G = torch.ones(2, 8, requires_grad=True)
             "pad the axis to 8",
         ),
         (ShapeError, "rearrange needs a torch.Tensor, got list", [X], "b h -> h b", {}, "torch.stack(x)"),
-        # What no cache can hold.
+        # Values that cannot be cache keys.
         (
             PatternError,
             "rearrange: partial=['sum'] is not a reduction",
@@ -307,7 +307,7 @@ G = torch.ones(2, 8, requires_grad=True)
             'partial="sum"',
         ),
         (PatternError, "rearrange: h=[2] is not a size", X, "b (tp h) -> b h", {"h": [2]}, "remove h=[2]"),
-        # A gathered gradient is never guessed, a reduction may have none.
+        # The gradient of a gather must be given. A reduction may have no gradient.
         (
             AutogradError,
             'rearrange: the gradient through the all_gather along "tp" is not determined',
@@ -349,5 +349,5 @@ def test_what_is_local_needs_no_communicator() -> None:
     rearrange = silent()
     assert torch.equal(rearrange(X, "b (x y) -> (b y) x", x=2), X.reshape(2, 2, 4).mT.reshape(8, 2))
     assert rearrange(G, "b (tp h) -> (tp h) b").requires_grad
-    # An axis may have the name of a parameter.
+    # An axis may be named like a parameter.
     assert rearrange(X, "pattern (x self) -> pattern x self", x=4).shape == (2, 4, 2)

@@ -1,4 +1,4 @@
-"""What place estimates of a rank's memory and calls: by hand for published models, and near a step that is run dry."""
+"""The estimates of a rank's memory and calls: by hand for published models, and close to a dry run of a step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from meshcomm.config import Config, load_config
 from meshcomm.dryrun.rank import RankStep, pretended_step
 from meshcomm.predict.estimate import Memory, Sizes, expected, memory, weights, workload
 
-# What the page shows: the yardstick's width, eight layers.
+# The page's model: the yardstick's width and eight layers.
 SHOWN: dict[str, Any] = {
     "num_layers": 8,
     "hidden_size": 256,
@@ -54,10 +54,10 @@ MICROBATCHES = 4
 COLUMNS = ("weights", "gathered", "gradients", "optimizer", "activations", "rest")
 VIEW = {"views": {"expert": {"edp": 2, "ep": 2}}}
 SEVERAL = {"stages_per_rank": 2}
-# An estimate of the peak, and of the bytes sent along a dim, is at most this far off.
+# The largest error of an estimate, for the peak and for the bytes along a dim.
 OFF = 0.25
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
-    # name: dims, [parallel], [train], more of [model]
+    # name: dims, [parallel], [train], further settings of [model]
     "data": ("dp=4", {"data": "dp"}, {}, {}),
     "bf16": ("dp=4", {"data": "dp"}, {"compute_dtype": "bfloat16"}, {}),
     "fsdp": ("fs=4", {"shard": "fs"}, {}, {}),
@@ -88,7 +88,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "fsdp, recompute": ("fs=4", {"shard": "fs"}, {"activation_checkpointing": True}, {}),
     "1f1b, recompute": ("pp=4", {"pipeline": "pp"}, {"activation_checkpointing": True}, {}),
 }
-# The others belong to the deeper set.
+# The other cases belong to the deeper set.
 OFTEN = ("fsdp, one microbatch", "tensor, sequence", "1f1b, recompute", "experts", "ring")
 
 
@@ -111,7 +111,7 @@ def config_of(
 
 
 def estimated(config: Config) -> Memory:
-    """As place has it for the sizes of the config itself."""
+    """The estimate for the sizes in the config."""
     part, train, dims = config.parallel, config.train, config.mesh.dims
     assert part is not None and train is not None
     played = {name: dims[dim] for name, dim in part.parts.items() if name != "expert"}
@@ -122,7 +122,7 @@ def estimated(config: Config) -> Memory:
 
 
 def ran(config: Config) -> list[RankStep]:
-    """A step of the first rank, and with a pipeline of one with two neighbours and of the last."""
+    """Dry-run steps of the first rank and, with a pipeline, of a rank with two neighbours and of the last rank."""
     world = math.prod(config.mesh.dims.values())
     assert config.parallel is not None
     ranks = (0, world // 2, world - 1) if config.parallel.pipeline else (0,)
@@ -144,7 +144,7 @@ def test_the_estimate_is_near_a_step_that_is_run(case: str) -> None:
     assert sum(said) == pytest.approx(peak.nbytes, rel=OFF), (said, peak.parts)
     world = math.prod(config.mesh.dims.values())
     plan = config.plan(world)
-    # A group of two names is one: torch's own calls count under the first.
+    # Torch's own calls count under the first name of a shared group.
     shared = {family.name: family.shares or family.name for family in plan.families}
     sent: Counter[str] = Counter()
     for flow in expected(config, world):
@@ -157,43 +157,43 @@ def test_the_estimate_is_near_a_step_that_is_run(case: str) -> None:
         assert nbytes == pytest.approx(counted, rel=OFF), dim
 
 
-# By hand, for SMALL in float32 with 256 tokens: a layer of 4 has attention 64 * 16 * (2 * 4 + 2 * 2), two norms of 64,
-# and 3 * 64 * 192; then come two tables of 64 * 256 and a norm of 64. A micro-batch has 2 * 64 tokens, a step four of them.
+# By hand, for SMALL in float32 with 256 tokens. Each of the 4 layers has attention of 64 * 16 * (2 * 4 + 2 * 2), two norms of 64,
+# and 3 * 64 * 192. Two tables of 64 * 256 and a norm of 64 follow. A micro-batch has 2 * 64 tokens, and a step four micro-batches.
 WEIGHTS = 4 * (4 * (12_288 + 2 * 64 + 36_864) + 2 * 64 * 256 + 64)
 PLAIN = WEIGHTS - 4 * 4 * 36_864 + 4 * 4 * 64 * 4
 TOKENS = 4 * 2 * 64 * 64
 CALLS: dict[str, list[tuple[str, str, int, float]]] = {
-    # name of a case: along which dim, the call, how often in a step, bytes of each
+    # name of a case: the dim, the call, the number of calls in a step, and the bytes of each
     "data": [("dp", "all_reduce", 1, WEIGHTS)],
-    # Four layers and the tables: gathered twice in each micro-batch, scattered once in a step.
+    # Four layers and the tables are gathered twice in each micro-batch and scattered once in a step.
     "fsdp": [("fs", "all_gather", 4 * 2 * 5, WEIGHTS / 5), ("fs", "reduce_scatter", 5, WEIGHTS / 5)],
     "hsdp": [
         ("fs", "all_gather", 4 * 2 * 5, WEIGHTS / 5),
         ("fs", "reduce_scatter", 5, WEIGHTS / 5),
         ("dp", "all_reduce", 5, WEIGHTS / 5 / 2),
     ],
-    # Four in each layer, and one for each table.
+    # Four calls in each layer, and one for each table.
     "tensor": [("tp", "all_reduce", 4 * (4 * 4 + 2), TOKENS)],
     "tensor, sequence": [
         ("tp", "all_gather", 4 * (4 * 4 + 2), TOKENS),
         ("tp", "reduce_scatter", 4 * (4 * 4 + 2), TOKENS),
     ],
-    # A stage inside has two neighbours, with an activation and a gradient for each; of two ranks each has one.
+    # An inner stage exchanges an activation and a gradient with each of two neighbours. With two ranks, each has one neighbour.
     "1f1b": [("pp", "sendrecv", 4 * 4, TOKENS)],
     "interleaved": [("pp", "sendrecv", 4 * (2 * 4 - 2), TOKENS)],
-    # Keys and values of two heads of 16 go round forward and backward; their gradients make one turn more.
+    # Keys and values of two heads of 16 go round the ring forward and backward. Their gradients take one more turn.
     "ring": [
         ("cp", "sendrecv", 4 * 4 * 2 * 3, TOKENS / 4),
         ("cp", "sendrecv", 4 * 4 * 4, TOKENS / 4),
         ("cp", "all_reduce", 1, WEIGHTS),
     ],
-    # Four heads of q, two of k and v; then four of results.
+    # Four heads of q and two of k and v, then four of results.
     "ulysses": [
         ("cp", "all_to_all", 4 * 4 * 2, TOKENS / 2 * 2),
         ("cp", "all_to_all", 4 * 4 * 2, TOKENS / 2),
         ("cp", "all_reduce", 1, WEIGHTS),
     ],
-    # Two experts a token, there and back, forward and backward; half of four experts on a rank.
+    # Each token goes to two experts and back, forward and backward. A rank has half of the four experts.
     "experts": [
         ("ep", "all_to_all", 4 * 4 * 4, 2 * TOKENS),
         ("dp", "all_reduce", 1, PLAIN),
@@ -210,7 +210,7 @@ def test_what_each_kind_of_parallelism_sends_along_which_dim(case: str) -> None:
     assert [(" ".join(f.along), f.operation, f.calls, f.size_bytes) for f in found] == CALLS[case]
 
 
-# Sizes as published, and the weights that these models are published to have.
+# Sizes as published, and the published numbers of weights.
 LLAMA = {
     "num_layers": 126,
     "hidden_size": 16384,
@@ -240,7 +240,7 @@ def test_one_rank_holds_a_published_model_s_weights_and_many_hold_them_once(
     work = workload(config_of("dp=1", {"data": "dp"}, {}, {**model, "vocab_size": vocab_size}))
     whole = weights(work, Sizes())
     assert whole.plain + whole.experts == count
-    # Split along tensor and expert, all but norms and routers are there once.
+    # Split along tensor and expert, all weights except norms and routers exist once.
     apart = weights(work, Sizes(tensor=8, expert=2 if "experts" in model else 1))
     width = model["hidden_size"]
     many = (2 * model["num_layers"] + 1) * width + work.expert_layers * width * model.get("experts", 0)
@@ -267,5 +267,5 @@ def test_the_page_s_counts_are_those_of_a_step_that_is_run(row: str) -> None:
     peak = max((step.peak for step in steps), key=lambda peak: peak.nbytes)
     mine = [*(peak.parts[part] for part in COLUMNS), peak.nbytes]
     shown = f"| {row} | {' | '.join(f'{each / 1e6:.1f}' for each in mine)} |"
-    # Another torch may keep a little more or less.
+    # Other versions of torch may keep a little more or less.
     assert rows[row] == pytest.approx([each / 1e6 for each in mine], rel=0.05, abs=0.2), shown

@@ -1,4 +1,4 @@
-"""Where groups lie on nodes and racks, against plain loops; what lint says of it, and what it does not."""
+"""The links that groups cross on nodes and racks, against plain loops; and lint's findings about them."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ LINKS = {
 
 
 def machine(per_node: int, per_rack: int | None) -> Machine:
-    """Levels whose latencies tell them apart."""
+    """A machine whose levels have distinct latencies."""
     topology = {"ranks_per_node": per_node, "nodes_per_rack": per_rack, "links": LINKS}
     return known_machine(load_config({"mesh": {"dims": {"a": 1}}, "topology": topology}).topology, "here")
 
 
 def counted(groups: Sequence[Sequence[int]], per_node: int, per_rack: int) -> tuple[Any, ...]:
-    """Nodes, groups by slowest link, and whether all groups lie alike, one group after the other."""
+    """The fewest and most nodes of a group, groups by slowest link, and the common shape of all groups, by plain loops."""
     crosses = {"node": 0, "rack": 0, "network": 0}
     shapes = set()
     nodes = []
@@ -58,7 +58,7 @@ def counted(groups: Sequence[Sequence[int]], per_node: int, per_rack: int) -> tu
 
 
 def levels(found: Span) -> tuple[int, ...] | None:
-    """Units that meet at node, rack and network, 1 where none do."""
+    """How many units meet at the node, rack and network level, or 1 where none do."""
     by_level = {int(hop.alpha_s * 10**6): hop.ranks for hop in found.route.hops}
     return tuple(by_level.get(level, 1) for level in (1, 2, 3)) if found.route.even else None
 
@@ -145,7 +145,7 @@ def test_what_the_launcher_s_environment_says(
     ids=["not asked", "equal", "other", "cyclic"],
 )
 def test_the_hosts_of_the_ranks_count_more_than_the_launcher(per_host: int | None, ranks: int | None) -> None:
-    # srun -m cyclic: two tasks on each node, which are not neighbours.
+    # srun -m cyclic: each node has two tasks that are not neighbours.
     cyclic = {"SLURM_STEP_TASKS_PER_NODE": "2(x2)"}
     assert discovered(TopologyConfig(), cyclic, per_host).ranks_per_node == ranks
     assert discovered(TopologyConfig(ranks_per_node=16), cyclic, per_host).ranks_per_node == 16
@@ -180,7 +180,7 @@ def test_ranks_that_hosts_hold_in_any_order_against_plain_loops() -> None:
         ([0, 1] * 4, {"dp": 2, "tp": 4}, None, "tp crosses nodes"),
         ([0, 1, 1, 0, 1, 0, 0, 1], {"dp": 2, "cp": 2, "tp": 2}, None, "cp, tp cross nodes"),
         ([0, 1] * 4, {"dp": 2, "tp": 4}, [0, 2, 4, 6, 1, 3, 5, 7], None),
-        # It crosses nodes in every order.
+        # This dim crosses nodes in every order.
         ([0, 1] * 4, {"tp": 8}, None, None),
         ([0, 1, 1, 1], {"dp": 2, "tp": 2}, None, None),
     ],
@@ -213,9 +213,9 @@ def found(dims: dict[str, int], per_node: int | None, limit: int | None = None, 
 def test_a_mesh_as_it_should_be_has_no_finding() -> None:
     assert found({"pp": 8, "dp": 16, "tp": 8}, 8) == []
     assert found({"pp": 2, "dp": 4, "tp": 4}, 8, devices_per_node=8) == []
-    # A pipeline inside a node is right where data does not cross either.
+    # A pipeline may stay inside a node if data does not cross nodes either.
     assert found({"dp": 2, "pp": 2, "tp": 2}, 8) == []
-    # Fewer ranks than a node could have, and processors without devices, are not too many ranks for devices.
+    # A partly used node, and a CPU mesh without devices, do not have too many ranks for their devices.
     assert found({"dp": 4}, 8, devices_per_node=4) == []
     assert found({"dp": 16}, 8, devices_per_node=4, mesh={"device": "cpu"}) == []
 
@@ -227,7 +227,7 @@ def test_a_mesh_as_it_should_be_has_no_finding() -> None:
          "tp = 8, 8 ranks on a node: 4 of 4 groups span 2 nodes", "mesh.dims = { pp = 2, dp = 2, tp = 8 }"),
         ({"dp": 2, "tp": 16}, "tensor-across-nodes",
          "tp = 16, 8 ranks on a node: 2 of 2 groups span 2 nodes", "mesh.dims = { dp = 4, tp = 8 }"),
-        # Of those that cross; ranks 0 to 5 and four more groups do not.
+        # Only the groups that cross: ranks 0 to 5, and four more groups, stay on a node.
         ({"dp": 5, "pp": 2, "tp": 6}, "tensor-across-nodes",
          "tp = 6, 8 ranks on a node: 5 of 10 groups span 2 nodes", "mesh.dims = { dp = 15, pp = 2, tp = 2 }"),
         ({"dp": 8, "pp": 2, "tp": 4}, "pipeline-inside-node",
@@ -263,7 +263,7 @@ def test_communicators_and_their_memory() -> None:
     mesh = {"dims": {"a": 2, "b": 2, "c": 2, "d": 4}, "device": "cuda", "merge": merge}
     config = load_config({"mesh": mesh, "topology": {"ranks_per_node": 8, "memory_gbytes": 40.0}})
     cost = footprint(config, config.plan(None), 32)
-    # Three pairs, the four of d, six merged: ten, and the default group, idle.
+    # Three groups of two ranks, one of four along d, and six merged ones need memory. The default group is idle.
     assert (cost.nccl, cost.gloo, cost.undecided) == (11, 0, 0)
     assert cost.nccl_mb == 3 * 544 + 7 * 688
     (finding,) = [each for each in lint(config, None, config.topology) if each.rule == "communicators"]
@@ -295,12 +295,12 @@ def test_dims_by_their_part_in_training_whatever_their_name() -> None:
 
 
 def command(*words: str) -> Any:
-    """`meshcomm` in this process: what a process prints is asked of `plan`, in its own tests."""
+    """Run `meshcomm` in this process. The tests of `plan` check the output of a real process."""
     return CliRunner().invoke(app, list(words))
 
 
 def test_lint_prints_and_strict_is_an_exit_code(tmp_path: Path) -> None:
-    # A path that is longer than the narrowest terminal here.
+    # The path is longer than the narrowest terminal here.
     (folder := tmp_path / ("n" * 60)).mkdir()
     config = str(shutil.copy(ROOT / "configs/gpt_1024.toml", folder))
     words = ["lint", config, "--world-size", "1024", "--set", "topology.ranks_per_node=4"]
@@ -312,7 +312,7 @@ def test_lint_prints_and_strict_is_an_exit_code(tmp_path: Path) -> None:
     assert "\na rank has up to 4 NCCL communicators (about 2.1 GB)\n" in shown.stdout
     for columns in (80, 40):
         folded = CliRunner().invoke(app, words, env={"COLUMNS": str(columns)}).stdout
-        # A path is a word.
+        # A path is one word and is not folded.
         assert all(len(line) <= columns for line in folded.splitlines() if config not in line)
         assert " ".join(folded.split()) == " ".join(shown.stdout.split())
     one = command("lint", str(ROOT / "configs/ep4_edp2.toml"), "--set", "topology.ranks_per_node=8")

@@ -1,4 +1,4 @@
-"""Which meshes are ranked, what a step is predicted to take, and what is written: against plain counting."""
+"""Ranked meshes, predicted step times and written configs, against plain counting."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tests.train.runs import parallel_of
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.timeout(100)
 
-# Model, batch and sequence with many divisors, so that many sizes are legal and some are not.
+# Sizes with many divisors, so that many meshes are legal and some are not.
 TRAIN: dict[str, Any] = {
     "model": {
         "num_layers": 6,
@@ -64,7 +64,7 @@ KINDS: dict[str, dict[str, Any]] = {
 def config(
     kind: str, dims: dict[str, int] | None = None, view: dict[str, int] | None = None, **more: Any
 ) -> Config:
-    """A training on these dims, all of size 1 where none are given."""
+    """A training on these dims, or on dims of size 1."""
     about = dict(KINDS[kind])
     parts = about.pop("parts")
     experts = about.pop("experts", 0)
@@ -91,7 +91,7 @@ def topology_of(per_node: int, **more: Any) -> TopologyConfig:
 
 
 def world_of(kind: str) -> int:
-    """A world on which this has several meshes."""
+    """A world size on which this kind has several meshes."""
     return 4 if kind == "interleaved" else 24
 
 
@@ -107,7 +107,7 @@ def test_the_sizes_are_those_that_the_checks_of_a_config_let_pass(kind: str, wor
         if prod(choice) != world:
             continue
         chosen = dict(zip(parts, choice, strict=True))
-        # In BASE's order: the rules about orders are another test's.
+        # The order is BASE's. Another test covers the rules about orders.
         dims = {DIMS[part]: chosen[part] for part in BASE if part in chosen}
         block = prod(chosen.get(part, 1) for part in BLOCK)
         for expert in divisors(block) if KINDS[kind].get("experts") else [1]:
@@ -148,8 +148,8 @@ def by_stride(size: int, step: int, world: int) -> list[list[int]]:
 
 @pytest.mark.parametrize("kind", ["all five", "experts and context", "experts", "sharded experts"])
 def test_the_orders_are_all_meshes_each_once(kind: str) -> None:
-    """Every order of the dims written out as groups: those that are listed are all there are."""
-    # Heads, tokens and samples for all sizes of 12 ranks, whatever the parts.
+    """Write out every order of the dims as groups: the listed orders give the same meshes, each once."""
+    # Heads, tokens and samples allow all sizes of 12 ranks for every part.
     free = {
         "num_heads": 12,
         "num_kv_heads": 12,
@@ -209,7 +209,7 @@ def test_the_ranking_is_of_all_meshes_in_order_adds_up_and_is_that_of_groups_wri
     for each in ranking.placements:
         calls = sum(share.seconds for share in each.shares)
         assert each.step_s == pytest.approx(each.compute_s + each.bubble_s + calls, rel=1e-9)
-    # Each of them is a config that loads, and its groups cross the links that the reasons name.
+    # Each is a config that loads, and its groups cross the links in the reasons.
     for each in ranking.placements[:: max(1, len(ranking.placements) // 12)]:
         placed = load_config(placed_data(settings, each)).resolved(world)
         assert placed.parallel is not None
@@ -227,7 +227,7 @@ def test_the_ranking_is_of_all_meshes_in_order_adds_up_and_is_that_of_groups_wri
 
 
 def test_one_step_by_hand() -> None:
-    """pp=2 dp=2 tp=4 on two nodes of eight: every number of the model, with plain arithmetic."""
+    """pp=2 dp=2 tp=4 on two nodes of eight: every number of the model, by plain arithmetic."""
     model = TRAIN["model"] | {
         "num_heads": 8,
         "num_kv_heads": 4,
@@ -246,17 +246,17 @@ def test_one_step_by_hand() -> None:
     first = next(each for each in ranking.placements if list(each.dims) == ["pipeline", "data", "tensor"])
     microbatches = 24 // 2 // 2
     tokens, layers = 2 * 48, 3
-    # Multiply-adds a token: q, k, v, o; scores and values; gate, up, down; the head.
+    # Multiply-adds per token: q, k, v, o; scores and values; gate, up, down; the head.
     attention = 64 * 64 * 2 + 64 * 32 * 2 + 2 * 48 * 64
     macs = (layers * (attention + 3 * 64 * 128) + 64 * 256) / 4
     compute = 2 * 3 * tokens * macs / 1e9
     activation = tokens * 64 * 4
-    # Four calls a layer, and one of the embedding or the head.
+    # Four calls in each layer, and one of the embedding or the head.
     tensor = (layers * 4 + 1) * min(6 * 2e-6 + 1.5 * activation / 100e9, *(
         (4 + k - 1) * 2e-6 + max((4 + k - 1) / (2 * k), 2) * activation / 100e9 for k in (1, 2, 4, 8)
     ))  # fmt: skip
     boundary = 2 * (10e-6 + activation / 10e9)
-    # The rank of the first or the last stage: three layers, norms, one of the tables, the last norm.
+    # A rank of the first or last stage has three layers, norms, one of the tables, and the last norm.
     weights = layers * ((64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 128) / 4 + 2 * 64) + 64 * 256 / 4 + 64
     gradients = 2 * 2e-6 + weights * 4 / 100e9
     step = (compute + tensor + boundary) * (microbatches + 1) + gradients
@@ -269,9 +269,9 @@ def test_one_step_by_hand() -> None:
         ("pipeline", "network", 2 * microbatches, activation),
         ("data", "node", 1, weights * 4),
     ]
-    # Gradients are fewer bytes than all boundaries here: with dp across the nodes instead it is faster.
+    # Here, gradients are fewer bytes than all boundaries, so a mesh with dp across the nodes is faster.
     assert list(ranking.placements[0].dims) == ["data", "pipeline", "tensor"]
-    # On nodes of four: six orders; which of the inner two is inside is no matter, so three rows of two.
+    # Nodes of four have six orders. The order of the two inner dims makes no difference, so there are three rows of two.
     keep = {"pipeline": 2, "data": 2, "tensor": 2}
     found = rank_placements(workload(config("3-D")), 8, topology_of(4), keep).placements
     assert [each.also for each in found] == [1, 1, 1]
@@ -342,7 +342,7 @@ def test_the_command_ranks_explains_and_writes(tmp_path: Path) -> None:
     shown = command(*words, "--write", target)
     assert shown.exit_code == 0, shown.stderr
     assert "19 meshes of 8 ranks ranked: 8 legal factorizations in all orders" in shown.stdout
-    # No figure of a machine that nobody named is shown as if it were known.
+    # Assumed figures of the machine are marked as assumed.
     assert (
         "a rank: 400 TFLOP/s (of an H100, not of mesh.device cpu, as topology.tflops is not" in shown.stdout
     )
@@ -362,7 +362,7 @@ def test_the_command_ranks_explains_and_writes(tmp_path: Path) -> None:
 
 @pytest.mark.parity
 def test_large_worlds_are_ranked() -> None:
-    """Five dims, 131,072 ranks: tens of thousands of meshes."""
+    """Five dims on 131,072 ranks give tens of thousands of meshes."""
     world = 131_072
     dims = "mesh.dims={ rep = 1, dp = 8, pp = 16, cp = 16, tp = 8 }"
     wide = ["parallel.data='rep'", dims, "model.num_kv_heads=128", f"train.global_batch_size={world}"]

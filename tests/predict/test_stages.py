@@ -1,4 +1,4 @@
-"""Stages without a process: split, orders against torch's own, timeline, and the picture of it."""
+"""Pipeline stages without a process: the split, orders against torch's, the timeline and its picture."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_no_split_has_a_cheaper_largest_stage_and_none_as_good_is_more_even() ->
         (4, 2, {"last": 9.0}, [3, 1]),
         (4, 2, {"costs": [1, 1, 1, 3]}, [3, 1]),
         (4, 1, {"last": 9.0}, [4]),
-        # 0.1 + 0.2 and 0.3 are not the same number, and no rounding may decide for the worse.
+        # 0.1 + 0.2 and 0.3 are different floats. Rounding must not lead to a worse split.
         (4, 2, {"costs": [0.1, 0.2, 0.3, 1e-17]}, [2, 2]),
         (3, 2, {"costs": [1.04, 1.0, 1.03]}, [1, 2]),
     ],
@@ -149,7 +149,7 @@ def test_stage_s_lies_on_coord_s_mod_ranks() -> None:
 
 
 def torch_order(schedule: PipelineSchedule, ranks: int, each: int, microbatches: int) -> list[list[Pass]]:
-    """What torch's schedule lists for every rank, made without a process group."""
+    """The passes in torch's schedule for every rank, made without a process group."""
     stubs = [
         types.SimpleNamespace(
             group_size=ranks,
@@ -170,11 +170,11 @@ def torch_order(schedule: PipelineSchedule, ranks: int, each: int, microbatches:
             if action is not None and action.computation_type.name in kinds
         ]
         if schedule == "1f1b" and rank == ranks - 1 and listed[0].microbatch == 1:
-            # torch 2.13 numbers the last rank's forward passes from 1 in this list, and from 0 when
-            # it runs them, which test_pipeline.py sees.
+            # torch 2.13 numbers the last rank's forward passes from 1 in this list, but from 0 when
+            # it runs them: see test_pipeline.py.
             listed = [p._replace(microbatch=p.microbatch - 1) if p.kind == "F" else p for p in listed]
         if schedule == "zero_bubble":
-            # Stage 0 has no inputs to send gradients for: torch does nothing at I, all of it at W.
+            # Stage 0 sends no input gradients. torch does nothing at I there, and the whole backward at W.
             listed = [p._replace(kind="B") if p.kind == "W" and not p.stage else p for p in listed]
             listed = [p for p in listed if p.kind != "I" or p.stage]
         found.append(listed)
@@ -193,7 +193,7 @@ def test_orders_are_those_of_torch(schedule: PipelineSchedule) -> None:
 
 
 def tick_by_tick(lists: list[list[Pass]]) -> list[dict[Pass, int]]:
-    """When each pass starts, one slot after the other: F takes 1, B 2, I and W 1."""
+    """The start of each pass, simulated slot by slot: F takes 1, B 2, I and W 1."""
     stages = 1 + max(p.stage for order in lists for p in order)
     begun: list[dict[Pass, int]] = [{} for _ in lists]
     ended: dict[tuple[bool, int, int], int] = {}
@@ -242,11 +242,11 @@ def test_what_ranks_wait_and_keep_is_that_of_timelines(
 ) -> None:
     for each in (2, 4) if schedule_properties(schedule).several_stages and ranks > 1 else (1,):
         line = timeline(orders(schedule, ranks, each, number))
-        # A micro-batch takes a rank 3 slots a stage.
+        # A micro-batch takes 3 slots for each of a rank's stages.
         idle = line.length / (3 * each) - number
         assert bubble(schedule, ranks, each) == pytest.approx(idle)
         assert line.bubble == pytest.approx(idle / (number + idle))
-        # Without a pipeline micro-batches run one after the other, forward and backward.
+        # Without a pipeline, micro-batches run one after the other, forward and backward.
         most = max(line.held(rank) for rank in range(ranks)) / each if ranks > 1 else 1
         assert microbatches_held(schedule, ranks, each, number) == pytest.approx(most)
 
@@ -255,7 +255,7 @@ def test_what_a_rank_keeps_and_how_unequal_stages_stretch_the_step() -> None:
     times = timeline(orders("1f1b", 4, 1, 8))
     assert [times.held(rank) for rank in range(4)] == [4, 3, 2, 1]
     assert [timeline(orders("gpipe", 4, 1, 8)).held(rank) for rank in range(4)] == [8] * 4
-    # Kept until the pass for the weights, not that for the inputs: counted at the end of each pass.
+    # Activations are kept until the end of the weights' pass, not the inputs' pass.
     late = timeline(orders("zero_bubble", 4, 2, 8))
     for rank, slots in enumerate(late.ranks):
         ends = {(slot.work.kind in "BW", slot.work.stage, slot.work.microbatch): slot.end for slot in slots}
@@ -266,7 +266,7 @@ def test_what_a_rank_keeps_and_how_unequal_stages_stretch_the_step() -> None:
         ]
         assert late.held(rank) == max(alive)
     assert times.length == 3 * (8 + 3)
-    # With the last stage twice as slow the others wait for it: one way in, 8 microbatches there, one way out.
+    # The last stage is twice as slow, so the others wait for it: one way in, 8 microbatches there, one way out.
     slow = timeline(orders("1f1b", 4, 1, 8), [*[Costs()] * 3, Costs(2, 2, 2)])
     assert slow.length == 3 * (2 * 8 + 3)
     assert timeline(orders("1f1b", 4, 1, 8), [Costs(2, 2, 2)] * 4).length == 2 * times.length

@@ -1,4 +1,4 @@
-"""Alpha-beta times against schedules run step by step, crossover points, and nccl-tests' bandwidths."""
+"""Alpha-beta times against schedules that run step by step, crossover points, and nccl-tests' bandwidths."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def named(found: list[Line], name: str, chunks: int = 1) -> tuple[Fraction, Frac
 @pytest.mark.parametrize("n", [2, 3, 4, 5, 7, 8, 12, 16, 24])
 def test_all_reduce_times_are_the_counts_of_schedules_that_were_run(n: int) -> None:
     alpha, beta = OUTER
-    # A size that all of these cut evenly.
+    # All schedules cut this size evenly.
     size = math.lcm(n, 2 * 8, 1 << (n.bit_length() - 1)) * 1024
     found = lines("all_reduce", flat(n))
     made = {
@@ -76,7 +76,7 @@ def test_a_hierarchical_all_reduce_splits_its_levels(inner: int, outer: int) -> 
     way = Route((Hop(inner, *INNER), Hop(outer, *OUTER)))
     fixed_s, byte_s = named(lines("all_reduce", way), "hierarchical")
     size = 1024 * inner * outer
-    # Steps and bytes of two_level, run: both levels' together are those of the schedule.
+    # Together, the steps and bytes of both levels equal the counts of a two_level run.
     counts = interpret(two_level(inner * outer, inner), size_bytes=size)
     inside, across = 2 * (inner - 1), 2 * (outer - 1)
     assert counts.steps == inside + across
@@ -84,7 +84,7 @@ def test_a_hierarchical_all_reduce_splits_its_levels(inner: int, outer: int) -> 
     assert counts.busiest_bytes == inner_bytes + outer_bytes
     expected = inside * INNER[0] + inner_bytes * INNER[1] + across * OUTER[0] + outer_bytes * OUTER[1]
     assert fixed_s + byte_s * size == expected
-    # A gather and a scatter are its halves; a route that is not even has none.
+    # A gather and a scatter are its halves. An uneven route has no hierarchical algorithm.
     assert named(lines("all_gather", way), "hierarchical") == (fixed_s / 2, byte_s / 2)
     assert named(lines("reduce_scatter", way), "hierarchical") == (fixed_s / 2, byte_s / 2)
     assert "hierarchical" not in {line.name for line in lines("all_reduce", way._replace(even=False))}
@@ -93,7 +93,7 @@ def test_a_hierarchical_all_reduce_splits_its_levels(inner: int, outer: int) -> 
 @pytest.mark.parametrize("n", [2, 3, 5, 8, 13])
 def test_the_other_operations_against_ranks_that_do_them(n: int) -> None:
     alpha, beta = OUTER
-    # A ring gather: in each step each rank passes on the newest of n blocks, until all have all.
+    # A ring gather: in each step, every rank passes on its newest block, until all ranks have all n blocks.
     blocks = [{rank} for rank in range(n)]
     newest = list(range(n))
     steps = 0
@@ -103,7 +103,7 @@ def test_the_other_operations_against_ranks_that_do_them(n: int) -> None:
             blocks[rank].add(newest[rank])
         steps += 1
     assert named(lines("all_gather", flat(n)), "ring") == (steps * alpha, Fraction(steps, n) * beta)
-    # Bruck's exchange: in the round of each bit, blocks whose distance has it move by that much.
+    # Bruck's exchange has a round for each bit. Blocks whose distance has the bit move by its value.
     where = {(rank, to): rank for rank in range(n) for to in range(n)}
     rounds, most = 0, 0
     while 1 << rounds < n:
@@ -117,7 +117,7 @@ def test_the_other_operations_against_ranks_that_do_them(n: int) -> None:
     assert named(exchanges, "bruck") == (rounds * alpha, Fraction(most, n) * beta)
     assert named(exchanges, "pairwise") == ((n - 1) * alpha, Fraction(n - 1, n) * beta)
     assert named(lines("sendrecv", flat(n)), "message") == OUTER
-    # Eight pieces one behind the other down a chain, clock by clock.
+    # A chain passes on eight pieces in sequence, one step at a time.
     has, clock = [8] + [0] * (n - 1), 0
     while has[-1] < 8:
         has = [8] + [has[i] + (has[i - 1] > has[i]) for i in range(1, n)]
@@ -141,20 +141,20 @@ def test_groups_of_one_take_no_time_calls_cost_what_is_said_and_backends_choose_
         own = [line for line in every if line.name in BACKENDS_OWN] or every
         least = min(line.seconds(4096) for line in own)
         assert fastest(operation, plain, 4096).seconds(4096) == least
-    # The model knows faster ones.
+    # The model knows faster algorithms than the backends.
     assert best(lines("all_reduce", flat(8)), 8).name == "recursive_doubling"
     assert fastest("all_reduce", flat(8), 8).name == "double_tree"
 
 
 def test_which_of_two_algorithms_is_best_changes_at_the_size_by_hand() -> None:
-    # 8 ranks: recursive doubling 3 alpha + 3 S beta, halving-doubling 6 alpha + 7/4 S beta.
+    # With 8 ranks, recursive doubling takes 3 alpha + 3 S beta and halving-doubling 6 alpha + 7/4 S beta.
     every = lines("all_reduce", flat(8))
     found = {size: best(every, size).name for size in (1_199_999, 1_200_001)}
     assert list(found.values()) == ["recursive_doubling", "halving_doubling"]
 
 
 def test_bus_bandwidth_as_nccl_tests_counts_it() -> None:
-    # The table of nccl-tests' PERFORMANCE.md; by it a ring's bandwidth is the link's, whatever the number of ranks.
+    # The table of nccl-tests' PERFORMANCE.md. By it, a ring's bus bandwidth equals the link's for any number of ranks.
     for n in (2, 3, 8, 24_576):
         for operation in OPERATIONS:
             table = {"all_reduce": Fraction(2 * (n - 1), n), "broadcast": 1, "reduce": 1, "sendrecv": 1}
@@ -174,7 +174,7 @@ def test_24576_ranks_take_180_ms_by_ring_and_1_ms_by_double_tree_with_the_stated
     found = lines("all_reduce", span(config.layout(None).groups("dp"), machine).route)
     assert float(named(found, "ring")[0]) == pytest.approx(180e-3, rel=1e-9)
     assert float(named(found, "double_tree")[0]) == pytest.approx(1e-3, rel=1e-9)
-    # One alpha alone cannot give both: the ring's makes the double tree nine times too fast.
+    # A single alpha cannot give both times: with the ring's, the double tree is nine times too fast.
     alone = 180e-3 / (2 * 24_575)
     assert 2 * math.ceil(math.log2(24_576)) * alone == pytest.approx(0.11e-3, rel=0.01)
     text = (ROOT / "docs/guide/costs.md").read_text()

@@ -1,4 +1,4 @@
-"""What the environment of each launcher means."""
+"""The meaning of each launcher's environment."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ SLURM = env(
 SLURM |= {"SLURM_STEP_TASKS_PER_NODE": "8(x2)", "SLURM_STEP_NODELIST": "gpu[007-008]"}
 OMPI = "OMPI_COMM_WORLD_"
 OPEN_MPI = env(f"{OMPI}RANK=3 {OMPI}SIZE=4 {OMPI}LOCAL_RANK=3 {OMPI}LOCAL_SIZE=4 PMIX_NAMESPACE=1331822593")
-# sbatch starts the script once, without a step.
+# sbatch starts the script once, without a job step.
 BATCH = env("SLURM_PROCID=0 SLURM_NTASKS=4 SLURM_LOCALID=0 SLURM_JOB_ID=7 SLURM_NNODES=1")
 
-# What is set beside one of these, and the launch that it means.
+# Variables that are set in addition to these environments, and the expected launch.
 ONE_NODE = ("slurm", 9, 16, 1, 16, "127.0.0.1")
 STEP = "Slurm step 123456.0"
 OF_MPI = ("mpi", 3, 4, 3, 4, "127.0.0.1")
@@ -127,7 +127,7 @@ def test_what_makes_no_sense_is_refused(variables: dict[str, str], message: str)
         ("WORLD_SIZE=4", ""),
         ("WORLD_SIZE=4 GROUP_WORLD_SIZE=1 TORCHELASTIC_RESTART_COUNT=0", ""),
         ("WORLD_SIZE=4 GROUP_WORLD_SIZE=1 TORCHELASTIC_RESTART_COUNT=3", "attempt3"),
-        # Agents count their own ranks' failures: what differs between ranks is no name for all.
+        # Each agent counts the failures of its ranks, so the count differs between ranks and cannot name the attempt.
         ("WORLD_SIZE=4 GROUP_WORLD_SIZE=2 TORCHELASTIC_RESTART_COUNT=3", "world4"),
         ("WORLD_SIZE=4 GROUP_WORLD_SIZE=2 TORCHELASTIC_RESTART_COUNT=0", "world4"),
     ],
@@ -140,7 +140,7 @@ def test_each_job_looks_at_other_ports() -> None:
     first, second = (ports_of(f"Slurm step 7.{step}") for step in (0, 1))
     assert first == ports_of("Slurm step 7.0")
     assert first != second
-    # Systems give connections ports from 32768 on.
+    # Operating systems use ports from 32768 on for outgoing connections.
     assert all(20_000 <= port < 32_000 for port in (*first, *second))
 
 
@@ -148,7 +148,7 @@ def test_what_a_rank_starts_is_not_the_rank(monkeypatch: pytest.MonkeyPatch) -> 
     variables = env("RANK=1 WORLD_SIZE=2 MASTER_PORT=29500 TORCHELASTIC_RUN_ID=a")
     assert not is_helper(variables)
     speak_for_rank(variables)
-    # Itself, also where it has replaced its program (exec).
+    # The rank itself, even after it has replaced its program (exec).
     assert not is_helper(variables) and launch_of_command(variables).rank == 1
     monkeypatch.setattr(os, "getpid", lambda: 1)
     assert is_helper(variables) and launch_of_command(variables).kind == "single"

@@ -1,4 +1,4 @@
-"""Every way in which processes can find each other, tried with real ones."""
+"""Every way in which processes can meet, tried with real processes."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def by_process(**keys: Any) -> list[int]:
 
 
 def alone(variables: dict[str, str] | None = None) -> int:
-    """What remains when nothing but the config, or another launcher, says how to meet: the rank is told by the test."""
+    """Set only `variables` of a launcher, so that these or the config determine how to meet. Return the rank, set by the test."""
     rank = int(os.environ["RANK"])
     for name in (*LAUNCHER, "TORCHELASTIC_USE_AGENT_STORE"):
         os.environ.pop(name, None)
@@ -72,7 +72,7 @@ def by_file(path: str, port: int) -> list[int]:
 
 
 def by_another_file(path: str, port: int) -> list[int]:
-    """A restarted job takes another file than the one that its first attempt left."""
+    """A restarted job uses a new file instead of the file that its first attempt left."""
     Path(path).write_bytes(b"what the first attempt left")
     os.environ |= {"GROUP_WORLD_SIZE": "1", "TORCHELASTIC_RESTART_COUNT": "2"}
     return by_process(init="file", path=path, rank=int(os.environ["RANK"]))
@@ -83,7 +83,7 @@ def by_tcp(path: str, port: int) -> list[int]:
 
 
 def by_tcp_under_an_agent(path: str, port: int) -> list[int]:
-    """Its store is elsewhere."""
+    """The agent's store is at another address."""
     assert os.environ["TORCHELASTIC_USE_AGENT_STORE"] == "True"
     return by_process(init="tcp", address=f"127.0.0.1:{port}", rank=int(os.environ["RANK"]))
 
@@ -94,13 +94,13 @@ def by_store(path: str, port: int) -> list[int]:
 
 
 def by_arguments(path: str, port: int) -> list[int]:
-    """As actors of Ray: the address is in the environment, as for `init_process_group(rank=..., world_size=...)`."""
+    """As in Ray actors: the address is in the environment, as for `init_process_group(rank=..., world_size=...)`."""
     rank = alone({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
     return total(MESH, rank=rank, world_size=2)
 
 
 def by_slurm(path: str, port: int) -> list[int]:
-    # A name that nobody could find: on one node no host is asked for.
+    # The name cannot be resolved. On one node, no host has to be found.
     variables = {"SLURM_PROCID": "RANK", "SLURM_LOCALID": "RANK", "SLURM_NTASKS": "2", "SLURM_NNODES": "1"}
     alone(
         {
@@ -129,7 +129,7 @@ def in_initialised(path: str, port: int) -> list[int]:
 
 
 def in_initialised_by_another_launcher(path: str, port: int) -> list[int]:
-    """As Lightning's own: half of torchrun's variables, and a rank that torch alone knows."""
+    """As under Lightning's own launcher: half of torchrun's variables, and only torch knows the rank."""
     dist.init_process_group("gloo")
     rank = os.environ.pop("RANK")
     os.environ |= {"LOCAL_RANK": rank, "SLURM_PROCID": "0", "SLURM_NTASKS": "4"}
@@ -194,7 +194,7 @@ def test_nobody_to_meet(pool: Pool) -> None:
     (text,) = pool.run(refused, {"dp": 2}, {"RANK": "RANK", "WORLD_SIZE": "2"}, ranks=1)
     assert text.startswith("rank 0 of 2 has no address to meet the others at\n")
     assert 'process] init = "tcp", address = "HOST:PORT" of rank 0; or start with torchrun' in text
-    # Processes of multiprocessing do not each take a world for themselves.
+    # Processes of multiprocessing must not each open a mesh of one process.
     for text in pool.run(refused, {"dp": -1}, {}, ranks=2):
         assert text.startswith(
             "the number of processes is unknown, and dims = { dp = -1 } uses all of them\n"
@@ -220,7 +220,7 @@ def test_a_process_that_no_launcher_started(pool: Pool, monkeypatch: pytest.Monk
 def scattered(hosts: str, order: list[int] | None = None) -> tuple[int | None, list[str], list[str]]:
     os.environ["LOCAL_WORLD_SIZE"] = "2"
     rank = int(os.environ["RANK"])
-    # What `srun -m cyclic` does on two hosts.
+    # The placement of `srun -m cyclic` on two hosts.
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(agree, "socket", SimpleNamespace(gethostname=lambda: hosts[rank]))
         dims = {"dp": 2, "tp": 2}
@@ -246,10 +246,10 @@ def test_which_ranks_share_a_node_is_asked_of_the_ranks(pool: Pool) -> None:
     )
     assert "node 0: ranks 0 2; node 1: ranks 1 3" in warning
     assert warning.endswith("or mesh.rank_order = [0, 2, 1, 3]")
-    # What the warning proposes.
+    # The rank order that the warning proposes.
     cured = pool.run(scattered, "abab", [0, 2, 1, 3], ranks=4)
     assert cured == [(2, ["network", "node", rank], []) for rank in "2323"]
-    # Half of the groups along either dim: ranks 2 3, and 1 3.
+    # In one half of the groups along either dim, ranks 2 3 and 1 3, all ranks share a node.
     assert pool.run(scattered, "abbb", ranks=4)[1][:2] == (3, ["50%", "50%", "3"])
 
 
@@ -264,7 +264,7 @@ SINGLE = Launch("single", 0, 1, 0, 1)
 
 def test_a_file_of_an_earlier_job_is_refused(pool: Pool, tmp_path: Path) -> None:
     path = str(tmp_path / "rendezvous")
-    # The same process may come again.
+    # The same process may meet again.
     for _ in range(2):
         meet(ProcessConfig(init="file", path=path, rank=0, world_size=2), SINGLE, 5)
     _, ended = processes()
@@ -384,7 +384,7 @@ def test_without_a_majority_no_rank_is_blamed(sizes: tuple[int, ...], blamed: st
 
 def test_a_rank_that_holds_the_store_leaves_last() -> None:
     store = dist.HashStore()
-    store.add("come", 3)  # one of them has died before it said who it is
+    store.add("come", 3)  # one of them has died before it announced itself
     for rank in range(2):
         store.append("here", f"{rank} fingerprint 4 host\n")
     threading.Timer(0.3, lambda: leave_together(store, stays=False)).start()
@@ -407,7 +407,7 @@ def name_of(process: int) -> str:
 
 
 def processes() -> tuple[str, str]:
-    """The name of a process that runs, and that of one which has ended."""
+    """The name of a running process, and the name of one that has ended."""
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as other:
         ended = name_of(other.pid)
         assert is_running(ended)
@@ -442,10 +442,10 @@ def test_a_rank_that_comes_twice(tmp_path: Path) -> None:
         missing.missing = (2,)
         blame(missing, store)
         assert (missing.given, missing.mismatched_ranks) == ("ranks 0 1", ()), kind
-        # The same process again: several meshes, or one after the other.
+        # The same process claims its rank again: it opens several meshes, at once or in turn.
         for _ in range(2):
             claim(store, 1, kept=False)
-        # Again after a process that has ended: an agent or a script that starts the rank again.
+        # The rank of an ended process is claimed again, as by an agent or script that restarts the rank.
         assert twice(store, ended, kept=False) == twice(store, ended, kept=True) == "taken over", kind
         assert twice(store, elsewhere, kept=True) == "taken over", kind
         for first, kept in ((running, True), (elsewhere, False)):
@@ -455,7 +455,7 @@ def test_a_rank_that_comes_twice(tmp_path: Path) -> None:
         blame(missing, store)
         assert missing.mismatched_ranks == (1,), kind
         assert missing.missing == (2,), kind
-        # What was left about the process before is of an owner that is none any more.
+        # The note about the ended process is ignored, because that process no longer owns the rank.
         assert missing.given == f"ranks 0 1\nrank 1 exists twice: {elsewhere}; and {process_name()}", kind
 
 
@@ -469,11 +469,11 @@ def test_a_rank_that_comes_twice_by_file(tmp_path: Path) -> None:
 
 
 def test_ranks_that_come_after_the_timeout_say_the_same_as_the_others() -> None:
-    """A launcher prints an error that many ranks have once."""
+    """The texts must be equal, because a launcher prints an error that many ranks have only once."""
     world, store = range(12), dist.HashStore()
     said = []
     for rank in world:
-        # Each comes when those before have given up.
+        # Each rank arrives after the ranks before it have given up.
         with pytest.raises(MeshMismatchError) as caught:
             agree.agree(store, rank, world, {}, 0.05)
         said.append(caught.value)
@@ -486,7 +486,7 @@ def test_ranks_that_come_after_the_timeout_say_the_same_as_the_others() -> None:
         assert (late in str(error.given)) is (rank > 0) and ("longer timeout_s" in str(error.hint)) is (
             rank > 0
         )
-    # Twelve errors, and one line beside the first.
+    # Of twelve equal errors, the launcher prints one, and one line for the others.
     failures = [failure_of(error, rank, f"rank {rank}") for rank, error in enumerate(said)]
     root, others = root_cause(failures, 12, "rank {}".format)
     assert (
@@ -531,10 +531,10 @@ def test_what_is_wrong_with_an_address_is_said(monkeypatch: pytest.MonkeyPatch) 
             assert ("another program has the port" in str(caught.value)) is (port == taken)
         with pytest.raises(LaunchError, match="a program listens, but no torch store answers"):
             find_job("127.0.0.1", [taken], "", 0, 2, short)
-        # The name is known to nobody, rank 0 included.
+        # The name cannot be resolved, not even on the host of rank 0.
         with pytest.raises(LaunchError, match=r"this host does not know the name host\.invalid\n"):
             find_job("host.invalid", [free], "", 0, 2, timedelta(seconds=30))
-    # An address for documentation, which no host has.
+    # An address reserved for documentation, which no host has.
     assert _elsewhere("192.0.2.7") == "; 192.0.2.7 is not an address of this host, where rank 0 runs"
     assert _elsewhere("127.0.0.1") == ""
 
@@ -599,7 +599,7 @@ def test_a_call_that_returns_while_python_shuts_down_aborts_nothing() -> None:
             r"this host has no interface none7\n.*none7 in \[network\] interfaces\n.*remove it from \[network\]",
         ),
         (
-            # Near, but not of this device.
+            # The name resembles nccl, but this device has no nccl.
             {"options": {"dp": {"backend": "ncl"}}},
             r'no backend ncl\n.*ncl for dp.*one of gloo, fake\n.*mesh\.options\.dp\.backend = "auto"',
         ),
@@ -671,7 +671,7 @@ def test_torchs_own_checks_may_be_on(pool: Pool) -> None:
     dp=2, via="gloo", timeout_s=12, not_via={"emulated_nccl": "a receive that gives up stays queued"}
 )
 def test_what_torch_raised_is_the_cause(mesh: Mesh) -> None:
-    """DistError and its kinds are RuntimeErrors; ours say where and which rank, and keep torch's behind them."""
+    """torch's DistError and its subclasses are RuntimeErrors. Our errors name the place and rank, with torch's as cause."""
     for kind in (dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError):
         assert issubclass(kind, RuntimeError) and issubclass(kind, dist.DistError)
     rank, nowhere = mesh.rank, ProcessConfig(init="tcp", address="127.0.0.1:1", rank=1, world_size=2)
@@ -727,7 +727,7 @@ torch.multiprocessing.start_processes(work, (config,), nprocs=2, start_method="f
 
 
 def test_torchs_spawn(pool: Pool, tmp_path: Path) -> None:
-    """By its general form, as forked children need no second import. torchrun: tests/job/test_orphans.py."""
+    """Uses start_processes with fork, because forked children need no second import. torchrun: tests/job/test_orphans.py."""
     code, out, err = Job(pool, tmp_path, "-c", JOB).finish()
     assert code == 0, err
     assert sorted(out.splitlines()) == ["rank 0 (dp=0): [0, 1]", "rank 1 (dp=1): [0, 1]"]
@@ -735,7 +735,7 @@ def test_torchs_spawn(pool: Pool, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_port_whose_program_never_answers_is_told_to_each_rank(rank: int) -> None:
-    """Only another rank is told to look for rank 0."""
+    """The hint to look for rank 0 is only in the errors of the other ranks."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         port = silent.getsockname()[1]
         with pytest.raises(LaunchError, match=f"rank {rank} of 2 could not meet the others at ") as unmet:

@@ -1,4 +1,4 @@
-"""Meshes that a job opens one after the other, under launchers where rank 0 serves the store: whichever rank is late."""
+"""A job opens meshes in turn, under launchers where rank 0 serves the store. This works whichever rank is late."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ in_turn(int(os.environ["THIS"]), os.environ["LATE"], int(os.environ["TIMES"]))
 
 
 def in_turn(rank: int, late: str, times: int, port: int | None = None) -> None:
-    """Open `times` meshes. late: "ever" for all ranks by chance, or which ranks are late, and where: "0 inside"."""
+    """Open `times` meshes. late: "ever" (all ranks, random delays), or which ranks are late and where, such as "0 inside"."""
     if port is not None:
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     told = {} if port is None else {"rank": rank, "world_size": WORLD}
@@ -50,7 +50,7 @@ def in_turn(rank: int, late: str, times: int, port: int | None = None) -> None:
             x = torch.tensor([float(rank + number)])
             assert mesh.all_reduce("dp", x).item() == sum(range(WORLD)) + WORLD * number
             wait("inside" if number < times - 1 else "at the end")
-            # What is left to do needs the store, but not rank 0.
+            # The remaining calls need the store, but not rank 0.
             if rank:
                 mesh.store.set(f"{rank}", "there")
                 assert mesh.store.get(f"{WORLD - rank}") == b"there"
@@ -63,8 +63,8 @@ def shell_loop(job: int, rank: int) -> Mapping[str, str]:
 
 
 def of_three(variables: Mapping[str, str]) -> dict[str, str]:
-    """The launchers of two ranks that another test has, with as many as here, and jobs that are not those of the other test,
-    which may run at the same time.
+    """The variables of another test's two-rank launchers, for three ranks. The jobs get other names, because both tests may
+    run at the same time.
     """
     sizes = ("SIZE", "TASKS", "NRANKS")
     more = {name: str(WORLD) for name in variables if name.endswith(sizes)}
@@ -93,7 +93,7 @@ def outcomes(pool: Pool, folder: Path, launcher: Launcher, late: str, times: int
 
 FINE = [(0, "in turn\n", "")] * WORLD
 LAUNCHERS = [shell_loop, slurm_steps, open_mpi, intel_mpi, flux]
-# In torch's order of processes, rank 0 is first to leave and last to come.
+# As in torch's order of processes, rank 0 leaves first and arrives last.
 HARD = "0 inside, others at the end"
 
 
@@ -121,7 +121,7 @@ def test_a_second_job_at_the_port_of_the_first(pool: Pool, tmp_path: Path) -> No
     "start_method", [pytest.param("spawn", marks=pytest.mark.faults), "fork", "forkserver"]
 )
 def test_under_multiprocessing(start_method: str) -> None:
-    """Each way of starting processes ends them in another way."""
+    """Processes end differently with each start method."""
     mp.start_processes(in_turn, (HARD, 2, free_port()), nprocs=WORLD, start_method=start_method)
 
 
@@ -140,7 +140,7 @@ def test_a_store_is_not_left_to_another_job_of_the_same_process() -> None:
 def test_after_ranks_that_never_arrived_a_rank_0_that_stays_meets_new_processes(
     pool: Pool, tmp_path: Path
 ) -> None:
-    """As in a notebook, whose other ranks are started again after a mistake."""
+    """As in a notebook whose other ranks are started again after a mistake."""
     script = """
 import os, subprocess, sys, meshcomm
 os.environ |= {"RANK": "0", "WORLD_SIZE": "2"}

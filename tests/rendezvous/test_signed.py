@@ -1,4 +1,4 @@
-"""Another program on the host writes to a job's store: what it forges is refused and named, and no rank acts on it."""
+"""Another program on the host writes to a job's store: forged values are refused and named, and no rank acts on them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def new_store(kind: str, folder: Path) -> Any:
 
 @pytest.mark.parametrize("kind", ["tcp", "hash", "file"])
 def test_whoever_has_the_secret_sees_a_store_of_torch(kind: str, tmp_path: Path) -> None:
-    """Each call on a signed store and on torch's own, one after the other: the same answers, and the keys of prefixes."""
+    """A signed store and torch's own store give the same answer to each call, and the prefixes make the same keys."""
     own = new_store(kind, tmp_path)
     plain: list[Any] = [own, dist.PrefixStore("b", dist.PrefixStore("a", own))]
     ours: list[Any] = [SignedStore(new_store(kind, tmp_path), "secret")]
@@ -63,7 +63,7 @@ def test_whoever_has_the_secret_sees_a_store_of_torch(kind: str, tmp_path: Path)
             ("check", ["new"]),
         ):
             answers = [getattr(each[store], call)(*given) for each in (plain, ours)]
-            if call != "delete_key" or kind != "file":  # torch's file says True of each
+            if call != "delete_key" or kind != "file":  # torch's file store always returns True
                 assert answers[0] == answers[1], (call, given)
     assert ours[0].get("a/b/key") if kind != "file" else True
 
@@ -98,7 +98,7 @@ def test_what_nobody_of_the_job_has_written_is_refused_wherever_it_is_read(kind:
     forged["of another job"] = there.get("of another job")
     for key, data in forged.items():
         there.set(key, data)
-        # torch's file store and dictionary let a key with an empty value be set as if there were none.
+        # torch's file store and HashStore treat a key with an empty value as unset when it is compared and set.
         for read in reads if data else reads[:1]:
             with pytest.raises(
                 StoreError, match=f'refused the value of "generation1/{key}" in the job.s store: no process'
@@ -111,7 +111,7 @@ def test_the_secret_is_of_the_job_that_the_launcher_started() -> None:
     store = dist.HashStore()
     rank = {SECRET_VARIABLE: "secret", "MESHCOMM_JOB": "/tmp/job7", "TORCHELASTIC_RUN_ID": "job7"}
     assert isinstance(signed(store, env=rank), SignedStore) and unsigned(signed(store, env=rank)) is store
-    # torchrun, started in a rank; and a launcher that gives no secret.
+    # torchrun that was started in a rank, and launchers that give no secret.
     for env in (rank | {"TORCHELASTIC_RUN_ID": "none"}, {"TORCHELASTIC_RUN_ID": "job7"}, {}):
         assert signed(store, env=env) is store
 
@@ -142,14 +142,14 @@ def test_a_launcher_refuses_what_no_rank_has_written() -> None:
 
 
 def foreign() -> Any:
-    """What another program sees of this rank's job: torch's store, without the secret."""
+    """The store as another program sees it: torch's store of this rank's job, without the secret."""
     port = int(os.environ["MASTER_PORT"])
     store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=SECOND)
     return dist.PrefixStore(f"run-{os.environ['TORCHELASTIC_RUN_ID']}", store)
 
 
 def refusal(what: str) -> None:
-    """Let another program forge values in the way of the next mesh; the error of this rank names the key."""
+    """Let another program forge values that the next mesh reads; the error of this rank names the key."""
     with meshcomm.init(dims={"dp": 2}, device="cpu", timeout_s=10) as mesh:
         store, rank = foreign(), mesh.rank
         number = int(mesh._state.held.prefix.removeprefix("meshcomm"))
@@ -167,7 +167,7 @@ def refusal(what: str) -> None:
             store.delete_key(key)
             return
         if what == "a barrier":
-            # A counter that another program changes opens no barrier.
+            # If another program changes the counter, the barrier still does not open.
             if rank == 0:
                 store.add(f"{here}/mesh/barrier/dp/0/1/come", 1)
             else:
@@ -194,7 +194,7 @@ def refusal(what: str) -> None:
 
         SignedStore.set = overwritten  # type: ignore[method-assign]
         try:
-            # The rank that the refusing one leaves alone gives up at the timeout.
+            # The other rank is left alone by the rank that refuses, and gives up at the timeout.
             with pytest.raises((StoreError, CommunicationError)) as caught:
                 meshcomm.init(dims={"dp": 2}, device="cpu", timeout_s=2)
         finally:
@@ -213,7 +213,7 @@ def test_a_forged_value_ends_in_an_error_that_names_its_key(pool: Pool, tmp_path
     pool.run(refusal, what, ranks=2, env=job)
 
 
-# Rank 1 announces a generation, as a launcher does that has replaced rank 0.
+# Rank 1 announces a generation, as if a launcher had replaced rank 0.
 FORGES = """
 import json, os, time, meshcomm, torch
 import torch.distributed as dist

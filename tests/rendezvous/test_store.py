@@ -1,4 +1,4 @@
-"""The job's store: the same answers from every kind of torch store, and each of them carries a mesh."""
+"""The job's store: every kind of torch store gives the same answers, and a mesh works on each of them."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_why_add_looks_first() -> None:
     with pytest.raises(RuntimeError):
         client.add("text", 1)
     with pytest.raises(RuntimeError):
-        client.get("text")  # the connection is gone for good
+        client.get("text")  # the connection stays broken
     told = MeshStore(client, "rank 0 (dp=0)", 5)
     with pytest.raises(StoreError, match=r"store.get on rank 0 \(dp=0\): the job's TCPStore failed"):
         told.get("text")
@@ -129,7 +129,7 @@ def test_a_key_that_never_comes_is_named_with_the_rank_and_the_seconds(store: Me
     kind = kind_of(store.torch_store)
     for name, act in calls.items():
         took: list[float] = []
-        # torch's FileStore would take whole seconds, each time; a busy machine only now and then.
+        # torch's FileStore would take whole seconds every time; a busy machine does so only occasionally.
         while not took or (took[-1] > 0.9 and len(took) < 10):
             started = time.monotonic()
             with pytest.raises(StoreTimeout) as caught:
@@ -213,7 +213,7 @@ def carried(kind: str, folder: str, world_size: int) -> None:
         ) as mesh:
             assert ("FileStore" if kind == "FileStore" else "TCPStore") in repr(mesh.store)
             assert mesh.all_gather("dp", torch.tensor([rank])).tolist() == mesh.ranks("dp")
-            assert mesh.store.torch_store.list_keys() == [] or turn == 0  # not even those of the mesh before
+            assert mesh.store.torch_store.list_keys() == [] or turn == 0  # not even the first mesh's keys
             mesh.barrier()
             used(mesh, rank, world_size)
             store = mesh.store
@@ -222,7 +222,7 @@ def carried(kind: str, folder: str, world_size: int) -> None:
 
 
 def used(mesh: Any, rank: int, world_size: int) -> None:
-    """Many ranks at once, and nothing is lost."""
+    """Many ranks use the store at once, and no write is lost."""
     store = mesh.store
     store.set(f"at/{rank}", f"{mesh.coords}")
     assert (
@@ -231,7 +231,7 @@ def used(mesh: Any, rank: int, world_size: int) -> None:
     for _ in range(20):
         store.add("n", 1)
     done = 0
-    while done < 10:  # a lock, made of compare_set
+    while done < 10:  # a lock made of compare_set
         if store.compare_set("lock", "", str(rank)) == str(rank).encode():
             seen = int(store.get("guarded")) if store.check(["guarded"]) else 0
             store.set("guarded", str(seen + 1))
@@ -283,7 +283,7 @@ def test_ranks_outside_the_mesh_share_the_store(mesh: Mesh) -> None:
     not_via={"emulated_nccl": "a call returns when it is queued"},
 )
 def test_who_waits_at_the_store_answers(mesh: Mesh) -> None:
-    """It can still be asked what it does: others must not call it dead."""
+    """It still reports its state, so that others do not take it for dead."""
     mesh.warm_up()
     if mesh.coord("tp") == 1:
         with pytest.raises(CommunicationError, match="in test_who_waits_at_the_store_answers") as caught:
@@ -297,7 +297,7 @@ def test_who_waits_at_the_store_answers(mesh: Mesh) -> None:
             mesh.debug.monitored_barrier("dp", timeout_s=2.5)
 
 
-# -- barriers at the store name the ranks that did not come, on every rank that did ---------------------------
+# -- barriers at the store name the missing ranks, on every rank that arrived ---------------------------------
 
 
 # dp along tp=0 is 7 2 4 6, along tp=1 is 1 3 5 0.
@@ -315,7 +315,7 @@ def test_who_did_not_come(mesh: Mesh) -> None:
         assert caught.value.missing == (4,)
         assert "missing: rank 4; arrived: rank 7 2 6" in str(caught.value)
     mesh.barrier(None)
-    if mesh.rank == 4:  # comes after the others gave up: it must not go on as if they had met
+    if mesh.rank == 4:  # arrives after the others gave up, and must not continue as if they had met
         with pytest.raises(BarrierTimeout, match="all have arrived by now, but some gave up earlier"):
             mesh.debug.monitored_barrier("dp", timeout_s=1)
 
@@ -333,7 +333,7 @@ def test_a_barrier_after_a_skipped_call_says_who_has_made_how_many(mesh: Mesh) -
         mesh.debug.monitored_barrier(None, timeout_s=20)
     mesh.all_gather("dp", torch.ones(1))  # all have left the last barrier
     mesh.debug.monitored_barrier("dp", timeout_s=20)
-    # Only the keys of the barrier that a rank may still be leaving.
+    # Only keys of the barrier that some rank may still be leaving exist.
     assert len([key for key in mesh._state.held.store.list_keys() if "barrier/" in key]) <= 6
     with pytest.raises(MeshcommError) as caught:
         for number in range(80):
@@ -344,14 +344,14 @@ def test_a_barrier_after_a_skipped_call_says_who_has_made_how_many(mesh: Mesh) -
         text = str(caught.value)
         assert isinstance(caught.value, BarrierTimeout)
         assert text.startswith("barrier along dp on rank 1 (dp=1 tp=0): 2 of 3 ranks did not arrive")
-        # 81 calls, of which rank 1 made 80: one all_gather before them.
+        # 81 calls, of which rank 1 made 80: one all_gather before the 80 all_reduces.
         for rank in (0, 2):
             assert f"rank {rank} has made 81 calls on dp" in text
         assert ", this rank 80; its last call: all_reduce at " in text and "test_store.py:" in text
         assert "mesh.step() after each step names the call" in text
 
 
-# -- a store whose server is stopped: torch's client would wait without end -----------------------------------
+# -- a store whose server is stopped: torch's client would wait forever ---------------------------------------
 
 
 def serves(pipe: Any) -> None:
@@ -360,7 +360,7 @@ def serves(pipe: Any) -> None:
     signal.pause()
 
 
-# Each call on a client of its own. Of the calls on one client, torch lets the others wait for the first.
+# Each call has a separate client, because torch makes the calls on one client wait for each other.
 CALLS: dict[str, Callable[[dist.Store], object]] = {
     "get": lambda client: mesh_store(client).get("there"),
     "wait": lambda client: mesh_store(client).wait(["there"]),
@@ -377,8 +377,8 @@ def mesh_store(client: dist.Store) -> MeshStore:
 
 @pytest.mark.faults
 def test_calls_on_a_store_that_was_stopped_end_and_name_it(pool: Pool) -> None:
-    """All at once, on clients that were served before."""
-    context = get_context("forkserver")  # the pool's, where torch is loaded
+    """All calls run at once, on clients that have used the store before."""
+    context = get_context("forkserver")  # the pool's context, in which torch is loaded
     ours, theirs = context.Pipe()
     server = context.Process(target=serves, args=(theirs,), daemon=True)
     server.start()

@@ -1,4 +1,4 @@
-"""Two jobs at once on one host: each meets its own ranks, or its error names the other job."""
+"""Two jobs at once on one host: the ranks of each job meet, or the error names the other job."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ except meshcomm.MeshcommError as error:
     print(error)
 """
 
-# As MPICH's mpirun: a process on the host that starts the ranks, and names the job nowhere.
+# Like MPICH's mpirun: a process on the host starts the ranks, and does not name the job.
 MPIRUN = """
 import os
 for rank in range(2):
@@ -54,7 +54,7 @@ for rank in range(2):
     os.wait()
 """
 
-# A rank of a job that somebody starts by hand: it adds up until there is a file "enough", for 20 seconds at most.
+# A rank of a job that a user starts by hand: it adds up until the file "enough" exists, for at most 20 seconds.
 BY_HAND = """
 import os, time, meshcomm, torch
 tag = float(os.environ["TAG"])
@@ -68,7 +68,7 @@ with meshcomm.init(dims={"dp": 2}, device="cpu", timeout_s=float(os.environ.get(
     print("right" if found == 2 * tag else f"{found} for {tag}", flush=True)
 """
 
-# As a script that starts both ranks of its job.
+# Like a script that starts both ranks of its job.
 BOTH_RANKS = """
 import os, sys
 for rank in range(2):
@@ -113,7 +113,7 @@ def torchrun(job: int, rank: int) -> Mapping[str, str]:
 
 
 def outputs(pool: Pool, folder: Path, variables: Any, more: Mapping[str, str]) -> list[str]:
-    """What the ranks of two jobs print that are started so that rank 0 of the first meets rank 1 of the second first."""
+    """The output of the ranks of two jobs, started so that rank 0 of the first job first meets rank 1 of the second."""
     jobs = {
         (job, rank): Job(
             *(pool, folder, "-c", ADDS_UP),
@@ -145,7 +145,7 @@ def test_two_jobs_at_once_whose_launcher_does_not_name_them(pool: Pool, tmp_path
 
 @pytest.mark.faults
 def test_two_jobs_that_are_given_one_port_name_each_other(pool: Pool, tmp_path: Path) -> None:
-    # The second job has no rank 1: its rank 0 cannot say so to the first one's ranks, and its error is the only one.
+    # The first job has the port. Both ranks of the second job raise, and they leave nothing in the first one's store.
     port = free_port()
     first, second = (f"Slurm step 17.{job}" for job in _TWO)
     store = find_job("127.0.0.1", [port], first, 0, 2, _SHORT)
@@ -156,7 +156,7 @@ def test_two_jobs_that_are_given_one_port_name_each_other(pool: Pool, tmp_path: 
         assert f"127.0.0.1:{port}: the store of {first}, whose rank 0 is process {os.getpid()} of " in given
         assert f"\nthis is {second}" in given
     assert [key for key in ("meshcomm/owner/0", "meshcomm/owner/1") if store.check([key])] == []
-    # All that goes through init says the same.
+    # Through init, the error is the same.
     said = outputs(pool, tmp_path, slurm_steps, {"MASTER_PORT": str(port)})
     assert (
         len(
@@ -167,7 +167,7 @@ def test_two_jobs_that_are_given_one_port_name_each_other(pool: Pool, tmp_path: 
 
 
 def by_hand(job: int, port: int) -> dict[str, str]:
-    """What a shell says of its job: nothing that another one does not say as well."""
+    """The variables that a user sets by hand; they do not tell two jobs apart."""
     ranks = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     return {**ranks, "TAG": str(10**job)}
 
@@ -181,7 +181,7 @@ def test_mixed_ranks_of_jobs_without_a_name_all_end_in_the_error(pool: Pool, tmp
 
     mixed = [start(0, 0, "30"), start(1, 1, "30")]
     mixed[1].until_printed("open")
-    # Whoever of these is second may find the store of the first job gone.
+    # The second of these ranks may find that the store of the first job is gone.
     late = [start(0, 1, "3"), start(1, 0, "3")]
     ended = [job.finish() for job in (*mixed, *late)]
     assert all(code != 0 and out in ("", "open\n") for code, out, _ in ended), ended
@@ -217,9 +217,9 @@ def test_a_port_that_another_job_or_program_has_is_passed_over() -> None:
         held[1].set("from", "rank 0")
         found = find_job("127.0.0.1", ports, "mine", 1, 2, timedelta(seconds=30))
         assert (found.port, found.get("from"), found.timeout) == (ports[2], b"rank 0", timedelta(seconds=30))
-        # A further mesh of the same process: its server is there already.
+        # Another mesh of the same process uses the server that it already has.
         assert find_job("127.0.0.1", ports, "mine", 0, 2, timedelta(seconds=30)).port == ports[2]
-        # Where every port is taken, each is named.
+        # If every port is taken, each one is named.
         for rank in _TWO:
             with pytest.raises(LaunchError) as caught:
                 find_job("127.0.0.1", ports[:2], "mine", rank, 2, _SHORT)
@@ -238,7 +238,7 @@ def test_which_names_are_of_other_jobs() -> None:
         ("Slurm step 7.0", "", True),
         ("", "Slurm step 7.0", True),
         (f"the job of {here}", "the job of process 8 of a, started at 1", False),
-        # Each host has a process of its own that starts ranks; and rank 0 may be the one that started the others.
+        # A separate process on each host starts the ranks, or rank 0 has started the others.
         (f"the job of {here}", f"the job of {there}", True),
         ("the job of process 1 of a, started at 1", f"the job of {here}", True),
     ):
@@ -257,7 +257,7 @@ def test_a_further_mesh_keeps_the_server_of_the_first() -> None:
 
 
 def test_stores_that_take_long_to_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A client of torch's store waits for the name server, for 5 s and more where none answers."""
+    """A client of torch's store waits for the name server, for 5 s and more if none answers."""
     ports = [free_port(), free_port()]
     made = dist.TCPStore
 

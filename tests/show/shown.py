@@ -1,4 +1,4 @@
-"""What the tests of looking at a mesh share: configurations, commands, and readers of SVG and Markdown."""
+"""Shared by the tests of plans and grids: configurations, commands, and readers of SVG and Markdown."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MESH, GPT, QUICK, LLAMA = (
     f"configs/{name}.toml" for name in ("mesh", "gpt_1024", "quickstart", "llama_405b")
 )
 SVG = "{http://www.w3.org/2000/svg}"
-# A dim of size 1, merged dims in two orders, views that share a dim or not.
+# A dim of size 1, merged dims in two orders, and views with and without a shared dim.
 WIDE: dict[str, Any] = {
     "dims": {"a": 2, "one": 1, "b": 3, "c": 4},
     "merge": {"ac": ["a", "c"], "cb": ["c", "b"]},
@@ -29,7 +29,7 @@ WIDE: dict[str, Any] = {
 
 
 class Shown(NamedTuple):
-    """What a command has left."""
+    """The result of a command."""
 
     code: int
     out: str
@@ -37,18 +37,18 @@ class Shown(NamedTuple):
 
 
 def run(*words: str, columns: int = 100) -> Shown:
-    """`meshcomm` with these words in this process and the repository's root."""
+    """Run `meshcomm` with these words in this process, from the repository's root."""
     with contextlib.chdir(ROOT):
         done = CliRunner(env={"COLUMNS": str(columns), "NO_COLOR": "1"}).invoke(
             app, words, prog_name="meshcomm"
         )
-    # An exception that the command does not turn into its words is a traceback to who types it.
+    # The user would see an unhandled exception as a traceback.
     assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
     return Shown(done.exit_code, "\n".join(line.rstrip() for line in done.stdout.split("\n")), done.stderr)
 
 
 def python(*words: str, **env: str) -> Shown:
-    """A process of its own."""
+    """Run Python in another process."""
     env = {**os.environ, "COLUMNS": "100", "PYTHONUTF8": "1", "NO_COLOR": "1", **env}
     done = subprocess.run(
         [sys.executable, *words], capture_output=True, text=True, cwd=ROOT, env=env, timeout=200

@@ -40,7 +40,7 @@ def test_the_facts_against_plain_counting(by: str | tuple[str, ...], order: str)
     assert [groups[index].count(rank) for rank, index in zip(ranks, facts["group"], strict=True)] == [1] * 24
     assert facts["node"] == [rank // 5 for rank in ranks]
     assert facts["nodes"] == len({rank // 5 for rank in ranks})
-    # Row-major over the dims that are drawn: coords in nested loops.
+    # Row-major over the drawn dims: coords in nested loops.
     coords = list(product(*(range(size) for size in facts["dims"].values())))
     assert [tuple(plan.layout.coords(rank, facts["view"] or None).values()) for rank in ranks] == coords
     assert json.loads(json.dumps(facts)) == facts
@@ -90,7 +90,7 @@ def test_a_large_mesh_is_folded_and_says_what_is_not_drawn() -> None:
     assert "not drawn: 6 of 8 along pp; 2,040 of 2,048 along dp; 6 of 8 along tp" in told
     assert "and 60 more groups" in told and "16,384 nodes, 8 ranks on each" in told
     numbers = set(map(int, re.findall(r"(\d+)[a-z]+ ", text)))
-    # First and last of every dim.
+    # The first and last coord of every dim is drawn.
     assert {0, 7, 16_376, 16_383, 114_688, 131_071} <= numbers
     for rank in (0, 777, 65_536, 131_071):
         drawn = as_text(RankGrid(grid_facts(BIG, "tp", nodes(8), rank)), 60)
@@ -129,7 +129,7 @@ def test_more_than_four_dims_share_a_direction_and_one_rank_is_a_grid() -> None:
 
 
 def coloured(facts: dict[str, Any], **environment: str) -> str:
-    """What a terminal gets, escape codes and all."""
+    """The text for a terminal, with escape codes."""
     file = StringIO()
     environment = {"TERM": "xterm-256color", "COLORTERM": "truecolor", **environment}
     Console(file=file, force_terminal=True, width=80, _environ=environment).print(RankGrid(facts))
@@ -149,7 +149,7 @@ def test_a_group_is_a_colour_where_there_are_colours_and_else_a_letter() -> None
         assert not re.search(r"\x1b\[[\d;]*48;", text)
         plain = re.sub(r"\x1b\[[\d;]*m", "", text)
         assert re.findall(r"(\d+)([a-z])\s", plain)[:4] == [("0", "a"), ("1", "b"), ("4", "c"), ("5", "d")]
-    # More groups than colours: both.
+    # With more groups than colours, each group has a colour and a letter.
     assert re.search(r"48;2;[\d;]+m +16i \x1b", coloured(grid_facts(plan_of(dims={"p": 9, "t": 2}), "t")))
 
 

@@ -1,4 +1,4 @@
-"""What is shown of a mesh: plans, places, differences; at every width, in every form, from the same facts."""
+"""Plans, places and differences as they are shown, at every width and in every form, all from the same facts."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_the_plan_of_a_small_and_of_a_large_mesh() -> None:
 
 def test_json_is_the_facts_that_the_tables_show() -> None:
     facts = json.loads(run("plan", *BIG, "--json").out)
-    # 3 groups of more than two, and the default group, which is idle.
+    # 3 groups of more than two, and the idle default group.
     cost = {"nccl": 4, "gloo": 0, "nccl_mb": 3 * 688, "descriptors": 1, "undecided": 0}
     assert facts.pop("footprint") == cost
     config = load_config(ROOT / GPT)
@@ -236,7 +236,7 @@ def test_no_line_is_wider_than_the_console_and_no_word_of_a_table_is_broken(widt
         shown += [RankGrid(grid_facts(plan, by, topology, rank)) for by in (*plan.layout.names, None)]
     for view in shown:
         lines = as_text(view, width).splitlines()
-        # A path is a word.
+        # A path is one word and may be longer.
         assert max(cell_len(line) for line in lines if " " in line.strip()) <= width and len(lines) < 130
     for command in (
         ["plan", GPT, "--world-size", "1024"],
@@ -249,7 +249,7 @@ def test_no_line_is_wider_than_the_console_and_no_word_of_a_table_is_broken(widt
         code, text, _ = run(*command, columns=width)
         wide = [line for line in text.splitlines() if len(line) > width and " " in line.strip()]
         assert code == 0 and "…" not in text and not wide, command
-        # A record has no column "dim", which its name is of.
+        # A record has the dim's name as its title, so it has no column "dim".
         words = set(re.findall(r"[a-z_]{3,}", run(*command, columns=400).out)) - {"dim"}
         assert words <= set(re.findall(r"[a-z_]{3,}", text)), command
 
@@ -332,7 +332,7 @@ def test_where_a_rank_is() -> None:
     assert facts["rank"]["machine"] == {"node": 1, "rack": None, "local_rank": 2, "ranks": [4, 5, 6, 7]}
     settings = load_config(ROOT / QUICK, ["topology.ranks_per_node=4"])
     assert facts["rank"] == plan_facts(settings.plan(8), 6, settings.topology)["rank"]
-    # And back, by its coords.
+    # The coords lead back to the rank.
     coords = ",".join(f"{name}={coord}" for name, coord in facts["rank"]["coords"].items())
     assert json.loads(run("plan", QUICK, "--rank", coords, *NODES, "--json").out) == facts
     shown = run("plan", QUICK, "--rank", "6", *NODES).out
@@ -407,7 +407,7 @@ def test_options_names_and_worlds_that_differ() -> None:
     assert renamed == [("tp", "only in a", "tensor"), ("tensor", "only in b", "tp")]
     larger = to("{ dp = 8, tp = 2 }")["ranks"]
     assert (larger["common"], larger["only_b"], larger["moved"]) == (8, 8, 0)
-    # A dim of size 1 more or less moves nobody.
+    # Ranks keep their places if a dim of size 1 is added.
     one = to("{ dp = 4, cp = 1, tp = 2 }")
     assert one["ranks"]["moved"] == 0 and not one["equal"]
 

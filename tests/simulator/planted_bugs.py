@@ -1,4 +1,4 @@
-"""Programs with one mistake each, and without it: `program(mesh, bug)`. Marks name lines of verdicts."""
+"""Programs with one mistake each, and without it: `program(mesh, bug)`. Verdicts name lines by their marks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random correct programs: the same steps on every rank, drawn from a seed. Results as digests."""
+"""Random correct programs: each seed gives the same steps on every rank. Results are digests."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SIDE = 6  # divisible by the size of every dim
 
 
 def digest(x: Any) -> str:
-    """Equal for tensors that are equal to the bit, and for equal plain objects."""
+    """The same digest for tensors that are equal to the bit, and for equal plain objects."""
     if isinstance(x, Tensor):
         data = x.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
         return hashlib.sha256(f"{x.dtype}{tuple(x.shape)}".encode() + data).hexdigest()[:12]
@@ -30,31 +30,31 @@ def digest(x: Any) -> str:
 
 
 def run(mesh: Mesh, seed: int, steps: int = 6) -> list[str]:
-    """One program: the digest of every step's result on this rank."""
+    """Run one program, and return the digest of every step's result on this rank."""
     chance = random.Random(seed)
     generator = torch.Generator().manual_seed(seed * 1000 + mesh.rank)
     x = torch.randn(_SIDE, _SIDE, generator=generator).to(chance.choice(_DTYPES))
     found = []
     for number in range(steps):
         step = chance.choice(_STEPS)
-        # Drawn alike on all ranks; what a step needs more, it draws alike too.
+        # All ranks draw the same step, and the step draws the same arguments on all ranks.
         result = step(mesh, x, chance.choice(NAMES), chance)
         found.append(f"{step.__name__} {digest(result)}")
         if isinstance(result, Tensor) and result.shape == x.shape:
-            # Kept small, so that no step overflows.
+            # Small values, so that no step overflows.
             x = (result.to(torch.float32) / (1 + result.abs().max().to(torch.float32))).to(x.dtype)
-            if number % 3 == 1:  # memory that is not in order
+            if number % 3 == 1:  # memory that is not contiguous
                 x = x.T.contiguous().T
     return found
 
 
 def run_all(mesh: Mesh, seeds: Sequence[int]) -> list[list[str]]:
-    """Every program, one after the other."""
+    """Run every program, one after the other."""
     return [run(mesh, seed) for seed in seeds]
 
 
 def on_gloo(seeds: Sequence[int]) -> list[list[str]]:
-    """The same on real processes."""
+    """Run every program on real processes."""
     with meshcomm.init(dims=DIMS, merge=MERGE, rank_order=ORDER, device="cpu", timeout_s=60) as mesh:
         return run_all(mesh, seeds)
 

@@ -1,4 +1,4 @@
-"""Optimizers of split parameters in the simulator: as on one process, also where a step needs the norm of a whole tensor."""
+"""Optimizers of split parameters in the simulator match one process, even if a step needs the norm of a whole tensor."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from meshcomm.parallel import tensor_parallel
 
 
 class Lamb(torch.optim.Optimizer):
-    """A rate for each parameter, by its norm and that of its gradient."""
+    """The rate of each parameter depends on its norm and on the norm of its gradient."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {"lr": 0.1})

@@ -1,4 +1,4 @@
-"""The training loop itself in the simulator: what one process computes, on meshes without a process."""
+"""The training loop itself runs in the simulator and computes on every mesh what one process computes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The simulator against Gloo to the bit, and what a rank has to itself."""
+"""The simulator matches Gloo to the bit, and each simulated rank has its own state."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.com
 
 
 def every_sum(mesh: Mesh) -> dict[str, str]:
-    """Every reduction of values whose sum depends on the order, by what was asked."""
+    """The digest of every reduction, by its arguments. The values are such that a sum depends on the order."""
     found = {}
     asked = [
         ("dp", length, op) for length in (1, 40, 3000) for op in (REDUCTIONS if length == 40 else ("sum",))
@@ -221,11 +221,11 @@ def test_the_store_waits_counts_and_lists() -> None:
         if me == 0:
             assert store.delete_key("from/3") and not store.delete_key("from/3")
             store.set("deleted", "")
-        while not store.check(["deleted"]):  # other ranks run while one asks
+        while not store.check(["deleted"]):  # other ranks run while this one polls
             pass
         assert not store.check(["from/3"])
         assert store.compare_set("turn", "", "a") in (b"a", b"b")
-        # A wait that is shorter than the mesh's own ends, as nobody sets the key; no time passes.
+        # No rank sets the key, so a wait that is shorter than the mesh's own times out. No time passes.
         with pytest.raises(StoreTimeout, match='"never" not set within 20 s'):
             store.get("never", timeout_s=20)
         mesh.barrier()

@@ -1,4 +1,4 @@
-"""Collectives of several NCCL groups that ranks start in different orders are told, whatever the luck of a run."""
+"""Ranks that start collectives of several NCCL groups in different orders are reported, whatever the schedule of a run."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def config(backend: str) -> dict[str, object]:
 
 def test_asynchronous_calls_of_two_nccl_groups_in_crossed_order() -> None:
     assert meshcomm.simulate(both, config("nccl"), args=(True,)) == [4.0] * 4
-    assert meshcomm.simulate(both, config("gloo"), args=(False,)) == [4.0] * 4  # Gloo's groups do not wait so
+    assert meshcomm.simulate(both, config("gloo"), args=(False,)) == [4.0] * 4  # Gloo's groups do not block
     for seed in range(3):
         with pytest.raises(DeadlockError) as caught:
             meshcomm.simulate(both, config("nccl"), args=(False,), schedule_seed=seed)
@@ -40,7 +40,7 @@ def test_asynchronous_calls_of_two_nccl_groups_in_crossed_order() -> None:
 
 
 def has_circle(orders: dict[int, list[Call]]) -> bool:
-    """By taking calls away that no other call has to wait for, until none is left."""
+    """Look for a cycle: remove calls that wait for no other call, until none is left to remove."""
     before: dict[Call, set[Call]] = {call: set() for calls in orders.values() for call in calls}
     for calls in orders.values():
         for first, second in pairwise(calls):
@@ -115,7 +115,7 @@ def message_behind_a_collective(mesh: Mesh) -> None:
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_messages_of_an_nccl_group_are_queued() -> None:
-    """What ends on Gloo and waits for ever on NCCL is told."""
+    """Programs that end on Gloo and hang on NCCL are reported."""
     for program, size, error, text in (
         (receives_first, 2, RankFailed, "ranks that all do this wait forever"),
         (around, 3, DeadlockError, "ranks start calls of one NCCL group in different orders: "),
@@ -148,7 +148,7 @@ def test_a_message_of_an_exchange_does_not_meet_a_receive_on_nccl() -> None:
 
 
 def both_ways_at_once(mesh: Mesh) -> list[float]:
-    """Sets of messages, a ring, and collectives between them."""
+    """Exchanges of messages, a ring, and collectives between them."""
     peer, x = 1 - mesh.coord("dp"), torch.tensor([float(mesh.rank)])
     found = []
     for _ in range(3):
@@ -167,7 +167,7 @@ def test_what_nccl_can_do_is_no_deadlock() -> None:
 
 
 def test_handles_of_a_run_that_failed_are_dropped_in_silence() -> None:
-    # The frames in the error's traceback hold them; the error of the run has told of the calls already.
+    # The frames in the error's traceback hold the handles. The error of the run has already reported the calls.
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         with pytest.raises(RankFailed):

@@ -1,4 +1,4 @@
-"""Planted bugs and their exact verdicts, the same programs without the bug, and how verdicts are found."""
+"""Exact verdicts of planted bugs, the same programs without the bug, and how verdicts are found."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ LINES = FILE.read_text().splitlines()
 
 
 def marked(text: str) -> str:
-    """`text` with each line of planted_bugs.py as the mark that stands at its end."""
+    """`text` with each line number of planted_bugs.py replaced by the mark at the end of the line."""
 
     def mark(match: re.Match[str]) -> str:
         line = LINES[int(match[1]) - 1]
@@ -136,7 +136,7 @@ def test_a_mismatch_is_told_when_some_never_come() -> None:
 
 def test_one_seed_is_one_schedule() -> None:
     def first_come(mesh: Mesh) -> Any:
-        # Wrong: whoever comes first to the store is not known to the others.
+        # Wrong: a rank does not know which ranks reached the store first.
         root = 0 if mesh.store.add("come", 1) <= 2 else 1
         return mesh.broadcast("tp", one(mesh.rank), src=root)
 
@@ -164,7 +164,7 @@ def test_ranks_are_unwound_through_their_finally_blocks_and_broad_excepts() -> N
                 raise AssertionError("a verdict is not for the program to catch") from None
         finally:
             cleaned.append(mesh.rank)
-            # Whatever waits while a rank is unwound ends it again.
+            # A call that waits while its rank is unwound ends the rank again.
             mesh.barrier("tp")
 
     assert isinstance(verdict_of(program), DeadlockError)
@@ -270,7 +270,7 @@ def test_a_module_must_not_wait_for_ranks_that_share_its_import(
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("level", ["jvp", "jacfwd", "dual_level", "jvp of grad"])
 def test_forward_mode_around_a_call_is_refused_and_works_without_one(level: str, seed: int) -> None:
-    """torch has one level of forward-mode AD in a process, and ranks are threads."""
+    """torch has one level of forward-mode AD per process, and simulated ranks are threads."""
 
     def tangent(f: Callable[[Tensor], Tensor], x: Tensor, t: Tensor) -> Any:
         if level == "jacfwd":
@@ -342,7 +342,7 @@ def test_a_receive_from_anyone_that_nobody_serves() -> None:
 
 @pytest.mark.deep
 def test_stacks_are_taken_without_a_collection_that_would_hang() -> None:
-    # Python 3.11 holds a lock while it lists the stacks, and the end of a threading.local asks for it again.
+    # Python 3.11 holds a lock while it lists the stacks, and the end of a threading.local asks for the same lock.
     program = """
 import gc, threading
 from meshcomm.watching.callsite import thread_frames

@@ -1,4 +1,4 @@
-"""Unchanged programs of torch on simulated ranks: equal to Gloo's processes to the bit, and bugs in them are proved."""
+"""Unchanged torch programs on simulated ranks match Gloo's processes to the bit, and bugs in them are proved."""
 
 from __future__ import annotations
 
@@ -66,11 +66,11 @@ def test_a_script_that_knows_nothing_of_meshcomm_runs(tmp_path: Path, capsys: An
     assert lines == [f"{rank} {losses[-1]}" for rank, (losses, _) in enumerate(expected)]
 
 
-# -- bugs in programs of torch ----------------------------------------------------------------------
+# -- bugs in torch programs -------------------------------------------------------------------------
 
 
 def _line(text: str) -> str:
-    """The place of the line of this file that contains `text`, as errors show it."""
+    """The place of the line that contains `text` in this file, as errors show it."""
     lines = Path(__file__).read_text().splitlines()
     return f"{__file__}:{next(n for n, line in enumerate(lines, 1) if line.endswith(text))}"
 
@@ -199,7 +199,7 @@ def test_calls_of_torch_on_the_groups_of_a_mesh_are_counted() -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_a_tensor_that_two_dims_split_unevenly_is_whole_again(seed: int) -> None:
-    """What DTensor plans depends on a rank's coordinates, and is kept for all ranks of a process."""
+    """DTensor's plan depends on a rank's coordinates, and is cached for all ranks of a process."""
 
     def program(mesh: Mesh) -> list[float]:
         parts = distribute_tensor(torch.arange(5.0), mesh["dp", "tp"], [Shard(0), Shard(0)])
@@ -294,7 +294,7 @@ def test_collectives_of_nccl_in_one_batch_are_waited_for() -> None:
 
 
 def test_a_mesh_over_a_device_mesh_compares_without_calls_of_its_own() -> None:
-    """One rank receives before its collective, the other sends after it has started one: right on processes."""
+    """Rank 1 receives before its collective, and rank 0 sends after it has started one. This is right on processes."""
 
     def program(mesh: Mesh) -> list[float]:
         over = meshcomm.init(mesh["tp"])

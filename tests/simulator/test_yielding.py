@@ -1,4 +1,4 @@
-"""What a simulated rank waits for outside of the mesh: a file, a future, its own loop."""
+"""A simulated rank waits outside the mesh: for a file, for a future, or in its own loop."""
 
 from __future__ import annotations
 
@@ -51,5 +51,5 @@ def test_a_rank_that_never_lets_others_run_is_named_after_the_timeout(tmp_path: 
     while threading.active_count() > before and time.monotonic() < until:
         time.sleep(0.01)
     assert threading.active_count() == before
-    # Its ranks ended after the simulation, and took nothing of this process's environment.
+    # The ranks ended after the simulation, and this process's environment is unchanged.
     assert "RANK" not in os.environ

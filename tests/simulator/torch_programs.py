@@ -1,4 +1,4 @@
-"""Programs of plain torch, which run on real processes and on simulated ranks: they know nothing of the simulator."""
+"""Plain torch programs, which run unchanged on real processes and on simulated ranks."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def fsdp_and_tp() -> Any:
             fully_shard(layer, mesh=mesh["dp"])
     fully_shard(net, mesh=mesh["dp"])
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "FSDP2-wrapped module")  # torch, of every nn.Linear
+        warnings.filterwarnings("ignore", "FSDP2-wrapped module")  # torch warns for every nn.Linear
         losses = _trained(
             net, torch.optim.AdamW(net.parameters(), lr=0.01, foreach=False), mesh.get_local_rank("dp")
         )
@@ -60,7 +60,7 @@ def fsdp_and_tp() -> Any:
 
 
 def ddp() -> Any:
-    """DDP with buckets of 1 KiB, so that there are several."""
+    """DDP with several buckets of 1 KiB."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 4)).double()
     copies = DistributedDataParallel(net, bucket_cap_mb=0.001)
@@ -70,7 +70,7 @@ def ddp() -> Any:
 
 
 def pipeline() -> Any:
-    """torch's pipelines: a stage on each rank, by two schedules."""
+    """torch's pipelines: one stage per rank, with two schedules."""
     rank, size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
     stages = [nn.Sequential(nn.Linear(16, 16), nn.Tanh()).double() for _ in range(size)]
@@ -91,7 +91,7 @@ def pipeline() -> Any:
 
 
 def every_call() -> Any:
-    """Every call of torch.distributed, also on a group of some ranks, along a new one, and asynchronously."""
+    """Every call of torch.distributed, also on a new group of some ranks, and asynchronously."""
     rank, size = dist.get_rank(), dist.get_world_size()
     x = torch.arange(8.0) + 10 * rank
     found: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""The backend that stands for NCCL: its calls are queued, in order, and lost as on a GPU; see docs/design/emulated_nccl.md."""
+"""The backend that emulates NCCL: its calls are queued, ordered and lost as on a GPU; see docs/design/emulated_nccl.md."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def on_a_mesh(check: Callable[[Mesh], None], timeout_s: float = 30.0) -> None:
 
 
 def every_call(mesh: Mesh, rounds: int = 70) -> None:
-    """Right along both dims, first calls and prepared ones, ours and torch's own."""
+    """Every call is right along both dims: first and prepared calls, meshcomm's and torch's."""
     for _ in range(rounds):
         for dim in ("dp", "tp"):
             ranks = mesh.ranks(dim)
@@ -60,7 +60,7 @@ def every_call(mesh: Mesh, rounds: int = 70) -> None:
 
 
 def order_and_host(mesh: Mesh) -> None:
-    """A call returns when it is queued; reading blocks; a read before the wait is a race; wait does not block."""
+    """A call returns when it is queued, and a wait does not block. Reading blocks; a read before the wait is a race."""
     for _ in range(65):
         mesh.all_reduce("dp", torch.ones(1))
     mesh.barrier()
@@ -70,7 +70,7 @@ def order_and_host(mesh: Mesh) -> None:
     x, y = torch.ones(4), torch.ones(4)
     handle = mesh.all_reduce("dp", x, async_op=True)
     if mesh.coord("dp") == 0:
-        # The late rank's may be over by now, and then nobody sees the race.
+        # Only the early rank checks the race: the late rank's call may be done by now.
         with pytest.raises(
             UnorderedAccess, match="aten::add touches memory of ALLREDUCE, which has not been waited for"
         ):
@@ -90,7 +90,7 @@ def order_and_host(mesh: Mesh) -> None:
     z = torch.ones(2)
     reads = [mesh.all_gather(dim, z, async_op=True) for dim in ("dp", "tp")]
     assert [handle.wait().tolist() for handle in reads] == [[1, 1, 1, 1]] * 2
-    # How long a call takes is not known from when it was queued.
+    # Queueing a call does not tell how long it takes.
     assert {row.seconds for row in mesh.stats().rows} == {None}
     with no_host_sync(), pytest.raises(HostSync, match="the host waits"):
         y.max().item()
@@ -98,7 +98,7 @@ def order_and_host(mesh: Mesh) -> None:
 
 
 def messages(mesh: Mesh) -> None:
-    """In both directions at once only as one call: one after the other, ranks that do the same wait for ever."""
+    """Messages in both directions need one call. With two calls in a row, ranks that do the same would wait forever."""
     peer, x = 1 - mesh.coord("dp"), torch.full((2,), float(mesh.rank))
     sent = mesh.isend("dp", x, dst=peer) if peer else None
     out = torch.empty(2)
@@ -114,7 +114,7 @@ def messages(mesh: Mesh) -> None:
 
 
 def captured(mesh: Mesh) -> None:
-    """A capture holds the calls, which run at each replay; the first calls on a group are not compared within."""
+    """A capture records calls, which run at each replay; first calls on a group are not compared inside a capture."""
     x = torch.ones(2)
     with capture() as graph:
         mesh.all_reduce("tp", x)
@@ -127,7 +127,7 @@ def captured(mesh: Mesh) -> None:
 
 
 def limited_wait(mesh: Mesh) -> None:
-    """A wait that gives up leaves the communicator as it is."""
+    """A wait that times out leaves the communicator intact."""
     x = torch.ones(2)
     for _ in range(65):
         mesh.all_reduce("dp", torch.ones(1))
@@ -147,7 +147,7 @@ def limited_wait(mesh: Mesh) -> None:
 
 
 def compiled(mesh: Mesh) -> None:
-    """The emulation is left out of what torch.compile reads, and not of what it has made."""
+    """torch.compile does not trace the emulation, but compiled code uses it."""
     whole = [torch.full((3,), float(rank)) for rank in mesh.ranks("dp")]
 
     def body(x: torch.Tensor) -> torch.Tensor:
@@ -163,7 +163,7 @@ def compiled(mesh: Mesh) -> None:
 
 
 def compiled_step(mesh: Mesh) -> None:
-    """Forward, backward, sums of gradients and update, in one graph, as on one process."""
+    """Forward, backward, sums of gradients and the update, in one graph, give the same as one process."""
     torch.manual_seed(0)
     up, down = torch.randn(8, 6, dtype=torch.float64), torch.randn(6, 3, dtype=torch.float64)
     batches = torch.randn(3, 2, 4, 8, dtype=torch.float64)
@@ -203,7 +203,7 @@ def test_emulated(pool: Pool, check: Callable[[Mesh], None]) -> None:
 
 
 def aborted() -> None:
-    """`abort` lets a queued call go without an error, and refuses the next; destroying waits for nothing then."""
+    """`abort` releases a queued call without an error and refuses the next one; destroying then waits for nothing."""
     dims = {"dp": 2}
     with emulated_nccl(), meshcomm.init(dims=dims, backend=NAME, device="cpu", validate_calls=1) as mesh:
         group = mesh.group("dp")
@@ -215,7 +215,7 @@ def aborted() -> None:
             works = [group.allreduce([x]), dist.all_reduce(torch.ones(2), async_op=True)]
             assert not any(work.is_completed() for work in works)
             began = time.monotonic()
-            # One alone waits for the kernels of the other one.
+            # Aborting one group alone waits for the kernels of the other group.
             alone = threading.Thread(target=group.abort)
             alone.start()
             alone.join(0.5)
@@ -235,7 +235,7 @@ def test_abort(pool: Pool) -> None:
 
 
 def closed_before_a_graph() -> None:
-    """A communicator outlives the graphs of its calls; a mesh that closes says so, and hangs no longer than it must."""
+    """A communicator must outlive the graphs of its calls. A mesh that closes too early raises after a short wait."""
     with emulated_nccl():
         mesh = meshcomm.init(dims={"dp": 2}, backend=NAME, device="cpu", validate_calls=0)
         x = torch.ones(1)
@@ -247,7 +247,7 @@ def closed_before_a_graph() -> None:
             mesh.close()
         assert "graph.reset()" in held.value.hint
         graph.reset()
-        # What closes goes on by itself now.
+        # The closing thread can now complete.
         for thread in threading.enumerate():
             if thread.name == "meshcomm-store":
                 thread.join(20)
@@ -258,7 +258,7 @@ def test_a_mesh_that_closes_before_a_graph_of_its_calls(pool: Pool) -> None:
 
 
 def batch_on_a_dropped_group() -> None:
-    """A batch of messages that cannot be started is ended all the same: NCCL would hold back all later calls of the thread."""
+    """A batch of messages that cannot start is still ended; otherwise NCCL would hold back all later calls of the thread."""
     with emulated_nccl(), meshcomm.init(dims={"dp": 2, "tp": 2}, backend=NAME, device="cpu") as mesh:
         x, out, peer = torch.ones(2), torch.zeros(2), 1 - mesh.coord("dp")
 
@@ -295,7 +295,7 @@ def test_a_batch_on_a_dropped_group_holds_back_no_other_call(pool: Pool) -> None
 
 
 def compiled_after_a_call() -> None:
-    """Compiled code reads memory without operators; it runs after the calls before it all the same."""
+    """Compiled code reads memory without operators, but still runs after the calls before it."""
     with emulated_nccl(), meshcomm.init(dims={"dp": 2}, backend=NAME, device="cpu", validate_calls=0) as mesh:
         add = torch.compile(lambda x: x * 2 + 1, fullgraph=True)
         for late in (False, True):
@@ -311,7 +311,7 @@ def test_compiled_code_runs_after_the_calls_before_it(pool: Pool) -> None:
 
 
 def overdue() -> None:
-    """A call that the other rank never makes, on a group that no mesh watches."""
+    """Makes a call that the other rank never makes, on a group that no mesh watches."""
     with emulated_nccl(dump_s=0.2):
         dist.init_process_group(NAME, timeout=timedelta(seconds=1))
         x = torch.ones(1)

@@ -1,4 +1,4 @@
-"""The pytest plugin, on test suites written for the purpose: what it shows, and what it leaves alone."""
+"""The pytest plugin on test suites written for it: the output that it shows, and the suites that it does not touch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-# pytester forgets what a suite imported; torch cannot be imported twice.
+# pytester forgets the imports of a suite, and torch cannot be imported twice.
 import meshcomm.testing.processes
 import meshcomm.testing.simulated
 from meshcomm.errors import MeshTestError
@@ -23,11 +23,11 @@ pytestmark = pytest.mark.long
 
 pytest_plugins = ["pytester"]
 
-# These suites run inside a process that has imported meshcomm; pytest, which would rewrite the asserts of
-# an installed plugin's package, warns of that.
+# These suites run in a process that has already imported meshcomm. pytest would rewrite the asserts of an installed
+# plugin's package, and warns that it cannot.
 QUIET = (
     *("-W", "ignore:Module already imported so cannot be rewritten:pytest.PytestAssertRewriteWarning"),
-    # The order of the suites inside is that of their files, whatever that of this one is.
+    # The tests of the inner suites run in the order of their files, even if this suite is shuffled.
     *("-p", "no:randomly"),
 )
 
@@ -149,7 +149,7 @@ KILLED = """
 
 def lay_out(pytester: pytest.Pytester, **files: str) -> None:
     pytester.makepyfile(**files)
-    # Such a suite is no part of this one, whatever the options of this one are.
+    # The inner suite must not depend on the options of this one.
     pytester.makeini("[pytest]\naddopts = -p no:cacheprovider --strict-markers\nfilterwarnings = default\n")
 
 
@@ -173,32 +173,32 @@ def test_a_suite(pytester: pytest.Pytester, via: str) -> None:
     def section(test: str) -> str:
         return text.split(f"_ {test} _")[1].split("\n____")[0]
 
-    # One rank: its assert explained, its coords, the prints of all.
+    # One rank fails: its assert explained, its coords, and the prints of all ranks.
     one = section("test_one_fails")
     assert "- rank 1 (dp=0 tp=1) of 4 -" in one
     assert "assert [2.0, 2.0, 2.0] == [2, 2, 7]" in one
-    # On processes the exception's text alone crosses.
+    # From processes, only the exception's text is sent.
     assert gloo or "At index 2 diff: 2.0 != 7" in one
     assert "[r0 dp0 tp0] printed\n[r1 dp0 tp1] printed\n[r2 dp1 tp0] printed\n" in one
     assert "[r3 dp1 tp1] shouted" in one
     assert one.count("in test_one_fails\n    assert x.tolist() == [2, 2, 7]\n") == 1
     assert "FAILED test_suite.py::test_one_fails - Failed: [r1 dp0 tp1] assert" in text
-    # All ranks: once.
+    # All ranks fail: shown once.
     whole = section("test_all_fail")
     assert "- all 4 ranks, as reported by rank 0 -" in whole and whole.count("Traceback") == 1
     assert "where tensor([4.]) = reduced(Mesh(tp=4; rank 0, cpu)" in whole
-    # Two ranks: once, and what they have in common; no frame that is not the user's.
+    # Two ranks fail: shown once, with their common coords, and only with frames of the user.
     two = section("test_two_fail")
     assert "- ranks 1 3 (all with tp=1) of 4 -" in two and two.count("Traceback") == 1
     assert 'helpers.py", line 2, in twice\n    return 2 * x' in two
     assert "meshcomm/" not in two and "_pytest" not in two
-    # One stays away: it failed, the other waits at a line.
+    # One rank stays away because it failed: its error, and the line where the other rank waits.
     away = section("test_one_stays_away")
     assert "KeyError: 'lost'" in away and away.count("Traceback") == 1
     assert "- rank 2 (dp=1 tp=0) of 4: still running -" in away
     assert "in test_one_stays_away\n    reduced(mesh, torch.ones(1))" in away
     assert "threading.py" not in away and "multiprocessing" not in away
-    # A hang: the test's own time, and where the rank is.
+    # A hang: the test's time limit, and where the rank is.
     hang = section("test_hang")
     assert "- rank 1 (tp=1) of 2: did not return within 1.5 s -" in hang
     assert "time.sleep(0.01)" in hang and "in test_hang" in hang
@@ -244,7 +244,7 @@ PACKAGED = """
 
 @pytest.mark.parametrize("mode", ["prepend", "importlib"])
 def test_packages_and_import_modes(pytester: pytest.Pytester, mode: str) -> None:
-    # Without packages, importlib allows two files of one name; with prepend, packages do.
+    # importlib allows two files of one name without packages; prepend needs packages for that.
     packages = mode == "prepend"
     for folder in ("one", "two"):
         inside = pytester.mkpydir(f"tests_{folder}") if packages else pytester.mkdir(f"tests_{folder}")
@@ -379,7 +379,7 @@ def test_the_streams_of_simulated_ranks_outlive_those_of_pytest() -> None:
     usual = io.TextIOWrapper(io.BytesIO())
     stream = meshcomm.testing.simulated._Streams(usual)
     usual.close()
-    stream.close()  # as when it is collected; Python 3.13 reports what that raises
+    stream.close()  # as when it is collected; Python 3.13 reports an exception from this
 
 
 def test_the_reason_is_in_the_first_line() -> None:

@@ -1,4 +1,4 @@
-"""The pool of ranks: what it shows of a rank that died, and of one that is late."""
+"""The pool of ranks: its report of a rank that died, and of a rank that is late."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def stay_away() -> None:
 
 
 def test_a_late_rank_shows_its_main_thread_alone(pool: Pool) -> None:
-    # faulthandler of all threads reads those that C++ is just making, too: a rank died of it now and then.
+    # With all threads, faulthandler also reads threads that C++ is just creating, which sometimes killed the rank.
     (late,) = pool.call(stay_away, ranks=1, limits=Limits(timeout_s=1))
     assert late.state == "late" and "in stay_away" in late.text
     assert late.stack.count("most recent call first") == 1
@@ -52,6 +52,6 @@ def watches() -> int:
 
 @needs_group_hooks
 def test_a_watch_ends_with_its_test(pool: Pool) -> None:
-    # It would watch the next test's groups on some of its ranks, and wait for the others.
+    # Otherwise it would watch the next test's groups on some of their ranks, and wait for the others.
     pool.run(watch_and_forget, ranks=2)
     assert pool.run(watches, ranks=4) == [0] * 4

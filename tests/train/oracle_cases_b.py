@@ -44,7 +44,7 @@ def _graph(kind: Kind) -> ModelSpec:
 
 
 def _on_a_stage(module: Any, x: Tensor, here: StageContext) -> Tensor:
-    """Of the models with parts named lift and head."""
+    """The forward pass of one stage, for models with the parts lift and head."""
     if here.stage.is_first:
         x = module.lift(x)
     for layer in here.layers:
@@ -64,7 +64,7 @@ def _autoencoder() -> ModelSpec:
 
 
 def _summed(mesh: Mesh) -> ModelSpec:
-    """The statistics of prototypes are summed over the ranks with other samples."""
+    """A specification whose statistics of prototypes are summed over the ranks with other samples."""
 
     def total(x: Tensor) -> Tensor:
         for dim in ("dp", "fsdp"):

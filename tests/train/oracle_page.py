@@ -1,6 +1,6 @@
 """Writes docs/reference/kinds.md: kinds of models on kinds of meshes. `python -m tests.train.oracle_page [KIND ...]`
 
-With kinds, only these are measured, and the results are printed with whole errors; the page is not written.
+With kinds, it measures only these and prints the results with whole errors, without writing the page.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Measured with torch {version} on CPU with Gloo, by `python -m tests.train.oracle
 
 
 def measured(pool: Pool, name: str, dims: str) -> float | str:
-    """The largest difference from one process on any rank; the text of the error if there is one."""
+    """The largest difference from one process on any rank, or the text of the error."""
     case = CASES[name]
     with tempfile.TemporaryDirectory() as out:
         try:
@@ -49,14 +49,14 @@ def measured(pool: Pool, name: str, dims: str) -> float | str:
 
 
 def reason(text: str) -> str:
-    """The first line of an error, and the first line of what was given."""
+    """The first line of an error and the first line of its `given` part."""
     what, *more = text.splitlines()
     given = next((line.partition("given:")[2].strip() for line in more if "given:" in line), "")
     return f"{what}: {given}" if given else what
 
 
 def page(found: Mapping[tuple[str, str], float | str]) -> str:
-    """The page, of the results by kind and mesh."""
+    """The text of the page, from the results by kind and mesh."""
     notes: dict[str, int] = {}
     rows = [("kind", *MESHES), ("---",) * (1 + len(MESHES))]
     for name in CASES:
@@ -74,7 +74,7 @@ def page(found: Mapping[tuple[str, str], float | str]) -> str:
 
 
 def main(names: list[str]) -> None:
-    """Measure and print; without names, all kinds, and write the page."""
+    """Measure and print the named kinds; without names, measure all kinds and write the page."""
     found: dict[tuple[str, str], float | str] = {}
     with contextlib.closing(Pool(("torch", "torch.distributed.fsdp", "meshcomm.train"))) as pool:
         for name in names or CASES:

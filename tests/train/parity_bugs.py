@@ -1,4 +1,4 @@
-"""Mistakes that people make in hybrid parallelism, planted into the ranks of a mesh: `with planted(name, config)`."""
+"""Common mistakes in hybrid parallelism, planted into the ranks of a mesh: `with planted(name, config)`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Patch = contextlib.AbstractContextManager[Any]
 
 
 class Bug(NamedTuple):
-    """A mistake; a case of parity_cases that shows it, what differs first there, and the dim to blame."""
+    """A mistake, a case of parity_cases that shows it, the first value that differs there, and the dim to blame."""
 
     plant: Callable[[Config], Patch]
     case: str
@@ -37,7 +37,7 @@ BUGS: dict[str, Bug] = {}
 
 
 def bug(case: str, first: str, dim: str) -> Callable[[Callable[[Config], Patch]], None]:
-    """Put the function into the table under its name."""
+    """Add the function to the table under its name."""
 
     def put(plant: Callable[[Config], Patch]) -> None:
         BUGS[plant.__name__] = Bug(plant, case, first, dim)
@@ -117,7 +117,7 @@ def experts_summed_like_dense_weights(config: Config) -> Patch:
     right = ParallelConfig.expert_gradient_dims
 
     def wrong(self: ParallelConfig, views: Any) -> tuple[str, ...]:
-        # Rules of the configuration ask too, by its own table of views.
+        # Rules of the configuration call this too, with their own table of views.
         return right(self, views) if isinstance(views, Table) else self.gradient_dims
 
     return patch.object(ParallelConfig, "expert_gradient_dims", wrong)
@@ -169,6 +169,6 @@ def gradients_not_summed_along_data(config: Config) -> Patch:
 
 @contextlib.contextmanager
 def planted(name: str, config: Config) -> Iterator[None]:
-    """In this process, until the block ends. No name: nothing is planted."""
+    """Plant a mistake in this process until the block ends. An empty name plants nothing."""
     with BUGS[name].plant(config) if name else contextlib.nullcontext():
         yield

@@ -1,4 +1,4 @@
-"""Meshes whose training must be that of one process, and the bases that they change."""
+"""Meshes that must train like one process, and the configurations that they change."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ BASE: dict[str, Any] = {
     "data": {"seq_len": 32, "max_bytes": 200_000},
     "train": train_of(20, 16, 1, warmup_steps=2, dtype="float64", clip_norm=1.0),
 }
-# What every run trains, on 4 processes: each part that needs torch's groups, a pipeline and shards, with each other
-# part. The simulator has the other pairs, tests/train/test_random_configs.py.
+# Every run trains these on 4 processes: each part that needs torch's groups, a pipeline and shards, with each other
+# part. tests/train/test_random_configs.py trains the other pairs in the simulator.
 SMALL: dict[str, Any] = {
     **BASE,
     "model": model_of(2, 16, 4, 2, 24, dropout=0.1),
@@ -30,7 +30,7 @@ _TRAIN = ("activation_checkpointing", "compile", "micro_batch_size")
 def case(dims: str, view: str = "", *, base: Any = BASE, experts: int = 0, **settings: Any) -> dict[str, Any]:
     """`base` on other dims, such as "pp=2 dp=4", each with its role.
 
-    view: the dims of a view with the experts' dim, ep. settings: of [model], [train], or else [parallel].
+    view: the dims of a view with the experts' dim, ep. settings: of [model], [train] or [parallel].
     """
     sizes = sizes_of(dims)
     mesh = {**BASE["mesh"], "dims": sizes, **({"views": {"expert": sizes_of(view)}} if view else {})}
@@ -43,7 +43,7 @@ def case(dims: str, view: str = "", *, base: Any = BASE, experts: int = 0, **set
 
 
 def small(dims: str, view: str = "", **settings: Any) -> dict[str, Any]:
-    """SMALL on other dims, as `case`; with a view there are four experts."""
+    """Like `case`, with SMALL as the base. With a view, there are four experts."""
     return case(dims, view, base=SMALL, experts=4 if view else 0, **settings)
 
 
@@ -94,7 +94,7 @@ PAIRS: dict[str, dict[str, Any]] = {
     "pp2 dp2 interleaved tied": small(
         "pp=2 dp=2", schedule="interleaved_1f1b", stages_per_rank=2, num_layers=4, tied_embeddings=True
     ),
-    # All microbatches in flight, uneven stages; below, ranks in disorder, the inner dim outside.
+    # All microbatches in flight, uneven stages, and the inner dim outside; below, permuted ranks.
     "pp2 tp2 sequence recompute": small(
         "tp=2 pp=2", sequence_parallel=True, activation_checkpointing=True, num_layers=3, schedule="gpipe"
     ),

@@ -1,4 +1,4 @@
-"""The table of what can be combined in docs/guide/parity.md, from the meshes that were compared with one process."""
+"""The table of combinations in docs/guide/parity.md, from the meshes that were compared with one process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _BEGIN, _END = "<!-- parity table -->\n", "<!-- end of parity table -->\n"
 
 
 def write_page(found: Mapping[str, Difference]) -> str:
-    """Write the table; says that it is written, or which case was not measured, and then it is not."""
+    """Write the table if all cases were measured. Return a line about the result, which names unmeasured cases."""
     missing = [case for case in CASES if case not in found]
     if missing:
         return f"{PAGE.name} is not written: not measured: {', '.join(missing)}"
@@ -35,7 +35,7 @@ def write_page(found: Mapping[str, Difference]) -> str:
 
 
 def settings(case: Mapping[str, Any]) -> tuple[str, str]:
-    """Which dims play which parts, and what else is not as in BASE, as a config has it."""
+    """The dims of each part, and all other settings that differ from BASE, as in a config."""
     parallel = case["parallel"]
     sizes = dict(case["mesh"]["dims"])
     for view in case["mesh"].get("views", {}).values():

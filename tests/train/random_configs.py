@@ -1,4 +1,4 @@
-"""Random configurations of training, by seed: right ones, and such with some settings changed."""
+"""Random training configurations by seed: valid ones, and ones with some settings changed."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ Raw = dict[str, Any]
 
 SIMULATED = ("data", "tensor", "context")
 PARTS = ("data", "shard", "tensor", "pipeline", "context")
-# Names of parts that others play, names that einops patterns use, letters beyond ASCII, and
-# names whose join is another one.
+# Names of other parts, names that einops patterns use, letters beyond ASCII, and a name that joins
+# two others.
 _NAMES = ("dp", "fsdp", "tp", "pp", "cp", "data", "b", "h", "s", "d", "x", "model", "rank", "a1")
 _ODD_NAMES = ("größe", "δ", "T", "expert", "one", "two", "one_two")
 
 
 def right(seed: int, parts: Iterable[str] = PARTS, *, must: Iterable[str] = (), most: int = 8) -> Raw:
-    """A configuration that trains on a mesh of 2 to `most` ranks, in float64, a few steps.
+    """A configuration that trains for a few steps in float64 on a mesh of 2 to `most` ranks.
 
-    parts: those that it may play. must: those that it plays, each along 2 ranks or more.
+    parts: the parts that it may play. must: the parts that it plays, each along 2 ranks or more.
     """
     chance = random.Random(f"right {seed}")
     needed, all_parts = list(must), list(parts)
@@ -54,7 +54,7 @@ def right(seed: int, parts: Iterable[str] = PARTS, *, must: Iterable[str] = (), 
 
 
 def changed(seed: int) -> Raw:
-    """`right`, with some settings changed to others that may or may not fit."""
+    """`right`, with some settings changed to values that may or may not fit."""
     chance = random.Random(f"changed {seed}")
     raw = right(seed)
     dims, mesh, parallel = raw["mesh"]["dims"], raw["mesh"], raw["parallel"]
@@ -112,7 +112,7 @@ def changed(seed: int) -> Raw:
 def _sizes(chance: random.Random, played: list[str], needed: list[str], most: int) -> dict[str, int]:
     while True:
         found = {part: chance.choice([1, 2, 2, 3, 4]) for part in played}
-        # The 256 bytes are split along tensor.
+        # tensor splits the 256 bytes of the vocabulary.
         if found.get("tensor") == 3 or any(found[part] == 1 for part in needed):
             continue
         if 2 <= math.prod(found.values()) <= most:
@@ -127,7 +127,7 @@ def _attention(chance: random.Random, parallel: Raw, of: Mapping[str, int]) -> N
 
 
 def _pipeline(chance: random.Random, parallel: Raw, of: Mapping[str, int]) -> int:
-    """Draws the schedule; micro-batches that it runs."""
+    """Draw the schedule, and return its number of microbatches."""
     ranks = of["pipeline"]
     if "pipeline" not in parallel:
         return chance.choice([1, 1, 2, 3, 4])
@@ -202,7 +202,7 @@ def _experts(chance: random.Random, mesh: Raw, parallel: Raw, model: Raw) -> Non
     if fits:
         expert = chance.choice([name for name in fits if view[name] > 1] or fits)
         left = [name for name, size in view.items() if size > 1 and name not in (*kept, expert)]
-        # Experts' shards lie along one dim, and copies of them along another.
+        # The shards of experts need one dim, and their copies need another.
         if "shard" not in parallel or len(left) <= 2:
             parallel["expert"] = expert
             mesh["views"] = {"expert_view": view}
@@ -214,7 +214,7 @@ def _factors(chance: random.Random, number: int) -> list[int]:
 
 
 def _names(chance: random.Random, mesh: Raw) -> None:
-    """Merged dims, another view and an order of the ranks: they change nothing of the training."""
+    """Merged dims, another view and a rank order, none of which changes the training."""
     dims = mesh["dims"]
     ranks = math.prod(dims.values())
     if chance.random() < 0.3 and len(dims) > 1:

@@ -1,4 +1,4 @@
-"""Runs that several tests share: configurations by their dims, trainings, and the files that they leave."""
+"""Helpers that several tests share: configurations by their dims, training runs, and the files of a run."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ _ROLES = {"data": "dp", "shard": "fsdp", "tensor": "tp", "pipeline": "pp", "cont
 
 
 def sizes_of(dims: str) -> dict[str, int]:
-    """Of "dp=2 tp=4"."""
+    """The sizes of dims from text such as "dp=2 tp=4"."""
     return {name: int(size) for name, size in (pair.split("=") for pair in dims.split())}
 
 
 def roles_of(dims: Iterable[str]) -> dict[str, str]:
-    """[parallel] of dims that are named after their roles; others have none."""
+    """The roles in [parallel] for dims that are named after their roles; other dims have none."""
     return {role: dim for role, dim in _ROLES.items() if dim in dims}
 
 
 def parallel_of(**settings: Any) -> dict[str, Any]:
-    """[parallel] of roles and options by their names."""
+    """[parallel] from roles and options by their names."""
     options = {key: value for key, value in settings.items() if key in ParallelOptions.model_fields}
     roles = {key: value for key, value in settings.items() if key not in options}
     return roles | ({"options": options} if options else {})
 
 
 def config_on(base: dict[str, Any], dims: str, *overrides: str, **parallel: Any) -> Config:
-    """`base` on other dims, such as "pp=2 dp=4", each with its role. parallel: more of [parallel]."""
+    """`base` on other dims, such as "pp=2 dp=4", each with its role. parallel: more settings of [parallel]."""
     sizes = sizes_of(dims)
     mesh = {**base["mesh"], "dims": sizes}
     return load_config(
@@ -44,19 +44,19 @@ def config_on(base: dict[str, Any], dims: str, *overrides: str, **parallel: Any)
 
 
 def trained(config: Config, callback: Callback | None = None) -> Summary:
-    """A run, on a rank."""
+    """Run a training on this rank."""
     with meshcomm.init(config) as mesh:
         return run(mesh, config, callback or Callback())
 
 
 def gradient_node(parameter: nn.Parameter) -> Any:
-    """Return the node of autograd that receives the gradient of a parameter. It is to be kept for as long as it has hooks."""
+    """Return the node of autograd that receives the gradient of a parameter. Keep the node for as long as it has hooks."""
     function: Any = parameter.expand_as(parameter).grad_fn
     return function.next_functions[0][0]
 
 
 def losses_or_error(config: Config) -> Any:
-    """The losses of a run; the text of its error."""
+    """The losses of a run, or the text of its error."""
     try:
         return trained(config).losses
     except MeshcommError as error:
@@ -69,5 +69,5 @@ def metrics(out: Path) -> list[dict[str, Any]]:
 
 
 def run_json(out: Path) -> Any:
-    """What run.json says."""
+    """The contents of run.json."""
     return json.loads((out / "run.json").read_text())

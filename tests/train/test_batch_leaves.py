@@ -1,4 +1,4 @@
-"""Batches with leaves that are no tensors of samples: NumPy arrays, lists, numbers and strings."""
+"""Batches with leaves that are not tensors of samples: NumPy arrays, lists, numbers and strings."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from meshcomm.errors import MeshcommError
 from meshcomm.train import Trainer
 
 _ROWS = torch.randn(3, 8, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-# From rows (samples, 5) of a rank, and its number, to (inputs, targets).
+# From the rows (samples, 5) and the number of a rank to (inputs, targets).
 Collate = Callable[[Tensor, int], tuple[Any, Any]]
 
 
 @dataclass
 class Held:
-    """A tree of a class of its own."""
+    """A container class that belongs to the program."""
 
     values: Any
     weights: Any
 
 
 def weighted(outputs: Tensor, targets: Any) -> Tensor:
-    """Of the values and the weights of samples."""
+    """A loss of the values and the weights of samples."""
     values, weights = targets if isinstance(targets, tuple) else (targets.values, targets.weights)
     return ((outputs - torch.as_tensor(values)).square().mean(1) * torch.as_tensor(weights)).mean()
 
 
 def scaled(outputs: Tensor, targets: Any) -> Tensor:
-    """Of values, and what all samples share."""
+    """A loss of values and of a factor that all samples share."""
     values, shared = targets
     return F.mse_loss(outputs, values) * (float(shared) if not isinstance(shared, tuple) else shared[0])
 

@@ -1,4 +1,4 @@
-"""Batch norms take the samples of a micro-batch on all ranks: one process is given the same micro-batch."""
+"""A batch norm uses the samples of a microbatch from all ranks. One process gets the same microbatch."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ CONFIG: dict[str, Any] = {
 
 
 def parity(pool: Pool, folder: Path, microbatch: int, *more: str, script: bool) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr of the command; of the script, or of what the configuration says."""
+    """Exit code, stdout and stderr of the command, with the script or with the configuration's own model and data."""
     (folder / "net.py").write_text(NET)
     (folder / "mine.py").write_text(SCRIPT)
     config = {name: each for name, each in CONFIG.items() if not script or name not in ("model", "data")}
@@ -85,7 +85,7 @@ def parity(pool: Pool, folder: Path, microbatch: int, *more: str, script: bool) 
     env = {"OMP_NUM_THREADS": "1"}
     if script:
         return Job(pool, folder, *words, *more, "c.json", "mine.py", env=env).finish()
-    # The reference runs in the command's own process, with torch's threads: its ranks cannot be forked from there.
+    # The reference runs in the command's own process with torch's threads, so its ranks cannot be forked from there.
     done = subprocess.run(
         [sys.executable, *words, *more, "c.json"],
         cwd=folder,

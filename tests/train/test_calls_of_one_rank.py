@@ -1,4 +1,4 @@
-"""Calls of a Trainer that one rank makes, while the others make another one."""
+"""One rank makes a call of a Trainer while the others make another one."""
 
 from __future__ import annotations
 

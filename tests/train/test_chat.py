@@ -1,4 +1,4 @@
-"""Samples of conversations: their targets, their packing, and errors for files that hold no conversations."""
+"""Samples of conversations: their targets, their packing, and errors for files without conversations."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TEMPLATE = (
 
 
 def folder_of(path: Path, template: str | None = TEMPLATE) -> Path:
-    """A tokenizer of which every character is a token: its code."""
+    """A tokenizer with one token for every character, numbered by its code."""
     vocabulary = {chr(code): code for code in range(1, 128)} | {"?": 0}
     inner = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, [], unk_token="?"))
     inner.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
@@ -66,7 +66,7 @@ def test_a_conversation_is_a_sample_and_all_of_it_counts(tmp_path: Path) -> None
 
 def test_only_answers_count_where_asked_and_conversations_are_packed(tmp_path: Path) -> None:
     (both, more) = read(tmp_path, SHORT, HELLO, SHORT, answers_only=True, document_mask=True)
-    # The longest first; one more of eight tokens does not fit into 25.
+    # The longest conversation comes first; one more of eight tokens does not fit into 25.
     assert text_of(both[0][0]) == "u:hi;a:yo;u:b;a:ok" and text_of(more[0][0]) == "u:x;a:y;u:x;a:y"
     assert text_of(both[1][0]).rstrip("_") == "______yo;______ok;"
     assert text_of(more[1][0]).rstrip("_") == "_____y;______y;"

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: whole or not there, loadable on any mesh, and a run that goes on as if undisturbed."""
+"""Checkpoints of a run are whole or absent, load on any mesh, and let a run continue as if undisturbed."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ AGENT = {"TORCHELASTIC_RUN_ID": "x1", "TORCHELASTIC_RESTART_COUNT": "1"}
 
 
 class Notes(Callback):
-    """Remembers how the run started; stops it after a step, if told to."""
+    """Records how the run started. Stops it after a step, if one is given."""
 
     def __init__(self, stop: int = 0) -> None:
         self.resumed: Resumed | None = None
@@ -112,7 +112,7 @@ def names(out: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def undisturbed(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Summary]:
-    """A run of 10 steps on pp2 tp2 with checkpoints of 4, 8 and 10."""
+    """A run of 10 steps on pp2 tp2 with checkpoints at steps 4, 8 and 10."""
     out = tmp_path_factory.mktemp("undisturbed") / "run"
     config = tiny(out, "train.checkpoint_every=4", "train.keep=3")
     results = pool.run(run_once, config, env={"SOME_API_TOKEN": "s3cret-in-the-environment"}, ranks=4)
@@ -124,7 +124,7 @@ def undisturbed(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> tuple[P
 
 @pytest.fixture
 def at_step_4(undisturbed: tuple[Path, Summary], tmp_path: Path) -> Path:
-    """That run, as if it had been killed while step 8 was saved, in the middle of a line of metrics."""
+    """The same run, as if it had been killed during the save of step 8, in the middle of a line of metrics."""
     out = tmp_path / "run"
     shutil.copytree(undisturbed[0], out)
     shutil.rmtree(out / "checkpoints" / "step-000010")
@@ -140,12 +140,12 @@ def at_step_4(undisturbed: tuple[Path, Summary], tmp_path: Path) -> Path:
 
 @pytest.mark.parity
 def test_a_resumed_run_is_bit_equal(pool: Pool, undisturbed: tuple[Path, Summary], at_step_4: Path) -> None:
-    """The one that goes on writes its checkpoints beside the training, the other one between two steps."""
+    """The resumed run saves during training, and the other run saves between two steps."""
     out, summary = undisturbed
     more = ("train.checkpoint_every=4", "train.keep=2", "train.checkpoint_async=true")
     for again, resumed in pool.run(run_once, tiny(at_step_4, "train.resume=true", *more), ranks=4):
         assert (again.losses, again.steps, again.tokens) == (summary.losses, 10, summary.tokens)
-        # train.keep and train.checkpoint_async are among those that change nothing.
+        # A change of train.keep or train.checkpoint_async is not a difference.
         assert resumed == Resumed(4, at_step_4 / "checkpoints" / "step-000004", ())
     assert metrics(at_step_4) == metrics(out)
     seconds = [line["seconds"] for line in runs.metrics(at_step_4)]
@@ -155,14 +155,14 @@ def test_a_resumed_run_is_bit_equal(pool: Pool, undisturbed: tuple[Path, Summary
     for step in ("checkpoints/step-000008", "checkpoints/step-000010"):
         assert equal(at_step_4 / step, out / step)
     found = tensors(at_step_4 / "checkpoints/step-000010")
-    # Of every weight: itself, two averages, and a count of steps. Of the run: its losses, and which optimizer it has.
+    # For each weight: the weight, two averages and a count of steps. For the run: its losses and the name of its optimizer.
     weights = [name for name in found if name.startswith("model.")]
     assert len(found) == 4 * len(weights) + 2 and len(weights) == 3 + 2 * 9
     assert found["model.layers.1.attn.wq.weight"].shape == (32, 32)
 
 
 def loaded_and_continued(config: Config, path: Path) -> Any:
-    """The whole tensors right after loading, and the run that goes on from them; None where a rank has no part."""
+    """The whole tensors right after loading, and the run that continues from them; None on a rank outside the mesh."""
     with meshcomm.init(config) as mesh:
         if not mesh.is_member:
             return None
@@ -170,7 +170,7 @@ def loaded_and_continued(config: Config, path: Path) -> Any:
         resume(mesh, trainer, path)
         state = trainer.state()
         tensors = {name: whole(value).numpy().copy() for name, value in state.items()}
-        # What was loaded is the module's own memory, not a copy.
+        # Loading fills the module's own memory, not a copy.
         name, parameter = next(iter(trainer.named_parameters()))
         assert (whole(parameter).numpy() == tensors[f"model.{name}"]).all()
         notes = Notes()
@@ -183,9 +183,9 @@ def loaded_and_continued(config: Config, path: Path) -> Any:
         pytest.param(
             "{ dp = 2, tp = 2, pp = 1 }", 4, ["mesh.rank_order=[3, 1, 0, 2]"], marks=pytest.mark.parity
         ),
-        # Half of the ranks: dp fills what is left, with the same global batch.
+        # Half of the ranks: dp takes the remaining ranks, with the same global batch.
         ("{ pp = 2, dp = -1, tp = 1 }", 2, []),
-        # A mesh on part of the ranks.
+        # A mesh on some of the ranks.
         ("{ pp = 1, dp = 2, tp = 1 }", 3, ["mesh.ranks=[1, 2]", "train.micro_batch_size=4"]),
     ],
 )
@@ -209,7 +209,7 @@ def test_a_checkpoint_fits_any_mesh(
             assert torch.equal(torch.from_numpy(value), expected[name]), name
         seen |= found.keys()
         assert summary.losses[:4] == undisturbed[1].losses[:4]
-        # Only the order of sums differs between meshes; measured: 2e-7.
+        # Only the order of sums differs between meshes; the measured difference is 2e-7.
         assert summary.losses == pytest.approx(undisturbed[1].losses, rel=1e-6)
         assert resumed.step == 4
         assert any(
@@ -217,7 +217,7 @@ def test_a_checkpoint_fits_any_mesh(
         )
     assert seen == expected.keys() - {"run.losses"}
     assert [line["step"] for line in metrics(at_step_4)] == list(range(1, 11))
-    # And what this mesh saves is whole too.
+    # The checkpoints that this mesh saves are whole too.
     assert tensors(at_step_4 / "checkpoints" / "step-000010").keys() == expected.keys()
 
 
@@ -225,15 +225,15 @@ def test_a_checkpoint_fits_any_mesh(
 
 
 def job(folder: Path) -> Path:
-    """A file with TINY as a job of 30 steps on two ranks, which writes into "run"."""
+    """Write TINY as a job of 30 steps on two ranks with the output folder "run"."""
     every = ("train.steps=30", "train.warmup_steps=0", "train.micro_batch_size=4", "train.checkpoint_every=5")
     path = folder / "job.json"
     path.write_text(tiny(Path("run"), TWO, *every).model_dump_json(exclude_unset=True))
     return path
 
 
-# Imported by every process at its start. Rank 1 of the first attempt ends itself as soon as the checkpoint is
-# there: no step can be made without it, however long the machine takes to run a thread.
+# Every process imports this at its start. Rank 1 of the first attempt kills itself as soon as the checkpoint is there:
+# no step can be made without it, however long the machine takes to run a thread.
 KILLER = """
 import os, signal, threading, time
 
@@ -248,9 +248,9 @@ if os.environ.get("RANK") == "1" and os.environ.get("TORCHELASTIC_RESTART_COUNT"
 
 
 def started(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
-    """A job of processes in `folder`; ended with all of them where it takes too long."""
+    """Run a job of processes in `folder`. If it takes too long, kill all of them."""
     path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
-    # One thread each, as the pool's ranks have: with more, sums may be taken in another order.
+    # One thread per process, as in the pool: with more threads, the order of sums may differ.
     more = {"PYTHONPATH": path, "RES_OPTIONS": "timeout:1 attempts:1", "OMP_NUM_THREADS": "1"}
     job = subprocess.Popen(
         command,
@@ -272,7 +272,7 @@ def started(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.faults
 def test_a_job_with_a_killed_rank_restarts_and_ends_like_one_without(pool: Pool, tmp_path: Path) -> None:
     path = job(tmp_path)
-    # A run from before, with a checkpoint further on, that a restart must not take for its own.
+    # A restart must not take the checkpoints of this earlier run for its own.
     before = ["train.steps=2", "train.checkpoint_every=1", ONE, f'train.out="{tmp_path}/run"']
     pool.run(run_once, load_config(path, before), Attempt("another"), ranks=1)
 
@@ -299,7 +299,7 @@ def test_a_job_with_a_killed_rank_restarts_and_ends_like_one_without(pool: Pool,
     assert equal(tmp_path / "run" / last, tmp_path / "other" / last)
 
 
-# $1: megabytes, about three checkpoints of the job. What lies there goes with the namespace, so it is copied out.
+# The file system has room for about three checkpoints. It ends with the namespace, so its files are copied out.
 FULL = """
 mount -t tmpfs -o size=1500k tmpfs run || exit 77
 "$@" --set train.checkpoint_every=1 --set train.keep=9; code=$?
@@ -332,7 +332,7 @@ def test_a_file_system_that_fills_up_while_saving_loses_nothing(tmp_path: Path) 
         done.stderr,
         re.MULTILINE,
     ), done.stderr
-    # Nothing is lost: each complete one has all of its tensors, and the run goes on from the newest.
+    # Nothing is lost: each complete checkpoint has all of its tensors, and the run continues from the newest.
     for name in complete:
         step = tmp_path / "left/checkpoints" / name
         Lock.read(step)
@@ -357,7 +357,7 @@ def test_only_restarts_of_the_same_job_go_on_by_themselves(pool: Pool, tmp_path:
         return sorted(path.name for path in tmp_path.iterdir())
 
     assert pool.run(interrupted, config, Attempt("a", 0), 1, ranks=1) == [None]
-    # Restarted before the first checkpoint: the same file from its first line.
+    # A restart before the first checkpoint writes the same file from its first line.
     (resumed,) = pool.run(interrupted, config, Attempt("a", 1), 3, ranks=1)
     assert resumed == Resumed(0, tmp_path / "checkpoints", (), 1)
     assert left() == [f"{name}{end}" for name, end in files]
@@ -365,11 +365,11 @@ def test_only_restarts_of_the_same_job_go_on_by_themselves(pool: Pool, tmp_path:
     ((_, resumed),) = pool.run(run_once, config, Attempt("a", 2), ranks=1)
     assert resumed == Resumed(2, tmp_path / "checkpoints" / "step-000002", (), 2)
     assert [line["step"] for line in metrics(tmp_path)] == [1, 2, 3, 4, 5, 6]
-    # A finished run that resumes has nothing left to do.
+    # A finished run that is resumed has nothing left to do.
     ((summary, resumed),) = pool.run(run_once, tiny(tmp_path, *few, "train.resume=true"), ranks=1)
     assert summary.steps == 6 and resumed is not None and resumed.step == 6
     assert len(metrics(tmp_path)) == 6 and left() == [f"{name}{end}" for name, end in files]
-    # Another job, restarted or not, starts anew, and nothing is lost.
+    # Another job, restarted or not, starts from scratch and loses nothing.
     first = content(tmp_path)
     for attempt in (Attempt("b", 1), Attempt("", 1), Attempt("b", 0)):
         assert pool.run(interrupted, config, attempt, 3, ranks=1) == [None]
@@ -385,7 +385,7 @@ def test_only_restarts_of_the_same_job_go_on_by_themselves(pool: Pool, tmp_path:
         ({}, Attempt("", 0)),
         ({"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "2"}, Attempt("", 2)),
         ({"TORCHELASTIC_RUN_ID": "x1", "TORCHELASTIC_RESTART_COUNT": "1"}, Attempt("x1", 1)),
-        # A requeued job keeps its number, and a torchrun in its script has a new name.
+        # A requeued job keeps its number, but a torchrun in its script gets a new name.
         ({**SLURM, "SLURM_STEP_ID": "0"}, Attempt("Slurm job 7, step 0", 0)),
         ({**SLURM, "SLURM_STEP_ID": "0", "SLURM_RESTART_COUNT": "2"}, Attempt("Slurm job 7, step 0", 2)),
         ({**SLURM, **AGENT, "SLURM_RESTART_COUNT": "2"}, Attempt("Slurm job 7", 3)),
@@ -403,7 +403,7 @@ def die() -> None:
 
 
 def killed_at(config: Config, moment: str) -> None:
-    """Save step 2 well, and end this rank at a moment of saving step 4."""
+    """Save step 2 completely, and kill this rank at a given moment of saving step 4."""
     rank = int(os.environ["RANK"])
     folder = Path(config.train.out if config.train else "") / "checkpoints"
     write_part, write_metadata = checkpoint_writer.write_part, checkpoint_writer.write_metadata
@@ -451,7 +451,7 @@ def killed_at(config: Config, moment: str) -> None:
 
 
 def killed_some_time(config: Config, seed: int) -> None:
-    """End one rank, or all of them, some time while the third checkpoint is saved: how long it takes, the first says."""
+    """Kill one rank or both at a random moment of the third save. The duration of the first save bounds the moment."""
     chance = random.Random(seed)
     victims = chance.choice([{0}, {1}, {0, 1}])
     save = Checkpoints.save
@@ -469,7 +469,7 @@ def killed_some_time(config: Config, seed: int) -> None:
 
     Checkpoints.save = saving  # type: ignore[method-assign]
     run_once(config)
-    time.sleep(10)  # where it was quicker than that
+    time.sleep(10)  # in case the save was faster
 
 
 TWO_STEPS, FOUR = ["job", "latest", "step-000002"], ["job", "latest", "step-000004"]
@@ -527,7 +527,7 @@ def test_another_training_is_refused_with_both_values(pool: Pool, at_step_4: Pat
             "  expected: the checkpoint's own model, data, batch, seed and dtype\n"
             "  try:      restore them; or set train.resume = false, or choose another train.out, for a separate run"
         )
-    # Nothing was lost by trying.
+    # The attempt loses nothing.
     assert content(folder) == before and (at_step_4 / "metrics.jsonl").read_bytes() == metrics
 
 
@@ -567,7 +567,7 @@ def changed(section: str, **values: Any) -> Lock:
         (changed("data", files=["x"]), 'data.files: [] -> ["x"]'),
         (dataclasses.replace(LOCK, versions={"torch": "2.14"}), 'versions.torch: "2.13.0" -> "2.14"'),
         (dataclasses.replace(LOCK, plan={"device": "cuda"}), 'device: "cpu" -> "cuda"'),
-        # How a run is written down is no difference.
+        # Settings of checkpoints and logging are not differences.
         *(
             (changed("train", **{key: 3}), None)
             for key in ("checkpoint_async", "checkpoint_every", "keep", "log_every")
@@ -626,12 +626,12 @@ def test_checkpoints_hold_no_environment(undisturbed: tuple[Path, Summary]) -> N
     assert lock["plan"]["dims"] == {"pp": 2, "dp": 1, "tp": 2}
 
 
-# The Enum of memory formats, which torch names privately: of what pickled properties have.
+# torch has no public name for the enum of memory formats, so it is taken from pickled tensor properties.
 ENCODING: Any = TensorProperties().__getstate__()[3].__class__
 
 
 class ByName:
-    """Pickled as Python 3.11.0 to 3.11.3 pickle the member of an Enum."""
+    """Pickles the member of an enum as Python 3.11.0 to 3.11.3 do."""
 
     def __init__(self, kind: type, name: str) -> None:
         self.given = kind, name
@@ -648,7 +648,7 @@ def test_members_of_an_enum_are_read_as_each_python_writes_them() -> None:
 
 
 def refused_each(config: Config, files: list[str]) -> list[str]:
-    """What a rank hears of each damage in turn: a bit of each byte flipped, half of a file, or none of it there."""
+    """The errors on a rank after each damage in turn: a bit of each byte flipped, half of a file cut off, or a file removed."""
     folder = Path(config.train.out if config.train else "") / "checkpoints" / "step-000008"
     found = []
     for name in files:
@@ -694,12 +694,12 @@ def test_a_damaged_checkpoint_ends_every_rank_and_names_the_one_before(pool: Poo
             if ".distcp" in name:
                 what = r"the checkpoint is damaged: (model|optimizer)\.\S+ in __3_0\.distcp\n"
                 assert re.search(what, text)
-    # And whole again, it is read.
+    # The restored checkpoint is read again.
     assert {resumed.step for _, resumed in pool.run(run_once, config, ranks=2) if resumed} == {8}
 
 
 def test_a_damaged_last_checkpoint_is_not_passed_over(pool: Pool, at_step_4: Path, tmp_path: Path) -> None:
-    """Neither by a resumed run nor by an export; a new run moves it away with the others; an empty folder is none."""
+    """A resumed run and an export refuse it; a new run moves it away with the others; an empty folder does not count."""
     folder = at_step_4 / "checkpoints"
     last = folder / "step-000008"
     config = tiny(at_step_4, ONE, "train.resume=true", "train.checkpoint_every=4")

@@ -1,4 +1,4 @@
-"""Saved on one mesh, resumed on another: in float64 the losses from there on are the same."""
+"""A run that is saved on one mesh and resumed on another has the same losses in float64."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.train.runs import trained
 
 pytestmark = pytest.mark.parity
 
-# The mesh that saves -> its model, and the meshes that resume; of a case, its mesh and its roles.
+# The mesh that saves -> its model, and the meshes that resume. A case gives its mesh and its roles.
 GROUPS: dict[str, tuple[dict[str, Any], str]] = {
     "pp2 dp2 tp2": (
         {**CASES["pp2 dp2 tp2"]["model"], "num_kv_heads": 8},
@@ -49,7 +49,7 @@ OTHERS["tp4 pp2 of another order"]["mesh"]["rank_order"] = [3, 1, 7, 0, 5, 2, 6,
 
 
 def job(place: str, model: dict[str, Any], out: Path, **train: Any) -> Config:
-    """The mesh and the parts of a case, with another model and other checkpoints."""
+    """The mesh and the roles of a case, with another model and other settings of checkpoints."""
     on = OTHERS.get(place) or CASES[place]
     facts = {**CASES["dp8"]["train"], "steps": 8, "checkpoint_every": 4, "keep": 3, "out": str(out), **train}
     rest = {"model": model, "data": CASES["dp8"]["data"], "train": facts}

@@ -1,4 +1,4 @@
-"""Weights of a checkpoint as one safetensors file: the published format; and no damage of a checkpoint goes unnoticed."""
+"""The weights of a checkpoint as one safetensors file in the published format. No damage of a checkpoint goes unnoticed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def bits(tensor: torch.Tensor) -> bytes:
 
 
 def state() -> dict[str, torch.Tensor]:
-    """One tensor of each dtype, random bits, among them no number; a scalar, an empty one, odd names."""
+    """One tensor of random bits, NaN included, for each dtype; also a scalar, an empty tensor and odd names."""
     generator = torch.Generator().manual_seed(5)
     found = {}
     for dtype in NAMES:
@@ -47,7 +47,7 @@ def state() -> dict[str, torch.Tensor]:
 
 
 def checkpoint(run: Path, tensors: dict[str, torch.Tensor], lock: Lock = LOCK) -> Path:
-    """A complete checkpoint, made in one process."""
+    """A complete checkpoint, written by one process."""
     path = run / "checkpoints" / name_of(lock.step)
     write_part(saving(path), 0, [(part, tensors[part.name]) for part in parts_of(tensors)])
     write_metadata(saving(path), [0])
@@ -63,7 +63,7 @@ def test_an_exported_file_is_the_published_format_and_has_the_weights_bit_by_bit
     result = CliRunner().invoke(app, ["export", str(tmp_path / "run"), str(file)])
     assert result.exit_code == 0, result.output
     assert result.output.startswith(f"{path} -> {file}: step 40, {len(expected)} tensors, ")
-    # As the package of the format reads it, which knows nothing of what wrote it.
+    # The safetensors package reads the file; it knows nothing about the writer.
     with safe_open(file, framework="pt") as opened:  # type: ignore[no-untyped-call]
         assert opened.metadata() == {"format": "pt"}
     found = load_file(file)
@@ -71,7 +71,7 @@ def test_an_exported_file_is_the_published_format_and_has_the_weights_bit_by_bit
     for name, tensor in expected.items():
         assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape)
         assert bits(found[name]) == bits(tensor)
-    # Aligned: the header ends at a multiple of 8, and larger elements come first.
+    # All data are aligned: the header ends at a multiple of 8, and larger elements come first.
     raw = file.read_bytes()
     (length,) = struct.unpack("<Q", raw[:8])
     sizes = [expected[name].itemsize for name in json.loads(raw[8 : 8 + length]) if name in expected]
@@ -81,7 +81,7 @@ def test_an_exported_file_is_the_published_format_and_has_the_weights_bit_by_bit
 
 
 def test_no_flipped_bit_goes_unnoticed(tmp_path: Path) -> None:
-    """One bit of every file after the other: an error that names the file, or the very bits that were saved."""
+    """One bit of each file is flipped at a time: reading raises an error that names the file, or returns the saved bits."""
     expected = {"model.w": torch.arange(40.0), "model.b": torch.ones(2, dtype=torch.bfloat16)}
     older = checkpoint(tmp_path / "run", expected, dataclasses.replace(LOCK, step=30))
     path = checkpoint(tmp_path / "run", expected)
@@ -140,7 +140,7 @@ def test_what_cannot_be_exported_leaves_no_file_and_the_old_one(
 
 
 def anonymous_bytes() -> int:
-    """This process's own memory, without files that are mapped."""
+    """This process's own memory, without mapped files."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("RssAnon:"):
             return int(line.split()[1]) * 1024
@@ -162,6 +162,6 @@ def test_one_tensor_is_in_memory_at_a_time(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(Saved, "load", looked)
     before = anonymous_bytes()
     export_weights(run, file)
-    # A tensor and the part of a file that it is read from, or the file that it goes into; not 24.
+    # One tensor and the part of a file that it is read from, or the output file; but not 24 tensors.
     assert len(held) == 24 and max(held) - before < 20 << 20
     assert all(torch.equal(each, one) for each in load_file(file).values())

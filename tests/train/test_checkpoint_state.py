@@ -1,4 +1,4 @@
-"""State with every kind of part, from any mesh to any other, and checkpoints that are written beside the training."""
+"""State with every kind of part moves from any mesh to any other; checkpoints are written while training runs."""
 
 from __future__ import annotations
 
@@ -65,13 +65,13 @@ WHOLE = {
 
 
 def value(name: str, step: int) -> Tensor:
-    """The whole tensor of a name at a step: other numbers for each of both."""
+    """The whole tensor of a name at a step; each name and step has other numbers."""
     seed = zlib.crc32(f"{name} {step}".encode())
     return torch.randn(WHOLE.get(name, ()), generator=torch.Generator().manual_seed(seed))
 
 
 class Part(nn.Module):
-    """One weight, split along tp where an axis is given."""
+    """One weight, split along tp if an axis is given."""
 
     def __init__(self, mesh: Mesh, shape: tuple[int, ...], axis: int | None) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class Layer(nn.Module):
 
 
 def state_of(mesh: Mesh, stages: int) -> dict[str, Tensor]:
-    """What this rank has, all zeros, by global names; stages of one rank are `pp` apart."""
+    """The state of this rank by global names, filled with zeros. The stages of one rank are `pp` apart."""
     size, mine = mesh.size("pp"), mesh.coord("pp")
     found: dict[str, Tensor] = {}
     for stage in range(mine, stages, size):
@@ -127,7 +127,7 @@ def expected(name: str, step: int) -> Tensor:
 
 
 def own(name: str, tensor: Tensor, step: int) -> tuple[Tensor, Tensor]:
-    """This rank's part of a tensor, and what it holds at a step."""
+    """This rank's part of a tensor, and the values that it should have at a step."""
     whole = expected(name, step)
     if not isinstance(tensor, DTensor):
         return tensor, whole
@@ -148,15 +148,15 @@ def differing(state: dict[str, Tensor], step: int) -> list[str]:
 MESHES: list[tuple[dict[str, int], dict[str, dict[str, int]], int]] = [
     ({"pp": 2, "fsdp": 2, "tp": 2}, {"expert": {"pp": 2, "ep": 2, "tp": 2}}, 4),
     ({"pp": 1, "fsdp": 4, "tp": 2}, {"expert": {"pp": 1, "ep": 4, "tp": 2}}, 1),
-    # The inner dims outside: other ranks have other parts.
+    # The inner dims are outside, so ranks have other parts.
     ({"tp": 2, "fsdp": 4, "pp": 1}, {"expert": {"tp": 2, "edp": 2, "ep": 2, "pp": 1}}, 2),
 ]
 
 
 def saved_and_loaded_everywhere(folder: Path) -> list[str]:
-    """Each mesh saves two steps and loads those of the ones before it, the first in the end all.
+    """Each mesh saves two steps, and loads the steps of all meshes before it. In the end the first mesh loads all of them.
 
-    Returns what was wrong.
+    Returns the differences.
     """
     wrong: list[str] = []
     saved: list[int] = []
@@ -170,7 +170,7 @@ def saved_and_loaded_everywhere(folder: Path) -> list[str]:
                     for step in (1, 2):
                         put(state, step)
                         checkpoints.save(lock(step), {**state, "run.losses": torch.arange(float(step))})
-                        put(state, 9)  # training goes on while it is written
+                        put(state, 9)  # training continues during the write
                     saved.append(number)
             for other in saved:
                 for step in (2, 1):
@@ -197,19 +197,19 @@ def test_every_kind_of_state_goes_from_any_mesh_to_any_other_bit_by_bit(pool: Po
             saved.fill(whole)
             for name, tensor in whole.items():
                 assert torch.equal(tensor, expected(name, step)), (number, step, name)
-            # Once: the parts of all files together are as large as the tensors.
+            # Each part is written once: the parts in all files together are as large as the tensors.
             described: Any = saved._metadata.state_dict_metadata
             parts = [chunk for meta in described.values() for chunk in meta.chunks]
             sizes.add((step, sum(chunk.sizes.numel() for chunk in parts)))
     assert sizes == {(s, 2 * sum(torch.Size(shape).numel() for shape in WHOLE.values()) + s) for s in (1, 2)}
 
 
-# -- beside the training --------------------------------------------------------------------------
+# -- saving while training runs -------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def instead(name: str, function: Any) -> Iterator[None]:
-    """What saves something does something else; the processes are used again after it."""
+    """Replace a function of the writer, and put it back afterwards, because the processes are used again."""
     before = getattr(checkpoint_writer, name)
     setattr(checkpoint_writer, name, function)
     try:
@@ -219,7 +219,7 @@ def instead(name: str, function: Any) -> Iterator[None]:
 
 
 def held_back(gate: threading.Event) -> contextlib.AbstractContextManager[None]:
-    """Files are written when `gate` opens."""
+    """Hold files back until `gate` opens."""
     write_part = checkpoint_writer.write_part
 
     def writing(*args: Any) -> None:
@@ -230,7 +230,7 @@ def held_back(gate: threading.Event) -> contextlib.AbstractContextManager[None]:
 
 
 def trained_beside(out: Path) -> list[Any]:
-    """What is there while step 2's files are held back on all ranks, then on one, and at the end."""
+    """The checkpoints while step 2's files are held back on all ranks, then on one rank, and at the end."""
     gate = threading.Event()
     gate.set()
     seen: list[Any] = []
@@ -238,7 +238,7 @@ def trained_beside(out: Path) -> list[Any]:
         state = {"w": torch.zeros(3000), "part": distribute_tensor(torch.zeros(8, 4), mesh["tp"], [Shard(0)])}
 
         def step(number: int) -> None:
-            # The training's own calls go on, with the values that they should have.
+            # The training's own calls continue with the right values.
             x = torch.full((4,), float(mesh.rank + number))
             assert mesh.all_reduce("dp", x).tolist() == [2 * number + sum(mesh.ranks("dp"))] * 4
             for tensor in state.values():
@@ -269,7 +269,7 @@ def trained_beside(out: Path) -> list[Any]:
             seen.append(names(out))
             mesh.barrier()
             gate.set()
-            # The next one waits for the one before.
+            # The next save waits for the one before.
             checkpoints.save(lock(11), state)
             seen.append("step-000002" in names(out))
         seen.append(names(out))
@@ -282,15 +282,15 @@ def test_training_goes_on_while_files_are_written(pool: Pool, tmp_path: Path) ->
         assert seen == [before, [*before, "step-000002.saving"], True, last], rank
     whole = {"w": torch.zeros(3000), "part": torch.zeros(8, 4)}
     for step in (2, 11):
-        # As it was when it was saved, whatever the steps after it made of the state.
+        # The files have the values at the time of the save, whatever later steps have made of the state.
         Saved(tmp_path / "checkpoints" / f"step-{step:06d}").fill(whole)
         assert all((tensor == step).all() for tensor in whole.values())
 
 
 def without_space(out: Path, moment: str) -> tuple[int, str, str, list[str]]:
-    """The step at which this rank hears that the save of step 2 failed, and in which words."""
+    """The step at which this rank learns that the save of step 2 failed, and the words of the error."""
     with meshcomm.init(config({"dp": 2, "tp": 2})) as mesh:
-        # So many that each of the four ranks writes some of them.
+        # Enough tensors that each of the four ranks writes some of them.
         state = {f"w{n}": torch.ones(300) for n in range(32)}
         checkpoints = Checkpoints(mesh, settings(out))
         checkpoints.begin(Attempt(), lock(0))
@@ -347,12 +347,12 @@ def test_a_failed_async_save_is_raised_on_all_ranks(
                 == f"  try:      make space, then train.resume = true continues from {folder}/step-000001"
             )
     assert moment == "a part is lost" or causes[2 if moment == "write_part" else 0] == "OSError"
-    # And what it took is free again.
+    # The failed save has freed its space.
     assert left[0] == ["job", "latest", "step-000001"]
 
 
 def ended_by_an_error(out: Path) -> str:
-    """An error of the training's own while the save is held back until it is raised."""
+    """The training raises its own error while the save is held back. The error waits for the save."""
     gate = threading.Event()
     with meshcomm.init(config({"dp": 2})) as mesh:
         try:
@@ -362,12 +362,12 @@ def ended_by_an_error(out: Path) -> str:
                 threading.Timer(0.05, gate.set).start()
                 raise RuntimeError(f"loss of rank {mesh.rank}")
         except RuntimeError as error:
-            # Each rank has waited until the folder has its name, so no launcher ends the one that gives it.
+            # Each rank has waited until the folder has its final name, so no launcher kills the rank that renames it.
             return f"{error}, {[path.name for path in complete(out / 'checkpoints')]}"
 
 
 def never_written(out: Path) -> tuple[str, list[str]]:
-    """Rank 1's disk does not answer: the end waits for mesh.timeout_s and says whose it is."""
+    """Rank 1's disk does not answer: the end waits for mesh.timeout_s and names rank 1."""
     gate = threading.Event()
     quick = config({"dp": 2})
     quick["mesh"]["timeout_s"] = 1.5
@@ -398,12 +398,12 @@ def test_the_end_and_errors_wait_for_a_save_that_is_under_way(pool: Pool, tmp_pa
 
 
 def divided(_: str) -> tuple[list[str], str, str]:
-    """Return what this rank writes, and what is refused: a value that is no tensor, and a tensor of other sizes on a rank."""
+    """The parts that this rank writes, and two errors: for a value that is no tensor, and for other sizes on one rank."""
     with meshcomm.init(config({"dp": 2, "tp": 2})) as mesh:
         tp = mesh.coord("tp")
         part: Any = distribute_tensor(torch.zeros(4, 4), mesh["dp"], [Shard(0)])
         state = {f"whole.{n}": torch.zeros(4) for n in range(20)} | {f"only.{tp}": part}
-        # Loaders of the same samples may be in states of different lengths.
+        # Loaders of the same samples may have states of different lengths.
         state["run.data.0.of.1"] = torch.zeros(4 + mesh.rank)
         parts = divide(mesh, state)
         with pytest.raises(TrainingError) as caught:
@@ -419,6 +419,6 @@ def test_each_part_is_written_once(pool: Pool) -> None:
     parts = [f"only.{tp} ({row}, 0)" for tp in (0, 1) for row in (0, 2)]
     written = [part for mine, _, _ in ranks for part in mine]
     assert sorted(written) == sorted([*whole, *parts, "run.data.0.of.1 (0,)"])
-    assert all(len(mine) > 2 for mine, _, _ in ranks)  # every rank has a share of what all have
+    assert all(len(mine) > 2 for mine, _, _ in ranks)  # each rank writes some of the shared state
     assert all(text.startswith("rank 3 (dp=1 tp=1) could not divide a checkpoint") for _, text, _ in ranks)
     assert all("ranks that hold the same state differ in model.bias" in text for _, _, text in ranks), ranks

@@ -1,4 +1,4 @@
-"""FLOPs of a step by hand and on every mesh, MFU only where the peak is known, and the peak memory of the right rank."""
+"""FLOPs of a step equal a count by hand on every mesh, MFU needs a known peak, and peak memory is reported for the right rank."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def on(dims: str, *overrides: str, out: Path | str = "unused", **parallel: Any) 
 
 
 def counted(config: Config) -> float:
-    """FLOPs of the model in the first step of two, of all ranks."""
+    """The FLOPs of the model in the first of two steps, on all ranks."""
     with meshcomm.init(config) as mesh:
         corpus = agreed_corpus(mesh, agree(mesh, config), 0)
         engine = Trainer(mesh, config).engine
@@ -56,7 +56,7 @@ def counted(config: Config) -> float:
 
 
 def by_hand(config: Config) -> tuple[int, int]:
-    """Multiply-adds of a step's forward pass: all, and those of attention's scores."""
+    """Multiply-adds of a step's forward pass: all of them, and the part for attention scores."""
     assert config.model is not None and config.data is not None and config.train is not None
     costs = part_costs(config.model, config.data.seq_len)
     tokens = config.train.global_batch_size * config.data.seq_len
@@ -90,9 +90,9 @@ def test_what_is_computed_again_is_not_counted(pool: Pool) -> None:
 @pytest.mark.parametrize(
     ("dims", "more", "share"),
     [
-        # Around a ring, of four blocks of scores, two by the diagonal, and two halves.
+        # Of four blocks of scores, a ring computes the two on the diagonal and half of each other block.
         ("cp=2", [], 1 / 4),
-        # Of experts, those that a token goes to.
+        # A token goes to some experts only.
         ("dp=2", ["model.experts=4", "model.experts_per_token=2"], 0),
     ],
 )
@@ -103,7 +103,7 @@ def test_what_a_rank_leaves_out_is_not_counted(pool: Pool, dims: str, more: list
 
 
 def test_what_needs_no_gradient_is_not_counted_in_backward() -> None:
-    """A user's module: a convolution whose input needs no gradient, and a frozen layer behind it."""
+    """A user's module: a convolution whose input needs no gradient, followed by a frozen layer."""
     module = nn.Sequential(nn.Conv1d(2, 3, 5, bias=False), nn.Flatten(), nn.Linear(12, 6, bias=False))
     module[2].weight.requires_grad_(False)
     counter = FlopCounter()
@@ -114,7 +114,7 @@ def test_what_needs_no_gradient_is_not_counted_in_backward() -> None:
 
 
 class Checkpointed(nn.Module):
-    """Matrices outside and inside of what is computed again, one of them in an autograd.Function."""
+    """Two matrix products that are computed again, one of them in an autograd.Function."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -168,7 +168,7 @@ def test_compiled_blocks_stay_compiled_and_count_the_same(pool: Pool) -> None:
         ("NVIDIA A100-SXM4-80GB", "bfloat16", False, 312),
         ("NVIDIA A10", "bfloat16", False, 125),
         ("AMD Instinct MI300X", "bfloat16", False, 1307.4),
-        # Other chips, parts of one, and what no data sheet says.
+        # Other chips, partitions of chips, and values that no data sheet has.
         ("NVIDIA A10G", "bfloat16", False, None),
         ("NVIDIA H20", "bfloat16", False, None),
         ("NVIDIA H200 MIG 1g.18gb", "bfloat16", False, None),
@@ -187,7 +187,7 @@ def test_a_cpu_has_no_peak_unless_the_config_says_one() -> None:
     assert peak_flops(train.model_copy(update={"peak_flops": 2e11}), torch.device("cpu")) == 2e11
 
 
-# -- what a run tells ------------------------------------------------------------------------------
+# -- the reports of a run --------------------------------------------------------------------------
 
 
 def trained(config: Config) -> Summary:
@@ -235,7 +235,7 @@ def test_ranks_are_compared_twice_however_many_steps_there_are(pool: Pool, tmp_p
 
 
 def syncs(config: Config) -> list[int]:
-    """Host syncs so far, when each step begins."""
+    """The number of host syncs at the beginning of each step."""
     with emulated_nccl(), meshcomm.init(config) as mesh:
         found = []
         trainer = Trainer(mesh, config, Net(), loss=loss, optimizer=None)

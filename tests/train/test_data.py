@@ -1,4 +1,4 @@
-"""What is trained on: text, token files and functions; the order of samples; what is refused."""
+"""Data for training: text, token files and functions; the order of samples; and data that are refused."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ def test_a_permutation_takes_each_place_once_and_every_key_another(size: int) ->
     assert all(sorted(order.tolist()) == places.tolist() for order in orders)
     if size >= 64:
         assert not np.array_equal(orders[0], orders[1]) and not np.array_equal(orders[0], places)
-        # Neighbours are torn apart: about one in `size` stays one.
+        # Neighbours are separated: about one pair in `size` remains.
         assert (np.diff(orders[0]) == 1).sum() < 8
 
 
 def test_a_place_in_a_billion_samples_needs_no_list_of_them() -> None:
     places = permuted(np.arange(5_000_000_000, 5_000_001_000), 10**10, [1])
     assert len(set(places.tolist())) == 1000 and places.min() >= 0 and places.max() < 10**10
-    # Spread over the whole range, and not by a step that is always the same.
+    # The places are spread over the whole range, and their distance is not constant.
     assert places.min() < 10**8 and places.max() > 99 * 10**8 and len(set(np.diff(places).tolist())) == 999
 
 
@@ -63,7 +63,7 @@ def test_data_ranks_share_out_the_same_global_batch(size: int) -> None:
 
 
 def test_an_epoch_reads_every_sample_once_and_the_next_in_another_order() -> None:
-    # 142 samples: epochs end within a step of 12.
+    # 142 samples: some epochs end within a step of 12.
     read = np.concatenate([batches().places(step)[1] for step in range(1, 143)])
     epochs = [read[start : start + 142].tolist() for start in range(0, 12 * 142, 142)]
     assert all(sorted(epoch) == list(range(142)) for epoch in epochs)
@@ -86,7 +86,7 @@ def test_weights_are_shares_of_the_samples_and_no_part_repeats_before_its_end() 
     assert [(parts == part).sum() for part in (0, 1)] == [900, 300]
     assert np.bincount(samples[parts == 0], minlength=100).tolist() == [9] * 100
     assert np.bincount(samples[parts == 1], minlength=300).tolist() == [1] * 300
-    # Every epoch of the whole has its share, well mixed.
+    # Every epoch of the whole has its share of each part, well mixed.
     assert all(250 < (parts[first : first + 400] == 0).sum() < 350 for first in (0, 400, 800))
 
 
@@ -175,7 +175,7 @@ def test_missing_and_short_text(
 
 
 def tokenizer(folder: Path) -> Path:
-    """One of words: every word of the texts, and <eos>; the folder names it as transformers does."""
+    """A word tokenizer for every word of the texts and <eos>; the folder names <eos> as transformers does."""
     tokenizers = pytest.importorskip("tokenizers")
     words = tokenizers.Tokenizer(
         tokenizers.models.WordLevel({"[UNK]": 0, "one": 1, "two": 2, "three": 3, "<eos>": 4}, "[UNK]")
@@ -198,7 +198,7 @@ def test_text_through_a_tokenizer_ends_each_document_and_is_tokenised_once(tmp_p
         assert tokens_of(corpus) == [1, 2, 0, 4, 3, 4] and corpus.unit == "tokens" and corpus.size == 6
     (kept,) = (tmp_path / "out").iterdir()
     assert np.load(kept).dtype == np.uint16
-    # It is read from there, not made again.
+    # The tokens are read from there, not made again.
     np.save(kept, np.full(6, 3, np.uint16))
     assert tokens_of(text.load(config, cache=tmp_path / "out")) == [3] * 6
     assert tokens_of(text.load(config)) == [1, 2, 0, 4, 3, 4]

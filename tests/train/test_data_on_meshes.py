@@ -1,4 +1,4 @@
-"""Data by the roles of dims: its rank and world, means over tokens, samples shared out twice, and resuming in an epoch."""
+"""Data by the roles of dims: data rank and world, means over tokens, samples that are divided twice, and resuming in an epoch."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_a_mesh_without_roles_says_what_to_ask() -> None:
 def means(mesh: Mesh) -> list[Any]:
     rank = mesh.rank
     weight = torch.tensor(1.5, requires_grad=True, dtype=torch.float64)
-    # So many tokens on each rank, and a loss for each.
+    # Each rank has another number of tokens, and a loss for each token.
     losses = weight * torch.arange(1, rank + 2, dtype=torch.float64)
     mean = mesh.mean(("dp", "fsdp"), losses.sum(), rank + 1)
     (3 * mean).backward()
@@ -149,7 +149,7 @@ def with_a_sampler(config: Config, by_role: bool) -> float | str:
 
 
 def compared(mesh: Mesh, along: str, whole: bool) -> str:
-    """What a rank with another batch than those beside it along a dim makes every rank say."""
+    """The error on every rank if one rank's batch differs from the batches of its neighbours along a dim."""
     parallel = ParallelConfig(data="dp", pipeline="pp", context="cp", tensor="tp")
     x = torch.arange(6).reshape(2, 3) + 10 * mesh.coord("dp")
     odd = mesh.coord(along) == 1 and (whole or mesh.rank == mesh.layout.world_size - 1)
@@ -169,7 +169,7 @@ def test_other_samples_along_a_dim_that_divides_none_are_named(along: str, part:
     text = said.pop()
     assert text.startswith(f"ranks along {along} ({part}) have different samples")
     assert f"rank {stride} against rank 0, which differ only in their coord along {along}" in text
-    # One rank of all: the last.
+    # Only the last rank has another batch.
     (text,) = set(meshcomm.simulate(compared, dims=dims, args=(along, False)))
     assert "rank 15 against rank" in text
     assert set(meshcomm.simulate(compared, dims=dims, args=("dp", True))) == {""}
@@ -180,7 +180,7 @@ def test_a_sampler_by_role_trains_and_one_of_the_whole_job_is_named(pool: Pool) 
     losses = set(pool.run(with_a_sampler, config, True, ranks=4))
     assert len(losses) == 1
     (alone,) = pool.run(with_a_sampler, on("one=1"), True, ranks=1)
-    # The same samples in the first step, in another order.
+    # The first step has the same samples in another order.
     assert losses.pop() == pytest.approx(alone, rel=1e-12)
     texts = set(pool.run(with_a_sampler, config, False, ranks=4))
     assert len(texts) == 1
@@ -235,7 +235,7 @@ def test_ranks_along_data_that_read_the_same_samples_are_named(pool: Pool) -> No
     base = {"mesh": {"device": "cpu", "timeout_s": 60.0}, "train": train_of(4, 8, 2, dtype="float64")}
     first, *others = pool.run(steps_on, config_on(base, "dp=2 fsdp=2"), ranks=4)
     assert all(each == first for each in others)
-    # Equal samples, or the same batch in each step, are no evidence.
+    # Equal samples, or the same batch in each step, prove nothing.
     pairs = [
         "rank 1 equals that of rank 0",
         "rank 1 equals that of rank 0",
@@ -276,7 +276,7 @@ def test_a_resume_within_an_epoch_on_another_mesh_with_another_batch(pool: Pool,
     )
     assert results[0].losses == pytest.approx(again.losses, rel=1e-10)
     assert samples(tmp_path / "b", 4) == 32
-    # Another batch goes on behind the samples that were read.
+    # Another batch size continues after the samples that were read.
     larger = on("dp=2", *more, "train.global_batch_size=12", 'train.resume_changed=["global_batch_size"]')
     pool.run(trained, larger, ranks=2)
     assert (samples(tmp_path / "b", 5), samples(tmp_path / "b", 6)) == (44, 56)

@@ -1,4 +1,4 @@
-"""Documents that are packed into samples: loss, gradients and weights are those of the documents one by one."""
+"""Documents that are packed into samples give the same loss, gradients and weights as the documents one by one."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.models.table import smallest
 from tests.sizes import model_of
 
 SEQ = 32
-# The documents of each sample, in tokens.
+# The lengths of the documents in each sample, in tokens.
 LENGTHS = [[10, 22], [32], [1, 5, 26], [16, 16]]
 BUILT_IN, OWN = "built in", "tests.models.own:spec"
 MESHES: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -54,14 +54,14 @@ def documents() -> list[tuple[Tensor, Tensor]]:
 
 
 def packed() -> Batch:
-    """All of them in four samples."""
+    """All documents in four samples."""
     numbers = [torch.repeat_interleave(torch.arange(len(each)), torch.tensor(each)) for each in LENGTHS]
     inputs, targets = (torch.cat(each).view(4, SEQ) for each in zip(*documents(), strict=True))
     return Batch(inputs, targets, torch.stack(numbers))
 
 
 def one_by_one() -> Batch:
-    """Each in a sample of its own, nothing behind it."""
+    """Each document in a separate sample, followed by padding only."""
     found = documents()
     inputs = torch.zeros(len(found), SEQ, dtype=torch.int64)
     targets = torch.full_like(inputs, IGNORED)
@@ -71,7 +71,7 @@ def one_by_one() -> Batch:
 
 
 def stepped(config: Config, batch: Batch) -> tuple[Record, float]:
-    """What one step gave, and the loss after it."""
+    """The record of one step, and the loss after it."""
     with meshcomm.init(config) as mesh:
         trainer = Trainer(mesh, config)
         engine = trainer.engine
@@ -110,7 +110,7 @@ def test_packed_documents_train_as_one_by_one(pool: Pool, tmp_path: Path, name: 
     for made, evaluated in pool.run(stepped, config, packed(), ranks=4, timeout_s=120):
         assert max(each.relative for each in compare(made, one)) < 1e-9
         assert evaluated == pytest.approx(after, rel=1e-9)
-    # The masks are what makes the difference.
+    # Without the masks, the loss differs.
     crossing = settings_of(tmp_path, kind, "dp=1", len(LENGTHS), False)
     ((crossed, _),) = pool.run(stepped, crossing, packed()._replace(documents=None), ranks=1)
     assert abs(crossed.losses[0] / one.losses[0] - 1) > 1e-6
@@ -180,7 +180,7 @@ def test_a_function_and_a_loop_read_dictionaries_alike() -> None:
         sample = {"input_ids": tokens, **{name: values for name, values, is_given in given if is_given}}
         arrays = {name: np.array(values, np.int32) for name, values in sample.items()}
         if names[1] and not names[0]:
-            # Without the mask, the padding is two documents.
+            # Without the mask, the padding is numbered as two documents.
             assert SampleForm("samples", 7, 256, packed=True).joined([(0, arrays)])[2][0, -1] == 2
         here = SampleForm("samples", 7, 256, packed=names[1]).joined([(0, arrays)])
         there = named_of({name: torch.tensor(each)[None] for name, each in arrays.items()}, "step 1")

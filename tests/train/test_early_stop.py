@@ -1,4 +1,4 @@
-"""A run that ends by its validation loss: on every rank after the same step, saved, said, and no further when resumed."""
+"""A run ends by its validation loss on every rank after the same step; it saves, gives the reason, and does not continue when resumed."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from tests.train.test_evaluate import on
 
 pytestmark = pytest.mark.long
 
-# Of evaluations, one after the other; as each rank but the first sees them, a little higher or lower.
+# The losses of successive evaluations. Ranks other than the first see slightly higher ones.
 FALLS_TWICE = [3.0, 2.0, 2.5, 1.99, 2.5, 2.5, 2.5, 2.5]
 
 
 def evaluated(config: Config, planted: list[float] | None) -> Summary:
-    """A run whose evaluations give `planted`, one for each in turn."""
+    """A run whose evaluations return the values of `planted` in turn."""
     with meshcomm.init(config) as mesh, pytest.MonkeyPatch.context() as patch:
         if planted is not None:
             left = iter(planted)
@@ -41,20 +41,20 @@ def stopping(out: Path, *overrides: str, dims: str = "pp=2") -> Config:
 
 def test_a_run_ends_once_the_loss_has_not_fallen_and_says_so(pool: Pool, tmp_path: Path) -> None:
     config = stopping(tmp_path, "train.patience=2", "train.min_delta=0.1")
-    # 1.99 is lower than 2.0, and not by enough: after steps 6 and 8 it has not fallen twice.
+    # 1.99 is lower than 2.0, but not by enough: after steps 6 and 8, two evaluations have not lowered the loss.
     results = pool.run(evaluated, config, FALLS_TWICE, ranks=2)
     why = "the validation loss has not fallen by more than 0.1 in 2 evaluations: it was 2.0000 after step 4"
     assert {(each.steps, each.stopped) for each in results} == {(8, why)}
     found = run_json(tmp_path)
     assert (found["state"], found["ended"]["steps"], found["ended"]["reason"]) == ("finished", 8, why)
-    # The last step has a checkpoint, wherever it is.
+    # The last step has a checkpoint, whatever its number.
     assert (tmp_path / "checkpoints" / "latest").read_text() == "step-000008\n"
 
-    # Resumed as it was, there is nothing left to do.
+    # Resumed with the same settings, the run has nothing left to do.
     again = load_config(config, ["train.resume=true"])
     for each in pool.run(evaluated, again, [], ranks=2):
         assert (each.steps, each.stopped, each.losses) == (8, why, results[0].losses)
-    # With more patience it goes on, and so does the count.
+    # With more patience the run continues, and so does the count.
     longer = load_config(again, ["train.patience=3"])
     for each in pool.run(evaluated, longer, [2.5, 2.5], ranks=2):
         assert each.steps == 10 and "in 3 evaluations: it was 2.0000 after step 4" in each.stopped
@@ -63,11 +63,11 @@ def test_a_run_ends_once_the_loss_has_not_fallen_and_says_so(pool: Pool, tmp_pat
 @pytest.mark.parametrize(
     ("settings", "losses", "after", "why"),
     [
-        # What falls starts the count again.
+        # A lower loss restarts the count.
         ({"patience": 2}, FALLS_TWICE, 6, "has not fallen in 2 evaluations: it was 1.9900 after step 4"),
-        # Only the first rank is there after the fourth.
+        # After the fourth evaluation, only the first rank has reached the target.
         ({"target_loss": 1.995}, FALLS_TWICE, 4, "is 1.9900, train.target_loss = 1.995"),
-        # What is not finite has not fallen.
+        # A loss that is not finite is not lower.
         ({"patience": 2}, [math.nan, math.inf, 1.0], 2, "has not fallen in 2 evaluations"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Validation: the same mean loss on every mesh, through every schedule, and nothing of the training changed by it."""
+"""Validation gives the same mean loss on every mesh and with every schedule, and changes nothing in the training."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def on(dims: str, out: Path | str, *overrides: str, **parallel: Any) -> Config:
 
 
 def by_hand(config: Config) -> tuple[float, float]:
-    """The loss of the first three batches of the validation part after two steps, with torch alone; and with dropout on."""
+    """The loss of the first three validation batches after two steps, by torch alone and by `evaluate` on a module in training mode."""
     with meshcomm.init(config) as mesh:
         corpus = agreed_corpus(mesh, agree(mesh, config), 0)
         trainer = Trainer(mesh, config).engine
@@ -109,7 +109,7 @@ def test_it_is_equal_on_every_mesh(
     dims: str,
     parallel: dict[str, Any],
 ) -> None:
-    # Also with checkpoints between: what was gathered for the evaluation has been let go of.
+    # It also holds with checkpoints between steps: the evaluation has freed the weights that it gathered.
     results = pool.run(trained, on(dims, tmp_path, "train.checkpoint_every=2", **parallel), ranks=4)
     assert len({(each.losses, each.evaluation and each.evaluation.validation_loss) for each in results}) == 1
     assert results[0].losses == pytest.approx(alone[0].losses, rel=1e-10)
@@ -134,13 +134,13 @@ def test_too_little_or_nothing_to_evaluate_is_told(pool: Pool, tmp_path: Path) -
 
 
 def rows_of(mesh: Mesh, count: int, *shape: int) -> Tensor:
-    """This rank's rows of `count`, dealt in turn, which leaves ranks with different numbers of them."""
+    """This rank's rows of `count` rows, dealt in turn, so that ranks have different numbers of them."""
     tokens = torch.randint(64, (count, *shape), generator=torch.Generator().manual_seed(count))
     return tokens[mesh.data_rank :: mesh.data_world_size]
 
 
 def uneven(config: Config, counts: list[int]) -> list[float]:
-    """Losses of a built-in model over tails of several lengths, the first in inference mode; then a step, which trains."""
+    """The losses of a built-in model over tails of several lengths, the first in inference mode; then of a training step."""
     with meshcomm.init(config) as mesh:
         trainer, found = Trainer(mesh, config), list[float]()
         share = 8 // mesh.data_world_size
@@ -154,7 +154,7 @@ def uneven(config: Config, counts: list[int]) -> list[float]:
 
 
 def uneven_by_hand(config: Config, counts: list[int]) -> list[float]:
-    """The same with the module of one process and torch's cross-entropy over all samples at once."""
+    """The same losses from the module on one process, by torch's cross-entropy over all samples at once."""
     with meshcomm.init(config) as mesh:
         module, found = Trainer(mesh, config).modules[0].eval(), []
         for count in [*counts, 8]:

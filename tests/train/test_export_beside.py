@@ -1,4 +1,4 @@
-"""An exported folder has all that its source has beside the weights, so transformers opens it like the source."""
+"""An exported folder has all files of its source except the weights, so transformers opens it like the source."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_all_but_weights_is_copied(tmp_path: Path) -> None:
         (source / name).write_text(f"content of {name}")
     target.mkdir()
     (target / "config.json").write_text("the export's own")
-    # A run, or the export itself, may lie in the source folder.
+    # A run, or the export itself, may be inside the source folder.
     draft = source / ".to.part"
     draft.mkdir()
     for folder in (target, draft):
@@ -53,12 +53,12 @@ def test_all_but_weights_is_copied(tmp_path: Path) -> None:
     assert (target / "config.json").read_text() == "the export's own"
     assert {str(path.relative_to(draft)) for path in draft.rglob("*") if path.is_file()} == {*COPIED}
     assert not (target / "onnx").exists()
-    # A source that is gone by now is no failure: the weights are what matters.
+    # A missing source is not an error, because only the weights matter.
     copy_beside(target, tmp_path / "gone")
 
 
 def test_what_transformers_saves_comes_back(tmp_path: Path) -> None:
-    """The oracle: a tokenizer with several chat templates, saved by transformers and opened from the copy."""
+    """A tokenizer with several chat templates that transformers has saved works the same from the copy."""
     tokenizers = pytest.importorskip("tokenizers")
     transformers = pytest.importorskip("transformers")
     inner = tokenizers.Tokenizer(tokenizers.models.WordLevel({"?": 0, "a": 1, "b": 2}, "?"))

@@ -1,4 +1,4 @@
-"""A checkpoint of which a file, or a part of a file, comes from another save: it is refused, and never read as its own."""
+"""A checkpoint with a file, or a part of a file, from another save is refused; the foreign values are never read as its own."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def state(seed: int) -> dict[str, torch.Tensor]:
 
 
 def places(path: Path) -> dict[str, Any]:
-    """Where the records lie, as torch's own reader finds them."""
+    """The places of the records, as torch's own reader finds them."""
     stored = pickle.loads((path / METADATA).read_bytes()).storage_data
     return {index.fqn: place for index, place in stored.items()}
 
@@ -103,7 +103,7 @@ def test_a_record_that_was_not_saved_here_is_refused_by_name(
 
 @pytest.mark.parametrize("more", [-100, 100])
 def test_an_old_file_of_another_size_is_refused(more: int, tmp_path: Path) -> None:
-    """As an earlier version of the model or of torch wrote it: its records lie elsewhere."""
+    """An earlier version of the model or of torch has written the file, with its records at other places."""
     path = written(tmp_path / "run", state(1))
     content = (path / SHARD).read_bytes()
     (path / SHARD).write_bytes(content[-more:] if more < 0 else bytes(more) + content)
@@ -112,7 +112,7 @@ def test_an_old_file_of_another_size_is_refused(more: int, tmp_path: Path) -> No
 
 
 def test_metadata_without_checksums_are_refused(tmp_path: Path) -> None:
-    """As torch's own writer makes them, or an earlier version."""
+    """torch's own writer and earlier versions write no checksums."""
     path = written(tmp_path / "run", state(1))
     metadata = pickle.loads((path / METADATA).read_bytes())
     for place in metadata.storage_data.values():
@@ -124,7 +124,7 @@ def test_metadata_without_checksums_are_refused(tmp_path: Path) -> None:
 
 
 def reads(path: Path) -> str:
-    """What reading raises, on every rank."""
+    """The error of reading, on every rank."""
     with meshcomm.init(dims={"dp": 2}, device="cpu") as mesh:
         try:
             read(mesh, {"model.a": torch.zeros(3, 4)}, path)
@@ -154,11 +154,11 @@ def resumes(config: Any) -> str:
 
 
 def test_a_run_does_not_resume_from_a_shard_of_another_step(pool: Pool, tmp_path: Path) -> None:
-    """All ranks refuse, also those that read other files only."""
+    """All ranks refuse, even if they read other files only."""
     config = tiny(tmp_path / "run", TWO, "train.checkpoint_every=1", "train.keep=6", "train.steps=6")
     pool.run(run_once, config, ranks=2)
     *others, before, last = sorted((tmp_path / "run" / "checkpoints").glob("step-*"))
-    # The losses of more steps are a larger record, in a file that depends on their number.
+    # The losses of more steps are a larger record, and the number of steps decides which file has it.
     holder = {path: places(path)["run.losses"].relative_path for path in (*others, before, last)}
     (shard,) = {f"__{rank}_0.distcp" for rank in range(2)} - {holder[last]}
     other = next(path for path in (before, *others) if holder[path] == holder[last])

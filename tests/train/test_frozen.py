@@ -1,4 +1,4 @@
-"""Frozen parameters stay as they are on every mesh; what learns beside them learns as on one process."""
+"""Frozen parameters do not change on any mesh, and the other parameters learn as on one process."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _DEEP = ("dp2 tp2 sequence", "pp4", "pp2 dp2 tied", "cp2 recompute")
 
 
 def trained(config: Config) -> tuple[Record, list[str]]:
-    """The record of three steps, and which of this rank's parameters were frozen; the optimizer has the others."""
+    """The record of three steps, and the names of this rank's frozen parameters. The optimizer has all others."""
     with meshcomm.init(config) as mesh:
         engine = Trainer(mesh, config).engine
         kept = {id(each) for group in engine.optimizer.param_groups for each in group["params"]}
@@ -45,7 +45,7 @@ def trained(config: Config) -> tuple[Record, list[str]]:
 
 
 def alone(config: Config) -> tuple[Record, list[str], dict[str, bool]]:
-    """On one process; and of each weight whether it is as it was drawn."""
+    """The same on one process, and for each weight whether it still has its initial value."""
     with meshcomm.init(config) as mesh:
         drawn = {
             name: each.detach().clone() for name, each in Trainer(mesh, config).engine.named_parameters()
@@ -94,7 +94,7 @@ def test_patterns_that_match_nothing_or_everything_are_refused(pool: Pool, patte
     assert pool.run(refused, config, ranks=2) == [said, said]
 
 
-# -- parameters that change sides ------------------------------------------------------------------
+# -- parameters that are unfrozen or added ---------------------------------------------------------
 
 
 def halves(frozen: bool) -> torch.nn.Sequential:
@@ -105,7 +105,7 @@ def halves(frozen: bool) -> torch.nn.Sequential:
 
 
 def thawed(config: Config, folder: str) -> tuple[str, float]:
-    """What a step says after a layer was unfrozen; and the loss of a step of the way out that it names."""
+    """The error of a step after a layer was unfrozen, and the loss of a step after the fix that the error proposes."""
     with meshcomm.init(config) as mesh:
         torch.manual_seed(mesh.rank)
         x, y = torch.randn(4, 4), torch.tensor([0, 1, 1, 0])
@@ -139,7 +139,7 @@ def test_a_parameter_that_is_unfrozen_between_steps_is_named(pool: Pool, tmp_pat
 
 
 def grown(mesh: Any) -> str:
-    """What a step says after a layer was added to the module."""
+    """The error of a step after a layer was added to the module."""
     config = load_config(
         {
             "mesh": {"dims": dict(mesh.layout.dims), "device": "cpu"},

@@ -1,4 +1,4 @@
-"""Data of a program that cannot give every rank its share of every step are refused by name before they train."""
+"""A program's data that do not give every rank its share of every step are refused by name before they train."""
 
 from __future__ import annotations
 
@@ -57,13 +57,13 @@ def trainer_of(mesh: Mesh, config: Config, module: nn.Module | None = None, **mo
 
 
 def share(mesh: Mesh, step: int = 1, size: int = 8) -> tuple[Tensor, Tensor]:
-    """This rank's share of a step of so many samples."""
+    """This rank's share of a step of `size` samples."""
     x, y = (each[(step - 1) * size : step * size].chunk(mesh.data_world_size) for each in (X, Y))
     return x[mesh.data_rank], y[mesh.data_rank]
 
 
 def said_on(config: Config, action: Callable[[Mesh], object]) -> list[str]:
-    """The texts of the errors of all ranks; "" for none."""
+    """The text of the error on each rank, or "" for no error."""
 
     def program(mesh: Mesh) -> str:
         try:
@@ -310,7 +310,7 @@ class Rows(IterableDataset[Any]):
 
 
 class Fours(BatchSampler):
-    """With a name of its own, and torch's batches."""
+    """A subclass with another name that makes torch's batches."""
 
 
 @pytest.mark.parametrize(
@@ -332,7 +332,7 @@ def test_the_short_end_of_a_sampler_of_batches_or_of_a_stream_is_refused(
 
 
 class Uneven(IterableDataset[Any]):
-    """31 samples without a length, of which each rank yields every second one: 16 and 15."""
+    """31 samples without a length. Each of two ranks yields every second one, so 16 and 15."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
@@ -357,7 +357,7 @@ def test_streams_that_end_at_different_steps_are_refused_at_the_first_of_them(
                 torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
             raise
 
-    # Plain torch, for the three steps that every rank has samples for.
+    # Plain torch, for the three steps for which every rank has samples.
     module = net()
     sgd = SGD(module.parameters(), lr=0.05)
     for rows in torch.arange(24).split(8):

@@ -1,4 +1,4 @@
-"""What a checkpoint from elsewhere can say: nothing of it is believed before it was looked at."""
+"""The contents of an untrusted checkpoint: no value is believed before it has been checked."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def text(value: str) -> bytes:
 
 
 def built(target: bytes, state: bytes) -> bytes:
-    """A pickle that gives a state to what `target` leaves on the stack."""
+    """A pickle that sets the state of the object that `target` leaves on the stack."""
     return b"\x80\x04" + target + state + b"b."
 
 
@@ -37,7 +37,7 @@ def class_of(module: str, name: str) -> bytes:
 
 
 METADATA = "torch.distributed.checkpoint.metadata"
-# The Enum of memory formats, which torch names privately: of what pickled properties have.
+# torch has no public name for the enum of memory formats, so it is taken from pickled tensor properties.
 ENCODING: Any = TensorProperties().__getstate__()[3].__class__
 SLOTS = b"N}" + text("__hash__") + b"Ns\x86"
 FIELDS = b"}" + text("_value_") + b"K\x07s"
@@ -46,14 +46,14 @@ FIELDS = b"}" + text("_value_") + b"K\x07s"
 @pytest.mark.parametrize(
     "data",
     [
-        # A command of the system.
+        # Runs a command of the system.
         b"\x80\x04" + class_of("posix", "system") + text("touch run-by-pickle") + b"\x85R.",
-        # Of a class, by the second part of a state: what objects with __slots__ have there.
+        # Sets attributes of a class, by the second part of a state, where objects with __slots__ have them.
         built(class_of(METADATA, "MetadataIndex"), SLOTS),
         built(class_of(METADATA, "MetadataIndex"), FIELDS),
-        # Of the member of an Enum, which is one for the whole process.
+        # Sets fields of an enum member, which is one for the whole process.
         built(class_of(METADATA, "_MEM_FORMAT_ENCODING") + b"K\x01\x85R", FIELDS),
-        # Of an object, fields that it does not have.
+        # Sets fields that an object does not have.
         built(class_of(METADATA, "ChunkStorageMetadata") + b")\x81", b"}" + text("__class__") + b"Ns"),
         built(class_of(METADATA, "ChunkStorageMetadata") + b")\x81", SLOTS),
     ],
@@ -75,7 +75,7 @@ def test_what_metadata_are_made_of_is_read(tmp_path: Path) -> None:
 
 
 def saved(folder: Path, *values: torch.Tensor) -> Saved:
-    """A checkpoint of `w`, float32 (4,), of which the values are parts one after the other."""
+    """A checkpoint of `w`, float32 (4,), with the values as its parts in order."""
     whole = torch.cat([each.float().reshape(-1) for each in values])
     write_part(folder, 0, [(part, whole) for part in parts_of({"w": torch.empty(4, device="meta")})])
     write_metadata(folder, [0])
@@ -167,7 +167,7 @@ def test_complex_numbers_come_back(tmp_path: Path) -> None:
 
 
 def test_files_get_the_umask_unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the whole process: a file that another thread makes meanwhile would be open to everybody."""
+    """The umask belongs to the process: if it changed, other threads would create files that are open to everybody."""
     before = os.umask(0o027)
     try:
         with monkeypatch.context() as patched:
@@ -189,7 +189,7 @@ def test_files_get_the_umask_unchanged(tmp_path: Path, monkeypatch: pytest.Monke
 def test_what_no_reader_accepts_is_not_written(
     tmp_path: Path, first: Tensor, other: Tensor | None, said: str
 ) -> None:
-    """A dtype that a reader does not know, and parts of one tensor that are of two kinds."""
+    """A dtype that no reader knows, and parts of one tensor with different dtypes."""
     values = [first] if other is None else [first, other]
     for rank, value in enumerate(values):
         part = Part("w", Kind(value.dtype, (4,)), ((2 * rank,), tuple(value.shape)), value)

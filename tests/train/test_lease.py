@@ -1,4 +1,4 @@
-"""Only one job writes into `train.out`: every order of starting, a holder that is killed, stopped or on another host."""
+"""Only one job writes into `train.out`, in every order of starting, and if a holder is killed, stopped, or on another host."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from meshcomm.train.checkpoint.lease import EXPIRES_S, Lease, LeaseLost
 from tests.train.test_checkpoint import TWO, content, tiny
 from tests.train.test_checkpoint_state import lock, settings
 
-# Takes the lease of a folder, and says so; then does what it reads.
+# Makes the lease of a folder and prints "ready". Then calls the method that each line of its input names.
 HOLDER = """
 import sys, time, meshcomm
 from pathlib import Path
@@ -48,7 +48,7 @@ for line in sys.stdin:
 
 @contextmanager
 def holder(folder: Path, job: str = "", **env: str) -> Iterator[Any]:
-    """Another process that may hold the lease. `tell(word)` calls a method of its lease, and returns what came of it."""
+    """Another process that may hold the lease. `tell(word)` calls a method of its lease and returns the outcome."""
     process = subprocess.Popen(
         [sys.executable, "-c", HOLDER, str(folder), job],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, **env},
@@ -96,7 +96,7 @@ def test_a_second_job_is_refused_until_the_first_has_ended(tmp_path: Path) -> No
         assert caught.value.hint == (
             "set another train.out, or end that job first: its process runs on this host"
         )
-        # The first one has noticed nothing, and is not delayed when it holds the lease again.
+        # The first job has noticed nothing, and holds the lease again without a delay.
         assert first("check") == first("hold") == "done"
         assert first("release") == "done" and not [*tmp_path.iterdir()]
         made = hold(tmp_path)
@@ -106,7 +106,7 @@ def test_a_second_job_is_refused_until_the_first_has_ended(tmp_path: Path) -> No
 
 
 def test_of_two_that_start_at_the_same_moment_one_wins(tmp_path: Path) -> None:
-    """Also where both find the same lease of a process that has ended."""
+    """One wins even if all find the same lease of a process that has ended."""
     with holder(tmp_path) as gone:
         gone("hold")
     begun = [holder(tmp_path) for _ in range(3)]
@@ -160,7 +160,7 @@ def test_a_stopped_job_keeps_its_lease(tmp_path: Path) -> None:
 
 
 def of_another_host(folder: Path, age_s: float, job: str = "", launcher: str = "") -> Path:
-    """A lease as a process of another host has written it."""
+    """A lease as written by a process of another host."""
     at = lease._text_of(time.time() - age_s)
     who = {
         "user": "ann",
@@ -187,7 +187,7 @@ def test_the_lease_of_another_host_expires(tmp_path: Path) -> None:
 
 
 def test_a_restart_keeps_the_lease_of_its_job(tmp_path: Path) -> None:
-    """On another host by the job's name; on this host once the process has ended, also while the launcher starts it again."""
+    """On another host, the job's name decides. On this host, the process must have ended; its launcher may be starting it again."""
     of_another_host(tmp_path, 0, "Slurm job 7")
     for attempt in (Attempt("Slurm job 8", 1), Attempt("Slurm job 7", 0), Attempt("", 1)):
         with pytest.raises(TrainingError, match="another job writes"):
@@ -202,7 +202,7 @@ def test_a_restart_keeps_the_lease_of_its_job(tmp_path: Path) -> None:
 
 
 def test_a_job_that_has_lost_its_lease_stops(tmp_path: Path) -> None:
-    """As after a long stop, while a job of another host has taken over."""
+    """While the job was stopped for long, a job of another host has taken over."""
     made = hold(tmp_path)
     made.check()
     (own,) = tmp_path.iterdir()
@@ -211,7 +211,7 @@ def test_a_job_that_has_lost_its_lease_stops(tmp_path: Path) -> None:
     with pytest.raises(LeaseLost, match=f"this job no longer holds the lease of {tmp_path}") as caught:
         made.check()
     assert (caught.value.given or "").startswith(f"{other}: process 5 of elsewhere, started at 9, user ann")
-    # What it renews is its own old file, and what it releases is nothing.
+    # The job would renew its own old file only, and it releases nothing.
     before = other.read_text()
     made.release()
     assert other.read_text() == before and [*tmp_path.iterdir()] == [other]
@@ -224,7 +224,7 @@ def test_a_rank_that_was_outside_the_mesh_takes_the_lease_back(tmp_path: Path) -
         Lease(tmp_path, Attempt()) as second,
     ):
         first.hold(mesh)
-        # A smaller mesh without that rank: another rank of the job is the first one.
+        # A smaller mesh does not include that rank, so another rank of the job is the first one.
         second._token = first._token
         second.hold(mesh)
         with pytest.raises(LeaseLost):
@@ -266,7 +266,7 @@ def test_a_lease_that_says_nothing_is_one_that_is_being_written(
 
 
 class Intrudes(Callback):
-    """When a checkpoint is written or about to be, another job takes the folder over."""
+    """Another job takes the folder over while a checkpoint is written, or just before."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -281,7 +281,7 @@ class Intrudes(Callback):
 
 
 def files(folder: Path) -> dict[str, bytes]:
-    """All but a draft, which a job removes that starts here."""
+    """All files except a draft, which a job removes when it starts here."""
     return {name: value for name, value in content(folder).items() if ".saving" not in name}
 
 
@@ -299,7 +299,7 @@ def intruded(config: Any) -> tuple[str, bool]:
 @pytest.mark.parametrize(
     ("more", "saved"),
     [
-        # The first rank alone writes metrics.
+        # Only the first rank writes metrics.
         ((), ["step-000002"]),
         (("train.log_every=100",), ["step-000002"]),
         (("train.log_every=100", "train.checkpoint_async=true"), []),
@@ -308,7 +308,7 @@ def intruded(config: Any) -> tuple[str, bool]:
 def test_a_run_that_has_lost_its_folder_writes_nothing_more(
     pool: Pool, tmp_path: Path, more: tuple[str, ...], saved: list[str]
 ) -> None:
-    """Neither metrics nor run.json nor a checkpoint."""
+    """The run writes no metrics, no run.json and no checkpoint."""
     config = tiny(tmp_path / "run", TWO, "train.checkpoint_every=2", *more)
     (first, unchanged), (second, _) = pool.run(intruded, config, ranks=2)
     assert "no longer holds the lease" in first and "no longer holds the lease" in second and unchanged
@@ -342,7 +342,7 @@ def test_a_run_into_the_folder_of_a_living_one_changes_nothing(pool: Pool, tmp_p
 
 
 def saved_twice(train: Any) -> list[str]:
-    """Checkpoints in a loop of one's own hold the folder from the first save on."""
+    """In a user's own loop, `Checkpoints` holds the folder from `begin` on, or from the first save."""
     said = []
     with meshcomm.init(dims={"one": 1}) as mesh:
         with Checkpoints(mesh, train) as checkpoints:

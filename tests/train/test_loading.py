@@ -1,4 +1,4 @@
-"""Samples read ahead by workers, batches as dictionaries, and loaders that go on where they were."""
+"""Samples that workers read ahead, batches as dictionaries, and loaders that resume at their place."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def on(dims: str, out: Path, *overrides: str, **changed: Any) -> Config:
 
 
 class _Watch(Callback):
-    """The processes that the rank has begun since the start, after each step."""
+    """Counts, after each step, the processes that the rank has started since the run began."""
 
     def __init__(self) -> None:
         self.seen: list[int] = []
@@ -69,7 +69,7 @@ def _children() -> list[int]:
 
 
 def watched(config: Config) -> tuple[list[float], list[int], int, int]:
-    """Losses, processes beside the rank in each step, processes left, and a random number after the run."""
+    """The losses, the number of workers in each step and after the run, and a random number after the run."""
     torch.manual_seed(3)
     watch = _Watch()
     losses = trained(config, watch).losses
@@ -93,7 +93,7 @@ def test_workers_read_what_the_rank_would(pool: Pool, tmp_path: Path) -> None:
 
 
 class _Fails(Dataset[Any]):
-    """Sample 41, which is not among those that the digest covers, is damaged."""
+    """Sample 41 is damaged; the digest does not cover it."""
 
     def __len__(self) -> int:
         return 48
@@ -105,7 +105,7 @@ class _Fails(Dataset[Any]):
 
 
 class _Ends(_Fails):
-    """It ends the process that reads sample 41, as a host without memory does."""
+    """Reading sample 41 kills its process, as on a host without memory."""
 
     def __getitem__(self, index: int) -> list[int]:
         if index == 41:
@@ -114,7 +114,7 @@ class _Ends(_Fails):
 
 
 class _Hangs(_Fails):
-    """It waits for a disk that is gone."""
+    """Reading sample 41 waits for a disk that is gone."""
 
     def __getitem__(self, index: int) -> list[int]:
         if index == 41:
@@ -162,7 +162,7 @@ def test_a_worker_that_ends_or_hangs_is_named(pool: Pool, tmp_path: Path, build:
 
 
 class _Unlucky:
-    """torch's handler of SIGCHLD raises while this object is pickled."""
+    """Pickling this object raises the error of torch's SIGCHLD handler."""
 
     def __reduce__(self) -> Any:
         raise RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. ")
@@ -199,7 +199,7 @@ def test_a_worker_that_ends_during_a_call_is_named(pool: Pool, tmp_path: Path, c
 
 
 class _Kills(_Watch):
-    """Signals for all processes of the job, as Slurm sends them; then the rank is killed."""
+    """Sends the workers the signals that Slurm sends to all processes of a job; later kills the rank."""
 
     def __init__(self, file: Path) -> None:
         super().__init__()
@@ -309,7 +309,7 @@ def test_a_dictionary_that_would_be_misread_is_refused(
 
 
 def by_dictionary(config: Config) -> list[list[float]]:
-    """The losses of the same steps, of pairs and of dictionaries; and of two evaluations."""
+    """The losses of steps and of an evaluation, first with pairs and then with dictionaries."""
     found = []
     tokens = torch.randint(256, (STEPS, 8, SEQUENCE), generator=torch.Generator().manual_seed(1))
     for as_dictionary in (False, True):
@@ -331,11 +331,11 @@ def test_steps_and_evaluations_take_dictionaries(pool: Pool, tmp_path: Path) -> 
     assert pairs == dictionaries and len(pairs) == STEPS + 1
 
 
-# -- loaders that go on ---------------------------------------------------------------------------
+# -- loaders that resume --------------------------------------------------------------------------
 
 
 class Rows(Dataset[dict[str, Tensor]]):
-    """Counts what is read."""
+    """Counts the samples that are read."""
 
     def __init__(self) -> None:
         self.read = 0
@@ -349,7 +349,7 @@ class Rows(Dataset[dict[str, Tensor]]):
 
 
 class Counted:
-    """A loader of a user's own, with a state."""
+    """A user's own loader, with a state."""
 
     def __init__(self, rows: Rows, coord: int, size: int) -> None:
         self._rows, self._coord, self._size, self._at, self._epoch = rows, coord, size, 0, 0
@@ -374,7 +374,7 @@ class Counted:
 
 
 class Wraps(Counted):
-    """Its state at the end of an epoch is that of the next one's start."""
+    """Its state at the end of an epoch equals its state at the start of the next one."""
 
     def __len__(self) -> int:
         return 5
@@ -399,14 +399,14 @@ def loader_of(kind: str, rows: Rows, coord: int, size: int) -> Any:
 
 
 def loaded(config: Config, kind: str) -> tuple[list[float], int]:
-    """The losses of a run, and how many samples this attempt has read."""
+    """The losses of a run, and the number of samples that this attempt has read."""
     rows = Rows()
     with meshcomm.init(config) as mesh:
         loader = loader_of(kind, rows, mesh.data_rank, mesh.data_world_size)
         return list(Trainer(mesh, config).run(loader).losses), rows.read
 
 
-# Steps before the end: within the first epoch of five steps, at its end, and in the second one.
+# The run stops within the first epoch of five steps, at its end, and within the second one.
 @pytest.mark.parametrize("kind", ["its own", "wraps", "torchdata", "without a state"])
 @pytest.mark.parametrize("stopped", [3, 5, 7])
 @pytest.mark.deep_cases(r"\[(3-(its|torchdata|wraps)|5-(its|torchdata|without)|7)")
@@ -498,7 +498,7 @@ def test_a_run_names_the_step_of_a_short_batch_before_it_trains(pool: Pool, tmp_
 
 
 class Odd(Counted):
-    """Its state holds an object."""
+    """A loader whose state holds an object."""
 
     def state_dict(self) -> dict[str, Any]:
         return {"at": object()}
@@ -516,7 +516,7 @@ def test_a_state_that_cannot_be_saved_is_named(pool: Pool, tmp_path: Path) -> No
 
 
 class Changed(Counted):
-    """Made otherwise than before."""
+    """A loader that is made differently than before."""
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         raise AssertionError("4 workers, and 2 when the state was made")
@@ -542,7 +542,7 @@ def test_a_state_that_does_not_fit_is_named(pool: Pool, tmp_path: Path) -> None:
 
 
 class Streamed(IterableDataset[Tensor]):
-    """Samples in turn. divided: each worker reads its own ones. same: all samples are equal."""
+    """Samples in order. divided: each worker reads different ones. same: all samples are equal."""
 
     def __init__(self, divided: bool, same: bool) -> None:
         self._divided, self._same = divided, same
@@ -589,7 +589,7 @@ def test_workers_that_read_the_same_stream_are_named(pool: Pool, tmp_path: Path)
 
 
 def judge(trainer: Trainer) -> float:
-    """The loss on one batch, where all tokens are the same."""
+    """The loss on one batch in which all tokens are the same."""
     share = 8 // trainer.engine.data_size
     return trainer.evaluate([{"input_ids": torch.full((share, SEQUENCE), 65)}])
 

@@ -25,7 +25,7 @@ from tests.models.families import config_of, folder_of
 transformers = pytest.importorskip("transformers")
 TOKENS = torch.arange(64).reshape(2, 32) * 7 % 256
 
-# Family, mesh, and what else its configuration has.
+# The family, the mesh, and further settings.
 OWN = "tests.models.own:spec"
 MESHES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "dp2 tp2 sequence": ("llama", "dp=2 tp=2", {"sequence_parallel": True}),
@@ -55,7 +55,7 @@ def lora_config(
 
 
 def trained(config: Config) -> Record:
-    """The record of three steps, behind a look at what learns."""
+    """Check which parameters learn, and return the record of three steps."""
     with meshcomm.init(config) as mesh:
         engine = Trainer(mesh, config).engine
         learning = {name for name, each in engine.named_parameters() if each.requires_grad}
@@ -82,7 +82,7 @@ def test_adapters_learn_as_on_one_process(pool: Pool, tmp_path: Path, name: str)
 
 
 def run_of(config: Config) -> tuple[list[float], Any]:
-    """The losses of a run, and on one rank the model's logits after it."""
+    """The losses of a run, and the model's logits after it, on one rank only."""
     with meshcomm.init(config) as mesh:
         trainer = Trainer(mesh, config)
         losses = list(trainer.run().losses)
@@ -90,7 +90,7 @@ def run_of(config: Config) -> tuple[list[float], Any]:
         return losses, logits
 
 
-# Of peft, which reads what transformers has renamed.
+# peft reads an attribute that transformers has renamed.
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 @pytest.mark.deep
 def test_a_run_goes_on_elsewhere_and_its_adapters_are_those_of_peft(pool: Pool, tmp_path: Path) -> None:
@@ -132,7 +132,7 @@ def test_a_run_goes_on_elsewhere_and_its_adapters_are_those_of_peft(pool: Pool, 
 
 
 def narrow(config: Config, held: bool) -> tuple[list[float], list[float], set[torch.dtype], int]:
-    """Losses and norms of three steps; the types of frozen weights of linear layers; bytes of all weights on this rank."""
+    """Losses and norms of three steps, the dtypes of frozen linear weights, and the bytes of all weights on this rank."""
     with pytest.MonkeyPatch.context() as patch, meshcomm.init(config) as mesh:
         if not held:
             patch.setattr(spec_model, "hold_frozen", lambda *_: None)

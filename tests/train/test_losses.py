@@ -1,4 +1,4 @@
-"""Losses of a program's own on every kind of parallelism, beside plain torch on one process."""
+"""A program's own losses on every kind of parallelism match plain torch on one process."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ def distilled(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def masked(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Of a sample, more or fewer targets count."""
+    """The number of targets that count differs between samples."""
     counts = targets % 7 < targets[:, :1] % 7
     each = F.cross_entropy(logits.transpose(1, 2), targets, reduction="none")
     return (each * counts).sum(), counts.sum()
 
 
 def along_the_sequence(logits: Tensor, targets: Tensor) -> Tensor:
-    """What one token is charged depends on its neighbours."""
+    """The loss of one token depends on its neighbours."""
     each = F.cross_entropy(logits.transpose(1, 2), targets, reduction="none")
     return each.mean() + logits.diff(dim=1).square().mean()
 
@@ -70,7 +70,7 @@ def named(logits: Tensor, targets: Tensor) -> dict[str, Any]:
 
 
 def _set(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """What label_smoothing = 0.2 and z_loss = 0.1 ask for."""
+    """The loss that label_smoothing = 0.2 and z_loss = 0.1 define."""
     smooth = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), label_smoothing=0.2, reduction="sum")
     return smooth + 0.1 * logits.logsumexp(-1).square().sum(), torch.tensor(targets.numel())
 
@@ -99,7 +99,7 @@ MESHES: Final = {
 def plain(
     loss: Callable[[Tensor, Tensor], Any], dtype: torch.dtype = torch.float64
 ) -> list[dict[str, float]]:
-    """The losses, norms and terms of a program in plain torch on one process, and its loss of a last batch."""
+    """The losses, norms and terms of a program in plain torch on one process, and the loss of one more batch."""
     torch.manual_seed(3)
     module = Own().to(dtype)
     sgd = torch.optim.SGD(module.parameters(), RATE)
@@ -180,7 +180,7 @@ def test_a_loss_is_that_of_one_process(pool: Pool, tmp_path: Path, name: str, di
 
 
 def over_all_samples(mesh: meshcomm.Mesh, outputs: Tensor, targets: Tensor) -> Tensor:
-    """Each sample against all samples of the global batch (Chen et al. 2020): mean tokens, told apart."""
+    """A contrastive loss over all samples of the global batch (Chen et al. 2020), from the mean token of each sample."""
     x, y = outputs.mean(1), F.one_hot(targets[:, 0], 256).to(outputs.dtype)
     if mesh.size("dp") > 1:
         y = mesh.all_gather("dp", y, axis=0)
@@ -220,7 +220,7 @@ def test_a_loss_that_communicates_is_given_one_microbatch(pool: Pool, tmp_path: 
     for said in pool.run(contrasted_or_error, config, ranks=2):
         assert "is given only one microbatch of their samples" in said and "a collective on dp" in said
         assert "2 microbatches" in said and f"train.micro_batch_size = {BATCH // 2}" in said
-    # The way out if microbatches may be compared each on its own.
+    # `check=False` is the way out if each microbatch may be compared on its own.
     unchecked = config_for("dp=2", str(tmp_path), micro_batch_size=BATCH // 4, check=False)
     assert all(len(found) == STEPS for found in pool.run(contrasted_or_error, unchecked, ranks=2))
 
@@ -252,7 +252,7 @@ def differentiated(config: Config, detached: bool = False) -> Any:
             for step in range(1, STEPS + 1):
                 x, y = (each.chunk(mesh.data_world_size)[mesh.data_rank] for each in points(step))
                 trainer.step(encoder(x.float()) if detached else x.clone().requires_grad_(), y)
-            # A collated batch of samples that need gradients is no leaf.
+            # A batch collated from samples that need gradients is not a leaf.
             x, y = (each.chunk(mesh.data_world_size)[mesh.data_rank] for each in points(9))
             loss = trainer.evaluate([(torch.stack([*x.clone().requires_grad_()]), y)])
             return [[each.loss, each.gradient_norm, each.terms["slope"]] for each in trainer.results()], loss
@@ -321,7 +321,7 @@ def test_a_loss_may_take_slices(pool: Pool, tmp_path: Path) -> None:
 
 
 class Tree(Own):
-    """Returns more than logits."""
+    """A model that returns more than logits."""
 
     def forward(self, x: Tensor) -> Any:
         logits = super().forward(x)
@@ -347,7 +347,7 @@ def test_a_loss_is_given_whole_trees(pool: Pool, tmp_path: Path) -> None:
 
 def mixed(config: Config) -> list[float]:
     def loss(outputs: Tensor, targets: Tensor) -> Tensor:
-        # A matmul, which autocast runs in bfloat16.
+        # autocast runs this matmul in bfloat16.
         return F.cross_entropy((outputs @ torch.eye(256)).flatten(0, 1).float(), targets.flatten())
 
     with meshcomm.init(config) as mesh:
@@ -407,7 +407,7 @@ def _refused_on(mesh: meshcomm.Mesh, config: Config, loss: Callable[[Tensor, Ten
 
 
 def _refused_in(mesh: meshcomm.Mesh, config: Config, pair: Callable[[int, int], bool]) -> tuple[int, str]:
-    """The step that is refused, with a loss that is (sum, count) where `pair(rank, step)` says so, and why."""
+    """The refused step and its error. The loss is (sum, count) if `pair(rank, step)` is true, and a mean otherwise."""
     step = 0
 
     def loss(outputs: Tensor, targets: Tensor) -> Any:
@@ -514,7 +514,7 @@ def test_terms_with_other_names_on_other_ranks_are_refused_on_every_rank(which: 
 
 
 class Annealed(torch.nn.Module):
-    """A penalty whose factor grows in each step."""
+    """A penalty whose factor grows with each step."""
 
     steps: Tensor
 

@@ -1,4 +1,4 @@
-"""Arguments of a Trainer, and of its steps, that programs confuse: each ends in an error that names it."""
+"""Arguments of a Trainer and of its steps that programs confuse: each ends in an error that names it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A loss or a gradient that is not finite is never applied and never saved: the run ends, or leaves the step out."""
+"""A loss or gradient that is not finite is never applied and never saved: the run ends, or skips the step."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def tiny(out: Path, dims: str, *overrides: str) -> Config:
 
 
 def spoilt(config: Config, plant: Plant) -> tuple[Summary | str, list[str]]:
-    """Train while `rank`'s gradient of `name` is spoilt at `steps`: by backward, or after ranks have summed it.
+    """Train with `rank`'s gradient of `name` spoilt at `steps`: by backward, or after ranks have summed it.
 
-    Returns the summary or the error, and the faults that the reporter was told.
+    Returns the summary or the error, and the faults that the callback received.
     """
     how, rank, name, steps = plant
     make, nodes = trainers.Engine, []
@@ -59,7 +59,7 @@ def spoilt(config: Config, plant: Plant) -> tuple[Summary | str, list[str]]:
                     local(parameter.grad).view(-1)[-1] = math.inf
 
             if how == "backward":
-                # A hook of the parameter would be refused.
+                # A hook on the parameter would be refused.
                 nodes.append(gradient_node(parameter))
                 nodes[0].register_prehook(
                     lambda grads: tuple(grad * math.nan for grad in grads) if now[0] in steps else grads
@@ -97,7 +97,7 @@ CASES: list[tuple[str, Plant, list[str]]] = [
             "the same along dp (data), where gradients are summed",
         ],
     ),
-    (  # a fault of one rank's memory, in a weight that all ranks have whole: nobody else's norm has it
+    (  # a fault in one rank's memory, in a weight that all ranks have whole: no other rank's norm has it
         "{ pp = 1, dp = 2, tp = 2 }",
         ("memory", 2, "norm.weight", range(3, 4)),
         [
@@ -140,7 +140,7 @@ def test_a_gradient_that_is_not_finite_ends_the_run_on_every_rank_and_is_not_sav
     about = run_json(tmp_path)
     assert (about["state"], about["ended"]["steps"]) == ("stopped", 2)
     assert about["ended"]["reason"] == f"TrainingError: {lines[0]}"
-    # And from there it goes on to the end, as if nothing had been.
+    # A resumed run continues to the end as if nothing had happened.
     good = load_config(config, ["train.resume=true"])
     for summary, _ in pool.run(spoilt, good, (*plant[:3], range(0)), ranks=4):
         assert isinstance(summary, Summary) and summary.steps == 5
@@ -166,7 +166,7 @@ def test_such_a_step_can_be_left_out_on_all_ranks_alike(pool: Pool, tmp_path: Pa
     assert lines[1]["fault"] == faults[0] and "fault" not in lines[2]
     locks = [json.loads((tmp_path / f"checkpoints/step-{n:06d}/lock.json").read_text()) for n in (2, 3, 5)]
     assert [lock["skipped"] for lock in locks] == [0, 1, 1]
-    # Nothing of it is in the weights: all ranks go on from the same ones, which are finite.
+    # The weights have nothing of the step: all ranks continue from the same finite weights.
     assert all(map(math.isfinite, summary.losses)) and summary.losses[3] < summary.losses[0]
 
 
@@ -188,7 +188,7 @@ def test_leaving_out_every_step_is_no_training(pool: Pool, tmp_path: Path) -> No
 
 
 def stepped(config: Config, samples: int, target: int) -> str:
-    """The error of a step on so many samples of each rank."""
+    """The error of a step with `samples` samples on each rank."""
     with meshcomm.init(config) as mesh:
         trainer = trainers.Trainer(mesh, config)
         x = torch.arange(samples * 8).reshape(samples, 8) % 256

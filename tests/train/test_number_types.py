@@ -1,4 +1,4 @@
-"""Training in the types that people train in: close to one process, and of the type that was asked for."""
+"""Training in the usual dtypes is close to one process, and computes in the requested dtype."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.train.parity_cases import PAIRS
 
 pytestmark = pytest.mark.long
 
-# Every part, every kind of boundary: gathered weights, activations whole and along the sequence, those between stages,
+# Every part, and every kind of boundary: gathered weights, activations (whole, along the sequence, and between stages),
 # keys and values, heads, rows of experts.
 NARROW = ("shard2 tp2", "shard2 cp2 ulysses", "pp2 ep2", "pp2 tp2 sequence recompute", "pp2 cp2")
 
@@ -29,7 +29,7 @@ Found = tuple[tuple[float, ...], tuple[float, ...], set[torch.dtype]]
 
 
 def trained(case: dict[str, Any], alone: bool) -> Found:
-    """Losses and norms of two steps, and the types that matrix products had."""
+    """Losses and norms of two steps, and the dtypes of the matrix products."""
     torch.set_num_threads(1)
     config = load_config(case)
     if alone:
@@ -93,7 +93,7 @@ class _Casts(TorchDispatchMode):
 
 
 def casts(case: dict[str, Any]) -> tuple[set[int], list[float]]:
-    """In a second step, how often matrices were cast; and losses of four steps."""
+    """How often each matrix was cast in the second step, and the losses of four steps."""
     torch.set_num_threads(1)
     config = load_config(case)
     with meshcomm.init(config) as mesh:
@@ -122,7 +122,7 @@ def test_a_weight_is_cast_once_in_a_step(pool: Pool, schedule: str, recompute: b
     if schedule == "zero_bubble":
         case["parallel"]["options"]["stages_per_rank"] = 2
     found = pool.run(casts, case, ranks=2)
-    # There are eight microbatches; rows of the embedding are looked up as they are.
+    # Each matrix is cast once for eight microbatches. Rows of the embedding are looked up without a cast.
     assert [counts for counts, _ in found] == [{0, 1}, {1}]
     case["mesh"]["dims"], case["parallel"] = {"one": 1}, {}
     ((_, losses),) = pool.run(casts, case, ranks=1)
@@ -136,7 +136,7 @@ CLASSES = torch.tensor([156, 1, 2, 3, 156, 5, 100, 7])
 
 
 def with_labels(config: Config, kinds: list[torch.dtype]) -> list[list[float]]:
-    """The loss of a step, and of an evaluation after it, with classes of each type."""
+    """The loss of a step and of an evaluation after it, for each dtype of the classes."""
     with meshcomm.init(config) as mesh:
         found = []
         for kind in kinds:

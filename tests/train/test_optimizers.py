@@ -1,4 +1,4 @@
-"""Optimisers by name, groups of parameters, and what is left of both in a checkpoint: the same on every mesh."""
+"""Optimizers by name, groups of parameters, and their state in a checkpoint give the same results on every mesh."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def recorded(config: Config) -> Any:
         return record(mesh, config, 3)
 
 
-# The others share their code with one of these.
+# The other optimizers share their code with one of these.
 _OFTEN = ("adamw",)
 
 
@@ -107,7 +107,7 @@ def test_moments_in_bfloat16_are_the_same_on_a_mesh(pool: Pool, name: str) -> No
     assert kinds == {torch.bfloat16}
     assert 1e-5 < max(each.relative for each in compare(alone, wide)) < 1e-1
     for config in (config_of(name, MESHES[0], NARROW), config_of(name, MESHES[0], shard, NARROW)):
-        # With parts of at most 100 elements most weights are one by themselves.
+        # With parts of at most 100 elements, most weights form a part by themselves.
         for found, kinds in pool.run(narrow, config, 100, ranks=4):
             assert max(each.relative for each in compare(found, alone)) < 1e-9
             assert kinds == {torch.bfloat16}
@@ -129,7 +129,7 @@ def test_a_run_goes_on_with_moments_of_another_type(
 
 
 class _RateInTensor(torch.optim.SGD):
-    """As torchao's optimizers: the rate is a tensor, and has to stay one."""
+    """A learning rate in a tensor must stay in a tensor, as with torchao's optimizers."""
 
     def __init__(self, groups: Any) -> None:
         super().__init__(groups, lr=torch.tensor(0.01, dtype=torch.float64))
@@ -181,7 +181,7 @@ def test_wsd_stays_and_falls_at_the_end() -> None:
     assert train is not None
     rates = [learning_rate(train, step) for step in range(1, 101)]
     assert rates[0] == 0.5 and rates[1:90] == [1.0] * 89 and rates[-1] == pytest.approx(0.1)
-    # A tenth of what is then all of the steps: the rest of a longer run begins where this one was stable.
+    # The decay takes the last tenth of all steps, so a longer run continues where the shorter one was stable.
     longer = train.model_copy(update={"steps": 200})
     assert [learning_rate(longer, step) for step in range(1, 91)] == rates[:90]
 

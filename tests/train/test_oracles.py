@@ -1,4 +1,4 @@
-"""Kinds of models on kinds of meshes, beside the programs in plain torch in tests/oracles: equal to 1e-9, or refused."""
+"""Kinds of models on kinds of meshes are equal to the plain torch programs in tests/oracles to 1e-9, or are refused."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def loss_among_ranks(mesh: Mesh) -> Callable[[retrieval.Pairs, None], Tensor]:
         return retrieval.among_all
 
     def gathered(x: Tensor) -> Tensor:
-        # Each rank compares other samples with them, so the gradients add up.
+        # Each rank compares other samples with these, so the gradients add up.
         return mesh.functional.all_gather(dim, x, grad="reduce_scatter")
 
     def loss(found: retrieval.Pairs, targets: None) -> Tensor:
@@ -126,7 +126,7 @@ def loss_among_ranks(mesh: Mesh) -> Callable[[retrieval.Pairs, None], Tensor]:
     return loss
 
 
-# An object whose parts are not described.
+# The refusals for a module without a description of its parts.
 OBJECT: Final = {
     "tp=2": ("tensor_parallel",),
     "pp=2": ("parallel.pipeline",),
@@ -206,7 +206,7 @@ def config_of(dims: str, case: Case, out: str) -> Config:
 
 
 def trained(config: Config, name: str) -> tuple[list[float], dict[str, Tensor]] | str:
-    """Like `alone`, on a mesh; the text of the error."""
+    """Like `alone`, on a mesh; or the text of the error."""
     case = CASES[name]
     kind = case.kind
     with meshcomm.init(config) as mesh:

@@ -1,4 +1,4 @@
-"""Parity compares with what the module itself computes: transformers, or a user's forward, not with the same specification."""
+"""Parity compares with the original computation (transformers, or a user's forward), not with the same specification."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ ROPE: dict[str, dict[str, Any]] = {
 
 
 def original(config: Config) -> str:
-    """What a comparison on one process says."""
+    """The result of the comparison on one process."""
     with meshcomm.init(config) as mesh:
         try:
             return record(mesh, config, 1, original=True).original
@@ -62,7 +62,7 @@ def originals(configs: list[Config]) -> list[str]:
 def test_every_family_is_what_transformers_computes(pool: Pool, tmp_path: Path) -> None:
     configs = []
     for place, family in enumerate(FAMILIES):
-        # Weights of every other folder are read, by both.
+        # Every other folder has weights, which both sides read.
         folder = folder_of(family, tmp_path / family, weights=place % 2 == 0)
         model = {"pretrained": str(folder), "random_weights": place % 2 == 1, "dropout": 0.0}
         configs.append(config_of(model, "dp=1"))
@@ -75,7 +75,7 @@ def test_every_scaling_of_positions_is_that_of_transformers(pool: Pool, tmp_path
     configs = []
     for kind, facts in ROPE.items():
         rope = {"rope_type": kind, **OLD, **facts}
-        # Samples are longer than the positions that the model was made for.
+        # Samples are longer than the number of positions that the model was made for.
         made = transformers.LlamaConfig(**SMALL, max_position_embeddings=16, rope_parameters=rope)
         made.save_pretrained(tmp_path / kind)
         model = {"pretrained": str(tmp_path / kind), "random_weights": True}
@@ -86,7 +86,7 @@ def test_every_scaling_of_positions_is_that_of_transformers(pool: Pool, tmp_path
 
 # -- what a specification leaves out --------------------------------------------------------------
 
-# Families whose forward does more around its blocks, or in them, than Llama's.
+# Families whose forward does more than Llama's, around its blocks or in them.
 OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "granite": ("GraniteConfig", {"embedding_multiplier": 12.0, "logits_scaling": 8.0}),
     "olmo2": ("Olmo2Config", {}),
@@ -120,7 +120,7 @@ def test_an_argument_of_attention_that_no_mesh_honours_is_refused(name: str) -> 
 
 
 class Multiplied(nn.Module):
-    """A user's own module, with a multiplier of its logits."""
+    """A user's module that scales its logits."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -138,12 +138,12 @@ class Multiplied(nn.Module):
 
 
 def forgetful() -> ModelSpec:
-    """Without the multiplier."""
+    """A specification without the factor."""
     return replace(own_spec(), module=Multiplied)
 
 
 def careful() -> ModelSpec:
-    """With it."""
+    """A specification with the factor."""
 
     def forward(module: Any, x: Tensor, here: StageContext) -> Tensor:
         y = _forward(module, x, here)
@@ -153,7 +153,7 @@ def careful() -> ModelSpec:
 
 
 class Window(Multiplied):
-    """Which cannot be called with tokens alone."""
+    """A module that cannot be called with tokens alone."""
 
     def forward(self, x: Tensor, window: int) -> Tensor:  # type: ignore[override]
         """See Multiplied."""
@@ -185,7 +185,7 @@ def test_a_specification_that_leaves_something_out_is_refused_with_the_figure(po
 
 
 class Turned(nn.Module):
-    """Rotary positions by a complex table, as in Meta's Llama."""
+    """Rotary positions from a complex table, as in Meta's Llama."""
 
     freqs_cis: Tensor
 
@@ -205,7 +205,7 @@ class Turned(nn.Module):
 
 
 def turned_by(config: Config, made: bool) -> tuple[dict[str, torch.dtype], float]:
-    """Types of the buffers in a trainer, and how far its outputs are from the module's."""
+    """The dtypes of the buffers in a trainer, and the distance of its outputs from the module's."""
     tokens = torch.arange(64).reshape(2, 32)
     torch.manual_seed(0)
     module = Turned()

@@ -1,4 +1,4 @@
-"""Optimizers of a program's own: on two simulated ranks as in plain torch on one process, or refused by name."""
+"""On two simulated ranks, a program's own optimizers match plain torch on one process, or are refused by name."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def hooked(groups: Any) -> Optimizer:
 
 
 class Lookahead(Optimizer):
-    """Has the groups and the state of another one, and does not call Optimizer.__init__."""
+    """Shares the groups and the state of another optimizer, and does not call Optimizer.__init__."""
 
     def __init__(self, groups: Any) -> None:
         self.base = Adam(groups, lr=0.1)
@@ -99,7 +99,7 @@ class Lookahead(Optimizer):
 
 
 class Both(Optimizer):
-    """Consists of two."""
+    """Consists of two optimizers."""
 
     def __init__(self, groups: Any) -> None:
         mine = [each for group in groups for each in group["params"]]
@@ -175,7 +175,7 @@ def test_an_optimizer_without_groups_is_refused() -> None:
 
 
 class Keeps(Optimizer):
-    """Extrapolates from the last two gradients. A subclass copies what it keeps."""
+    """Extrapolates from the last two gradients. A subclass copies the kept gradient."""
 
     def __init__(self, groups: Any) -> None:
         super().__init__(groups, {"lr": 0.1})
@@ -197,7 +197,7 @@ class Copies(Keeps):
 
 
 class KeepsAndDrops(Keeps):
-    """Another step finds no gradient left, but the kept one is still the memory of the sum over ranks."""
+    """The next step finds no gradient, but the kept gradient still uses the memory of the sum over ranks."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         super().step()
@@ -220,7 +220,7 @@ def test_a_gradient_that_is_kept_as_a_copy_is_right() -> None:
 
 
 def by_axes(groups: Any) -> Optimizer:
-    """As in nanoGPT."""
+    """Groups for matrices and for vectors, as in nanoGPT."""
     mine = [each for group in groups for each in group["params"]]
     matrices, vectors = ([each for each in mine if (each.dim() > 1) is wanted] for wanted in (True, False))
     return AdamW(
@@ -251,7 +251,7 @@ class Late(Optimizer):
 
 
 class Orthogonal(Optimizer):
-    """As Muon: the sign of the singular values of a matrix, and of each element of any other parameter."""
+    """Like Muon: uses the sign of the singular values of a matrix, and of each element of any other parameter."""
 
     def __init__(self, groups: Any) -> None:
         super().__init__(groups, {"lr": 0.1})

@@ -1,4 +1,4 @@
-"""Every mesh trains what one process trains; and where one does not, parity says what and which dim."""
+"""Every mesh trains like one process. If it does not, parity names the difference and the dim."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Mesh = Callable[..., list[Difference]]
 
 
 def recorded(config: Config, steps: int, path: Path) -> None:
-    """One process: the record that meshes are compared with."""
+    """Record one process, for comparisons with meshes."""
     torch.set_num_threads(1)
     one = reference(config)
     with meshcomm.init(one) as mesh:
@@ -41,7 +41,7 @@ def recorded(config: Config, steps: int, path: Path) -> None:
 
 
 def compared(config: Config, steps: int, path: Path, bug: str) -> list[Difference] | None:
-    """A rank: its differences from the record, with a mistake in its program or none."""
+    """This rank's differences from the record, with a mistake in its program or without."""
     torch.set_num_threads(1)
     with planted(bug, config):
         return differences(config, steps, path)
@@ -49,7 +49,7 @@ def compared(config: Config, steps: int, path: Path, bug: str) -> list[Differenc
 
 @pytest.fixture(scope="module")
 def mesh(pool: Pool) -> Mesh:
-    """Runs a configuration's mesh; its differences from one process, which each model runs once."""
+    """Run a configuration's mesh and return its differences from one process, which runs once for each model."""
     known: dict[str, tuple[Path, list[str]]] = {}
 
     def run(config: Config, steps: int = 3, bug: str = "") -> list[Difference]:
@@ -96,7 +96,7 @@ def test_twenty_steps_are_those_of_one_process(
 
 def test_the_page_has_every_case() -> None:
     rows = [line for line in PAGE.read_text().splitlines() if line.startswith("| ")]
-    # Behind the head and the line below it: what a mesh gave is measured, the rest follows from the case.
+    # The rows after the two header lines: their first columns follow from the cases, and only the last one is measured.
     assert [row.split(" | ")[:3] for row in rows[2:]] == [
         [f"| {case}", *settings(CASES[case])] for case in CASES
     ]
@@ -171,7 +171,7 @@ def test_differences_are_relative_to_what_is_large() -> None:
     }
     ahead = first(found.values(), 1e-9)
     assert ahead is not None and ahead.words == "loss of step 2"
-    # Where no step differs, the worst parameter; where nothing is over the tolerance, nothing.
+    # If no step differs, `first` returns the worst parameter; if no difference exceeds the tolerance, None.
     del found["loss of step 2"]
     ahead = first(found.values(), 1e-9)
     assert ahead is not None and ahead.words == "gradient of a"
@@ -341,7 +341,7 @@ def command(folder: Path, *words: str, **env: str) -> subprocess.CompletedProces
 
 @pytest.fixture
 def job(tmp_path: Path) -> Path:
-    """A folder with a configuration of two ranks."""
+    """A folder with a configuration for two ranks."""
     case = CASES["dp8"]
     mesh = {**case["mesh"], "dims": {"dp": -1}}
     train = {**case["train"], "dtype": "float32"}
@@ -362,7 +362,7 @@ def test_the_command_runs_both_and_leaves_nothing(job: Path) -> None:
     assert sorted(path.name for path in job.rglob("*")) == ["job.json", "tmp"]
 
 
-# Imported by every process at its start: the launcher and the ranks.
+# Every process imports this at its start: the launcher and the ranks.
 BROKEN = """
 import os
 if "RANK" in os.environ:

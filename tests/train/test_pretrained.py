@@ -1,4 +1,4 @@
-"""A folder of transformers goes in and comes out: through every mesh, a checkpoint, and a resume on another mesh."""
+"""Models are read from a transformers folder and exported to one: on every mesh, and through a checkpoint and another mesh."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def through(config: Config, target: Path, dtype: torch.dtype | None, shard_bytes
 
 
 _EXPERT = {"expert": {"pp": 2, "edp": 1, "ep": 2, "tp": 1}}
-# Fused and transposed weights; experts in folders that name each, on a mesh without and with a dim for them.
+# Fused and transposed weights; folders that name each expert, on a mesh with a dim for experts and without.
 OTHERS = [
     pytest.param("gpt2", {}, marks=pytest.mark.parity),
     pytest.param("qwen3_moe", {}, marks=pytest.mark.parity),
@@ -107,7 +107,7 @@ def test_every_layout_of_weights_survives(
     theirs, ours = held(source), held(tmp_path / "to")
     assert theirs.keys() == ours.keys()
     assert all(torch.equal(ours[name], value) for name, value in theirs.items())
-    # And by way of a checkpoint, in one process.
+    # The weights also survive a checkpoint that one process exports.
     still = {"checkpoint_every": 1, "steps": 1, "lr": 1e-30}
     pool.run(trained, config_of(source, out, dims, views=views, **still), None, ranks=4)
     export_pretrained(out, tmp_path / "left")
@@ -174,7 +174,7 @@ def test_trained_resumed_on_another_mesh_and_exported(pool: Pool, folder: Path, 
     out, live, left = tmp_path / "run", tmp_path / "live", tmp_path / "left"
     pool.run(trained, config_of(folder, out, {"pp": 2, "tp": 2}, checkpoint_every=2), None, ranks=4)
     assert export_pretrained(out, tmp_path / "two").step == 2
-    # What the checkpoint has is not read again; the folder may lie elsewhere.
+    # The resumed run reads its weights from the checkpoint, so the source folder may be moved.
     moved = folder.rename(tmp_path / "moved")
     (moved / SINGLE).unlink()
     more = {"steps": 4, "checkpoint_every": 2, "resume": True}
@@ -248,7 +248,7 @@ def test_what_a_killed_save_left_is_no_hindrance(pool: Pool, folder: Path, tmp_p
 
 
 def own(config: Config, target: Path) -> str:
-    """What is said of a module beside [model] pretrained."""
+    """The error of exporting a program's own module despite [model] pretrained."""
     with meshcomm.init(config) as mesh, pytest.raises(ConfigError) as caught:
         save_pretrained(Trainer(mesh, config, torch.nn.Linear(2, 2)), target)
     return caught.value.what

@@ -1,4 +1,4 @@
-"""A step that logs nothing waits for nothing, where calls are queued on the device as with NCCL."""
+"""A step that logs nothing waits for nothing, if calls are queued on the device as with NCCL."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def tiny(*overrides: str) -> Config:
 
 
 def trained(config: Config, strict: bool = True) -> tuple[list[Done], int, dict[str, Tensor]]:
-    """Steps of which the first are compared; the host syncs of those after them; some weights."""
+    """The results of all steps, the host syncs after the first steps, and the weights."""
     nccl = config.mesh.backend == NAME
     with emulated_nccl() if nccl else nullcontext(), meshcomm.init(config) as mesh:
         trainer = Trainer(mesh, config).engine
@@ -90,14 +90,14 @@ def test_a_step_that_logs_nothing_waits_for_nothing(pool: Pool, dims: str) -> No
 
 
 def spoilt(config: Config, how: str) -> tuple[str, list[int], bool]:
-    """Six steps, the fourth spoilt, and then a look: the error or the faults, steps looked at, whether 4 to 6 changed weights."""
+    """Six steps, the fourth spoilt. The error or the faults, the steps with results, and whether steps 4 to 6 changed weights."""
     with emulated_nccl(), meshcomm.init(config) as mesh:
         trainer = Trainer(mesh, config).engine
         batches = batches_of(trainer, text(trainer.sections.data))
         now = [0]
         if how == "gradient" and mesh.rank == 3:
             weight = dict(trainer.named_parameters())["layers.0.attn.wq.weight"]
-            # A hook of the parameter would be refused.
+            # A hook on the parameter would be refused.
             node = gradient_node(weight)
             node.register_prehook(
                 lambda grads: tuple(grad * math.nan for grad in grads) if now[0] == 4 else grads

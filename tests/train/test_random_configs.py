@@ -1,4 +1,4 @@
-"""Configurations drawn from a seed: each is refused with what is wrong, or trains what one process trains."""
+"""Configurations from a seed are either refused with a reason, or train like one process."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def alone(config: Config) -> Record:
 
 
 def simulated(raw: dict[str, Any]) -> Difference:
-    """The largest difference of simulated ranks from one process."""
+    """The largest difference between simulated ranks and one process."""
     config = load_config(raw)
     known = alone(config)
 
@@ -59,7 +59,7 @@ def of_rank(config: Config, path: Path) -> list[Difference] | None:
 
 
 def on_processes(pool: Pool, raw: dict[str, Any]) -> Difference:
-    """As `simulated`, of processes: for pipelines and shards, which need torch's groups."""
+    """Like `simulated`, but on processes: for pipelines and shards, which need torch's groups."""
     config = load_config(raw)
     known = alone(config)
     path = pool.folder / "random.pt"
@@ -77,7 +77,7 @@ def _steps(config: Config) -> int:
 # -- what trains ----------------------------------------------------------------------------------
 
 
-# Experts along context; context and data in an order of the ranks; tensor, data and sequence_parallel with experts.
+# Experts along context; context and data with a rank order; tensor, data and sequence_parallel with experts.
 @pytest.mark.parametrize("seed", [2, 3, 35])
 def test_simulated_ranks_train_what_one_process_trains(seed: int) -> None:
     one = simulated(right(seed, SIMULATED, most=4))
@@ -132,7 +132,7 @@ def test_shards_where_a_backward_pass_runs_in_halves(pool: Pool) -> None:
 @pytest.mark.parametrize(
     ("dims", "data", "merge"),
     [
-        # One of the mesh's own names covers the dims of the sum already, or is called as a new one would be.
+        # One of the mesh's own names already covers the dims of the sum, or equals the name of a new one.
         ("dp = 2, cp = 2", "dp", {"merged": ["dp", "cp"]}),
         ("one = 2, cp = 2, one_cp = 1", "one", {}),
         ('"größe" = 2, cp = 2', "größe", {}),
@@ -155,12 +155,12 @@ def problems(raw: dict[str, Any]) -> list[Problem]:
 
 
 def same(one: Problem) -> tuple[str, str]:
-    """What makes two problems one, whatever the numbers are."""
+    """The identity of a problem, without its numbers."""
     return one.key, re.sub(r"\d+", "#", one.what)
 
 
 def as_overrides(way: str) -> list[str] | None:
-    """A way out as `--set` takes it; None where it is advice in words."""
+    """A way out in the form of `--set`; None if it is advice in words."""
     removed = re.fullmatch(r'remove ([\w."]+)(:.*)?', way, re.DOTALL)
     if removed is not None:
         return [f"{removed.group(1)}="]
@@ -170,7 +170,7 @@ def as_overrides(way: str) -> list[str] | None:
 
 
 def check_ways_out(seeds: Sequence[int]) -> tuple[int, int]:
-    """Apply each way out of each problem: it can be applied, and that problem is gone.
+    """Apply each way out of each problem: it can be applied, and it removes the problem.
 
     Returns how many configurations were refused and how many ways out were applied.
     """
@@ -259,5 +259,5 @@ def test_names_beyond_ascii_are_written_as_toml_reads_them() -> None:
     settings = load_config(raw, ['parallel.data="δ"', 'parallel.pipeline="pp"', *overrides])
     assert list(settings.mesh.dims)[:2] == ["δ", "größe"]
     assert whole_toml(settings.mesh.dims) in way
-    # --set takes a key in quotes, as a file does.
+    # --set takes a quoted key, as a file does.
     assert load_config(settings, ['mesh.dims."größe" = 1']).mesh.dims["größe"] == 1

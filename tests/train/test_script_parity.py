@@ -1,4 +1,4 @@
-"""A script that makes a Trainer, compared with itself on one process: `meshcomm parity CONFIG SCRIPT`."""
+"""A script that makes a Trainer is compared with itself on one process: `meshcomm parity CONFIG SCRIPT`."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_a_script_is_compared_with_itself_on_one_process(pool: Pool, tmp_path: P
     assert {one["name"] for one in facts["differences"] if one["kind"] == "weight"} == {
         "0.weight", "0.bias", "2.weight", "2.bias",
     }  # fmt: skip
-    # Nothing is written beside the script.
+    # The command writes nothing next to the script.
     assert sorted(path.name for path in tmp_path.iterdir()) == ["err", "mine.py", "mine.toml", "out"]
 
 

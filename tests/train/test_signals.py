@@ -1,4 +1,4 @@
-"""SIGTERM and SIGUSR1: a run ends behind a step and a checkpoint on all ranks, and goes on as if nothing had been."""
+"""SIGTERM and SIGUSR1 end a run on all ranks after a step and a checkpoint. A resumed run continues as if undisturbed."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ class _Sends(Callback):
     def _later(self) -> None:
         time.sleep(self._seconds)
         os.kill(os.getpid(), self._number)
-        # A launcher passes on what Slurm has sent to its ranks too.
+        # Slurm signals the ranks, and a launcher passes the same signal on to them.
         time.sleep(0.005)
         os.kill(os.getpid(), self._number)
 
 
 def trained(config: Config, sender: tuple[int, int, int, float] | None) -> tuple[list[float], bool, str]:
-    """Losses, whether a signal ended the run, and why. sender: rank, signal, step, seconds after it."""
+    """Losses, whether a signal ended the run, and the reason. sender: rank, signal, step, seconds after the step."""
     with meshcomm.init(config) as mesh:
         callbacks: list[Callback] = []
         if sender is not None and sender[0] == mesh.rank:
             callbacks = [_Sends(*sender[1:])]
         found = Trainer(mesh, config, callbacks=callbacks).run()
-        # This process goes on, with other tests.
+        # This process runs other tests later.
         ignored = [signal.signal(each, signal.SIG_DFL) for each in (signal.SIGTERM, signal.SIGUSR1)]
         assert ignored == [signal.SIG_IGN if found.asked_to_stop else signal.SIG_DFL] * 2
         return list(found.losses), found.asked_to_stop, found.stopped

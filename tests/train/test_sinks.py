@@ -1,4 +1,4 @@
-"""TensorBoard and Weights & Biases: the numbers of metrics.jsonl, from the first rank alone, and never the end of a run."""
+"""TensorBoard and Weights & Biases get the numbers of metrics.jsonl from the first rank only, and never end a run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from meshcomm.train import Callback, Summary, run, sinks
 from tests.train.runs import metrics, run_json
 from tests.train.test_evaluate import on
 
-# `import wandb` and `import tensorboard` are tried only where they are there.
+# `import wandb` and `import tensorboard` are only tried if they are installed.
 needs_tensorboard = pytest.mark.skipif(
     importlib.util.find_spec("tensorboard") is None, reason="tensorboard is not installed"
 )
@@ -40,7 +40,7 @@ def _full(*_: Any) -> None:
 
 
 def written(out: Path) -> dict[str, list[tuple[int, float]]]:
-    """By tag, steps and values of all event files."""
+    """The steps and values of all event files, by tag."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     found = EventAccumulator(str(out / "tensorboard"))
@@ -53,7 +53,7 @@ def test_tensorboard_has_the_numbers_of_metrics_also_after_a_resume(pool: Pool, 
     more = ('train.log_to=["tensorboard"]', "train.checkpoint_every=2", "train.peak_flops=1e12")
     pool.run(told, on("dp=2", tmp_path, "train.steps=4", *more), ranks=2)
     assert len(list((tmp_path / "tensorboard").iterdir())) == 1
-    # From step 4 on there are other lines.
+    # The resumed run adds lines after step 4.
     pool.run(told, on("dp=2", tmp_path, "train.steps=6", "train.resume=true", *more), ranks=2)
     found = written(tmp_path)
     steps = [line for line in metrics(tmp_path) if "loss" in line]

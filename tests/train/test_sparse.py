@@ -71,7 +71,7 @@ def test_two_optimizers_in_one_are_saved_and_resumed_on_another_mesh(tmp_path: P
 
 
 class Row(nn.Module):
-    """Products of numbers with rows of a table."""
+    """Rows of a table times numbers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ class Row(nn.Module):
 
 
 def rows_of(step: int) -> tuple[tuple[Tensor, Tensor], None]:
-    """In later steps, a row of the second half has a gradient of 0, and some rows are not used."""
+    """In later steps, a row of the second half has a gradient of 0, and some rows are unused."""
     factors = torch.ones(8, dtype=torch.float64)
     factors[7] = float(step == 1)
     return (torch.arange(8) + step // 3, factors), None
@@ -117,7 +117,7 @@ def test_a_row_that_a_step_has_used_is_updated_also_if_its_gradient_is_zero(tmp_
 
 
 class Bags(nn.Module):
-    """Sums of rows, which begin at offsets."""
+    """Sums of rows. Each sum begins at an offset."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -196,7 +196,7 @@ def test_a_loss_that_counts_on_all_samples_is_refused(tmp_path: Path) -> None:
 def test_inputs_may_be_any_mapping_and_calls_may_be_queued(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A tokenizer returns a mapping of its own class. Where calls are queued, ids of tokens are looked at."""
+    """Tokenizers return their own mapping classes. Where calls are queued, the ids of tokens are inspected."""
     # Ranks are threads here: if each patched the class, the last one to undo it would restore another's patch.
     queued = threading.local()
     monkeypatch.setattr(Mesh, "is_async", property(lambda mesh: getattr(queued, "on", False)))

@@ -1,4 +1,4 @@
-"""The check before training: errors that nothing else finds, and programs that pass."""
+"""The check before training reports errors that nothing else finds, and lets correct programs pass."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def told(
     micro: int = 2,
     **settings: Any,
 ) -> tuple[str, str]:
-    """The text of the error, and why a program was not compared."""
+    """The text of the error, and the reason why a program was not compared."""
     train = {"steps": 2, "global_batch_size": 8, "micro_batch_size": micro, "lr": 0.1, **settings}
     known = TrainConfig(**train)
     options = {key: value for key, value in settings.items() if key == "attention"}
@@ -91,12 +91,12 @@ def in_a_dictionary(outputs: Tensor, targets: Tensor) -> dict[str, Any]:
 
 
 def in_float32(logits: Tensor, targets: Tensor) -> Tensor:
-    """As many programs do under autocast."""
+    """Computes the loss in float32, as many programs do under autocast."""
     return of_tokens(logits.float(), targets)
 
 
 class TwoInputs(nn.Module):
-    """Of a dictionary of inputs."""
+    """A module with a dictionary of inputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -117,7 +117,7 @@ def of_scores(outputs: Any, targets: Any) -> Tensor:
 
 
 class Complex(nn.Module):
-    """With complex weights of the usual precision."""
+    """A module with complex weights of the usual precision."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -129,7 +129,7 @@ class Complex(nn.Module):
 
 
 class Keys(nn.Module):
-    """Attention over features. The gradient of a bias of the keys is 0, but for rounding."""
+    """Attention over features. The gradient of the keys' bias is 0, except for rounding."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -193,7 +193,7 @@ def z_loss(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 class Scaled(nn.Module):
-    """A loss that would learn."""
+    """A loss with a trainable parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -204,7 +204,7 @@ class Scaled(nn.Module):
 
 
 class Ids(nn.Module):
-    """Logits of a class from ids, of which one occurs often."""
+    """Logits of a class from ids, one of which occurs often."""
 
     def __init__(self, **more: Any) -> None:
         super().__init__()
@@ -237,7 +237,7 @@ class Moving(nn.Module):
 
 
 class MovingWeight(nn.Module):
-    """The same, with a parameter that needs no gradient."""
+    """The same with a parameter that needs no gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -251,7 +251,7 @@ class MovingWeight(nn.Module):
 
 
 class Features(nn.Module):
-    """With random features."""
+    """A module with random features."""
 
     table: Tensor
 
@@ -266,7 +266,7 @@ class Features(nn.Module):
 
 
 class Noise(nn.Module):
-    """Of tokens, with noise within a part that tensor parallelism splits."""
+    """A model of tokens with noise inside a part that tensor parallelism splits."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -280,7 +280,7 @@ class Noise(nn.Module):
 
 
 class Twice(nn.Module):
-    """One block that is in the list of blocks twice."""
+    """A module whose list of blocks has one block twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -297,7 +297,7 @@ class Twice(nn.Module):
 
 
 class OnlyMatrices(torch.optim.SGD):
-    """Forgets the vectors."""
+    """Updates matrices only, not vectors."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
@@ -307,7 +307,7 @@ class OnlyMatrices(torch.optim.SGD):
 
 
 class Pairs(nn.Module):
-    """Blocks that return their state too."""
+    """A module whose blocks also return their state."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -338,7 +338,7 @@ def _noisy() -> ModelSpec:
 
 
 class Gated(nn.Module):
-    """With a weight of two parts."""
+    """A module with a weight of two parts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -562,7 +562,7 @@ def divergence(outputs: Any, targets: Tensor) -> Tensor:
 
 
 def summed_divergence(outputs: Any, targets: Tensor) -> Tensor:
-    """Sums over the batch, which add up over ranks and microbatches in one process only."""
+    """A sum over the batch. Such sums add up over ranks and microbatches in one process only."""
     return divergence(outputs, targets) * len(targets)
 
 
@@ -597,7 +597,7 @@ def test_numbers_of_other_libraries_are_not_compared_and_named() -> None:
 
 
 def _baseline() -> Any:
-    """A moving mean of the targets."""
+    """A loss with a moving mean of the targets."""
     mean = 0.0
 
     def own(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -622,7 +622,7 @@ def _baseline_in_a_helper() -> Any:
 
 
 def _memory() -> Any:
-    """What was predicted for each sample before."""
+    """A loss that depends on the earlier predictions for each sample."""
     memory = torch.zeros(8, 3, dtype=torch.float64)
 
     def own(outputs: Tensor, targets: Any) -> Tensor:
@@ -674,13 +674,13 @@ def test_each_simulated_rank_counts_for_itself(own: Any) -> None:
     assert _GLOBAL_STEPS == 0
 
 
-# -- what programs do besides ---------------------------------------------------------------------------
+# -- other actions of programs --------------------------------------------------------------------------
 
 _CALLS: list[int] = []
 
 
 class Counts(nn.Module):
-    """Counts its calls in a global, in its class, and in a buffer."""
+    """Counts its calls in a global and in its class."""
 
     calls = 0
 

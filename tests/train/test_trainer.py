@@ -1,4 +1,4 @@
-"""The Trainer with what is the user's: a module, an optimiser, a loss, a schedule, data and callbacks."""
+"""The Trainer with the user's own module, optimizer, loss, schedule, data and callbacks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ BASE: dict[str, Any] = {
 
 
 def sections(dims: str, out: Path | str = "unused", *more: str) -> Config:
-    """A mesh, its roles, and [train]: model and data come from code."""
+    """A mesh, its roles and [train]. The model and the data come from code."""
     return config_on(BASE, dims, f'train.out="{out}"', *more)
 
 
@@ -63,7 +63,7 @@ def samples(step: int) -> tuple[Tensor, Tensor]:
 
 
 def mine(trainer: Trainer) -> Any:
-    """This rank's share of it, as a function of the step."""
+    """This rank's share of the global batch, as a function of the step."""
     each = BATCH // trainer.engine.data_size
     here = slice(trainer.engine.data_coord * each, (trainer.engine.data_coord + 1) * each)
     return lambda step: tuple(part[here] for part in samples(step))
@@ -78,7 +78,7 @@ def falls(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRSchedu
 
 
 def trained(config: Config, scheduled: bool) -> tuple[tuple[float, ...], dict[str, Tensor]]:
-    """Losses and whole weights of a user's module; ranks begin with different weights."""
+    """Losses and whole weights of a user's module. Ranks start with different weights."""
     with meshcomm.init(config) as mesh:
         assert config.parallel is not None
         split = config.parallel.tensor
@@ -96,7 +96,7 @@ def trained(config: Config, scheduled: bool) -> tuple[tuple[float, ...], dict[st
 
 
 def by_hand() -> tuple[list[float], dict[str, Tensor]]:
-    """What `trained` gives with sgd and its schedule, in plain torch."""
+    """The results of `trained` with sgd and its schedule, in plain torch."""
     module = Net().double()
     groups = [
         {"params": [p for p in module.parameters() if p.ndim > 1]},
@@ -146,7 +146,7 @@ def test_evaluation_leaves_what_is_in_eval_mode_there() -> None:
 def evaluated(config: Config) -> float:
     with meshcomm.init(config) as mesh:
         trainer = Trainer(mesh, config, Net(), loss=loss)
-        # As a loader gives them: of another floating type than the weights.
+        # A loader gives another floating-point type than the weights have.
         return trainer.evaluate([tuple(each.float() for each in mine(trainer)(step)) for step in (1, 2)])
 
 
@@ -171,7 +171,7 @@ def two_rates(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
 
 
 def moved(config: Config) -> dict[str, tuple[float, ...]]:
-    """For each parameter, how far a step moved it in relation to its gradient, in two steps."""
+    """For each parameter, the size of its update relative to its gradient, in two steps."""
     with meshcomm.init(config) as mesh:
         module = Net()
         trainer = Trainer(mesh, config, module, loss=loss, optimizer=two_rates)
@@ -217,7 +217,7 @@ class Notes(Callback):
 
 
 class Endless:
-    """Batches one after the other, as a loader gives them; two steps are an epoch."""
+    """Batches in order, as a loader gives them. Two steps are an epoch."""
 
     def __init__(self, of: Any) -> None:
         self.of = of
@@ -313,7 +313,7 @@ def test_what_does_not_fit_is_refused(pool: Pool, tmp_path: Path, what: str, dim
 
 
 def larger() -> Any:
-    """Has two tensors more."""
+    """A module with two additional tensors."""
     made: Any = Net()
     made.head = nn.Sequential(made.head, nn.Linear(3, 3, bias=False))
     made.register_buffer("counts", torch.zeros(2))
@@ -321,7 +321,7 @@ def larger() -> Any:
 
 
 def loaded(config: Config, folder: Path, damage: str) -> str:
-    """What `load` says of a folder of a larger model, or one with a damaged lock."""
+    """The error of `load` for the folder of a larger model, for a damaged lock, or for a folder that does not exist."""
     with meshcomm.init(config) as mesh:
         made = Trainer(mesh, config, larger() if damage == "larger" else Net(), loss=loss)
         made.step(*mine(made)(1))

@@ -1,4 +1,4 @@
-"""The same training on every mesh, the data it reads, and what it tells."""
+"""The same training on every mesh, its data, and its reports."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.toml"
 
 TINY: dict[str, Any] = {
     "mesh": {"dims": {"pp": 1, "dp": 1, "tp": 1}, "device": "cpu", "timeout_s": 60.0},
-    # Small buckets: several all_reduces per step, even of this model.
+    # Small buckets: even this model makes several all_reduces per step.
     "parallel": {"data": "dp", "tensor": "tp", "pipeline": "pp", "options": {"bucket_mb": 0.01}},
     # Three layers: stages of two and one.
     "model": {"num_layers": 3, "hidden_size": 32, "num_heads": 4, "num_kv_heads": 2, "intermediate_size": 64},
@@ -52,14 +52,14 @@ def tiny(*overrides: str) -> Config:
 
 
 class NoMesh:
-    """As much of a mesh as a split over nothing needs."""
+    """The parts of a mesh that a split over nothing needs."""
 
     device = torch.device("cpu")
     is_async = False
 
 
 def plain_logits(weights: dict[str, Tensor], config: ModelConfig, tokens: Tensor) -> Tensor:
-    """The transformer once more, as the formulas say it: loops over heads, complex rotations."""
+    """The transformer again, written from the formulas: loops over heads, complex rotations."""
 
     def norm(x: Tensor, name: str) -> Tensor:
         return x / (x.pow(2).mean(-1, keepdim=True) + config.norm_eps).sqrt() * weights[name + ".weight"]
@@ -130,7 +130,7 @@ def test_weights_follow_from_the_seed_and_the_name_alone() -> None:
 
 
 class Notes(Callback):
-    """Remembers what it is told."""
+    """Records the calls of its methods."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, Any]] = []
@@ -185,7 +185,7 @@ def test_a_run_tells_every_rank_the_same_and_writes_metrics_once(pool: Pool, tmp
 
     lines = metrics(tmp_path)
     told = [dataclasses.asdict(value) for name, value in calls if name == "step"]
-    # A CPU's MFU is not known.
+    # The MFU of a CPU is unknown.
     assert [{**line, "fault": "", "mfu": None, "terms": {}} for line in lines] == told
     assert [line["step"] for line in lines] == [1, 3, 4]
     assert [line["loss"] for line in lines] == [summary.losses[step - 1] for step in (1, 3, 4)]
@@ -214,7 +214,7 @@ def spans(lines: list[dict[str, Any]]) -> list[float]:
 
 
 def disagree(files: list[str], out: str) -> list[str]:
-    """What this rank is told when rank 2 has other settings, other text, no text, no folder."""
+    """The errors on this rank if rank 2 has other settings, other text or no text, and if the folder cannot be made."""
     base = [f'train.out="{out}"', "train.steps=1", "train.warmup_steps=0", f'data.files=["{files[0]}"]']
     told = []
     with meshcomm.init(tiny("mesh.dims={ pp = 1, dp = 2, tp = 2 }")) as mesh:
@@ -270,7 +270,7 @@ def test_an_interrupted_run_says_how_far_it_came(pool: Pool, tmp_path: Path) -> 
     assert run_json(tmp_path)["ended"]["reason"] == "interrupted"
 
 
-# -- what a person sees ---------------------------------------------------------------------------
+# -- the display of a run -------------------------------------------------------------------------
 
 
 START = Start(
@@ -302,13 +302,13 @@ def test_without_a_terminal_a_line_comes_now_and_then() -> None:
     assert lines[0] == (
         "1,234 parameters, 5,000 bytes of text from 3 files, 30 steps of 100 tokens, 1 CPU thread per rank"
     )
-    # Before the first step is over, which can take long.
+    # This line comes before the end of the first step, which can take long.
     assert "step 1 of 30" in lines[1]
     assert lines[3] == "step 3/30  loss 5.2000  40 tokens/s  0:01:08 left"
     steps = [int(line.split("/")[0].removeprefix("step ")) for line in lines if line.startswith("step")]
     assert steps == [1, 3, 6, 9, 12, 15, 18, 21, 24, 27, 30]
 
-    # Slow steps are not kept quiet.
+    # Slow steps are still shown.
     def slow(reporter: TrainingReporter) -> None:
         reporter.on_start(dataclasses.replace(START, steps=1000))
         for step in range(1, 6):

@@ -1,4 +1,4 @@
-"""What steps change beside weights: it is saved or refused by name, it comes back bit by bit, and a look changes nothing."""
+"""State that steps change besides weights: it is saved or refused by name, restored bit by bit, and not changed by a look."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ BASE = {**FOUR_STEPS, "train": {**FOUR_STEPS["train"], "steps": STEPS}}
 
 
 class Momentum(Optimizer):
-    """Counts its steps in an int, and in an attribute; its rate depends on both."""
+    """Counts its steps in an int and in an attribute. The size of an update depends on both."""
 
     def __init__(self, groups: Any) -> None:
         super().__init__(groups, {"lr": 0.1})
@@ -72,7 +72,7 @@ class Momentum(Optimizer):
 
 
 class Growing(Optimizer):
-    """Keeps scalars in its groups, as Prodigy and schedule-free ones do."""
+    """Keeps scalars in its groups, as Prodigy and schedule-free optimizers do."""
 
     def __init__(self, groups: Any) -> None:
         super().__init__(groups, {"lr": 0.1, "d": 1e-2, "k": 0, "weight_sum": 0.0})
@@ -112,7 +112,7 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "fused": lambda groups: torch.optim.AdamW(groups, lr=0.01, fused=True),
     "rprop": lambda groups: torch.optim.Rprop(groups, lr=0.01),
 }
-# Their state has other shapes than the parameters, or they draw: not of a part of a tensor.
+# Their state has other shapes than the parameters, or they draw random numbers, so they cannot update a part of a tensor.
 OF_WHOLE: dict[str, Callable[[Any], Optimizer]] = {
     "adafactor": lambda groups: torch.optim.Adafactor(groups, lr=0.05),
     "noise": lambda groups: Noisy(groups, lr=0.1),
@@ -120,7 +120,7 @@ OF_WHOLE: dict[str, Callable[[Any], Optimizer]] = {
 
 
 class Counting(Net):
-    """How often it was called, no tensor, is a part of what it computes."""
+    """The outputs depend on the number of calls, which is not a tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -140,7 +140,7 @@ class Counting(Net):
 
 
 class Scale(nn.Module):
-    """Extra state that is a tensor."""
+    """A module with a tensor as extra state."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -179,7 +179,7 @@ MODULES: dict[str, Callable[[], nn.Module]] = {"extra state": Counting, "frozen"
 
 
 class Remembers:
-    """A callable object, whose attributes LambdaLR saves."""
+    """A callable object whose attributes LambdaLR saves."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -190,7 +190,7 @@ class Remembers:
 
 
 class Drifting(LRScheduler):
-    """Its rates follow from what it has seen, not from the number of steps."""
+    """Its rates depend on observed values, not on the number of steps."""
 
     def __init__(self, optimizer: Optimizer, seen: Callable[[], float]) -> None:
         self.sum, self._see = 0.0, seen
@@ -245,8 +245,9 @@ def parts(kind: str, name: str) -> tuple[Any, Any, Any]:
 def trained(
     config: Config, kind: str, names: list[str], folder: Path, first: int | None = None
 ) -> dict[str, Any]:
-    """Weights after all steps: of a training that is saved before the first step and after some, or, with `first`, of
-    one that resumes after it.
+    """The weights after all steps of a training.
+
+    Without `first`, it saves before the first step and after some steps. With `first`, it resumes after that step.
     """
     found = {}
     with meshcomm.init(config) as mesh:
@@ -275,7 +276,7 @@ def ranks_of(config: Config) -> int:
 @pytest.mark.parametrize(
     ("kind", "case", "other"),
     [
-        # Each is resumed on its own mesh too: every kind of shard is saved, and loaded.
+        # Each also resumes on its own mesh, so every kind of shard is saved and loaded.
         ("module", "fsdp=2", "dp=2 tp=2"),
         *(
             pytest.param(*each, marks=pytest.mark.parity)
@@ -283,7 +284,7 @@ def ranks_of(config: Config) -> int:
                 ("optimizer", "fsdp=2", "dp=1 tp=2"),
                 ("optimizer", "dp=1 tp=2", "dp=2"),
                 ("optimizer", "dp=2", "fsdp=2"),
-                # Their state counts forward passes: of as many ranks with samples of their own.
+                # Their state counts forward passes, so both meshes have as many ranks with separate samples.
                 ("module", "dp=2 tp=2", "dp=2"),
                 ("module", "dp=2", "fsdp=2"),
                 ("scheduler", "dp=2", "fsdp=2"),
@@ -297,7 +298,7 @@ def test_a_resumed_training_is_bit_equal(
     pool: Pool, tmp_path: Path, kind: str, case: str, other: str
 ) -> None:
     names = list({"optimizer": OPTIMIZERS, "module": MODULES, "scheduler": SCHEDULERS}[kind])
-    # The state of Counting is that of a rank, not of a step: the check before training refuses it.
+    # The check before training refuses Counting, because its state depends on the rank and not on the step.
     settings = ["train.check=false"] if kind == "module" else []
     here, there = config_on(BASE, case, *settings), config_on(BASE, other, *settings)
     (expected, *_) = pool.run(trained, here, kind, names, tmp_path, ranks=ranks_of(here), timeout_s=120)
@@ -310,7 +311,7 @@ def test_a_resumed_training_is_bit_equal(
     moved = pool.run(trained, there, kind, names, tmp_path, CUT, ranks=ranks_of(there), timeout_s=120)
     for name in names:
         for key, value in moved[0][name].items():
-            # Of float64; only the order of sums differs. Rprop sees signs, which may turn.
+            # In float64, only the order of sums differs. Rprop uses signs, which may flip.
             torch.testing.assert_close(value, expected[name][key], rtol=1e-9, atol=1e-10)
 
 
@@ -359,7 +360,7 @@ def test_a_look_changes_nothing(pool: Pool, tmp_path: Path, case: str) -> None:
 
 
 class Odd(Tensor):
-    """A tensor that is none of torch's."""
+    """A tensor subclass that does not belong to torch."""
 
 
 class Keeps(torch.optim.SGD):
@@ -387,7 +388,7 @@ class Keeps(torch.optim.SGD):
                 elif self.what == "own part":
                     self.state[p]["mean"] = getattr(gradient, "_local_tensor", gradient).clone()
                 elif self.what == "own kind of part":
-                    # As torchao's moments of 8 bits.
+                    # As for torchao's moments of 8 bits.
                     part = gradient.to_local().clone().as_subclass(Odd)
                     self.state[p]["mean"] = DTensor.from_local(part, p.device_mesh, p.placements)
                 elif self.what == "part of a sum":
@@ -400,7 +401,7 @@ class Keeps(torch.optim.SGD):
 
 
 class Random(Net):
-    """Extra state that follows from a rank's own samples."""
+    """Extra state that depends on a rank's own samples."""
 
     seen = 0.0
 
@@ -479,7 +480,7 @@ def test_the_state_of_another_optimizer_is_refused(pool: Pool, tmp_path: Path) -
 
 
 class Running(Net):
-    """Statistics of a rank's own samples, which forward uses."""
+    """Statistics of this rank's samples, which forward uses."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -523,7 +524,7 @@ def test_buffers_that_follow_from_samples_are_the_first_rank_s(pool: Pool, case:
 
 
 class Fused(nn.Module):
-    """One weight that holds three, and one that has two names."""
+    """A weight that fuses three weights, and a weight with two names."""
 
     def __init__(self) -> None:
         torch.manual_seed(3)
@@ -539,7 +540,7 @@ class Fused(nn.Module):
 
 
 def saved_fused(config: Config, out: Path) -> dict[str, Tensor]:
-    """What the module before it was split would have, of a run whose checkpoint is in `out`."""
+    """The state of the module as it was before the split, from a run with a checkpoint in `out`."""
     with meshcomm.init(config) as mesh:
         module = Fused()
         tensor_parallel(module, mesh, "tp", {"qkv": "column:3", "down": "row"})
@@ -571,7 +572,7 @@ def test_weights_without_an_extra_state_that_they_need_are_refused(pool: Pool, t
         export_weights(tmp_path, tmp_path / "weights")
 
 
-# -- closures, moves and what else programs do ------------------------------------------------------
+# -- closures, moves and other actions of programs --------------------------------------------------
 
 
 def of_all(groups: Any) -> Optimizer:

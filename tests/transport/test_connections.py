@@ -1,4 +1,4 @@
-"""Connections that are cut free what waits on them, and leave those of others alone."""
+"""Cutting connections releases the calls that wait on them, and leaves other connections alone."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_later_connection_to_a_port_that_listened_is_cut_too() -> None:
 
 @on_ranks(2)
 def test_a_call_that_waits_on_gloo_ends_within_seconds() -> None:
-    """Also one that Gloo forgets as its connection breaks: without the slices it waits for its group's 60 s."""
+    """This holds for calls that Gloo forgets when the connection breaks: only waiting in slices avoids the group's 60 s."""
     given_up = [float("inf")]
     put_back = torch_changes.changed()
     torch_changes.interruptible_waits(lambda: time.monotonic() > given_up[0])

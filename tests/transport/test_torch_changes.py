@@ -1,4 +1,4 @@
-"""Torch's own functions: importing meshcomm replaces none, and the last close puts every one back."""
+"""torch's functions: importing meshcomm replaces none of them, and the last close restores all of them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from meshcomm.errors import CallMismatchError
 from meshcomm.transport.torch_changes import CAN_WATCH, REPLACED, changed
 from tests.ranks import on_ranks
 
-# Every function of a module or class of torch, before and after all that calls torch.distributed is imported.
+# All functions of torch's modules and classes, before and after importing every part of meshcomm that calls torch.distributed.
 IMPORTS = """
 import importlib, pkgutil, sys, types
 import torch, torch.distributed.tensor, torch.distributed.fsdp, torch.distributed.pipelining, torch.utils.checkpoint
@@ -52,7 +52,7 @@ def test_importing_meshcomm_replaces_no_function_of_torch() -> None:
 
 
 def torchs() -> list[object]:
-    """What torch has now under the names that meshcomm replaces."""
+    """torch's current values of the names that meshcomm replaces."""
     return [getattr(each.owner, each.name, None) for each in REPLACED]
 
 
@@ -63,7 +63,7 @@ def test_the_last_of_two_meshes_puts_everything_back() -> None:
         meshes = [meshcomm.init(dims={"dp": 2}, device="cpu") for _ in range(2)]
         assert torchs() != plain
         for mesh in meshes:
-            # Calls that are compared replace Work.wait, and one that nobody waits for leaves it replaced.
+            # Compared calls replace Work.wait. It stays replaced while an asynchronous call is pending.
             mesh.all_reduce("dp", torch.ones(2))
             left = mesh.all_reduce("dp", torch.ones(2), async_op=True)
             assert torchs()[1] is not plain[1]

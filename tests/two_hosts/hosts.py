@@ -1,8 +1,8 @@
 """Two hosts on one machine: two sets of Linux namespaces, joined by one slow cable.
 
-Each host has a network, a host name, an `/etc/hosts`, processes and a mount table of its own. It lives as
-long as its first process, which ends when its stdin closes: also when whoever made it is killed. With
-that process the kernel ends all others of the host and takes its interfaces away.
+Each host has a separate network, host name, `/etc/hosts`, process table and mount table. It exists as long as its first
+process, which ends when its stdin closes, even if the process that made the host is killed. Then the kernel ends all
+other processes of the host and removes its interfaces.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Final, NamedTuple, final
 INTERFACE: Final = "net0"
 NAMES: Final = ("node0", "node1")
 _TOOLS: Final = ("unshare", "nsenter", "ip", "tc", "mount")
-# Process 1 of a host: as such it must wait for the orphans, and nobody else may die with it unasked.
+# Process 1 of a host. It has to reap orphans, and must not end by accident, because all others end with it.
 _FIRST_PROCESS: Final = """
 import signal, socket, subprocess, sys
 name, hosts = sys.argv[1:]
@@ -35,8 +35,8 @@ sys.stdin.read()
 class Link(NamedTuple):
     """The cable, in each direction: a token bucket (`tc ... tbf`).
 
-    rate: bits per second, as tc writes it. burst: what may go out at once. wait: how long a packet waits
-    for its turn at most; what would wait longer is dropped.
+    rate: bits per second, in the notation of tc. burst: bytes that may be sent at once.
+    wait: how long a packet may wait at most; packets that would wait longer are dropped.
     """
 
     rate: str = "200mbit"
@@ -49,7 +49,7 @@ class Link(NamedTuple):
 
 @final
 class Host:
-    """One of the two. name: what it calls itself; address: its only one beside 127.0.0.1."""
+    """One of the two hosts. name: its host name; address: its only address apart from 127.0.0.1."""
 
     def __init__(self, name: str, address: str, first: int) -> None:
         self.name = name
@@ -59,7 +59,7 @@ class Host:
     def start(
         self, command: Sequence[str], folder: Path, log: Path, env: Mapping[str, str]
     ) -> subprocess.Popen[bytes]:
-        """Start a program on this host, in `folder`; what it prints goes to `log`."""
+        """Start a program on this host, in `folder`; its output goes to `log`."""
         words = self.command(command, folder)
         with log.open("wb") as out:
             return subprocess.Popen(
@@ -67,15 +67,13 @@ class Host:
             )
 
     def command(self, words: Sequence[str], folder: Path) -> list[str]:
-        """What starts a program on this host, in `folder`."""
+        """The command that starts a program on this host, in `folder`."""
         enter = ["nsenter", "--target", self._first, "--net", "--uts", "--mount", "--pid"]
-        # To enter a mount table is to lose one's folder.
+        # The working folder is lost on entering a mount table.
         return [*enter, "--", "env", "-C", str(folder), *words]
 
     def processes(self) -> list[str]:
-        """The command lines of what runs here, its first process left out, and those that only wait to be
-        reaped.
-        """
+        """The command lines of the processes on this host, without its first process and zombies."""
         found = []
         space = os.readlink(f"/proc/{self._first}/ns/pid")
         for entry in Path("/proc").iterdir():
@@ -90,11 +88,11 @@ class Host:
         return found
 
     def sent_bytes(self) -> int:
-        """What has left this host over the cable since it was made."""
+        """Bytes that this host has sent over the cable since it was made."""
         return sent_bytes(Path("/proc") / self._first)
 
     def cut(self) -> None:
-        """Take the interface down. The other host is not told: its packets get no answer."""
+        """Take the interface down. The other host is not notified: its packets get no answer."""
         self._run("ip", "link", "set", INTERFACE, "down")
 
     def mend(self) -> None:
@@ -115,9 +113,9 @@ class Host:
 
 @contextmanager
 def two_hosts(folder: Path, link: Link) -> Iterator[tuple[Host, Host]]:
-    """Both, joined. At the end of the block nothing of them is left.
+    """Two joined hosts. No part of them is left at the end of the block.
 
-    folder: for what they have in place of `/etc/hosts`. Raises RuntimeError where the machine refuses.
+    folder: for the file that replaces `/etc/hosts`. Raises RuntimeError if the machine does not allow it.
     """
     addresses = ("10.77.0.1", "10.77.0.2")
     book = folder / "hosts"
@@ -125,7 +123,7 @@ def two_hosts(folder: Path, link: Link) -> Iterator[tuple[Host, Host]]:
     book.write_text("\n".join(["127.0.0.1 localhost", *lines]) + "\n")
     with ExitStack() as stack:
         firsts = [stack.enter_context(_first_process(name, book)) for name in NAMES]
-        # Both ends are born where they belong: the machine's own network never sees them.
+        # Both ends are created inside the hosts, so the machine's network never contains them.
         ends = [["name", INTERFACE, "netns", str(first)] for first in firsts]
         _run("ip", "link", "add", *ends[0], "type", "veth", "peer", *ends[1])
         hosts = [Host(*three) for three in zip(NAMES, addresses, firsts, strict=True)]
@@ -135,14 +133,14 @@ def two_hosts(folder: Path, link: Link) -> Iterator[tuple[Host, Host]]:
 
 
 def sent_bytes(process: Path) -> int:
-    """What has left the host of a process over the cable; process: its folder in /proc."""
+    """Bytes that the host of a process has sent over the cable; process: its folder in /proc."""
     lines = (process / "net" / "dev").read_text().splitlines()
     words = next(line for line in lines if line.strip().startswith(f"{INTERFACE}:"))
     return int(words.split(":")[1].split()[8])
 
 
 def refusal(folder: Path) -> str | None:
-    """Why this machine cannot have two hosts; None where it can."""
+    """Why this machine cannot have two hosts, or None if it can."""
     if not sys.platform.startswith("linux"):
         return f"network namespaces are Linux's; this is {sys.platform}"
     missing = [tool for tool in _TOOLS if shutil.which(tool) is None]
@@ -169,7 +167,7 @@ def _first_process(name: str, book: Path) -> Iterator[int]:
             if parent.stdout.readline() != "ready\n":
                 parent.stdin.close()
                 raise RuntimeError(f"unshare: {parent.stderr.read().strip()}")
-            # The one that unshare forked, by the number that it has outside.
+            # The process that unshare forked, by its number outside the host.
             yield int(Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text())
         finally:
             parent.stdin.close()
@@ -179,7 +177,7 @@ def _first_process(name: str, book: Path) -> Iterator[int]:
 def _run(*words: str) -> str:
     done = subprocess.run(words, capture_output=True, text=True, timeout=30)
     if done.returncode:
-        # Which of the tools it is that is refused, and by whose words.
+        # Name the tool that was refused, with its error.
         tool = next((word for word in words if word in ("ip", "tc")), words[0])
         raise RuntimeError(f"{tool}: {done.stderr.strip()}")
     return done.stdout

@@ -1,4 +1,4 @@
-"""A job on both hosts, started as on a cluster: the same line on each, and the ranks meet by themselves."""
+"""A job on both hosts, started as on a cluster: with the same command on each, and the ranks meet by themselves."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ import torch
 from tests.two_hosts.hosts import NAMES, Host, Link, two_hosts
 
 PROGRAMS: Final = Path(__file__).parent / "programs"
-# What a launcher or a test left in the environment would be taken for this job's.
+# Variables that a launcher or a test left in the environment would be taken for the job's.
 _FOREIGN: Final = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "GLOO_", "TORCH", "MESHCOMM_", "SLURM_")
 
 
 @final
 @dataclass
 class Job:
-    """A job under way on two hosts.
+    """A running job on two hosts.
 
-    folder: where it runs, on both; what rank 3 says is in `said/3.json`.
+    folder: its working folder, on both hosts; rank 3 writes its final report to `said/end-3.json`.
     """
 
     hosts: tuple[Host, Host]
@@ -36,7 +36,7 @@ class Job:
     processes: list[subprocess.Popen[bytes]]
 
     def finish(self, limit_s: float) -> list[int]:
-        """The exit code of each host's torchrun. Raises AssertionError where one runs on."""
+        """The exit code of each host's torchrun. Raises AssertionError if one keeps running."""
         deadline = time.monotonic() + limit_s
         try:
             return [process.wait(max(deadline - time.monotonic(), 0.1)) for process in self.processes]
@@ -44,18 +44,18 @@ class Job:
             raise AssertionError(f"still running after {limit_s:g} s:\n{self.log()}") from None
 
     def log(self) -> str:
-        """What both hosts have printed so far."""
+        """The output of both hosts so far."""
         return "\n".join(f"--- {name}\n{(self.folder / name).read_text(errors='replace')}" for name in NAMES)
 
     def said(self, event: str = "") -> dict[int, Any]:
-        """What the ranks have said so far, by rank. event: as in `say`."""
+        """The reports of the ranks so far, by rank. event: as in `say`."""
         found = {}
         for path in (self.folder / "said").glob(f"{event or 'end'}-*.json"):
             found[int(path.stem.split("-")[1])] = json.loads(path.read_text())
         return dict(sorted(found.items()))
 
     def await_said(self, event: str, ranks: int, limit_s: float) -> dict[int, Any]:
-        """`said`, as soon as all `ranks` have said it."""
+        """The reports of an event, as soon as all `ranks` have written one."""
         deadline = time.monotonic() + limit_s
         while len(found := self.said(event)) < ranks:
             over = [process.poll() for process in self.processes]
@@ -66,7 +66,7 @@ class Job:
         return found
 
     def left(self) -> list[str]:
-        """The command lines of what still runs on the two hosts."""
+        """The command lines of processes that still run on the two hosts."""
         return [f"{host.name}: {words}" for host in self.hosts for words in host.processes()]
 
 
@@ -82,8 +82,8 @@ def job(
 ) -> Iterator[Job]:
     """Start `meshcomm run CONFIG PROGRAM ARGUMENTS` under torchrun on two new hosts.
 
-    config: the text of a TOML file, or None for a program that says its own meshes. program: a file in `programs`. files: name -> text of others. At the end of the block both hosts are
-    gone, with whatever ran on them.
+    config: the text of a TOML file, or None for a program that opens its meshes without one. program: a file in
+    `programs`. files: name -> text of other files. At the end of the block both hosts and their processes are gone.
     """
     (folder / "said").mkdir()
     named = {} if config is None else {"mesh.toml": config}
@@ -97,13 +97,13 @@ def job(
             yield started
         finally:
             for process in processes:
-                # The host's end is theirs too; but who only entered it is not of it.
+                # The processes inside a host end with it, but nsenter itself runs outside.
                 process.kill()
                 process.wait()
 
 
 def line_of(ranks_per_node: int, words: Sequence[str]) -> list[str]:
-    """The line, equal on both hosts. words: CONFIG where there is one, SCRIPT, and its arguments."""
+    """The command, equal on both hosts. words: CONFIG if there is one, SCRIPT, and its arguments."""
     meet = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{NAMES[0]}:29400"]
     size = ["--nnodes", str(len(NAMES)), "--nproc-per-node", str(ranks_per_node)]
     command = ["-m", "meshcomm", "run", *words]
@@ -111,41 +111,43 @@ def line_of(ranks_per_node: int, words: Sequence[str]) -> list[str]:
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """This process's own, without what belongs to another job."""
+    """The environment of this process, without variables of another job."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(_FOREIGN)}
     return {
         **kept,
         "PYTHONPATH": str(PROGRAMS.parents[2]),
         "TMPDIR": str(folder),
         "OMP_NUM_THREADS": "1",
-        # No name server can be reached from a host; nobody shall wait for one.
+        # No host can reach a name server, and no process shall wait for one.
         "RES_OPTIONS": "timeout:1 attempts:1",
-        # torch's store tells of every connection that breaks, with the frames of its own code.
+        # Otherwise torch's store logs each broken connection, with stack frames of its code.
         "TORCH_CPP_LOG_LEVEL": "ERROR",
     }
 
 
 def say(event: str, rank: int, facts: object) -> None:
-    """Called by a program: leave `facts` where the test finds them, under the name of an event."""
+    """Called by a program: write `facts` where the test finds them, under the name of an event."""
     half = Path("said") / f".{event}-{rank}"
     half.write_text(json.dumps(facts))
     half.replace(Path("said") / f"{event}-{rank}.json")
 
 
 def own_the_processor() -> None:
-    """In a program that measures: let other work of the machine wait, as hosts of a cluster have processors
-    of their own. Of the calling thread and those that it will start.
+    """Called by a program that measures: gives the calling thread, and threads that it starts, priority over other work.
+
+    The hosts of a cluster have their processors to themselves.
     """
     torch.set_num_threads(1)
-    # Refused where root may not: then what is measured is the machine as it is.
+    # Some machines do not allow this even for root. Then the other work affects the measurement.
     with suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, 0, -10)
 
 
 @contextmanager
 def telling() -> Iterator[None]:
-    """In a program: an error that leaves the block is said first, as "error", with the time on the clock
-    that all processes of a machine share.
+    """Used by a program: an error that leaves the block is first reported as "error".
+
+    The report has the time on the clock that all processes of a machine share.
     """
     try:
         yield

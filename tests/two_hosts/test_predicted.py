@@ -1,4 +1,4 @@
-"""What the tests on two hosts compare with, without two hosts."""
+"""Checks the predictions that the tests on two hosts compare with; needs no two hosts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def test_each_order_is_one_that_tune_ranks(name: str) -> None:
     assert len(ORDERS) == 6 and len(found.candidates) == 3
     predicted = {order: found.predicted_s(order) for order in ORDERS}
     assert sorted({round(s, 9) for s in predicted.values()}) == pytest.approx(found.candidates)
-    # What the outermost dim sends crosses the cable: at least its bytes take their time there.
+    # Messages along the outermost dim cross the cable, so a step takes at least as long as their bytes do.
     for order, seconds in predicted.items():
         crossing = [share for dim, share in found.shares if dim == order[0]]
         sent = sum(share.calls * share.flow.size_bytes for share in crossing)

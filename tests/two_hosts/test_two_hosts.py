@@ -1,4 +1,4 @@
-"""A job on two hosts: that it runs, what its cable costs, and how it ends when the cable does."""
+"""A job on two hosts: it runs, the cost of its cable, and how it ends when the cable is cut."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from tests.two_hosts.hosts import NAMES, Link, refusal
 from tests.two_hosts.job import job
 from tests.two_hosts.traffic import ORDERS, RANKS_PER_NODE, SIZES, TRAININGS, traffic
 
-# Figures of a run are printed at its end; docs/benchmarks.md has those of one.
+# Measured figures are printed at the end of a run; docs/benchmarks.md shows one run.
 Record = Callable[[str, object], None]
 pytestmark = [pytest.mark.netns, pytest.mark.timeout(280)]
 
 LINK = Link("200mbit")
 SIZE_BYTES = 32_000_000
 TIMEOUT_S = 6.0
-# Beyond the timeout: the ranks ask each other for a second and a half.
+# Added to the timeout: the ranks ask each other for one and a half seconds.
 PROMISE_S = TIMEOUT_S + 2.0
 TWO_BY_TWO = """
 [mesh]
@@ -72,7 +72,7 @@ def test_a_wrong_interface_is_a_named_error(tmp_path: Path) -> None:
     for fact in said.values():
         assert fact["kind"] in ("CommunicationError", "PeerLost"), fact
         assert "could not create the group dp[tp=" in fact["text"]
-    # Who dialled says where it got no answer, and what chooses the address.
+    # The rank that connected reports where it got no answer, and the setting that chooses the address.
     told = [fact["text"] for fact in said.values() if "remote=[127.0.0.1]" in fact["text"]]
     assert told, said
     assert "try:      [network] interfaces; meshcomm doctor" in told[0]
@@ -86,7 +86,7 @@ def test_hierarchical_beats_flat_over_the_cable(tmp_path: Path, record_property:
         said = started.said()
     assert len(said) == 8
     took: dict[str, float] = {}
-    # 2 x 7/8 of the data go round the flat ring; the hierarchical one sends each of four quarters once.
+    # The flat ring sends 2 x 7/8 of the data over the cable; the hierarchical algorithm sends each of four quarters once.
     for name, sent in (("flat", SIZE_BYTES * 7 / 4), ("hierarchical", SIZE_BYTES)):
         rounds = list(zip(*(fact[name] for fact in said.values()), strict=True))
         assert median(ranks[0][1] for ranks in rounds) == pytest.approx(sent, rel=0.03)
@@ -98,7 +98,7 @@ def test_hierarchical_beats_flat_over_the_cable(tmp_path: Path, record_property:
 
 
 class Step(NamedTuple):
-    """The communication of a step with the dims in one order: predicted, and measured round by round."""
+    """The communication of a step with the dims in one order: predicted, and measured in each round."""
 
     traffic: str
     order: tuple[str, ...]
@@ -132,9 +132,9 @@ def test_orders_rank_as_predicted(tmp_path: Path, record_property: Record) -> No
         decided = [(a, b) for a, b in different if beyond_noise(a, b)]
         wrong = [(a, b) for a, b in decided if median(a.seconds) > median(b.seconds)]
         assert not wrong, wrong
-        # A machine whose noise hides most differences has shown nothing.
+        # If noise hides most differences on this machine, the test shows nothing.
         assert len(decided) >= 2 * len(different) / 3, mine
-        # All rounds of the orders that are the same to the model together.
+        # Pool all rounds of the orders for which the model predicts the same time.
         pooled: dict[float, list[float]] = {}
         for row in mine:
             pooled.setdefault(round(row.predicted_s, 9), []).extend(row.seconds)
@@ -142,7 +142,7 @@ def test_orders_rank_as_predicted(tmp_path: Path, record_property: Record) -> No
 
 
 def beyond_noise(a: Step, b: Step) -> bool:
-    """Whether the middle halves of the rounds of two orders lie apart."""
+    """Whether the middle halves of the rounds of two orders do not overlap."""
     (low_a, _, high_a), (low_b, _, high_b) = (
         quantiles(each.seconds, n=4, method="inclusive") for each in (a, b)
     )
@@ -155,18 +155,18 @@ def test_a_cut_cable_is_a_named_error_on_both_hosts(tmp_path: Path, record_prope
         first, second = started.hosts
         before = first.sent_bytes()
         deadline = time.monotonic() + 60
-        # In the middle of a call: four times its size go each way in one.
+        # Cut in the middle of a call: one call sends four times this amount each way.
         while first.sent_bytes() < before + SIZE_BYTES // 2:
             assert time.monotonic() < deadline, started.log()
             time.sleep(0.01)
         second.cut()
         cut = time.monotonic()
         said = started.await_said("error", 4, 60)
-        # No rank outlives its error, whether it can tell anybody or not.
+        # Every rank ends after its error, even if it can reach no other rank.
         while ranks := [words for words in started.left() if "torch.distributed.run" not in words]:
             assert time.monotonic() < deadline + 60, ranks
             time.sleep(0.1)
-        # The one agent that lost the store waits for it until TCP gives up, or the cable is mended.
+        # The agent that has lost the store waits for it until TCP gives up or the cable is mended.
         second.mend()
         codes = started.finish(100)
         assert 0 not in codes

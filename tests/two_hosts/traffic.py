@@ -1,4 +1,4 @@
-"""Two trainings whose dims matter differently, and what the cost model says of each order of their dims."""
+"""Two trainings to which different dims matter, and the cost model's prediction for each order of their dims."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from tests.sizes import model_of, train_of
 SIZES: Final = {"pp": 2, "dp": 2, "tp": 2}
 ORDERS: Final = tuple(permutations(SIZES))
 RANKS_PER_NODE: Final = 4
-# Of the cable's 200 Mbit/s one rank has a fourth, as all four of a host use it at once. Latencies, and what
-# a rank reaches inside its host, are stated: they differ from machine to machine and decide nothing here.
+# A rank gets a quarter of the cable's 200 Mbit/s, because all four of a host use it at once. Latencies and the bandwidth
+# inside a host are stated values: they differ between machines and decide nothing here.
 TOPOLOGY: Final = {
     "ranks_per_node": RANKS_PER_NODE,
     "links": {
@@ -29,8 +29,10 @@ TOPOLOGY: Final = {
 
 
 class Traffic(NamedTuple):
-    """What a rank sends in a step, whatever the order. shares: as `meshcomm tune` counts them, along the
-    dims of `SIZES`. candidates: the predicted seconds of the orders that differ in the model, ascending.
+    """The traffic of a rank in a step, in any order of the dims.
+
+    shares: as `meshcomm tune` counts them, along the dims of `SIZES`.
+    candidates: the predicted seconds of the orders that differ in the model, ascending.
     """
 
     machine: Machine
@@ -48,7 +50,7 @@ class Traffic(NamedTuple):
         return total
 
     def calls(self) -> list[dict[str, Any]]:
-        """The same for a program, as plain data."""
+        """The calls of a step for a program, as plain data."""
         return [
             {
                 "dim": dim,
@@ -61,7 +63,7 @@ class Traffic(NamedTuple):
 
 
 def traffic(name: str) -> Traffic:
-    """Of the training with this name in `TRAININGS`."""
+    """The traffic of the training with this name in `TRAININGS`."""
     settings = load_config({**_training(**TRAININGS[name]), "topology": TOPOLOGY})
     assert settings.parallel is not None
     dims = settings.parallel.parts
@@ -72,7 +74,7 @@ def traffic(name: str) -> Traffic:
     return Traffic(machine, tuple((dims[share.flow.part], share) for share in found[0].shares), tuple(sums))
 
 
-# Long sequences and a small model, then the other way round.
+# First long sequences and a small model, then the opposite.
 TRAININGS: Final[Mapping[str, Mapping[str, int]]] = {
     "activations": {"hidden_size": 256, "intermediate_size": 256, "seq_len": 128, "batch": 8},
     "weights": {"hidden_size": 256, "intermediate_size": 1408, "seq_len": 32, "batch": 4},

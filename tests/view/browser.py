@@ -1,4 +1,4 @@
-"""A headless Chromium, driven over two pipes by its DevTools protocol; nothing beside it is needed."""
+"""A headless Chromium, driven over two pipes by its DevTools protocol, without further packages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Any, Self
 
 _NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
-# The pipes are to be descriptors 3 and 4; a program of its own moves them there before it becomes the browser.
+# Chromium expects the pipes as descriptors 3 and 4. This program moves them there and then becomes the browser.
 _MOVE = """
 import os, sys
 read, write = int(sys.argv[1]), int(sys.argv[2])
@@ -29,17 +29,17 @@ _CODES = {"Tab": 9, "Enter": 13, "Escape": 27, "ArrowRight": 39, "ArrowDown": 40
 
 
 def find_browser() -> str | None:
-    """The path of a Chromium, or None where this machine has none."""
+    """The path of a Chromium, or None if this machine has none."""
     return next((path for name in _NAMES if (path := shutil.which(name))), None)
 
 
 class Browser:
-    """One browser process with a profile in `folder`. A context manager: its processes end with the block."""
+    """One browser process with a profile in `folder`, as a context manager that ends all its processes."""
 
     def __init__(self, path: str, folder: Path) -> None:
         to_read, to_write = os.pipe()
         from_read, from_write = os.pipe()
-        # Out of the way of 3 and 4.
+        # Descriptors above 3 and 4.
         ends = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 10) for fd in (to_read, from_write)]
         for fd in (to_read, from_write):
             os.close(fd)
@@ -56,7 +56,7 @@ class Browser:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
-            # Chromium keeps crash reports and settings beside the profile.
+            # Chromium keeps crash reports and settings outside the profile.
             env={
                 **os.environ,
                 "HOME": str(folder),
@@ -91,7 +91,7 @@ class Browser:
             self._news.notify_all()
 
     def call(self, method: str, session: str | None = None, **parameters: Any) -> dict[str, Any]:
-        """One command of the protocol and its answer."""
+        """Send one command of the protocol and return its answer."""
         with self._news:
             self._number = number = self._number + 1
         message = {"id": number, "method": method, "params": parameters}
@@ -110,12 +110,12 @@ class Browser:
         return result
 
     def listen(self, session: str) -> list[dict[str, Any]]:
-        """A list to which every event of a session is added."""
+        """A list that receives every event of a session."""
         with self._news:
             return self._listeners.setdefault(session, [])
 
     def open(self, url: str, width: int = 1200, height: int = 900, *, dark: bool = False) -> Tab:
-        """A new tab with a page in it that has finished loading."""
+        """Open a new tab with a page that has finished loading."""
         return Tab(self, url, width, height, dark)
 
     def __enter__(self) -> Self:
@@ -128,7 +128,7 @@ class Browser:
             self.call("Browser.close")
         with self._news:
             self._news.wait_for(lambda: self._ended, 10)
-        # All of its session: helpers may outlive it. It has not been waited for, so its number is still its own.
+        # End the whole session, because helpers may outlive the browser. Before wait(), its process id cannot be reused.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
@@ -138,7 +138,7 @@ class Browser:
 
 
 class Tab:
-    """One page. Everything that it logs and asks for is kept."""
+    """One page. All its log messages and requests are kept."""
 
     def __init__(self, browser: Browser, url: str, width: int, height: int, dark: bool) -> None:
         self._browser = browser
@@ -152,21 +152,21 @@ class Tab:
         self.resize(width, height)
         features = [
             {"name": "prefers-color-scheme", "value": "dark" if dark else "light"},
-            # Cells are where they belong at once.
+            # Cells move to their places without an animation.
             {"name": "prefers-reduced-motion", "value": "reduce"},
         ]
         self.call("Emulation.setEmulatedMedia", features=features)
-        # Keys go to the page, whichever tab is in front.
+        # The page gets keys even if another tab is in front.
         self.call("Emulation.setFocusEmulationEnabled", enabled=True)
         self.call("Page.navigate", url=url)
         self.wait("document.documentElement.dataset.ready === 'yes'")
 
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:
-        """One command of the protocol for this page."""
+        """Send one command of the protocol for this page and return its answer."""
         return self._browser.call(method, self._session, **parameters)
 
     def resize(self, width: int, height: int) -> None:
-        """The window's inner size in CSS pixels."""
+        """Set the window's inner size in CSS pixels."""
         sizes: dict[str, Any] = {
             "width": width,
             "height": height,
@@ -176,14 +176,14 @@ class Tab:
         self.call("Emulation.setDeviceMetricsOverride", **sizes)
 
     def ask(self, script: str) -> Any:
-        """The value of an expression, a promise's when it is there. Raises RuntimeError where it throws."""
+        """The value of an expression; for a promise, its result. Raises RuntimeError if the expression throws."""
         done = self.call("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)
         if "exceptionDetails" in done:
             raise RuntimeError(f"{script}: {done['exceptionDetails']}")
         return done["result"].get("value")
 
     def wait(self, condition: str, limit_s: float = 15.0) -> None:
-        """Until an expression is true. Raises TimeoutError, with the text of the page."""
+        """Wait until an expression is true. Raises TimeoutError with the text of the page."""
         script = f"""new Promise((resolve) => {{
             const until = Date.now() + {limit_s * 1000};
             const look = () => {{
@@ -198,7 +198,7 @@ class Tab:
                 met = self.ask(script)
                 break
             except RuntimeError as error:
-                # A page that is being left takes its promises with it.
+                # Navigation discards the promises of the old page.
                 if "navigated" not in str(error) and "context" not in str(error):
                     raise
         if not met:
@@ -206,7 +206,7 @@ class Tab:
             raise TimeoutError(f"not so: {condition}\n{said}")
 
     def middle(self, selector: str) -> tuple[float, float]:
-        """Where an element is in the window, scrolled into it."""
+        """Scroll to an element and return its middle in the window."""
         found = self.ask(
             f"""(() => {{ const e = document.querySelector({json.dumps(selector)});
             e.scrollIntoView({{ block: "nearest" }}); const r = e.getBoundingClientRect();
@@ -239,17 +239,17 @@ class Tab:
             self.call("Input.dispatchKeyEvent", type=kind, **key)
 
     def text(self, selector: str) -> str:
-        """The text of an element as it is shown."""
+        """The visible text of an element."""
         return str(self.ask(f"document.querySelector({json.dumps(selector)}).innerText"))
 
     def attribute(self, selector: str, name: str) -> list[str]:
-        """An attribute of all elements that a selector finds."""
+        """An attribute of all elements that match a selector."""
         script = f"[...document.querySelectorAll({json.dumps(selector)})].map((e) => e.getAttribute({json.dumps(name)}))"
         found: list[str] = self.ask(script)
         return found
 
     def complaints(self) -> list[str]:
-        """Errors and warnings of the console, and exceptions that nobody caught."""
+        """Errors and warnings in the console, and uncaught exceptions."""
         found = []
         for event in list(self._events):
             details = event["params"]
@@ -263,7 +263,7 @@ class Tab:
         return found
 
     def requested(self) -> list[str]:
-        """The address of everything that the page asked for."""
+        """The addresses that the page requested."""
         asked = [e["params"] for e in list(self._events) if e["method"] == "Network.requestWillBeSent"]
         return [each["request"]["url"] for each in asked]
 

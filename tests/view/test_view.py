@@ -37,7 +37,7 @@ from tests.view.browser import Browser, Tab, find_browser
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "configs"
-# Merged dims, a view that shares a dim, a size of 1, and nodes that cut groups.
+# Merged dims, a view that shares a dim, a dim of size 1, and nodes that cut groups.
 MESH: dict[str, Any] = {
     "mesh": {
         "dims": {"pp": 2, "one": 1, "dp": 4, "tp": 2},
@@ -51,7 +51,7 @@ BIG = CONFIGS / "gpt_1024.toml"
 
 def facts_of(settings: Config, world: int | None = None) -> dict[str, Any]:
     facts = page_facts(settings, world, settings.topology)
-    # What the browser gets is what JSON holds.
+    # The browser gets the facts as JSON.
     assert json.loads(json.dumps(facts)) == facts
     return facts
 
@@ -103,15 +103,15 @@ def test_predicted_traffic_is_that_of_place() -> None:
     roomy = settings.topology.model_copy(update={"memory_gbytes": 1e6})
     ranking = rank_placements(workload(settings), 16384, roomy, keep)
     rows = facts_of(settings)["traffic"]["rows"]
-    # Calls and sizes do not depend on the order of the dims, which place chooses.
+    # Calls and sizes do not depend on the order of dims, which `place` chooses.
     found = [(row["operation"], row["what"], row["calls"], row["size_bytes"], row["size"]) for row in rows]
     shares = ranking.placements[0].shares
     assert found == [(e.flow.operation, e.flow.what, e.calls, e.flow.size_bytes, e.ranks) for e in shares]
     by_what = {row["what"]: row for row in rows}
     gathered = by_what["weights gathered"]
-    # Sharded along 8 ranks of dp and 16 of cp.
+    # Weights are sharded along 8 ranks of dp and 16 of cp.
     assert gathered["sent_bytes"] == pytest.approx(gathered["calls"] * gathered["size_bytes"] * 127 / 128)
-    # One message each: 10 us, and its bytes at 50 GB/s.
+    # Each message takes 10 us and the time of its bytes at 50 GB/s.
     sent = by_what["activations and their gradients"]
     assert sent["seconds"] == pytest.approx(sent["calls"] * (10e-6 + sent["size_bytes"] / 50e9))
     assert {tuple(row["along"]): row["link"] for row in rows} == {
@@ -138,14 +138,14 @@ def test_predicted_traffic_by_hand_whoever_sits_where() -> None:
     traffic = facts_of(settings, 8)["traffic"]
     rows = {row["along"][0]: row for row in traffic["rows"]}
     assert traffic["links"] is None and list(rows) == ["tp", "pp", "dp"]
-    # 2 layers of 4 all_reduces at least, 4 micro-batches of 4 * 128 tokens of width 128 in float32.
+    # At least 4 all_reduces in each of 2 layers, for 4 micro-batches of 4 * 128 tokens of width 128 in float32.
     assert rows["tp"]["calls"] >= 2 * 4 * 4 and rows["tp"]["size_bytes"] == 4 * 128 * 128 * 4
     assert rows["tp"]["sent_bytes"] == rows["tp"]["calls"] * rows["tp"]["size_bytes"]
     assert (rows["pp"]["calls"], rows["pp"]["seconds"], rows["pp"]["link"]) == (2 * 4, None, None)
-    # Each micro-batch an activation one way and its gradient the other way.
+    # Each micro-batch sends an activation one way and its gradient the other way.
     assert rows["pp"]["sent_bytes"] == rows["pp"]["received_bytes"] == 4 * 4 * 128 * 128 * 4
     assert rows["tp"]["received_bytes"] is rows["dp"]["received_bytes"] is None
-    # What place refuses changes no byte: another order of ranks, a view, a dim of size 1.
+    # `place` refuses another order of ranks or a view, but neither changes the bytes.
     for change in ("mesh.rank_order = [7, 6, 5, 4, 3, 2, 1, 0]", "mesh.views = { other = { a = 4, b = 2 } }"):
         assert facts_of(load_config(settings, [change]), 8)["traffic"] == traffic
     assert facts_of(load_config(CONFIGS / "mesh.toml"))["traffic"] is None
@@ -163,14 +163,14 @@ def test_every_fact_that_the_page_reads_is_sent() -> None:
     facts = facts_of(load_config(MESH))
     text = "".join(path.read_text() for path in (ROOT / "meshcomm" / "view").glob("*.js"))
     read = {name: set(re.findall(rf"\b{name}\??\.(\w+)", text)) for name in ("facts", "family")}
-    assert read["facts"] - {"json"} <= set(facts)  # facts.json is the file
-    # The page itself gives a family its hue, and keeps `rest`.
+    assert read["facts"] - {"json"} <= set(facts)  # facts.json is a file name
+    # The page itself gives a family its hue and adds `rest`.
     assert read["family"] - {"hue", "rest"} <= set.intersection(*(set(dim) for dim in facts["dims"]))
 
 
 # -- the run's folder -------------------------------------------------------------------------------
 
-# The last dim is one that no page can know.
+# The page does not know the last dim.
 STATS = Stats(
     "rank 0",
     4.0,
@@ -196,7 +196,7 @@ def settings_for(out: Path, *overrides: str) -> Config:
 
 @contextlib.contextmanager
 def running(out: Path, settings: Config, after: int | None = None) -> Iterator[MetricsFile]:
-    """A run that writes into `out` as training does."""
+    """A run that writes into `out` like a training."""
     if after is None:
         put_aside(out)
     with MetricsFile(out, after or 0) as file, recorded(out, settings, settings.plan(None), START) as ended:
@@ -226,7 +226,7 @@ def test_news_of_a_run_from_before_it_begins_until_after_it_has_gone(tmp_path: P
         )
         assert news["columns"]["loss"] == [4.9, 4.8] and 0 <= news["age_s"] < 60
         assert news["about"]["steps"] == 30 and news["about"]["dims"] == {"pp": 2, "dp": 2, "tp": 2}
-        # Half a line is not news yet.
+        # An incomplete line does not count yet.
         with file.path.open("a") as more:
             more.write('{"step": 3, "lo')
             more.flush()
@@ -240,18 +240,18 @@ def test_news_of_a_run_from_before_it_begins_until_after_it_has_gone(tmp_path: P
     assert (news["state"], steps_of(news), news["reset"]) == ("finished", [], False)
     assert news["about"]["ended"]["late"] == {"dp": {"rank": 3, "mean_s": 0.0021}}
     assert news["about"]["ended"]["stats"] == STATS.facts()["rows"]
-    # Going on from a checkpoint cuts the file and writes over it.
+    # A run that resumes from a checkpoint truncates the file and continues it.
     with running(out, settings_for(out), after=1) as file:
         for number in range(2, 9):
             file.write(step(number))
         again = run_news(out, news["id"], news["offset"])
         assert (again["state"], steps_of(again), again["reset"]) == ("running", [1, *range(2, 9)], True)
-    # A new run puts the old one's files aside.
+    # A new run renames the old run's files.
     with running(out, settings_for(out)) as file:
         file.write(step(1))
         new = run_news(out, again["id"], again["offset"])
         assert (steps_of(new), new["reset"]) == ([1], True)
-        # An offset in the middle of a line is nobody's.
+        # An offset in the middle of a line does not belong to this file.
         assert run_news(out, new["id"], new["offset"] - 3)["reset"]
     (out / "run.json").write_text("no JSON")
     assert run_news(out)["state"] == "unknown"
@@ -270,7 +270,7 @@ def test_a_run_that_goes_on_is_read_anew_where_its_lines_look_the_same(tmp_path:
         for number in (2, 3, 4):
             file.write(step(number))
         again = run_news(tmp_path, news["id"], news["offset"])
-    # The same file, longer, with the end of a line at the same place.
+    # The resumed run's file is longer and has a line end at the same offset.
     assert again["offset"] > news["offset"] and (again["reset"], steps_of(again)) == (True, [1, 2, 3, 4])
 
 
@@ -378,7 +378,7 @@ def test_what_is_written_can_be_read(dark: bool) -> None:
     paper = light(rgb_of_hex(style["paper"]))
     assert paper < 0.05 if dark else paper > 0.8
     ink, card = rgb_of_hex(style["ink"]), rgb_of_hex(style["card"])
-    # WCAG 2.1: 4.5 for text.
+    # WCAG 2.1 requires 4.5 for text.
     assert min(contrast(ink, card), contrast(rgb_of_hex(style["quiet"]), card)) > 4.5
     fills = [rgb_of_oklch(float(style["fill-l"]), float(style["fill-c"]), hue) for hue in range(360)]
     assert min(contrast(ink, fill) for fill in fills) > 4.5
@@ -391,7 +391,7 @@ def test_the_page_refers_to_nothing_outside(embedded: bool) -> None:
     assert re.findall(r"https?:|src=|@import|url\(|//cdn|import\(|<iframe|style=|@@", html) == []
     assert not re.search(r"<[^>]*\son\w+=", html)
     assert [link for link in re.findall(r"<link[^>]*>", html) if 'href="data:' not in link] == []
-    # The policy allows exactly this style and this script.
+    # The policy allows only this style and this script.
     for kind, tag in (("style", "style"), ("script", "script")):
         text = re.findall(rf"<{tag}>(.*?)</{tag}>", page.html, re.DOTALL)
         assert len(text) == 1
@@ -478,7 +478,7 @@ def test_only_names_of_this_machine_are_answered() -> None:
 
 def test_nothing_listens_on_other_addresses() -> None:
     with served(load_config(MESH)) as server, socket.socket() as other:
-        # Another address of the loopback interface: refused where only 127.0.0.1 is bound.
+        # Another address of the loopback interface is refused if only 127.0.0.1 is bound.
         other.settimeout(10)
         with pytest.raises(OSError):
             other.connect(("127.0.0.2", server.server_port))
@@ -498,7 +498,7 @@ def test_the_command_prints_its_address_and_ends_quietly_on_ctrl_c() -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        # As from a terminal, even where the tests run in the background.
+        # Handle SIGINT as in a terminal, even if the tests run in the background.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     ) as process:
         try:
@@ -531,7 +531,7 @@ def test_the_command_says_what_is_wrong_and_writes_a_page(tmp_path: Path) -> Non
         ),
     ):
         shown = run("view", *words)
-        # Folded to the console.
+        # The text is folded to the console's width.
         assert (shown.code, shown.out) == (2, "") and said in " ".join(shown.err.split()), words
     assert list(tmp_path.iterdir()) == []
     shown = run("view", "configs/mesh.toml", "--set", "topology.ranks_per_node=4", "--export", str(page))
@@ -552,7 +552,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 @contextlib.contextmanager
 def opened(browser: Browser, url: str, width: int = 1200, *, dark: bool = False) -> Iterator[Tab]:
-    """A page that must not complain, nor ask anybody but where it came from."""
+    """Open a page. It must log no errors and send requests only to its origin."""
     tab = browser.open(url, width, dark=dark)
     try:
         yield tab
@@ -564,7 +564,7 @@ def opened(browser: Browser, url: str, width: int = 1200, *, dark: bool = False)
 
 
 def cells(tab: Tab) -> dict[int, tuple[float, float, str]]:
-    """rank -> where its cell is, and its colour."""
+    """rank -> the place and the colour of its cell."""
     found = tab.ask("""[...document.querySelectorAll(".cell")].map((c) => { const r = c.getBoundingClientRect();
         return [Number(c.dataset.rank), Math.round(r.x), Math.round(r.y), getComputedStyle(c.children[0]).fill]; })""")
     return {rank: (x, y, colour) for rank, x, y, colour in found}
@@ -603,14 +603,14 @@ def test_the_mesh_turns_by_every_dim(browser: Browser, order: list[int] | None) 
             tab.wait(f"document.querySelector('#caption').textContent.startsWith('{name}: ')")
             found = cells(tab)
             assert sorted(found) == [*range(16)]
-            # One colour for each group, as the layout has them.
+            # Each group of the layout has one colour.
             assert gathered(found, 2) == in_order(layout.groups(name)), name
-            # Each group is a row, from coord 0 on.
+            # Each group is a row and begins with coord 0.
             for group in layout.groups(name).tolist():
                 assert len({found[rank][1] for rank in group}) == 1, (name, group)
                 columns = [found[rank][0] for rank in group]
                 assert columns == sorted(set(columns)), (name, group)
-        # By node: blocks of those that share one.
+        # Arranged by node: each block has the ranks of one node.
         tab.click("input[name=arrange][value=node] + span")
         labels = tab.ask("[...document.querySelectorAll('.labels .strong')].map((t) => t.textContent)")
         assert labels == ["node 0", "node 1", "node 2", "node 3"]
@@ -632,7 +632,7 @@ def test_a_rank_that_is_pointed_at_shows_its_groups(browser: Browser) -> None:
         lit = {int(rank) for rank in tab.attribute(".cell.mate", "data-rank")}
         assert lit == {rank for group in own.values() for rank in group} - {5}
         assert tab.attribute(".cell.self", "data-rank") == ["5"]
-        # Each in the colour of the dim that it is turned by, or else of the smallest group.
+        # Each rank has the colour of the dim that turns the mesh if they share it, else of their smallest common group.
         shared = {rank: tab.attribute(f'.cell[data-rank="{rank}"]', "data-shared")[0] for rank in sorted(lit)}
         assert shared == {13: "pp", 4: "tp", 1: "dp", 3: "dp", 7: "dp", 12: "model", 6: "ep"}
         assert (
@@ -641,12 +641,12 @@ def test_a_rank_that_is_pointed_at_shows_its_groups(browser: Browser) -> None:
         )
         assert "inside one node" in tab.text(".group[data-family=tp]")
         assert "over 2 nodes" in tab.text(".group[data-family=pp]")
-        # A group in the panel lights up alone.
+        # Pointing at a group in the panel highlights only this group.
         tab.hover(".group[data-family=ep]")
         assert {int(rank) for rank in tab.attribute(".cell.mate", "data-rank")} == set(own["ep"]) - {5}
         tab.hover("h1")
         assert tab.attribute(".cell.mate", "data-rank") == []
-        # Held, until Escape.
+        # A click selects the rank until Escape is pressed.
         tab.click('.cell[data-rank="5"]')
         tab.hover("h1")
         for held in (".cell.self", '.cell[aria-pressed="true"]'):
@@ -664,7 +664,7 @@ def test_the_page_by_keyboard_alone(browser: Browser) -> None:
                 break
         assert tab.ask(f"{here}.getAttribute('aria-label')") == "rank 0, pp=0 one=0 dp=0 tp=0, node 0"
         assert tab.text("#said").startswith("rank 0, pp=0 one=0 dp=0 tp=0. pp: 0, 8. dp: 0, 2, 4, 6.")
-        # Rows are groups along pp, so right is the next coord of pp and down the next of tp.
+        # Rows are groups along pp, so right leads to the next coord of pp and down to the next of tp.
         tab.key("ArrowRight")
         assert tab.ask(f"{here}.dataset.rank") == "8"
         tab.key("ArrowDown")
@@ -680,7 +680,7 @@ def test_on_a_phone_by_touch(browser: Browser) -> None:
         assert tab.ask("document.documentElement.scrollWidth") <= 400
         tab.tap('.cell[data-rank="6"]')
         tab.wait("document.querySelector('.cell.self')?.dataset.rank === '6'")
-        # The panel is in sight although it comes after the picture.
+        # The panel is visible, although it comes after the picture.
         assert tab.ask(
             "(() => { const r = document.querySelector('#panel').getBoundingClientRect(); return r.bottom <= innerHeight && r.top > 0; })()"
         )
@@ -701,7 +701,7 @@ def test_131072_ranks_are_folded_and_every_one_can_be_found(browser: Browser) ->
             found = cells(tab)
             groups = gathered(found, 1)
             for group in groups:
-                # What is drawn of a row belongs to whole groups of the layout, side by side.
+                # The drawn ranks of a row belong to groups of the layout, side by side.
                 owners = {tuple(layout.group_of(rank, name).tolist()) for rank in group}
                 assert sum(len(set(owner) & set(group)) for owner in owners) == len(group)
         find = "(() => { const f = document.querySelector('#find'); f.value = '%d'; f.dispatchEvent(new Event('input')); })()"
@@ -728,7 +728,7 @@ def test_ranks_whose_numbers_do_not_fit_say_them_and_can_be_made_larger(browser:
         tab.hover('.cell[data-rank="777"]')
         lens = "document.querySelector('.lens')"
         assert tab.ask(f"{lens}.textContent") == "rank 777: pp=6 dp=1 tp=1"
-        # Inside of the picture, beside its cell, and out of the pointer's way.
+        # The lens is inside the picture and does not cover the cell or the pointer.
         inside = f"""(() => {{ const l = {lens}.getBoundingClientRect(), p = document.querySelector('#picture svg').getBoundingClientRect(),
             c = document.querySelector('.cell[data-rank="777"]').getBoundingClientRect();
             return l.left >= p.left && l.right <= p.right && (l.bottom <= c.top || l.top >= c.bottom); }})()"""
@@ -740,7 +740,7 @@ def test_ranks_whose_numbers_do_not_fit_say_them_and_can_be_made_larger(browser:
         assert tab.ask(f"Math.min(...{numbers}.map((n) => parseFloat(getComputedStyle(n).fontSize)))") >= 6.5
         tab.hover('.cell[data-rank="777"]')
         assert tab.ask(f"getComputedStyle({lens}).visibility") == "hidden"
-        # The choice stays, for a way back.
+        # The choice stays visible, so that the user can go back.
         assert not tab.ask(f"{choose}.hidden")
         tab.click("input[name=cells][value=fit] + span")
         assert tab.ask(f"{numbers}.length") == 0
@@ -769,7 +769,7 @@ def test_traffic_of_a_step_and_what_the_run_counted(browser: Browser, tmp_path: 
         assert [float(x) for x in tab.attribute(".flow", "data-total")] == sorted(took.values(), reverse=True)
         tab.click(".flow[data-along=tp] button")
         assert tab.text("#caption").startswith("tp: 4 groups of 2 ranks")
-        # Counted by the run, where it says so.
+        # Values that the run counted are labelled as counted.
         with running(tmp_path, settings) as file:
             file.write(step(1))
         tab.ask("document.dispatchEvent(new Event('visibilitychange'))")
@@ -786,7 +786,7 @@ def test_a_run_is_followed_from_before_it_begins(browser: Browser, tmp_path: Pat
     settings = settings_for(out)
 
     def shows(words: str) -> None:
-        # A page that comes back into sight asks at once.
+        # A page that becomes visible again asks for news at once.
         tab.ask("document.dispatchEvent(new Event('visibilitychange'))")
         tab.wait(f"document.querySelector('#state').textContent === {json.dumps(words)}")
 
@@ -808,12 +808,12 @@ def test_a_run_is_followed_from_before_it_begins(browser: Browser, tmp_path: Pat
             label = "loss: 4.9000 nats per byte at step 1, 4.0000 nats per byte at step 10"
             assert tab.attribute("[data-chart=loss] svg", "aria-label") == [label]
             assert tab.attribute("#meter", "aria-valuenow") == ["10"]
-            # The value under the pointer.
+            # The chart shows the value under the pointer.
             tab.hover("[data-chart='tokens/s'] svg")
             assert re.fullmatch(r"1,00[56] at step [56]", tab.text("[data-chart='tokens/s'] b"))
         shows("finished, step 10 of 30")
         assert "rank 3, 2.1 ms after the first" in tab.text("#outcome")
-        # Another run on another mesh in the same folder.
+        # Another run in the same folder has another mesh.
         other = settings_for(out, "mesh.dims={ pp = 1, dp = 4, tp = 2 }")
         with pytest.raises(KeyboardInterrupt), running(out, other) as file:
             file.write(step(1))
@@ -823,7 +823,7 @@ def test_a_run_is_followed_from_before_it_begins(browser: Browser, tmp_path: Pat
             raise KeyboardInterrupt
         shows("stopped after step 1 of 30")
         assert "interrupted" in tab.text("#outcome")
-        # Its folder goes away.
+        # The run's folder is removed.
         for left in out.iterdir():
             left.unlink()
         out.rmdir()

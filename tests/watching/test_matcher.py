@@ -1,4 +1,4 @@
-"""Which calls belong together: by their order on each rank, whatever the order in which ranks make them."""
+"""Calls belong together by their order on each rank, whatever the order in which ranks make them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_the_nth_call_of_each_member_is_one_collective() -> None:
             made[rank] += 1
             call = group.join(rank, f"call {made[rank]} of {rank}")
             found[made[rank]].add(call)
-            # Exactly the ranks that have made as many calls have come.
+            # Exactly the ranks that have made this many calls have arrived.
             assert set(call.absent()) == {each for each in members if made[each] < made[rank]}
             assert call.complete == (call.absent() == []) == (call.number not in group.pending)
         for number, calls in found.items():
@@ -73,7 +73,7 @@ def test_a_receive_from_any_source_takes_the_first_message_of_the_chosen_sender(
         return count - 1
 
     found = [group.receive(None, 0, 5, "any", last) for _ in range(3)]
-    # There is a choice only while messages of two senders wait.
+    # A choice exists only while messages of two senders wait.
     assert asked == [2]
     assert [each.source for each in found] == [2, 1, 1]
     assert [each.sent for each in found] == ["first of 2", "first of 1", "second of 1"]

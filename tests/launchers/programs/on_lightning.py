@@ -1,4 +1,4 @@
-"""A Lightning program whose Trainer starts four processes; in them a mesh on its default group: python on_lightning.py [--dies RANK]"""
+"""A Lightning program. Its Trainer starts four processes, with a mesh on their default group: python on_lightning.py [--dies RANK]"""
 # mypy: ignore-errors
 
 from __future__ import annotations

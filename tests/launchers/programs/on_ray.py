@@ -1,4 +1,4 @@
-"""Programs of Ray that use meshcomm themselves: python on_ray.py actors|trainer [--dies RANK]"""
+"""Ray programs that use meshcomm themselves: python on_ray.py actors|trainer [--dies RANK]"""
 # mypy: ignore-errors
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ RANKS, CALLS = 4, 60
 
 
 def sums(number: int, dies: int, **where: object) -> None:
-    """What sums.py does, in a process of Ray."""
+    """Does the same as sums.py, in a process of Ray."""
     import meshcomm
 
     with meshcomm.init(dims={"dp": 2, "tp": 2}, device="cpu", timeout_s=30, **where) as mesh:
@@ -32,7 +32,7 @@ def sums(number: int, dies: int, **where: object) -> None:
 
 
 class Rank:
-    """An actor that names its rank, as docs/guide/launching.md says."""
+    """An actor that gives its rank, as in docs/guide/launching.md."""
 
     def run(self, rank: int, port: int, dies: int) -> None:
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))

@@ -1,4 +1,4 @@
-"""What the launchers start: sums along both dims of a mesh of four ranks, and the rank that kills itself on the way.
+"""Started by the launchers: sums along both dims of a mesh of four ranks. One rank may kill itself in the middle.
 
 python sums.py [--tag N] [--calls N] [--pause S] [--dies RANK] [--show 1]
 """
@@ -17,7 +17,7 @@ import meshcomm
 
 
 def main() -> None:
-    """Sum; `tag` is the job's own number, which no other job's ranks may add to."""
+    """Make the sums. `tag` is the job's number, and ranks of other jobs must not change the sums."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--tag", type=float, default=1.0)
     parser.add_argument("--calls", type=int, default=60)
@@ -41,7 +41,7 @@ def main() -> None:
 
 
 def say(line: str) -> None:
-    """In one piece, as all ranks may write to one pipe."""
+    """Print a line in one write, because all ranks may share a pipe."""
     os.write(1, f"{line}\n".encode())
 
 

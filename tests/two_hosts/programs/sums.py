@@ -1,4 +1,4 @@
-"""Run under `meshcomm run`: what this rank's plan is, and what it hears along every dim."""
+"""Run under `meshcomm run`: report this rank's place in the mesh, and the results of calls along every dim."""
 
 from __future__ import annotations
 

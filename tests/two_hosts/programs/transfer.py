@@ -1,4 +1,4 @@
-"""Run under `meshcomm run CONFIG transfer.py BYTES ROUNDS`: all_reduce over both dims, in two ways, timed."""
+"""Run under `meshcomm run CONFIG transfer.py BYTES ROUNDS`: time all_reduce over both dims, with two algorithms."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def main(size_bytes: int, rounds: int) -> None:
     own_the_processor()
     with meshcomm.init() as mesh:
         dims = ("dp", "tp")
-        # Whole numbers, so that both ways give the same sum exactly.
+        # Integers, so that both algorithms give exactly the same sum.
         mine = torch.arange(size_bytes // 4, dtype=torch.float32) % 97 + mesh.rank
         expected = mesh.world_size * (mine - mesh.rank) + sum(range(mesh.world_size))
         for way in WAYS:
@@ -32,7 +32,7 @@ def main(size_bytes: int, rounds: int) -> None:
                 mesh.barrier("all")
                 sent, began = sent_bytes(Path("/proc/self")), time.perf_counter()
                 mesh.all_reduce(dims, x, algorithm=way)
-                # No rank is done before all have what they need.
+                # The barrier is not timed: no all_reduce ends before all ranks have contributed.
                 taken = time.perf_counter() - began
                 mesh.barrier("all")
                 measured[way].append((taken, sent_bytes(Path("/proc/self")) - sent))
