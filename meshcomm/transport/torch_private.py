@@ -20,6 +20,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from inspect import unwrap
 from types import FrameType, FunctionType
 from typing import Any, TypeVar, final
 from unittest.mock import patch
@@ -265,9 +266,9 @@ def outside_graphs(target: C) -> C:
             # The attribute is read when a call is traced, the code flag when a frame would run between two graphs.
             function.__dict__["_torchdynamo_disable"] = True
             function.__dict__["_torchdynamo_disable_msg"] = "it communicates; mesh.functional compiles"
-            set_code_exec_strategy(
-                function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
-            )
+            # The code of a decorated function may be that of all functions with this decorator.
+            own: Any = unwrap(function)
+            set_code_exec_strategy(own.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
     return target
 
 
