@@ -29,7 +29,7 @@ CAUSES = {
     "raises": r"rank 3.* failed: ValueError: a fault of the program",
     "killed": r"rank 3.* was ended by SIGKILL",
     "asleep": r"rank 3 .*waited for it\n.*CollectiveTimeout.*it waited for rank 3",
-    "shape": r"rank 3.* failed: CallMismatchError",
+    "shape": r"rank [13] .* failed: CallMismatchError",  # a tie of two
 }
 # Two faults in steady state (70 calls) run in every suite. The other rows, some with fewer calls, are marked `faults`.
 ROWS = [
