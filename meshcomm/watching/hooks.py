@@ -54,7 +54,7 @@ def hooked(group: Any, recorder_of: Callable[[], FlightRecorder | None], name: s
             recorder.queued(given.work)
             recorder.issued([given.work])
         elif issued is not None:
-            recorder.messages.posted(issued, given.work)
+            recorder.messages.posted(issued, given.work, recorder.ordered)
             if recorder.ordered:
                 recorder.queued(given.work, issued)
         issued = None
@@ -100,11 +100,13 @@ def _record(recorder: FlightRecorder, name: str, who: str, row: Collective, kind
 
 
 def _record_message(recorder: FlightRecorder, name: str, kind: str, given: Any) -> PendingMessage | None:
+    # torch converts the root at each read.
+    root = given.root
     # torch refuses roots that the group does not have.
-    if kind not in ("SEND", "RECV") or given.root >= len(recorder.ranks):
+    if kind not in ("SEND", "RECV") or root >= len(recorder.ranks):
         return None
     # A message from any source has no root.
-    peer = given.root if given.root >= 0 else None
+    peer = root if root >= 0 else None
     direction: Direction = "send" if kind == "SEND" else "recv"
     # NCCL has no tags, and cannot receive what another size was sent for.
     tag = 0 if recorder.ordered else tag_of(sys._getframe(2))

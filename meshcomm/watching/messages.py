@@ -230,10 +230,13 @@ class MessageLog:
         message._log = self
         self.flying.append(message)
 
-    def posted(self, message: PendingMessage, work: Any) -> None:
-        """Record the backend's `work` for a message outside the mesh, and keep the message until that work has completed."""
+    def posted(self, message: PendingMessage, work: Any, queues: bool) -> None:
+        """Record the backend's `work` for a message outside the mesh, and keep the message until that work has completed.
+
+        queues: whether the backend queues its calls. Only such calls can be captured in a CUDA graph.
+        """
         self._issuing = None
-        if capturing():
+        if queues and capturing():
             return
         while self._posted and self._posted[0][1].is_completed():
             self._posted.popleft()

@@ -761,12 +761,12 @@ def test_no_backend_is_asked_while_a_cuda_graph_is_captured(monkeypatch: pytest.
     with recorder.call(recorder, counter, 8, None):  # type: ignore[arg-type]
         recorder.work = work = _Work(False)
     sent = recorder.messages.past("dp", "send", 1, 0, [torch.ones(1)], sys._getframe())
-    recorder.messages.posted(sent, work)
+    recorder.messages.posted(sent, work, True)
 
     def ask() -> int:
         watchdog.status()
         watchdog.explain(RuntimeError("timed out"))
-        recorder.messages.posted(sent, work)
+        recorder.messages.posted(sent, work, True)
         return work.asked
 
     try:
