@@ -45,7 +45,7 @@ PAGES: Final[Mapping[str, tuple[str, str, str]]] = {
     "elastic": (
         "mesh.elastic",
         "The mesh after ranks were lost and replaced. Guide: [when a rank dies](../../guide/elastic.md).",
-        "mesh.elastic=mesh.state.Elastic rendezvous.generation.Generation",
+        "mesh.elastic=mesh.elastic.Elastic rendezvous.generation.Generation",
     ),
     "functional": (
         "mesh.functional",

@@ -234,7 +234,7 @@ class Replacing:
         return True
 
     def hung(self) -> Mapping[int, str]:
-        """Return the processes of the mesh that others have waited for in vain, with what each does.
+        """Return the processes of the mesh for which others waited until the timeout, with the activity of each.
 
         The launcher ends these processes. They are then lost.
         """

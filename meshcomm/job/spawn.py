@@ -272,7 +272,7 @@ class _Ranks(Supervisor):
         return names_of_ranks(self._folder, self._attempt).get(process) or super().name(process)
 
     def _tell_places(self, number: int) -> None:
-        """Print where the ranks are that have an open mesh, and which ranks they wait for: afterward, nobody can tell."""
+        """Print the current call of each rank with an open mesh, and the ranks that it waits for. Once the ranks have ended, this is lost."""
         statuses = ask_places(self._folder, self._attempt, _PLACES_S)
         store = SignedStore(of_this_attempt(self._store, self.common), self.common[SECRET_VARIABLE])
         silent = dict[int, str]()

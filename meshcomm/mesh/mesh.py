@@ -24,7 +24,8 @@ from meshcomm.errors import ConfigError, LayoutError, UnsupportedOp
 from meshcomm.layout import Dims, Layout, Plan
 from meshcomm.layout.sizes import whole
 from meshcomm.mesh.debug import Debug
-from meshcomm.mesh.state import Elastic, State
+from meshcomm.mesh.elastic import Elastic
+from meshcomm.mesh.state import State
 from meshcomm.rendezvous.store import MeshStore
 from meshcomm.transport import ProcessGroupTransport
 from meshcomm.transport.torch_private import outside_graphs

@@ -300,6 +300,7 @@ def _joined(job: _Job, keeps_group: bool) -> State:
 
 
 def _tried(job: _Job, reopen: Callable[[], State] | None) -> State:
+    """See _joined. reopen: opens the mesh in a later generation."""
     generations = job.generations
     while True:
         attempt = _attempt(job)

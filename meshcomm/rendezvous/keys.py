@@ -22,7 +22,7 @@ GENERATION: Final = "meshcomm/generation/{}"
 MET: Final = "meshcomm/generation/{}/met"
 # Set by a process that waits for a generation. Contains the numbers of the generation and the process.
 WAITS: Final = "meshcomm/waits/{}/{}"
-# The processes of a generation that its ranks have found hung, one per line: the process, and what it does.
+# The hung processes of a generation, as found by its ranks. Each line has a process and its activity.
 HUNG: Final = "meshcomm/hung/{}"
 # The decision on how the generation before ends: with a larger mesh, or with the end of the program.
 NEXT: Final = "meshcomm/next/{}"

@@ -93,7 +93,7 @@ class SimulatedProcessGroup(PythonGroup):
         self._start_order = start_order
         # The number of messages started so far, by sender and receiver.
         self._sent: Counter[tuple[int, int]] = Counter()
-        # The messages since `_start_coalescing`, each with its Work; and the collectives.
+        # The messages since `_start_coalescing`, each with its Work; and the Works of collectives.
         self._together: list[tuple[P2P, StartedWork]] | None = None
         self._also: list[SimulatedWork] = []
         self._kept: set[StartedWork] = set()
@@ -266,7 +266,8 @@ class SimulatedProcessGroup(PythonGroup):
     def _posted(self, message: P2P) -> StartedWork:
         if self._together is None:
             return self._started(self.start_messages([message], True), [message.x])
-        work = StartedWork((), [message.x], self._kept)
+        # torch waits for the Work of the batch.
+        work = StartedWork((), [message.x], set())
         self._together.append((message, work))
         return work
 

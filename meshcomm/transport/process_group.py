@@ -40,7 +40,7 @@ class ProcessGroupTransport(Transport):
         timeout_s: float | None = None,
     ) -> None:
         self.group = group
-        # "" stands for a device that has no backend of its own.
+        # The key "" is for all other devices.
         self._backends = {"": backend, **by_device(backend)}
         self.name = self.serving(device)
         self.group_name = str(group.group_name)

@@ -1,4 +1,4 @@
-"""The facts of a call that must be equal on all ranks of its group: those that all calls have, and those of calls outside the mesh."""
+"""The facts of a call that must be equal on all ranks of its group: common facts, and the facts of calls outside the mesh."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def hooked(group: Any, recorder_of: Callable[[], FlightRecorder | None], name: s
 
 
 def _record(recorder: FlightRecorder, name: str, who: str, row: Collective, kind: str, given: Any) -> object:
-    """Record that a collective outside the mesh is about to be issued on the group. Return what is issued; None if nothing is.
+    """Record that a collective outside the mesh is about to be issued on the group. Return None if the call will not be issued.
 
     Raises CallMismatchError if the ranks make different calls.
     """

@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 @final
 class Collective(Generic[T]):
-    """A collective. number: its place among those of the group, from 1. came: what each member has brought."""
+    """A collective. number: its sequence number in the group, from 1. came: the contribution of each member that has arrived."""
 
     def __init__(self, members: Sequence[int], number: int) -> None:
         self.members, self.number = members, number
@@ -23,7 +23,7 @@ class Collective(Generic[T]):
         return len(self.came) == len(self.members)
 
     def absent(self, needed: Collection[int] | None = None) -> list[int]:
-        """Return the members, or those in `needed`, that have not come."""
+        """Return the missing members; with `needed`, only members in it."""
         return [rank for rank in self.members if rank not in self.came and (needed is None or rank in needed)]
 
 
@@ -54,7 +54,7 @@ class Collectives(Generic[T]):
 
 @final
 class Message(Generic[T]):
-    """A message, and what each of its ends has brought. source: None while a receive from any source waits for a sender."""
+    """A message with the contributions of its two ends. source: None while a receive from any source waits for a sender."""
 
     __slots__ = ("received", "sent", "source", "tag", "target")
 

@@ -43,13 +43,14 @@ from meshcomm.train.checkpoint.folder import METADATA, go_on_without, sync, writ
 from meshcomm.train.checkpoint.lease import LeaseLost
 from meshcomm.train.checkpoint.parts import Part, parts_of, untiled
 from meshcomm.train.checkpoint.reader import unpickle
+from meshcomm.train.data import STATE
 from meshcomm.train.torch_private import storage_info
 
 T = TypeVar("T")
 
 _KEY_BYTES: Final = 8
 # The state of a loader has the same name on ranks with the same samples. One of them saves its own, which may differ in length.
-_OF_ONE_READER: Final = "run.data."
+_OF_ONE_READER: Final = STATE.partition("{")[0]
 _PAUSE_S: Final = 0.01
 
 
