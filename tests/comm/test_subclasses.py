@@ -20,7 +20,7 @@ import meshcomm
 from meshcomm.errors import TrainingError
 from meshcomm.mesh import Mesh
 from meshcomm.parallel import GradientSync
-from tests.comm.test_refused import told
+from tests.comm.test_checks import told
 
 DIMS: dict[str, Any] = {"dims": {"dp": 2, "tp": 1}, "merge": {"both": ("dp", "tp")}}
 Call = Callable[[Mesh, Any], Any]

@@ -7,7 +7,7 @@ import os
 import sys
 from pathlib import Path
 
-from tests.dryrun.test_torch_programs import as_process
+from tests.dryrun.test_torch_groups import as_process
 
 if __name__ == "__main__":
     _, folder, script, *arguments = sys.argv

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.dryrun.test_torch_programs import Rows, most_of, told
+from tests.dryrun.test_torch_groups import Rows, most_of, told
 from tests.foreign.programs import FAULTS, PROGRAMS, SCRIPTS, ran
 from tests.group_hooks import needs_group_hooks
 

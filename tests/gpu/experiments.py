@@ -21,7 +21,7 @@ from typing import Any, Literal
 import torch
 
 import meshcomm
-from tests.mesh.test_queued_calls import CAUSES
+from tests.watching.test_timer import CAUSES
 
 ROOT = Path(__file__).parents[2]
 FAULT_TIMEOUT_S = 10.0

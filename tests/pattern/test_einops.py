@@ -17,8 +17,8 @@ from meshcomm.errors import PatternError
 from meshcomm.layout import Layout
 from meshcomm.mesh import Mesh
 from meshcomm.pattern import explain_pattern
-from tests.pattern.test_pattern import ROLE, Case, oracle
-from tests.pattern.test_pattern_errors import silent
+from tests.pattern.test_apply import ROLE, Case, oracle
+from tests.pattern.test_plan import silent
 
 
 def by_einops(x: torch.Tensor, pattern: str, sizes: dict[str, int]) -> torch.Tensor | None:

@@ -727,7 +727,7 @@ torch.multiprocessing.start_processes(work, (config,), nprocs=2, start_method="f
 
 
 def test_torchs_spawn(pool: Pool, tmp_path: Path) -> None:
-    """Uses start_processes with fork, because forked children need no second import. torchrun: tests/job/test_orphans.py."""
+    """Uses start_processes with fork, because forked children need no second import. torchrun: tests/job/test_reaper.py."""
     code, out, err = Job(pool, tmp_path, "-c", JOB).finish()
     assert code == 0, err
     assert sorted(out.splitlines()) == ["rank 0 (dp=0): [0, 1]", "rank 1 (dp=1): [0, 1]"]

@@ -19,7 +19,7 @@ from meshcomm.rendezvous.job_store import find_job, stop_serving
 from meshcomm.testing import Pool
 from tests.forked_jobs import Job
 from tests.ports import free_port
-from tests.rendezvous.test_two_jobs import flux, intel_mpi, open_mpi, slurm_steps
+from tests.rendezvous.test_job_store import flux, intel_mpi, open_mpi, slurm_steps
 
 WORLD = 3
 Launcher = Callable[[int, int], Mapping[str, str]]

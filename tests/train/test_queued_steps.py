@@ -19,8 +19,8 @@ from meshcomm.testing.emulated_nccl import NAME, emulated_nccl, host_syncs, no_h
 from meshcomm.train import Trainer, learning_rate
 from meshcomm.train.data import batches_of
 from meshcomm.train.data import load as text
+from tests.train.checkpoint.test_checkpoints import TINY
 from tests.train.runs import gradient_node
-from tests.train.test_checkpoint import TINY
 
 pytestmark = pytest.mark.long
 

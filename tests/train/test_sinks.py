@@ -19,7 +19,7 @@ from meshcomm.testing import Pool
 from meshcomm.testing.pool import Limits
 from meshcomm.train import Callback, Summary, run, sinks
 from tests.train.runs import metrics, run_json
-from tests.train.test_evaluate import on
+from tests.train.test_evaluation import on
 
 # `import wandb` and `import tensorboard` are only tried if they are installed.
 needs_tensorboard = pytest.mark.skipif(

@@ -17,7 +17,7 @@ from meshcomm.testing import Pool
 from meshcomm.train import Callback, Evaluation, Step, Summary, run
 from meshcomm.train.callbacks import Best, EarlyStop
 from tests.train.runs import run_json, trained
-from tests.train.test_evaluate import on
+from tests.train.test_evaluation import on
 
 pytestmark = pytest.mark.long
 

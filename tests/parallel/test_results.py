@@ -19,8 +19,8 @@ from meshcomm.testing import Pool
 from meshcomm.train import Callback, Step, Summary, run
 from meshcomm.train import trainer as trainers
 from tests.sizes import train_of
+from tests.train.checkpoint.test_checkpoints import TINY, names
 from tests.train.runs import gradient_node, metrics, run_json
-from tests.train.test_checkpoint import TINY, names
 
 pytestmark = pytest.mark.long
 

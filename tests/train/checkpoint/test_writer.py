@@ -31,7 +31,7 @@ from meshcomm.train.checkpoint.lock import Lock
 from meshcomm.train.checkpoint.reader import Saved
 from meshcomm.train.checkpoint.writer import divide
 from tests.sizes import train_of
-from tests.train.test_checkpoint import names
+from tests.train.checkpoint.test_checkpoints import names
 
 pytestmark = pytest.mark.long
 

@@ -21,7 +21,7 @@ from meshcomm.parallel.context.block import (
     plain_gradients,
 )
 from meshcomm.transport.torch_private import DispatchMode
-from tests.parallel.test_context import SEQUENCE, draw, farthest, one_process, split_up
+from tests.parallel.context.test_ring import SEQUENCE, draw, farthest, one_process, split_up
 
 pytestmark = pytest.mark.long
 

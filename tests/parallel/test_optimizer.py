@@ -21,7 +21,7 @@ from meshcomm.train import Trainer, learning_rate
 from meshcomm.train.agree import corpus_of
 from meshcomm.train.data import batches_of
 from meshcomm.train.parity import compare, in_float64, record, reference
-from tests.train.test_training import TINY
+from tests.train.test_steps import TINY
 
 pytestmark = pytest.mark.long
 

@@ -19,8 +19,8 @@ from meshcomm.parallel.batch import check_inputs
 from meshcomm.testing import Pool
 from meshcomm.train import Trainer
 from tests.sizes import train_of
+from tests.train.data.test_batches import tokenizer
 from tests.train.runs import config_on, losses_or_error, trained
-from tests.train.test_data import tokenizer
 
 BASE: dict[str, Any] = {
     "mesh": {"dims": {"one": 1}, "device": "cpu", "timeout_s": 60.0},

@@ -20,9 +20,9 @@ from meshcomm.train.checkpoint.folder import METADATA
 from meshcomm.train.checkpoint.lock import Lock
 from meshcomm.train.checkpoint.reader import Saved
 from meshcomm.train.export import export_weights
-from tests.train.test_checkpoint import TWO, run_once, tiny
-from tests.train.test_checkpoint_safetensors import LOCK
-from tests.train.test_checkpoint_safetensors import checkpoint as written
+from tests.train.checkpoint.test_checkpoints import TWO, run_once, tiny
+from tests.train.test_export import LOCK
+from tests.train.test_export import checkpoint as written
 
 SHAPES = {"model.a": (3, 4), "model.b": (3, 4), "model.c": (5,)}
 SHARD = "__0_0.distcp"

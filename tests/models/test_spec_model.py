@@ -23,9 +23,8 @@ from meshcomm.parallel.tensor import whole
 from meshcomm.testing import Pool
 from meshcomm.train import Trainer
 from meshcomm.watching.ending import failure_of
-
-from . import own
-from .families import SMALL, config_of, differences
+from tests.models import own
+from tests.models.families import SMALL, config_of, differences
 
 IMAGES = 8
 
@@ -56,7 +55,7 @@ def images_config(dims: str, **train: Any) -> Config:
         {
             "mesh": {"dims": sizes, "device": "cpu", "timeout_s": 60.0, "reports": ""},
             "parallel": {parts[dim]: dim for dim in sizes},
-            "model": {"build": "tests.models.test_any_module:Net"},
+            "model": {"build": "tests.models.test_spec_model:Net"},
             "data": {"seq_len": 8},
             "train": {
                 "steps": 5,
@@ -231,7 +230,7 @@ def _stepped(config: Config) -> str:
 def test_a_first_step_that_does_not_fit_its_split_names_the_part_the_line_and_a_cure(pool: Pool) -> None:
     pytest.importorskip("transformers")
     for text in pool.run(
-        _stepped, config_of({"build": "tests.models.test_any_module:phi3"}, "tp=2"), ranks=2
+        _stepped, config_of({"build": "tests.models.test_spec_model:phi3"}, "tp=2"), ranks=2
     ):
         assert 'fails in "model.layers.0.self_attn.o_proj", a Linear' in text.splitlines()[0], text
         assert "modeling_phi3.py:" in text and " in forward: " in text

@@ -12,7 +12,7 @@ import pytest
 from meshcomm.config import Config, load_config
 from meshcomm.config.parallel import PipelineSchedule, runs
 from meshcomm.errors import ConfigError
-from tests.config.test_config_errors import TRAIN, Bad, check, made, report_of
+from tests.config.test_problems import TRAIN, Bad, check, made, report_of
 
 ROOT = Path(__file__).parents[2]
 

@@ -24,8 +24,8 @@ from meshcomm.testing import Pool
 from meshcomm.train import Attempt, Callback, Checkpoints, run
 from meshcomm.train.checkpoint import lease
 from meshcomm.train.checkpoint.lease import EXPIRES_S, Lease, LeaseLost
-from tests.train.test_checkpoint import TWO, content, tiny
-from tests.train.test_checkpoint_state import lock, settings
+from tests.train.checkpoint.test_checkpoints import TWO, content, tiny
+from tests.train.checkpoint.test_writer import lock, settings
 
 # Makes the lease of a folder and prints "ready". Then calls the method that each line of its input names.
 HOLDER = """
