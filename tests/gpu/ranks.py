@@ -57,10 +57,10 @@ from meshcomm.transport.torch_private import bindings, unfinished_collectives
 from tests.benchmarks.plain import Plain
 from tests.elastic import queued_loop
 from tests.group_hooks import HAS_HOOKS
-from tests.mesh import queued_program
 from tests.models import families as of_families
 from tests.sizes import model_of
 from tests.testing import test_emulated_nccl as queued
+from tests.watching import queued_program
 
 RANK, WORLD = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 HERE = Path(__file__).parent

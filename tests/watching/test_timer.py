@@ -16,7 +16,7 @@ from meshcomm.watching.counters import counter_of
 from meshcomm.watching.recorder import FlightRecorder
 from meshcomm.watching.timer import CallTimer, queued_in
 from tests.forked_jobs import Job
-from tests.mesh.queued_program import TIMEOUT_S
+from tests.watching.queued_program import TIMEOUT_S
 
 pytestmark = pytest.mark.long
 
