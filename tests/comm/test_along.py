@@ -642,3 +642,36 @@ def by_torch_s_word(mesh: Mesh) -> None:
 
 def test_dim_is_another_word_for_axis() -> None:
     meshcomm.simulate(by_torch_s_word, dims={"dp": 2})
+
+
+@pytest.mark.mesh(dp=3, via=("simulator", "gloo", "emulated_nccl"))
+def test_a_mode_of_torch_changes_nothing(mesh: Mesh) -> None:
+    """Calls made in one mode of torch and waited for in another give the same results."""
+    weight = torch.nn.Parameter(torch.arange(6.0).view(2, 3))
+    with torch.no_grad():
+        begun = mesh.all_reduce("dp", [weight, weight.new_ones(2)], async_op=True)
+        turned = mesh.all_reduce("dp", weight.detach().t(), async_op=True)
+    begun.wait()
+    turned.wait()
+    with torch.inference_mode():
+        columns = torch.arange(6.0).view(2, 3).t()
+    mesh.all_reduce("dp", columns)
+    with torch.inference_mode():
+        row = torch.arange(2.0)
+    mesh.all_reduce("dp", row, algorithm="ring")
+    negative = torch.tensor([0 + 2j, 0 + 3j]).conj().imag
+    mesh.all_reduce("dp", [negative])
+    with torch.device("meta"):  # as around a model that is built without memory
+        summed = mesh.all_reduce("dp", torch.arange(1.0, 4.0, device="cpu").to(torch.bfloat16))
+        received = mesh.shift("dp", summed)
+        told = mesh.objects.all_gather("dp", mesh.coord("dp"))
+    assert received is not None
+    # One element of a slice is contiguous, whatever its stride.
+    lone = torch.tensor([0, 1 + mesh.coord("dp"), 0], dtype=torch.int16)[1::2]
+    assert lone.is_contiguous() and lone.stride() == (2,)
+    mesh.broadcast("dp", lone, src=2)
+    assert row.tolist() == [0, 3] and lone.tolist() == [3]
+    assert columns.tolist() == [[0.0, 9.0], [3.0, 12.0], [6.0, 15.0]]
+    assert negative.tolist() == [-6.0, -9.0]
+    assert summed.tolist() == received.tolist() == [3, 6, 9]
+    assert told == [0, 1, 2]

@@ -124,3 +124,15 @@ def test_what_two_messages_would_write_to_is_refused(mesh: Mesh) -> None:
         x = drawn(mesh)
         mesh.exchange("dp", [(x[:2], peer)], [(x[2:4], peer)])
         assert x[2:4].tolist() == [100.0 * peer, 100.0 * peer + 1]
+
+
+@pytest.mark.mesh(dp=3, validate_calls=0, via="gloo")
+def test_a_prepared_all_to_all_does_not_overwrite_what_is_still_to_leave(mesh: Mesh) -> None:
+    """The call has x itself as out, before and after it has been prepared."""
+    coord, length = mesh.coord("dp"), 600_000
+    everyones = [torch.arange(length) + length * c for c in range(3)]
+    expected = torch.cat([x.chunk(3)[coord] for x in everyones])
+    for _ in range(6):
+        mesh.all_to_all("dp", everyones[coord])
+        x = everyones[coord].clone()
+        assert mesh.all_to_all("dp", x, out=x) is x and torch.equal(x, expected)

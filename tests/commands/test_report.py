@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+import meshcomm
 from meshcomm.commands.report import combined
 from meshcomm.errors import LaunchError
 
@@ -100,4 +101,33 @@ def test_copies_and_other_ranks_reports(tmp_path: Path) -> None:
         combined(tmp_path)
     (tmp_path / "rank1.json").write_bytes(b"\xff\xfe")
     with pytest.raises(LaunchError, match=r"rank1.json is not a report"):
+        combined(tmp_path)
+
+
+def test_the_reports_of_the_newest_run_are_read(tmp_path: Path) -> None:
+    status = {
+        "rank": 0,
+        "coords": {"dp": 0},
+        "failed": None,
+        "groups": [],
+        "main": "",
+        "torch": [],
+        "differs": None,
+    }
+    for name, rank in (("20261121-235959-one", 3), ("20261122-000001-two", 5)):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / f"rank{rank}.json").write_text(json.dumps({**status, "rank": rank}))
+    text = combined(tmp_path)
+    assert text.startswith(f"1 report(s) in {tmp_path / '20261122-000001-two'}, the newest of 2 runs\n")
+    assert "rank 5" in text and "rank 3" not in text
+    assert "no rank was found waiting for another: the reports do not show a cause" in text
+    assert "rank 3" in combined(tmp_path / "20261121-235959-one")
+
+
+def test_a_folder_without_reports(tmp_path: Path) -> None:
+    with pytest.raises(meshcomm.MeshcommError, match="there are no reports in"):
+        combined(tmp_path)
+    (tmp_path / "rank0.json").write_text("{")
+    with pytest.raises(meshcomm.MeshcommError, match=r"rank0.json is not a report"):
         combined(tmp_path)

@@ -7,11 +7,8 @@ import json
 import re
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -20,21 +17,13 @@ import torch.distributed as dist
 import meshcomm
 from meshcomm.commands.report import combined
 from meshcomm.errors import CollectiveTimeout
-from meshcomm.mesh.rank_record import RecordExchange
 from meshcomm.mesh.watchdog import Watchdog, WatchOptions
 from meshcomm.testing import Pool
 from meshcomm.transport import SoloTransport
-from meshcomm.transport.base import P2P
-from meshcomm.transport.torch_private import HOOK_NAMES
 from meshcomm.watching.counters import counter_of
-from meshcomm.watching.hooks import hooked
-from meshcomm.watching.messages import Batch
-from meshcomm.watching.recorder import FlightRecorder
-from meshcomm.watching.timer import GRACE_S, CallTimer
-from meshcomm.watching.verdict import BlockedCall, absent, diagnose
 from tests.forked_jobs import Job
 from tests.group_hooks import HAS_HOOKS, needs_group_hooks
-from tests.ranks import on_ranks
+from tests.watching.test_timer import _Work
 
 pytestmark = pytest.mark.long
 
@@ -289,45 +278,6 @@ def test_who_has_not_come_and_what_it_does_instead(pool: Pool, tmp_path: Path, n
     assert all(re.search(pattern, said) for pattern in story.report), said
 
 
-def message(direction: str, peer: int | None, tag: int, number: int) -> dict[str, Any]:
-    """A message as it appears in a rank's status."""
-    return {"direction": direction, "peer": peer, "tag": tag, "number": number}
-
-
-def test_who_could_have_sent_to_a_receive_from_any_rank() -> None:
-    def status(rank: int, *begun: tuple[str, int, int, int]) -> dict[str, Any]:
-        messages = {"begun": [message(*each) for each in begun]}
-        group = {"label": "pp[0]", "ranks": [0, 1, 2, 3], "last": None, "messages": messages}
-        return {"rank": rank, "main": f"train.py:{rank} in step", "groups": [group]}
-
-    def said(tag: int) -> list[tuple[int, str | None]]:
-        waiting = {"call": "recv_any", "parts": [message("recv", None, tag, 0)]}
-        return absent(BlockedCall(0, "pp[0]", [0, 1, 2, 3], 0, waiting), statuses)
-
-    statuses = {
-        0: status(0, ("recv", 1, 7, 2), ("recv", 2, 7, 1)),
-        1: status(1, ("send", 0, 7, 2)),
-        2: status(2, ("send", 0, 7, 1), ("send", 0, 9, 1), ("send", 3, 5, 1)),
-    }
-    assert said(7) == [
-        (1, "has sent 2 with tag 7, all received; it is at train.py:1 in step"),
-        (2, "has sent 1 with tag 7, all received, and 1 with tag 9; it is at train.py:2 in step"),
-        (3, None),
-    ]
-    assert said(5) == [
-        (1, "has sent none with tag 5, and 2 with tag 7; it is at train.py:1 in step"),
-        (2, "has sent none with tag 5, and 1 with tag 7, 1 with tag 9; it is at train.py:2 in step"),
-        (3, None),
-    ]
-    # Some rank has sent, so no rank that answers is missing.
-    assert said(9) == [(3, None)]
-    # For several messages, only the missing one is listed.
-    waiting = {"call": "exchange", "parts": [message("recv", 1, 7, 2), message("recv", 2, 9, 2)]}
-    assert absent(BlockedCall(0, "pp[0]", [0, 1, 2, 3], 0, waiting), statuses) == [
-        (2, "has sent 1 of 2 with tag 9, and 1 with tag 7; it is at train.py:2 in step")
-    ]
-
-
 @pytest.mark.mesh(
     dp=3,
     options={"dp": {"timeout_s": 3.0}},
@@ -352,159 +302,6 @@ def test_a_diagnosis_from_before_this_rank_came_is_not_its_own(mesh: Any) -> Non
         assert caught.value.missing == (2,)
         mesh.store.set("over", "")
     mesh.store.get("over", timeout_s=30)
-
-
-class _BusyStore:
-    """A store whose calls take `call_s`. Rank 1 has answered from look number `answers` on; rank 2 never answers."""
-
-    def __init__(self, call_s: float, answers: int) -> None:
-        self.looks = 0
-        self._call_s = call_s
-        self._answers = answers
-
-    def add(self, key: str, number: int) -> int:
-        return number
-
-    def set(self, key: str, value: str) -> None:
-        pass
-
-    def check(self, keys: list[str]) -> bool:
-        time.sleep(self._call_s)
-        self.looks += "answer/1/1" in keys
-        return keys == ["answer/1/1"] and self.looks >= self._answers
-
-    def get(self, key: str) -> bytes:
-        return b'{"rank": 1}'
-
-
-@pytest.mark.faults
-def test_on_a_busy_machine_answers_may_take_longer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("meshcomm.mesh.rank_record._ANSWER_S", 0.3)
-    monkeypatch.setattr("meshcomm.mesh.rank_record._LONGER", 40)
-    # The eighth look comes after at least 0.8 s; on an idle machine it would come within 0.3 s.
-    busy = RecordExchange(_BusyStore(0.1, 8), 0, 0.01)
-    assert busy.limited(lambda: busy.ask([1])) == {1: {"rank": 1}}
-    # A rank that never answers is still given up, and on an idle machine in time.
-    idle = RecordExchange(_BusyStore(0.0, 1), 0, 0.01)
-    began = time.monotonic()
-    assert idle.ask([1, 2]) == {1: {"rank": 1}}
-    assert time.monotonic() - began >= 0.3
-    # A store that does not answer or stops halfway is given up as well.
-    silent = RecordExchange(_BusyStore(3.0, 1), 0, 0.01)
-    with pytest.raises(TimeoutError, match=r"no answer within 0.3 s"):
-        silent.limited(lambda: silent.ask([1]))
-    monkeypatch.setattr("meshcomm.mesh.rank_record._LONGER", 1)
-    with pytest.raises(TimeoutError):
-        idle.limited(lambda: time.sleep(20))
-
-
-@on_ranks(4)
-def test_the_recorded_line_is_the_users() -> None:
-    lines = Path(__file__).read_text().splitlines()
-    for validate in (0, 64):
-        dims = {"pp": 1, "dp": 2, "tp": 2}
-        with meshcomm.init(dims=dims, device="cpu", timeout_s=20, validate_calls=validate) as mesh:
-            watch: Any = mesh._state.watch
-            x = torch.ones(2, requires_grad=True)
-
-            def recorded(text: str) -> None:
-                file, line = watch.status()["groups"][0]["last"]["callsite"].rsplit(":", 1)
-                assert file == __file__ and text in lines[int(line) - 1]
-
-            for _ in range(3):
-                y = mesh.functional.all_reduce("dp", x, grad="sum")
-                recorded("functional.all_reduce")
-                y.sum().backward()
-                recorded("backward()")
-                mesh.all_reduce("dp", torch.ones(2))
-                recorded('mesh.all_reduce("dp"')
-                mesh.all_reduce(("dp", "tp"), torch.ones(2), algorithm="hierarchical")
-                recorded("hierarchical")
-
-
-def test_the_reports_of_the_newest_run_are_read(tmp_path: Path) -> None:
-    status = {
-        "rank": 0,
-        "coords": {"dp": 0},
-        "failed": None,
-        "groups": [],
-        "main": "",
-        "torch": [],
-        "differs": None,
-    }
-    for name, rank in (("20261121-235959-one", 3), ("20261122-000001-two", 5)):
-        folder = tmp_path / name
-        folder.mkdir()
-        (folder / f"rank{rank}.json").write_text(json.dumps({**status, "rank": rank}))
-    text = combined(tmp_path)
-    assert text.startswith(f"1 report(s) in {tmp_path / '20261122-000001-two'}, the newest of 2 runs\n")
-    assert "rank 5" in text and "rank 3" not in text
-    assert "no rank was found waiting for another: the reports do not show a cause" in text
-    assert "rank 3" in combined(tmp_path / "20261121-235959-one")
-
-
-def test_a_folder_without_reports(tmp_path: Path) -> None:
-    with pytest.raises(meshcomm.MeshcommError, match="there are no reports in"):
-        combined(tmp_path)
-    (tmp_path / "rank0.json").write_text("{")
-    with pytest.raises(meshcomm.MeshcommError, match=r"rank0.json is not a report"):
-        combined(tmp_path)
-
-
-def test_a_call_is_overdue_by_the_clock_alone() -> None:
-    recorder = FlightRecorder("tp", [0, 1], lambda *_: pytest.fail("nobody asked"))
-    recorder.timeout_s = lambda: 3.0
-    timer = CallTimer()
-    counter = counter_of(recorder.counters, "tp", "all_reduce")
-
-    def call() -> FlightRecorder:
-        return recorder.call(recorder, counter, 8, torch.ones(2))  # type: ignore[arg-type]
-
-    def late(now: float) -> bool:
-        return bool(timer.overdue([recorder], now))
-
-    assert not late(0.0)
-    with call():
-        assert not late(10.0)  # the time counts from here
-        assert not late(13.0 + GRACE_S)
-        assert late(13.1 + GRACE_S)
-    with call():  # another call restarts the time
-        assert not late(70.0)
-        assert not late(73.0 + GRACE_S)
-        assert late(73.1 + GRACE_S)
-    message = recorder.messages.begin("tp", Batch("recv", [P2P("recv", torch.ones(2), 1, 0)]), True)
-    assert not late(80.0)
-    assert late(83.1 + GRACE_S)
-    message.ended()
-    recorder.messages.waiting = None
-    with call():
-        waited = recorder.later()
-    assert waited is not None and not late(200.0)  # no thread waits for it yet
-    since = waited.waits()
-    assert not late(210.0)
-    assert late(213.1 + GRACE_S)
-    waited.waited(since)
-    assert not late(220.0)
-    # The Work of a call outside the mesh is asked only when its time is up.
-    done, stuck = _Work(True), _Work(False)
-    for work, overdue in ((done, False), (stuck, True)):
-        recorder.work = work
-        assert not late(300.0)
-        assert not late(303.0 + GRACE_S)
-        assert work.asked == 0
-        assert late(303.1 + GRACE_S) is overdue
-
-
-class _Work:
-    """A backend's Work that counts its queries."""
-
-    def __init__(self, done: bool) -> None:
-        self.asked = 0
-        self._done = done
-
-    def is_completed(self) -> bool:
-        self.asked += 1
-        return self._done
 
 
 STUCK = """
@@ -576,121 +373,6 @@ def test_a_rank_that_left_out_one_of_many_equal_calls_is_named(pool: Pool, tmp_p
     assert lines[3].startswith(f"  ranks 0 1 2 made all_reduce, at {__file__}:")
 
 
-def status_of(rank: int, started: int, *recent: tuple[int, str], inside: bool = True) -> dict[str, Any]:
-    """The status of a rank of dp with `recent` as its last collectives."""
-    calls = [
-        {"number": number, "call": call, "callsite": f"train.py:{number}{rank}", "bytes": None}
-        for number, call in recent
-    ]
-    last = {**calls[-1], "number": started, "dim": "dp", "inside": inside}
-    group = {"label": "dp", "ranks": [0, 1, 2, 3], "started": started, "last": last, "recent": calls}
-    return {"rank": rank, "coords": {"dp": rank}, "main": "train.py:1 in step", "groups": [group]}
-
-
-CALL_9 = BlockedCall(0, "dp", [0, 1, 2, 3], 9)
-
-
-def test_equal_operations_with_other_counts_say_who_is_behind_and_who_is_ahead() -> None:
-    call = "all_reduce"
-    statuses = {rank: status_of(rank, 9, (8, call), (9, call)) for rank in range(3)}
-    statuses[3] = status_of(3, 8, (7, call), (8, call))
-    found = diagnose(CALL_9, statuses)
-    assert (found.missing, found.mismatched, found.silent) == ([3], (), False)
-    assert found.lines == [
-        'rank 3 (dp=3) has not arrived: it is in all_reduce along "dp", call 8, at train.py:83'
-    ]
-    statuses[3] = status_of(3, 10, (9, call), (10, call))
-    found = diagnose(CALL_9, statuses)
-    assert (found.missing, found.mismatched) == ([], ())
-    assert found.lines == [
-        'rank 3 (dp=3) has continued: it is in all_reduce along "dp", call 10, at train.py:103'
-    ]
-
-
-def test_the_first_number_with_different_operations_counts() -> None:
-    a, b = "all_reduce", "all_gather"
-    statuses = {rank: status_of(rank, 9, (7, a), (8, a), (9, b)) for rank in (0, 2)}
-    statuses[1] = status_of(1, 9, (7, a), (8, b), (9, a))
-    found = diagnose(CALL_9, statuses)  # rank 3 does not answer
-    assert found.mismatched == [1]
-    assert found.lines == [
-        "rank 1 (dp=1) made all_gather, at train.py:81, as call 8",
-        "ranks 0 2 made all_reduce, at train.py:80, as call 8",
-    ]
-    # Either of two ranks may be wrong.
-    found = diagnose(CALL_9, {rank: statuses[rank] for rank in (0, 1)})
-    assert found.mismatched == [0, 1] and found.tie
-    assert found.lines == [
-        "rank 0 (dp=0) made all_reduce, at train.py:80, as call 8",
-        "rank 1 (dp=1) made all_gather, at train.py:81, as call 8",
-    ]
-    # A call is compared only if both ranks remember it.
-    statuses[1] = status_of(1, 6, (5, b), (6, b))
-    assert diagnose(CALL_9, statuses).mismatched == ()
-
-
-class _CountingStore:
-    """A store that counts its operations. Its ranks answer with `status_of`, except for the ranks in `silent`."""
-
-    def __init__(self, store: Any, silent: tuple[int, ...]) -> None:
-        self._store = store
-        self._silent = silent
-        self.operations = 0
-
-    def __getattr__(self, name: str) -> Any:
-        method = getattr(self._store, name)
-
-        def counted(*arguments: Any) -> Any:
-            self.operations += 1
-            result = method(*arguments)
-            if name == "set" and arguments[0].startswith("ask/"):
-                _, rank, number = arguments[0].split("/")
-                if int(rank) not in self._silent:
-                    status = status_of(int(rank), 9 if int(rank) else 8, (8, "all_reduce"))
-                    self.operations += 2  # as a watchdog does when it finds a question
-                    self._store.set(f"answer/{rank}/{number}", json.dumps(status))
-            return result
-
-        return counted
-
-
-@pytest.mark.parametrize(("ranks", "silent"), [(8, (5,)), (64, ())])
-def test_one_rank_asks_for_all_that_wait_in_a_call(
-    ranks: int, silent: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The operations of a hang diagnosis grow with the number of ranks, not with its square."""
-    monkeypatch.setattr("meshcomm.mesh.rank_record._ANSWER_S", 0.5)
-    store = _CountingStore(dist.HashStore(), silent)
-    waiting = [rank for rank in range(1, ranks) if rank not in silent]
-    asked: list[int] = []
-    found: dict[int, Any] = {}
-
-    def wait(rank: int) -> None:
-        query = RecordExchange(store, rank, 0.01)
-
-        def make() -> dict[str, Any]:
-            asked.append(rank)
-            statuses = query.ask([other for other in range(ranks) if other != rank])
-            statuses[rank] = status_of(rank, 9, (8, "all_reduce"))
-            return diagnose(BlockedCall(rank, "dp", range(ranks), 9), statuses)._asdict()
-
-        found[rank] = query.shared("dp/9", make)
-
-    with ThreadPoolExecutor(len(waiting)) as threads:
-        list(threads.map(wait, waiting, timeout=60))
-    assert len(asked) == 1
-    assert all(each["missing"] == [0, *silent] for each in found.values()), found
-    # Six operations of the asking rank and two of the asked rank, for each rank. Waiting ranks also look now and then.
-    assert store.operations < 100 + 25 * ranks
-
-
-def test_a_diagnosis_that_never_comes_is_made_by_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("meshcomm.mesh.rank_record._ANSWER_S", 0.1)
-    store = dist.HashStore()
-    store.set("first/dp/9", "7")  # rank 7 was first, and has ended
-    assert RecordExchange(store, 1, 0.01).shared("dp/9", lambda: {"own": 1}) == {"own": 1}
-
-
 @pytest.fixture
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shorten the waits of a watchdog."""
@@ -723,17 +405,6 @@ def test_a_process_that_is_not_inside_its_call_is_not_ended(monkeypatch: pytest.
         assert "the backend is past its timeout and does not return" in str(ended[0])
     finally:
         watchdog.close()
-
-
-def test_a_call_that_an_interrupt_leaves_is_over() -> None:
-    recorder = FlightRecorder("tp", [0, 1], lambda *_: pytest.fail("nobody asked"))
-    counter = counter_of(recorder.counters, "tp", "all_reduce")
-    with pytest.raises(KeyboardInterrupt), recorder.call(recorder, counter, 8, None):  # type: ignore[arg-type]
-        raise KeyboardInterrupt
-    assert not recorder.inside
-    timer = CallTimer()
-    recorder.timeout_s = lambda: 3.0
-    assert [timer.overdue([recorder], now) for now in (0.0, 100.0)] == [[], []]
 
 
 @pytest.mark.usefixtures("soon")
@@ -847,40 +518,3 @@ def test_the_threads_of_a_mesh_that_is_dropped_end() -> None:
         thread.join(20)
     assert not any(thread.is_alive() for thread in threads)
     assert str(kept.inquire(kept, "all_reduce", RuntimeError("timed out"))).startswith("all_reduce failed")
-
-
-@needs_group_hooks
-def test_a_call_that_the_backend_refused_is_not_ended_by_the_next_one() -> None:
-    kinds = {name: number for number, name in HOOK_NAMES.items()}
-    recorder = FlightRecorder("dp", [0, 1], lambda *_: pytest.fail("nobody asked"))
-    work = SimpleNamespace(is_completed=lambda: False)
-
-    def given(kind: str) -> Any:
-        x = torch.ones(2)
-        return SimpleNamespace(name=kinds[kind], input_tensors=[x], output_tensors=[], root=1, work=work)
-
-    hooks = hooked(SimpleNamespace(group_name="dp"), lambda: recorder, "dp", "rank 0")
-    hooks.before(given("ALLREDUCE"))
-    hooks.before(given("SEND"))
-    hooks.after(given("SEND"))
-    assert {key[1]: counter.calls for key, counter in recorder.counters.items()} == {
-        "all_reduce": 0,
-        "send": 1,
-    }
-    assert [each.call for each in recorder.messages.unfinished()] == ["send"]
-    assert recorder.work is None
-
-
-def test_a_queued_call_is_watched_again_after_a_capture() -> None:
-    recorder = FlightRecorder("dp", [0, 1])
-    work = Mock(
-        **{"is_completed.side_effect": RuntimeError("operation not permitted when stream is capturing")}
-    )
-    recorder.ordered, recorder.work = True, work
-    recorder.timeout_s = lambda: 8.0
-    timer, watched = CallTimer(), [recorder]
-    assert timer.stuck(watched, 0.0) == []
-    work.is_completed = lambda: False
-    assert timer.stuck(watched, 10.0) == []
-    assert timer.stuck(watched, 18.0) == []
-    assert [each for each, _ in timer.stuck(watched, 19.0)] == [recorder]

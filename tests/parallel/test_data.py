@@ -14,20 +14,17 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import meshcomm
-from meshcomm.config import MeshConfig, load_config
-from meshcomm.errors import CallMismatchError, LayoutError, RankFailed, ShapeError, TrainingError
+from meshcomm.config import MeshConfig
+from meshcomm.errors import CallMismatchError, RankFailed, TrainingError
 from meshcomm.mesh import Mesh
 from meshcomm.parallel import (
     ColumnParallel,
     GradientSync,
-    Pipelined,
     RowParallel,
     TensorSplit,
     assign,
     whole,
 )
-from meshcomm.parallel.memory import on_meta
-from meshcomm.parallel.splits import sections
 from meshcomm.testing import Pool
 from tests.parallel.same import close, randn
 
@@ -369,91 +366,3 @@ def test_another_operation_and_an_exception_within_a_step() -> None:
     with sync:
         weight.sum().backward()
     assert recorder.events == ["send 2", "wait"]
-
-
-# -- pipeline -------------------------------------------------------------------------------------
-
-
-class Wall(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        raise ShapeError("a wall", given="a tensor")
-
-
-def failing_stage() -> None:
-    # The other stage waits for gradients that never arrive, until the mesh's timeout.
-    with meshcomm.init(MeshConfig(dims={"pp": 2}, device="cpu", timeout_s=2.0)) as mesh:
-        last = mesh.coord("pp") == 1
-        run = Pipelined(
-            mesh,
-            "pp",
-            Wall() if last else nn.Embedding(5, 5),
-            lambda logits, targets: logits.sum(),
-            microbatches=2,
-            schedule="1f1b",
-            shapes=((1, 3), (1, 3, 5), (1, 3, 5)),
-            dtype=torch.float32,
-        )
-        batch = torch.zeros(2, 3, dtype=torch.int64)
-        # torch wraps an exception that a stage raises; the caller sees the original one.
-        with pytest.raises(ShapeError if last else RuntimeError, match="^a wall" if last else "."):
-            run(batch, batch)
-
-
-def test_what_a_stage_raises_is_not_wrapped(pool: Pool) -> None:
-    pool.run(failing_stage, ranks=2)
-
-
-# -- composition ----------------------------------------------------------------------------------
-
-
-def other_dims() -> None:
-    config = load_config(
-        {
-            "mesh": {"dims": {"dp": -1, "tp": 2}, "device": "cpu"},
-            "parallel": {"data": "dp", "tensor": "tp"},
-            "model": {
-                "num_layers": 1,
-                "hidden_size": 8,
-                "num_heads": 2,
-                "num_kv_heads": 2,
-                "intermediate_size": 8,
-            },
-            "data": {"seq_len": 8},
-            "train": {"steps": 1, "global_batch_size": 4, "micro_batch_size": 1},
-        }
-    )
-    with meshcomm.init(config) as mesh:
-        assert sections(mesh, config).model.hidden_size == 8
-        with pytest.raises(LayoutError) as caught:
-            sections(mesh, load_config(config, ["mesh.dims={ dp = 4, tp = 1 }"]))
-        assert str(caught.value) == (
-            "the open mesh and this configuration have different dims\n"
-            "  given:    an open mesh of { dp = 2, tp = 2 }, mesh.dims = { dp = 4, tp = 1 }\n"
-            "  expected: the configuration that the mesh was opened with\n"
-            "  try:      meshcomm.config.load_config(config, ['mesh.dims={ dp = 2, tp = 2 }'])"
-        )
-        with pytest.raises(meshcomm.MeshcommError, match="describes a mesh but no training"):
-            sections(mesh, load_config({"mesh": {"dims": {"dp": 2, "tp": 2}}}))
-        with pytest.raises(meshcomm.MeshcommError, match="not divisible by dp: 5 % 2 = 1"):
-            sections(mesh, load_config(config, ["train.global_batch_size=5"]))
-
-
-def test_the_configuration_must_be_the_one_of_the_open_mesh(pool: Pool) -> None:
-    pool.run(other_dims, ranks=4)
-
-
-class Vast(nn.Module):
-    """A module with a parameter of 128 TiB, and a buffer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(1 << 15, 1 << 30))
-        self.register_buffer("table", torch.arange(4.0))
-
-
-def test_a_parameter_that_the_host_has_no_memory_for_is_made_without_any() -> None:
-    with pytest.raises(RuntimeError):
-        Vast()
-    with on_meta():
-        module = Vast()
-    assert module.weight.is_meta and module.get_buffer("table").tolist() == [0, 1, 2, 3]

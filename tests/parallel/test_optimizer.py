@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import meshcomm
 from meshcomm.config import Config, load_config
 from meshcomm.errors import ConfigError, UnsupportedOp
 from meshcomm.parallel import narrow_state, whole
-from meshcomm.parallel.optimizer import KINDS
+from meshcomm.parallel.optimizer import KINDS, decay_groups
 from meshcomm.testing import Pool
 from meshcomm.train import Trainer, learning_rate
 from meshcomm.train.agree import corpus_of
@@ -243,3 +243,12 @@ def test_an_optimizer_that_fails_without_a_closure_is_named(kind: type[torch.opt
         else:
             assert f"{kind.__name__} cannot take a step from gradients only" in said
             assert "fails without a closure" in said
+
+
+def test_matrices_decay_and_vectors_do_not() -> None:
+    model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 3), nn.LayerNorm(3))
+    groups = decay_groups(model)
+    assert [group.get("weight_decay") for group in groups] == [None, 0.0]
+    matrices = {id(p) for p in (model[0].weight, model[1].weight)}
+    assert {id(p) for p in groups[0]["params"]} == matrices
+    assert len(groups[1]["params"]) == 3

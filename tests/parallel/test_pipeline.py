@@ -16,7 +16,7 @@ from torch.distributed.pipelining import PipelineStage
 import meshcomm
 from meshcomm.config import MeshConfig
 from meshcomm.config.parallel import PipelineSchedule
-from meshcomm.errors import LayoutError, TrainingError
+from meshcomm.errors import LayoutError, ShapeError, TrainingError
 from meshcomm.mesh import Mesh
 from meshcomm.parallel import (
     Accumulate,
@@ -294,3 +294,32 @@ def test_what_a_schedule_does_not_run_is_refused(
 
     for found in meshcomm.simulate(program, dims={"pp": 4, "one": 1}):
         assert [text for text in texts if text not in found] == [], found
+
+
+class Wall(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        raise ShapeError("a wall", given="a tensor")
+
+
+def failing_stage() -> None:
+    # The other stage waits for gradients that never arrive, until the mesh's timeout.
+    with meshcomm.init(MeshConfig(dims={"pp": 2}, device="cpu", timeout_s=2.0)) as mesh:
+        last = mesh.coord("pp") == 1
+        run = Pipelined(
+            mesh,
+            "pp",
+            Wall() if last else nn.Embedding(5, 5),
+            lambda logits, targets: logits.sum(),
+            microbatches=2,
+            schedule="1f1b",
+            shapes=((1, 3), (1, 3, 5), (1, 3, 5)),
+            dtype=torch.float32,
+        )
+        batch = torch.zeros(2, 3, dtype=torch.int64)
+        # torch wraps an exception that a stage raises; the caller sees the original one.
+        with pytest.raises(ShapeError if last else RuntimeError, match="^a wall" if last else "."):
+            run(batch, batch)
+
+
+def test_what_a_stage_raises_is_not_wrapped(pool: Pool) -> None:
+    pool.run(failing_stage, ranks=2)

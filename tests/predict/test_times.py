@@ -26,10 +26,12 @@ from meshcomm.errors import ConfigError
 from meshcomm.predict.links import Hop, Route, known_machine, span
 from meshcomm.predict.times import (
     BACKENDS_OWN,
+    COUNTED,
     OPERATIONS,
     Line,
     best,
     bus_factor,
+    counted_bytes,
     fastest,
     lines,
     named_operations,
@@ -222,3 +224,31 @@ def test_wrong_operations_and_sizes() -> None:
     assert [bytes_text(n) for n in sizes] == [*sizes.values()]
     times = {0: "0", 1e-9: "0.001 us", 2e-6: "2 us", 0.9999: "1 s", 5000: "5,000 s"}
     assert [seconds_text(s) for s in times] == [*times.values()]
+
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_a_size_is_what_nccl_tests_counts() -> None:
+    for operation in OPERATIONS:
+        parts = operation in ("all_gather", "reduce_scatter", "all_to_all")
+        assert counted_bytes(operation, 4096, "dp", 4) == 4096
+        assert counted_bytes(operation, 4099, "dp", 3) == (4092 if parts else 4096)
+        least = 12 if parts else 4
+        assert counted_bytes(operation, least, "dp", 3) == least
+        with pytest.raises(
+            ConfigError, match=rf"bytes are too few for {operation} along dp\n(.*\n)*.*--bytes {least}"
+        ):
+            counted_bytes(operation, least - 1, "dp", 3)
+
+
+def test_the_guide_has_the_sizes_and_factors() -> None:
+    guide = (ROOT / "docs/guide/performance.md").read_text()
+    for operation in OPERATIONS:
+        (row,) = [line for line in guide.splitlines() if line.startswith(f"| {operation} | `mesh.")]
+        *_, counted, factor = row.strip("| ").split(" | ")
+        assert counted == COUNTED[operation]
+        for n in (2, 7):
+            assert eval(factor.replace("2 (", "2 * ("), {"n": n}) == pytest.approx(
+                float(bus_factor(operation, n))
+            )

@@ -7,10 +7,11 @@ import io
 import json
 import math
 from collections.abc import Callable
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 from rich.console import Console
@@ -24,7 +25,7 @@ from meshcomm.models.transformer import Transformer, initialise
 from meshcomm.parallel import Stage, TensorSplit
 from meshcomm.parallel.splits import Splits
 from meshcomm.testing import Pool
-from meshcomm.train import Callback, Start, Step, Summary, run
+from meshcomm.train import Callback, Start, Step, Summary, learning_rate, run
 from meshcomm.train.screen import TrainingReporter
 from tests.train.runs import metrics, run_json
 
@@ -360,3 +361,25 @@ def test_the_quickstart_learns(pool: Pool, tmp_path: Path) -> None:
     summary, _ = pool.run(run_once, config, ranks=2, timeout_s=120)[0]
     assert abs(summary.losses[0] - math.log(256)) < 0.05
     assert summary.losses[-1] < 3.2
+
+
+def rates(**given: Any) -> list[float]:
+    train = TrainConfig(global_batch_size=1, micro_batch_size=1, **given)
+    return [learning_rate(train, step) for step in range(1, train.steps + 1)]
+
+
+def test_rates_warm_up_and_end_where_their_schedule_says() -> None:
+    # The default is 0.1 + 0.45 (1 + cos), exact to the last bit.
+    shape = [0.1 + 0.45 * (1 + math.cos(math.pi * ((step - 5) / 55))) for step in range(6, 61)]
+    warm = [3e-3 * step / 5 for step in range(1, 6)]
+    assert rates(steps=60, warmup_steps=5, lr=3e-3) == warm + [3e-3 * each for each in shape]
+    for schedule, least in product(("cosine", "linear"), (0.0, 0.25, 1.0)):
+        found = rates(steps=20, warmup_steps=4, lr=2.0, schedule=schedule, min_lr_ratio=least)
+        assert found[:4] == [0.5, 1.0, 1.5, 2.0]
+        assert found[-1] == pytest.approx(2 * least, abs=1e-15)
+        assert found[11] == pytest.approx(1 + least), "halfway"
+        assert found[4:] == sorted(found[4:], reverse=True)
+    linear = rates(steps=11, lr=1.0, schedule="linear", min_lr_ratio=0.0)
+    assert np.allclose(np.diff(linear), -1 / 11)
+    assert rates(steps=5, warmup_steps=2, lr=1.0, schedule="constant") == [0.5, 1.0, 1.0, 1.0, 1.0]
+    assert rates(steps=3, warmup_steps=3, lr=3.0) == [1.0, 2.0, 3.0]

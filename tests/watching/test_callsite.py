@@ -9,6 +9,7 @@ import threading
 import time
 import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ import torch
 import meshcomm
 from meshcomm.testing import Pool
 from meshcomm.watching.callsite import is_ours, place_in, stack_of, users_frame
+from tests.ranks import on_ranks
 
 TORCH, OWN = Path(torch.__file__).parent, Path(meshcomm.__file__).parent
 
@@ -122,3 +124,27 @@ def watched_for_frames() -> int:
 def test_an_open_mesh_makes_no_frames_of_running_threads(pool: Pool) -> None:
     # Python 3.11 has died by SIGSEGV when another thread walked the frames.
     assert pool.run(watched_for_frames, ranks=2) == [0, 0]
+
+
+@on_ranks(4)
+def test_the_recorded_line_is_the_users() -> None:
+    lines = Path(__file__).read_text().splitlines()
+    for validate in (0, 64):
+        dims = {"pp": 1, "dp": 2, "tp": 2}
+        with meshcomm.init(dims=dims, device="cpu", timeout_s=20, validate_calls=validate) as mesh:
+            watch: Any = mesh._state.watch
+            x = torch.ones(2, requires_grad=True)
+
+            def recorded(text: str) -> None:
+                file, line = watch.status()["groups"][0]["last"]["callsite"].rsplit(":", 1)
+                assert file == __file__ and text in lines[int(line) - 1]
+
+            for _ in range(3):
+                y = mesh.functional.all_reduce("dp", x, grad="sum")
+                recorded("functional.all_reduce")
+                y.sum().backward()
+                recorded("backward()")
+                mesh.all_reduce("dp", torch.ones(2))
+                recorded('mesh.all_reduce("dp"')
+                mesh.all_reduce(("dp", "tp"), torch.ones(2), algorithm="hierarchical")
+                recorded("hierarchical")

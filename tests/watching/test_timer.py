@@ -5,16 +5,20 @@ from __future__ import annotations
 import re
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
+import torch
 
 from meshcomm.errors import MeshcommError
 from meshcomm.testing import Pool
+from meshcomm.transport.base import P2P
 from meshcomm.transport.torch_private import bindings, unfinished_collectives
 from meshcomm.watching import timer as timers
 from meshcomm.watching.counters import counter_of
+from meshcomm.watching.messages import Batch
 from meshcomm.watching.recorder import FlightRecorder
-from meshcomm.watching.timer import CallTimer, queued_in
+from meshcomm.watching.timer import GRACE_S, CallTimer, queued_in
 from tests.forked_jobs import Job
 from tests.watching.queued_program import TIMEOUT_S
 
@@ -122,3 +126,85 @@ def test_a_fault_is_named_while_the_host_waits_for_a_value(
     assert code != 0
     assert re.search(CAUSES[fault], err), err
     assert took_s < TIMEOUT_S + 10, err
+
+
+def test_a_call_is_overdue_by_the_clock_alone() -> None:
+    recorder = FlightRecorder("tp", [0, 1], lambda *_: pytest.fail("nobody asked"))
+    recorder.timeout_s = lambda: 3.0
+    timer = CallTimer()
+    counter = counter_of(recorder.counters, "tp", "all_reduce")
+
+    def call() -> FlightRecorder:
+        return recorder.call(recorder, counter, 8, torch.ones(2))  # type: ignore[arg-type]
+
+    def late(now: float) -> bool:
+        return bool(timer.overdue([recorder], now))
+
+    assert not late(0.0)
+    with call():
+        assert not late(10.0)  # the time counts from here
+        assert not late(13.0 + GRACE_S)
+        assert late(13.1 + GRACE_S)
+    with call():  # another call restarts the time
+        assert not late(70.0)
+        assert not late(73.0 + GRACE_S)
+        assert late(73.1 + GRACE_S)
+    message = recorder.messages.begin("tp", Batch("recv", [P2P("recv", torch.ones(2), 1, 0)]), True)
+    assert not late(80.0)
+    assert late(83.1 + GRACE_S)
+    message.ended()
+    recorder.messages.waiting = None
+    with call():
+        waited = recorder.later()
+    assert waited is not None and not late(200.0)  # no thread waits for it yet
+    since = waited.waits()
+    assert not late(210.0)
+    assert late(213.1 + GRACE_S)
+    waited.waited(since)
+    assert not late(220.0)
+    # The Work of a call outside the mesh is asked only when its time is up.
+    done, stuck = _Work(True), _Work(False)
+    for work, overdue in ((done, False), (stuck, True)):
+        recorder.work = work
+        assert not late(300.0)
+        assert not late(303.0 + GRACE_S)
+        assert work.asked == 0
+        assert late(303.1 + GRACE_S) is overdue
+
+
+class _Work:
+    """A backend's Work that counts its queries."""
+
+    def __init__(self, done: bool) -> None:
+        self.asked = 0
+        self._done = done
+
+    def is_completed(self) -> bool:
+        self.asked += 1
+        return self._done
+
+
+def test_a_call_that_an_interrupt_leaves_is_over() -> None:
+    recorder = FlightRecorder("tp", [0, 1], lambda *_: pytest.fail("nobody asked"))
+    counter = counter_of(recorder.counters, "tp", "all_reduce")
+    with pytest.raises(KeyboardInterrupt), recorder.call(recorder, counter, 8, None):  # type: ignore[arg-type]
+        raise KeyboardInterrupt
+    assert not recorder.inside
+    timer = CallTimer()
+    recorder.timeout_s = lambda: 3.0
+    assert [timer.overdue([recorder], now) for now in (0.0, 100.0)] == [[], []]
+
+
+def test_a_queued_call_is_watched_again_after_a_capture() -> None:
+    recorder = FlightRecorder("dp", [0, 1])
+    work = Mock(
+        **{"is_completed.side_effect": RuntimeError("operation not permitted when stream is capturing")}
+    )
+    recorder.ordered, recorder.work = True, work
+    recorder.timeout_s = lambda: 8.0
+    timer, watched = CallTimer(), [recorder]
+    assert timer.stuck(watched, 0.0) == []
+    work.is_completed = lambda: False
+    assert timer.stuck(watched, 10.0) == []
+    assert timer.stuck(watched, 18.0) == []
+    assert [each for each, _ in timer.stuck(watched, 19.0)] == [recorder]
