@@ -6,9 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from meshcomm.algorithms import (
-    formulas,
-)
+from meshcomm.algorithms import formulas
 from tests.documents import tool
 
 GUIDE = Path(__file__).parents[2] / "docs" / "guide" / "costs.md"

@@ -9,11 +9,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed import Backend
 from torch.distributed.tensor import DTensor, Replicate
 
 import meshcomm
-from meshcomm.collectives import ROWS
 from meshcomm.errors import (
     AutogradError,
     LayoutError,
@@ -24,7 +22,6 @@ from meshcomm.errors import (
     UnsupportedOp,
 )
 from meshcomm.mesh import Mesh
-from tests.documents import tool
 
 DIMS: dict[str, Any] = {"dims": {"dp": 2, "tp": 2, "one": 1}, "merge": {"both": ("dp", "tp")}}
 LEVELS: dict[str, Any] = {"algorithm": "hierarchical"}
@@ -378,20 +375,6 @@ def test_what_backward_needs_is_not_overwritten_unseen(mesh: Mesh) -> None:
             if number != ONE_RANK or mesh.coord("dp") == 0:
                 with pytest.raises(RuntimeError, match="modified by an inplace operation"):
                     loss.backward()  # type: ignore[no-untyped-call]
-
-
-def test_the_table_of_backends_knows_every_operation_and_torch_s_devices() -> None:
-    page = tool("support")
-    of_torch = {(name, each) for name, devices in Backend.backend_capability.items() for each in devices}
-    assert set(page.CARRIES) == {pair for pair in of_torch if pair[0] != "fake"}
-    named = {name for cells in page.CARRIES.values() for names in cells.values() for name in names}
-    assert named <= {"send", "recv", "*", *ROWS}
-    # torch's own table: Gloo has no messages and no barrier for CUDA tensors, and MPI has no reduce_scatter.
-    for operation in ("send", "recv", *ROWS):
-        gloo, mpi = page.carries("gloo", "cuda", operation), page.carries("mpi", "cpu", operation)
-        assert (gloo == "no") == (operation in ("send", "recv", "barrier"))
-        assert (mpi == "no") == (operation == "reduce_scatter")
-        assert page.carries("nccl", "cuda", operation) == page.carries("xccl", "xpu", operation) == "yes"
 
 
 def answers(mesh: Mesh) -> list[tuple[str, str]]:

@@ -19,9 +19,8 @@ from meshcomm.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL
 from meshcomm.comm import communicator
 from meshcomm.comm.check_call import check
 from meshcomm.comm.handle import Handle
-from meshcomm.comm.p2p import Messages
 from meshcomm.comm.request import Options
-from meshcomm.errors import CallMismatchError, CommunicationError, MeshcommError, ShapeError
+from meshcomm.errors import CallMismatchError, CommunicationError, MeshcommError
 from meshcomm.testing import Pool
 from meshcomm.transport import ProcessGroupTransport
 from tests.ranks import on_ranks
@@ -289,37 +288,6 @@ def test_calls_are_prepared_when_they_are_no_longer_compared_and_let_go_with_the
     assert prepared_kinds(comm) == (0, 0)
 
 
-def test_messages_that_were_checked_once_are_not_checked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """exchange and shift check one message per direction. Overlapping memory is refused every time."""
-    checked, seen = Messages._checked, list[str]()
-
-    def counted(self: Messages, direction: Any, call: str, *given: Any) -> Any:
-        seen.append(call)
-        return checked(self, direction, call, *given)
-
-    monkeypatch.setattr(Messages, "_checked", counted)
-
-    def body(mesh: Any) -> None:
-        peer, x, out = 1 - mesh.coord("dp"), torch.full((4,), float(mesh.rank)), torch.empty(4)
-        for _ in range(5):
-            assert mesh.exchange("dp", [(x, peer)], [(out, peer)])[0] is out
-            handle = mesh.exchange("dp", [(x, peer)], [(out, peer)], async_op=True)
-            assert handle.wait()[0][0] == peer
-            assert mesh.shift("dp", x)[0] == peer
-        assert len(seen) <= 4
-        mesh.barrier()
-        for sends, recvs in (([(x, peer)], [(x, peer)]), ([], [(out, peer), (out[2:], peer)])):
-            with pytest.raises(ShapeError, match="receive into memory that another of its messages uses"):
-                mesh.exchange("dp", sends, recvs)
-        assert (
-            mesh.exchange("dp", [(x[:2], peer), (x[2:], peer)], [(out[:2], peer), (out[2:], peer)])[1][1]
-            == peer
-        )
-
-    meshcomm.simulate(body, dims={"dp": 2})
-    assert seen.count("exchange") == 4 + 8
-
-
 # -- an option that is added later --------------------------------------------------------------------------
 
 
@@ -460,21 +428,3 @@ def test_a_scatter_tells_its_slices_however_often_it_was_made(mesh: Any) -> None
     for size in (4, 4, 4, 8):
         x = torch.arange(float(size)) if mesh.coord("dp") == 1 else None
         assert torch.equal(mesh.scatter("dp", x, src=1), torch.arange(float(size)).chunk(2)[mesh.coord("dp")])
-
-
-@pytest.mark.mesh(dp=2, via="gloo")
-def test_the_memory_of_a_message_is_kept_until_the_next_one_if_it_is_small(mesh: meshcomm.Mesh) -> None:
-    def alive_after(elements: int) -> bool:
-        x = torch.ones(elements)
-        # A Work keeps the memory alive, but not the tensor's Python object.
-        storage = x.untyped_storage()._weak_ref()
-        mesh.shift("dp", x[:1])
-        del x
-        gone = bool(torch.UntypedStorage._expired(storage))
-        torch.UntypedStorage._free_weak_ref(storage)
-        return not gone
-
-    for _ in range(2):
-        assert alive_after(1)
-        # A view of a large tensor would keep all of its memory alive.
-        assert not alive_after(1 << 21)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import warnings
 from typing import Any
 
 import pytest
+import torch
 
 import meshcomm
+from meshcomm.comm.handle import UnwaitedHandle
 from meshcomm.errors import MeshcommError, ShapeError, UnsupportedOp
+from meshcomm.mesh import Mesh
 
 
 class Slow:
@@ -84,3 +89,36 @@ def test_a_handle_waits_for_a_time(timeout_s: Any) -> None:
     with pytest.raises(UnsupportedOp, match="not a valid timeout"):
         handle.wait(timeout_s)
     assert handle.wait(float("inf")) == 3
+
+
+@pytest.mark.mesh(dp=2, tp=2, via="gloo", not_via={"emulated_nccl": "irecv behind isend is refused"})
+def test_handles_say_what_became_of_the_call(mesh: Mesh) -> None:
+    x = torch.ones(3)
+    handle = mesh.all_reduce("dp", x, async_op=True)
+    with pytest.raises(meshcomm.MeshcommError, match="the result was asked for before wait"):
+        handle.result()
+    assert handle.wait() is x
+    assert handle.wait() is x
+    assert handle.result() is x
+    assert handle.is_completed()
+    assert handle.is_success()
+    assert handle.exception() is None
+    with pytest.raises(meshcomm.MeshcommError, match="the call has no source"):
+        _ = handle.source
+    peer = 1 - mesh.coord("tp")
+    sent = mesh.isend("tp", x, dst=peer)
+    received = mesh.irecv("tp", torch.zeros(3), src=peer)
+    assert received.wait().tolist() == [2.0] * 3
+    assert received.source == peer
+    sent.wait()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        dropped = mesh.all_reduce("dp", torch.ones(1), async_op=True)
+        del dropped
+        gc.collect()
+    texts = [str(each.message) for each in caught if each.category is UnwaitedHandle]
+    assert len(texts) == 1
+    assert f'all_reduce along "dp" on {mesh.label}: the handle made at {__file__}:' in texts[0]
+    mesh.barrier("dp")
+    late = mesh.barrier("tp", async_op=True)
+    assert late.wait() is None

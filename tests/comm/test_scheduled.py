@@ -9,9 +9,7 @@ import pytest
 import torch
 
 import meshcomm
-from meshcomm.algorithms import (
-    formulas,
-)
+from meshcomm.algorithms import formulas
 from meshcomm.comm import scheduled
 from meshcomm.errors import AutogradError, CallMismatchError, DeadlockError, UnsupportedOp
 from meshcomm.mesh import Mesh

@@ -19,10 +19,10 @@ from typer.testing import CliRunner, Result
 from meshcomm import __version__
 from meshcomm.commands.app import GROUPS, app, function_of
 from meshcomm.config import load_config
-from meshcomm.layout import Layout, Plan
 from meshcomm.train.parity import Difference
 from meshcomm.train.parity_job import Blame, Parity
 from tests.commands.shown import COMMANDS, recorded
+from tests.show.shown import python
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = """
@@ -218,40 +218,6 @@ def test_the_first_rank_of_a_host_reports_a_wrong_config_for_all(
     assert "there is no script" in meshcomm("run", "nothing.py").stderr
 
 
-# -- the first files ----------------------------------------------------------------------------------
-
-
-def test_new_writes_the_quickstart_and_the_hello_of_the_readme(tmp_path: Path) -> None:
-    folder = tmp_path / "a" / "demo"
-    done = meshcomm("new", str(folder))
-    assert done.exit_code == 0 and str(folder / "hello.py") in done.stdout
-    assert sorted(path.name for path in folder.iterdir()) == ["config.toml", "hello.py"]
-    assert (folder / "config.toml").read_text() == (ROOT / "configs" / "quickstart.toml").read_text()
-    shown = re.search(r"<!-- file: hello.py -->\n```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
-    assert shown is not None and (folder / "hello.py").read_text() == shown[1]
-
-
-@pytest.mark.parametrize("name", ["config.toml", "hello.py"])
-def test_new_overwrites_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / name).write_text("mine")
-    done = meshcomm("new")
-    assert done.exit_code == 2 and done.stderr == (
-        f"meshcomm new does not overwrite files, and {name} exists\n"
-        "  given:    .\n"
-        "  expected: a folder without config.toml and hello.py\n"
-        "  try:      meshcomm new demo\n"
-    )
-    assert [path.name for path in tmp_path.iterdir()] == [name] and (tmp_path / name).read_text() == "mine"
-    # A broken link counts as existing, too.
-    (tmp_path / name).unlink()
-    (tmp_path / name).symlink_to("nowhere")
-    done = meshcomm("new")
-    assert done.exit_code == 2 and f"{name} exists" in done.stderr
-    in_a_file = meshcomm("new", __file__)
-    assert in_a_file.exit_code == 2 and "cannot be written" in in_a_file.stderr and "try:" in in_a_file.stderr
-
-
 # -- a script's own options --------------------------------------------------------------------------
 
 
@@ -296,18 +262,11 @@ def test_world_is_a_second_name_of_world_size_in_every_command_that_takes_it() -
 # -- one plan id ------------------------------------------------------------------------------------
 
 
-def test_a_config_has_one_plan_id_whatever_device_a_process_finds() -> None:
-    for device in ("auto", "cpu", "cuda"):
-        plan = load_config({"mesh": {"dims": {"dp": 2, "tp": 2}, "device": device}}).plan(4)
-        on_cpu, on_cuda = plan.on("cpu", "gloo"), plan.on("cuda", "nccl")
-        assert plan.fingerprint == on_cpu.fingerprint == on_cuda.fingerprint
-        assert on_cpu.facts() != on_cuda.facts()
-    assert Plan(Layout({"dp": 2})).fingerprint != Plan(Layout({"dp": 4})).fingerprint
-
-
-@pytest.mark.parametrize(("device", "backend"), [("cpu", "gloo"), ("cuda", "nccl"), ("auto", "auto")])
-def test_plan_says_the_backend_that_the_device_gives(tmp_path: Path, device: str, backend: str) -> None:
-    path = tmp_path / "mesh.toml"
-    path.write_text(f'[mesh]\ndims = {{ dp = 2 }}\ndevice = "{device}"\n')
-    row = meshcomm("plan", str(path)).stdout.splitlines()[3].split()
-    assert row[5] == backend
+def test_a_shell_completes_commands_and_options() -> None:
+    for words, offered in {
+        "meshcomm t": ["train", "tune"],
+        "meshcomm plan configs/mesh.toml --expo": ["--export"],
+    }.items():
+        asked = {"COMP_WORDS": words, "COMP_CWORD": str(len(words.split()) - 1)}
+        shown = python("-m", "meshcomm", _MESHCOMM_COMPLETE="complete_bash", **asked)
+        assert (shown.code, shown.out.split(), shown.err) == (0, offered, ""), words

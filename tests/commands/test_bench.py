@@ -18,13 +18,7 @@ from typer.testing import CliRunner
 import meshcomm
 from meshcomm.commands import app
 from meshcomm.commands.bench import fit_facts, view
-from meshcomm.commands.measure import (
-    Asked,
-    Item,
-    Measured,
-    measured_facts,
-    row_facts,
-)
+from meshcomm.commands.measure import Asked, Item, Measured, measured_facts, row_facts
 from meshcomm.config import TopologyConfig, load_config
 from meshcomm.errors import ConfigError
 from meshcomm.predict.fit import MARK, fit_links

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import subprocess
 import sys
@@ -10,13 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from meshcomm.commands import app, dryrun, tune
+from meshcomm.commands import dryrun
 from meshcomm.config import load_config
 from meshcomm.dryrun.script import Script
 from meshcomm.errors import MeshcommError
-from meshcomm.predict.place import place_config
 from meshcomm.show.page import as_text
 
 pytestmark = pytest.mark.long
@@ -224,26 +221,6 @@ def test_what_a_user_does_wrong_is_told_without_a_traceback(tmp_path: Path) -> N
         with pytest.raises(MeshcommError, match=said) as caught:
             dryrun.dry_run(None, world, Script(tmp_path / name), ranks, 0)
         assert "given:" in str(caught.value)
-
-
-@pytest.mark.parity
-def test_place_ranks_its_meshes_by_a_dry_run_where_asked(tmp_path: Path) -> None:
-    path = tmp_path / "train.toml"
-    path.write_text(CONFIG.replace("1e-3", "1"))
-    settings = load_config(path)
-    ranking = place_config(settings, 8, settings.topology, top=2)
-    order, ran = tune.dry_runs(ranking, settings, settings.topology)
-    assert sorted(order) == [0, 1] and all(each["fits"] for each in ran)
-    assert [ran[i]["step_s"] for i in order] == sorted(each["step_s"] for each in ran)
-    # The formula's memory estimate is close.
-    for placement, each in zip(ranking.placements, ran, strict=True):
-        assert sum(placement.memory_bytes.values()) == pytest.approx(each["peak_bytes"], rel=0.3)
-    words = ["tune", str(path), "--world-size", "8", "--top", "2", "--exact"]
-    facts = json.loads(CliRunner().invoke(app, [*words, "--json"]).stdout)
-    for placement, i in zip(facts["placements"], order, strict=True):
-        assert placement["exact"] == ran[i]
-        assert list(placement["dims"].values()) == list(ranking.placements[i].dims.values())
-    assert "dry run" in as_text(tune.view(facts), 140)
 
 
 TRAINER = """

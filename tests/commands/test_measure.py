@@ -6,13 +6,7 @@ from typing import Any, get_args
 
 import pytest
 
-from meshcomm.commands.measure import (
-    Item,
-    chosen_dims,
-    in_turn,
-    items,
-    row_facts,
-)
+from meshcomm.commands.measure import Item, chosen_dims, in_turn, items, row_facts
 from meshcomm.config import load_config
 from meshcomm.errors import ConfigError, UnknownDim
 from meshcomm.layout import Plan

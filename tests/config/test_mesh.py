@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from meshcomm import MeshConfig
+from meshcomm.config import DimOptions, MeshConfig
 from meshcomm.errors import ConfigError
-from meshcomm.layout import Layout
+from meshcomm.layout import GroupOptions, Layout
 
 
 def by_order(sizes: dict[str, int], order: list[str], wanted: str) -> list[list[int]]:
@@ -96,3 +96,36 @@ def test_torchtitans_dims() -> None:
             expected["efsdp"] = sparse.transpose(0, 1, 3, 2).reshape(-1, sparse.shape[2])
         for name, ranks in expected.items():
             assert groups(layout, name) == sorted(ranks.tolist()), name
+
+
+def test_options_of_a_group() -> None:
+    mesh = MeshConfig(
+        dims={"pp": 2, "tp": 2},
+        device="cuda",
+        backend="nccl",
+        timeout_s=5,
+        options={
+            "pp": DimOptions(high_priority=True, max_ctas=4),
+            "tp": DimOptions(backend="gloo", timeout_s=7, comm_id="l"),
+        },
+    )
+    pp, tp = mesh.plan(None).families
+    assert pp.options == GroupOptions("nccl", 5.0, "", (("high_priority", True), ("max_ctas", 4)))
+    assert tp.options == GroupOptions("gloo", 7.0, "l")
+
+
+def test_a_mesh_on_some_ranks_of_the_world() -> None:
+    mesh = MeshConfig(dims={"dp": -1, "tp": 2}, ranks=(2, 3, 6, 7))
+    for world in (None, 8, 100):
+        layout = mesh.layout(world)
+        assert layout.world_size == 4
+        assert layout.groups("tp").tolist() == [[2, 3], [6, 7]]
+        assert 0 not in layout
+        assert 6 in layout
+    turned = MeshConfig(dims={"dp": 2, "tp": 2}, ranks=(2, 3, 6, 7), rank_order=(7, 6, 3, 2))
+    assert turned.layout(8).groups("tp").tolist() == [[7, 6], [3, 2]]
+
+
+def test_a_rank_order_gives_the_size_of_an_open_mesh() -> None:
+    mesh = MeshConfig(dims={"dp": -1, "tp": 2}, rank_order=(5, 4, 3, 2, 1, 0))
+    assert mesh.sizes(None) == mesh.sizes(6) == {"dp": 3, "tp": 2}

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from meshcomm.config import Config, DimOptions, MeshConfig, load_config
+from meshcomm.config import Config, DimOptions, MeshConfig, TrainConfig, load_config
+from meshcomm.config.problems import RENAMED
 from meshcomm.config.read import apply, near_file
 from meshcomm.errors import ConfigError, LayoutError
 
@@ -683,3 +684,18 @@ def test_many_problems_of_one_kind_are_counted(count: int) -> None:
         assert lines[0].endswith(f": {count + 1} problems") and len(lines) < 60
         assert f"  {key}8 .. {key}{count - 1}: {count - 8} more problems like those of {key}0" in lines
         assert [line for line in lines if line.startswith(f"  {other}: ")]
+
+
+def test_a_key_that_was_renamed_is_refused_with_its_new_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(RENAMED, "train.iterations", "steps")
+    raw = {"mesh": {"dims": {"dp": 2}}, "parallel": {"data": "dp"}, "train": {"iterations": 9}}
+    with pytest.raises(ConfigError) as caught:
+        load_config(raw, ["train.global_batch_size=2", "train.micro_batch_size=1"])
+    assert str(caught.value).splitlines()[1:] == [
+        "  train.iterations: was renamed",
+        "    given:    iterations = 9",
+        "    expected: train.steps",
+        "    try:      train.steps = 9",
+    ]
+    with pytest.raises(ConfigError, match=r"^TrainConfig: 1 problem\n  iterations: was renamed\n"):
+        TrainConfig(iterations=9, global_batch_size=2, micro_batch_size=1)  # type: ignore[call-arg]

@@ -7,7 +7,6 @@ import pickle
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable, Iterator
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -15,20 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from meshcomm.config import (
-    Config,
-    DimOptions,
-    Link,
-    MeshConfig,
-    Problem,
-    Resolved,
-    Section,
-    TrainConfig,
-    load_config,
-    plan,
-)
-from meshcomm.config.parse import parse_yaml
-from meshcomm.config.problems import RENAMED
+from meshcomm.config import Config, DimOptions, Link, MeshConfig, TrainConfig, load_config, plan
 from meshcomm.config.read import apply
 from meshcomm.config.section import Table
 from meshcomm.errors import ConfigError
@@ -153,12 +139,6 @@ def test_defaults() -> None:
     assert (train.dtype, train.seed, train.warmup_steps, train.log_every) == ("float32", 0, 0, 1)
 
 
-def test_a_file_with_a_byte_order_mark_and_windows_line_ends(tmp_path: Path) -> None:
-    path = tmp_path / "mesh.toml"
-    path.write_bytes(b"\xef\xbb\xbf[mesh]\r\ndims = { dp = 2 }\r\n")
-    assert load_config(path).mesh.dims == {"dp": 2}
-
-
 # -- overrides --------------------------------------------------------------------------------------
 
 
@@ -199,26 +179,6 @@ def test_an_override_makes_tables_and_removes_keys() -> None:
     assert data == before
 
 
-def test_words_and_numbers_of_yaml_are_those_of_yaml_1_2() -> None:
-    text = "{a: 1:20, on: 2, yes: 2, no: no, b: 010, c: 0o10, d: 0x1F, e: 1e-5, f: -.5, g: true, h: ~, i: 1_0, j: .inf}"
-    assert parse_yaml(text, "a.yaml") == {
-        "a": "1:20",
-        "on": 2,
-        "yes": 2,
-        "no": "no",
-        "b": 10,
-        "c": 8,
-        "d": 31,
-        "e": 1e-5,
-        "f": -0.5,
-        "g": True,
-        "h": None,
-        "i": "1_0",
-        "j": float("inf"),
-    }
-    assert parse_yaml("a:\nb: ''\n", "a.yaml") == {"a": None, "b": ""} and parse_yaml("", "a.yaml") is None
-
-
 def test_an_override_that_is_a_bare_word_is_text() -> None:
     data: dict[str, Any] = {}
     words = [
@@ -246,35 +206,6 @@ def test_a_config_can_be_loaded_with_changes(files: dict[str, Path]) -> None:
 
 
 # -- values that do not change ----------------------------------------------------------------------
-
-
-def test_nothing_of_a_config_changes() -> None:
-    config = load_config({"mesh": {"dims": {"pp": 2, "dp": 2}, "merge": {"all": ["pp", "dp"]}}})
-    mesh: Any = config.mesh
-    changes: list[Callable[[], object]] = [
-        lambda: setattr(mesh, "timeout_s", 3.0),
-        lambda: delattr(mesh, "dims"),
-        lambda: setattr(config, "mesh", mesh),
-        lambda: mesh.dims.__setitem__("pp", 3),
-        lambda: mesh.dims.__delitem__("pp"),
-        lambda: mesh.dims.update(pp=3),
-        lambda: mesh.dims.pop("pp"),
-        lambda: mesh.merge.setdefault("x", ()),
-        lambda: mesh.options.clear(),
-    ]
-    for change in changes:
-        with pytest.raises(
-            ConfigError, match=r"^a configuration cannot be changed\n  given:    a change to "
-        ):
-            change()
-    assert config == load_config({"mesh": {"dims": {"pp": 2, "dp": 2}, "merge": {"all": ["pp", "dp"]}}})
-
-
-def test_the_order_of_dims_is_part_of_a_config() -> None:
-    one, other = (load_config({"mesh": {"dims": dims}}) for dims in ({"a": 2, "b": 3}, {"b": 3, "a": 2}))
-    assert one != other and one.mesh != other.mesh
-    assert one.mesh.dims == {"b": 3, "a": 2}
-    assert not one.mesh.dims != Table(a=2, b=3)  # noqa: SIM202 (both operators are our own)
 
 
 def test_configs_travel_between_processes(files: dict[str, Path]) -> None:
@@ -325,39 +256,6 @@ def test_a_mesh_alone_has_no_microbatches() -> None:
         load_config({"mesh": {"dims": {"dp": 2}}}).microbatches({"dp": 2})
 
 
-def test_options_of_a_group() -> None:
-    mesh = MeshConfig(
-        dims={"pp": 2, "tp": 2},
-        device="cuda",
-        backend="nccl",
-        timeout_s=5,
-        options={
-            "pp": DimOptions(high_priority=True, max_ctas=4),
-            "tp": DimOptions(backend="gloo", timeout_s=7, comm_id="l"),
-        },
-    )
-    pp, tp = mesh.plan(None).families
-    assert pp.options == GroupOptions("nccl", 5.0, "", (("high_priority", True), ("max_ctas", 4)))
-    assert tp.options == GroupOptions("gloo", 7.0, "l")
-
-
-def test_a_mesh_on_some_ranks_of_the_world() -> None:
-    mesh = MeshConfig(dims={"dp": -1, "tp": 2}, ranks=(2, 3, 6, 7))
-    for world in (None, 8, 100):
-        layout = mesh.layout(world)
-        assert layout.world_size == 4
-        assert layout.groups("tp").tolist() == [[2, 3], [6, 7]]
-        assert 0 not in layout
-        assert 6 in layout
-    turned = MeshConfig(dims={"dp": 2, "tp": 2}, ranks=(2, 3, 6, 7), rank_order=(7, 6, 3, 2))
-    assert turned.layout(8).groups("tp").tolist() == [[7, 6], [3, 2]]
-
-
-def test_a_rank_order_gives_the_size_of_an_open_mesh() -> None:
-    mesh = MeshConfig(dims={"dp": -1, "tp": 2}, rank_order=(5, 4, 3, 2, 1, 0))
-    assert mesh.sizes(None) == mesh.sizes(6) == {"dp": 3, "tp": 2}
-
-
 def test_the_example_configs() -> None:
     for path in sorted((ROOT / "configs").glob("*.toml")):
         world = {"gpt_1024": 1024, "llama_405b": 16_384}.get(path.stem, 8)
@@ -367,80 +265,7 @@ def test_the_example_configs() -> None:
     assert big.mesh.sizes(131_072) == {"pp": 8, "dp": 2048, "tp": 8}
 
 
-# -- custom sections and rules -------------------------------------------------------------------
-
-
-class Budget(Section):
-    """`[budget]`: what the program that reads it may use."""
-
-    place = "budget"
-    ranks_of_data: int = 1
-    """The most ranks along dp."""
-
-
-def _data_in_budget(resolved: Resolved) -> Iterator[Problem]:
-    size, most = resolved.mesh.dims["dp"], resolved.config.budget.ranks_of_data  # type: ignore[attr-defined]
-    if size > most:
-        yield Problem("budget.ranks_of_data", f"{size} > {most}", f"{size} or more")
-
-
-class WithBudget(Config):
-    budget: Budget = Budget()
-    """What may be used."""
-    rules = (*Config.rules, _data_in_budget)
-
-
-def test_a_rule_of_ones_own_reads_numbers() -> None:
-    raw = {"mesh": {"dims": {"dp": 4}}, "budget": {"ranks_of_data": 2}}
-    with pytest.raises(ConfigError, match=r"^config: 1 problem\n  budget\.ranks_of_data: 4 > 2\n"):
-        load_config(raw, kind=WithBudget)
-    with pytest.raises(ConfigError, match=r"budget: unknown key"):
-        load_config(raw)
-    # The size -1 is open, so the rule waits for the number of ranks. A list of ranks gives that number, too.
-    waiting = load_config(raw, ["mesh.dims.dp=-1"], kind=WithBudget)
-    assert isinstance(waiting.resolved(2), WithBudget) and isinstance(
-        load_config(waiting, ["mesh.dims.dp=2"]), WithBudget
-    )
-    with pytest.raises(ConfigError, match=r"budget\.ranks_of_data: 4 > 2"):
-        waiting.resolved(4)
-    with pytest.raises(ConfigError, match=r"budget\.ranks_of_data: 4 > 2"):
-        load_config(waiting, ["mesh.ranks=[0, 1, 2, 3]"])
-    # Rules do not run if a value is invalid.
-    with pytest.raises(ConfigError, match=r"(?s)^config .*: 2 problems.*mesh\.dims\.dp.*timeout_s"):
-        load_config(raw, ["mesh.dims.dp='x'", "mesh.timeout_s=0"], kind=WithBudget)
-
-
-def test_a_key_that_was_renamed_is_refused_with_its_new_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(RENAMED, "train.iterations", "steps")
-    raw = {"mesh": {"dims": {"dp": 2}}, "parallel": {"data": "dp"}, "train": {"iterations": 9}}
-    with pytest.raises(ConfigError) as caught:
-        load_config(raw, ["train.global_batch_size=2", "train.micro_batch_size=1"])
-    assert str(caught.value).splitlines()[1:] == [
-        "  train.iterations: was renamed",
-        "    given:    iterations = 9",
-        "    expected: train.steps",
-        "    try:      train.steps = 9",
-    ]
-    with pytest.raises(ConfigError, match=r"^TrainConfig: 1 problem\n  iterations: was renamed\n"):
-        TrainConfig(iterations=9, global_batch_size=2, micro_batch_size=1)  # type: ignore[call-arg]
-
-
 # -- how the models are written ---------------------------------------------------------------------
-
-
-def models(model: type[Section] = Section) -> Iterator[type[Section]]:
-    for inner in model.__subclasses__():
-        yield inner
-        yield from models(inner)
-
-
-def test_every_section_is_frozen_strict_and_shows_an_example_of_what_it_needs() -> None:
-    found = [model for model in models() if model.__module__.startswith("meshcomm.config")]
-    assert len(found) == 16
-    for model in found:
-        settings = model.model_config
-        assert settings["frozen"] and settings["strict"] and settings["extra"] == "forbid"
-        assert all(not field.is_required() or field.examples for field in model.model_fields.values()), model
 
 
 def test_loading_imports_no_torch_and_reads_no_environment(files: dict[str, Path]) -> None:

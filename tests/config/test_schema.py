@@ -16,10 +16,8 @@ from typing import Any
 
 import jsonschema
 import pytest
-from typer.testing import CliRunner
 
 import meshcomm
-from meshcomm.commands import app
 from meshcomm.config import load_config
 from meshcomm.config.schema import DIALECT, schema
 from meshcomm.errors import ConfigError
@@ -203,11 +201,6 @@ def test_a_toml_file_says_it_in_a_comment(tmp_path: Path) -> None:
     path.write_text('"$schema" = "./meshcomm.schema.json"\n[mesh]\ndims = { dp = 2 }\n', encoding="utf-8")
     with pytest.raises(ConfigError, match=r'"\$schema": unknown key'):
         load_config(path)
-
-
-def test_the_command_prints_it() -> None:
-    printed = CliRunner().invoke(app, ["schema"])
-    assert printed.exit_code == 0 and json.loads(printed.stdout) == SCHEMA
 
 
 # -- types --------------------------------------------------------------------------------------------

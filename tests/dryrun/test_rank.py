@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ import torch.distributed.distributed_c10d as c10d
 
 import meshcomm
 from meshcomm.config import Config, load_config
-from meshcomm.dryrun.ledger import Ledger
 from meshcomm.dryrun.rank import RankStep, counted_step, pretended_step
 from meshcomm.errors import LayoutError, UnsupportedOp
 from meshcomm.testing import Pool
@@ -210,24 +208,3 @@ def test_without_a_model_there_is_nothing_to_run() -> None:
     with pytest.raises(LayoutError, match="needs a model and data"):
         pretended_step(config, 0, WORLD)
     assert not dist.is_initialized()
-
-
-def test_a_ledger_counts_storages_while_they_live() -> None:
-    ledger = Ledger(lambda: ("forward 0", True))
-    with Watched(ledger):
-        x = torch.zeros(100)
-        view = x[10:]
-        y = x + 1
-        assert ledger.live == 800
-        del x
-        assert ledger.live == 800
-        del view
-        assert ledger.live == 400
-        ledger.call_it("weights", [y])
-        y.untyped_storage().resize_(0)
-        assert ledger.live == 0
-        y.untyped_storage().resize_(1200)
-    peak = ledger.peak()
-    assert (ledger.live, peak.nbytes, peak.operator) == (1200, 1200, "resize_")
-    assert peak.parts["weights"] == 1200 and peak.at.startswith(__file__)
-    assert json.dumps(peak.parts)

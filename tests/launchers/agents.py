@@ -10,17 +10,7 @@ from typing import Final
 import torch
 
 from tests.foreign.environments import make
-from tests.launchers.checks import (
-    PROGRAMS,
-    Case,
-    Checks,
-    Job,
-    install,
-    named,
-    program,
-    summed,
-    version_in,
-)
+from tests.launchers.checks import PROGRAMS, Case, Checks, Job, install, named, program, summed, version_in
 from tests.two_hosts.hosts import Host, Link, two_hosts
 
 _TORCHRUN: Final = (

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import pytest
 import torch
 
+import meshcomm
 from meshcomm.mesh import Mesh
-from meshcomm.mesh.all_ranks import arrivals
+from meshcomm.mesh.all_ranks import arrivals, of_every_rank, stats_of_all
 
 
 def test_arrivals_by_hand() -> None:
@@ -56,3 +58,28 @@ def test_the_slow_rank_is_found_along_its_dim(mesh: Mesh) -> None:
         text = str(found)
         assert f"tp, {CALLS} calls" in text and "tp: rank 5, " in text
         assert "latest of the mesh along" in text
+
+
+def test_the_sums_of_all_ranks_name_the_slowest() -> None:
+    # Rank r spent r + 1 seconds, and rank 2 made a call that the others did not.
+    records: list[Any] = [(rank, rank + 1.0, [("tp", "shift", False, 1, 8, rank + 1.0)]) for rank in range(4)]
+    records[2][2].append(("dp", "send", True, 3, 24, 0.5))
+    found = stats_of_all(reversed(records), ["dp", "tp"])
+    assert found.seconds == 4.0
+    assert [tuple(row) for row in found.rows] == [
+        ("dp", "send", True, 1, 3, 24, 0.5, 2, 0.5, 2, 0.5),
+        ("tp", "shift", False, 4, 4, 32, 2.5, 0, 1.0, 3, 4.0),
+    ]
+    # Among equally fast ranks the lowest is named; one rank with unknown seconds makes all times unknown.
+    equal = [(rank, 1.0, [("tp", "shift", False, 1, 8, 2.0)]) for rank in (3, 1)]
+    assert stats_of_all(equal, []).rows[0][6:] == (2.0, 1, 2.0, 1, 2.0)
+    unknown = [*equal, (0, 1.0, [("tp", "shift", False, 1, 8, None)])]
+    assert stats_of_all(unknown, []).rows[0][6:] == (None, 0, None, 0, None)
+
+
+def test_records_of_all_ranks_are_in_the_order_of_the_grid() -> None:
+    def body(mesh: Mesh) -> list[int]:
+        return of_every_rank(mesh, mesh.rank)
+
+    for found in meshcomm.simulate(body, dims={"dp": 2, "one": 1, "tp": 3}):
+        assert found == list(range(6))

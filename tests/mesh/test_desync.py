@@ -15,13 +15,7 @@ import torch
 import torch.distributed as dist
 
 import meshcomm
-from meshcomm.errors import (
-    CallMismatchError,
-    DeadlockError,
-    LayoutError,
-    MeshClosed,
-    NotMember,
-)
+from meshcomm.errors import CallMismatchError, DeadlockError, LayoutError, MeshClosed, NotMember
 from meshcomm.mesh import Mesh, desync
 from meshcomm.mesh.desync import DesyncMonitor
 from meshcomm.mesh.rank_record import RankRecord

@@ -13,21 +13,17 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import meshcomm
-from meshcomm.collectives import BARRIER
 from meshcomm.comm import Communicator
-from meshcomm.config.mesh import DimOptions, MeshConfig
-from meshcomm.errors import LaunchError, MeshcommError, ShapeError, UnsupportedOp
-from meshcomm.mesh import groups
+from meshcomm.config.mesh import MeshConfig
+from meshcomm.errors import LaunchError, MeshcommError, ShapeError
 from meshcomm.mesh.desync import period_s
 from meshcomm.mesh.devices import choose_device, refuse_shared
 from meshcomm.mesh.source import MeshOnly
 from meshcomm.mesh.watchdog import look_interval_s
 from meshcomm.rendezvous.launcher import Launch, find_launch
 from meshcomm.testing import Pool
-from meshcomm.transport import ProcessGroupTransport, SoloTransport
-from meshcomm.transport.base import Call
+from meshcomm.transport import ProcessGroupTransport
 from meshcomm.transport.variables import nccl_defaults
-from meshcomm.watching.exceptions import Reason, reason_of
 
 
 def pretend(
@@ -177,89 +173,3 @@ def test_each_device_s_tensors_go_by_the_backend_that_serves_them(
         with pytest.raises(ShapeError, match="cannot carry this tensor") as refused:
             messages.send(on_gpu, 1)
         assert refused.value.expected == "a dense tensor on cpu"
-
-
-def test_a_barrier_names_the_device_of_the_mesh() -> None:
-    # Without a device, NCCL guesses one from the rank and creates a context there.
-    told: list[Any] = []
-    group: Any = SimpleNamespace(
-        group_name="dp", size=lambda: 2, rank=lambda: 0, barrier=told.append, allreduce=lambda *given: None
-    )
-    transport = ProcessGroupTransport(group, "nccl", torch.device("cuda", 3), owned=False, timeout_s=1.0)
-    transport.start(Call(BARRIER, blocking=True))
-    assert told[0].device == torch.device("cuda", 3)
-
-
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        (
-            "Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7, OpType=ALLREDUCE, NumelIn=8, "
-            "NumelOut=8, Timeout(ms)=10000) ran for 10031 milliseconds before timing out.",
-            Reason.TIMEOUT,
-        ),
-        (
-            "NCCL error in: ProcessGroupNCCL.cpp:2090, remote process exited or there was a network error, NCCL "
-            "version 2.27.5\nncclRemoteError: A call failed possibly due to a network error or a remote process exiting.",
-            Reason.CLOSED,
-        ),
-        ("NCCL communicator was aborted on rank 1.", Reason.CLOSED),
-        (
-            "NCCL error in: NCCLUtils.cpp:94, invalid usage, NCCL version 2.27.5\nncclInvalidUsage: This usually "
-            "reflects invalid usage of NCCL library.",
-            Reason.DATA,
-        ),
-        ("ncclUnhandledCudaError: Call to CUDA function failed.", Reason.OTHER),
-    ],
-)
-def test_what_nccl_says_is_understood(text: str, reason: Reason) -> None:
-    assert reason_of(dist.DistBackendError(text)) == reason
-
-
-@pytest.mark.parametrize(
-    ("default", "bound", "splits"),
-    [("nccl", "cuda:0", True), ("gloo", "cuda:0", False), ("nccl", None, False)],
-)
-def test_only_a_bound_default_group_of_nccl_is_split(
-    default: str, bound: str | None, splits: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(groups, "default_group", lambda: None)
-    monkeypatch.setattr(groups, "backend_of", lambda group: default)
-    monkeypatch.setattr(groups, "bound_device", lambda: bound and torch.device(bound))
-    plan = MeshOnly(MeshConfig(dims={"dp": 2, "tp": 2})).plan(4).on("cuda", "nccl")
-    made: list[bool] = []
-    groups.create_transports(
-        plan,
-        0,
-        torch.device("cuda"),
-        True,
-        lambda group, split: made.append(split) or SoloTransport(torch.device("cpu"), "gloo"),
-        {},
-    )
-    assert made == [splits] * 2
-
-
-def test_options_of_a_dim_reach_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch gets the options of a dim for its NCCL group; a torch without NCCL refuses them."""
-    own = {"high_priority": True, "min_ctas": 2, "max_ctas": 4, "cga_cluster_size": 1, "split_share": True}
-    config = MeshConfig(
-        dims={"dp": 2, "tp": 2}, device="cuda", backend="nccl", options={"tp": DimOptions(**own)}
-    )
-    plan, given = config.plan(4), list[Any]()
-    monkeypatch.setattr(groups, "create_group", lambda *, options, **_: given.append(options))
-    monkeypatch.setattr(groups, "ProcessGroupTransport", lambda *_, **__: None)
-
-    def opened(name: str, split: bool) -> None:
-        group = next(each for each in plan.for_rank(0).groups if each.name == name)
-        groups.open_group(group, 0, dist.HashStore(), "m", torch.device("cuda", 0), split)
-
-    if not hasattr(dist, "ProcessGroupNCCL"):
-        with pytest.raises(UnsupportedOp, match=r"high_priority and min_ctas .* has no effect on nccl"):
-            opened("tp", True)
-        return
-    opened("dp", True)
-    opened("tp", True)
-    assert given[0] is None and given[1].is_high_priority_stream
-    assert [getattr(given[1].config, name) for name in list(own)[1:]] == [2, 4, 1, 1]
-    with pytest.raises(UnsupportedOp, match="split_share has no effect: the group has its own communicator"):
-        opened("tp", False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
 from collections.abc import Callable
@@ -15,8 +14,6 @@ import torch
 import torch.distributed as dist
 
 import meshcomm
-from meshcomm.errors import MeshMismatchError
-from meshcomm.mesh import agree
 from meshcomm.rendezvous.keys import TWICE
 from meshcomm.testing import Pool
 
@@ -142,102 +139,3 @@ def closed_at_once() -> int:
 @pytest.mark.faults
 def test_a_mesh_that_closes_unused_waits_until_all_ranks_have_their_groups(pool: Pool) -> None:
     assert pool.run(closed_at_once, ranks=2) == [0, 1]
-
-
-class _Waits(Exception):
-    """Raised where a rank would wait for a key that is not in the store yet."""
-
-
-class Table:
-    """A store in memory that the ranks of one thread use in turn. It counts its calls and the reads of the list.
-
-    A rank that would wait leaves by `_Waits`, which is not a RuntimeError and so passes through the agreement.
-    """
-
-    timeout = timedelta(seconds=1)
-
-    def __init__(self) -> None:
-        self.values: dict[str, Any] = {}
-        self.calls = self.reads = 0
-
-    def has_extended_api(self) -> bool:
-        return True
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        pass
-
-    def add(self, key: str, amount: int) -> int:
-        self.calls += 1
-        self.values[key] = found = self.values.get(key, 0) + amount
-        assert -(1 << 63) <= found < 1 << 63, "the store adds 64-bit numbers with a sign"
-        return int(found)
-
-    def append(self, key: str, text: str) -> None:
-        self.calls += 1
-        self.values.setdefault(key, bytearray()).extend(text.encode())
-
-    def set(self, key: str, text: str) -> None:
-        self.calls += 1
-        self.values[key] = text.encode()
-
-    def compare_set(self, key: str, expected: str, text: str) -> bytes:
-        self.calls += 1
-        return bytes(self.values.setdefault(key, text.encode()))
-
-    def check(self, keys: list[str]) -> bool:
-        self.calls += 1
-        return all(key in self.values for key in keys)
-
-    def get(self, key: str) -> bytes:
-        self.calls += 1
-        if key not in self.values:
-            raise _Waits
-        if key == "here":
-            self.reads += 1
-            assert self.reads <= _READS, "the list of who has come is read once for all"
-        return bytes(self.values[key])
-
-
-_READS = 20
-
-
-def agreement(world: int, monkeypatch: pytest.MonkeyPatch, odd: int = -1) -> tuple[Table, list[int]]:
-    """The store after `world` ranks have joined, and the calls of each rank. Rank `odd` expects one rank more; -1 for none."""
-    store, calls = Table(), []
-
-    def until_the_last(seconds: float) -> None:
-        # A rank that looks again would see the others; here they join after it has left.
-        raise _Waits
-
-    monkeypatch.setattr(agree.time, "sleep", until_the_last)
-    for rank in range(world):
-        store.calls = 0
-        with contextlib.suppress(_Waits, MeshMismatchError):
-            agree.agree(store, rank, range(world + (rank == odd)), {"dims": {"dp": world}}, 60.0)
-        calls.append(store.calls)
-    return store, calls
-
-
-@pytest.mark.parametrize("world", [1_024, 131_072])
-@pytest.mark.deep_cases(r"\[131072")
-def test_ranks_of_any_world_agree_in_three_calls_each_and_one_reads_the_list(
-    world: int, monkeypatch: pytest.MonkeyPatch, record_property: Callable[[str, object], None]
-) -> None:
-    """docs/benchmarks.md lists these counts."""
-    store, calls = agreement(world, monkeypatch)
-    record_property("measured", f"{world} ranks: {calls[0]} calls each, {calls[-1]} of the last one")
-    assert store.values["verdict"].startswith(b"agree ")
-    assert calls == [3] * (world - 1) + [5] and store.reads == 1
-
-
-def test_where_one_of_131072_ranks_expects_another_world_one_rank_watches_for_all(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    world = 131_072
-    store, calls = agreement(world, monkeypatch, odd=40_000)
-    # The watching rank has left after its first look. The others ask once who watches, and read nothing.
-    assert store.reads == 1 and calls[:40_000] == [3] * 40_000 and set(calls[40_001:]) == {4}
-    # The watching rank looks again after as many ranks have joined as most of them expect, and finds the verdict.
-    monkeypatch.undo()
-    agree._watch(store, time.monotonic() + 60)
-    assert store.values["verdict"] == b"differ" and store.reads == 2

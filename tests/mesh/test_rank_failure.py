@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from pathlib import Path
 from types import TracebackType
 
@@ -11,13 +12,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from meshcomm.errors import CollectiveTimeout, MeshcommError
-from meshcomm.mesh.rank_failure import ExceptHooks
+from meshcomm.errors import CallMismatchError, CollectiveTimeout, LayoutError, MeshcommError, PeerLost
+from meshcomm.mesh.rank_failure import ExceptHooks, await_cause, collect, leave
 from meshcomm.testing import Pool
-from meshcomm.watching.exceptions import backend_error
+from meshcomm.watching.ending import failure_of
 from tests.commands.test_run import written
 from tests.forked_jobs import Job
 from tests.group_hooks import needs_group_hooks
+from tests.watching.test_ending import LAYOUT, failure, raised
 
 pytestmark = pytest.mark.long
 
@@ -95,24 +97,6 @@ def test_an_explanation_that_fails_hides_nothing(shown: Shown) -> None:
     uncaught(lost := RuntimeError("timed out"))
     hooks.close()
     assert shown == [lost]
-
-
-def test_which_error_is_a_backends() -> None:
-    lost = RuntimeError("[pair.cc:5] Connection closed by peer")
-    assert backend_error(lost) is lost
-    wrapped = KeyError("mine")
-    wrapped.__cause__ = lost
-    assert backend_error(wrapped) is lost
-    explained = CollectiveTimeout("did not end in time")
-    explained.__cause__ = lost
-    assert backend_error(explained) is None
-    while_handled = ValueError("mine")
-    while_handled.__context__ = lost
-    assert backend_error(while_handled) is None
-    left = SystemExit(3)
-    left.__context__ = lost
-    assert backend_error(left) is lost
-    assert backend_error(RuntimeError("shapes do not match")) is None
 
 
 # One rank leaves its loop to sleep or to exit while the others are in a call.
@@ -249,3 +233,56 @@ meshcomm.init(whole["tp"])
     code, err = ended(pool, tmp_path, script)
     assert code == 2 and "LayoutError: the DeviceMesh is a slice" in err
     assert "try:      mesh = meshcomm.init(device_mesh), without [...]" in err
+
+
+def test_what_a_rank_leaves_is_what_the_launcher_reads(tmp_path: Path) -> None:
+    odd = CallMismatchError("calls differ", given="a")
+    odd.mismatched_ranks = (3,)
+    lost = PeerLost("all_reduce lost a peer\nmore")
+    lost.missing = (5, 6)
+    lost.call = {"label": "tp", "number": 3, "call": "barrier", "callsite": "train.py:88"}
+    left = [
+        failure_of(raised(ValueError("planted\nsecond line")), 0, LAYOUT[0]),
+        failure_of(raised(odd), 3, LAYOUT[3]),
+        failure_of(raised(lost), 4, LAYOUT[4]),
+        failure_of(raised(LayoutError("")), 5, LAYOUT[5]),
+        failure_of(raised(KeyboardInterrupt()), 7, LAYOUT[7]),
+    ]
+    assert all(leave(each, tmp_path, 1) for each in left)
+    assert leave(left[0], tmp_path, 0)
+    (tmp_path / "1-cause-6.json").write_text("{half")
+    assert collect(tmp_path, 1) == left
+    assert [(f.what, f.code, f.follows, f.mismatched, f.missing) for f in left] == [
+        ("ValueError: planted", 1, False, False, []),
+        ("CallMismatchError: calls differ", 2, False, True, []),
+        ("PeerLost: all_reduce lost a peer", 1, True, False, [5, 6]),
+        ("LayoutError", 2, False, False, []),
+        ("KeyboardInterrupt", 130, False, False, []),
+    ]
+    # Foreign errors may use these attributes for something else.
+    foreign = KeyError("planted")
+    foreign.missing, foreign.call, foreign.mismatched_ranks = 3, print, {"all": 1}  # type: ignore[attr-defined]
+    assert leave(failure_of(foreign, 0, LAYOUT[0]), tmp_path, 2) and collect(tmp_path, 2)[0].missing == []
+    # The error of the mismatched rank has to come first.
+    assert failure_of(odd, 2, LAYOUT[2]).follows
+    assert all(f.frame.startswith(f"{__file__}:") and f.frame.endswith(" in raised") for f in left)
+    assert left[0].text.startswith("rank 0 (pp=0 tp=0):\nTraceback (most recent call last):\n")
+    assert left[2].text.startswith(
+        "rank 4 (pp=1 tp=0): PeerLost: all_reduce lost a peer\nmore\ncalled from:\n  File "
+    )
+    assert left[1].text == "rank 3 (pp=0 tp=3): CallMismatchError: calls differ\n  given:    a"
+    assert left[3].summary.startswith("rank 5 (pp=1 tp=1) failed: LayoutError, at ")
+    assert not leave(left[0], tmp_path / "gone", 1)
+
+
+def test_a_rank_whose_peer_broke_off_waits_for_the_cause(tmp_path: Path) -> None:
+    began = time.monotonic()
+    await_cause(tmp_path, 0, 0.2)
+    assert time.monotonic() - began >= 0.2
+    leave(failure(1, 1.0, follows=True), tmp_path, 0)
+    leave(failure(2, 1.0), tmp_path, 1)
+    await_cause(tmp_path, 0, 0.2)
+    leave(failure(2, 1.0), tmp_path, 0)
+    began = time.monotonic()
+    await_cause(tmp_path, 0, 60.0)
+    assert time.monotonic() - began < 30

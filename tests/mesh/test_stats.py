@@ -11,16 +11,12 @@ import torch
 import torch.distributed as dist
 
 import meshcomm
-from meshcomm.collectives import Call
 from meshcomm.config import load_config
 from meshcomm.errors import MeshClosed
 from meshcomm.mesh import Mesh
-from meshcomm.mesh.all_ranks import StatsOfAll, of_every_rank, stats_of_all
+from meshcomm.mesh.all_ranks import StatsOfAll
 from meshcomm.mesh.stats import CallStats, Stats
 from meshcomm.predict.estimate import expected
-from meshcomm.show.page import Cells, Line
-from meshcomm.show.stats import stats_page
-from meshcomm.watching.counters import CallCounter, PendingCall, counter_of
 from tests.group_hooks import HAS_HOOKS
 
 pytestmark = pytest.mark.long
@@ -161,36 +157,6 @@ def test_the_same_counts_and_the_time_on_real_ranks(mesh: Mesh) -> None:
         mesh.stats()
 
 
-def test_a_call_in_two_parts_is_one_that_lasts_until_the_data_is_there() -> None:
-    def body(mesh: Mesh) -> list[tuple[str, bool, int]]:
-        comm = mesh._at["dp"]
-        start, start_p2p, seen = comm.transport.start, comm.transport.start_p2p, []
-
-        def note() -> None:
-            last = comm.recorder.last()
-            assert last is not None
-            seen.append((last["call"], last["inside"], last["number"]))
-
-        def watched(call: Call) -> Any:
-            if call.lengths:
-                note()
-            return start(call)
-
-        def watched_p2p(*given: Any) -> Any:
-            note()
-            return start_p2p(*given)
-
-        comm.transport.start = watched  # type: ignore[method-assign]
-        comm.transport.start_p2p = watched_p2p  # type: ignore[method-assign]
-        mesh.all_gather("dp", torch.ones(1 + mesh.rank), uneven=True)
-        mesh.all_to_all("dp", torch.ones(5), input_split_sizes=[2, 3])
-        assert not comm.recorder.inside
-        return seen
-
-    for seen in meshcomm.simulate(body, dims={"dp": 2}):
-        assert seen == [("all_gather", True, 1), ("all_to_all", True, 2)]
-
-
 def test_names_that_share_a_group_are_counted_apart() -> None:
     def body(mesh: Mesh) -> Counted:
         mesh.all_reduce("dp", torch.ones(1))
@@ -201,23 +167,6 @@ def test_names_that_share_a_group_are_counted_apart() -> None:
 
     for found in meshcomm.simulate(body, dims={"dp": 2, "one": 1}, merge={"both": ["dp", "one"]}):
         assert found == {("dp", "all_reduce", False): (1, 4), ("both", "all_reduce", False): (3, 24)}
-
-
-def test_a_failed_call_ends_and_an_unwaited_one_does_not_count() -> None:
-    total = CallCounter("tp", "all_reduce")
-    later = PendingCall(total, 100, began=1.0, left=1.5)
-    assert (total.calls, total.async_op.calls) == (0, 0)
-    now = time.perf_counter()
-    later.waited(now)
-    later.waited(time.perf_counter())  # a second work of the same call
-    assert (total.async_op.calls, total.async_op.nbytes) == (1, 100)
-    assert total.async_op.span_s == pytest.approx(later.over - 1.0)
-    assert 0.5 <= total.async_op.seconds < 5
-    blocking = PendingCall(total, 7, began=now, left=now)
-    blocking.at_once()
-    blocking.waited(now)
-    assert (total.calls, total.nbytes, total.async_op.calls) == (1, 7, 1)
-    assert counter_of({("tp", "all_reduce", False): total}, "tp", "all_reduce") is total
 
 
 # -- predicted ------------------------------------------------------------------------------------
@@ -272,25 +221,6 @@ ROWS = (
 )
 
 
-def test_the_table() -> None:
-    stats = Stats("rank 0 (dp=0 tp=0)", 2.0, ROWS)
-    assert str(stats).split("\n") == [
-        "communication of rank 0 (dp=0 tp=0) in 2 s",
-        "dim  call               calls  bytes  inside  share     algbw     busbw  predicted  ratio",
-        "─────────────────────────────────────────────────────────────────────────────────────────",
-        "dp   all_reduce, async     10  40 MB    2 ms   0.1%         -         -          -      -",
-        "tp   all_gather            20   2 MB   10 ms   0.5%  200 MB/s  100 MB/s       4 ms   2.50",
-        "     barrier                1      -    1 ms   0.1%         -         -          -      -",
-        "async: inside is the time that the program spent on starting and waiting",
-    ]
-    facts = stats.facts()
-    assert facts["rows"][1]["algbw"] == pytest.approx(2e8)
-    head, table, *_ = stats_page(facts, steps=4)
-    assert isinstance(head, Line) and head.text.endswith("in each step")
-    assert isinstance(table, Cells) and table.rows[0][2] == "2.5"
-    assert "no call along a dim" in str(Stats("rank 0", 1.0, ()))
-
-
 def test_seconds_that_nobody_knows_are_none_and_a_dash() -> None:
     def body(mesh: Mesh) -> tuple[Stats, StatsOfAll]:
         mesh.all_reduce("dp", torch.ones(4))
@@ -323,31 +253,6 @@ def test_since_subtracts() -> None:
     assert dp.calls == 10
     assert (tp.calls, tp.nbytes, tp.seconds) == (15, 1_500_000, pytest.approx(0.006))
     assert Stats("", 2.0, ROWS).since(Stats("", 1.0, ROWS)).rows == ()
-
-
-def test_the_sums_of_all_ranks_name_the_slowest() -> None:
-    # Rank r spent r + 1 seconds, and rank 2 made a call that the others did not.
-    records: list[Any] = [(rank, rank + 1.0, [("tp", "shift", False, 1, 8, rank + 1.0)]) for rank in range(4)]
-    records[2][2].append(("dp", "send", True, 3, 24, 0.5))
-    found = stats_of_all(reversed(records), ["dp", "tp"])
-    assert found.seconds == 4.0
-    assert [tuple(row) for row in found.rows] == [
-        ("dp", "send", True, 1, 3, 24, 0.5, 2, 0.5, 2, 0.5),
-        ("tp", "shift", False, 4, 4, 32, 2.5, 0, 1.0, 3, 4.0),
-    ]
-    # Among equally fast ranks the lowest is named; one rank with unknown seconds makes all times unknown.
-    equal = [(rank, 1.0, [("tp", "shift", False, 1, 8, 2.0)]) for rank in (3, 1)]
-    assert stats_of_all(equal, []).rows[0][6:] == (2.0, 1, 2.0, 1, 2.0)
-    unknown = [*equal, (0, 1.0, [("tp", "shift", False, 1, 8, None)])]
-    assert stats_of_all(unknown, []).rows[0][6:] == (None, 0, None, 0, None)
-
-
-def test_records_of_all_ranks_are_in_the_order_of_the_grid() -> None:
-    def body(mesh: Mesh) -> list[int]:
-        return of_every_rank(mesh, mesh.rank)
-
-    for found in meshcomm.simulate(body, dims={"dp": 2, "one": 1, "tp": 3}):
-        assert found == list(range(6))
 
 
 def test_the_summary_of_a_run_has_a_table(tmp_path: Path) -> None:

@@ -239,13 +239,6 @@ def test_a_first_step_that_does_not_fit_its_split_names_the_part_the_line_and_a_
         assert cure in text, text
 
 
-def test_an_error_that_begins_with_an_empty_line_is_told_in_one_line() -> None:
-    assert (
-        failure_of(RuntimeError("\n  shapes do not fit\nmore"), 0, "rank 0").what
-        == "RuntimeError: shapes do not fit"
-    )
-
-
 def _started(config: Config) -> str:
     with pytest.raises(UnsupportedOp) as caught, meshcomm.init(config) as mesh:
         _ = Trainer(mesh, config).engine

@@ -16,15 +16,12 @@ from torch import Tensor, nn
 
 import meshcomm
 from meshcomm.config import ParallelConfig, TrainConfig, load_config
-from meshcomm.errors import MeshcommError, UnsupportedOp
+from meshcomm.errors import MeshcommError
 from meshcomm.models import ModelSpec, spec_model, step_check, wrapped
-from meshcomm.models.difference import difference_of
-from meshcomm.models.one_step import Outcome
 from meshcomm.models.spec_model import SpecModel
 from meshcomm.models.step_check import StepCheck
 from meshcomm.models.wrapped import WrappedModule
 from meshcomm.parallel import build, loss, norm, optimizer
-from meshcomm.parallel.split_update import check_apart
 from meshcomm.parallel.splits import Sections
 from meshcomm.train import Trainer
 from tests.models.own import spec
@@ -764,23 +761,6 @@ def test_an_optimizer_may_wait() -> None:
     assert told(mlp(), rows(), own=F.mse_loss, make=lambda groups: EveryFourth(groups, lr=0.1)) == ("", "")
 
 
-class OfAll(torch.optim.SGD):
-    """Divides by the norm of all gradients."""
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        mine = [each for group in self.param_groups for each in group["params"]]
-        norm = torch.stack([each.grad.norm() for each in mine]).norm()
-        for each in mine:
-            each.data.add_(each.grad / norm, alpha=-0.1)
-
-
-def test_an_optimizer_of_all_parameters_is_refused_for_stages() -> None:
-    with pytest.raises(UnsupportedOp, match="stages of a pipeline"):
-        check_apart(lambda of: OfAll(optimizer.decay_groups(of), lr=0.1))
-    check_apart(lambda of: torch.optim.AdamW(optimizer.decay_groups(of), lr=0.1))
-    check_apart(lambda of: torch.optim.Adafactor(optimizer.decay_groups(of), lr=0.1))
-
-
 def _trains(mesh: meshcomm.Mesh, what: str) -> str:
     train = {"steps": 3, "global_batch_size": 8, "micro_batch_size": 2, "lr": 0.1, "check": False}
     config = {"mesh": {"dims": {"dp": 2}, "device": "cpu"}, "parallel": {"data": "dp"}, "train": train}
@@ -823,10 +803,3 @@ def test_what_is_not_compared_is_logged_once(caplog: pytest.LogCaptureFixture) -
     assert "(randn)" in first and not second
     said = [each.getMessage() for each in caplog.records if each.name == "meshcomm.train"]
     assert said == [f"not compared with one process before the first step: {first}"]
-
-
-def test_numbers_that_differ_are_shown_with_enough_digits() -> None:
-    words = difference_of(
-        Outcome(results={"loss of step 1": 0.62849301}), Outcome(results={"loss of step 1": 0.62849302})
-    )
-    assert words == "the loss of step 1 is 0.62849301, but 0.62849302 in the unsplit model"

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import math
+from typing import cast
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshcomm.models.transformer import rms_norm, rotary_table, rotate
+from meshcomm.config import ModelConfig
+from meshcomm.mesh import Mesh
+from meshcomm.models.transformer import Transformer, initialise, rms_norm, rotary_table, rotate
+from meshcomm.parallel import Stage, TensorSplit
+from meshcomm.parallel.splits import Splits
+from tests.train.test_steps import ONE_STEP, NoMesh
 
 
 @pytest.mark.parametrize("trained", ["both", "x", "weight"])
@@ -54,3 +62,71 @@ def test_positions_turn_pairs_and_gradients_are_turned_back() -> None:
         rotate(given.bfloat16(), table.float())
     assert [each.shape for each in kept] == [table.shape]
     assert rotate(x.bfloat16(), table.float()).dtype == torch.bfloat16
+
+
+def plain_logits(weights: dict[str, Tensor], config: ModelConfig, tokens: Tensor) -> Tensor:
+    """The transformer again, written from the formulas: loops over heads, complex rotations."""
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        return x / (x.pow(2).mean(-1, keepdim=True) + config.norm_eps).sqrt() * weights[name + ".weight"]
+
+    def linear(x: Tensor, name: str) -> Tensor:
+        return torch.einsum("bsi,oi->bso", x, weights[name + ".weight"])
+
+    length, size = tokens.shape[1], config.hidden_size // config.num_heads
+    turn = torch.polar(
+        torch.ones(length, size // 2, dtype=torch.float64),
+        torch.tensor(
+            [[p * config.rope_theta ** (-2 * i / size) for i in range(size // 2)] for p in range(length)],
+            dtype=torch.float64,
+        ),
+    )
+
+    def rotated(x: Tensor) -> Tensor:
+        pairs = torch.complex(x[..., : size // 2], x[..., size // 2 :]) * turn
+        return torch.cat([pairs.real, pairs.imag], -1)
+
+    x = weights["embed.weight"][tokens]
+    future = torch.ones(length, length).triu(1).bool()
+    for layer in range(config.num_layers):
+        at = f"layers.{layer}."
+        h = norm(x, at + "attn_norm")
+        q, k, v = (linear(h, at + f"attn.w{name}").split(size, -1) for name in "qkv")
+        heads = []
+        for head in range(config.num_heads):
+            shared = head * config.num_kv_heads // config.num_heads
+            scores = rotated(q[head]) @ rotated(k[shared]).mT / math.sqrt(size)
+            heads.append(scores.masked_fill(future, -math.inf).softmax(-1) @ v[shared])
+        x = x + linear(torch.cat(heads, -1), at + "attn.wo")
+        h = norm(x, at + "ff_norm")
+        gate = linear(h, at + "ff.w1")
+        x = x + linear(gate * gate.sigmoid() * linear(h, at + "ff.w3"), at + "ff.w2")
+    return linear(norm(x, "norm"), "head")
+
+
+def test_the_model_is_the_transformer_it_says_it_is() -> None:
+    config = ModelConfig(num_layers=2, hidden_size=24, num_heads=6, num_kv_heads=2, intermediate_size=40)
+    split = Splits.of(TensorSplit(cast(Mesh, NoMesh()), None, torch.float64))
+    model = Transformer(split, config, Stage(0, 1, range(2)), 9, ONE_STEP)
+    initialise(model, config, seed=1)
+    weights = {name: p.detach() for name, p in model.named_parameters()}
+    tokens = torch.randint(256, (3, 9), generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(model(tokens), plain_logits(weights, config, tokens), rtol=1e-12, atol=1e-13)
+
+
+def test_weights_follow_from_the_seed_and_the_name_alone() -> None:
+    config = ModelConfig(num_layers=4, hidden_size=16, num_heads=2, num_kv_heads=2, intermediate_size=16)
+    split = Splits.of(TensorSplit(cast(Mesh, NoMesh()), None))
+
+    def drawn(seed: int, stage: Stage) -> dict[str, Tensor]:
+        model = Transformer(split, config, stage, 4, ONE_STEP)
+        initialise(model, config, seed)
+        return dict(model.named_parameters())
+
+    all_of_it = drawn(3, Stage(0, 1, range(4)))
+    parts = {**drawn(3, Stage(0, 2, range(1))), **drawn(3, Stage(1, 2, range(1, 4)))}
+    assert list(parts) == list(all_of_it)
+    assert all(torch.equal(parts[name], value) for name, value in all_of_it.items())
+    other = drawn(4, Stage(0, 1, range(4)))
+    assert not torch.equal(other["layers.2.attn.wq.weight"], all_of_it["layers.2.attn.wq.weight"])
+    assert not torch.equal(all_of_it["layers.1.ff.w1.weight"], all_of_it["layers.2.ff.w1.weight"])

@@ -17,14 +17,7 @@ import meshcomm
 from meshcomm.config import MeshConfig
 from meshcomm.errors import CallMismatchError, RankFailed, TrainingError
 from meshcomm.mesh import Mesh
-from meshcomm.parallel import (
-    ColumnParallel,
-    GradientSync,
-    RowParallel,
-    TensorSplit,
-    assign,
-    whole,
-)
+from meshcomm.parallel import ColumnParallel, GradientSync, RowParallel, TensorSplit, assign, whole
 from meshcomm.testing import Pool
 from tests.parallel.same import close, randn
 

@@ -15,6 +15,7 @@ import meshcomm
 from meshcomm.config import load_config
 from meshcomm.errors import ConfigError, MeshcommError, UnsupportedOp
 from meshcomm.models import ModelSpec
+from meshcomm.parallel import optimizer
 from meshcomm.parallel.optimizer import decay_groups, made_of
 from meshcomm.parallel.split_update import check_apart, check_fused
 from meshcomm.parallel.tensor.parameters import FUSED, Parts
@@ -356,3 +357,20 @@ class LateNorm(InPlace):
 def test_an_optimizer_of_all_parameters_after_a_warm_up_is_refused_for_stages() -> None:
     with pytest.raises(UnsupportedOp, match="stages of a pipeline"):
         check_apart(lambda of: LateNorm(decay_groups(of)))
+
+
+class OfAll(torch.optim.SGD):
+    """Divides by the norm of all gradients."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        mine = [each for group in self.param_groups for each in group["params"]]
+        norm = torch.stack([each.grad.norm() for each in mine]).norm()
+        for each in mine:
+            each.data.add_(each.grad / norm, alpha=-0.1)
+
+
+def test_an_optimizer_of_all_parameters_is_refused_for_stages() -> None:
+    with pytest.raises(UnsupportedOp, match="stages of a pipeline"):
+        check_apart(lambda of: OfAll(optimizer.decay_groups(of), lr=0.1))
+    check_apart(lambda of: torch.optim.AdamW(optimizer.decay_groups(of), lr=0.1))
+    check_apart(lambda of: torch.optim.Adafactor(optimizer.decay_groups(of), lr=0.1))

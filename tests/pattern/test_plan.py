@@ -14,7 +14,6 @@ from meshcomm.errors import AutogradError, LayoutError, MeshcommError, PatternEr
 from meshcomm.layout import Dims, Layout
 from meshcomm.pattern import explain_pattern
 from meshcomm.pattern.apply import Rearranger
-from meshcomm.pattern.parse import parse
 
 MESH = Layout(
     {"pp": 2, "dp": 2, "tp": 4},
@@ -235,12 +234,6 @@ def test_bad_patterns_say_what_is_wrong(bad: Asked, what: str, way: str, good: A
 def test_a_pattern_is_a_text() -> None:
     with pytest.raises(PatternError, match=r"the pattern is not a string\n  given:    int 7\n"):
         explain_pattern(7, MESH, (2,))  # type: ignore[arg-type]
-
-
-def test_a_pattern_alone_knows_no_mesh() -> None:
-    with pytest.raises(PatternError, match=r"^rearrange: imbalanced parentheses, on the left\n") as caught:
-        parse("b (h -> b h", None)
-    assert "mesh" not in str(caught.value)
 
 
 def test_without_a_shape_an_ellipsis_is_not_known() -> None:

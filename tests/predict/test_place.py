@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from itertools import permutations, product
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from meshcomm.commands import app
 from meshcomm.config import Config, TopologyConfig, load_config
 from meshcomm.config.parallel import ParallelRole
 from meshcomm.errors import ConfigError
@@ -330,34 +327,6 @@ def test_the_chosen_mesh_is_written_and_loads(kind: str, tmp_path: Path) -> None
         assert written.plan(world).layout.world_size == world
         if "expert" in names:
             assert written.plan(world).layout.size("ep") == chosen.expert
-
-
-def test_the_command_ranks_explains_and_writes(tmp_path: Path) -> None:
-    def command(*words: str) -> Any:
-        return CliRunner().invoke(app, list(words))
-
-    quickstart = str(ROOT / "configs/quickstart.toml")
-    words = ["tune", quickstart, "--world-size", "8", "--set", "topology.ranks_per_node=4"]
-    target = str(tmp_path / "placed.toml")
-    shown = command(*words, "--write", target)
-    assert shown.exit_code == 0, shown.stderr
-    assert "19 meshes of 8 ranks ranked: 8 legal factorizations in all orders" in shown.stdout
-    # Assumed figures of the machine are marked as assumed.
-    assert (
-        "a rank: 400 TFLOP/s (of an H100, not of mesh.device cpu, as topology.tflops is not" in shown.stdout
-    )
-    cuda = command(*words, "--top", "1", "--set", "mesh.device=cuda").stdout
-    assert "a rank: 400 TFLOP/s (of an H100, as topology.tflops is not set), 80 GB (of an" in cuda
-    named = command(*words, "--set", "topology.tflops=0.05", "--set", "topology.memory_gbytes=12")
-    assert "a rank: 0.05 TFLOP/s, 12 GB\n" in named.stdout
-    assert "links: node 2 us 300 GB/s (assumed); network 10 us 50 GB/s (assumed)" in shown.stdout
-    facts = json.loads(command(*words, "--json").stdout)
-    assert len(facts["placements"]) == 10
-    assert dict(load_config(target).mesh.dims) == facts["placements"][0]["dims"]
-    plan = command("plan", target)
-    assert plan.exit_code == 0 and "mesh of 8 ranks" in plan.stdout
-    kept = json.loads(command(*words, "--json", "--keep", "pp", "--keep", "tp").stdout)
-    assert {(p["dims"]["pp"], p["dims"]["tp"]) for p in kept["placements"]} == {(2, 2)}
 
 
 @pytest.mark.parity

@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from meshcomm.algorithms import (
-    double_tree,
-    halving_doubling,
-    recursive_doubling,
-    ring,
-    tree,
-    two_level,
-)
-from meshcomm.commands import app
+from meshcomm.algorithms import double_tree, halving_doubling, recursive_doubling, ring, tree, two_level
 from meshcomm.config import load_config
 from meshcomm.errors import ConfigError
 from meshcomm.predict.links import Hop, Route, known_machine, span
@@ -181,35 +170,6 @@ def test_24576_ranks_take_180_ms_by_ring_and_1_ms_by_double_tree_with_the_stated
     assert 2 * math.ceil(math.log2(24_576)) * alone == pytest.approx(0.11e-3, rel=0.01)
     text = (ROOT / "docs/guide/costs.md").read_text()
     assert f"alpha {alpha * 1e6:.2f} us and {call * 1e6:.0f} us for each call" in text
-
-
-def test_the_command_says_what_the_model_says() -> None:
-    def command(*words: str) -> Any:
-        return CliRunner().invoke(app, list(words))
-
-    words = [
-        "costs",
-        str(ROOT / "configs/gpt_1024.toml"),
-        "--world-size",
-        "1024",
-        "--op",
-        "all_reduce",
-        "--bytes",
-    ]
-    facts: dict[str, Any] = json.loads(command(*words, "64MB", "--json").stdout)
-    tp = next(each for each in facts["dims"] if each["dim"] == "tp")
-    (row,) = tp["rows"]
-    assert (row["algorithm"], row["bytes"]) == ("halving_doubling", 64_000_000)
-    seconds = 6 * 2e-6 + 1.75 * 64e6 / 300e9
-    assert row["seconds"] == pytest.approx(seconds, rel=1e-12)
-    assert row["algbw_gbytes_s"] == pytest.approx(64e6 / seconds / 1e9)
-    assert row["busbw_gbytes_s"] == pytest.approx(1.75 * row["algbw_gbytes_s"])
-    shown = command(*words, "64MB")
-    assert shown.exit_code == 0
-    assert "halving_doubling" in shown.stdout
-    wrong = command("costs", str(ROOT / "configs/mesh.toml"))
-    assert wrong.exit_code == 2
-    assert "try:      --set topology.ranks_per_node=8" in wrong.stderr
 
 
 def test_wrong_operations_and_sizes() -> None:

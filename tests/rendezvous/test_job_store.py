@@ -18,8 +18,7 @@ import torch.distributed as dist
 
 from meshcomm.errors import LaunchError
 from meshcomm.rendezvous.exposure import serve_on_loopback
-from meshcomm.rendezvous.job_store import find_job
-from meshcomm.rendezvous.processes import Owner, known_everywhere
+from meshcomm.rendezvous.job_store import _elsewhere, find_job, find_tcp_store, ports_of
 from meshcomm.testing import Pool
 from tests.forked_jobs import Job
 from tests.ports import free_port
@@ -230,23 +229,6 @@ def test_a_port_that_another_job_or_program_has_is_passed_over() -> None:
             )
 
 
-def test_which_names_are_of_other_jobs() -> None:
-    here, there = (f"process 7 of {host}, started at 1" for host in ("a", "b"))
-    for job, other, may_be in (
-        ("Slurm step 7.0", "Slurm step 7.0", True),
-        ("Slurm step 7.0", "Slurm step 7.1", False),
-        ("Slurm step 7.0", "", True),
-        ("", "Slurm step 7.0", True),
-        (f"the job of {here}", "the job of process 8 of a, started at 1", False),
-        # A separate process on each host starts the ranks, or rank 0 has started the others.
-        (f"the job of {here}", f"the job of {there}", True),
-        ("the job of process 1 of a, started at 1", f"the job of {here}", True),
-    ):
-        assert Owner(job, here).may_be(other) is may_be, (job, other)
-    assert not known_everywhere(f"the job of {here}")
-    assert known_everywhere("the job of mpiexec at a:44915")
-
-
 def test_a_further_mesh_keeps_the_server_of_the_first() -> None:
     port = free_port()
     first = find_job("127.0.0.1", [port], "mine", 0, 2, _SHORT)
@@ -300,3 +282,70 @@ def test_two_jobs_of_the_mpirun_of_this_host(tmp_path: Path) -> None:
         for job in _TWO
     ]
     assert [job.communicate(timeout=100)[0].split() for job in jobs] == [["True"] * 2] * 2
+
+
+def test_what_is_wrong_with_an_address_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("meshcomm.rendezvous.job_store._UNKNOWN_S", 0.3)
+    short = timedelta(seconds=0.4)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        taken, free = silent.getsockname()[1], free_port()
+        for host, port, agents, said in (
+            ("127.0.0.1", free, False, "no program listens there\n"),
+            ("127.0.0.1", free, True, "no program listens there\n"),
+            ("127.0.0.1", taken, False, "a program listens, but no torch store answers: another program"),
+            ("127.0.0.1", taken, True, "a program listens, but no torch store answers: another program"),
+            ("host.invalid", free, False, "the name host.invalid is unknown: .*\n *for 0.3 s\n"),
+            ("host.invalid", free, True, "the name host.invalid is unknown: .*\n *for 0.3 s\n"),
+        ):
+            with pytest.raises(LaunchError, match=f"given: +{host}:{port}: {said}") as caught:
+                find_job(host, [port], "", 1, 2, short, agents=agents)
+            assert ("another program has the port" in str(caught.value)) is (port == taken)
+        with pytest.raises(LaunchError, match="a program listens, but no torch store answers"):
+            find_job("127.0.0.1", [taken], "", 0, 2, short)
+        # The name cannot be resolved, not even on the host of rank 0.
+        with pytest.raises(LaunchError, match=r"this host does not know the name host\.invalid\n"):
+            find_job("host.invalid", [free], "", 0, 2, timedelta(seconds=30))
+    # An address reserved for documentation, which no host has.
+    assert _elsewhere("192.0.2.7") == "; 192.0.2.7 is not an address of this host, where rank 0 runs"
+    assert _elsewhere("127.0.0.1") == ""
+
+
+def test_a_name_may_appear_while_a_rank_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    port, resolve, asked = free_port(), socket.getaddrinfo, []
+
+    def appears(host: Any, *given: Any, **more: Any) -> Any:
+        if host != "rank-0.job":
+            return resolve(host, *given, **more)
+        asked.append(host)
+        if len(asked) < 4:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return resolve("127.0.0.1", *given, **more)
+
+    store = find_job("127.0.0.1", [port], "", 0, 2, timedelta(seconds=30))
+    monkeypatch.setattr(socket, "getaddrinfo", appears)
+    monkeypatch.setattr(
+        "meshcomm.rendezvous.job_store.find_tcp_store",
+        lambda host, *given, **more: find_tcp_store("127.0.0.1", *given, **more),
+    )
+    assert find_job("rank-0.job", [port], "", 1, 2, timedelta(seconds=30)).port == store.port
+    assert len(asked) == 4
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_port_whose_program_never_answers_is_told_to_each_rank(rank: int) -> None:
+    """The hint to look for rank 0 is only in the errors of the other ranks."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        with pytest.raises(LaunchError, match=f"rank {rank} of 2 could not meet the others at ") as unmet:
+            find_job("127.0.0.1", [port], "a job", rank, 2, timedelta(seconds=0.3))
+    hint = unmet.value.hint or ""
+    assert hint.startswith("check whether rank 0 is running" if rank else "look which program has the port")
+    assert f"ss -ltnp 'sport = :{port}'" in hint
+
+
+def test_each_job_looks_at_other_ports() -> None:
+    first, second = (ports_of(f"Slurm step 7.{step}") for step in (0, 1))
+    assert first == ports_of("Slurm step 7.0")
+    assert first != second
+    # Operating systems use ports from 32768 on for outgoing connections.
+    assert all(20_000 <= port < 32_000 for port in (*first, *second))

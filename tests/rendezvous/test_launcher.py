@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import pytest
 
 from meshcomm.errors import LaunchError
-from meshcomm.rendezvous.job_store import ports_of
 from meshcomm.rendezvous.launcher import (
     Launch,
     attempt_prefix,
@@ -134,14 +133,6 @@ def test_what_makes_no_sense_is_refused(variables: dict[str, str], message: str)
 )
 def test_each_attempt_has_keys_of_its_own(variables: str, prefix: str) -> None:
     assert attempt_prefix(env(variables)) == prefix
-
-
-def test_each_job_looks_at_other_ports() -> None:
-    first, second = (ports_of(f"Slurm step 7.{step}") for step in (0, 1))
-    assert first == ports_of("Slurm step 7.0")
-    assert first != second
-    # Operating systems use ports from 32768 on for outgoing connections.
-    assert all(20_000 <= port < 32_000 for port in (*first, *second))
 
 
 def test_what_a_rank_starts_is_not_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,13 +6,8 @@ import os
 import socket
 import subprocess
 import sys
-import threading
-import time
-import warnings
-from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,24 +15,15 @@ import torch
 import torch.distributed as dist
 
 import meshcomm
-from meshcomm.config import Config, MeshConfig, NetworkConfig, ProcessConfig
-from meshcomm.errors import (
-    CollectiveTimeout,
-    CommunicationError,
-    LaunchError,
-    MeshcommError,
-    MeshMismatchError,
-)
-from meshcomm.mesh import Mesh, agree
-from meshcomm.mesh.agree import leave_together
+from meshcomm.config import Config, MeshConfig, ProcessConfig
+from meshcomm.errors import CollectiveTimeout, CommunicationError, LaunchError, MeshcommError
+from meshcomm.mesh import Mesh
 from meshcomm.mesh.rank_failure import _speaks_first
-from meshcomm.rendezvous.job_store import _elsewhere, find_job, find_tcp_store
+from meshcomm.rendezvous.job_store import find_tcp_store
 from meshcomm.rendezvous.launcher import Launch
 from meshcomm.rendezvous.meeting import meet
-from meshcomm.rendezvous.processes import blame, claim, is_running, process_name
+from meshcomm.rendezvous.processes import is_running, process_name
 from meshcomm.testing import Pool
-from meshcomm.transport.variables import network_variables
-from meshcomm.watching.ending import failure_of, root_cause
 from tests.forked_jobs import Job
 from tests.ports import free_port
 from tests.ranks import on_ranks
@@ -217,42 +203,6 @@ def test_a_process_that_no_launcher_started(pool: Pool, monkeypatch: pytest.Monk
     assert simulated in refused(dims, {})
 
 
-def scattered(hosts: str, order: list[int] | None = None) -> tuple[int | None, list[str], list[str]]:
-    os.environ["LOCAL_WORLD_SIZE"] = "2"
-    rank = int(os.environ["RANK"])
-    # The placement of `srun -m cyclic` on two hosts.
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(agree, "socket", SimpleNamespace(gethostname=lambda: hosts[rank]))
-        dims = {"dp": 2, "tp": 2}
-        with (
-            warnings.catch_warnings(record=True) as caught,
-            meshcomm.init(dims=dims, device="cpu", timeout_s=30, rank_order=order) as mesh,
-        ):
-            rows = [row.split() for row in str(mesh).splitlines()]
-            links = [row[-1] for row in rows if row[1:2] == ["dim"] or row[:1] == ["node"]]
-            return mesh.topology.ranks_per_node, links, [str(each.message) for each in caught]
-
-
-def test_which_ranks_share_a_node_is_asked_of_the_ranks(pool: Pool) -> None:
-    assert pool.run(scattered, "aabb", ranks=4) == [(2, ["network", "node", rank], []) for rank in "1133"]
-    (first, *others) = pool.run(scattered, "abab", ranks=4)
-    assert [first[:2], *others] == [
-        (2, ["node", "network", "2"]),
-        *((2, ["node", "network", r], []) for r in "323"),
-    ]
-    (warning,) = first[2]
-    assert warning.startswith(
-        "scattered-ranks: tp crosses nodes, because the ranks of a node are not consecutive\n"
-    )
-    assert "node 0: ranks 0 2; node 1: ranks 1 3" in warning
-    assert warning.endswith("or mesh.rank_order = [0, 2, 1, 3]")
-    # The rank order that the warning proposes.
-    cured = pool.run(scattered, "abab", [0, 2, 1, 3], ranks=4)
-    assert cured == [(2, ["network", "node", rank], []) for rank in "2323"]
-    # In one half of the groups along either dim, ranks 2 3 and 1 3, all ranks share a node.
-    assert pool.run(scattered, "abbb", ranks=4)[1][:2] == (3, ["50%", "50%", "3"])
-
-
 def stale_file(path: str) -> str:
     with pytest.raises(LaunchError) as caught:
         meet(ProcessConfig(init="file", path=path, rank=alone(), world_size=2), SINGLE, 5)
@@ -274,28 +224,6 @@ def test_a_file_of_an_earlier_job_is_refused(pool: Pool, tmp_path: Path) -> None
     assert lines[0] == f"the rendezvous file {path} was left by an earlier job"
     assert lines[1].startswith(f"  given:    rank 0 is in it as {ended}; ")
     assert lines[3] == f"  try:      rm {path}, or another process.path"
-
-
-def network() -> list[str | None]:
-    seen = [os.environ.get("GLOO_SOCKET_IFNAME")]
-    config = {
-        "mesh": {"dims": {"dp": 2}, "device": "cpu", "timeout_s": 30.0},
-        "network": {"interfaces": ["lo"]},
-    }
-    with meshcomm.init(config) as mesh:
-        seen.append(os.environ.get("GLOO_SOCKET_IFNAME"))
-        mesh.barrier("dp")
-    return [*seen, os.environ.get("GLOO_SOCKET_IFNAME")]
-
-
-def test_network_settings_are_set_before_and_put_back_after(pool: Pool) -> None:
-    assert pool.run(network, ranks=2) == [[None, "lo", None]] * 2
-
-
-def test_an_interface_that_is_set_twice_is_refused(pool: Pool) -> None:
-    for error in pool.run(network, ranks=2, env={"GLOO_SOCKET_IFNAME": "eth7"}, allow=True):
-        assert isinstance(error, LaunchError)
-        assert error.what == "GLOO_SOCKET_IFNAME is set twice, to different values"
 
 
 # -- backends, and a default group that is there already ---------------------------------------------
@@ -337,62 +265,6 @@ def test_the_missing_part_of_a_composite_backend_is_named() -> None:
     assert not dist.is_initialized()
 
 
-DIFFERS = """
-import os, sys, meshcomm
-size = 4 if os.environ["RANK"] == "2" else 2
-try:
-    meshcomm.init(dims={"a": size, "b": -1}, device="cpu", timeout_s=60)
-except meshcomm.MeshcommError as error:
-    print(type(error).__name__, error.what)
-"""
-
-
-def test_rank_0_keeps_the_store_until_all_know_why_they_differ(pool: Pool, tmp_path: Path) -> None:
-    # Rank 0 hosts the store, as in env:// without torchrun, and its program ends with the error.
-    env = {"WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    ranks = [
-        Job(pool, tmp_path, "-c", DIFFERS, env={**env, "RANK": str(rank)}, name=f"{rank}-")
-        for rank in range(4)
-    ]
-    said = [rank.finish()[1] for rank in ranks]
-    assert said == ["MeshMismatchError the mesh differs between ranks: rank 2 of 4 is mismatched\n"] * 4
-
-
-@pytest.mark.parametrize(
-    ("sizes", "blamed", "given"),
-    [
-        ((2, 4), "ranks 0 1 do not agree", "rank 1: dp = 4; rank 0: 2"),
-        ((4, 2, 4, 2), "ranks 0 1 2 3 do not agree", "ranks 1 3: dp = 2; ranks 0 2: 4"),
-        ((4, 2, 2, 2), "rank 0 of 4 is mismatched", "rank 0: dp = 4; the others: 2"),
-    ],
-)
-def test_without_a_majority_no_rank_is_blamed(sizes: tuple[int, ...], blamed: str, given: str) -> None:
-    store, ranks = dist.HashStore(), range(len(sizes))
-
-    def told(rank: int) -> MeshMismatchError:
-        with pytest.raises(MeshMismatchError) as caught:
-            agree.agree(store, rank, ranks, {"dp": sizes[rank]}, 20.0)
-        return caught.value
-
-    with ThreadPoolExecutor(len(sizes)) as threads:
-        errors = list(threads.map(told, ranks, timeout=30))
-    named = (0,) if "is mismatched" in blamed else tuple(ranks)
-    for error in errors:
-        assert error.what == f"the mesh differs between ranks: {blamed}"
-        assert (error.given, error.mismatched_ranks) == (given, named)
-
-
-def test_a_rank_that_holds_the_store_leaves_last() -> None:
-    store = dist.HashStore()
-    store.add("come", 3)  # one of them has died before it announced itself
-    for rank in range(2):
-        store.append("here", f"{rank} fingerprint 4 host\n")
-    threading.Timer(0.3, lambda: leave_together(store, stays=False)).start()
-    began = time.monotonic()
-    leave_together(store, stays=True)
-    assert store.add("left", 0) == 2 and time.monotonic() - began < 2.0
-
-
 # -- two processes of one rank ----------------------------------------------------------------------
 
 
@@ -414,88 +286,6 @@ def processes() -> tuple[str, str]:
     return name_of(os.getppid()), ended
 
 
-def twice(store: Any, first: str, kept: bool) -> str:
-    store.set("meshcomm/owner/1", first)
-    try:
-        claim(store, 1, kept=kept)
-    except LaunchError as error:
-        assert store.get("meshcomm/owner/1").decode() == first
-        return str(error)
-    assert store.get("meshcomm/owner/1").decode() == process_name()
-    return "taken over"
-
-
-def test_a_rank_that_comes_twice(tmp_path: Path) -> None:
-    running, ended = processes()
-    assert is_running(process_name())
-    assert is_running(running)
-    assert is_running(ended) is False
-    elsewhere = "process 7 of another-host, started at 1"
-    assert is_running(elsewhere) is None
-    stores = {
-        "TCPStore": dist.PrefixStore("job", dist.TCPStore("127.0.0.1", 0, is_master=True)),
-        "HashStore": dist.HashStore(),
-        "FileStore": dist.FileStore(str(tmp_path / "store"), 2),
-    }
-    for kind, store in stores.items():
-        missing = MeshMismatchError("rank 2 never arrived", given="ranks 0 1", expected="", hint="")
-        missing.missing = (2,)
-        blame(missing, store)
-        assert (missing.given, missing.mismatched_ranks) == ("ranks 0 1", ()), kind
-        # The same process claims its rank again: it opens several meshes, at once or in turn.
-        for _ in range(2):
-            claim(store, 1, kept=False)
-        # The rank of an ended process is claimed again, as by an agent or script that restarts the rank.
-        assert twice(store, ended, kept=False) == twice(store, ended, kept=True) == "taken over", kind
-        assert twice(store, elsewhere, kept=True) == "taken over", kind
-        for first, kept in ((running, True), (elsewhere, False)):
-            text = twice(store, first, kept)
-            assert text.startswith("rank 1 exists twice: another process has already claimed rank 1"), kind
-            assert f"{first}\n            {process_name()} (this one)" in text, kind
-        blame(missing, store)
-        assert missing.mismatched_ranks == (1,), kind
-        assert missing.missing == (2,), kind
-        # The note about the ended process is ignored, because that process no longer owns the rank.
-        assert missing.given == f"ranks 0 1\nrank 1 exists twice: {elsewhere}; and {process_name()}", kind
-
-
-def test_a_rank_that_comes_twice_by_file(tmp_path: Path) -> None:
-    path = str(tmp_path / "rendezvous")
-    running, _ = processes()
-    file = dist.FileStore(path, 2)
-    file.set("meshcomm/process/0", running)
-    with pytest.raises(LaunchError, match=f"rank 0 exists twice.*\n *given: *{running}\n"):
-        meet(ProcessConfig(init="file", path=path, rank=0, world_size=2), SINGLE, 5)
-
-
-def test_ranks_that_come_after_the_timeout_say_the_same_as_the_others() -> None:
-    """The texts must be equal, because a launcher prints an error that many ranks have only once."""
-    world, store = range(12), dist.HashStore()
-    said = []
-    for rank in world:
-        # Each rank arrives after the ranks before it have given up.
-        with pytest.raises(MeshMismatchError) as caught:
-            agree.agree(store, rank, world, {}, 0.05)
-        said.append(caught.value)
-    assert {error.what for error in said} == {
-        "ranks 1 2 3 4 .. 11 (11) of 12 never arrived to agree on the mesh"
-    }
-    for rank, error in enumerate(said):
-        assert error.missing == tuple(range(1, 12))
-        late = f"rank {rank} has arrived since, after the others had given up"
-        assert (late in str(error.given)) is (rank > 0) and ("longer timeout_s" in str(error.hint)) is (
-            rank > 0
-        )
-    # Of twelve equal errors, the launcher prints one, and one line for the others.
-    failures = [failure_of(error, rank, f"rank {rank}") for rank, error in enumerate(said)]
-    root, others = root_cause(failures, 12, "rank {}".format)
-    assert (
-        "11 (11) of 12 never arrived" in root.what
-        and others[0] == "ranks 1-11: the same"
-        and len(others) == 2
-    )
-
-
 # -- an address where something else is -------------------------------------------------------------
 
 
@@ -511,53 +301,6 @@ def test_a_program_that_says_nothing_keeps_nobody_waiting(monkeypatch: pytest.Mo
             monkeypatch.setenv(name, value)
         monkeypatch.setattr("meshcomm.mesh.rank_failure._ASK_S", 0.0)
         assert _speaks_first(Launch("torchrun", 1, 2, 1, 2, "127.0.0.1", port), 0.0)
-
-
-def test_what_is_wrong_with_an_address_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("meshcomm.rendezvous.job_store._UNKNOWN_S", 0.3)
-    short = timedelta(seconds=0.4)
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        taken, free = silent.getsockname()[1], free_port()
-        for host, port, agents, said in (
-            ("127.0.0.1", free, False, "no program listens there\n"),
-            ("127.0.0.1", free, True, "no program listens there\n"),
-            ("127.0.0.1", taken, False, "a program listens, but no torch store answers: another program"),
-            ("127.0.0.1", taken, True, "a program listens, but no torch store answers: another program"),
-            ("host.invalid", free, False, "the name host.invalid is unknown: .*\n *for 0.3 s\n"),
-            ("host.invalid", free, True, "the name host.invalid is unknown: .*\n *for 0.3 s\n"),
-        ):
-            with pytest.raises(LaunchError, match=f"given: +{host}:{port}: {said}") as caught:
-                find_job(host, [port], "", 1, 2, short, agents=agents)
-            assert ("another program has the port" in str(caught.value)) is (port == taken)
-        with pytest.raises(LaunchError, match="a program listens, but no torch store answers"):
-            find_job("127.0.0.1", [taken], "", 0, 2, short)
-        # The name cannot be resolved, not even on the host of rank 0.
-        with pytest.raises(LaunchError, match=r"this host does not know the name host\.invalid\n"):
-            find_job("host.invalid", [free], "", 0, 2, timedelta(seconds=30))
-    # An address reserved for documentation, which no host has.
-    assert _elsewhere("192.0.2.7") == "; 192.0.2.7 is not an address of this host, where rank 0 runs"
-    assert _elsewhere("127.0.0.1") == ""
-
-
-def test_a_name_may_appear_while_a_rank_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    port, resolve, asked = free_port(), socket.getaddrinfo, []
-
-    def appears(host: Any, *given: Any, **more: Any) -> Any:
-        if host != "rank-0.job":
-            return resolve(host, *given, **more)
-        asked.append(host)
-        if len(asked) < 4:
-            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
-        return resolve("127.0.0.1", *given, **more)
-
-    store = find_job("127.0.0.1", [port], "", 0, 2, timedelta(seconds=30))
-    monkeypatch.setattr(socket, "getaddrinfo", appears)
-    monkeypatch.setattr(
-        "meshcomm.rendezvous.job_store.find_tcp_store",
-        lambda host, *given, **more: find_tcp_store("127.0.0.1", *given, **more),
-    )
-    assert find_job("rank-0.job", [port], "", 1, 2, timedelta(seconds=30)).port == store.port
-    assert len(asked) == 4
 
 
 RETURNS_LATE = """
@@ -684,24 +427,6 @@ def test_what_torch_raised_is_the_cause(mesh: Mesh) -> None:
     assert isinstance(unmet.value.__cause__, (RuntimeError, OSError))
 
 
-def test_interfaces_and_sockets_become_variables() -> None:
-    network = NetworkConfig(
-        interfaces=("eth0", "eth1"),
-        nccl_debug="INFO",
-        nccl_debug_subsys=("INIT", "NET"),
-        nccl_socket_nthreads=4,
-        nccl_nsocks_perthread=2,
-    )
-    assert network_variables(network) == {
-        "GLOO_SOCKET_IFNAME": "eth0,eth1",
-        "NCCL_SOCKET_IFNAME": "=eth0,eth1",
-        "NCCL_DEBUG": "INFO",
-        "NCCL_DEBUG_SUBSYS": "INIT,NET",
-        "NCCL_SOCKET_NTHREADS": "4",
-        "NCCL_NSOCKS_PERTHREAD": "2",
-    }
-
-
 JOB = """\
 import socket
 import sys
@@ -731,15 +456,3 @@ def test_torchs_spawn(pool: Pool, tmp_path: Path) -> None:
     code, out, err = Job(pool, tmp_path, "-c", JOB).finish()
     assert code == 0, err
     assert sorted(out.splitlines()) == ["rank 0 (dp=0): [0, 1]", "rank 1 (dp=1): [0, 1]"]
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_port_whose_program_never_answers_is_told_to_each_rank(rank: int) -> None:
-    """The hint to look for rank 0 is only in the errors of the other ranks."""
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        port = silent.getsockname()[1]
-        with pytest.raises(LaunchError, match=f"rank {rank} of 2 could not meet the others at ") as unmet:
-            find_job("127.0.0.1", [port], "a job", rank, 2, timedelta(seconds=0.3))
-    hint = unmet.value.hint or ""
-    assert hint.startswith("check whether rank 0 is running" if rank else "look which program has the port")
-    assert f"ss -ltnp 'sport = :{port}'" in hint

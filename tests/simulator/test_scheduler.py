@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 import meshcomm
-from meshcomm.errors import DeadlockError
+from meshcomm.errors import CallMismatchError, DeadlockError, RankFailed
 from meshcomm.mesh import Mesh
+from meshcomm.simulator import scheduler
+from tests.simulator.planted_bugs import DIMS, MERGE, one
+from tests.simulator.test_diagnosis import verdict_of
 
 
 @pytest.mark.timeout(60)
@@ -53,3 +61,108 @@ def test_a_rank_that_never_lets_others_run_is_named_after_the_timeout(tmp_path: 
     assert threading.active_count() == before
     # The ranks ended after the simulation, and this process's environment is unchanged.
     assert "RANK" not in os.environ
+
+
+def test_one_seed_is_one_schedule() -> None:
+    def first_come(mesh: Mesh) -> Any:
+        # Wrong: a rank does not know which ranks reached the store first.
+        root = 0 if mesh.store.add("come", 1) <= 2 else 1
+        return mesh.broadcast("tp", one(mesh.rank), src=root)
+
+    def verdict(seed: int) -> str:
+        try:
+            meshcomm.simulate(first_come, dims=DIMS, schedule_seed=seed)
+        except CallMismatchError as error:
+            return str(error)
+        return ""
+
+    failed = {seed: text for seed in range(20) if (text := verdict(seed))}
+    assert failed
+    for seed, text in failed.items():
+        assert f"schedule seed {seed} reproduces it" in text and verdict(seed) == text
+
+
+def test_ranks_are_unwound_through_their_finally_blocks_and_broad_excepts() -> None:
+    cleaned: list[int] = []
+
+    def program(mesh: Mesh) -> None:
+        try:
+            try:
+                mesh.all_reduce("tp" if mesh.rank in (1, 2) else "dp", one())
+            except Exception:
+                raise AssertionError("a verdict is not for the program to catch") from None
+        finally:
+            cleaned.append(mesh.rank)
+            # A call that waits while its rank is unwound ends the rank again.
+            mesh.barrier("tp")
+
+    assert isinstance(verdict_of(program), DeadlockError)
+    assert sorted(cleaned) == [0, 1, 2, 3]
+
+
+def test_an_interrupt_ends_all_ranks() -> None:
+    def raises(mesh: Mesh) -> None:
+        if mesh.rank == 1:
+            raise KeyboardInterrupt
+        mesh.barrier("all")
+
+    def goes_on(mesh: Mesh) -> None:
+        if mesh.rank == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+        while True:
+            mesh.barrier("all")
+
+    before = threading.active_count()
+    error = verdict_of(raises)
+    assert isinstance(error, RankFailed) and isinstance(error.by_rank[1], KeyboardInterrupt)
+    with pytest.raises(KeyboardInterrupt):
+        meshcomm.simulate(goes_on, dims=DIMS, merge=MERGE)
+    assert threading.active_count() == before
+
+
+def test_an_interrupt_does_not_wait_for_a_rank_that_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler, "_PATIENCE_S", 0.1)
+    over = threading.Event()
+
+    def sleeps(mesh: Mesh) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        over.wait(30)
+
+    with pytest.raises(KeyboardInterrupt):
+        meshcomm.simulate(sleeps, dims={"x": 1})
+    (rank,) = [each for each in threading.enumerate() if each.name == "meshcomm-rank-0"]
+    over.set()
+    rank.join(30)
+
+
+def test_a_simulation_inside_a_rank_is_one_of_its_own() -> None:
+    def inner(mesh: Mesh) -> int:
+        return int(mesh.all_reduce("x", torch.tensor(mesh.rank)).item())
+
+    def outer(mesh: Mesh) -> tuple[list[int], int]:
+        found = meshcomm.simulate(inner, dims={"x": 3})
+        return found, int(mesh.all_reduce("all", torch.tensor(mesh.rank)).item())
+
+    assert meshcomm.simulate(outer, dims=DIMS, merge=MERGE) == [([3, 3, 3], 6)] * 4
+
+
+@pytest.mark.deep
+def test_stacks_are_taken_without_a_collection_that_would_hang() -> None:
+    # Python 3.11 holds a lock while it lists the stacks, and the end of a threading.local asks for the same lock.
+    program = """
+import gc, threading
+from meshcomm.watching.callsite import thread_frames
+class Ring: pass
+done = threading.Event()
+for more in range(8):
+    for _ in range(4):
+        threading.Thread(target=done.wait, daemon=True).start()
+    gc.collect(), gc.disable()
+    ring = Ring()
+    ring.me, ring.local = ring, threading.local()
+    ring.local.x, ring = 1, None
+    gc.set_threshold(gc.get_count()[0] + more), gc.enable()
+    assert thread_frames()[threading.get_ident()].f_code.co_name == "<module>"
+assert gc.isenabled()
+"""
+    assert subprocess.run([sys.executable, "-c", program], timeout=200).returncode == 0

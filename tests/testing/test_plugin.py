@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import re
 import subprocess
@@ -14,10 +13,6 @@ import pytest
 # pytester forgets the imports of a suite, and torch cannot be imported twice.
 import meshcomm.testing.processes
 import meshcomm.testing.simulated
-from meshcomm.errors import MeshTestError
-from meshcomm.testing.marker import read, vias
-from meshcomm.testing.pool import Ended
-from meshcomm.testing.report import Ends, Outcome, failure_of
 
 pytestmark = pytest.mark.long
 
@@ -326,70 +321,6 @@ def test_a_suite_without_mesh_tests_is_left_alone(pytester: pytest.Pytester) -> 
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=pytester.path, env=env)
     assert done.returncode == 0, done.stdout
     assert "2 passed" in done.stdout
-
-
-@pytest.mark.parametrize(
-    ("args", "keywords", "what"),
-    [
-        (({"dp": 2}, 3), {}, "takes its dims by name"),
-        ((), {"dp": "two"}, "unknown keyword 'dp'"),
-        ((), {"dp": True}, "unknown keyword 'dp'"),
-        ((), {"dp": 2, "rank_odrer": 3}, "unknown keyword 'rank_odrer'"),
-        (({"dp": 2},), {"dp": 2}, "names dim 'dp' twice"),
-        ((), {"dp": 2, "timeout_s": 0}, "timeout_s=0"),
-        ((), {"dp": 2, "timeout_s": "long"}, "timeout_s='long'"),
-        ((), {"dp": 2, "not_via": "gloo"}, "not_via='gloo'"),
-        ((), {"dp": 2, "not_via": {"nccl": "why"}}, "not_via="),
-        ((), {"dp": 2, "via": "gloo", "not_via": {"gloo": "why"}}, "not_via="),
-        ((), {}, "has no mesh marker"),
-    ],
-)
-def test_wrong_markers(args: tuple[object, ...], keywords: dict[str, object], what: str) -> None:
-    with pytest.raises(MeshTestError, match=what):
-        read(args, keywords, "gloo")
-    good = read(({"timeout": 2},), {"dp": 2, "timeout_s": 20, "merge": {"all": ("timeout", "dp")}}, "gloo")
-    assert (good.world_size, good.timeout_s, good.layout.label(3)) == (4, 20.0, "rank 3 (timeout=1 dp=1)")
-    assert read((), {"dp": -1, "tp": 2, "world_size": 6}, "gloo").layout.dims == {"dp": 3, "tp": 2}
-    assert read((), {"dp": 2, "not_via": {"gloo": "why"}}, "gloo").skip == "why"
-    queued = read((), {"dp": 2, "not_via": {"gloo": "why"}}, "emulated_nccl")
-    assert (queued.skip, queued.config["mesh"]["backend"]) == ("", "emulated_nccl")
-    assert read((), {"tp": 2, "ranks": (1, 3)}, "gloo").layout.label(2) == "rank 2 (not in the mesh)"
-
-
-def test_via() -> None:
-    assert vias(None, None) == ("simulator",)
-    assert vias(("simulator", "gloo"), None) == ("simulator", "gloo")
-    assert vias(("simulator", "gloo"), "gloo") == ("gloo",)
-    for wrong in ("nccl", (), ("gloo", "gloo"), 3):
-        with pytest.raises(MeshTestError, match="the mesh marker has via="):
-            vias(wrong, None)
-
-
-def test_equal_stacks_are_told_once() -> None:
-    request = read((), {"dp": 2, "tp": 4}, "gloo")
-    late = "did not return within 1 s"
-    ends = [Ended("late", None, late, "here" if rank < 5 else "there") for rank in range(8)]
-    report = failure_of(Ends(ends), request)
-    first = "ranks 0 1 2 3 4 of 8: did not return within 1 s"
-    other = "ranks 5 6 7 (all with dp=1) of 8: did not return within 1 s"
-    assert report == f"{first}\n\n--- {first} ---\nhere\n\n--- {other} ---\nthere"
-
-
-def test_the_streams_of_simulated_ranks_outlive_those_of_pytest() -> None:
-    usual = io.TextIOWrapper(io.BytesIO())
-    stream = meshcomm.testing.simulated._Streams(usual)
-    usual.close()
-    stream.close()  # as when it is collected; Python 3.13 reports an exception from this
-
-
-def test_the_reason_is_in_the_first_line() -> None:
-    failed = Outcome("failed", "KeyError: 'lost'", text="    x = y['lost']\nKeyError: 'lost'")
-    ends = [Ended("returned", Outcome("passed")), Ended("returned", failed)]
-    report = failure_of(Ends(ends), read((), {"tp": 2}, "gloo"))
-    assert report == (
-        "[r1 tp1] KeyError: 'lost'\n\n--- rank 1 (tp=1) of 2 ---\n    x = y['lost']\nKeyError: 'lost'\n\n"
-        "--- rank 0 (tp=0) of 2: no failure ---"
-    )
 
 
 def test_pytest_is_used_by_its_public_names() -> None:

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,12 +12,11 @@ import pytest
 import torch
 
 import meshcomm
-from meshcomm.commands.parity import view
 from meshcomm.config import Config, load_config
-from meshcomm.errors import ConfigError, LaunchError
+from meshcomm.errors import ConfigError
 from meshcomm.testing import Pool
 from meshcomm.train.parity import Difference, Record, compare, first, in_float64, record, reference, worst
-from meshcomm.train.parity_job import Blame, Parity, blame, differences, only, suspected
+from meshcomm.train.parity_job import blame, differences
 from tests.train.parity_bugs import BUGS, planted
 from tests.train.parity_cases import CASES, PAIRS, small
 from tests.train.parity_page import PAGE, settings
@@ -221,192 +217,7 @@ def test_float32_and_bf16_are_put_aside_and_said() -> None:
     assert in_float64(config) == (config, ())
 
 
-# -- the dim to blame -----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("case", "dims", "sizes", "view"),
-    [
-        ("pp2 dp2 tp2", ["tp"], {"pp": 1, "dp": 1, "tp": 2}, None),
-        ("pp2 dp2 tp2", ["pp", "tp"], {"pp": 2, "dp": 1, "tp": 2}, None),
-        ("ep4 edp2", ["dp"], {"dp": 8}, None),
-        ("ep4 edp2", ["ep"], {"dp": 4}, {"edp": 1, "ep": 4}),
-        ("ep4 edp2", ["dp", "ep"], {"dp": 8}, {"edp": 2, "ep": 4}),
-        ("pp2 ep2 tp2", ["ep"], {"pp": 1, "dp": 2, "tp": 1}, {"pp": 1, "edp": 1, "ep": 2, "tp": 1}),
-        ("dp2 cp2 tp2 ep4", ["ep"], {"dp": 4, "cp": 1, "tp": 1}, {"edp": 1, "ep": 4, "tp": 1}),
-        ("dp2 cp2 tp2 ep4", ["cp", "ep"], {"dp": 2, "cp": 2, "tp": 1}, {"edp": 1, "ep": 4, "tp": 1}),
-        ("hsdp 2x2 tp2", ["fsdp"], {"dp": 1, "fsdp": 2, "tp": 1}, None),
-    ],
-)
-def test_a_mesh_of_few_dims(case: str, dims: list[str], sizes: dict[str, int], view: Any) -> None:
-    config = only(load_config(CASES[case]), dims)
-    assert dict(config.mesh.dims) == sizes
-    assert config.mesh.views.get("expert") == view
-    config.plan(None)
-
-
-def test_every_case_can_be_taken_apart() -> None:
-    for case in CASES.values():
-        config = load_config(case)
-        for dim in suspected(config):
-            only(config, [dim])
-    assert suspected(load_config(CASES["pp2 ep2 tp2"])) == ("pp", "dp", "tp", "ep")
-    assert suspected(load_config(CASES["dp8"])) == ("dp",)
-
-
-@pytest.mark.parametrize(
-    ("guilty", "dims", "words"),
-    [
-        (({"tp"},), ("tp",), "first dim to blame: tp (alone, 2 ranks: weight of a, 3.1e-02)"),
-        (({"dp"}, {"tp"}), ("dp",), "first dim to blame: dp (alone, 2 ranks: weight of a, 3.1e-02)"),
-        (
-            ({"pp", "tp"},),
-            ("pp", "tp"),
-            "first dims to blame: pp and tp (together, neither alone, 4 ranks: weight of a, 3.1e-02)",
-        ),
-        (({"pp", "dp", "tp"},), (), "first dim to blame: no single dim and no pair, only all dims together"),
-    ],
-)
-def test_the_first_dim_alone_then_two(
-    guilty: tuple[set[str], ...], dims: tuple[str, ...], words: str
-) -> None:
-    def run(config: Config) -> list[Difference]:
-        used = {dim for dim, size in config.mesh.dims.items() if size > 1}
-        wrong = any(needed <= used for needed in guilty)
-        return [Difference("weight", "a", 0.031 if wrong else 0.0, 0.031 if wrong else 1e-16)]
-
-    found = blame(load_config(CASES["pp2 dp2 tp2"]), run, TOLERANCE)
-    assert (found.dims, found.words) == (dims, words)
-
-
-def test_a_dim_that_cannot_run_alone_is_to_blame() -> None:
-    def run(config: Config) -> list[Difference]:
-        if config.mesh.dims["dp"] > 1:
-            raise LaunchError("failed", given="exit code 1")
-        return [Difference("loss", "step 1", 0.0, 0.0)]
-
-    found = blame(load_config(CASES["pp2 dp2 tp2"]), run, TOLERANCE)
-    assert found == Blame(("dp",), 2, None)
-    assert found.words == "first dim to blame: dp (alone, 2 ranks: the run failed)"
-
-
 # -- the command ----------------------------------------------------------------------------------
-
-
-def shown(parity: Parity) -> str:
-    from rich.console import Console
-
-    console = Console(width=100, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
-    console.print(view(parity.facts()))
-    console.file.close()
-    return console.export_text()
-
-
-def test_the_table_has_the_worst_ten_and_a_verdict() -> None:
-    found = [Difference("loss", "step 1", 0.0, 0.0), Difference("gradient norm", "step 1", 2e-3, 1e-3)]
-    for number in range(12):
-        found += [
-            Difference("weight", f"w{number}", number * 1e-3, number * 1e-3, number),
-            Difference("gradient", f"w{number}", 0.0, 0.0),
-        ]
-    found.append(Difference("weight", "gone", math.inf, math.inf, 0, "on one side only"))
-    config = load_config(CASES["dp8"])
-    blamed = Blame(("dp",), 8, found[2])
-    text = shown(Parity(config, 20, 1e-9, ("a",), tuple(found), first(found, 1e-9), blamed))
-    lines = [line.split() for line in text.splitlines()]
-    assert text.startswith(
-        "dp=8 compared with one process: the first 20 steps, float64\nchanged for the comparison: a\n"
-    )
-    assert ["gradient", "norm", "2.0e-03", "1.0e-03", "step", "1", "0"] in lines
-    assert ["weight", "-", "-", "gone:", "on", "one", "side", "only", "0"] in lines
-    assert ["weight", "3.0e-03", "3.0e-03", "w3", "3"] in lines
-    assert ["others", "2.0e-03", "2.0e-03", "3", "more", "parameters,", "none", "worse"] in lines
-    assert "differs: 13 of 27 quantities by more than 1e-09; first the gradient norm of step 1" in text
-    assert "first dim to blame: dp (alone, 8 ranks: weight of w0, 0.0e+00)" in text
-    good = shown(Parity(config, 20, 1e-9, (), tuple(found[:2]), first(found[:2], 0.1), None))
-    assert good.rstrip().endswith("agrees: all differences are within 1e-09 (worst: 1.0e-03)")
-    json.dumps(Parity(config, 20, 1e-9, (), tuple(found), None, None).facts(), allow_nan=False)
-
-
-def command(folder: Path, *words: str, **env: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "meshcomm", "parity", "job.json", *words],
-        cwd=folder,
-        env={**os.environ, "TMPDIR": str(folder / "tmp"), "RES_OPTIONS": "timeout:1 attempts:1", **env},
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-
-
-@pytest.fixture
-def job(tmp_path: Path) -> Path:
-    """A folder with a configuration for two ranks."""
-    case = CASES["dp8"]
-    mesh = {**case["mesh"], "dims": {"dp": -1}}
-    train = {**case["train"], "dtype": "float32"}
-    (tmp_path / "job.json").write_text(json.dumps({**case, "mesh": mesh, "train": train}))
-    (tmp_path / "tmp").mkdir()
-    return tmp_path
-
-
-@pytest.mark.parity
-def test_the_command_runs_both_and_leaves_nothing(job: Path) -> None:
-    done = command(job, "--world-size", "2", "--steps", "2", "--json")
-    assert done.returncode == 0, done.stderr
-    facts = json.loads(done.stdout)
-    assert facts["agrees"] and facts["steps"] == 2 and facts["dims"] == {"dp": 2}
-    assert facts["notes"] == ['train.dtype = "float64", was "float32"']
-    assert max(one["relative"] for one in facts["differences"]) < TOLERANCE
-    assert {one["name"] for one in facts["differences"]} >= {"step 2", "embed.weight", "norm.weight"}
-    assert sorted(path.name for path in job.rglob("*")) == ["job.json", "tmp"]
-
-
-# Every process imports this at its start: the launcher and the ranks.
-BROKEN = """
-import os
-if "RANK" in os.environ:
-    from meshcomm.parallel.data import GradientSync
-    GradientSync._send = lambda self, end: setattr(self, "_sent", end)
-"""
-
-
-@pytest.mark.parity
-@pytest.mark.timeout(900)
-def test_the_command_names_the_dim_to_blame(job: Path) -> None:
-    (job / "sitecustomize.py").write_text(BROKEN)
-    words = ("--steps", "2", "--set", "mesh.dims={ dp = 2, tp = 2 }", "--set", 'parallel.tensor="tp"')
-    done = command(job, *words, PYTHONPATH=str(job))
-    assert done.returncode == 1, done.stderr
-    assert "first the gradient norm of step 1" in done.stdout
-    assert "\nfirst dim to blame: dp (alone, 2 ranks: " in done.stdout
-    assert not list((job / "tmp").iterdir())
-
-
-@pytest.mark.parametrize(
-    ("words", "env", "message"),
-    [
-        (("--world-size", "2", "--steps", "21"), {}, "--steps 21 exceeds the number of training steps"),
-        (("--world-size", "1"), {}, "a mesh of one rank is already a single process"),
-        (
-            (),
-            {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"},
-            "meshcomm parity inside a job that torchrun started",
-        ),
-    ],
-)
-def test_what_cannot_be_compared_is_refused(
-    job: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], env: dict[str, str], message: str
-) -> None:
-    from typer.testing import CliRunner
-
-    from meshcomm.commands import app
-
-    for name, value in env.items():
-        monkeypatch.setenv(name, value)
-    done = CliRunner().invoke(app, ["parity", str(job / "job.json"), *words])
-    assert done.exit_code == 2
-    assert done.stderr.startswith(message)
 
 
 def test_no_training_is_refused() -> None:

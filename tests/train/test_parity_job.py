@@ -11,8 +11,14 @@ from typing import Any
 
 import pytest
 
+from meshcomm.config import Config, load_config
+from meshcomm.errors import LaunchError
 from meshcomm.testing import Pool
+from meshcomm.train.parity import Difference
+from meshcomm.train.parity_job import Blame, blame, only, suspected
 from tests.forked_jobs import Job
+from tests.train.parity_cases import CASES
+from tests.train.test_parity import TOLERANCE
 
 NET = """
 import os
@@ -121,3 +127,69 @@ def test_several_micro_batches_with_batch_norms_are_refused(pool: Pool, tmp_path
     assert code != 0 and "Traceback" not in err
     assert "batch norms with several microbatches in a step cannot be compared with one process" in err
     assert "--set train.micro_batch_size=4" in err
+
+
+@pytest.mark.parametrize(
+    ("case", "dims", "sizes", "view"),
+    [
+        ("pp2 dp2 tp2", ["tp"], {"pp": 1, "dp": 1, "tp": 2}, None),
+        ("pp2 dp2 tp2", ["pp", "tp"], {"pp": 2, "dp": 1, "tp": 2}, None),
+        ("ep4 edp2", ["dp"], {"dp": 8}, None),
+        ("ep4 edp2", ["ep"], {"dp": 4}, {"edp": 1, "ep": 4}),
+        ("ep4 edp2", ["dp", "ep"], {"dp": 8}, {"edp": 2, "ep": 4}),
+        ("pp2 ep2 tp2", ["ep"], {"pp": 1, "dp": 2, "tp": 1}, {"pp": 1, "edp": 1, "ep": 2, "tp": 1}),
+        ("dp2 cp2 tp2 ep4", ["ep"], {"dp": 4, "cp": 1, "tp": 1}, {"edp": 1, "ep": 4, "tp": 1}),
+        ("dp2 cp2 tp2 ep4", ["cp", "ep"], {"dp": 2, "cp": 2, "tp": 1}, {"edp": 1, "ep": 4, "tp": 1}),
+        ("hsdp 2x2 tp2", ["fsdp"], {"dp": 1, "fsdp": 2, "tp": 1}, None),
+    ],
+)
+def test_a_mesh_of_few_dims(case: str, dims: list[str], sizes: dict[str, int], view: Any) -> None:
+    config = only(load_config(CASES[case]), dims)
+    assert dict(config.mesh.dims) == sizes
+    assert config.mesh.views.get("expert") == view
+    config.plan(None)
+
+
+def test_every_case_can_be_taken_apart() -> None:
+    for case in CASES.values():
+        config = load_config(case)
+        for dim in suspected(config):
+            only(config, [dim])
+    assert suspected(load_config(CASES["pp2 ep2 tp2"])) == ("pp", "dp", "tp", "ep")
+    assert suspected(load_config(CASES["dp8"])) == ("dp",)
+
+
+@pytest.mark.parametrize(
+    ("guilty", "dims", "words"),
+    [
+        (({"tp"},), ("tp",), "first dim to blame: tp (alone, 2 ranks: weight of a, 3.1e-02)"),
+        (({"dp"}, {"tp"}), ("dp",), "first dim to blame: dp (alone, 2 ranks: weight of a, 3.1e-02)"),
+        (
+            ({"pp", "tp"},),
+            ("pp", "tp"),
+            "first dims to blame: pp and tp (together, neither alone, 4 ranks: weight of a, 3.1e-02)",
+        ),
+        (({"pp", "dp", "tp"},), (), "first dim to blame: no single dim and no pair, only all dims together"),
+    ],
+)
+def test_the_first_dim_alone_then_two(
+    guilty: tuple[set[str], ...], dims: tuple[str, ...], words: str
+) -> None:
+    def run(config: Config) -> list[Difference]:
+        used = {dim for dim, size in config.mesh.dims.items() if size > 1}
+        wrong = any(needed <= used for needed in guilty)
+        return [Difference("weight", "a", 0.031 if wrong else 0.0, 0.031 if wrong else 1e-16)]
+
+    found = blame(load_config(CASES["pp2 dp2 tp2"]), run, TOLERANCE)
+    assert (found.dims, found.words) == (dims, words)
+
+
+def test_a_dim_that_cannot_run_alone_is_to_blame() -> None:
+    def run(config: Config) -> list[Difference]:
+        if config.mesh.dims["dp"] > 1:
+            raise LaunchError("failed", given="exit code 1")
+        return [Difference("loss", "step 1", 0.0, 0.0)]
+
+    found = blame(load_config(CASES["pp2 dp2 tp2"]), run, TOLERANCE)
+    assert found == Blame(("dp",), 2, None)
+    assert found.words == "first dim to blame: dp (alone, 2 ranks: the run failed)"

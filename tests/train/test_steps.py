@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import json
 import math
-from collections.abc import Callable
 from itertools import pairwise, product
 from pathlib import Path
 from typing import Any, cast
@@ -14,19 +12,15 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from rich.console import Console
-from torch import Tensor
 
 import meshcomm
 from meshcomm.config import Config, ModelConfig, TrainConfig, load_config
-from meshcomm.errors import TrainingError
 from meshcomm.mesh import Mesh
-from meshcomm.models.transformer import Transformer, initialise
+from meshcomm.models.transformer import Transformer
 from meshcomm.parallel import Stage, TensorSplit
 from meshcomm.parallel.splits import Splits
 from meshcomm.testing import Pool
 from meshcomm.train import Callback, Start, Step, Summary, learning_rate, run
-from meshcomm.train.screen import TrainingReporter
 from tests.train.runs import metrics, run_json
 
 pytestmark = pytest.mark.long
@@ -57,74 +51,6 @@ class NoMesh:
 
     device = torch.device("cpu")
     is_async = False
-
-
-def plain_logits(weights: dict[str, Tensor], config: ModelConfig, tokens: Tensor) -> Tensor:
-    """The transformer again, written from the formulas: loops over heads, complex rotations."""
-
-    def norm(x: Tensor, name: str) -> Tensor:
-        return x / (x.pow(2).mean(-1, keepdim=True) + config.norm_eps).sqrt() * weights[name + ".weight"]
-
-    def linear(x: Tensor, name: str) -> Tensor:
-        return torch.einsum("bsi,oi->bso", x, weights[name + ".weight"])
-
-    length, size = tokens.shape[1], config.hidden_size // config.num_heads
-    turn = torch.polar(
-        torch.ones(length, size // 2, dtype=torch.float64),
-        torch.tensor(
-            [[p * config.rope_theta ** (-2 * i / size) for i in range(size // 2)] for p in range(length)],
-            dtype=torch.float64,
-        ),
-    )
-
-    def rotated(x: Tensor) -> Tensor:
-        pairs = torch.complex(x[..., : size // 2], x[..., size // 2 :]) * turn
-        return torch.cat([pairs.real, pairs.imag], -1)
-
-    x = weights["embed.weight"][tokens]
-    future = torch.ones(length, length).triu(1).bool()
-    for layer in range(config.num_layers):
-        at = f"layers.{layer}."
-        h = norm(x, at + "attn_norm")
-        q, k, v = (linear(h, at + f"attn.w{name}").split(size, -1) for name in "qkv")
-        heads = []
-        for head in range(config.num_heads):
-            shared = head * config.num_kv_heads // config.num_heads
-            scores = rotated(q[head]) @ rotated(k[shared]).mT / math.sqrt(size)
-            heads.append(scores.masked_fill(future, -math.inf).softmax(-1) @ v[shared])
-        x = x + linear(torch.cat(heads, -1), at + "attn.wo")
-        h = norm(x, at + "ff_norm")
-        gate = linear(h, at + "ff.w1")
-        x = x + linear(gate * gate.sigmoid() * linear(h, at + "ff.w3"), at + "ff.w2")
-    return linear(norm(x, "norm"), "head")
-
-
-def test_the_model_is_the_transformer_it_says_it_is() -> None:
-    config = ModelConfig(num_layers=2, hidden_size=24, num_heads=6, num_kv_heads=2, intermediate_size=40)
-    split = Splits.of(TensorSplit(cast(Mesh, NoMesh()), None, torch.float64))
-    model = Transformer(split, config, Stage(0, 1, range(2)), 9, ONE_STEP)
-    initialise(model, config, seed=1)
-    weights = {name: p.detach() for name, p in model.named_parameters()}
-    tokens = torch.randint(256, (3, 9), generator=torch.Generator().manual_seed(0))
-    torch.testing.assert_close(model(tokens), plain_logits(weights, config, tokens), rtol=1e-12, atol=1e-13)
-
-
-def test_weights_follow_from_the_seed_and_the_name_alone() -> None:
-    config = ModelConfig(num_layers=4, hidden_size=16, num_heads=2, num_kv_heads=2, intermediate_size=16)
-    split = Splits.of(TensorSplit(cast(Mesh, NoMesh()), None))
-
-    def drawn(seed: int, stage: Stage) -> dict[str, Tensor]:
-        model = Transformer(split, config, stage, 4, ONE_STEP)
-        initialise(model, config, seed)
-        return dict(model.named_parameters())
-
-    all_of_it = drawn(3, Stage(0, 1, range(4)))
-    parts = {**drawn(3, Stage(0, 2, range(1))), **drawn(3, Stage(1, 2, range(1, 4)))}
-    assert list(parts) == list(all_of_it)
-    assert all(torch.equal(parts[name], value) for name, value in all_of_it.items())
-    other = drawn(4, Stage(0, 1, range(4)))
-    assert not torch.equal(other["layers.2.attn.wq.weight"], all_of_it["layers.2.attn.wq.weight"])
-    assert not torch.equal(all_of_it["layers.1.ff.w1.weight"], all_of_it["layers.2.ff.w1.weight"])
 
 
 # -- a run ----------------------------------------------------------------------------------------
@@ -214,41 +140,6 @@ def spans(lines: list[dict[str, Any]]) -> list[float]:
     return [b - a for a, b in pairwise(ends)]
 
 
-def disagree(files: list[str], out: str) -> list[str]:
-    """The errors on this rank if rank 2 has other settings, other text or no text, and if the folder cannot be made."""
-    base = [f'train.out="{out}"', "train.steps=1", "train.warmup_steps=0", f'data.files=["{files[0]}"]']
-    told = []
-    with meshcomm.init(tiny("mesh.dims={ pp = 1, dp = 2, tp = 2 }")) as mesh:
-        for odd in ("train.lr=0.1", f'data.files=["{files[1]}"]', 'data.files=["missing.txt"]'):
-            config = tiny("mesh.dims={ pp = 1, dp = 2, tp = 2 }", *base, *([odd] if mesh.rank == 2 else []))
-            with pytest.raises(TrainingError) as caught:
-                run(mesh, config, Callback())
-            told.append(str(caught.value))
-        config = tiny("mesh.dims={ pp = 1, dp = 2, tp = 2 }", *base, f'train.out="{files[0]}/inside"')
-        with pytest.raises(TrainingError) as caught:
-            run(mesh, config, Callback())
-        return [*told, str(caught.value)]
-
-
-def test_ranks_that_would_train_something_else_are_named(pool: Pool, tmp_path: Path) -> None:
-    files = [str(tmp_path / "common.txt"), str(tmp_path / "odd.txt")]
-    Path(files[0]).write_text("something to read " * 10)
-    Path(files[1]).write_text("something else to read " * 10)
-    told = pool.run(disagree, files, str(tmp_path / "run"), ranks=4)
-    for rank, (settings, data, missing, folder) in enumerate(told):
-        assert settings.startswith("ranks disagree on train.lr: rank 2 against the other 3\n")
-        assert "train.lr: rank 2 = 0.1, the others 0.003\n" in settings
-        assert data.startswith("ranks disagree on data.sha256: rank 2 against the other 3\n")
-        assert "try:      in data.files, name files that are identical on every host" in data
-        others = "rank 2 (pp=0 dp=1 tp=0) could not start the training: "
-        assert missing.startswith(f"{others * (rank != 2)}no training data matches 'missing.txt'\n")
-        others = "rank 0 (pp=0 dp=0 tp=0) could not start the training: "
-        assert folder.startswith(
-            f"{others * (rank != 0)}the folder for the run cannot be created: not a directory\n"
-        )
-    assert not (tmp_path / "run" / "metrics.jsonl").exists()
-
-
 def interrupt(config: Config) -> list[tuple[str, Any]]:
     class Stop(Notes):
         def on_step(self, step: Step) -> None:
@@ -269,86 +160,6 @@ def test_an_interrupted_run_says_how_far_it_came(pool: Pool, tmp_path: Path) -> 
         assert calls[-1][1].steps == 2
     assert len(metrics(tmp_path)) == 2
     assert run_json(tmp_path)["ended"]["reason"] == "interrupted"
-
-
-# -- the display of a run -------------------------------------------------------------------------
-
-
-START = Start(
-    steps=30,
-    tokens_per_step=100,
-    parameters=1234,
-    text_bytes=5000,
-    text_files=3,
-    threads=1,
-)
-SUMMARY = Summary(30, tuple(5.5 - step / 10 for step in range(30)), 3000, 75.0, Path("runs/x/metrics.jsonl"))
-
-
-def shown(terminal: bool, tell: Callable[[TrainingReporter], None]) -> str:
-    console = Console(file=io.StringIO(), force_terminal=terminal, width=100, color_system=None)
-    tell(TrainingReporter(console))
-    return cast(io.StringIO, console.file).getvalue()
-
-
-def whole_run(reporter: TrainingReporter) -> None:
-    reporter.on_start(START)
-    for step in range(1, 31):
-        reporter.on_step(Step(step, 5.5 - step / 10, 2.0, 0.1, step * 100, 40.0, step * 2.5))
-    reporter.on_end(SUMMARY, None)
-
-
-def test_without_a_terminal_a_line_comes_now_and_then() -> None:
-    lines = shown(False, whole_run).splitlines()
-    assert lines[0] == (
-        "1,234 parameters, 5,000 bytes of text from 3 files, 30 steps of 100 tokens, 1 CPU thread per rank"
-    )
-    # This line comes before the end of the first step, which can take long.
-    assert "step 1 of 30" in lines[1]
-    assert lines[3] == "step 3/30  loss 5.2000  40 tokens/s  0:01:08 left"
-    steps = [int(line.split("/")[0].removeprefix("step ")) for line in lines if line.startswith("step")]
-    assert steps == [1, 3, 6, 9, 12, 15, 18, 21, 24, 27, 30]
-
-    # Slow steps are still shown.
-    def slow(reporter: TrainingReporter) -> None:
-        reporter.on_start(dataclasses.replace(START, steps=1000))
-        for step in range(1, 6):
-            reporter.on_step(Step(step, 5.0, 2.0, 0.1, step * 100, 40.0, step * 20.0))
-
-    steps = [
-        int(line.split("/")[0][5:]) for line in shown(False, slow).splitlines() if line.startswith("step")
-    ]
-    assert steps == [1, 3, 5]
-
-
-def test_on_a_terminal_there_is_one_bar_and_then_the_summary() -> None:
-    out = shown(True, whole_run)
-    facts = ("30/30", "loss 2.5000", "40 tokens/s", "training finished", "5.5000 -> 2.6000")
-    for fact in (*facts, "0:01:15 for 30 steps, 3,000 tokens"):
-        assert fact in out
-
-
-@pytest.mark.parametrize("terminal", [True, False])
-def test_a_reporter_tells_a_second_run_as_the_first(terminal: bool) -> None:
-    def again(reporter: TrainingReporter) -> None:
-        whole_run(reporter)
-        reporter._say("again")
-        whole_run(reporter)
-
-    first, second = shown(terminal, again).split("again\n")
-    assert second.splitlines()[-1] == first.splitlines()[-1] and "loss 2.5000  40 tokens/s" in second
-    assert terminal or first == second
-
-
-def test_an_interrupted_run_is_closed_with_one_line() -> None:
-    def tell(reporter: TrainingReporter) -> None:
-        reporter.on_start(START)
-        reporter.on_step(Step(1, 5.4, 2.0, 0.1, 100, 40.0, 2.5))
-        reporter.on_end(dataclasses.replace(SUMMARY, steps=1, losses=(5.4,)), KeyboardInterrupt())
-
-    last = "stopped after step 1 of 30, loss 5.4000; metrics in runs/x/metrics.jsonl"
-    assert shown(False, tell).splitlines()[-1] == last
-    assert shown(True, tell).rstrip().endswith(last)
 
 
 # -- the quickstart -------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import meshcomm
 from meshcomm.config import Config
-from meshcomm.errors import ConfigError, MeshcommError
+from meshcomm.errors import MeshcommError
 from meshcomm.mesh import Mesh
 from meshcomm.parallel import tensor_parallel, whole
 from meshcomm.testing import Pool
@@ -358,14 +358,3 @@ def test_a_misfitting_folder_changes_nothing(
     config = sections("dp=2", tmp_path)
     for said in pool.run(loaded, config, tmp_path / "saved", damage, ranks=2):
         assert said.startswith(words) and given in said, said
-
-
-def test_a_configuration_without_a_model_is_told_by_the_command(tmp_path: Path) -> None:
-    from meshcomm.commands.train import train
-
-    path = tmp_path / "mine.toml"
-    path.write_text(
-        '[mesh]\ndims = { dp = 2 }\ndevice = "cpu"\n[parallel]\ndata = "dp"\n[train]\nsteps = 1\nglobal_batch_size = 2\nmicro_batch_size = 1\n'
-    )
-    with pytest.raises(ConfigError, match=r"has no settings for a model\n.*\n.*meshcomm run with a script"):
-        train(path)

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import time
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
-from meshcomm.errors import CallMismatchError, LayoutError, MeshcommError, PeerLost, RankLost
-from meshcomm.mesh.rank_failure import await_cause, collect, leave
+from meshcomm.errors import MeshcommError, PeerLost, RankLost
 from meshcomm.watching.ending import Failure, failure_of, root_cause, without_error
 
 LAYOUT = {rank: f"rank {rank} (pp={rank // 4} tp={rank % 4})" for rank in range(8)}
@@ -307,59 +304,6 @@ def test_a_chain_without_end_is_read_once() -> None:
     assert not failure_of(first, 0, LAYOUT[0]).follows
 
 
-def test_what_a_rank_leaves_is_what_the_launcher_reads(tmp_path: Path) -> None:
-    odd = CallMismatchError("calls differ", given="a")
-    odd.mismatched_ranks = (3,)
-    lost = PeerLost("all_reduce lost a peer\nmore")
-    lost.missing = (5, 6)
-    lost.call = {"label": "tp", "number": 3, "call": "barrier", "callsite": "train.py:88"}
-    left = [
-        failure_of(raised(ValueError("planted\nsecond line")), 0, LAYOUT[0]),
-        failure_of(raised(odd), 3, LAYOUT[3]),
-        failure_of(raised(lost), 4, LAYOUT[4]),
-        failure_of(raised(LayoutError("")), 5, LAYOUT[5]),
-        failure_of(raised(KeyboardInterrupt()), 7, LAYOUT[7]),
-    ]
-    assert all(leave(each, tmp_path, 1) for each in left)
-    assert leave(left[0], tmp_path, 0)
-    (tmp_path / "1-cause-6.json").write_text("{half")
-    assert collect(tmp_path, 1) == left
-    assert [(f.what, f.code, f.follows, f.mismatched, f.missing) for f in left] == [
-        ("ValueError: planted", 1, False, False, []),
-        ("CallMismatchError: calls differ", 2, False, True, []),
-        ("PeerLost: all_reduce lost a peer", 1, True, False, [5, 6]),
-        ("LayoutError", 2, False, False, []),
-        ("KeyboardInterrupt", 130, False, False, []),
-    ]
-    # Foreign errors may use these attributes for something else.
-    foreign = KeyError("planted")
-    foreign.missing, foreign.call, foreign.mismatched_ranks = 3, print, {"all": 1}  # type: ignore[attr-defined]
-    assert leave(failure_of(foreign, 0, LAYOUT[0]), tmp_path, 2) and collect(tmp_path, 2)[0].missing == []
-    # The error of the mismatched rank has to come first.
-    assert failure_of(odd, 2, LAYOUT[2]).follows
-    assert all(f.frame.startswith(f"{__file__}:") and f.frame.endswith(" in raised") for f in left)
-    assert left[0].text.startswith("rank 0 (pp=0 tp=0):\nTraceback (most recent call last):\n")
-    assert left[2].text.startswith(
-        "rank 4 (pp=1 tp=0): PeerLost: all_reduce lost a peer\nmore\ncalled from:\n  File "
-    )
-    assert left[1].text == "rank 3 (pp=0 tp=3): CallMismatchError: calls differ\n  given:    a"
-    assert left[3].summary.startswith("rank 5 (pp=1 tp=1) failed: LayoutError, at ")
-    assert not leave(left[0], tmp_path / "gone", 1)
-
-
-def test_a_rank_whose_peer_broke_off_waits_for_the_cause(tmp_path: Path) -> None:
-    began = time.monotonic()
-    await_cause(tmp_path, 0, 0.2)
-    assert time.monotonic() - began >= 0.2
-    leave(failure(1, 1.0, follows=True), tmp_path, 0)
-    leave(failure(2, 1.0), tmp_path, 1)
-    await_cause(tmp_path, 0, 0.2)
-    leave(failure(2, 1.0), tmp_path, 0)
-    began = time.monotonic()
-    await_cause(tmp_path, 0, 60.0)
-    assert time.monotonic() - began < 30
-
-
 def test_only_the_users_frames_count() -> None:
     with pytest.raises(MeshcommError) as caught:
         layout_of_nothing()
@@ -411,3 +355,10 @@ def layout_of_nothing() -> None:
     from meshcomm.layout import Layout
 
     Layout({"dp": 0})
+
+
+def test_an_error_that_begins_with_an_empty_line_is_told_in_one_line() -> None:
+    assert (
+        failure_of(RuntimeError("\n  shapes do not fit\nmore"), 0, "rank 0").what
+        == "RuntimeError: shapes do not fit"
+    )

@@ -9,9 +9,7 @@ from typing import Any
 
 import pytest
 
-from meshcomm.errors import (
-    MeshcommError,
-)
+from meshcomm.errors import MeshcommError
 from meshcomm.watching.callsite import callsite
 from meshcomm.watching.counters import counter_of
 from meshcomm.watching.recorder import KEPT, FlightRecorder

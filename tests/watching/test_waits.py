@@ -11,7 +11,7 @@ import pytest
 
 from meshcomm.mesh.rank_record import RankRecord
 from meshcomm.watching.verdict import BlockedCall, diagnose, find_hung, root_cause, unasked, whereabouts
-from meshcomm.watching.waits import chain_ends, ends_of
+from meshcomm.watching.waits import chain_ends, ends_of, find_circle
 
 Waits = dict[int, Sequence[int]]
 # Each end: its ranks, and the ranks that wait for it.
@@ -264,3 +264,29 @@ def test_a_call_that_fails_while_it_is_recorded_is_under_way_or_has_failed(looks
     except RuntimeError:
         status = own.data()
     assert status["call_failed"] or status["groups"][0]["last"]["inside"], status
+
+
+def test_circles_against_walking_every_path() -> None:
+    for seed in range(300):
+        chance = random.Random(seed)
+        n = chance.randint(1, 7)
+        waits = {
+            rank: sorted(set(chance.choices([r for r in range(n + 2) if r != rank], k=chance.randint(0, 2))))
+            for rank in range(n)
+        }
+        circle = find_circle(waits)
+        for rank, following in zip(circle, [*circle[1:], *circle[:1]], strict=True):
+            assert following in waits[rank]
+        assert len(set(circle)) == len(circle)
+        assert bool(circle) == any(_returns(waits, rank, rank, set()) for rank in waits), waits
+
+
+def _returns(waits: dict[int, list[int]], rank: int, home: int, seen: set[int]) -> bool:
+    for other in waits.get(rank, ()):
+        if other == home:
+            return True
+        if other not in seen:
+            seen.add(other)
+            if _returns(waits, other, home, seen):
+                return True
+    return False

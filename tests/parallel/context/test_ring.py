@@ -15,7 +15,7 @@ from torch import Tensor
 
 import meshcomm
 from meshcomm.comm import Handle
-from meshcomm.errors import AutogradError, LayoutError, ShapeError, UnknownDim, UnsupportedOp
+from meshcomm.errors import ShapeError, UnknownDim, UnsupportedOp
 from meshcomm.mesh import Mesh
 from meshcomm.parallel.context import (
     ContextSplit,
@@ -292,93 +292,6 @@ def test_the_next_block_is_under_way_while_one_is_computed(monkeypatch: pytest.M
     backward = ["start", half, "start", "wait", "start", half, "wait", "start", "wait"]
     backward += [half, "wait", "start", "wait"]
     assert list(events.values()) == [forward + backward] * 3
-
-
-def cross(mesh: Mesh) -> float:
-    q, k, v, dout = draw(4, 2)
-    q, dout = q[:, :, :8], dout[:, :, :8]
-    mine = split_up(mesh, "cp", ring_attention, "contiguous", [q, k, v, dout], causal=False)
-    return farthest(mine, one_process(q, k, v, dout, False, None))
-
-
-def test_keys_of_another_sequence() -> None:
-    assert max(meshcomm.simulate(cross, dims={"cp": 4})) < 1e-12
-
-
-# -- the split ---------------------------------------------------------------------------------
-
-
-def test_positions() -> None:
-    assert [sequence_positions(8, 2, c, "zigzag").tolist() for c in (0, 1)] == [[0, 1, 6, 7], [2, 3, 4, 5]]
-    assert sequence_positions(5, 1, 0, "zigzag").tolist() == [0, 1, 2, 3, 4]
-    assert sequence_positions(6, 3, 2, "contiguous").tolist() == [4, 5]
-    # Created on the device, not copied to it: the host would wait for a copy.
-    assert sequence_positions(8, 2, 0, "zigzag", torch.device("meta")).device.type == "meta"
-    with pytest.raises(ShapeError) as raised:
-        sequence_positions(12, 4, 0, "zigzag")
-    assert str(raised.value) == (
-        "a sequence of 12 cannot be split in zigzag order over 4 ranks\n"
-        "  given:    12 tokens, 8 chunks\n"
-        "  expected: a multiple of 8; 12 % 8 = 4\n"
-        '  try:      16 tokens, or order="contiguous", as in ContextSplit(mesh, dim, "ulysses")'
-    )
-    with pytest.raises(ShapeError, match=r"expected: a multiple of 3; 10 % 3 = 1\n  try:      12 tokens$"):
-        sequence_positions(10, 3, 0, "contiguous")
-    with pytest.raises(LayoutError, match="coord 4 holds no part of the sequence"):
-        sequence_positions(16, 4, 4, "zigzag")
-    with pytest.raises(UnsupportedOp, match="cannot be split in the order 'striped'"):
-        sequence_positions(8, 2, 0, "striped")  # type: ignore[arg-type]
-
-
-def there_and_back(mesh: Mesh, order: Any) -> None:
-    ids = torch.arange(2 * 12).reshape(2, 12)
-    mine = split_sequence(ids, -1, mesh, "cp", order)
-    assert mine[0].tolist() == sequence_positions(12, 3, mesh.coord("cp"), order).tolist()
-    assert torch.equal(gather_sequence(mine, 1, mesh, "cp", order), ids)
-    # Each rank's loss weights all tokens by its coord + 1, so the gradient of the ranks' sum has the factor 1 + 2 + 3.
-    x = (mine.double() * 0.5).requires_grad_()
-    whole = gather_sequence(x, 1, mesh, "cp", order, grad="reduce_scatter")
-    (whole * (mesh.coord("cp") + 1) * ids).sum().backward()
-    assert torch.equal(x.grad, mine * 6.0)
-    with pytest.raises(AutogradError, match="all_gather"):
-        gather_sequence(x, 1, mesh, "cp", order)
-    # The gradient of the split covers this rank's tokens alone.
-    table = torch.zeros(12, 2, requires_grad=True)
-    split_sequence(table, 0, mesh, "cp", order).sum().backward()
-    assert torch.equal(
-        table.grad[:, 0].nonzero().flatten(), sequence_positions(12, 3, mesh.coord("cp"), order)
-    )
-
-
-@pytest.mark.parametrize("order", ["zigzag", "contiguous"])
-def test_split_and_gather(order: Any) -> None:
-    meshcomm.simulate(there_and_back, dims={"cp": 3}, args=(order,))
-
-
-def switched(mesh: Mesh) -> None:
-    whole = draw(4, 2)
-    wanted = one_process(*whole, True, None)[0]
-    for dim, attention in product((None, "tp", "cp"), ("ring", "ulysses")):
-        split = ContextSplit(mesh, dim, attention)
-        alone = dim != "cp"
-        assert (split.size, split.coord) == ((1, 0) if alone else (2, mesh.coord("cp")))
-        assert split.order == ("zigzag" if attention == "ring" else "contiguous")
-        assert torch.equal(split.positions(SEQUENCE), split.split(torch.arange(SEQUENCE), 0))
-        q, k, v = (split.split(x, 2) for x in whole[:3])
-        out = split.attend(q, k, v)
-        if alone:
-            assert q is whole[0] and torch.equal(out, wanted)
-        assert farthest([split.gather(out, 2)], [wanted]) < 1e-12
-    with pytest.raises(UnsupportedOp, match="'flash' is not a kind of attention over a split sequence"):
-        ContextSplit(mesh, None, "flash")  # type: ignore[arg-type]
-    with pytest.raises(ShapeError, match="10 % 4 = 2"):
-        ContextSplit(mesh, "cp").positions(10)
-    with pytest.raises(UnknownDim, match="ctx"):
-        ContextSplit(mesh, "ctx")
-
-
-def test_one_object_for_a_model() -> None:
-    meshcomm.simulate(switched, dims={"dp": 2, "cp": 2, "tp": 1})
 
 
 # -- errors ------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from meshcomm.errors import LayoutError, ShapeError, TrainingError, UnknownDim
 from meshcomm.mesh import Mesh
 from meshcomm.parallel import TensorSplit
 from meshcomm.parallel.expert import Experts
-from meshcomm.parallel.expert.routing import balance, capacity, counts
+from meshcomm.parallel.expert.routing import balance, counts
 from meshcomm.parallel.tensor import local
 from meshcomm.testing import Pool
 from meshcomm.testing.emulated_nccl import NAME, emulated_nccl, host_syncs, no_host_sync
@@ -372,12 +372,6 @@ def test_a_grouped_product_is_the_loop_s(kind: torch.dtype) -> None:
 @pytest.mark.parametrize("check", [uneven_batches, recomputed, autocast], ids=lambda check: check.__name__)
 def test_properties_on_two_ranks(check: Callable[..., None]) -> None:
     simulate("ep2", check, numbers(Case()))
-
-
-def test_the_capacity_is_the_decimal_one() -> None:
-    assert capacity(1.1, 45, 2, 1) == 99
-    assert capacity(1.0, 8, 2, 8) == 2
-    assert capacity(1.01, 8, 2, 8) == 3
 
 
 # -- errors ---------------------------------------------------------------------------------------

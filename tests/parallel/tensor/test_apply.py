@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections import Counter
 from collections.abc import Callable
-from itertools import product
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -23,33 +21,13 @@ from torch.utils.checkpoint import checkpoint
 
 import meshcomm
 from meshcomm.config import load_config
-from meshcomm.errors import (
-    ConfigError,
-    MeshMismatchError,
-    RankFailed,
-    ShapeError,
-    TrainingError,
-    UnsupportedOp,
-)
+from meshcomm.errors import MeshMismatchError
 from meshcomm.mesh import Mesh
-from meshcomm.mesh.stats import Stats
 from meshcomm.parallel.expert import Experts
-from meshcomm.parallel.tensor import (
-    ColumnParallel,
-    RowParallel,
-    TensorSplit,
-    VocabParallelEmbedding,
-    assign,
-    cross_entropy,
-    local,
-    tensor_parallel,
-    unsplit_state,
-    whole,
-)
-from meshcomm.parallel.tensor import layers as tensor_layers
+from meshcomm.parallel.tensor import TensorSplit, cross_entropy, tensor_parallel, unsplit_state, whole
 from meshcomm.parallel.tensor.parameters import Parts, kept
 from meshcomm.testing import Pool
-from tests.parallel.same import close, part, randn
+from tests.parallel.same import close, randn
 
 VOCAB, WIDTH, TOKENS = 16, 16, 8
 
@@ -320,23 +298,6 @@ def test_a_tensor_that_was_written_to_enters_again() -> None:
 # -- wrong on purpose -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("name", "broken", "sequence", "seen"),
-    [
-        ("leave", lambda split, x: x, False, "output 0: off by"),
-        ("enter", lambda split, x: x, False, "gradient of embed.weight: off by"),
-        ("partial_parameters", lambda split, module: {}, True, r"gradient of layers.0.norm1.weight: off by"),
-    ],
-)
-def test_an_example_shows_what_is_computed_otherwise(
-    monkeypatch: pytest.MonkeyPatch, name: str, broken: Any, sequence: bool, seen: str
-) -> None:
-    monkeypatch.setattr(TensorSplit, name, broken)
-    with pytest.raises(RankFailed, match=seen) as caught:
-        meshcomm.simulate(parity, dims={"tp": 2}, args=("separate", sequence))
-    assert "output" in seen or "output" not in str(caught.value).split("expected:")[0]
-
-
 def other_weights(mesh: Mesh) -> None:
     module = module_of("separate")
     if mesh.rank == 5:
@@ -367,151 +328,6 @@ def test_ranks_with_other_weights_or_plans_are_named() -> None:
     meshcomm.simulate(other_plans, dims={"tp": 4})
 
 
-WRONG: list[tuple[str, Any, str]] = [
-    ("layers.*.atn.q", "column", 'matches no part of the module; did you mean "layers.*.attn.q"?'),
-    ("layers.*.attn.q", "colum", 'style \'colum\' is not one of "column", "row", "vocab", "latent", "enter"'),
-    ("norm", "column", '"norm", a LayerNorm: style "column" splits an nn.Linear, but this is not one'),
-    ("embed", "column", '"embed", a Embedding: style "column" splits an nn.Linear'),
-    ("odd", "column", '"odd", a Linear: 6 outputs are not divisible by tp: 6 % 4 = 2'),
-    ("odd", "row", '"odd", a Linear: 6 inputs are not divisible by tp: 6 % 4 = 2'),
-    ("odd", "split", '"odd" is a module; style "split" is for parameters'),
-    ("odd.weight", "column", '"odd.weight" is a parameter, whose style is "split"'),
-    (
-        "odd.bias",
-        "split",
-        '"odd", a Linear: axis 0 of its bias, (6,), is not divisible by the 4 ranks along tp',
-    ),
-    ("odd.bias", {"style": "split", "axis": "rows"}, "axis is 'rows'; it must be an integer of 0 or more"),
-    (
-        "odd.bias",
-        {"style": "split", "set": {"a": 1}},
-        "style \"split\" has no option 'set'; its options are style, axis",
-    ),
-    ("odd.bias", {"style": "split", "axis": 1}, "axis 1 of its bias, (6,), is not divisible"),
-    ("layers.*.attn.q", "column:3", "its 16 outputs are not 3 equal parts"),
-    ("layers.*.attn.q", {"style": "column", "parts": [8, 4]}, "its 16 outputs are not 8 + 4"),
-    ("layers.*.attn.q", {"style": "column", "parts": [10, 6]}, "not divisible by tp: 2 % 4 = 2"),
-    (
-        "layers.*.attn.q",
-        {"style": "column", "part": 2},
-        "has no option 'part'; its options are style, parts, output, sequence, set",
-    ),
-    (
-        "layers.*.attn.q",
-        {"style": "column", "output": "all"},
-        'output is \'all\'; it must be "split" or "whole"',
-    ),
-    ("layers.*.attn.q", 3, "3 is neither a style"),
-    ("layers.0.attn", {"set": {"haeds": "split"}}, "it has no attribute 'haeds' to set"),
-    ("layers.0.attn", {"set": {"heads": "split"}}, "heads = 6 is not divisible by tp: 6 % 4 = 2"),
-    ("layers.0.attn", {"set": {"name": "split"}}, "name = 'a' is not an integer"),
-    ("layers.0.attn.q", {"style": "row"}, 'is matched by "layers.*.attn.[qkv]" and by "layers.0.attn.q"'),
-    ("layers.0", "heads", 'has style "heads", but "layers.0.attn.q" inside it has another style'),
-    ("head", "row", '"embed.weight" and "head.weight" are one parameter and would be split differently'),
-    ("ten", "vocab", '"ten", a Embedding: 10 rows are not divisible by tp: 10 % 4 = 2'),
-    ("capped", "vocab", "an embedding with max_norm cannot be split"),
-]
-
-
-def wrong(mesh: Mesh, module: nn.Module) -> None:
-    state = {name: value.clone() for name, value in module.state_dict().items()}
-    for pattern, entry, text in WRONG:
-        plan = plan_of("separate")
-        # These would match the same parts.
-        plan.pop("**.norm*")
-        if pattern == "layers.*.attn.q":
-            plan.pop("layers.*.attn.[qkv]")
-        plan[pattern] = entry
-        with pytest.raises(ConfigError) as caught:
-            tensor_parallel(module, mesh, "tp", plan)
-        assert text in str(caught.value), f"{pattern}, {entry}: {caught.value}"
-    with pytest.raises(ConfigError) as caught:
-        tensor_parallel(module, mesh, "tp", {"norm": "row", "nrm": "row"})
-    assert str(caught.value).startswith('the plan to split a Small along "tp" has 2 problems\n')
-    with pytest.raises(ConfigError, match="these have none: odd, ten, capped"):
-        tensor_parallel(module, mesh, "tp", plan_of("separate"), sequence_parallel=True)
-    # A refused plan does not change the module.
-    assert all(torch.equal(value, state[name]) for name, value in module.state_dict().items())
-    assert type(module) is Small and type(module.norm) is nn.LayerNorm
-
-
-def test_plans_that_do_not_fit_are_refused_with_everything_that_is_wrong() -> None:
-    module: Any = module_of("separate")
-    module.odd, module.ten = nn.Linear(6, 6), nn.Embedding(10, 4)
-    module.capped = nn.Embedding(8, 4, max_norm=1.0)
-    module.layers[0].attn.heads, module.layers[0].attn.name = 6, "a"
-    meshcomm.simulate(wrong, dims={"tp": 4}, args=(module,))
-
-
-def without(*names: str, kind: str = "fused", **more: Any) -> dict[str, Any]:
-    return {name: style for name, style in {**plan_of(kind), **more}.items() if name not in names}
-
-
-MQA = {
-    "layers.*.attn": {"set": {"heads": "split"}},
-    "layers.*.attn.qkv": {"style": "column", "parts": [16, 4, 4]},
-    "layers.*.attn.out": "row",
-}
-FAILING: list[tuple[str, dict[str, Any], str, bool, str, str]] = [
-    ("fused", without("layers.*.mlp.2"), "", False, '"layers.0.mlp.2", a Linear', '"layers.0.mlp.2": "row", as it gets 16 of its 32 inputs'),
-    ("fused", without("layers.*.mlp.0"), "", False, '"layers.0.mlp.2", a Linear', '"layers.0.mlp.2" gets all of its 32 inputs: a "column" before it'),
-    ("fused", without("layers.*.attn"), "", False, '"layers.0.attn", a Fused', '"layers.0.attn": {"set": {"heads": "split"}}, 4 now'),
-    ("mqa", without(**MQA), "", False, '"layers.0.attn", a Fused', "a size of tp that divides kv_heads = 1, which cannot be split by tp = 2"),
-    ("fused", plan_of("fused"), "labels", False, "the module itself, a Small", '"head": "column:whole", or no labels'),
-    ("separate", without(places="sequence", kind="separate"), "", True, "the module itself, a Small", '{"style": "replicate", "input": "whole", "axis": 0} for a part'),
-    ("gqa", without(kind="gqa", **{"layers.*.attn": {"set": {"heads": "split", "kv_heads": "split"}}}), "", True, '"layers.0.attn", a Fused', '"layers.0.attn": "enter" if it reads the length from its input, "replicate" if it needs all: it gets 4 of 8 positions'),
-]  # fmt: skip
-
-
-def failing(mesh: Mesh) -> None:
-    for kind, plan, labels, sequence, where, cure in FAILING:
-        example = {"ids": IDS} | ({"labels": IDS} if labels else {})
-        with pytest.raises(TrainingError) as caught:
-            tensor_parallel(module_of(kind), mesh, "tp", plan, sequence_parallel=sequence, example=example)
-        text = str(caught.value)
-        assert f" fails on its example in {where}" in text.splitlines()[0], text
-        assert text.count(cure) == 1, text
-        assert isinstance(caught.value.__cause__, Exception)
-    # The change that the error proposes makes the module equal again.
-    cured = plan_of("fused") | {"head": "column:whole"}
-    tensor_parallel(module_of("fused"), mesh, "tp", cured, example={"ids": IDS, "labels": IDS})
-
-
-def test_a_part_that_fails_behind_the_split_its_size_and_the_cure_are_named() -> None:
-    meshcomm.simulate(failing, dims={"tp": 2})
-
-
-class Reshaped(nn.Module):
-    """Attention that reshapes to the full width after the split columns."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(batch, sequence, 8) -> the same shape."""
-        y: Tensor = self.down(self.up(x).transpose(1, 2).transpose(1, 2).reshape(x.shape[0], x.shape[1], 16))
-        return y
-
-
-def reshaped(mesh: Mesh) -> None:
-    torch.manual_seed(0)
-    module = nn.Sequential(Reshaped())
-    with pytest.raises(TrainingError) as caught:
-        tensor_parallel(
-            module, mesh, "tp", {"0.up": "column", "0.down": "row"}, example=(torch.randn(2, 3, 8),)
-        )
-    text = str(caught.value)
-    assert 'fails on its example in "0", a Reshaped' in text
-    line = Reshaped.forward.__code__.co_firstlineno + 2
-    assert f"at {__file__}:{line} in forward: y: Tensor = self.down(self.up(x)" in text, text
-    assert "reshape to [2, 3, -1] instead of [2, 3, 16]" in text
-
-
-def test_the_line_of_the_users_forward_and_a_reshape_that_fits_are_named() -> None:
-    meshcomm.simulate(reshaped, dims={"tp": 2})
-
-
 def states(mesh: Mesh) -> None:
     module = module_of("gqa")
     before = {name: value.clone() for name, value in module.state_dict().items()}
@@ -528,125 +344,6 @@ def test_the_state_of_the_whole_module_comes_out() -> None:
 # -- custom layers with sequence_parallel ---------------------------------------------------------
 
 
-class Norm(nn.Module):
-    def __init__(self, split: TensorSplit) -> None:
-        super().__init__()
-        self.weight = split.parameter(WIDTH, axis=None)
-        split.partial(self, "weight")
-
-    def forward(self, x: Tensor) -> Tensor:
-        weight = self.weight.to_local() if isinstance(self.weight, DTensor) else self.weight
-        return F.rms_norm(x, (WIDTH,), weight)
-
-
-class Own(nn.Module):
-    def __init__(self, split: TensorSplit) -> None:
-        super().__init__()
-        self.split = split
-        self.embed = VocabParallelEmbedding(split, VOCAB, WIDTH)
-        self.norm = Norm(split)
-        self.a = ColumnParallel(split, WIDTH, 32, bias=True)
-        self.b = ColumnParallel(split, WIDTH, 32)
-        self.out = RowParallel(split, 32, WIDTH, bias=True)
-        self.alike = nn.Parameter(torch.full((TOKENS, 1), 0.5, dtype=torch.float64))
-        self.head = ColumnParallel(split, WIDTH, VOCAB)
-        for number, p in enumerate(self.parameters()):
-            assign(p, randn(*p.shape, seed=number))
-
-    def forward(self, ids: Tensor) -> Tensor:
-        split = self.split
-        x = self.embed(ids)
-        places = split.positions(x.shape[1])
-        x = x * (1 + 0.1 * places[:, None])
-        y = split.enter(self.norm(x))
-        x = x + self.out(F.silu(self.a(y)) * self.b(y))
-        # A part that needs the whole sequence, computed identically on every rank.
-        x = x + split.scatter((split.gather(x) * self.alike).cumsum(1))
-        return cast(Tensor, self.head(split.enter(x)))
-
-
-def own_layers(mesh: Mesh, sequence: bool) -> None:
-    found = []
-    for dim in (None, "tp"):
-        split = TensorSplit(mesh, dim, torch.float64, sequence)
-        module = Own(split)
-        cross_entropy(split, module(IDS), TARGETS).backward()
-        split.finish_gradients(module)
-        assert len(split.partial_parameters(module)) == (2 if sequence and dim else 0)
-        found.append({name: whole(cast(Tensor, p.grad)) for name, p in module.named_parameters()})
-    for name, expected in found[0].items():
-        close(found[1][name], expected, name)
-
-
-@pytest.mark.parametrize(("size", "sequence"), [(2, False), (4, True)])
-def test_own_layers_with_the_sequence_split(size: int, sequence: bool) -> None:
-    meshcomm.simulate(own_layers, dims={"tp": size}, args=(sequence,))
-
-
-def sent(mesh: Mesh, before: Stats) -> Counter[str]:
-    """The bytes sent by each kind of call, blocking or not."""
-    found: Counter[str] = Counter()
-    for row in mesh.stats().since(before).rows:
-        found[row.call] += row.nbytes
-    return found
-
-
-def narrow(mesh: Mesh, sequence: bool) -> None:
-    """Under autocast, (2, 8, 16) travels in bfloat16: 512 bytes, forward and backward. An embedding keeps the dtype it is given."""
-    split = TensorSplit(mesh, "tp", sequence_parallel=sequence)
-    up, down = ColumnParallel(split, 16, 32), RowParallel(split, 32, 16)
-    table = VocabParallelEmbedding(split, 12, 16, dtype=torch.bfloat16)
-    torch.manual_seed(0)
-    for each in (up, down, table):
-        nn.init.normal_(local(each.weight.detach()))
-    x = randn(2, 8, 16).float()
-    mine = (part(mesh, "tp", x, 1) if sequence else x).clone().requires_grad_()
-    before = mesh.stats()
-    with torch.autocast("cpu", torch.bfloat16):
-        y = down(up(split.enter(mine)))
-        found = table(torch.arange(8).expand(2, 8))
-    assert (y.dtype, found.dtype) == (torch.bfloat16, torch.bfloat16)
-    counted = sent(mesh, before)
-    (y.float().square().sum() + found.float().sum()).backward()
-    assert mine.grad is not None
-    assert {each.grad.dtype for each in (mine, up.weight, down.weight, table.weight)} == {torch.float32}
-    both = sent(mesh, before)
-    if sequence:
-        assert counted == {"all_gather": 512, "reduce_scatter": 2 * 512}
-        assert both == {"all_gather": 3 * 512, "reduce_scatter": 3 * 512}
-    else:
-        assert (counted, both) == ({"all_reduce": 2 * 512}, {"all_reduce": 3 * 512})
-    assert torch.equal(split.gather(found.detach()), whole(table.weight)[:8].bfloat16().expand(2, 8, 16))
-
-
-@pytest.mark.parametrize("sequence", [False, True])
-def test_under_autocast_what_is_sent_is_as_narrow_as_what_is_multiplied(sequence: bool) -> None:
-    meshcomm.simulate(narrow, dims={"tp": 2}, args=(sequence,))
-
-
-def refusals(mesh: Mesh) -> None:
-    split = TensorSplit(mesh, "tp", torch.float64, True)
-    with pytest.raises(ShapeError) as caught:
-        ColumnParallel(split, 8, 10)
-    assert str(caught.value) == (
-        'axis 0 of a weight of shape (10, 8) cannot be split along "tp"\n'
-        "  given:    10, and 4 ranks along tp\n"
-        "  expected: a multiple of 4; 10 % 4 = 2\n"
-        "  try:      12, or a smaller tp"
-    )
-    assert split.positions(3).tolist() == [3 * mesh.rank, 3 * mesh.rank + 1, 3 * mesh.rank + 2]
-    assert TensorSplit(mesh, "tp").positions(3).tolist() == [0, 1, 2]
-    with pytest.raises(ShapeError):
-        split.leave(torch.ones(2, 7, 4))  # 7 tokens on 4 ranks
-    with pytest.raises(ShapeError, match="an embedding's ids are outside the vocabulary on rank"):
-        Own(split)(IDS + VOCAB)
-    logits = torch.zeros(2, 3, 4)
-    with pytest.raises(ShapeError, match=r"targets are outside the vocabulary(.|\n)*-1 to 2"):
-        cross_entropy(split, logits, torch.tensor([[0, 1, -1], [2, 2, 2]]))
-    with pytest.raises(UnsupportedOp, match="has no reduction 'none'"):
-        cross_entropy(split, logits, torch.zeros(2, 3, dtype=torch.int64), reduction=cast(Any, "none"))
-
-
 def alone(mesh: Mesh, module: Any) -> None:
     plan = plan_of("fused") | {"layers.0.attn": {"set": {"size": 5}}}
     state = module.state_dict()
@@ -659,50 +356,6 @@ def alone(mesh: Mesh, module: Any) -> None:
 
 def test_on_one_rank_only_what_is_set_is_set() -> None:
     meshcomm.simulate(alone, dims={"dp": 2, "tp": 1}, args=(module_of("fused"),))
-
-
-def test_what_cannot_be_is_refused() -> None:
-    meshcomm.simulate(refusals, dims={"tp": 4})
-
-
-def losses(mesh: Mesh) -> None:
-    split = TensorSplit(mesh, "tp", torch.float64)
-    plain = randn(2, TOKENS, VOCAB, seed=7)
-    peak, never = plain.clone(), plain.clone()
-    peak[..., 7], never[..., 1:4] = 1e300, -torch.inf
-    none, some = torch.full_like(TARGETS, 5), torch.where(TARGETS < 0, 5, TARGETS)
-    cases = [(plain, TARGETS, -100), (plain, none, 5), (plain, some, 5)]
-    cases += [(logits, some % 4 + 8, -100) for logits in (plain * 1e4, peak, never, plain - 1e12)]
-    for (logits, targets, ignore), reduction in product(cases, ("mean", "sum")):
-        how: Any = {"ignore_index": ignore, "reduction": reduction}
-        ref = logits.clone().requires_grad_()
-        expected = F.cross_entropy(ref.flatten(0, 1), targets.flatten(), **how)
-        (expected * 3).backward()
-        mine = part(mesh, "tp", logits, -1).clone().requires_grad_()
-        loss = cross_entropy(split, mine, targets, **how)
-        (loss * 3).backward(retain_graph=True)
-        if targets is none and reduction == "mean":
-            assert loss.isnan() and expected.isnan()
-            continue
-        close(loss, expected)
-        close(mine.grad, part(mesh, "tp", cast(Tensor, ref.grad), -1))
-        (loss * 3).backward()  # the saved values are intact for a second backward
-        close(mine.grad, 2 * part(mesh, "tp", cast(Tensor, ref.grad), -1))
-    half = plain.bfloat16()
-    loss = cross_entropy(split, half.chunk(split.size, -1)[split.coord], TARGETS)
-    assert loss.dtype == torch.float32
-    torch.testing.assert_close(loss, F.cross_entropy(half.float().flatten(0, 1), TARGETS.flatten()))
-
-
-@pytest.mark.parametrize("dims", [{"tp": 4}, {"tp": 1}], ids=str)
-@pytest.mark.parametrize("few", [None, 1], ids=["at once", "some rows at a time"])
-def test_the_loss_is_that_of_one_process_and_leaves_out_what_does_not_count(
-    dims: dict[str, int], few: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if few is not None:
-        monkeypatch.setattr(tensor_layers, "_FEW", few)
-        assert len(tensor_layers._parts(torch.zeros(2 * TOKENS, VOCAB))) == 8
-    meshcomm.simulate(losses, dims=dims)
 
 
 # -- processes ------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import pickle
@@ -26,17 +25,15 @@ from typer.testing import CliRunner
 import meshcomm
 from meshcomm.commands import app
 from meshcomm.config import Config, load_config
-from meshcomm.errors import CommunicationError, ConfigError, TrainingError
+from meshcomm.errors import CommunicationError, TrainingError
 from meshcomm.parallel import whole
 from meshcomm.testing import Pool
 from meshcomm.train import Attempt, Callback, Resumed, Start, Step, Summary, Trainer, run
 from meshcomm.train.checkpoint import writer as checkpoint_writer
 from meshcomm.train.checkpoint.checkpoints import Checkpoints, resume
-from meshcomm.train.checkpoint.lease import find_attempt
-from meshcomm.train.checkpoint.lock import Lock, resume_differences
+from meshcomm.train.checkpoint.lock import Lock
 from meshcomm.train.checkpoint.reader import Saved, unpickle
 from meshcomm.train.export import export_weights
-from meshcomm.train.run_files import MetricsFile
 from tests.train import runs
 
 pytestmark = pytest.mark.long
@@ -54,10 +51,6 @@ ONE = "mesh.dims={ pp = 1, dp = 1, tp = 1 }"
 
 def tiny(out: Path, *overrides: str) -> Config:
     return load_config(TINY, [f'train.out="{out}"', *overrides])
-
-
-SLURM = {"SLURM_JOB_ID": "7"}
-AGENT = {"TORCHELASTIC_RUN_ID": "x1", "TORCHELASTIC_RESTART_COUNT": "1"}
 
 
 class Notes(Callback):
@@ -379,22 +372,6 @@ def test_only_restarts_of_the_same_job_go_on_by_themselves(pool: Pool, tmp_path:
     assert left() == sorted(f"{name}{n}{end}" for n in ("", ".1", ".2", ".3") for name, end in files)
 
 
-@pytest.mark.parametrize(
-    ("env", "attempt"),
-    [
-        ({}, Attempt("", 0)),
-        ({"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "2"}, Attempt("", 2)),
-        ({"TORCHELASTIC_RUN_ID": "x1", "TORCHELASTIC_RESTART_COUNT": "1"}, Attempt("x1", 1)),
-        # A requeued job keeps its number, but a torchrun in its script gets a new name.
-        ({**SLURM, "SLURM_STEP_ID": "0"}, Attempt("Slurm job 7, step 0", 0)),
-        ({**SLURM, "SLURM_STEP_ID": "0", "SLURM_RESTART_COUNT": "2"}, Attempt("Slurm job 7, step 0", 2)),
-        ({**SLURM, **AGENT, "SLURM_RESTART_COUNT": "2"}, Attempt("Slurm job 7", 3)),
-    ],
-)
-def test_the_launcher_says_which_attempt_this_is(env: dict[str, str], attempt: Attempt) -> None:
-    assert find_attempt(env) == attempt
-
-
 # -- a rank that is killed while it saves ---------------------------------------------------------
 
 
@@ -529,91 +506,6 @@ def test_another_training_is_refused_with_both_values(pool: Pool, at_step_4: Pat
         )
     # The attempt loses nothing.
     assert content(folder) == before and (at_step_4 / "metrics.jsonl").read_bytes() == metrics
-
-
-LOCK = Lock(
-    step=40,
-    seconds=1.0,
-    fingerprint="f",
-    plan={"device": "cpu"},
-    config={
-        "mesh": {"dims": {"pp": 2, "dp": 2}},
-        "model": {"hidden_size": 32},
-        "data": {"seq_len": 8, "files": [], "sha256": "aa"},
-        "train": {"lr": 0.1, "seed": 7, "global_batch_size": 16, "dtype": "float32", "steps": 60},
-    },
-    versions={"torch": "2.13.0"},
-)
-
-
-def changed(section: str, **values: Any) -> Lock:
-    return dataclasses.replace(
-        LOCK, config={**LOCK.config, section: {**LOCK.config.get(section, {}), **values}}
-    )
-
-
-@pytest.mark.parametrize(
-    ("now", "line"),
-    [
-        (changed("mesh", dims={"dp": 4}), "mesh.dims: { pp = 2, dp = 2 } -> { dp = 4 }"),
-        (changed("mesh", dims={"dp": 2, "pp": 2}), "mesh.dims: { pp = 2, dp = 2 } -> { dp = 2, pp = 2 }"),
-        (changed("train", lr=0.2), "train.lr: 0.1 -> 0.2"),
-        (changed("train", steps=80), "train.steps: 60 -> 80"),
-        (changed("train", steps=40), "train.steps: 60 -> 40"),
-        (changed("train", new=1), "train.new: null -> 1"),
-        (changed("train", clip_norm=1.0), "train.clip_norm: null -> 1.0"),
-        (changed("train", compute_dtype="bfloat16"), 'train.compute_dtype: null -> "bfloat16"'),
-        (changed("parallel", options={"stages_per_rank": 2}), "parallel.options.stages_per_rank: null -> 2"),
-        (changed("data", files=["x"]), 'data.files: [] -> ["x"]'),
-        (dataclasses.replace(LOCK, versions={"torch": "2.14"}), 'versions.torch: "2.13.0" -> "2.14"'),
-        (dataclasses.replace(LOCK, plan={"device": "cuda"}), 'device: "cpu" -> "cuda"'),
-        # Settings of checkpoints and logging are not differences.
-        *(
-            (changed("train", **{key: 3}), None)
-            for key in ("checkpoint_async", "checkpoint_every", "keep", "log_every")
-        ),
-    ],
-)
-def test_what_may_differ_is_shown(now: Lock, line: str | None) -> None:
-    assert resume_differences(LOCK, now, Path("x")) == (() if line is None else (line,))
-
-
-@pytest.mark.parametrize(
-    ("now", "values"),
-    [
-        (changed("model", hidden_size=64), "model.hidden_size = 64, and 32 in x"),
-        (changed("data", seq_len=16), "data.seq_len = 16, and 8 in x"),
-        (changed("data", sha256="bb"), 'data.sha256 = "bb", and "aa" in x'),
-        (changed("train", seed=1), "train.seed = 1, and 7 in x"),
-        (changed("train", global_batch_size=8), "train.global_batch_size = 8, and 16 in x"),
-        (changed("train", dtype="float64"), 'train.dtype = "float64", and "float32" in x'),
-        (changed("train", steps=30), "train.steps = 30, and step 40 in x"),
-    ],
-)
-def test_what_may_not_differ_is_refused(now: Lock, values: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        resume_differences(LOCK, now, Path("x"))
-    assert caught.value.given == values and caught.value.hint
-
-
-@pytest.mark.parametrize(
-    ("key", "now", "read"),
-    [
-        ("global_batch_size", changed("train", global_batch_size=8), 640),
-        ("data", changed("data", sha256="bb"), 0),
-        ("seq_len", changed("data", seq_len=16), 0),
-    ],
-)
-def test_settings_in_resume_changed_may_differ(key: str, now: Lock, read: int) -> None:
-    with pytest.raises(ConfigError) as caught:
-        resume_differences(LOCK, now, Path("x"))
-    assert f'train.resume_changed = ["{key}"]' in str(caught.value.hint)
-    train = {**now.config["train"], "resume_changed": [key]}
-    now = dataclasses.replace(now, config={**now.config, "train": train})
-    lines = resume_differences(LOCK, now, Path("x"))
-    assert len(lines) == (1 if read else 2) and "->" in lines[0]
-    assert now.continuing(LOCK).samples == read
-    assert now.continuing(dataclasses.replace(LOCK, samples=99)).samples == (99 if read else 0)
 
 
 def test_checkpoints_hold_no_environment(undisturbed: tuple[Path, Summary]) -> None:
@@ -820,42 +712,6 @@ def test_restarts_are_left_to_a_launcher(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 # -- metrics --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("text", "after", "kept"),
-    [
-        ('{"step": 1}\n{"step": 3}\n{"step": 6}\n', 5, '{"step": 1}\n{"step": 3}\n'),
-        ('{"step": 1}\n{"step": 3}\n{"step": 6}\n', 6, '{"step": 1}\n{"step": 3}\n{"step": 6}\n'),
-        ('{"step": 1}\n{"step": 3}\n{"st', 9, '{"step": 1}\n{"step": 3}\n'),
-        ('{"step": 1}\n{"step": 3}', 9, '{"step": 1}\n'),
-        ('{"step": 1}\nnot json\n{"step": 2}\n', 9, '{"step": 1}\n'),
-        ('{"step": 1}\n', 0, ""),
-        (None, 4, ""),
-    ],
-)
-def test_metrics_are_cut_back_and_continued(tmp_path: Path, text: str | None, after: int, kept: str) -> None:
-    path = tmp_path / "metrics.jsonl"
-    if text is not None:
-        path.write_text(text)
-    with MetricsFile(tmp_path, after) as file:
-        assert path.read_text() == kept
-        file.write(Step(after + 1, 1.0, 2.0, 0.1, 10, 5.0, 2.0))
-        file.sync()
-    lines = path.read_text()
-    assert lines.startswith(kept) and json.loads(lines[len(kept) :])["step"] == after + 1
-    assert [entry.name for entry in tmp_path.iterdir()] == ["metrics.jsonl"]
-
-
-def test_metrics_that_cannot_be_written_end_the_run_with_an_error_that_names_them(tmp_path: Path) -> None:
-    with (
-        pytest.raises(TrainingError, match="cannot be written: no space left on device") as caught,
-        MetricsFile(tmp_path) as file,
-    ):
-        file._file.close()
-        file._file = open("/dev/full", "a", encoding="utf-8")  # noqa: SIM115
-        file.write(Step(1, 1.0, 2.0, 0.1, 10, 5.0, 2.0))
-    assert caught.value.given == str(tmp_path / "metrics.jsonl") and caught.value.hint
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from meshcomm.rendezvous.processes import process_name
 from meshcomm.testing import Pool
 from meshcomm.train import Attempt, Callback, Checkpoints, run
 from meshcomm.train.checkpoint import lease
-from meshcomm.train.checkpoint.lease import EXPIRES_S, Lease, LeaseLost
+from meshcomm.train.checkpoint.lease import EXPIRES_S, Lease, LeaseLost, find_attempt
 from tests.train.checkpoint.test_checkpoints import TWO, content, tiny
 from tests.train.checkpoint.test_writer import lock, settings
 
@@ -362,3 +362,25 @@ def test_checkpoints_in_a_loop_of_ones_own(tmp_path: Path) -> None:
     first, second, third = saved_twice(settings(tmp_path / "run"))
     assert first.startswith("TrainingError another job") and second == "done" and "another job" in third
     assert not (tmp_path / "run" / "checkpoints" / "step-000002.saving").exists()
+
+
+SLURM = {"SLURM_JOB_ID": "7"}
+
+
+AGENT = {"TORCHELASTIC_RUN_ID": "x1", "TORCHELASTIC_RESTART_COUNT": "1"}
+
+
+@pytest.mark.parametrize(
+    ("env", "attempt"),
+    [
+        ({}, Attempt("", 0)),
+        ({"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "2"}, Attempt("", 2)),
+        ({"TORCHELASTIC_RUN_ID": "x1", "TORCHELASTIC_RESTART_COUNT": "1"}, Attempt("x1", 1)),
+        # A requeued job keeps its number, but a torchrun in its script gets a new name.
+        ({**SLURM, "SLURM_STEP_ID": "0"}, Attempt("Slurm job 7, step 0", 0)),
+        ({**SLURM, "SLURM_STEP_ID": "0", "SLURM_RESTART_COUNT": "2"}, Attempt("Slurm job 7, step 0", 2)),
+        ({**SLURM, **AGENT, "SLURM_RESTART_COUNT": "2"}, Attempt("Slurm job 7", 3)),
+    ],
+)
+def test_the_launcher_says_which_attempt_this_is(env: dict[str, str], attempt: Attempt) -> None:
+    assert find_attempt(env) == attempt

@@ -1,173 +1,184 @@
-"""A checkpoint with a file, or a part of a file, from another save is refused; the foreign values are never read as its own."""
+"""The contents of an untrusted checkpoint: no value is believed before it has been checked."""
 
 from __future__ import annotations
 
-import dataclasses
 import pickle
-import shutil
-from collections.abc import Callable
+import re
+import struct
+import zlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 
-import meshcomm
 from meshcomm.errors import TrainingError
-from meshcomm.testing import Pool
-from meshcomm.train.checkpoint.checkpoints import read
-from meshcomm.train.checkpoint.folder import METADATA
-from meshcomm.train.checkpoint.lock import Lock
-from meshcomm.train.checkpoint.reader import Saved
-from meshcomm.train.export import export_weights
-from tests.train.checkpoint.test_checkpoints import TWO, run_once, tiny
-from tests.train.test_export import LOCK
-from tests.train.test_export import checkpoint as written
-
-SHAPES = {"model.a": (3, 4), "model.b": (3, 4), "model.c": (5,)}
-SHARD = "__0_0.distcp"
+from meshcomm.train.checkpoint.parts import Kind, Part, parts_of
+from meshcomm.train.checkpoint.reader import Saved, unpickle
+from meshcomm.train.checkpoint.writer import write_metadata, write_part
 
 
-def state(seed: int) -> dict[str, torch.Tensor]:
-    draw = torch.Generator().manual_seed(seed)
-    return {name: torch.randn(shape, generator=draw) for name, shape in SHAPES.items()}
+def text(value: str) -> bytes:
+    return b"\x8c" + struct.pack("<B", len(value)) + value.encode()
 
 
-def places(path: Path) -> dict[str, Any]:
-    """The places of the records, as torch's own reader finds them."""
-    stored = pickle.loads((path / METADATA).read_bytes()).storage_data
-    return {index.fqn: place for index, place in stored.items()}
+def built(target: bytes, state: bytes) -> bytes:
+    """A pickle that sets the state of the object that `target` leaves on the stack."""
+    return b"\x80\x04" + target + state + b"b."
 
 
-def another_step(path: Path, run: Path) -> None:
-    other = written(run, state(2), dataclasses.replace(LOCK, step=20))
-    shutil.copyfile(other / SHARD, path / SHARD)
+def class_of(module: str, name: str) -> bytes:
+    return text(module) + text(name) + b"\x93"
 
 
-def another_run(path: Path, run: Path) -> None:
-    other = written(run.with_name("other"), state(3))
-    shutil.copyfile(other / SHARD, path / SHARD)
-
-
-def swapped(path: Path, run: Path) -> None:
-    a, b = (places(path)[f"model.{name}"] for name in "ab")
-    content = bytearray((path / SHARD).read_bytes())
-    assert a.length == b.length
-    x, y = (slice(each.offset, each.offset + each.length) for each in (a, b))
-    content[x], content[y] = content[y], content[x]
-    (path / SHARD).write_bytes(content)
-
-
-def one_record_of_another_step(path: Path, run: Path) -> None:
-    other = written(run, state(2), dataclasses.replace(LOCK, step=20))
-    b = places(path)["model.b"]
-    part = slice(b.offset, b.offset + b.length)
-    content = bytearray((path / SHARD).read_bytes())
-    content[part] = (other / SHARD).read_bytes()[part]
-    (path / SHARD).write_bytes(content)
+METADATA = "torch.distributed.checkpoint.metadata"
+# torch has no public name for the enum of memory formats, so it is taken from pickled tensor properties.
+ENCODING: Any = TensorProperties().__getstate__()[3].__class__
+SLOTS = b"N}" + text("__hash__") + b"Ns\x86"
+FIELDS = b"}" + text("_value_") + b"K\x07s"
 
 
 @pytest.mark.parametrize(
-    ("damage", "refused", "words"),
+    "data",
     [
-        (another_step, "abc", "have the CRC-32"),
-        (another_run, "abc", "have the CRC-32"),
-        (swapped, "ab", "like model."),
-        (one_record_of_another_step, "b", "have the CRC-32"),
+        # Runs a command of the system.
+        b"\x80\x04" + class_of("posix", "system") + text("touch run-by-pickle") + b"\x85R.",
+        # Sets attributes of a class, by the second part of a state, where objects with __slots__ have them.
+        built(class_of(METADATA, "MetadataIndex"), SLOTS),
+        built(class_of(METADATA, "MetadataIndex"), FIELDS),
+        # Sets fields of an enum member, which is one for the whole process.
+        built(class_of(METADATA, "_MEM_FORMAT_ENCODING") + b"K\x01\x85R", FIELDS),
+        # Sets fields that an object does not have.
+        built(class_of(METADATA, "ChunkStorageMetadata") + b")\x81", b"}" + text("__class__") + b"Ns"),
+        built(class_of(METADATA, "ChunkStorageMetadata") + b")\x81", SLOTS),
     ],
 )
-def test_a_record_that_was_not_saved_here_is_refused_by_name(
-    damage: Callable[[Path, Path], None], refused: str, words: str, tmp_path: Path
-) -> None:
-    run = tmp_path / "run"
-    path = written(run, state(1))
-    sizes = (path / SHARD).stat().st_size
-    damage(path, run)
-    assert (path / SHARD).stat().st_size == sizes, "a copy by size must not notice"
-    for name, value in state(1).items():
-        into = torch.full_like(value, -5.0)
-        if name[-1] not in refused:
-            Saved(path).fill({name: into})
-            assert torch.equal(into, value)
-            continue
-        with pytest.raises(TrainingError, match=f"the checkpoint is damaged: {name} in {SHARD}") as caught:
-            Saved(path).fill({name: into})
-        assert (into == -5.0).all()
-        given, expected = caught.value.given or "", caught.value.expected or ""
-        assert given.startswith(f"{path / SHARD}: ") and words in given
-        assert f"the CRC-32 {places(path)[name].crc32:08x}" in expected
-        assert "of the same step and run" in expected
-    with pytest.raises(TrainingError, match="the checkpoint is damaged"):
-        export_weights(path, tmp_path / "weights.safetensors")
-
-
-@pytest.mark.parametrize("more", [-100, 100])
-def test_an_old_file_of_another_size_is_refused(more: int, tmp_path: Path) -> None:
-    """An earlier version of the model or of torch has written the file, with its records at other places."""
-    path = written(tmp_path / "run", state(1))
-    content = (path / SHARD).read_bytes()
-    (path / SHARD).write_bytes(content[-more:] if more < 0 else bytes(more) + content)
-    with pytest.raises(TrainingError, match=r"the checkpoint is damaged: model\.a"):
-        Saved(path).fill({"model.a": torch.zeros(3, 4)})
-
-
-def test_metadata_without_checksums_are_refused(tmp_path: Path) -> None:
-    """torch's own writer and earlier versions write no checksums."""
-    path = written(tmp_path / "run", state(1))
-    metadata = pickle.loads((path / METADATA).read_bytes())
-    for place in metadata.storage_data.values():
-        del place.crc32
-    (path / METADATA).write_bytes(pickle.dumps(metadata))
-    with pytest.raises(TrainingError, match=r"the checkpoint is damaged: model\.a") as caught:
-        Saved(path).fill({"model.a": torch.zeros(3, 4)})
-    assert "the metadata hold no checksum" in (caught.value.given or "")
-
-
-def reads(path: Path) -> str:
-    """The error of reading, on every rank."""
-    with meshcomm.init(dims={"dp": 2}, device="cpu") as mesh:
-        try:
-            read(mesh, {"model.a": torch.zeros(3, 4)}, path)
-        except TrainingError as error:
-            return str(error)
-    return ""
-
-
-def test_shards_and_metadata_of_another_step_do_not_fit_the_lock(pool: Pool, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    path = written(run, state(1))
-    assert pool.run(reads, path, ranks=2) == [""] * 2
-    other = written(run, state(2), dataclasses.replace(LOCK, step=20))
-    for name in (SHARD, METADATA):
-        shutil.copyfile(other / name, path / name)
-    with pytest.raises(TrainingError, match="cannot be read"):
-        Lock.read(path)
-    assert all("a checkpoint's .metadata cannot be read" in said for said in pool.run(reads, path, ranks=2))
-
-
-def resumes(config: Any) -> str:
+def test_metadata_run_no_code_and_set_no_attribute_but_fields_of_new_objects(data: bytes) -> None:
+    hash_of, members = MetadataIndex.__hash__, [each.value for each in ENCODING]
     try:
-        run_once(config)
-    except TrainingError as error:
-        return str(error)
-    return "resumed"
+        with pytest.raises(pickle.UnpicklingError, match="is not allowed in a checkpoint of tensors"):
+            unpickle(data)
+        assert MetadataIndex.__hash__ is hash_of and [each.value for each in ENCODING] == members
+    finally:
+        MetadataIndex.__hash__ = hash_of  # type: ignore[method-assign]
 
 
-def test_a_run_does_not_resume_from_a_shard_of_another_step(pool: Pool, tmp_path: Path) -> None:
-    """All ranks refuse, even if they read other files only."""
-    config = tiny(tmp_path / "run", TWO, "train.checkpoint_every=1", "train.keep=6", "train.steps=6")
-    pool.run(run_once, config, ranks=2)
-    *others, before, last = sorted((tmp_path / "run" / "checkpoints").glob("step-*"))
-    # The losses of more steps are a larger record, and the number of steps decides which file has it.
-    holder = {path: places(path)["run.losses"].relative_path for path in (*others, before, last)}
-    (shard,) = {f"__{rank}_0.distcp" for rank in range(2)} - {holder[last]}
-    other = next(path for path in (before, *others) if holder[path] == holder[last])
-    kept = (last / shard).read_bytes()
-    shutil.copyfile(other / shard, last / shard)
-    assert len(kept) == (last / shard).stat().st_size
-    again = tiny(tmp_path / "run", TWO, "train.steps=6", "train.resume=true")
-    for said in pool.run(resumes, again, ranks=2):
-        assert "the checkpoint is damaged: " in said and f"{last / shard}: " in said
-        assert said.endswith(f"move {last} away; train.resume = true continues from {before}")
-    (last / shard).write_bytes(kept)
-    assert pool.run(resumes, again, ranks=2) == ["resumed"] * 2
+def test_what_metadata_are_made_of_is_read(tmp_path: Path) -> None:
+    chunk = ChunkStorageMetadata(torch.Size((1,)), torch.Size((2,)))
+    for protocol in range(2, pickle.HIGHEST_PROTOCOL + 1):
+        assert unpickle(pickle.dumps(chunk, protocol)) == chunk
+
+
+def saved(folder: Path, *values: torch.Tensor) -> Saved:
+    """A checkpoint of `w`, float32 (4,), with the values as its parts in order."""
+    whole = torch.cat([each.float().reshape(-1) for each in values])
+    write_part(folder, 0, [(part, whole) for part in parts_of({"w": torch.empty(4, device="meta")})])
+    write_metadata(folder, [0])
+    return Saved(folder)
+
+
+def place(found: Saved) -> Any:
+    return next(iter(found._metadata.storage_data.items()))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"relative_path": "../__0_0.distcp"}, "is not a file of this folder"),
+        ({"relative_path": "/etc/hostname"}, "is not a file of this folder"),
+        ({"relative_path": ".."}, "is not a file of this folder"),
+        ({"offset": -1}, "is not an offset and a length"),
+        ({"length": 0.5}, "is not an offset and a length"),
+    ],
+)
+def test_records_lie_in_files_of_the_folder(tmp_path: Path, change: dict[str, Any], words: str) -> None:
+    found = saved(tmp_path / "a", torch.ones(4))
+    (tmp_path / "__0_0.distcp").write_bytes((tmp_path / "a" / "__0_0.distcp").read_bytes())
+    index, where = place(found)
+    found._metadata.storage_data[index] = changed = replace(where, **change)
+    changed.crc32 = where.crc32
+    with pytest.raises(TrainingError, match="the checkpoint is damaged: w in") as caught:
+        found.fill({"w": torch.zeros(4)})
+    assert words in (caught.value.given or "")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [torch.ones(4, dtype=torch.complex64), torch.ones(1), torch.ones(4, dtype=torch.float64), [1.0] * 4],
+)
+def test_a_record_is_what_the_metadata_say(tmp_path: Path, value: Any) -> None:
+    found = saved(tmp_path, torch.ones(4))
+    file = tmp_path / "__0_0.distcp"
+    torch.save(value, file)
+    index, where = place(found)
+    where = replace(where, offset=0, length=file.stat().st_size)
+    where.crc32 = zlib.crc32(file.read_bytes())
+    found._metadata.storage_data[index] = where
+    into = torch.full((4,), -5.0)
+    with pytest.raises(TrainingError, match="the checkpoint is damaged: w in __0_0"):
+        found.fill({"w": into})
+    assert into.tolist() == [-5.0] * 4
+
+
+@pytest.mark.parametrize(
+    ("chunks", "words"),
+    [
+        ([((0,), (2,)), ((0,), (2,))], "parts that overlap"),
+        ([((0,), (3,)), ((2,), (1,))], "parts that overlap"),
+        ([((0,), (2,)), ((3,), (2,))], "outside shape"),
+        ([((-1,), (4,))], "outside shape"),
+        ([((0,), (-4,)), ((0,), (8,))], "outside shape"),
+        ([((0, 0), (4, 1))], "outside shape"),
+        ([((0,), (2,))], "parts of 2 of 4 elements"),
+    ],
+)
+def test_parts_tile_a_tensor(tmp_path: Path, chunks: list[Any], words: str) -> None:
+    found = saved(tmp_path, torch.ones(4))
+    described: Any = found._metadata.state_dict_metadata["w"]
+    described.chunks = [
+        ChunkStorageMetadata(torch.Size(at) if min(at) >= 0 else at, size) for at, size in chunks
+    ]
+    into = torch.full((4,), -5.0)
+    with pytest.raises(TrainingError, match="does not fit: w") as caught:
+        found.fill({"w": into})
+    assert words in (caught.value.given or "") and into.tolist() == [-5.0] * 4
+
+
+def test_a_part_that_has_no_record_is_named(tmp_path: Path) -> None:
+    found = saved(tmp_path, torch.ones(4))
+    found._metadata.storage_data.clear()
+    with pytest.raises(TrainingError, match="the checkpoint is damaged: w"):
+        found.fill({"w": torch.zeros(4)})
+
+
+def test_complex_numbers_come_back(tmp_path: Path) -> None:
+    value = torch.randn(3, dtype=torch.complex128)
+    write_part(tmp_path, 0, [(part, value) for part in parts_of({"w": value})])
+    write_metadata(tmp_path, [0])
+    again, found = torch.zeros_like(value), Saved(tmp_path)
+    assert found.kinds == {"w": Kind(torch.complex128, (3,))}
+    found.fill({"w": again})
+    assert torch.equal(again, value)
+
+
+@pytest.mark.parametrize(
+    ("first", "other", "said"),
+    [
+        (torch.zeros(4, dtype=torch.float8_e8m0fnu), None, "not allowed"),
+        (torch.zeros(2), torch.zeros(2, dtype=torch.bfloat16), "torch.float32 of shape (4,) on one rank"),
+    ],
+)
+def test_what_no_reader_accepts_is_not_written(
+    tmp_path: Path, first: Tensor, other: Tensor | None, said: str
+) -> None:
+    """A dtype that no reader knows, and parts of one tensor with different dtypes."""
+    values = [first] if other is None else [first, other]
+    for rank, value in enumerate(values):
+        part = Part("w", Kind(value.dtype, (4,)), ((2 * rank,), tuple(value.shape)), value)
+        write_part(tmp_path, rank, [(part, value)])
+    with pytest.raises((ValueError, pickle.UnpicklingError), match=re.escape(said)):
+        write_metadata(tmp_path, range(len(values)))
+    assert not (tmp_path / ".metadata").exists()

@@ -1,0 +1,48 @@
+"""Ranks that would train something else are named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import meshcomm
+from meshcomm.errors import TrainingError
+from meshcomm.testing import Pool
+from meshcomm.train import Callback, run
+from tests.train.test_steps import tiny
+
+
+def disagree(files: list[str], out: str) -> list[str]:
+    """The errors on this rank if rank 2 has other settings, other text or no text, and if the folder cannot be made."""
+    base = [f'train.out="{out}"', "train.steps=1", "train.warmup_steps=0", f'data.files=["{files[0]}"]']
+    told = []
+    with meshcomm.init(tiny("mesh.dims={ pp = 1, dp = 2, tp = 2 }")) as mesh:
+        for odd in ("train.lr=0.1", f'data.files=["{files[1]}"]', 'data.files=["missing.txt"]'):
+            config = tiny("mesh.dims={ pp = 1, dp = 2, tp = 2 }", *base, *([odd] if mesh.rank == 2 else []))
+            with pytest.raises(TrainingError) as caught:
+                run(mesh, config, Callback())
+            told.append(str(caught.value))
+        config = tiny("mesh.dims={ pp = 1, dp = 2, tp = 2 }", *base, f'train.out="{files[0]}/inside"')
+        with pytest.raises(TrainingError) as caught:
+            run(mesh, config, Callback())
+        return [*told, str(caught.value)]
+
+
+def test_ranks_that_would_train_something_else_are_named(pool: Pool, tmp_path: Path) -> None:
+    files = [str(tmp_path / "common.txt"), str(tmp_path / "odd.txt")]
+    Path(files[0]).write_text("something to read " * 10)
+    Path(files[1]).write_text("something else to read " * 10)
+    told = pool.run(disagree, files, str(tmp_path / "run"), ranks=4)
+    for rank, (settings, data, missing, folder) in enumerate(told):
+        assert settings.startswith("ranks disagree on train.lr: rank 2 against the other 3\n")
+        assert "train.lr: rank 2 = 0.1, the others 0.003\n" in settings
+        assert data.startswith("ranks disagree on data.sha256: rank 2 against the other 3\n")
+        assert "try:      in data.files, name files that are identical on every host" in data
+        others = "rank 2 (pp=0 dp=1 tp=0) could not start the training: "
+        assert missing.startswith(f"{others * (rank != 2)}no training data matches 'missing.txt'\n")
+        others = "rank 0 (pp=0 dp=0 tp=0) could not start the training: "
+        assert folder.startswith(
+            f"{others * (rank != 0)}the folder for the run cannot be created: not a directory\n"
+        )
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
