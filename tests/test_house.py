@@ -1,4 +1,4 @@
-"""Allowed imports between modules, and modules that must not be loaded."""
+"""Allowed imports between modules, modules that must not be loaded, and the places of test files."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 import meshcomm
 
-ROOT = Path(meshcomm.__file__).parent
+ROOT, TESTS = Path(meshcomm.__file__).parent, Path(__file__).parent
 
 # A file imports only from its own folder and from folders above it in this list: see docs/design/house.md.
 ORDER = [
@@ -121,6 +121,14 @@ def test_only_files_made_for_it_use_private_names_of_torch() -> None:
 def test_the_class_of_an_object_changes_in_one_place() -> None:
     found = [path.relative_to(ROOT).as_posix() for path in FILES if ".__class__ = " in path.read_text()]
     assert found == ["parallel/become.py"]
+
+
+def test_a_test_file_with_the_name_of_a_module_has_its_path() -> None:
+    modules = {path.relative_to(ROOT) for path in FILES}
+    tested = [path.relative_to(TESTS) for path in TESTS.rglob("test_*.py")]
+    tested = [path.with_name(path.name.removeprefix("test_")) for path in tested if path.parts[0] in ORDER]
+    assert len({*tested} & modules) > 190
+    assert {path.name for path in {*tested} - modules} & {path.name for path in modules} == set()
 
 
 def test_no_module_imports_itself_by_way_of_others() -> None:

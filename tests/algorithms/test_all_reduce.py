@@ -1,4 +1,4 @@
-"""Schedules are all-reduces with the costs of the formulas. Run with messages, they give the right sums."""
+"""Schedules are all-reduces with the costs of the formulas."""
 
 from __future__ import annotations
 

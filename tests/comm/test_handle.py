@@ -1,4 +1,4 @@
-"""A handle: two threads wait for it, an error ends every wait, and a wait may have a time limit."""
+"""A handle: two threads wait for it, an error ends every wait, a wait may have a time limit, and what became of the call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The hierarchical all_reduce of a tensor in several pieces, over two and three dims."""
+"""All-reduces by schedules, dim by dim and in several pieces: right sums, and the messages that the formulas state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command line itself: help, versions, options after a script, and one plan id in every command."""
+"""The command line itself: help, versions, options after a script, and completion by a shell."""
 
 from __future__ import annotations
 
@@ -257,9 +257,6 @@ def test_world_is_a_second_name_of_world_size_in_every_command_that_takes_it() -
     words = ("tune", str(config), "--json", "--set", nodes)
     both = [meshcomm(*words, name, "4").stdout for name in ("--world-size", "--world")]
     assert both[0] == both[1] and json.loads(both[0])["world_size"] == 4
-
-
-# -- one plan id ------------------------------------------------------------------------------------
 
 
 def test_a_shell_completes_commands_and_options() -> None:

@@ -1,38 +1,23 @@
-"""`meshcomm doctor`: its findings and their words, and its warnings about a rendezvous that others can reach."""
+"""`meshcomm doctor`: its facts as JSON, its findings for people, and its exit code."""
 
 from __future__ import annotations
 
 import json
-import os
 import socket
 import sys
-from pathlib import Path
 
-import pytest
 import torch
 import torch.distributed as dist
 from typer.testing import CliRunner
 
 from meshcomm.commands import app
 
-ROOT = Path(__file__).parents[2]
-
 KEYS = ["findings", "versions", "host", "interfaces", "limits", "launch", "ranks"]
-
-
-@pytest.fixture(autouse=True)
-def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in list(os.environ):
-        if name in ("RANK", "WORLD_SIZE", "NCCL_SOCKET_IFNAME") or name.startswith(("GLOO_", "SLURM_")):
-            monkeypatch.delenv(name)
 
 
 def run(*arguments: str, columns: int = 110) -> tuple[int, str]:
     done = CliRunner().invoke(app, ["doctor", *arguments], env={"COLUMNS": str(columns)})
     return done.exit_code, done.output
-
-
-# -- the whole ------------------------------------------------------------------------------------------
 
 
 def test_json_has_all_keys_and_is_right_about_this_host() -> None:

@@ -1,4 +1,4 @@
-"""A script that makes a Trainer is compared with itself on one process: `meshcomm parity CONFIG SCRIPT`."""
+"""`meshcomm parity`: its table, its verdict, and a script that makes a Trainer, compared with itself on one process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`meshcomm report` on damaged or foreign files: each is read, skipped, or refused by name."""
+"""`meshcomm report`: the newest run's reports are read; damaged or foreign ones are skipped, or refused by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Meshes in the notation of Megatron-Core and torchtitan: every group has the ranks that follow from their own rules."""
+"""The `[mesh]` section: its plan and its options, and meshes in the notation of Megatron-Core and torchtitan."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Configurations: files, overrides, values that do not change, and the plan that follows."""
+"""Configurations: files, overrides, and the plan that follows."""
 
 from __future__ import annotations
 
@@ -205,9 +205,6 @@ def test_a_config_can_be_loaded_with_changes(files: dict[str, Path]) -> None:
     assert load_config(config.resolved(8), ["mesh.dims.dp=-1", "mesh.views.expert.ep=-1"]) == config
 
 
-# -- values that do not change ----------------------------------------------------------------------
-
-
 def test_configs_travel_between_processes(files: dict[str, Path]) -> None:
     config = load_config(files["toml"], ["train.seed=1"])
     copy = pickle.loads(pickle.dumps(config))
@@ -263,9 +260,6 @@ def test_the_example_configs() -> None:
     big = load_config(ROOT / "configs/gpt_1024.toml")
     assert big.mesh.sizes(1024) == {"pp": 8, "dp": 16, "tp": 8}
     assert big.mesh.sizes(131_072) == {"pp": 8, "dp": 2048, "tp": 8}
-
-
-# -- how the models are written ---------------------------------------------------------------------
 
 
 def test_loading_imports_no_torch_and_reads_no_environment(files: dict[str, Path]) -> None:

@@ -17,13 +17,13 @@ all_commands = tool("cli_page").all_commands
 # Commands that take longer than the tests of a page may, and the tests that run them.
 NOT_RUN = {
     "train": "starts its ranks and trains for minutes; tests/train/test_steps.py",
-    "parity": "trains twice; tests/train/test_parity.py",
+    "parity": "trains twice; tests/commands/test_parity.py",
     "bench": "measures for minutes, and never gives the same figures; tests/commands/test_bench.py",
     "dryrun": "runs some forty ranks; tests/commands/test_dryrun.py",
     "doctor": "says what this machine has; tests/commands/test_doctor.py",
     "export": "wants a run's checkpoint; tests/train/test_export.py",
-    "report": "wants the reports of a job that failed; tests/mesh/test_watchdog.py",
-    "view": "serves until it is stopped; tests/view/test_page.py",
+    "report": "wants the reports of a job that failed; tests/commands/test_report.py",
+    "view": "serves until it is stopped; tests/commands/test_view.py",
 }
 # Programs that are not ours. Their arguments are not read.
 _OTHERS = {

@@ -1,4 +1,4 @@
-"""Rank arithmetic against plain nested loops, and the guarantees of the plan."""
+"""Rank arithmetic against plain nested loops, and wrong layouts."""
 
 from __future__ import annotations
 

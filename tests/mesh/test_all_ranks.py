@@ -1,4 +1,4 @@
-"""Stragglers: ranks that arrive late at calls that they make together."""
+"""Records of all ranks: stragglers, and the sums of all calls."""
 
 from __future__ import annotations
 

@@ -24,8 +24,6 @@ from tests.ranks import on_ranks
 from tests.simulator import random_programs
 from tests.watching.test_steps import ADD, Calls, make, recorder_of
 
-# -- the record of steps and its comparison; no ranks ------------------------------------------------
-
 
 def test_what_step_refuses() -> None:
     def program(mesh: Mesh) -> None:

@@ -1,4 +1,4 @@
-"""The error of a call that cannot end names the missing ranks and where they are instead; reports combine into one verdict."""
+"""The error of a call that cannot end names the missing ranks and where they are instead."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from meshcomm.models.weights import INDEX, SINGLE
 from meshcomm.testing import Pool
 from meshcomm.train import data as data_of
 from tests.models.families import FAMILIES, SMALL, config_of, folder_of, logits_of, recorded
-from tests.train.data.test_batches import tokenizer, tokens_of
+from tests.train.data.test_load import tokenizer, tokens_of
 
 # Keys of config.json files in use that transformers' classes do not write.
 USED: list[tuple[str, dict[str, Any]]] = [

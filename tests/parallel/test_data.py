@@ -1,4 +1,4 @@
-"""Split models, gradient sync and stages on processes, against one process."""
+"""Gradient sync against one process and against DDP, and errors within a step."""
 
 from __future__ import annotations
 
@@ -24,9 +24,6 @@ from tests.parallel.same import close, randn
 
 def cpu(**dims: int) -> MeshConfig:
     return MeshConfig(dims=dims, device="cpu", timeout_s=30.0)
-
-
-# -- data -----------------------------------------------------------------------------------------
 
 
 class Recorder:

@@ -1,5 +1,4 @@
-"""What crosses dims: the gradient norm against NumPy over whole gradients, dropout masks against one
-process and plain Python integers, learning rates and parameter groups against their formulas."""
+"""Dropout masks against one process and plain Python integers."""
 
 from __future__ import annotations
 
@@ -17,8 +16,6 @@ import meshcomm
 from meshcomm.errors import ShapeError, TrainingError
 from meshcomm.mesh import Mesh
 from meshcomm.parallel.dropout import Dropout, Drops, _number
-
-# -- dropout --------------------------------------------------------------------------------------
 
 SEED, STEP, BATCH, SEQUENCE, FEATURES = 3, 17, 8, 12, 10
 

@@ -1,4 +1,4 @@
-"""The links that groups cross on nodes and racks, against plain loops; and lint's findings about them."""
+"""The links that groups cross on nodes and racks, against plain loops."""
 
 from __future__ import annotations
 
@@ -168,9 +168,6 @@ def test_ranks_that_hosts_hold_in_any_order_against_plain_loops() -> None:
         mine = [other for other in range(world) if nodes[other] == nodes[rank]]
         assert (place["node"], place["ranks"], place["local_rank"]) == (nodes[rank], mine, mine.index(rank))
         assert grid_facts(plan, topology=topology)["node"] == nodes
-
-
-# -- lint -------------------------------------------------------------------------------------------
 
 
 def command(*words: str) -> Any:

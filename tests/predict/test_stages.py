@@ -1,4 +1,4 @@
-"""Pipeline stages without a process: the split, orders against torch's, the timeline and its picture."""
+"""Pipeline stages: the split of layers, and the stages of each rank."""
 
 from __future__ import annotations
 
@@ -14,9 +14,6 @@ from meshcomm.errors import LayoutError
 from meshcomm.predict.stages import model_stages, part_costs, split_layers, stages_of_rank
 
 ROOT = Path(__file__).parents[2]
-
-
-# -- split ------------------------------------------------------------------------------------------
 
 
 def all_splits(layers: int, stages: int) -> list[list[range]]:

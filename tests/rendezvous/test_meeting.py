@@ -265,9 +265,6 @@ def test_the_missing_part_of_a_composite_backend_is_named() -> None:
     assert not dist.is_initialized()
 
 
-# -- two processes of one rank ----------------------------------------------------------------------
-
-
 def name_of(process: int) -> str:
     started = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19]
     mine = process_name()

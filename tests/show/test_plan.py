@@ -1,4 +1,4 @@
-"""Plans, places and differences as they are shown, at every width and in every form, all from the same facts."""
+"""Plans and places as they are shown, all from the same facts."""
 
 from __future__ import annotations
 
@@ -20,8 +20,6 @@ from tests.show.shown import GPT, MESH, QUICK, ROOT, WIDE, nodes, plan_at, plan_
 
 NODES = ("--set", "topology.ranks_per_node=4")
 BIG = (GPT, "--world-size", "131072", "--rank", "777")
-
-# -- plan -----------------------------------------------------------------------------------------
 
 SMALL_PLAN = """\
 mesh of 8 ranks, plan c933ff8e076056e1: 16 groups, 5 created per rank

@@ -1,4 +1,4 @@
-"""Exact verdicts of planted bugs, the same programs without the bug, and how verdicts are found."""
+"""Exact verdicts of planted bugs, and the same programs without the bug."""
 
 from __future__ import annotations
 

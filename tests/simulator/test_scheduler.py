@@ -1,4 +1,4 @@
-"""A simulated rank waits outside the mesh: for a file, for a future, or in its own loop."""
+"""Simulated ranks run one at a time: schedules by seed, interrupts, unwinding, and ranks that wait outside the mesh."""
 
 from __future__ import annotations
 

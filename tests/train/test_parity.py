@@ -217,9 +217,6 @@ def test_float32_and_bf16_are_put_aside_and_said() -> None:
     assert in_float64(config) == (config, ())
 
 
-# -- the command ----------------------------------------------------------------------------------
-
-
 def test_no_training_is_refused() -> None:
     mesh_alone = load_config({"mesh": {"dims": {"dp": 2}}})
     for function in (in_float64, reference):

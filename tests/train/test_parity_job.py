@@ -1,4 +1,4 @@
-"""A batch norm uses the samples of a microbatch from all ranks. One process gets the same microbatch."""
+"""Parity's job: smaller meshes that find the dim to blame, and batch norms, which use the samples of all ranks."""
 
 from __future__ import annotations
 

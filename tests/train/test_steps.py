@@ -1,4 +1,4 @@
-"""The same training on every mesh, its data, and its reports."""
+"""A run reports the same on every rank and writes its metrics once; learning rates follow their schedule."""
 
 from __future__ import annotations
 
@@ -41,9 +41,6 @@ ONE_STEP = TrainConfig(steps=1, global_batch_size=1, micro_batch_size=1)
 
 def tiny(*overrides: str) -> Config:
     return load_config(TINY, overrides)
-
-
-# -- the model ------------------------------------------------------------------------------------
 
 
 class NoMesh:
@@ -160,9 +157,6 @@ def test_an_interrupted_run_says_how_far_it_came(pool: Pool, tmp_path: Path) -> 
         assert calls[-1][1].steps == 2
     assert len(metrics(tmp_path)) == 2
     assert run_json(tmp_path)["ended"]["reason"] == "interrupted"
-
-
-# -- the quickstart -------------------------------------------------------------------------------
 
 
 @pytest.mark.deep

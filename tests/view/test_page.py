@@ -1,4 +1,4 @@
-"""`meshcomm view`: its facts, its server, and the page itself in a headless Chromium."""
+"""The page of `meshcomm view`: its document, and the page itself in a headless Chromium."""
 
 from __future__ import annotations
 
@@ -23,9 +23,6 @@ from tests.view.test_run import running, settings_for, step
 from tests.view.test_server import served
 
 ROOT = Path(__file__).parents[2]
-
-
-# -- the page and its server --------------------------------------------------------------------------
 
 
 def rgb_of_oklch(lightness: float, chroma: float, hue: float) -> list[float]:

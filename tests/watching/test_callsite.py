@@ -1,4 +1,4 @@
-"""Which frames of a traceback belong to the user, and where threads are."""
+"""Which frames of a traceback belong to the user, which line a call records, and where threads are."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls that return when they are queued, as with NCCL: a call that cannot end is named, and no rank hangs."""
+"""How long calls have run: by the clock, and on queues, as with NCCL, where a call that cannot end is named."""
 
 from __future__ import annotations
 

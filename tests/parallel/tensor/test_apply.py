@@ -341,9 +341,6 @@ def test_the_state_of_the_whole_module_comes_out() -> None:
     meshcomm.simulate(states, dims={"tp": 4})
 
 
-# -- custom layers with sequence_parallel ---------------------------------------------------------
-
-
 def alone(mesh: Mesh, module: Any) -> None:
     plan = plan_of("fused") | {"layers.0.attn": {"set": {"size": 5}}}
     state = module.state_dict()

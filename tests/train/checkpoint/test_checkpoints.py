@@ -711,9 +711,6 @@ def test_restarts_are_left_to_a_launcher(tmp_path: Path, monkeypatch: pytest.Mon
     assert done.stderr.startswith("--max-restarts 2 inside a job that torchrun started\n")
 
 
-# -- metrics --------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "more", ["train.checkpoint_every=0", "train.checkpoint_every=2", "train.trace_steps=[1, 9]"]
 )

@@ -1,9 +1,6 @@
-"""Data for training: text, token files and functions; the order of samples; and data that are refused."""
+"""The order of samples: permutations, epochs, weights, and each rank's share of a global batch."""
 
 from __future__ import annotations
-
-import json
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,9 +15,6 @@ ABC = Corpus((Stream(TEXT, 7),), b"")
 
 def batches(coord: int = 0, size: int = 1, seed: int = 0, corpus: Corpus = ABC) -> Batches:
     return Batches(corpus, global_batch_size=12, seed=seed, coord=coord, size=size)
-
-
-# -- the order of samples -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 64, 65, 1000, 4097])
@@ -96,30 +90,3 @@ def test_another_batch_goes_on_where_the_samples_are() -> None:
     larger = Batches(ABC, global_batch_size=24, seed=0, after=(2, 24))
     assert larger.places(3)[1].tolist() == np.concatenate(before[2:]).tolist()
     assert larger.read(3) == 48
-
-
-# -- text -----------------------------------------------------------------------------------------
-
-
-def tokens_of(corpus: Corpus) -> list[int]:
-    found = []
-    for part in corpus.parts:
-        assert isinstance(part, Stream)
-        found += part.tokens.tolist()
-    return found
-
-
-# -- a tokenizer ----------------------------------------------------------------------------------
-
-
-def tokenizer(folder: Path) -> Path:
-    """A word tokenizer for every word of the texts and <eos>; the folder names <eos> as transformers does."""
-    tokenizers = pytest.importorskip("tokenizers")
-    words = tokenizers.Tokenizer(
-        tokenizers.models.WordLevel({"[UNK]": 0, "one": 1, "two": 2, "three": 3, "<eos>": 4}, "[UNK]")
-    )
-    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    folder.mkdir(exist_ok=True)
-    words.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<eos>"}}))
-    return folder

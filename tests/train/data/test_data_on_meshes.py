@@ -19,7 +19,7 @@ from meshcomm.parallel.batch import check_inputs
 from meshcomm.testing import Pool
 from meshcomm.train import Trainer
 from tests.sizes import train_of
-from tests.train.data.test_batches import tokenizer
+from tests.train.data.test_load import tokenizer
 from tests.train.runs import config_on, losses_or_error, trained
 
 BASE: dict[str, Any] = {

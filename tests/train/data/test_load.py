@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bz2
 import gzip
+import json
 import lzma
 import sysconfig
 from pathlib import Path
@@ -16,9 +17,29 @@ import torch
 from meshcomm.config import DataConfig, load_config
 from meshcomm.errors import ConfigError, TrainingError
 from meshcomm.train import data as text
-from meshcomm.train.data import Batches, Stream
+from meshcomm.train.data import Batches, Corpus, Stream
 from tests.sizes import model_of, train_of
-from tests.train.data.test_batches import tokenizer, tokens_of
+
+
+def tokens_of(corpus: Corpus) -> list[int]:
+    found = []
+    for part in corpus.parts:
+        assert isinstance(part, Stream)
+        found += part.tokens.tolist()
+    return found
+
+
+def tokenizer(folder: Path) -> Path:
+    """A word tokenizer for every word of the texts and <eos>; the folder names <eos> as transformers does."""
+    tokenizers = pytest.importorskip("tokenizers")
+    words = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({"[UNK]": 0, "one": 1, "two": 2, "three": 3, "<eos>": 4}, "[UNK]")
+    )
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    folder.mkdir(exist_ok=True)
+    words.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<eos>"}}))
+    return folder
 
 
 def test_the_default_text_is_the_standard_library(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Samples that workers read ahead, batches as dictionaries, and loaders that resume at their place."""
+"""Samples that workers read ahead, loaders that resume at their place, and evaluation by a function."""
 
 from __future__ import annotations
 
@@ -238,9 +238,6 @@ def _runs(process: int) -> bool:
         return ") Z " not in Path(f"/proc/{process}/stat").read_text()
     except OSError:
         return False
-
-
-# -- dictionaries ---------------------------------------------------------------------------------
 
 
 def rows(*values: list[int]) -> Tensor:
