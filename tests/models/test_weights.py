@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,9 @@ from torch import Tensor, nn
 import meshcomm
 from meshcomm.config import Config, load_config
 from meshcomm.errors import ShapeError, TrainingError
+from meshcomm.models import weights
 from meshcomm.models.weights import INDEX, SINGLE, Folder, Source, write
-from meshcomm.parallel.tensor import tensor_parallel, unsplit_state, whole
+from meshcomm.parallel.tensor import local, tensor_parallel, unsplit_state, whole
 from meshcomm.testing import Pool
 from meshcomm.train import Trainer
 
@@ -27,6 +29,29 @@ NAMES = {"a.weight": (8, 6), "a.bias": (8,), "b.weight": (6, 8)}
 def tensors(shapes: dict[str, tuple[int, ...]], seed: int = 3) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+
+@contextmanager
+def elements_read() -> Iterator[list[int]]:
+    """The number of elements in each slice that is read meanwhile."""
+    sizes: list[int] = []
+    inner = Folder.piece
+
+    class Piece:
+        def __init__(self, folder: Folder, name: str) -> None:
+            self._held = inner(folder, name)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._held, name)
+
+        def __getitem__(self, at: Any) -> Tensor:
+            read: Tensor = self._held[at]
+            sizes.append(read.numel())
+            return read
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Folder, "piece", lambda self, name: Piece(self, name))
+        yield sizes
 
 
 def filled(path: Path, **options: Any) -> dict[str, Tensor]:
@@ -182,15 +207,16 @@ def split(folder: Path, transposed: bool, shard: bool) -> dict[str, Tensor]:
         def stored(name: str, shape: tuple[int, ...]) -> Any:
             return known.read(Source(name, transposed and len(shape) == 2), shape)
 
-        with Folder(folder) as known:
+        with Folder(folder) as known, elements_read() as sizes:
             write(module, stored)
+        assert sum(sizes) == sum(local(each).numel() for each in module.parameters())
         return unsplit_state(module)
 
 
 @pytest.mark.parametrize("shard", [False, True])
 @pytest.mark.parametrize("transposed", [False, True])
 def test_fused_and_transposed_weights_are_read_by_slices(
-    pool: Pool, tmp_path: Path, transposed: bool, shard: bool, monkeypatch: pytest.MonkeyPatch
+    pool: Pool, tmp_path: Path, transposed: bool, shard: bool
 ) -> None:
     given = tensors({name: tuple(p.shape) for name, p in Fused().named_parameters()})
     held = {n: x.T.contiguous() if transposed and x.ndim == 2 else x for n, x in given.items()}
@@ -216,19 +242,20 @@ def test_a_parameter_of_three_axes_is_put_together_from_many(tmp_path: Path) -> 
 
 def test_large_tensors_are_read_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The file is closed and reopened as its mapped pages add up, and every value is right."""
-    monkeypatch.setattr("meshcomm.models.weights._MAPPED_BYTES", 8 * 6 * 2)
-    opened: list[str] = []
-    inner = Folder._file
+    limit, opened, inner = 8 * 6 * 2, list[Path](), weights.safe_open
 
-    def counted(self: Folder, name: str) -> Any:
-        opened.append(name if name not in self._files else "")
-        return inner(self, name)
+    def counted(path: Path, framework: str) -> Any:
+        opened.append(path)
+        return inner(path, framework)
 
-    monkeypatch.setattr(Folder, "_file", counted)
+    monkeypatch.setattr(weights, "_MAPPED_BYTES", limit)
+    monkeypatch.setattr(weights, "safe_open", counted)
     save_file(given := tensors(NAMES), tmp_path / SINGLE)
-    found = filled(tmp_path)
+    with elements_read() as sizes:
+        found = filled(tmp_path)
     assert all(torch.equal(found[key], given[key]) for key in NAMES)
-    assert opened.count(SINGLE) >= 3
+    assert opened.count(tmp_path / SINGLE) >= 3
+    assert max(sizes) * 8 <= limit and sum(sizes) == sum(x.numel() for x in given.values())
     assert load_file(tmp_path / SINGLE).keys() == NAMES.keys()
 
 
