@@ -139,7 +139,7 @@ def counted_messages(mesh: Mesh, along: tuple[str, ...]) -> None:
         assert not comm.recorder.inside
 
 
-def beside_messages(mesh: Mesh) -> None:
+def with_pending_messages(mesh: Mesh) -> None:
     """A pending user message along the same dim is not mistaken for the algorithm's."""
     coord, size = mesh.coord("all"), mesh.size("all")
     x = torch.ones(12)
@@ -187,7 +187,7 @@ def run_all(mesh: Mesh, along: tuple[str, ...], names: tuple[str, ...]) -> None:
     for check in (right, same_bits, counted_messages):
         check(mesh, along)
     dtypes(mesh, names)
-    beside_messages(mesh)
+    with_pending_messages(mesh)
 
 
 def run_on_gloo() -> None:

@@ -24,9 +24,14 @@ def main() -> int:
     )
     parser.add_argument("--only", default="", help="experiments whose names contain one of these: a,b")
     parser.add_argument(
-        "--at-once", type=int, default=0, help="how many that give no figures; 0: by the cores"
+        "--at-once",
+        type=int,
+        default=0,
+        help="how many experiments without figures run together; 0: one for each five cores",
     )
-    parser.add_argument("--share", choices=("hostid", "multi", "none"), help="in place of trying it")
+    parser.add_argument(
+        "--share", choices=("hostid", "multi", "none"), help="how ranks share a GPU; not tried out"
+    )
     parser.add_argument("--backend", default="nccl")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--limit-s", type=float, default=WHOLE_S, help="for all experiments together")

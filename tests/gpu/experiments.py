@@ -51,20 +51,20 @@ EXPERIMENTS = (
         Experiment(f"fault_{fault}", f"3: rank 3 {fault} after 70 calls", "fault", 4, 60, fault)
         for fault in CAUSES
     ),
-    Experiment("one", "4: every method and dtype of a world of one, order of streams", "one", 1, 60),
-    Experiment("syncs", "5: calls in steady state that make the host wait", "syncs", 4, 60),
-    Experiment("queue", "4: what the backend says of calls that are not over", "queue", 2, 60),
+    Experiment("one", "4: every method and dtype with one rank, and the order of streams", "one", 1, 60),
+    Experiment("syncs", "5: calls in steady state during which the host waits", "syncs", 4, 60),
+    Experiment("queue", "4: the backend's record of unfinished calls", "queue", 2, 60),
     Experiment("graphs", "6: CUDA graphs of calls", "graphs", 4, 60),
     Experiment("graph_alive", "6: a mesh closes before a graph of its calls", "graph_alive", 2, 50),
-    Experiment("gloo", "7: Gloo with tensors of the device", "gloo", 4, 60),
-    Experiment("steps", "5: training steps that log nothing make the host wait for nothing", "steps", 4, 120),
+    Experiment("gloo", "7: Gloo with tensors on the device", "gloo", 4, 60),
+    Experiment("steps", "5: the host does not wait in training steps that log nothing", "steps", 4, 120),
     Experiment("compiled", "8: mesh.functional under torch.compile, fullgraph", "compiled", 2, 100),
     Experiment("steps_compiled", "8: training steps of compiled blocks", "steps_compiled", 2, 120),
     Experiment("train", "9: meshcomm train, one process", "train", 1, 60, alone=True),
-    Experiment("speed", "9: a 1B-parameter step beside plain PyTorch", "speed", 1, 90, alone=True),
+    Experiment("speed", "9: a 1B-parameter step compared with plain PyTorch", "speed", 1, 90, alone=True),
     Experiment("checkpoint", "9: a checkpoint from pinned memory", "checkpoint", 1, 60, alone=True),
     Experiment("attention_1", "9: attention of one process", "attention", 1, 60, alone=True),
-    Experiment("attention_4", "9: ring attention beside torch's own", "attention", 4, 60, alone=True),
+    Experiment("attention_4", "9: ring attention compared with torch's own", "attention", 4, 60, alone=True),
     *(
         Experiment(
             f"lost_{word}", f"10: a rank dies while others wait: {word}", "lost", 4, 60, word, replace=1
@@ -75,7 +75,9 @@ EXPERIMENTS = (
         Experiment(f"trains_{way}", "10: two ranks die in a training", "trains", 4, 100, way, replace=2)
         for way in ("dp_fsdp", "pp_dp", "copies")
     ),
-    Experiment("families", "11: families of transformers, beside one process on CPU", "families", 4, 120),
+    Experiment(
+        "families", "11: families of transformers, compared with one process on CPU", "families", 4, 120
+    ),
     Experiment("watched", "12: calls of torch's groups are compared", "watched", 4, 60),
     Experiment("collectives_8", "1: every collective, created and permuted groups", "collectives", 8, 120),
 )
@@ -118,7 +120,7 @@ def run(experiment: Experiment, setting: Setting, folder: Path, left_s: float = 
         outcome.said = "needs four ranks, and NCCL refuses to let them share the device"
         return outcome
     if left_s < 15:
-        outcome.ended, outcome.said = "not started", "the time of all experiments was over"
+        outcome.ended, outcome.said = "not started", "the time limit of all experiments had passed"
         return outcome
     folder = folder / experiment.name
     folder.mkdir(parents=True)
@@ -180,7 +182,7 @@ def shared(setting: Setting, folder: Path) -> tuple[Setting, list[Outcome]]:
         return setting, []
     tried = []
     for share in ("hostid", "multi"):
-        probe = Experiment(f"sharing_{share}", "may ranks of NCCL share one GPU?", "probe", 4, 60)
+        probe = Experiment(f"sharing_{share}", "can several NCCL ranks share one GPU?", "probe", 4, 60)
         found = replace(setting, share=share)
         tried.append(run(probe, found, folder))
         if tried[-1].ended == "right":

@@ -166,7 +166,7 @@ def probe() -> None:
         for _ in range(20):
             dist.all_reduce(x)
         finish()
-        row["ms of a call"] = round((time.monotonic() - began) * 50, 2)
+        row["ms per call"] = round((time.monotonic() - began) * 50, 2)
         dist.destroy_process_group()
 
 
@@ -190,9 +190,12 @@ def collectives() -> None:
                     torch.cuda.synchronize()
                     row["communicators"] = communicators() - made
                     used = (free - free_bytes()) / max(1, communicators() - early) / WORLD
-                    row["MiB for each and rank"] = round(used / 2**20, 1)
+                    row["MiB per communicator and rank"] = round(used / 2**20, 1)
     if WORLD == 4:
-        with case("calls of each kind, ours and torch's, then a wait that gives up"), opened() as mesh:
+        with (
+            case("each kind of call, of meshcomm and of torch, then a wait that times out"),
+            opened() as mesh,
+        ):
             queued.every_call(mesh, COMPARED + 4)
             queued.limited_wait(mesh)
 
@@ -376,7 +379,7 @@ def steps_compiled() -> None:
     """In bfloat16, compiled code rounds less often, because it keeps fused values in float32."""
     dims = {"mesh.dims": f"{{ dp = 1, tp = {WORLD} }}", "parallel.tensor": "tp"} if WORLD > 1 else {}
     for name, dtype, limit in (("float32", "", 1e-3), ("bfloat16", '"bfloat16"', 0.1)):
-        with case(f"the losses of compiled blocks are those of others, {name}") as row:
+        with case(f"compiled blocks have the losses of others, {name}") as row:
             eager, compiled = (
                 several_steps(training(**dims, **{"train.compile": word, "train.compute_dtype": dtype}), 4, 0)
                 for word in ("false", "true")
@@ -649,7 +652,7 @@ def gloo() -> None:
     """Gloo supports collectives on the device's tensors, but its messages need host memory and are refused by name."""
     with case("collectives"), opened(backend="gloo") as mesh:
         basics(mesh)
-    with case("a message of the device is refused"), opened(backend="gloo") as mesh:
+    with case("a message from the device is refused"), opened(backend="gloo") as mesh:
         if mesh.size("dp") > 1:
             with pytest.raises(meshcomm.MeshcommError):
                 mesh.shift("dp", torch.ones(2))

@@ -73,7 +73,7 @@ def two_groups_started_in_either_order(rank: int) -> Any:
     return [each.tolist() for each in x]
 
 
-def a_gather_whose_sender_goes_on(rank: int) -> Any:
+def a_gather_whose_sender_returns_early(rank: int) -> Any:
     """Rank 1 leaves the gather, then sends the message for which rank 2 waits before the gather."""
     parts = [torch.zeros(3) for _ in range(WORLD)] if rank == 0 else None
     if rank == 2:
@@ -84,7 +84,7 @@ def a_gather_whose_sender_goes_on(rank: int) -> Any:
     return parts and [part.tolist() for part in parts]
 
 
-def a_broadcast_whose_source_goes_on(rank: int) -> Any:
+def a_broadcast_whose_source_returns_early(rank: int) -> Any:
     """The source returns from the broadcast before rank 3 enters it, and then overwrites the tensor."""
     x = full(7 if rank == 0 else 0)
     if rank == 3:
@@ -95,7 +95,7 @@ def a_broadcast_whose_source_goes_on(rank: int) -> Any:
     return x.tolist()
 
 
-def a_scatter_whose_receiver_goes_on(rank: int) -> Any:
+def a_scatter_whose_receiver_returns_early(rank: int) -> Any:
     x = torch.zeros(3)
     if rank == 2:
         received(1)
@@ -475,9 +475,9 @@ PROGRAMS: dict[str, Program] = {
         a_server_behind_an_asynchronous_barrier,
         messages_between_an_asynchronous_all_reduce_and_its_wait,
         two_groups_started_in_either_order,
-        a_gather_whose_sender_goes_on,
-        a_broadcast_whose_source_goes_on,
-        a_scatter_whose_receiver_goes_on,
+        a_gather_whose_sender_returns_early,
+        a_broadcast_whose_source_returns_early,
+        a_scatter_whose_receiver_returns_early,
         empty_reductions_that_nobody_waits_for,
         a_loader_that_feeds_the_others,
         an_uneven_all_to_all,
@@ -503,10 +503,10 @@ PROGRAMS: dict[str, Program] = {
 }
 
 
-def run_all(beside: Callable[[], AbstractContextManager[Any]] = nullcontext) -> dict[str, str]:
+def run_all(context: Callable[[], AbstractContextManager[Any]] = nullcontext) -> dict[str, str]:
     """Run each program on a new default group. Return its result on this rank, or its error, as text.
 
-    `beside` makes the context in which a program runs.
+    context: makes the context in which a program runs.
     """
     rank, found = int(os.environ["RANK"]), {}
     port = int(os.environ["MASTER_PORT"])
@@ -515,7 +515,7 @@ def run_all(beside: Callable[[], AbstractContextManager[Any]] = nullcontext) -> 
         own = dist.PrefixStore(name, store)
         dist.init_process_group("gloo", store=own, rank=rank, world_size=WORLD, timeout=timedelta(seconds=20))
         try:
-            with beside():
+            with context():
                 found[name] = repr(program(rank))
                 dist.barrier()
         except Exception as error:

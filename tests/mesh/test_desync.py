@@ -151,7 +151,7 @@ def test_a_difference_is_published_to_all_ranks() -> None:
     assert store.num_keys() == 2 * 4 + 1
 
 
-def test_of_equally_many_ranks_the_last_are_blamed_on_every_rank() -> None:
+def test_a_tie_names_both_ranks_on_every_rank() -> None:
     """Each rank gets the other rank's answer first, and its own last."""
     ranks = [Rank(dist.HashStore(), rank, 2) for rank in range(2)]
     for number, rank in enumerate(ranks):

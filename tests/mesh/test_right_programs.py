@@ -29,11 +29,11 @@ Path(f"{os.environ['RANK']}.json").write_text(json.dumps(run_all()))
 """
 
 
-def beside_a_watch() -> dict[str, str]:
+def under_a_watch() -> dict[str, str]:
     return run_all(partial(meshcomm.watch, reports=""))
 
 
-def beside_a_mesh() -> dict[str, str]:
+def in_a_mesh() -> dict[str, str]:
     return run_all(partial(meshcomm.init, dims={"dp": 2, "tp": 2}, device="cpu"))
 
 
@@ -41,8 +41,8 @@ def given(pool: Pool, folder: Path, way: str) -> list[dict[str, str]]:
     if way != "launched":
         bodies: dict[str, Callable[[], dict[str, str]]] = {
             "plain": run_all,
-            "watch": beside_a_watch,
-            "mesh": beside_a_mesh,
+            "watch": under_a_watch,
+            "mesh": in_a_mesh,
         }
         return pool.run(bodies[way], ranks=WORLD)
     (folder / "program.py").write_text(LAUNCHED)

@@ -207,7 +207,7 @@ def test_a_model_that_is_dropped_goes_with_its_gradients() -> None:
     assert model_ref() is None and grad() is None
 
 
-def beside_ddp() -> None:
+def compared_with_ddp() -> None:
     """Run three steps of one loop with DDP and with GradientSync, from weights that differ between ranks."""
     with meshcomm.init(cpu(dp=2)) as mesh:
         torch.manual_seed(mesh.rank)  # coord 0's weights and buffers are used, as with DDP
@@ -231,7 +231,7 @@ def beside_ddp() -> None:
 
 
 def test_a_loop_written_for_ddp_trains_the_same(pool: Pool) -> None:
-    pool.run(beside_ddp, ranks=2)
+    pool.run(compared_with_ddp, ranks=2)
 
 
 class Following(nn.Module):

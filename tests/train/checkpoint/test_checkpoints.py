@@ -467,9 +467,9 @@ MOMENTS: list[tuple[Any, list[str] | None, int | None]] = [
 def test_a_rank_killed_while_saving_harms_no_complete_checkpoint(
     pool: Pool, tmp_path: Path, moment: str | int, left: list[str] | None, step: int | None
 ) -> None:
-    beside = isinstance(moment, int) and bool(moment % 2)
+    in_background = isinstance(moment, int) and bool(moment % 2)
     config = tiny(tmp_path, TWO, "train.checkpoint_every=2", "train.keep=1", "train.steps=8")
-    config = load_config(config, [f"train.checkpoint_async={str(beside).lower()}"])
+    config = load_config(config, [f"train.checkpoint_async={str(in_background).lower()}"])
     how = killed_some_time if isinstance(moment, int) else killed_at
     results = pool.run(how, config, moment, ranks=2, allow=True)
     assert any(isinstance(each, ChildProcessError) for each in results)
@@ -631,10 +631,10 @@ def test_a_damaged_last_checkpoint_is_not_passed_over(pool: Pool, at_step_4: Pat
     assert not (at_step_4 / "checkpoints.1" / "step-000008" / "lock.json").exists()
 
 
-@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize("in_background", [False, True])
 @pytest.mark.parametrize("when", ["before", "during"])
 def test_a_save_whose_name_is_taken_says_so_and_harms_nothing(
-    tmp_path: Path, when: str, beside: bool
+    tmp_path: Path, when: str, in_background: bool
 ) -> None:
     config = tiny(
         tmp_path,
@@ -642,7 +642,7 @@ def test_a_save_whose_name_is_taken_says_so_and_harms_nothing(
         "train.steps=3",
         "train.warmup_steps=1",
         "train.checkpoint_every=1",
-        f"train.checkpoint_async={str(beside).lower()}",
+        f"train.checkpoint_async={str(in_background).lower()}",
     )
     taken = tmp_path / "checkpoints" / "step-000002"
 

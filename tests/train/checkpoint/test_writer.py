@@ -229,7 +229,7 @@ def held_back(gate: threading.Event) -> contextlib.AbstractContextManager[None]:
     return instead("write_part", writing)
 
 
-def trained_beside(out: Path) -> list[Any]:
+def trained_during_saves(out: Path) -> list[Any]:
     """The checkpoints while step 2's files are held back on all ranks, then on one rank, and at the end."""
     gate = threading.Event()
     gate.set()
@@ -278,7 +278,7 @@ def trained_beside(out: Path) -> list[Any]:
 
 def test_training_goes_on_while_files_are_written(pool: Pool, tmp_path: Path) -> None:
     before, last = ["job", "latest", "step-000001"], ["job", "latest", "step-000002", "step-000011"]
-    for rank, seen in enumerate(pool.run(trained_beside, tmp_path, ranks=4)):
+    for rank, seen in enumerate(pool.run(trained_during_saves, tmp_path, ranks=4)):
         assert seen == [before, [*before, "step-000002.saving"], True, last], rank
     whole = {"w": torch.zeros(3000), "part": torch.zeros(8, 4)}
     for step in (2, 11):
