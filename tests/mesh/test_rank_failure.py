@@ -77,12 +77,12 @@ def test_a_hook_that_was_set_later_stays_and_ours_under_it_explains_nothing(show
         ours(kind, error, trace)
 
     sys.excepthook = of_the_user
-    second = ExceptHooks(explain)
+    second, of_second = ExceptHooks(explain), sys.excepthook
     uncaught(lost := RuntimeError("timed out"))
     # An error is explained only once: an explanation is not an error of a backend.
     assert seen == [EXPLAINED] and shown == [EXPLAINED]
     first.close()
-    assert sys.excepthook == second._main
+    assert sys.excepthook == of_second
     second.close()
     assert sys.excepthook is of_the_user
     uncaught(lost)

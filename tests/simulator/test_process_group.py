@@ -216,7 +216,7 @@ def watched_meanwhile(_: str) -> tuple[bool, list[Any], float]:
         found = meshcomm.simulate(lambda mesh: dist.get_world_size(), dims={"dp": 4})
         x = torch.ones(1)
         dist.all_reduce(x)
-        return watch._watchdog is not None, found, x.item()
+        return bool(watch.stats().rows), found, x.item()
     finally:
         watch.close()
         dist.destroy_process_group()

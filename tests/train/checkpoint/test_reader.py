@@ -6,6 +6,8 @@ import pickle
 import re
 import struct
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -72,16 +74,19 @@ def test_what_metadata_are_made_of_is_read(tmp_path: Path) -> None:
         assert unpickle(pickle.dumps(chunk, protocol)) == chunk
 
 
-def saved(folder: Path, *values: torch.Tensor) -> Saved:
+def saved(folder: Path, *values: torch.Tensor) -> None:
     """A checkpoint of `w`, float32 (4,), with the values as its parts in order."""
     whole = torch.cat([each.float().reshape(-1) for each in values])
     write_part(folder, 0, [(part, whole) for part in parts_of({"w": torch.empty(4, device="meta")})])
     write_metadata(folder, [0])
-    return Saved(folder)
 
 
-def place(found: Saved) -> Any:
-    return next(iter(found._metadata.storage_data.items()))
+@contextmanager
+def metadata_of(folder: Path) -> Iterator[Any]:
+    """The metadata of a checkpoint, which may be changed and are then written again."""
+    path = folder / ".metadata"
+    yield (found := pickle.loads(path.read_bytes()))
+    path.write_bytes(pickle.dumps(found))
 
 
 @pytest.mark.parametrize(
@@ -95,13 +100,14 @@ def place(found: Saved) -> Any:
     ],
 )
 def test_records_lie_in_files_of_the_folder(tmp_path: Path, change: dict[str, Any], words: str) -> None:
-    found = saved(tmp_path / "a", torch.ones(4))
-    (tmp_path / "__0_0.distcp").write_bytes((tmp_path / "a" / "__0_0.distcp").read_bytes())
-    index, where = place(found)
-    found._metadata.storage_data[index] = changed = replace(where, **change)
-    changed.crc32 = where.crc32
+    saved(folder := tmp_path / "a", torch.ones(4))
+    (tmp_path / "__0_0.distcp").write_bytes((folder / "__0_0.distcp").read_bytes())
+    with metadata_of(folder) as found:
+        ((index, where),) = found.storage_data.items()
+        found.storage_data[index] = changed = replace(where, **change)
+        changed.crc32 = where.crc32
     with pytest.raises(TrainingError, match="the checkpoint is damaged: w in") as caught:
-        found.fill({"w": torch.zeros(4)})
+        Saved(folder).fill({"w": torch.zeros(4)})
     assert words in (caught.value.given or "")
 
 
@@ -110,16 +116,16 @@ def test_records_lie_in_files_of_the_folder(tmp_path: Path, change: dict[str, An
     [torch.ones(4, dtype=torch.complex64), torch.ones(1), torch.ones(4, dtype=torch.float64), [1.0] * 4],
 )
 def test_a_record_is_what_the_metadata_say(tmp_path: Path, value: Any) -> None:
-    found = saved(tmp_path, torch.ones(4))
+    saved(tmp_path, torch.ones(4))
     file = tmp_path / "__0_0.distcp"
     torch.save(value, file)
-    index, where = place(found)
-    where = replace(where, offset=0, length=file.stat().st_size)
-    where.crc32 = zlib.crc32(file.read_bytes())
-    found._metadata.storage_data[index] = where
+    with metadata_of(tmp_path) as found:
+        ((index, where),) = found.storage_data.items()
+        found.storage_data[index] = changed = replace(where, offset=0, length=file.stat().st_size)
+        changed.crc32 = zlib.crc32(file.read_bytes())
     into = torch.full((4,), -5.0)
     with pytest.raises(TrainingError, match="the checkpoint is damaged: w in __0_0"):
-        found.fill({"w": into})
+        Saved(tmp_path).fill({"w": into})
     assert into.tolist() == [-5.0] * 4
 
 
@@ -136,22 +142,23 @@ def test_a_record_is_what_the_metadata_say(tmp_path: Path, value: Any) -> None:
     ],
 )
 def test_parts_tile_a_tensor(tmp_path: Path, chunks: list[Any], words: str) -> None:
-    found = saved(tmp_path, torch.ones(4))
-    described: Any = found._metadata.state_dict_metadata["w"]
-    described.chunks = [
-        ChunkStorageMetadata(torch.Size(at) if min(at) >= 0 else at, size) for at, size in chunks
-    ]
+    saved(tmp_path, torch.ones(4))
+    with metadata_of(tmp_path) as found:
+        found.state_dict_metadata["w"].chunks = [
+            ChunkStorageMetadata(torch.Size(at) if min(at) >= 0 else at, size) for at, size in chunks
+        ]
     into = torch.full((4,), -5.0)
     with pytest.raises(TrainingError, match="does not fit: w") as caught:
-        found.fill({"w": into})
+        Saved(tmp_path).fill({"w": into})
     assert words in (caught.value.given or "") and into.tolist() == [-5.0] * 4
 
 
 def test_a_part_that_has_no_record_is_named(tmp_path: Path) -> None:
-    found = saved(tmp_path, torch.ones(4))
-    found._metadata.storage_data.clear()
+    saved(tmp_path, torch.ones(4))
+    with metadata_of(tmp_path) as found:
+        found.storage_data.clear()
     with pytest.raises(TrainingError, match="the checkpoint is damaged: w"):
-        found.fill({"w": torch.zeros(4)})
+        Saved(tmp_path).fill({"w": torch.zeros(4)})
 
 
 def test_complex_numbers_come_back(tmp_path: Path) -> None:
