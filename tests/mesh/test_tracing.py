@@ -179,14 +179,14 @@ def test_the_events_are_the_calls_that_were_made(folder: Path) -> None:
         assert calls[0]["args"]["shape"] == [100]
         assert (calls[0]["args"]["bytes"], calls[0]["args"]["dtype"]) == (400, "float32")
         assert calls[0]["args"]["group"] == f"dp[pp={rank // 2}]"
-        assert Path(calls[0]["args"]["callsite"].rpartition(":")[0]).name == "test_trace.py"
+        assert Path(calls[0]["args"]["callsite"].rpartition(":")[0]).name == "test_tracing.py"
         messages = [e["args"] for e in here if e["name"].rpartition(" ")[2] in ("send", "recv", "recv_any")]
         ends = [text for args in messages for way in ("to", "from") for text in args.get(way, ())]
         peer = (rank + 2) % 4
         assert ends == [f"rank {peer}, message 1 with tag {tag}" for tag in (0, 1, 2, 0)]
         (load,) = [e for e in here if e["name"] == "load"]
         assert load["dur"] >= 9_000
-        assert Path(load["args"]["callsite"].rpartition(":")[0]).name == "test_trace.py"
+        assert Path(load["args"]["callsite"].rpartition(":")[0]).name == "test_tracing.py"
 
 
 def test_a_collective_is_shared_in_time(folder: Path) -> None:

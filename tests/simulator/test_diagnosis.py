@@ -138,7 +138,7 @@ def test_errors_of_several_ranks_are_folded_and_followers_are_named() -> None:
     error = verdict_of(program)
     assert isinstance(error, RankFailed) and sorted(error.by_rank) == [1, 2, 3]
     text = str(error)
-    assert re.search(r"ranks 2 3 at .*test_simulator_verdicts.py:\d+:\n +ValueError: common", text), text
+    assert re.search(r"ranks 2 3 at .*test_diagnosis.py:\d+:\n +ValueError: common", text), text
     assert "rank 0 waited for others when no rank could continue" in text
 
 

@@ -53,7 +53,7 @@ def test_a_rank_that_never_lets_others_run_is_named_after_the_timeout(tmp_path: 
 
     with pytest.raises(DeadlockError, match=r"rank 1 \(dp=1\) has run for 0.5 s without letting") as caught:
         meshcomm.simulate(program, {"mesh": {"dims": {"dp": 3}, "timeout_s": 0.5}})
-    assert "test_yielding.py:" in str(caught.value) and "mesh.store.wait" in str(caught.value)
+    assert "test_scheduler.py:" in str(caught.value) and "mesh.store.wait" in str(caught.value)
     give_up.set()
     until = time.monotonic() + 20
     while threading.active_count() > before and time.monotonic() < until:
