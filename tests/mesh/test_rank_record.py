@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
-from meshcomm.mesh.rank_record import RecordExchange
+from meshcomm.mesh.rank_record import RankRecord, RecordExchange
 from meshcomm.watching.verdict import BlockedCall, diagnose
 from tests.watching.test_verdict import status_of
 
@@ -119,3 +121,32 @@ def test_a_diagnosis_that_never_comes_is_made_by_each_rank(monkeypatch: pytest.M
     store = dist.HashStore()
     store.set("first/dp/9", "7")  # rank 7 was first, and has ended
     assert RecordExchange(store, 1, 0.01).shared("dp/9", lambda: {"own": 1}) == {"own": 1}
+
+
+class Ending:
+    """A recorder whose call times out after `looks` reads of its state."""
+
+    counters: Mapping[str, Any] = {}
+    messages = SimpleNamespace(waiting=None)
+
+    def __init__(self, looks: int) -> None:
+        self.looks = looks
+
+    @property
+    def inside(self) -> bool:
+        self.looks -= 1
+        return self.looks >= 0
+
+    def status(self) -> dict[str, Any]:
+        return {"last": {"inside": self.inside}}
+
+
+@pytest.mark.parametrize("looks", [0, 1, 2])
+def test_a_call_that_fails_while_it_is_recorded_is_under_way_or_has_failed(looks: int) -> None:
+    recorder: Any = Ending(looks)
+    own = RankRecord(0, {"dp": 0}, [recorder])
+    try:
+        raise RuntimeError("Timed out waiting 15000ms for recv operation to complete")
+    except RuntimeError:
+        status = own.data()
+    assert status["call_failed"] or status["groups"][0]["last"]["inside"], status

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Collection, Mapping, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from meshcomm.mesh.rank_record import RankRecord
 from meshcomm.watching.verdict import BlockedCall, diagnose, find_hung, root_cause, unasked, whereabouts
 from meshcomm.watching.waits import chain_ends, ends_of, find_circle
 
@@ -235,35 +233,6 @@ def test_a_rank_whose_call_has_just_failed_does_not_hang() -> None:
         }
     statuses[2]["call_failed"] = True
     assert find_hung(statuses, {3: "stopped"}, lambda ranks: {}) == {3: hung[3]}
-
-
-class Ending:
-    """A recorder whose call times out after `looks` reads of its state."""
-
-    counters: Mapping[str, Any] = {}
-    messages = SimpleNamespace(waiting=None)
-
-    def __init__(self, looks: int) -> None:
-        self.looks = looks
-
-    @property
-    def inside(self) -> bool:
-        self.looks -= 1
-        return self.looks >= 0
-
-    def status(self) -> dict[str, Any]:
-        return {"last": {"inside": self.inside}}
-
-
-@pytest.mark.parametrize("looks", [0, 1, 2])
-def test_a_call_that_fails_while_it_is_recorded_is_under_way_or_has_failed(looks: int) -> None:
-    recorder: Any = Ending(looks)
-    own = RankRecord(0, {"dp": 0}, [recorder])
-    try:
-        raise RuntimeError("Timed out waiting 15000ms for recv operation to complete")
-    except RuntimeError:
-        status = own.data()
-    assert status["call_failed"] or status["groups"][0]["last"]["inside"], status
 
 
 def test_circles_against_walking_every_path() -> None:
