@@ -148,9 +148,8 @@ class State:
         recorders, key = self.metrics.recorders, id(transport)
         if key not in recorders:
             group = next(g for g in self.plan.for_rank(self.rank).groups if g.name == name)
-            ranks = list(group.ranks)
-            recorder = recorders[key] = self.watch.record(group.label, ranks, transport)
-            limit, label = self.validate_calls, group.label
+            ranks, limit, label = list(group.ranks), self.validate_calls, group.label
+            recorder = recorders[key] = self.watch.record(label, ranks, transport)
             recorder.compares(CallCheck(lambda: transport, ranks, limit, label, label, self.watch.shared))
             recorder.plan = f", plan {self.plan.fingerprint}"
             recorder.trace(self.metrics.spans)

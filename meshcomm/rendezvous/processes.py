@@ -7,6 +7,7 @@ import os
 import re
 import socket
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -23,8 +24,15 @@ _NAME: Final = re.compile(r"process (\d+) of (.*), started at (\S+)")
 
 def process_name(number: int | None = None) -> str:
     """Return a unique name for the process `number` on this host, by default this process: host, PID and start time."""
-    process = os.getpid() if number is None else number
+    return _own_name(os.getpid()) if number is None else _name(number)
+
+
+def _name(process: int) -> str:
     return f"process {process} of {socket.gethostname()}, started at {_started(str(process)) or '?'}"
+
+
+# Each simulated rank claims its rank in this name. A forked process has another number.
+_own_name: Final = cache(_name)
 
 
 def is_running(name: str) -> bool | None:

@@ -108,10 +108,6 @@ class SimulatedProcessGroup(PythonGroup):
         # torch's batch_isend_irecv then starts all messages as one call.
         self.supports_coalescing = self.ordered
 
-    def _set_group_desc(self, described: str) -> None:
-        super()._set_group_desc(described)
-        self.members.label = label_of(described, self.members.ranks)
-
     def shutdown(self) -> None:
         self._kept.clear()
 

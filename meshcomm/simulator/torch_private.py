@@ -22,8 +22,8 @@ _REGISTRIES: Final = (
     "pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "tags_to_pg", "pg_to_tag",
 )  # fmt: skip
 
-# Creates a rank's part of a group, given the group's name, its global ranks and its timeout.
-Create: TypeAlias = Callable[[str, tuple[int, ...], timedelta], Any]
+# Creates a rank's part of a group, given the group's name, its global ranks, its timeout and its description.
+Create: TypeAlias = Callable[[str, tuple[int, ...], timedelta, str], Any]
 
 
 class _RankWorld(_World):  # type: ignore[misc]
@@ -83,10 +83,11 @@ def ranks_in_threads(
             raise ValueError(f"The group name {group_name} exists already")
         if rank is None:
             return dist.GroupMember.NON_GROUP_MEMBER, None
-        made = create(str(group_name), tuple(ranks or range(size)), given["timeout"])
-        made.serve(str(backend))
         described = given.get("group_desc")
-        made._set_group_desc("undefined" if described is None else described)
+        described = "undefined" if described is None else described
+        made = create(str(group_name), tuple(ranks or range(size)), given["timeout"], described)
+        made.serve(str(backend))
+        made._set_group_desc(described)
         register_group(made, group_name, str(backend), store)
         return made, store
 
@@ -135,7 +136,7 @@ def start_default_group(rank: int, size: int, backend: str, store: dist.Store) -
         timeout=c10d.default_pg_timeout, group_desc="default_pg",
     )  # fmt: skip
     c10d._update_default_pg(group)
-    c10d._world.pg_group_ranks[group] = {each: each for each in range(size)}
+    c10d._world.pg_group_ranks[group] = dict(enumerate(range(size)))
     return group
 
 

@@ -289,15 +289,16 @@ class End(NamedTuple):
 
 @final
 class SimulatedGroup:
-    """The collectives and messages of one group, shared by its ranks. ranks: the global ranks, by coord.
+    """The collectives and messages of one group, shared by its ranks. ranks: the global ranks, by coord. label: how errors
+    name the group.
 
     As on Gloo and NCCL, messages are not buffered: a send completes when the matching receive has started.
     """
 
-    def __init__(self, scheduler: Scheduler, ranks: tuple[int, ...]) -> None:
-        self.ranks, self.scheduler = ranks, scheduler
-        # How errors name the group, and the dims of a mesh's group.
-        self.label, self.dims = "a group", tuple[str, ...]()
+    def __init__(self, scheduler: Scheduler, ranks: tuple[int, ...], label: str) -> None:
+        self.ranks, self.scheduler, self.label = ranks, scheduler, label
+        # The dims of a mesh's group.
+        self.dims: tuple[str, ...] = ()
         # The ranks that have opened the group, by coord.
         self.actors: dict[int, Actor] = {}
         # The calls by coord.

@@ -19,7 +19,7 @@ from meshcomm.rendezvous.generation import Generations
 from meshcomm.rendezvous.launcher import Launch
 from meshcomm.rendezvous.store import Interrupted
 from meshcomm.simulator.losses import Losses, SimulatedGenerations
-from meshcomm.simulator.process_group import SimulatedProcessGroup, SimulatorTransport
+from meshcomm.simulator.process_group import SimulatedProcessGroup, SimulatorTransport, label_of
 from meshcomm.simulator.scheduler import Actor, Scheduler
 from meshcomm.simulator.start_order import StartOrder
 from meshcomm.simulator.torch_private import start_default_group
@@ -138,7 +138,8 @@ class SimulatedWorld:
             resources.callback(give_back, start_default_group(rank, world_size, backend, self.store))
 
     def open(self, group: Group, prefix: str) -> SimulatorTransport:
-        self._refuse_lost(f"the group {group.label}")
+        label = group.label
+        self._refuse_lost(f"the group {label}")
         handle: Any = create_group(
             name=f"{prefix}/{group.name}/{group.index}",
             ranks=group.ranks,
@@ -146,23 +147,27 @@ class SimulatedWorld:
             backend=group.options.backend,
             timeout=timedelta(seconds=group.options.timeout_s),
             store=self.store,
-            label=group.label,
+            label=label,
             split=False,
         )
-        handle.members.label, handle.members.dims = group.label, group.dims
+        handle.members.label, handle.members.dims = label, group.dims
         return SimulatorTransport(handle, group.options.backend, _CPU, owned=True)
 
     def over(self, group: Any) -> SimulatorTransport:
         """See World."""
         return SimulatorTransport(group, group.backend, _CPU, owned=False)
 
-    def group(self, name: str, ranks: tuple[int, ...], timeout: timedelta) -> SimulatedProcessGroup:
+    def group(
+        self, name: str, ranks: tuple[int, ...], timeout: timedelta, described: str
+    ) -> SimulatedProcessGroup:
         """Return this rank's part of a torch process group."""
         self._refuse_lost("a process group")
         shared = self._shared
-        if (name, ranks) not in shared.groups:
-            shared.groups[name, ranks] = SimulatedGroup(shared.scheduler, ranks)
-        return SimulatedProcessGroup(self._actor, shared.groups[name, ranks], shared.start_order, timeout)
+        group = shared.groups.get((name, ranks))
+        if group is None:
+            group = SimulatedGroup(shared.scheduler, ranks, label_of(described, ranks))
+            shared.groups[name, ranks] = group
+        return SimulatedProcessGroup(self._actor, group, shared.start_order, timeout)
 
     def meet(self) -> tuple[dist.Store, int, int]:
         """Return the store, the rank and the number of ranks, as a rendezvous of torch would."""
