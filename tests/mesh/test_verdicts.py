@@ -32,6 +32,7 @@ from meshcomm.watching.messages import Batch
 from meshcomm.watching.recorder import FlightRecorder
 from meshcomm.watching.timer import GRACE_S, CallTimer
 from meshcomm.watching.verdict import BlockedCall, absent, diagnose
+from meshcomm.watching.words import UNKNOWN
 from tests.forked_jobs import Job
 from tests.group_hooks import HAS_HOOKS, needs_group_hooks
 from tests.ranks import on_ranks
@@ -579,7 +580,7 @@ def test_a_rank_that_left_out_one_of_many_equal_calls_is_named(pool: Pool, tmp_p
 def status_of(rank: int, started: int, *recent: tuple[int, str], inside: bool = True) -> dict[str, Any]:
     """The status of a rank of dp with `recent` as its last collectives."""
     calls = [
-        {"number": number, "call": call, "callsite": f"train.py:{number}{rank}", "bytes": None}
+        {**UNKNOWN, "number": number, "call": call, "callsite": f"train.py:{number}{rank}", "bytes": None}
         for number, call in recent
     ]
     last = {**calls[-1], "number": started, "dim": "dp", "inside": inside}
