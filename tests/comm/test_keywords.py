@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from inspect import signature
 from operator import attrgetter
-from typing import Any, get_args
+from typing import Any, get_args, get_overloads, get_type_hints
 
 import pytest
 import torch
@@ -196,3 +196,13 @@ def test_ranks_must_agree_on_every_keyword(name: str, usual: dict[str, Any]) -> 
             meshcomm.simulate(body, dims=TWO_DIMS, merge=MERGED, device="cpu")
         # Along a dim of two ranks, neither of them is in the majority.
         assert 1 in caught.value.mismatched_ranks, (name, key)
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_type_checkers_know_every_keyword(name: str) -> None:
+    call = getattr(Mesh, name)
+    for each in get_overloads(call):
+        more = get_type_hints(each).get("more")
+        named = keywords_of(each) - {"more"} | {*(get_type_hints(get_args(more)[0]) if more else ())}
+        assert named == keywords_of(call), each
+    assert len(get_overloads(call)) == 2
