@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -129,6 +130,18 @@ def test_a_test_file_with_the_name_of_a_module_has_its_path() -> None:
     tested = [path.with_name(path.name.removeprefix("test_")) for path in tested if path.parts[0] in ORDER]
     assert len({*tested} & modules) > 190
     assert {path.name for path in {*tested} - modules} & {path.name for path in modules} == set()
+
+
+def test_where_a_call_was_made_is_said_in_one_place() -> None:
+    """So that all errors and reports tell a fact that somebody adds to `origin` and `made_at`, or to the simulator's Callsite."""
+    said = {room(path): re.compile(r"""callsite["']?\]|get\(["']callsite""") for path in FILES}
+    said["simulator"] = re.compile(r"\.line}")
+    found = {path.relative_to(ROOT).as_posix(): said[room(path)].findall(path.read_text()) for path in FILES}
+    # The recorder's is that of a compared call.
+    assert {path: each for path, each in found.items() if each} == {
+        "watching/recorder.py": ['callsite"]'],
+        "watching/words.py": ["callsite']"],
+    }
 
 
 def test_no_module_imports_itself_by_way_of_others() -> None:

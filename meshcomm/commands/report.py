@@ -100,10 +100,10 @@ def _reading(file: Path) -> Iterator[None]:
 
 
 def _line(rank: int, status: Mapping[str, Any]) -> str:
-    from meshcomm.watching.words import activity, name_of_rank
+    from meshcomm.watching.words import activity, made_at, name_of_rank
 
     failed = status["failed"]
     if failed is None:
         return activity(rank, status)
-    call = f"{failed['call']} on {failed['label']}, at {failed['callsite']}"
+    call = f"{failed['call']} on {failed['label']}, {made_at(failed)}"
     return f"{name_of_rank(rank, status)}: {call}: {' '.join(failed['error'])}"

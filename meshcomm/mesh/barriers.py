@@ -11,6 +11,7 @@ from meshcomm.layout.sizes import fold
 from meshcomm.mesh.runtime import Watching
 from meshcomm.rendezvous.store import GRACE_S, kind_of, wait_for, within
 from meshcomm.watching.recorder import FlightRecorder
+from meshcomm.watching.words import UNKNOWN, made_at
 
 
 def monitored_barrier(
@@ -89,9 +90,9 @@ def calls_of(watch: Watching | None, recorders: Mapping[int, FlightRecorder], mi
         for group in status["groups"]:
             ours, theirs = mine.get(group["label"]), group["started"]
             if ours is not None and theirs != ours:
-                last = group["last"] or {}
+                last = group["last"] or {**UNKNOWN, "call": "none", "callsite": status["main"]}
                 lines.append(
                     f"rank {rank} has made {theirs} calls on {group['label']}, this rank {ours}; "
-                    f"its last call: {last.get('call', 'none')} at {last.get('callsite', status['main'])}"
+                    f"its last call: {last['call']} {made_at(last)}"
                 )
     return "\n".join(lines[:8])

@@ -52,7 +52,7 @@ from meshcomm.watching.messages import PendingMessage
 from meshcomm.watching.recorder import FlightRecorder
 from meshcomm.watching.timer import GRACE_S, CallTimer, is_held, queued_in
 from meshcomm.watching.verdict import Diagnosis, diagnose, find_hung, places_of, unasked
-from meshcomm.watching.words import BARRIER, activity, failure
+from meshcomm.watching.words import BARRIER, UNKNOWN, activity, failure, made_at
 
 # The part of a group's timeout after which the ranks that a call waits for are hung. Backends do not wait to the millisecond.
 _LEAST: Final = 0.9
@@ -360,7 +360,7 @@ class Watchdog(Watching):
         found = self._diagnosis(failed)["diagnosis"]
         self.own.write(self._desync.found)
         if found["missing"] or found["mismatched"]:
-            call = f"{failed.facts['call']}, at {failed.facts['callsite']}"
+            call = f"{failed.facts['call']}, {made_at(failed.facts)}"
             waited = f"{self.own.label} has waited {self._options.tells_s:g} s in {call}"
             sys.stderr.write(f"meshcomm: {waited}: {'; '.join(found['lines'])}\n")
             sys.stderr.flush()
@@ -416,8 +416,7 @@ class Watchdog(Watching):
                 with _waiting_for(recorder, message):
                     failed = FailedCall.last_of(self.own.rank, recorder, where, held)
             else:
-                unknown = {"number": queued.number, "call": "a call", "dim": "?", "callsite": "?"}
-                made = recorder.call_data(queued.number) or unknown
+                made = recorder.call_data(queued.number) or {**UNKNOWN, "number": queued.number}
                 where = f'{made["call"]} along "{made["dim"]}" on {self.own.label}'
                 failed = FailedCall(self.own.rank, recorder.status(), where, held, made)
             return self._diagnosed(failed)
@@ -450,13 +449,8 @@ class Watchdog(Watching):
         """
         own, call = self.own, f"{BARRIER} on {recorder.label}"
         others = [rank for rank in recorder.ranks if rank != own.rank]
-        own.failed = own.failed or {
-            "label": "",
-            "error": [why],
-            "call": call,
-            "callsite": at,
-            "waiting": None,
-        }
+        made = {**UNKNOWN, "call": call, "callsite": at}
+        own.failed = own.failed or {**made, "label": "", "error": [why], "waiting": None}
         own.write(self._desync.found)
         statuses = self.statuses(others)
         if (cause := self._desync.cause(statuses)) is not None:
@@ -475,7 +469,7 @@ class Watchdog(Watching):
         lost = any(silent.get(rank, "runs") != "runs" for rank in missing)
         return (PeerLost if lost else CollectiveTimeout)(
             f"{call} on {own.label} {(Reason.CLOSED if lost else Reason.TIMEOUT).value}",
-            given="\n".join([f"{call}, ranks {fold(recorder.ranks)}, at {at}", why, *lines]),
+            given="\n".join([f"{call}, ranks {fold(recorder.ranks)}, {made_at(made)}", why, *lines]),
             expected="every rank of the group to make the same call and stay alive until it ends",
             hint="look at the ranks named above",
             missing=tuple(missing),
@@ -512,7 +506,7 @@ class Watchdog(Watching):
     def _failed_past(self, recorder: FlightRecorder, error: BaseException) -> FailedCall:
         """Return the failed call: a message, or the last collective, that was issued on a group outside the mesh."""
         status = recorder.status()
-        call = status["messages"]["waiting"] or status["last"] or {"call": "a call", "dim": "?"}
+        call = status["messages"]["waiting"] or status["last"] or UNKNOWN
         where = f'{call["call"]} {recorder.past_the_mesh}along "{call["dim"]}" on {self.own.label}'
         return FailedCall.last_of(self.own.rank, recorder, where, error)
 

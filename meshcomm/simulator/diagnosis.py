@@ -61,7 +61,7 @@ def unyielding(shared: SharedState, actor: Actor) -> MeshcommError | None:
         return None
     return DeadlockError(
         f"{actor.name} has run for {shared.timeout_s:g} s without letting other ranks run",
-        given=f"{actor.name} is at {callsite_of(actor).line}; {ranks_text(others)} cannot continue meanwhile",
+        given=f"{actor.name} is at {callsite_of(actor)}; {ranks_text(others)} cannot continue meanwhile",
         expected="a call on the mesh, or time.sleep, within the mesh's timeout: a simulated rank runs until it waits",
         hint="mesh.store.wait or mesh.barrier instead of a loop that polls for a file; or a longer mesh.timeout_s",
     )
@@ -236,8 +236,8 @@ def _doing(actor: Actor) -> str:
     on, site = actor.wait, callsite_of(actor)
     if isinstance(on, SimulatedWork):
         begun = on.site
-        start = f", begun by {begun.call} at {begun.line}" if begun and begun.line != site.line else ""
-        return f"waits in {on.described(site.call)} at {site.line}{start}"
+        start = f", begun by {begun.call} at {begun}" if begun and begun.line != site.line else ""
+        return f"waits in {on.described(site.call)} at {site}{start}"
     assert isinstance(on, StoreWait)
     match = _OF_THE_MESH.fullmatch(on.keys[0])
     if match is None:
@@ -247,12 +247,12 @@ def _doing(actor: Actor) -> str:
         what = f"barrier along {match['along'].replace('.', ', ')}"
     else:
         what = "init" if match["agree"] else f'create of "{match["name"]}"'
-    return f"waits in {what} at {site.line}"
+    return f"waits in {what} at {site}"
 
 
 def _started(work: SimulatedWork) -> str:
     assert work.site is not None
-    return f"{work.actor.name}: {work.described(work.site.call)} at {work.site.line}"
+    return f"{work.actor.name}: {work.described(work.site.call)} at {work.site}"
 
 
 def _unmatched_error(what: str, messages: Sequence[SimulatedWork], expected: str) -> UnmatchedMessage:

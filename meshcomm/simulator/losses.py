@@ -67,9 +67,7 @@ class Losses:
             del self._lose[actor.process]
             self._unseen[actor.process] = "was lost"
             site = here()
-            self.lost_at[actor.process] = (
-                f"at its operation {actor.operations}, in {site.call} at {site.line}"
-            )
+            self.lost_at[actor.process] = f"at its operation {actor.operations}, in {site.call} at {site}"
         return found
 
     def expects(self) -> bool:

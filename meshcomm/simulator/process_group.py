@@ -123,7 +123,7 @@ class SimulatedProcessGroup(PythonGroup):
         self.number += 1
         if self.ordered:
             name = row.name if told is None else told[1]
-            what = f"{name}, call {self.number} on {group.label} at {here().line}"
+            what = f"{name}, call {self.number} on {group.label} at {here()}"
             start, one = Start(actor.rank, actor.name, what), [(id(group), self.number)]
             for order in (self._start_order, group.order):
                 if (error := order.start(one, len(group.ranks), start)) is not None:
@@ -227,7 +227,7 @@ class SimulatedProcessGroup(PythonGroup):
                 ends = (self.coord, peer) if direction == "send" else (peer, self.coord)
                 self._sent[ends] += 1
                 calls.append((*ends, self._sent[ends]))
-            start = Start(self._actor.rank, self._actor.name, f"{site.call} on {group.label} at {site.line}")
+            start = Start(self._actor.rank, self._actor.name, f"{site.call} on {group.label} at {site}")
             if (error := group.order.start(calls, 2, start)) is not None:
                 scheduler.fail(error)
         works = []

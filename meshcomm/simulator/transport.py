@@ -31,10 +31,13 @@ Told: TypeAlias = tuple[str, str, dict[str, Any]]
 
 
 class Callsite(NamedTuple):
-    """A line of the user's program (file:line), and the meshcomm or torch function that it called."""
+    """A line of the user's program (file:line), and the meshcomm or torch function that it called. Errors show its text."""
 
     call: str
     line: str
+
+    def __str__(self) -> str:
+        return self.line
 
 
 _STDLIB = sysconfig.get_paths()["stdlib"]
@@ -263,7 +266,7 @@ class PendingCollective:
         """Return the error for ranks that made different calls. The error also names the ranks that did not arrive."""
         came = sorted(self.contributions.items())
         calls = [
-            ToldCall(each.work.call, each.facts(), (each.work.site or callsite_of(each.work.actor)).line)
+            ToldCall(each.work.call, each.facts(), str(each.work.site or callsite_of(each.work.actor)))
             for _, each in came
         ]
         name = next((each.told[0] for _, each in came if each.told is not None), self.group.label)
@@ -283,8 +286,7 @@ class End(NamedTuple):
     def line(self) -> str:
         """Return a line that describes this end, for an error about two ends that do not match."""
         work, shape = self.work, f"({', '.join(map(str, self.x.shape))}) {name_of(self.x.dtype)}"
-        at = "" if work.site is None else work.site.line
-        return f"rank {work.actor.rank}: {work.call} of {shape}, tag {work.tag}, at {at}"
+        return f"rank {work.actor.rank}: {work.call} of {shape}, tag {work.tag}, at {work.site or ''}"
 
 
 @final

@@ -15,7 +15,7 @@ from itertools import accumulate, chain, islice, repeat
 from operator import methodcaller
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Final, final
+from typing import Any, Final, final
 
 import torch
 
@@ -169,6 +169,11 @@ def callsite(depth: int) -> tuple[CodeType, int]:
     """Return the code object and instruction offset of the innermost frame of the user's code, starting `depth` frames up."""
     frame = users_frame(depth + 1)
     return frame.f_code, frame.f_lasti
+
+
+def origin(code: CodeType, instruction: int) -> dict[str, Any]:
+    """Return where a call was made, for its record. `words.made_at` says it in errors and reports."""
+    return {"callsite": line_of(code, instruction)}
 
 
 @lru_cache(maxsize=4096)

@@ -26,6 +26,7 @@ from meshcomm.watching.exceptions import (
 )
 from meshcomm.watching.verdict import Place, alike, majority
 from meshcomm.watching.waits import ChainEnd, chain_ends
+from meshcomm.watching.words import made_at
 
 INTERRUPTED: Final = 130
 # A thread of a backend, for example.
@@ -323,9 +324,7 @@ class _Job:
             for ranks in sorted(made, key=len):
                 row = rows[ranks[0]]
                 who = self._label(ranks[0]) if len(ranks) == 1 else _ranks(ranks)
-                lines.append(
-                    f"call {row['number']} on {group} was {row['call']} on {who}, at {row['callsite']}"
-                )
+                lines.append(f"call {row['number']} on {group} was {row['call']} on {who}, {made_at(row)}")
         return mismatched, lines
 
     def calls_beside(self, root: Failure) -> list[str]:
@@ -333,7 +332,7 @@ class _Job:
         made: dict[str, list[int]] = {}
         for failure in self.failures:
             if (call := failure.call) is not None and failure.follows:
-                text = f"{call['call']} of {call['bytes']} bytes, call {call['number']} on {call['label']}, at {call['callsite']}"
+                text = f"{call['call']} of {call['bytes']} bytes, call {call['number']} on {call['label']}, {made_at(call)}"
                 made.setdefault(text, []).append(failure.rank)
         lines = [f"{_ranks(ranks)}: in {text}" for text, ranks in made.items()]
         # If the program's own thread caused it, the backend did not.

@@ -10,7 +10,7 @@ from meshcomm.layout.sizes import fold, ranks_text
 from meshcomm.watching.exceptions import Reason, first_line, reason_of
 from meshcomm.watching.recorder import FlightRecorder
 from meshcomm.watching.verdict import BlockedCall, Diagnosis, Waiting, blamed
-from meshcomm.watching.words import INTERFACES, call_text, described
+from meshcomm.watching.words import INTERFACES, UNKNOWN, call_text, described, made_at
 
 
 @final
@@ -32,7 +32,7 @@ class FailedCall:
     ) -> None:
         label, ranks = group["label"], group["ranks"]
         waiting: Waiting = None if made is not None else group["messages"]["waiting"]
-        last = made or group["last"] or {"number": 0, "call": "a call", "dim": "?", "callsite": "?"}
+        last = made or group["last"] or UNKNOWN
         self.blocked = BlockedCall(rank, label, ranks, last["number"], waiting)
         self.reason = reason_of(error)
         self._error_line = first_line(error)
@@ -42,12 +42,12 @@ class FailedCall:
         self._call = None if waiting else {"label": label, **last}
         which = described(waiting) if waiting else f"call {last['number']}"
         who = list(ranks) if len(ranks) <= 16 else fold(ranks)
-        self._first = f"{which} on {label}, ranks {who}, at {call['callsite']}"
+        self._first = f"{which} on {label}, ranks {who}, {made_at(call)}"
         self.facts: dict[str, Any] = {
+            **call,
             "label": label,
             "error": [self._error_line],
             "call": call_text(call),
-            "callsite": call["callsite"],
             "waiting": waiting,
         }
 

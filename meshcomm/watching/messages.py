@@ -13,7 +13,7 @@ from torch import Tensor
 
 from meshcomm.transport.base import P2P, Direction
 from meshcomm.transport.torch_private import capturing, work_error
-from meshcomm.watching.callsite import line_of, users_frame
+from meshcomm.watching.callsite import line_of, origin, users_frame
 from meshcomm.watching.compare import Channel, Heard, MessageCheck, Part, Unanswered
 from meshcomm.watching.counters import CallCounter, Counters, PendingCall, counter_of
 from meshcomm.watching.spans import Span, Spans
@@ -103,7 +103,7 @@ class PendingMessage(PendingCall):
             }
             for direction, peer, tag, number in self.parts
         ]
-        return {"dim": self.name, "call": self.call, "parts": parts, "callsite": line_of(*self.place)}
+        return {"dim": self.name, "call": self.call, "parts": parts, **origin(*self.place)}
 
     def started(self) -> None:
         """Record that the messages have been handed to the backend and the call is about to return."""

@@ -16,14 +16,14 @@ from torch.autograd.profiler import record_function
 from meshcomm.errors import MeshcommError
 from meshcomm.transport.torch_changes import end_wait_by
 from meshcomm.transport.torch_private import GroupHooks, capturing, profiling, work_error
-from meshcomm.watching.callsite import C10D, is_inside, line_of, users_frame
+from meshcomm.watching.callsite import C10D, is_inside, line_of, origin, users_frame
 from meshcomm.watching.compare import CallCheck, MessageCheck
 from meshcomm.watching.counters import CallCounter, Counters, Entry, PendingCall
 from meshcomm.watching.facts import shortened
 from meshcomm.watching.messages import MessageLog, PendingMessage
 from meshcomm.watching.spans import Span, Spans
 from meshcomm.watching.steps import StepHistory
-from meshcomm.watching.words import failure
+from meshcomm.watching.words import UNKNOWN, failure
 
 KEPT: Final = 256
 # How many recent collectives a rank reports to the others.
@@ -347,7 +347,7 @@ class FlightRecorder:
             "dim": counter.name,
             "call": counter.call,
             "bytes": nbytes,
-            "callsite": line_of(code, instruction),
+            **origin(code, instruction),
             "began": began,
             "over": None if number == self.started and self.inside else self.left[number % KEPT],
         }
@@ -378,16 +378,16 @@ class FlightRecorder:
         numbers = range(max(first, 0) + 1, self.started + 1)
         compared = {}
         for number, recorded, call, facts in [] if self.check is None else list(self.check.made):
-            made = self.call_data(recorded) or {"callsite": "?"}
-            compared[number] = {"call": call, "facts": shortened(facts), "callsite": made["callsite"]}
+            row = self.call_data(recorded) or UNKNOWN
+            compared[number] = {"call": call, "facts": shortened(facts), "callsite": row["callsite"]}
         return {
             "label": self.label,
             "ranks": self.ranks,
             "started": self.started,
             "last": self.last(),
-            # All ranks ask each other for this: only what the verdict compares.
+            # All ranks ask each other for this, so it lacks what the verdict does not read.
             "recent": [
-                {key: row[key] for key in ("number", "call", "callsite", "bytes")}
+                {key: row[key] for key in row if key not in ("dim", "began", "over")}
                 for n in numbers
                 if n not in self.refused and (row := self.call_data(n)) is not None
             ],

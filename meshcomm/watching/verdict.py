@@ -24,6 +24,7 @@ from meshcomm.watching.words import (
     first_lines,
     group_of,
     is_in,
+    made_at,
     name_of_rank,
 )
 
@@ -332,8 +333,7 @@ def find_mismatch(label: str, ranks: Sequence[int], statuses: Statuses) -> Diagn
         usual, mismatched = majority(what)
         if mismatched:
             made = {
-                rank: f"made {what[rank]}, at {row['callsite']}, as call {number}"
-                for rank, row in rows.items()
+                rank: f"made {what[rank]}, {made_at(row)}, as call {number}" for rank, row in rows.items()
             }
             lines = first_lines([f"{name_of_rank(rank, statuses[rank])} {made[rank]}" for rank in mismatched])
             lines += [f"{ranks_text(usual)} {made[usual[0]]}"] if usual else []
@@ -471,7 +471,7 @@ def root_cause(statuses: Statuses, silent: Silent = _NONE_SILENT) -> list[str]:
         root, direct = end.ranks[0], [rank for rank in end.waiters if end.ranks[0] in waits[rank]]
         waiter = statuses[direct[0]]
         failed = waiter.get("failed")
-        call = f"{failed['call']}, at {failed['callsite']}" if failed else doing_of(waiter)
+        call = f"{failed['call']}, {made_at(failed)}" if failed else doing_of(waiter)
         waits_for = f"wait{'' if direct[1:] else 's'} for it in {call.removeprefix('is in ')}"
         doing = activity(root, statuses.get(root), silent.get(root, "no report"))
         through = sorted({*end.waiters} - {*direct})

@@ -26,6 +26,8 @@ SILENT: Final = {
 INTERFACES: Final = "[network] interfaces; meshcomm doctor, under the launcher, shows each rank's address"
 # A barrier of torch that is no collective: rank 0 waits for a message of each rank.
 BARRIER: Final = "monitored_barrier"
+# A call of which there is no record.
+UNKNOWN: Final[Mapping[str, Any]] = {"number": 0, "call": "a call", "dim": "?", "callsite": "?"}
 
 
 def failure(where: str, error: BaseException) -> CommunicationError:
@@ -45,6 +47,11 @@ def call_text(call: Mapping[str, Any]) -> str:
     """Return text for a collective or for messages, given in the form of `FlightRecorder.status`."""
     what = described(call) if "parts" in call else call["call"]
     return f'{what} along "{call["dim"]}"' + (f", call {call['number']}" if call.get("number") else "")
+
+
+def made_at(call: Mapping[str, Any]) -> str:
+    """Return text that says where a call was made. call: its record, or a record that is made from it, as `FailedCall.facts`."""
+    return f"at {call['callsite']}"
 
 
 def described(waiting: Mapping[str, Any]) -> str:
@@ -83,7 +90,7 @@ def doing_of(status: Status, label: str | None = None) -> str:
         closed = f"{left}, and " if status.get("closed") else ""
         ranks = failed.get("waited_for")
         why = f": it waited for {ranks_text(ranks)}" if ranks else ""
-        return f"{closed}was in {failed['call']}, at {failed['callsite']}, which failed{why}"
+        return f"{closed}was in {failed['call']}, {made_at(failed)}, which failed{why}"
     calls = [call for group in status["groups"] if (call := blocked_in(group)) is not None]
     if calls:
         # A collective explains more than a message.
@@ -103,7 +110,7 @@ def doing_of(status: Status, label: str | None = None) -> str:
 
 def is_in(call: Mapping[str, Any]) -> str:
     """Return text that says in which call a rank is."""
-    return f"is in {call_text(call)}, at {call['callsite']}"
+    return f"is in {call_text(call)}, {made_at(call)}"
 
 
 def group_of(status: Status | None, label: str | None) -> Any:

@@ -6,7 +6,6 @@ import random
 from collections import namedtuple
 from collections.abc import Callable
 from functools import partial
-from inspect import signature
 from typing import Any, Final
 
 import numpy as np
@@ -18,7 +17,6 @@ import meshcomm
 from meshcomm.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL
 from meshcomm.comm import communicator
 from meshcomm.comm.check_call import check
-from meshcomm.comm.handle import Handle
 from meshcomm.comm.request import Options
 from meshcomm.errors import CallMismatchError, CommunicationError, MeshcommError
 from meshcomm.testing import Pool
@@ -329,98 +327,6 @@ def test_an_option_that_somebody_adds_is_compared(mesh: Any) -> None:
     assert comm.collective(ALL_GATHER, x, options=WithOption(interleave=True)).numel() == 8
     with pytest.raises(CallMismatchError, match="interleave True"):
         comm.collective(ALL_GATHER, x, options=WithOption(interleave=mesh.rank == 1))
-
-
-# Two values for each keyword of a public collective, for which the same call ends differently: with another result,
-# another record of the call, or an error with one of the two.
-TWO_VALUES: dict[str, tuple[Any, Any]] = {
-    "axis": (0, 1),
-    "dim": (0, 1),
-    "split_axis": (0, 1),
-    "concat_axis": (0, 1),
-    "op": ("sum", "max"),
-    "factor": (2.0, 3.0),
-    "algorithm": ("flat", "ring"),
-    "uneven": (False, True),
-    "input_split_sizes": ([1, 1], [2, 0]),
-    "output_split_sizes": ([1, 1], [2, 0]),
-    "async_op": (False, True),
-    "src": (0, 1),
-    "dst": (0, 1),
-    "out": (None, "out"),
-}
-# Arguments that a keyword also needs, for both values.
-NEEDED: dict[str, dict[str, Any]] = {
-    "factor": {"op": "premul_sum"},
-    "output_split_sizes": {"input_split_sizes": [1, 1]},
-}
-PUBLIC = (
-    "all_reduce",
-    "reduce",
-    "reduce_scatter",
-    "broadcast",
-    "all_gather",
-    "gather",
-    "scatter",
-    "all_to_all",
-)
-
-
-# The size of `out` along axis 0, if x has two rows.
-OUT = {"reduce_scatter": 1, "scatter": 1, "all_to_all": 2, "all_gather": 4, "gather": 4}
-
-
-def ending(name: str, given: dict[str, Any], listed: bool) -> Any:
-    """How a call on two ranks ends: each rank's result and the calls that it counts, or the error.
-
-    listed: whether x is a list of two tensors.
-    """
-
-    def body(mesh: Any) -> Any:
-        # Sizes may differ only with uneven=, and must differ to show that it has an effect.
-        rows = 2 + (mesh.rank if "uneven" in given else 0)
-        x = torch.arange(1.0, 1 + 2 * rows).view(rows, 2) * 10**mesh.rank
-        out = None
-        if given.get("out") is not None:
-            out = torch.zeros(OUT[name] + ("uneven" in given), 2)
-        more = {**given, "out": out} if "out" in given else given
-        result = getattr(mesh, name)("dp", [x, 2 * x] if listed else x, **more)
-        is_handle = isinstance(result, Handle)
-        if isinstance(result, Handle):
-            result = result.wait()
-        parts = result if listed else [result]
-        values = [None if part is None else part.tolist() for part in parts]
-        return is_handle, values, result is out, [row.call for row in mesh.stats().rows]
-
-    try:
-        return meshcomm.simulate(body, dims={"dp": 2}, device="cpu")
-    except MeshcommError as error:
-        return str(error)
-
-
-@pytest.mark.parametrize("name", PUBLIC)
-def test_every_keyword_of_a_public_collective_has_an_effect(name: str) -> None:
-    """Checked with other keywords too: some code paths of a call might drop an option silently."""
-    keywords = signature(getattr(meshcomm.Mesh, name)).parameters.keys() - {"self", "dims", "x"}
-    usual = {key: 0 for key in ("src", "dst") if key in keywords}
-    beside: list[dict[str, Any]] = [
-        {},
-        *({key: TWO_VALUES[key][1]} for key in ("async_op", "out", "algorithm") if key in keywords),
-    ]
-    ways = [(others, False) for others in beside]
-    if name in ("all_reduce", "broadcast"):
-        ways.append(({}, True))
-    for key in keywords:
-        assert key in TWO_VALUES, f"give two values of {key}= with which {name} ends differently"
-        for others, listed in ways:
-            # An algorithm is refused in other ways, and along another axis the shape of `out` differs.
-            alone = key == "algorithm" and (others or listed)
-            if key in others or alone or (key in ("axis", "dim") and "out" in others):
-                continue
-            given: dict[str, Any] = {**usual, **NEEDED.get(key, {}), **others}
-            one, other = (ending(name, {**given, key: value}, listed) for value in TWO_VALUES[key])
-            assert one != other, f"{name}({key}=) has no effect beside {others}, x a list: {listed}"
-            assert not (isinstance(one, str) and isinstance(other, str)), one
 
 
 @pytest.mark.mesh(dp=2, validate_calls=0, via="gloo", timeout_s=20)

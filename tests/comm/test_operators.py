@@ -6,6 +6,7 @@ import gc
 import os
 import re
 from collections.abc import Callable
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,43 @@ def test_a_wrong_pattern_is_named_in_a_compiled_function(mesh: Mesh) -> None:
             torch.compile(lambda x: mesh.rearrange(x, text), backend="eager")(
                 torch.ones(2, 2).requires_grad_()
             )
+
+
+# A pattern and two values for each keyword of `rearrange`, and what the pattern also needs.
+PATTERNS: dict[str, tuple[str, tuple[Any, Any], dict[str, Any]]] = {
+    "partial": ("(tp a) b -> a b", ("sum", "max"), {}),
+    "grad": ("a b -> a (tp b)", ("slice", "reduce_scatter"), {}),
+}
+
+
+@pytest.mark.mesh(tp=2, via="gloo", timeout_s=110)
+def test_every_keyword_of_rearrange_has_an_effect(mesh: Mesh) -> None:
+    """Also with gradients, and in a graph."""
+
+    def named(call: Callable[..., Any]) -> set[str]:
+        return {name for name, each in signature(call).parameters.items() if each.kind is each.KEYWORD_ONLY}
+
+    def ending(key: str, value: Any, tracked: bool, compiles: bool) -> Any:
+        pattern, _, needed = PATTERNS[key]
+
+        def program(x: torch.Tensor) -> torch.Tensor:
+            return mesh.rearrange(x, pattern, **{**needed, key: value})
+
+        x = (torch.arange(1.0, 9.0).view(4, 2) * 10**mesh.rank).requires_grad_(tracked)
+        try:
+            y = torch.compile(program, backend="eager")(x) if compiles else program(x)
+            if tracked:
+                (y * torch.arange(1.0, 1 + y.numel()).view(y.shape) * 10**mesh.rank).sum().backward()
+        except MeshcommError as error:
+            return str(error)
+        return y.tolist(), None if x.grad is None else x.grad.tolist()
+
+    assert named(meshcomm.explain_pattern) == named(Mesh.rearrange) - {"grad"}
+    for key in sorted(named(Mesh.rearrange)):
+        for tracked in (True,) if key == "grad" else (False, True):
+            for compiles in (False, True):
+                one, other = (ending(key, value, tracked, compiles) for value in PATTERNS[key][1])
+                assert one != other, f"{key}= has no effect, gradients: {tracked}, in a graph: {compiles}"
 
 
 @pytest.mark.mesh(tp=2, via="gloo", timeout_s=110)

@@ -13,12 +13,14 @@ import pytest
 import meshcomm
 from meshcomm.commands.report import combined
 from meshcomm.errors import LaunchError
+from meshcomm.watching.words import UNKNOWN
 
 GROUP: dict[str, Any] = {
     "label": "dp",
     "ranks": [0, 1],
     "started": 3,
     "last": {
+        **UNKNOWN,
         "number": 3,
         "dim": "dp",
         "call": "all_reduce",
@@ -27,7 +29,7 @@ GROUP: dict[str, Any] = {
         "shape": [1],
         "inside": True,
     },
-    "recent": [{"number": 3, "call": "all_reduce", "callsite": "train.py:9", "bytes": 4}],
+    "recent": [{**UNKNOWN, "number": 3, "call": "all_reduce", "callsite": "train.py:9", "bytes": 4}],
     "messages": {"begun": [{"direction": "send", "peer": 1, "tag": 0, "number": 2}], "waiting": None},
     "steps": {},
 }
@@ -36,7 +38,7 @@ REPORT: dict[str, Any] = {
     "coords": {"dp": 0},
     "main": "train.py:9",
     "torch": [],
-    "failed": {"label": "dp", "error": ["timed out"], "call": "all_reduce", "callsite": "train.py:9", "waiting": None},
+    "failed": {**UNKNOWN, "label": "dp", "error": ["timed out"], "call": "all_reduce", "callsite": "train.py:9", "waiting": None},
     "differs": None,
     "groups": [GROUP],
     "clock": {"host": "one", "now_s": 5.0, "ahead_s": 0},

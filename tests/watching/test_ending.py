@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from meshcomm.errors import MeshcommError, PeerLost, RankLost
 from meshcomm.watching.ending import Failure, failure_of, root_cause, without_error
+from meshcomm.watching.words import UNKNOWN
 
 LAYOUT = {rank: f"rank {rank} (pp={rank // 4} tp={rank % 4})" for rank in range(8)}
 
@@ -195,8 +196,8 @@ def test_an_abort_is_told_with_the_calls_that_the_others_were_in() -> None:
 
 def called(rank: int, at: float, call: str, number: int = 140, label: str = "tp", **more: Any) -> Failure:
     site = f"train.py:{7 if call == 'barrier' else 6}"
-    made = {"label": label, "number": number, "call": call, "callsite": site, "bytes": more.pop("bytes", 4)}
-    return failure(rank, at, "CollectiveTimeout", call=made, **{"follows": True, **more})
+    row = {"label": label, "number": number, "call": call, "callsite": site, "bytes": more.pop("bytes", 4)}
+    return failure(rank, at, "CollectiveTimeout", call={**UNKNOWN, **row}, **{"follows": True, **more})
 
 
 def test_a_rank_whose_operation_differs_at_one_sequence_number_is_the_cause() -> None:

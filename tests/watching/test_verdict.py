@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from meshcomm.watching.verdict import BlockedCall, absent, diagnose
+from meshcomm.watching.words import UNKNOWN
 
 
 def message(direction: str, peer: int | None, tag: int, number: int) -> dict[str, Any]:
@@ -49,7 +50,7 @@ def test_who_could_have_sent_to_a_receive_from_any_rank() -> None:
 def status_of(rank: int, started: int, *recent: tuple[int, str], inside: bool = True) -> dict[str, Any]:
     """The status of a rank of dp with `recent` as its last collectives."""
     calls = [
-        {"number": number, "call": call, "callsite": f"train.py:{number}{rank}", "bytes": None}
+        {**UNKNOWN, "number": number, "call": call, "callsite": f"train.py:{number}{rank}", "bytes": None}
         for number, call in recent
     ]
     last = {**calls[-1], "number": started, "dim": "dp", "inside": inside}

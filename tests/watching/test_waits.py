@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import pytest
+import torch
 
+from meshcomm.errors import CommunicationError
+from meshcomm.watching import messages, recorder
+from meshcomm.watching.callsite import origin
+from meshcomm.watching.counters import counter_of
+from meshcomm.watching.failed_call import FailedCall
+from meshcomm.watching.messages import PendingMessage
+from meshcomm.watching.recorder import FlightRecorder
 from meshcomm.watching.verdict import BlockedCall, diagnose, find_hung, root_cause, unasked, whereabouts
 from meshcomm.watching.waits import chain_ends, ends_of, find_circle
+from meshcomm.watching.words import UNKNOWN
 
 Waits = dict[int, Sequence[int]]
 # Each end: its ranks, and the ranks that wait for it.
@@ -90,6 +100,7 @@ def record(rank: int, inside: str = "", **started: int) -> dict[str, Any]:
         if rank in ranks:
             number = started.get(label, 0)
             last = {
+                **UNKNOWN,
                 "number": number,
                 "dim": label[:-1] if label != "world" else label,
                 "call": "barrier" if label == "world" else "all_gather",
@@ -225,7 +236,7 @@ def test_a_rank_whose_call_has_just_failed_does_not_hang() -> None:
     # When first asked, it was raising the error; or it has made another call since.
     for later in (
         {"call_failed": True},
-        {"failed": {"call": "all_gather", "callsite": "train.py:8"}},
+        {"failed": {**UNKNOWN, "call": "all_gather", "callsite": "train.py:8"}},
         record(2, "dp0", tp1=9, dp0=9),
     ):
         assert find_hung(statuses, {3: "stopped"}, lambda ranks: {2: {**statuses[2], **later}}) == {
@@ -248,6 +259,36 @@ def test_circles_against_walking_every_path() -> None:
             assert following in waits[rank]
         assert len(set(circle)) == len(circle)
         assert bool(circle) == any(_returns(waits, rank, rank, set()) for rank in waits), waits
+
+
+def test_a_fact_that_somebody_adds_to_the_origin_of_a_call_is_in_every_record(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`made_at` has all facts, whichever record it words: test_where_a_call_was_made_is_said_in_one_place."""
+
+    def told(*place: Any) -> dict[str, Any]:
+        return {**origin(*place), "added": 7}
+
+    log, frame = FlightRecorder("dp", [0, 1]), sys._getframe()
+    log.begin(None, counter_of(log.counters, "dp", "all_reduce"), 4, torch.ones(1), frame)
+    assert (log.call_data(1) or {}).keys() - {"bytes", "began", "over"} <= UNKNOWN.keys()
+    for module in (recorder, messages):
+        monkeypatch.setattr(module, "origin", told)
+    collective = FailedCall(0, log.status(), "", TimeoutError("timed out"))
+    error = collective.error_alone()
+    assert isinstance(error, CommunicationError)
+    log.messages.waiting = PendingMessage(log.messages, "dp", "recv", 4, [("recv", 1, 0, 1)], frame)
+    group = log.status()
+    message = FailedCall(0, group, "", TimeoutError("timed out"))
+    records = [
+        group["last"],
+        *group["recent"],
+        group["messages"]["waiting"],
+        collective.facts,
+        error.call,
+        message.facts,
+    ]
+    assert [record and record["added"] for record in records] == [7] * 6
 
 
 def _returns(waits: dict[int, list[int]], rank: int, home: int, seen: set[int]) -> bool:
