@@ -20,7 +20,7 @@ from meshcomm.errors import ConfigError, LayoutError, UnknownDim
 from meshcomm.show.diff import diff_facts, diff_view
 from meshcomm.show.grid import RankGrid, grid_facts
 from meshcomm.show.page import as_text
-from meshcomm.show.plan import plan_facts, plan_view, read_rank
+from meshcomm.show.plan import dims_table, plan_facts, plan_page, plan_view, read_rank
 from tests.show.shown import (
     GPT,
     LLAMA,
@@ -94,6 +94,35 @@ def test_json_is_the_facts_that_the_tables_show() -> None:
     assert facts.pop("footprint") == cost
     config = load_config(ROOT / GPT)
     assert plan_facts(config.plan(131_072), 777, config.topology).items() <= facts.items()
+
+
+class Read(dict[str, Any]):
+    """Facts that remember which of them have been read."""
+
+    def __init__(self, facts: dict[str, Any]) -> None:
+        super().__init__(facts)
+        self.unread = set(facts)
+
+    def __getitem__(self, name: str) -> Any:
+        self.unread.discard(name)
+        return super().__getitem__(name)
+
+
+def test_a_table_has_every_fact_that_json_has() -> None:
+    facts = plan_facts(plan_at(MESH, 8), 5, nodes(4))
+    dims = facts["dims"] = [Read(dim) for dim in facts["dims"]]
+    groups = facts["rank"]["groups"] = [Read(group) for group in facts["rank"]["groups"]]
+    plan_page(facts)
+    # Only these are not shown.
+    assert dims[0].unread == {"created"} and groups[0].unread == {"index", "shares"}
+
+
+def test_every_column_of_the_table_of_dims_is_described() -> None:
+    facts = plan_facts(plan_at(MESH, 8, "mesh.merge.both=['dp', 'tp']"), topology=nodes(4))
+    page = (ROOT / "docs/guide/looking.md").read_text()
+    rows = page.partition("| column | contents |\n|---|---|\n| ")[2].partition("\n\n")[0].split("\n| ")
+    described = [name for row in rows for name in row.partition(" |")[0].split(", ")]
+    assert described == [*dims_table(facts["dims"]).columns[1:]]
 
 
 @pytest.mark.parametrize(
