@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from itertools import product
 from pathlib import Path
 from typing import Any, get_args
 from unittest.mock import patch
@@ -27,11 +26,14 @@ ADDED = {
     ),
     "total": Reduction("total", SUM.wire, None, False, SUM.refuses, partial=True),
 }
-DTYPES = (torch.float32, torch.float64, torch.int64, torch.int16, torch.complex64)
+DTYPES = {
+    "sum_of_squares": (torch.float32, torch.float64, torch.int64, torch.int16, torch.complex64),
+    "total": (torch.float32,),
+}
 
 
 def added_operations(mesh: Mesh) -> None:
-    for op, dtype in product(ADDED, DTYPES):
+    for op, dtype in ((op, dtype) for op in ADDED for dtype in DTYPES[op]):
         # Repeated, because the first calls are checked and later ones may be prepared.
         for _ in range(3):
             for dims in ("one", "tp", "all"):
@@ -132,7 +134,7 @@ def test_a_row_says_everything() -> None:
 @pytest.mark.parametrize(
     ("file", "sentence", "in_patterns"),
     [
-        ("meshcomm/comm/along.py", r" op: +(.*?)\. An op", False),
+        ("meshcomm/comm/along.py", r" op: {9}(.*?)\. An op", False),
         ("docs/guide/communication.md", r"\*\*Reduce operations\*\*: (.*?)\.\n", False),
         ("docs/guide/patterns.md", r"`partial` applies to .*? Valid values are (.*?)\.", True),
     ],
