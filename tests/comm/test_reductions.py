@@ -26,14 +26,15 @@ ADDED = {
     ),
     "total": Reduction("total", SUM.wire, None, False, SUM.refuses, partial=True),
 }
-DTYPES = {
-    "sum_of_squares": (torch.float32, torch.float64, torch.int64, torch.int16, torch.complex64),
-    "total": (torch.float32,),
-}
+CASES = [
+    ("sum_of_squares", dtype)
+    for dtype in (torch.float32, torch.float64, torch.int64, torch.int16, torch.complex64)
+]
+CASES += [("total", torch.float32)]
 
 
 def added_operations(mesh: Mesh) -> None:
-    for op, dtype in ((op, dtype) for op in ADDED for dtype in DTYPES[op]):
+    for op, dtype in CASES:
         # Repeated, because the first calls are checked and later ones may be prepared.
         for _ in range(3):
             for dims in ("one", "tp", "all"):

@@ -26,9 +26,9 @@ from meshcomm.errors import ConfigError, TrainingError, ViewError
 from meshcomm.mesh.stats import CallStats, Stats
 from meshcomm.predict.estimate import workload
 from meshcomm.predict.place import rank_placements
+from meshcomm.show.plan import dims_table, plan_facts
 from meshcomm.train import Start, Step, Summary
 from meshcomm.train.run_files import MetricsFile, put_aside, recorded
-from meshcomm.show.plan import dims_table, plan_facts
 from meshcomm.view.facts import page_facts
 from meshcomm.view.page import document, export_page
 from meshcomm.view.run import find_target, run_news
