@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections import Counter
 from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from meshcomm.config.write import write_whole
 from meshcomm.errors import ConfigError, LayoutError, UnknownDim
 from meshcomm.show.diff import diff_facts, diff_view
 from meshcomm.show.grid import RankGrid, grid_facts
-from meshcomm.show.page import as_text
+from meshcomm.show.page import Cells, as_text
 from meshcomm.show.plan import dims_table, plan_facts, plan_page, plan_view, read_rank
 from tests.show.shown import (
     GPT,
@@ -101,20 +102,30 @@ class Read(dict[str, Any]):
 
     def __init__(self, facts: dict[str, Any]) -> None:
         super().__init__(facts)
-        self.unread = set(facts)
+        self.read = set[str]()
 
     def __getitem__(self, name: str) -> Any:
-        self.unread.discard(name)
+        self.read.add(name)
         return super().__getitem__(name)
 
 
-def test_a_table_has_every_fact_that_json_has() -> None:
-    facts = plan_facts(plan_at(MESH, 8), 5, nodes(4))
-    dims = facts["dims"] = [Read(dim) for dim in facts["dims"]]
-    groups = facts["rank"]["groups"] = [Read(group) for group in facts["rank"]["groups"]]
-    plan_page(facts)
-    # Only these are not shown.
-    assert dims[0].unread == {"created"} and groups[0].unread == {"index", "shares"}
+def test_every_column_has_a_fact_of_its_own_and_every_fact_of_json_a_column(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tables: list[tuple[list[dict[str, Any]], dict[str, Any]]] = []
+    of = Cells.of
+    monkeypatch.setattr(
+        Cells, "of", lambda items, columns: tables.append((items, columns)) or of(items, columns)
+    )
+    plan_page(plan_facts(plan_at(MESH, 8, "mesh.merge.both=['dp', 'tp']"), 5, nodes(4)))
+    # JSON alone has the last names.
+    for (items, columns), alone in zip(tables, ({"created"}, {"index", "shares"}), strict=True):
+        facts = {name: Read(items[0]) for name in columns}
+        for name, column in columns.items():
+            of([facts[name]], {name: column})
+        counts = Counter(fact for each in facts.values() for fact in each.read)
+        assert [name for name, each in facts.items() if all(counts[fact] > 1 for fact in each.read)] == []
+        assert set(items[0]) - set(counts) == alone
 
 
 def test_every_column_of_the_table_of_dims_is_described() -> None:
