@@ -13,6 +13,7 @@ import pytest
 from meshcomm.config import Config, load_config
 from meshcomm.predict.estimate import workload
 from meshcomm.predict.place import rank_placements
+from meshcomm.show.plan import dims_table, plan_facts
 from meshcomm.view.facts import page_facts
 
 ROOT = Path(__file__).parents[2]
@@ -77,6 +78,18 @@ def test_facts_of_131072_ranks_are_as_short_as_those_of_8() -> None:
     assert big["world_size"] == 131072 and big["ranks_per_node"] == 8
     assert len(json.dumps(big)) < 2000
     assert [dim["nodes"]["most"] for dim in big["dims"]] == [8, 2048, 1]
+
+
+def test_a_dim_is_described_by_its_row_in_the_table_of_plan() -> None:
+    settings = load_config(MESH)
+    facts = facts_of(settings)
+    table = dims_table(plan_facts(settings.plan(None), topology=settings.topology)["dims"])
+    for dim, row in zip(facts["dims"], table.rows, strict=True):
+        cells = dict(zip(table.columns, row, strict=True))
+        assert (dim["name"], dim["size"], dim["groups"]) == (
+            cells.pop("dim"), int(cells.pop("size")), int(cells.pop("groups")),
+        )  # fmt: skip
+        assert dim["record"] == [f"{name} {cell}" for name, cell in cells.items() if cell != "-"]
 
 
 def test_predicted_traffic_is_that_of_place() -> None:

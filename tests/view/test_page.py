@@ -307,7 +307,8 @@ def test_ranks_whose_numbers_do_not_fit_say_them_and_can_be_made_larger(browser:
 
 def test_traffic_of_a_step_and_what_the_run_counted(browser: Browser, tmp_path: Path) -> None:
     settings = settings_for(tmp_path, "topology.ranks_per_node=4")
-    rows = facts_of(settings)["traffic"]["rows"]
+    facts = facts_of(settings)
+    rows, (tp,) = facts["traffic"]["rows"], [dim for dim in facts["dims"] if dim["name"] == "tp"]
     with served(settings, folder=tmp_path) as server, opened(browser, server.url) as tab:
         sent = {row["along"][0]: row["sent_bytes"] for row in rows}
         assert sorted(sent, key=sent.__getitem__) == ["dp", "pp", "tp"]
@@ -325,7 +326,7 @@ def test_traffic_of_a_step_and_what_the_run_counted(browser: Browser, tmp_path: 
         took = {row["along"][0]: row["seconds"] for row in rows}
         assert [float(x) for x in tab.attribute(".flow", "data-total")] == sorted(took.values(), reverse=True)
         tab.click(".flow[data-along=tp] button")
-        assert tab.text("#caption").startswith("tp: 4 groups of 2 ranks")
+        assert tab.text("#caption") == " · ".join(("tp: 4 groups of 2 ranks", *tp["record"], "plays tensor"))
         # Values that the run counted are labelled as counted.
         with running(tmp_path, settings) as file:
             file.write(step(1))
