@@ -156,7 +156,9 @@ def test_an_error_of_a_sample_is_the_same_in_a_worker(pool: Pool, tmp_path: Path
 def test_a_worker_that_ends_or_hangs_is_named(pool: Pool, tmp_path: Path, build: str, says: str) -> None:
     data = {"seq_len": SEQUENCE, "build": f"{__name__}:{build}", "workers": 2}
     mesh = {**BASE["mesh"], "timeout_s": 3.0}
-    (said,) = pool.run(losses_or_error, on("one=1", tmp_path, data=data, mesh=mesh), ranks=1)
+    # The error ends the rank, as torch would wait ten seconds for a worker that hangs.
+    (error,) = pool.run(trained, on("one=1", tmp_path, data=data, mesh=mesh), ranks=1, allow=True)
+    said = str(error)
     assert said.startswith("a worker process that reads samples has ended or is not responding")
     assert says in said and "data.workers = 2" in said
 
@@ -562,11 +564,15 @@ def streamed(config: Config, divided: bool, same: bool) -> str:
         collate_fn=in_one,
         multiprocessing_context="fork",
     )
+    before = _children()
     with meshcomm.init(config) as mesh:
+        trainer = Trainer(mesh, config)
         try:
-            Trainer(mesh, config).run(loader)
+            trainer.run(loader)
         except TrainingError as error:
             return str(error)
+        # The workers have ended with the run.
+        assert _children() == before
     return ""
 
 
