@@ -171,9 +171,7 @@ def test_a_program_that_does_not_reopen_ends_by_the_name_of_the_lost_rank(tmp_pa
     )
 
 
-def test_a_later_failure_is_not_blamed_on_a_rank_that_has_been_replaced(
-    pool: Pool, tmp_path: Path
-) -> None:
+def test_a_later_failure_is_not_blamed_on_a_rank_that_has_been_replaced(pool: Pool, tmp_path: Path) -> None:
     script = tmp_path / "late.py"
     script.write_text(IS_LATE)
     code, err = forked(pool, tmp_path, "--world-size", "2", str(script))
@@ -311,12 +309,11 @@ def test_the_launcher_is_killed_while_a_rank_is_replaced(tmp_path: Path) -> None
     assert not left_over(tmp_path)
 
 
-def test_another_launcher_does_not_replace() -> None:
+def test_another_launcher_does_not_replace(pool: Pool, tmp_path: Path) -> None:
     words = ["-m", "meshcomm", "train", "--replace", "1", str(ROOT / "configs/quickstart.toml")]
-    env = {**os.environ, "RANK": "0", "WORLD_SIZE": "8", "PYTHONPATH": str(ROOT)}
-    ended = subprocess.run([sys.executable, *words], capture_output=True, text=True, env=env, check=False)
-    assert ended.returncode == 2
-    assert "replaced inside a job that torchrun started" in ended.stderr
+    code, _, err = Job(pool, tmp_path, *words, env={"RANK": "0", "WORLD_SIZE": "8"}).finish()
+    assert code == 2
+    assert "replaced inside a job that torchrun started" in err
 
 
 @pytest.mark.faults

@@ -15,8 +15,7 @@ import torch.distributed._functional_collectives as functional
 
 import meshcomm
 from meshcomm.errors import CollectiveTimeout, CommunicationError, UnsupportedOp
-from meshcomm.mesh import Mesh
-from meshcomm.mesh import state
+from meshcomm.mesh import Mesh, state
 from meshcomm.testing import Pool, RankFailure
 from meshcomm.testing.emulated_nccl import (
     NAME,

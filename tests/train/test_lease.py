@@ -30,6 +30,7 @@ from meshcomm.train.checkpoint.lease import EXPIRES_S, Lease, LeaseLost
 from tests.train.test_checkpoint import TWO, content, tiny
 from tests.train.test_checkpoint_state import lock, settings
 
+
 def _serve(pipe: Connection, folder: Path, job: str, env: dict[str, str]) -> None:
     """Make the lease of a folder. Then call each method of it whose name comes through the pipe, and send the outcome."""
     os.environ.update(env)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
+import multiprocessing
 import os
 import signal
 import time
@@ -150,17 +152,29 @@ def test_an_error_of_a_sample_is_the_same_in_a_worker(pool: Pool, tmp_path: Path
     assert "sample 41 is damaged" in said and "Traceback" not in said
 
 
+def workers_told_to_end(config: Config) -> tuple[Any, list[int | None]]:
+    """The error of a run, and the exit codes of its workers when Python ends them as when the rank exits."""
+    gc.disable()  # It would end them, too.
+    said = losses_or_error(config)
+    workers = multiprocessing.active_children()
+    for each in workers:
+        each.terminate()
+    for each in workers:
+        each.join(20)
+    gc.enable()
+    return said, [each.exitcode for each in workers]
+
+
 @pytest.mark.parametrize(
     ("build", "says"), [("ends", "DataLoader worker (pid"), ("hangs", "timed out after 3")]
 )
 def test_a_worker_that_ends_or_hangs_is_named(pool: Pool, tmp_path: Path, build: str, says: str) -> None:
     data = {"seq_len": SEQUENCE, "build": f"{__name__}:{build}", "workers": 2}
     mesh = {**BASE["mesh"], "timeout_s": 3.0}
-    # The error ends the rank, as torch would wait ten seconds for a worker that hangs.
-    (error,) = pool.run(trained, on("one=1", tmp_path, data=data, mesh=mesh), ranks=1, allow=True)
-    said = str(error)
+    ((said, codes),) = pool.run(workers_told_to_end, on("one=1", tmp_path, data=data, mesh=mesh), ranks=1)
     assert said.startswith("a worker process that reads samples has ended or is not responding")
     assert says in said and "data.workers = 2" in said
+    assert all(code == 0 for code in codes) and (codes or build == "ends")
 
 
 class _Unlucky:
