@@ -361,7 +361,7 @@ def _generators(steady: bool) -> tuple[object, ...]:
     """Return the state of the random generators. steady: whether torch's numbers are replaced."""
     name, keys, *more = np.random.get_state()
     others = (random.getstate(), name, bytes(keys), *more)  # type: ignore[arg-type]
-    return others if steady else (*others, bytes(torch.get_rng_state()))
+    return others if steady else (*others, torch.get_rng_state().numpy().tobytes())
 
 
 def on_a_mesh(

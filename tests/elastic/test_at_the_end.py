@@ -11,8 +11,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from meshcomm.testing import Pool
 from tests.elastic.deaths import config_of, training
-from tests.elastic.test_replaced import run
+from tests.elastic.test_replaced import forked, run
 
 SCRIPT = """
 import os, signal, sys, time, meshcomm, torch
@@ -81,19 +82,17 @@ time.sleep(0.5)
 
 
 @pytest.mark.parametrize("way", ["dies", "raises"])
-def test_after_the_end_a_signal_is_no_failure(way: str, tmp_path: Path) -> None:
+def test_after_the_end_a_signal_is_no_failure(pool: Pool, way: str, tmp_path: Path) -> None:
     """All work is done, so a signal loses nothing. An exception of the program is still a failure."""
     script = tmp_path / "ends.py"
     script.write_text(ENDS)
-    ended = run("--world-size", "3", str(script), way)
-    lines = [line for line in ended.stderr.splitlines() if line.startswith("meshcomm: ")]
+    code, err = forked(pool, tmp_path, "--world-size", "3", str(script), way)
+    lines = [line for line in err.splitlines() if line.startswith("meshcomm: ")]
     if way == "raises":
-        assert ended.returncode == 1 and "rank 1 (dp=1) failed: KeyError: 'at the end'" in ended.stderr
+        assert code == 1 and "rank 1 (dp=1) failed: KeyError: 'at the end'" in err
     else:
-        assert ended.returncode == 0, ended.stderr
-        assert lines == ["meshcomm: rank 1 (dp=1) was ended by SIGKILL after the end; nothing is lost"], (
-            ended.stderr
-        )
+        assert code == 0, err
+        assert lines == ["meshcomm: rank 1 (dp=1) was ended by SIGKILL after the end; nothing is lost"], err
 
 
 AFTER_A_TRAINER = """
@@ -108,11 +107,13 @@ mesh.close()
 """
 
 
-def test_a_program_may_still_work_after_its_trainer(tmp_path: Path) -> None:
-    script = tmp_path / "after.py"
+def test_a_program_may_still_work_after_its_trainer(pool: Pool, tmp_path: Path) -> None:
+    config, script = tmp_path / "train.toml", tmp_path / "after.py"
+    config.write_text(config_of("dp2", 2))
     script.write_text(AFTER_A_TRAINER)
-    with training(tmp_path, config_of("dp2", 2), 1, script=script) as job:
-        assert job.process.wait(100) == 128 + signal.SIGKILL, job.log.read_text()
+    out = f'train.out="{tmp_path / "trained"}"'
+    code, err = forked(pool, tmp_path, "--set", out, str(config), str(script))
+    assert code == 128 + signal.SIGKILL, err
 
 
 @pytest.mark.faults

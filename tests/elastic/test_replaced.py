@@ -13,7 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from meshcomm.testing import Pool
 from tests.elastic.deaths import MESHES, ROOT, config_of, left_over, simulated, training, undisturbed
+from tests.forked_jobs import Job
 
 STEPS = 8
 SCRIPT = Path(__file__).parent / "own_loop.py"
@@ -45,7 +47,7 @@ for step in range(100):
 # The new process arrives, but is slower at its first call than the timeout of the others.
 IS_LATE = """
 import os, signal, time, meshcomm, torch
-mesh = meshcomm.init(dims={"dp": 2}, timeout_s=8)
+mesh = meshcomm.init(dims={"dp": 2}, timeout_s=4)
 if mesh.elastic.generation.number:
     time.sleep(60)
 for step in range(100):
@@ -135,6 +137,13 @@ def run(*words: str, replace: int = 1) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=100, env=env, check=False)
 
 
+def forked(pool: Pool, folder: Path, *words: str) -> tuple[int, str]:
+    """The same in forks of a process that has loaded torch. Returns the exit code and stderr."""
+    job = Job(pool, folder, "-m", "meshcomm", "run", "--replace", "1", *words, env={"PYTHONPATH": str(ROOT)})
+    code, _, err = job.finish()
+    return code, err
+
+
 @pytest.mark.deep
 def test_a_loop_of_ones_own_meets_the_new_process() -> None:
     ended = run("--world-size", "4", str(SCRIPT), "dies")
@@ -162,23 +171,23 @@ def test_a_program_that_does_not_reopen_ends_by_the_name_of_the_lost_rank(tmp_pa
     )
 
 
-def test_a_later_failure_is_not_blamed_on_a_rank_that_has_been_replaced(tmp_path: Path) -> None:
+def test_a_later_failure_is_not_blamed_on_a_rank_that_has_been_replaced(pool: Pool, tmp_path: Path) -> None:
     script = tmp_path / "late.py"
     script.write_text(IS_LATE)
-    ended = run("--world-size", "2", str(script))
-    last = ended.stderr.partition("replacements left: 0")[2]
-    assert ended.returncode == 1 and "SIGKILL" not in last, ended.stderr
-    assert "meshcomm: rank 0 (dp=0) failed: CollectiveTimeout: all_reduce along" in last, ended.stderr
-    assert "it waited for rank 1" in last, ended.stderr
+    code, err = forked(pool, tmp_path, "--world-size", "2", str(script))
+    last = err.partition("replacements left: 0")[2]
+    assert code == 1 and "SIGKILL" not in last, err
+    assert "meshcomm: rank 0 (dp=0) failed: CollectiveTimeout: all_reduce along" in last, err
+    assert "it waited for rank 1" in last, err
 
 
-def test_a_program_that_swallows_the_loss_is_told_what_it_left_out(tmp_path: Path) -> None:
+def test_a_program_that_swallows_the_loss_is_told_what_it_left_out(pool: Pool, tmp_path: Path) -> None:
     script = tmp_path / "swallows.py"
     script.write_text(SWALLOWS)
-    ended = run("--world-size", "2", str(script))
-    assert ended.returncode == 128 + signal.SIGKILL, ended.stderr
+    code, err = forked(pool, tmp_path, "--world-size", "2", str(script))
+    assert code == 128 + signal.SIGKILL, err
     said = "meshcomm: rank 0 completed without mesh.elastic.reopen, so new processes can no longer meet all ranks"
-    assert said in ended.stderr.splitlines(), ended.stderr
+    assert said in err.splitlines(), err
 
 
 @pytest.mark.faults
@@ -300,12 +309,11 @@ def test_the_launcher_is_killed_while_a_rank_is_replaced(tmp_path: Path) -> None
     assert not left_over(tmp_path)
 
 
-def test_another_launcher_does_not_replace() -> None:
+def test_another_launcher_does_not_replace(pool: Pool, tmp_path: Path) -> None:
     words = ["-m", "meshcomm", "train", "--replace", "1", str(ROOT / "configs/quickstart.toml")]
-    env = {**os.environ, "RANK": "0", "WORLD_SIZE": "8", "PYTHONPATH": str(ROOT)}
-    ended = subprocess.run([sys.executable, *words], capture_output=True, text=True, env=env, check=False)
-    assert ended.returncode == 2
-    assert "replaced inside a job that torchrun started" in ended.stderr
+    code, _, err = Job(pool, tmp_path, *words, env={"RANK": "0", "WORLD_SIZE": "8"}).finish()
+    assert code == 2
+    assert "replaced inside a job that torchrun started" in err
 
 
 @pytest.mark.faults

@@ -62,6 +62,8 @@ def results(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Callable[[s
 @needs_group_hooks
 @pytest.mark.parametrize("way", ["watch", "launched", "mesh"])
 @pytest.mark.parametrize("name", PROGRAMS)
+# `meshcomm run` watches a program in the same way.
+@pytest.mark.deep_cases(r"-watch\]")
 def test_a_right_program_is_left_alone(
     results: Callable[[str], list[dict[str, str]]], name: str, way: str
 ) -> None:
@@ -177,13 +179,13 @@ def asynchronous(group: Any, odd: bool) -> None:
 
 def two_differ_early_and_one_is_late(group: Any, odd: bool) -> None:
     if dist.get_rank() == 2:
-        time.sleep(0.3)
+        time.sleep(0.1)
     of_size(group, odd, True)
 
 
 def the_odd_one_is_late(group: Any, odd: bool) -> None:
     if odd:
-        time.sleep(0.3)
+        time.sleep(0.1)
     of_size(group, odd, True)
 
 

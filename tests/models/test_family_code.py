@@ -130,6 +130,7 @@ def on_processes(config: Config) -> list[float]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.deep_cases(r"\[(XLM|Camembert|Data2Vec|RobertaPre)")
 def test_a_family_counts_its_own_positions(tmp_path: Path, family: str) -> None:
     expected = alone(folder_of(family, tmp_path))
     config = config_for(tmp_path, "dp=2")

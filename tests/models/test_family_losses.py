@@ -104,6 +104,7 @@ def on_a_mesh(config: Config) -> list[tuple[float, float]]:
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.deep_cases(r"\[Qwen2Moe")
 def test_the_auxiliary_loss_of_routers_counts(pool: Pool, tmp_path: Path, kind: str) -> None:
     torch.manual_seed(1)
     said = getattr(transformers, kind)(**SMALL, **FAMILIES[kind])

@@ -293,6 +293,7 @@ class Recurrent(nn.Module):
 
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+@pytest.mark.deep_cases(r"\[RNN")
 def test_recurrent_layers_train(pool: Pool, kind: Any) -> None:
     check(pool, partial(Recurrent, kind), tokens=True)
 
@@ -428,6 +429,7 @@ def resumed(config: Config, folder: Path, module: Callable[[], nn.Module], froze
 
 @pytest.mark.parametrize("dims", ["dp=2", "fsdp=2"])
 @pytest.mark.parametrize("frozen", [("first.*",), ()])
+@pytest.mark.deep_cases(r"\[(frozen0-dp|frozen1-fsdp)")
 def test_a_resumed_run_is_that_of_one_process(
     pool: Pool, tmp_path: Path, dims: str, frozen: tuple[str, ...]
 ) -> None:
@@ -485,6 +487,7 @@ class Lists(nn.Module):
 
 @pytest.mark.parametrize("object_", [False, True])
 @pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.deep_cases(r"\[(False-False|True-True)")
 def test_blocks_that_are_lists_or_share_weights_are_sharded(pool: Pool, tied: bool, object_: bool) -> None:
     check(pool, partial(Lists, tied), "fsdp=2", object_=object_)
 

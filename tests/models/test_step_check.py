@@ -571,6 +571,7 @@ def contrast(outputs: Any, targets: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("kind", _NOISE)
 @pytest.mark.parametrize("dims", [{"data": 2}, {"data": 1}])
+@pytest.mark.deep_cases(r"\[dims1-(?!randn_like|mask)")
 def test_programs_that_draw_random_numbers_are_compared(kind: str, dims: Mapping[str, int]) -> None:
     torch.manual_seed(0)
     error, why = told(Autoencoder(kind), rows(), dims, own=divergence)

@@ -316,6 +316,7 @@ def test_a_resumed_training_is_bit_equal(
 
 
 @pytest.mark.parametrize("case", ["dp=2", "one=1"])
+@pytest.mark.deep_cases(r"\[one=1")
 def test_state_of_other_shapes_and_noise_come_back(pool: Pool, tmp_path: Path, case: str) -> None:
     config, names = config_on(BASE, case), list(OF_WHOLE)
     (expected, *_) = pool.run(trained, config, "optimizer", names, tmp_path, ranks=ranks_of(config))

@@ -187,6 +187,7 @@ def tails(pool: Pool) -> list[float]:
         ("dp=2 fsdp=2", {}),
     ],
 )
+@pytest.mark.deep_cases(r"\[dp=2 fsdp=2")
 def test_uneven_tails_are_the_mean_over_all_samples(
     pool: Pool, tails: list[float], dims: str, parallel: dict[str, Any]
 ) -> None:

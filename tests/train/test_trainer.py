@@ -116,6 +116,7 @@ def by_hand() -> tuple[list[float], dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize("dims", MESHES)
+@pytest.mark.deep_cases(r"\[dp=2 (fsdp=2|tp=2)\]")
 def test_a_module_trains_as_in_plain_torch_on_every_mesh(pool: Pool, dims: str) -> None:
     config = sections(dims)
     ranks = pool.run(trained, config, True, ranks=config.mesh.layout(None).world_size)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import warnings
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
+from mmap import mmap
 from typing import Any, final
 
 import numpy as np
@@ -250,6 +253,8 @@ class ReadAhead(Source):
     def __init__(self, batches: Batches, last: int, workers: int, timeout_s: float) -> None:
         self._batches, self._last, self._workers, self._timeout_s = batches, last, workers, timeout_s
         self._steps: Iterator[Any] | None = None
+        # A byte that the workers share: whether the run has ended.
+        self._ended = mmap(-1, 1)
 
     def __call__(self, step: int) -> tuple[Tensor, ...]:
         """See Source. Called for the first step to read, and then for each subsequent step."""
@@ -265,7 +270,7 @@ class ReadAhead(Source):
         return self._batches.read(step)
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        self._steps = None
+        self._ended[0], self._steps = 1, None
         # torch raises the error from a signal handler, at any line of the program: within a call, another error follows it.
         while error is not None and not (
             isinstance(error, RuntimeError) and str(error).startswith("DataLoader")
@@ -288,7 +293,7 @@ class ReadAhead(Source):
             collate_fn=_as_it_is,
             pin_memory=self._batches.device_type == "cuda",
             timeout=self._timeout_s,
-            worker_init_fn=_begin,
+            worker_init_fn=partial(_begin, self._ended),
             # A separate generator, so that the program's random numbers do not depend on the workers.
             generator=torch.Generator(),
             # Data mapped from a file are not copied.
@@ -316,10 +321,20 @@ def _as_it_is(held: Any) -> Any:
     return held
 
 
-def _begin(_: int) -> None:
-    """Make a worker exit when its rank exits, even if the rank is killed, but not on signals that ask a job to save."""
+def _begin(ended: mmap, _: int) -> None:
+    """Make a worker exit when its rank exits, even if the rank is killed, but not on signals that ask a job to save.
+
+    ended: whether the run has ended.
+    """
     end_with_parent()
     for number in (signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
-    # Slurm sends one SIGTERM to all processes of a job. torch sends one to a worker that does not end.
-    signal.signal(signal.SIGTERM, lambda *_: signal.signal(signal.SIGTERM, signal.SIG_DFL))
+
+    def told(*_: object) -> None:
+        # Slurm sends one SIGTERM to all processes of a job. After the run, torch and an exiting Python send one to a worker that
+        # hangs, and Python waits for it. As in torch's own handler, this is no failure of the worker.
+        if ended[0]:
+            os._exit(0)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    signal.signal(signal.SIGTERM, told)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any, Final, TypeAlias, final
 
@@ -99,6 +99,12 @@ class InEpochs(UserBatches):
             for _ in range(after):
                 next(self._batches)
 
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        # After a loss of ranks, the same iterable goes on. Otherwise end a DataLoader's workers now: the generator refers to
+        # this object, and in a garbage collection, torch would wait five seconds for each worker.
+        if error is None:
+            self._batches.close()
+
     def __call__(self, step: int) -> tuple[Any, ...]:
         """See Source. Raises TrainingError if there are no data, and the errors of `placed`."""
         if self._held is _NOTHING or step != self._last:
@@ -160,7 +166,7 @@ class InEpochs(UserBatches):
                 hint="use the same loader as the run that wrote the checkpoint",
             ) from error
 
-    def _repeated(self, goes_on: bool = False) -> Iterator[UserBatch]:
+    def _repeated(self, goes_on: bool = False) -> Generator[UserBatch, None, None]:
         """Yield the batches of one epoch after the other. Raises TrainingError if a restart yields no items, as with a generator."""
         while True:
             if not goes_on:

@@ -6,14 +6,17 @@ import json
 import os
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing import Pipe, get_context
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -27,48 +30,53 @@ from meshcomm.train.checkpoint.lease import EXPIRES_S, Lease, LeaseLost, find_at
 from tests.train.checkpoint.test_checkpoints import TWO, content, tiny
 from tests.train.checkpoint.test_writer import lock, settings
 
-# Makes the lease of a folder and prints "ready". Then calls the method that each line of its input names.
-HOLDER = """
-import sys, time, meshcomm
-from pathlib import Path
-from meshcomm.errors import TrainingError
-from meshcomm.train.checkpoint.lease import Attempt, Lease
 
-mesh = meshcomm.init(dims={"one": 1})
-lease = Lease(Path(sys.argv[1]), Attempt(*sys.argv[2:3]))
-print("ready", flush=True)
-for line in sys.stdin:
-    try:
-        getattr(lease, line.strip())(*([mesh] if line == "hold\\n" else []))
-        print("done", flush=True)
-    except TrainingError as error:
-        print(type(error).__name__, " ".join(str(error).split()), flush=True)
-"""
+def _serve(pipe: Connection, folder: Path, job: str, env: dict[str, str]) -> None:
+    """Make the lease of a folder. Then call each method of it whose name comes through the pipe, and send the outcome."""
+    os.environ.update(env)
+    with meshcomm.init(dims={"one": 1}) as mesh:
+        made = Lease(folder, Attempt(job))
+        pipe.send("ready")
+        while True:
+            word = pipe.recv()
+            try:
+                getattr(made, word)(*([mesh] if word == "hold" else []))
+                pipe.send("done")
+            except TrainingError as error:
+                pipe.send(f"{type(error).__name__} {' '.join(str(error).split())}")
+
+
+@dataclass
+class Holder:
+    """Another process that may hold the lease."""
+
+    process: BaseProcess
+    pipe: Connection
+
+    def __call__(self, word: str) -> str:
+        """Call a method of its lease, and return the outcome."""
+        self.pipe.send(word)
+        return str(self.pipe.recv())
+
+
+@pytest.fixture(autouse=True)
+def _torch_is_loaded_once(pool: Pool) -> None:
+    """Holders are forked from the server of the pool."""
 
 
 @contextmanager
-def holder(folder: Path, job: str = "", **env: str) -> Iterator[Any]:
-    """Another process that may hold the lease. `tell(word)` calls a method of its lease and returns the outcome."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", HOLDER, str(folder), job],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, **env},
-    )  # fmt: skip
-    assert process.stdin is not None and process.stdout is not None
-    written, read = process.stdin, process.stdout
-
-    def tell(word: str) -> str:
-        print(word, file=written, flush=True)
-        return read.readline().strip()
-
-    tell.process = process  # type: ignore[attr-defined]
+def holder(folder: Path, job: str = "", **env: str) -> Iterator[Holder]:
+    ours, theirs = Pipe()
+    process = get_context("forkserver").Process(target=_serve, args=(theirs, folder, job, env), daemon=True)
+    process.start()
+    theirs.close()
     try:
-        assert read.readline() == "ready\n"
-        yield tell
+        assert ours.recv() == "ready"
+        yield Holder(process, ours)
     finally:
         process.kill()
-        process.wait()
-        written.close()
-        read.close()
+        process.join()
+        ours.close()
 
 
 def hold(folder: Path, attempt: Attempt | None = None) -> Lease:
@@ -114,8 +122,8 @@ def test_of_two_that_start_at_the_same_moment_one_wins(tmp_path: Path) -> None:
     try:
         for number in range(5):
             for each in tells:
-                print("hold", file=each.process.stdin, flush=True)
-            said = [each.process.stdout.readline().split()[0] for each in tells]
+                each.pipe.send("hold")
+            said = [each.pipe.recv().split()[0] for each in tells]
             assert sorted(said) == ["TrainingError", "TrainingError", "done"], (number, said)
             winner = tells[said.index("done")]
             assert winner("check") == "done"
@@ -124,7 +132,7 @@ def test_of_two_that_start_at_the_same_moment_one_wins(tmp_path: Path) -> None:
                 winner("release")
             else:
                 winner.process.kill()
-                winner.process.wait()
+                winner.process.join()
                 again = holder(tmp_path)
                 begun[tells.index(winner)].__exit__(None, None, None)
                 begun[tells.index(winner)], tells[tells.index(winner)] = again, again.__enter__()
@@ -147,7 +155,7 @@ def test_the_lease_of_a_killed_job_is_taken_over(tmp_path: Path) -> None:
 def test_a_stopped_job_keeps_its_lease(tmp_path: Path) -> None:
     with holder(tmp_path) as first:
         assert first("hold") == "done"
-        first.process.send_signal(signal.SIGSTOP)
+        os.kill(first.process.pid, signal.SIGSTOP)
         deadline = time.monotonic() + 5
         while True:
             with pytest.raises(TrainingError, match="another job writes") as caught:
@@ -155,7 +163,7 @@ def test_a_stopped_job_keeps_its_lease(tmp_path: Path) -> None:
             if "its process is stopped, but has not ended" in (caught.value.hint or ""):
                 break
             assert time.monotonic() < deadline
-        first.process.send_signal(signal.SIGCONT)
+        os.kill(first.process.pid, signal.SIGCONT)
         assert first("check") == "done"
 
 
@@ -195,9 +203,10 @@ def test_a_restart_keeps_the_lease_of_its_job(tmp_path: Path) -> None:
     hold(tmp_path, Attempt("Slurm job 7", 1)).release()
     with holder(tmp_path, "job 1", TORCHELASTIC_RUN_ID="x") as first:
         assert first("hold") == "done"
+        launcher = process_name(psutil.Process(first.process.pid).ppid())
     with pytest.raises(TrainingError, match="another job writes") as caught:
         hold(tmp_path, Attempt("job 2", 1))
-    assert f"its launcher still runs, {process_name()}" in (caught.value.hint or "")
+    assert f"its launcher still runs, {launcher}" in (caught.value.hint or "")
     hold(tmp_path, Attempt("job 1", 1)).release()
 
 

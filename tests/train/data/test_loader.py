@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
+import multiprocessing
 import os
 import signal
 import time
@@ -148,15 +150,29 @@ def test_an_error_of_a_sample_is_the_same_in_a_worker(pool: Pool, tmp_path: Path
     assert "sample 41 is damaged" in said and "Traceback" not in said
 
 
+def workers_told_to_end(config: Config) -> tuple[Any, list[int | None]]:
+    """The error of a run, and the exit codes of its workers when Python ends them as when the rank exits."""
+    gc.disable()  # It would end them, too.
+    said = losses_or_error(config)
+    workers = multiprocessing.active_children()
+    for each in workers:
+        each.terminate()
+    for each in workers:
+        each.join(20)
+    gc.enable()
+    return said, [each.exitcode for each in workers]
+
+
 @pytest.mark.parametrize(
     ("build", "says"), [("ends", "DataLoader worker (pid"), ("hangs", "timed out after 3")]
 )
 def test_a_worker_that_ends_or_hangs_is_named(pool: Pool, tmp_path: Path, build: str, says: str) -> None:
     data = {"seq_len": SEQUENCE, "build": f"{__name__}:{build}", "workers": 2}
     mesh = {**BASE["mesh"], "timeout_s": 3.0}
-    (said,) = pool.run(losses_or_error, on("one=1", tmp_path, data=data, mesh=mesh), ranks=1)
+    ((said, codes),) = pool.run(workers_told_to_end, on("one=1", tmp_path, data=data, mesh=mesh), ranks=1)
     assert said.startswith("a worker process that reads samples has ended or is not responding")
     assert says in said and "data.workers = 2" in said
+    assert all(code == 0 for code in codes) and (codes or build == "ends")
 
 
 class _Unlucky:
@@ -475,11 +491,15 @@ def streamed(config: Config, divided: bool, same: bool) -> str:
         collate_fn=in_one,
         multiprocessing_context="fork",
     )
+    before = _children()
     with meshcomm.init(config) as mesh:
+        trainer = Trainer(mesh, config)
         try:
-            Trainer(mesh, config).run(loader)
+            trainer.run(loader)
         except TrainingError as error:
             return str(error)
+        # The workers have ended with the run.
+        assert _children() == before
     return ""
 
 
