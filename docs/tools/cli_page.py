@@ -2,20 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any
 
 import typer
 
 from meshcomm.commands.app import GROUPS, app, first_paragraph
-
-# Exit codes other than 0 and 2 that a command's help does not describe.
-EXIT_CODES: Final[Mapping[str, str]] = {
-    "lint": "1 with `--strict`, if there is a finding",
-    "bench": "the code of the rank that caused the failure: 1 for an error, 2 for incorrect usage, 128 + signal; 130 after Ctrl-C",
-    "train": "the code of the rank that caused the failure: 1 for an error, 2 for incorrect usage, 128 + signal; 130 after Ctrl-C",
-    "run": "the code of the rank that caused the failure: 1 for an error, 2 for incorrect usage, the script's exit code, 128 + signal; 130 after Ctrl-C",
-}
 
 
 def page() -> str:
@@ -73,8 +64,7 @@ def _section(name: str, command: Any) -> list[str]:
         lines.append(
             f"| `{_cell(flags.replace(' range', ''))}` | {_default(each)} | {_cell(each.help or '')} |"
         )
-    code = EXIT_CODES.get(name)
-    return lines if code is None else [*lines, "", f"Exit code: {code}."]
+    return lines
 
 
 def _argument(parameter: Any) -> str:

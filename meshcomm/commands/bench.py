@@ -78,6 +78,9 @@ def bench(
     """Measure operations along each dim and compare them with plain torch.distributed in the same run.
 
     Outside a launcher, the command starts one process per rank on this host.
+
+    The exit code is that of the rank that caused the failure: 1 for an error, 2 for incorrect usage, 128 + signal; 130 after
+    Ctrl-C.
     """
     from meshcomm.commands.measure import Asked, chosen_dims, items
     from meshcomm.commands.processes import start_job, world_of

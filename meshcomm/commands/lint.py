@@ -27,7 +27,10 @@ def lint(
     json: AsJson = False,
     overrides: Overrides = None,
 ) -> None:
-    """Report mesh settings that will be slow or fail on the given machines, with the reason and a fix for each."""
+    """Report mesh settings that will be slow or fail on the given machines, with the reason and a fix for each.
+
+    With --strict, the exit code is 1 if there is a finding.
+    """
     import resource
 
     from meshcomm.config import load_config

@@ -34,6 +34,9 @@ def run(
     """Run a script with one process per rank. In the script, meshcomm.init() opens the mesh of CONFIG.
 
     If the script creates its groups only with torch, meshcomm watches those groups: see meshcomm.watch.
+
+    The exit code is that of the rank that caused the failure: 1 for an error, 2 for incorrect usage, the script's exit code,
+    128 + signal; 130 after Ctrl-C.
     """
     config, script, arguments = named("run", first, second, context.args, overrides)
     from meshcomm.config import load_config

@@ -38,7 +38,11 @@ def train(
     replace: Replace = None,
     overrides: Overrides = None,
 ) -> None:
-    """Train the built-in model in parallel. Outside a launcher, start one process per rank on this host."""
+    """Train the built-in model in parallel. Outside a launcher, start one process per rank on this host.
+
+    The exit code is that of the rank that caused the failure: 1 for an error, 2 for incorrect usage, 128 + signal; 130 after
+    Ctrl-C.
+    """
     from meshcomm.config import load_config
 
     overrides = replacing(overrides, replace)

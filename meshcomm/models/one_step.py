@@ -269,11 +269,12 @@ def plain(program: Program, config: Config, *, silent: bool = True, pieces: int 
     named = dict(module.named_parameters())
     # The part of a stage that holds a tied weight may have another of its names.
     every = dict(module.named_parameters(remove_duplicate=False))
-    for name, parameter in named.items():
+    for name, parameter in every.items():
         if any(fnmatchcase(name, pattern) for pattern in train.frozen):
             parameter.requires_grad_(False)
     first = {name: each.detach().clone() for name, each in named.items()}
-    optimizer = grouped(program.optimizer or optimizer_of(train, _CPU), train, nn.ModuleList([module]))
+    make = program.optimizer or optimizer_of(train, _CPU)
+    optimizer = grouped(make, train, nn.ModuleList([module]), every.items())
     loss_of = copied(program.loss)
     with torch.random.fork_rng([]), _Alone() as alone, _settings(silent, program.family) as steady:
         torch.manual_seed(0)

@@ -136,6 +136,7 @@ class Engine:
             mesh,
             train,
             self.modules,
+            local.named,
             optimizer,
             local.splits.pipeline,
             along(mesh, parallel.gradient_dims),

@@ -42,7 +42,9 @@ _OWN: Final = ("params", "lr", "weight_decay", "betas", "eps", "differentiable",
 
 
 def decay_groups(
-    module: nn.Module, patterns: Mapping[str, Mapping[str, float]] | None = None
+    module: nn.Module,
+    patterns: Mapping[str, Mapping[str, float]] | None = None,
+    named: Iterable[tuple[str, nn.Parameter]] | None = None,
 ) -> list[dict[str, Any]]:
     """Return the parameter groups of `module` for an optimizer, with each parameter in one group.
 
@@ -53,6 +55,7 @@ def decay_groups(
 
     patterns: maps name patterns ("*" matches any characters) to multipliers for `lr` and `weight_decay`. The first
               pattern that matches a name applies. Groups of matched parameters have `lr_factor` and `decay_factor`, which `Update` applies.
+    named:    all parameters with the names that patterns match. If None, the names in `module`.
 
     Order: the order of `module.parameters()`, with matrices before vectors. Call this after fully_shard,
     which replaces the module's parameters.
@@ -63,10 +66,13 @@ def decay_groups(
     fused = fused_parts(module)
     vectors = {name: each.ndim - (name in fused) < 2 for name, each in module.named_parameters()}
     learning = [pair for pair in module.named_parameters() if pair[1].requires_grad]
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in module.named_parameters() if named is None else named:
+        names.setdefault(parameter, []).append(name)
     for name, parameter in sorted(learning, key=lambda pair: vectors[pair[0]]):
-        # A ModuleList of stages puts a number in front of the name.
-        names = (name, name.partition(".")[2])
-        matching = next((p for p in patterns or () if any(fnmatchcase(each, p) for each in names)), "")
+        matching = next(
+            (p for p in patterns or () if any(fnmatchcase(each, p) for each in names[parameter])), ""
+        )
         vector = vectors[name]
         where = parameter.device_mesh if isinstance(parameter, DTensor) else None
         made: dict[str, Any] = {"params": [], "weight_decay": 0.0} if vector else {"params": []}
@@ -194,13 +200,20 @@ def _misses_closure(error: Exception) -> bool:
     return "closure" in str(error) or (is_none and bool(own) and "closure" in (own[-1].line or ""))
 
 
-def grouped(make: MakeOptimizer, train: TrainConfig, modules: nn.Module) -> torch.optim.Optimizer:
+def grouped(
+    make: MakeOptimizer,
+    train: TrainConfig,
+    modules: nn.Module,
+    named: Iterable[tuple[str, nn.Parameter]],
+) -> torch.optim.Optimizer:
     """Return the optimizer that `make` creates for the parameters of `modules`, with the factors of train.groups applied.
+
+    named: see `decay_groups`. A weight that the embedding and the head share has one name, also on the head's stage.
 
     Raises the errors of `made_of`, and ConfigError if a parameter that needs a gradient is in no group of the optimizer.
     """
     patterns = {pattern: dict(factors) for pattern, factors in train.groups.items()}
-    optimizer = made_of(make, decay_groups(modules, patterns))
+    optimizer = made_of(make, decay_groups(modules, patterns, named))
     _check_held(optimizer, modules)
     for group in optimizer.param_groups:
         if "lr" not in group:
@@ -256,6 +269,7 @@ def _complete(optimizer: Any) -> None:
 class Update:
     """Creates the optimizer for this rank's parameters, and runs its steps.
 
+    named: the parameters of `modules`, with the names that train.groups matches.
     make:  creates the optimizer. If None, the optimizer of `[train]` is created.
     pipeline: the dim along which ranks have different parameters. A user's optimizer draws other random numbers on each.
     dims:  dims along which ranks have different samples, for sparse gradients.
@@ -268,13 +282,15 @@ class Update:
         mesh: Mesh,
         train: TrainConfig,
         modules: nn.Module,
+        named: Iterable[tuple[str, nn.Parameter]],
         make: MakeOptimizer | None,
         pipeline: str | None,
         dims: Dims | None = None,
         *,
         reuses: bool = True,
     ) -> None:
-        self.optimizer = grouped(optimizer_of(train, mesh.device) if make is None else make, train, modules)
+        made = optimizer_of(train, mesh.device) if make is None else make
+        self.optimizer = grouped(made, train, modules, named)
         self._seed = train.seed
         self._draws = (
             None if make is None else Draws(mesh, train.seed, [] if pipeline is None else [pipeline])

@@ -68,6 +68,33 @@ def test_every_option_of_a_command_is_read() -> None:
         assert [*unread(file.read_text())] == [], file
 
 
+def test_every_file_that_declares_a_command_is_in_a_group() -> None:
+    """A command that is in no group cannot be called."""
+    folder = Path(inspect.getfile(function_of("plan"))).parent
+    declared = [path.stem for path in folder.glob("*.py") if "\n@command(" in path.read_text()]
+    assert sorted(declared) == sorted(COMMANDS)
+
+
+def other_codes(source: str) -> bool:
+    """Return whether a command can end with an exit code other than 0 and 2."""
+    codes = [
+        ast.unparse(node.args[0])
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Call)
+        and ast.unparse(node.func) in ("typer.Exit", "SystemExit", "sys.exit", "exit")
+        and node.args
+    ]
+    return bool({*codes} - {"0", "2"})
+
+
+def test_the_help_of_a_command_has_its_exit_codes() -> None:
+    assert other_codes("raise typer.Exit(1)") and not other_codes("raise typer.Exit(2)\nraise typer.Exit")
+    files = {name: Path(inspect.getfile(function_of(name))).read_text() for name in COMMANDS}
+    found = {name for name, source in files.items() if other_codes(source)}
+    assert {"plan", "lint", "run", "doctor"} < found
+    assert found == {name for name in COMMANDS if "exit code is" in str(function_of(name).__doc__)}
+
+
 # -- what is shown ----------------------------------------------------------------------------------
 
 QUICK, MESH, GPT = (str(ROOT / "configs" / f"{name}.toml") for name in ("quickstart", "mesh", "gpt_1024"))

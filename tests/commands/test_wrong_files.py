@@ -111,6 +111,21 @@ def test_a_world_that_does_not_fit_is_an_error(folder: Path, world: str) -> None
         assert "it was started" not in done.output, command
 
 
+# These would start ranks, as some of the values are valid.
+STARTS = ("run", "train", "simulate", "parity", "bench", "dryrun")
+
+
+@pytest.mark.parametrize("value", ["", "-1", "99999999999", "nonsense", "dp=7"])
+def test_a_wrong_value_of_any_option_is_no_traceback(folder: Path, value: str) -> None:
+    for command in (name for name, words in WORDS.items() if words and name not in STARTS):
+        for option in COMMANDS.commands[command].params:  # type: ignore[attr-defined]
+            if option.param_type_name == "option" and not option.is_flag:
+                words = [QUICK if word == "FILE" else word for word in WORDS[command][0]]
+                done = CliRunner().invoke(app, [command, *words, option.opts[0], value])
+                assert isinstance(done.exception, SystemExit | None), (command, option.opts, done.exception)
+                assert "Traceback" not in done.output, (command, option.opts)
+
+
 def test_a_reader_that_leaves_early_is_no_traceback() -> None:
     for words in (["schema"], ["plan", QUICK, "--json"], ["plan", QUICK]):
         command = [sys.executable, "-u", "-m", "meshcomm", *words]

@@ -21,6 +21,8 @@ import meshcomm
 from meshcomm.config import load_config
 from meshcomm.config.schema import DIALECT, schema
 from meshcomm.errors import ConfigError
+from meshcomm.models import step_check
+from tests.train.every_setting import EVERY
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "configs").glob("*.toml"))
@@ -174,6 +176,10 @@ def test_a_setting_of_a_step_is_read_by_the_split_program_and_by_the_plain_one()
     plain = training_settings_read(package / "models/one_step.py", package / "parallel/optimizer.py")
     assert {"clip_norm", "z_loss", "betas", "groups"} < split
     assert split - plain == set(ONLY_SPLIT) and plain <= split
+    # Moments in bfloat16 differ with the order of sums.
+    assert plain - {*step_check._SETTINGS} == {"seed", "state_dtype"}
+    # Otherwise, no test would see a setting that some path of a step leaves out.
+    assert plain - {*EVERY} == {"state_dtype"} and EVERY.keys() <= plain
 
 
 def test_every_section_has_its_sentence_and_nothing_for_readers_of_the_code() -> None:

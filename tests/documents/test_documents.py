@@ -203,10 +203,6 @@ def _over(base: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def test_exit_codes_are_those_of_commands() -> None:
-    assert set(cli_page.EXIT_CODES) <= set(cli_page.all_commands())
-
-
 # -- the site ----------------------------------------------------------------------------------------
 
 

@@ -20,6 +20,7 @@ from meshcomm.mesh.runtime import WORLD
 from meshcomm.simulator.run import run_ranks
 from meshcomm.train import Trainer
 from tests.elastic.deaths import config_of
+from tests.train.every_setting import overrides
 
 SMALLER = {
     "num_layers = 4": "num_layers = 1",
@@ -63,7 +64,7 @@ def settings_of(folder: Path, *, evaluates: bool = True) -> Config:
         text = text.replace(usual, smaller)
     path = folder / "train.toml"
     path.write_text(text)
-    return load_config(path, [f'train.out="{folder}/out"'])
+    return load_config(path, [f'train.out="{folder}/out"', *overrides()])
 
 
 def loses_at(folder: Path, moments: list[tuple[int, int, int]]) -> None:

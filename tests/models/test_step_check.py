@@ -25,6 +25,7 @@ from meshcomm.parallel import build, loss, norm, optimizer
 from meshcomm.parallel.splits import Sections
 from meshcomm.train import Trainer
 from tests.models.own import spec
+from tests.train.every_setting import EVERY
 
 
 @pytest.fixture(autouse=True)
@@ -154,6 +155,7 @@ RIGHT: dict[str, tuple[Any, ...]] = {
     "float32 in the loss, tensor": (spec, tokens, {"tensor": 2}, {"own": in_float32}),
     "adam, context": (spec, tokens, {"context": 2}, {"own": of_tokens, "optimizer": "adam"}),
     "clipping, pipeline": (spec, tokens, {"pipeline": 2}, {"own": of_tokens, "clip_norm": 0.1}),
+    "every setting": (spec, tokens, {"data": 2, "tensor": 2, "pipeline": 2}, EVERY),
     "groups and frozen, pipeline": (
         spec,
         tokens,

@@ -2,26 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from math import prod
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
+import torch
+from torch import Tensor
 
 import meshcomm
 from meshcomm.config import Config, load_config
 from meshcomm.mesh import Mesh
+from meshcomm.mesh.all_ranks import of_every_rank
+from meshcomm.models.build import model_of
+from meshcomm.parallel.compose import Engine
+from meshcomm.parallel.splits import sections
+from meshcomm.parallel.tensor import local
 from meshcomm.train import Callback, Summary, run
+from tests.train.every_setting import EVERY
 
 STEPS = 3
 BASE: dict[str, Any] = {
     "mesh": {"dims": {"pp": 1, "dp": 1, "tp": 1}, "device": "cpu"},
     "parallel": {"data": "dp", "tensor": "tp", "pipeline": "pp"},
-    "model": {"num_layers": 2, "hidden_size": 32, "num_heads": 4, "num_kv_heads": 2, "intermediate_size": 64},
+    "model": {"num_layers": 2, "hidden_size": 32, "num_heads": 4, "num_kv_heads": 2, "intermediate_size": 64, "tied_embeddings": True},
     "data": {"seq_len": 32, "max_bytes": 100_000},
     "train": {
-        "steps": STEPS, "global_batch_size": 4, "micro_batch_size": 1, "warmup_steps": 2, "clip_norm": 0.5,
-        "dtype": "float64", "seed": 3,
+        **EVERY, "steps": STEPS, "global_batch_size": 4, "micro_batch_size": 1, "warmup_steps": 2, "dtype": "float64",
     },
 }  # fmt: skip
 
@@ -59,3 +69,80 @@ def test_what_uses_torchs_groups(overrides: list[str], tmp_path: Path) -> None:
     split = settings(tmp_path / "split", *overrides)
     for summary in train(split, prod(split.mesh.dims.values())):
         assert summary.losses == pytest.approx(alone.losses, rel=1e-12)
+
+
+def test_every_setting_of_a_step_changes_the_losses(tmp_path: Path) -> None:
+    (every,) = train(settings(tmp_path / "every"), 1)
+    for name in EVERY:
+        (without,) = train(settings(tmp_path / name, f"train.{name}="), 1)
+        assert without.losses != pytest.approx(every.losses, rel=1e-6), name
+
+
+class Interrupted(Exception):
+    """A rank leaves a step, as after a loss of another rank."""
+
+
+def states(mesh: Mesh, config: Config, how: str) -> list[dict[str, Tensor]]:
+    """The state after each of three steps, the second of which is completed, repeated or skipped. Each rank has its own parts.
+
+    completed: rank 0 applies the step. The others have summed their gradients, and apply it later. repeated: no rank applies the
+    step at first. skipped: its gradients are not finite.
+    """
+    known = sections(mesh, config)
+    assert known.model is not None and known.data is not None
+    engine: Any = Engine(mesh, config, model_of(known.model, known.data, known.train))
+    found = []
+
+    def step(number: int) -> None:
+        draw = torch.Generator().manual_seed(number)
+        tokens = torch.randint(256, (4, 33), generator=draw).chunk(engine.data_size)[engine.data_coord]
+        engine.step(tokens[:, :-1], tokens[:, 1:], 0.02, number)
+
+    def after(function: Callable[..., Any], spoil: float | None = None) -> Callable[..., Any]:
+        def replaced(*given: Any, **named: Any) -> Any:
+            result = function(*given, **named)
+            if spoil is None:
+                raise Interrupted
+            return result._replace(factor=torch.tensor(spoil))
+
+        return replaced
+
+    for number in range(1, STEPS + 1):
+        with ExitStack() as disturbed:
+            if number == 2 and how == "completed" and mesh.rank:
+                disturbed.enter_context(patch.object(engine._results, "add", after(engine._results.add)))
+            elif number == 2 and how == "repeated":
+                disturbed.enter_context(patch.object(engine._norm, "norm", after(engine._norm.norm)))
+            elif number == 2 and how == "skipped":
+                disturbed.enter_context(
+                    patch.object(engine._loss, "finish", after(engine._loss.finish, torch.nan))
+                )
+            with suppress(Interrupted):
+                step(number)
+        if number == 2 and how == "completed":
+            outcome = of_every_rank(mesh, engine.outcome())[0]
+            if mesh.rank:
+                engine.complete(number, outcome)
+        elif number == 2 and how == "repeated":
+            engine.undo()
+            step(number)
+        found.append({name: local(x.detach()).clone() for name, x in engine.state().items()})
+    return found
+
+
+@pytest.mark.parametrize("split", ["parallel.data=dp", "parallel.shard=dp"])
+def test_a_step_that_is_completed_or_repeated_or_skipped(split: str, tmp_path: Path) -> None:
+    dims = ["mesh.dims={ pp = 2, dp = 2, tp = 1 }", "parallel.data=", split]
+    config = settings(tmp_path, *dims, 'train.on_nonfinite="skip"')
+    whole, completed, repeated, skipped = (
+        meshcomm.simulate(states, config, args=(config, how))
+        for how in ("", "completed", "repeated", "skipped")
+    )
+    for rank, expected in enumerate(whole):
+        for number, state in enumerate(expected):
+            for name, value in state.items():
+                assert torch.equal(value, completed[rank][number][name]), (name, number)
+                assert torch.equal(value, repeated[rank][number][name]), (name, number)
+        for name, value in skipped[rank][0].items():
+            assert torch.equal(value, skipped[rank][1][name]), name
+        assert any(not torch.equal(value, skipped[rank][2][name]) for name, value in skipped[rank][0].items())

@@ -19,6 +19,7 @@ from meshcomm.testing.emulated_nccl import NAME, emulated_nccl, host_syncs, no_h
 from meshcomm.train import Trainer, learning_rate
 from meshcomm.train.data import batches_of
 from meshcomm.train.data import load as text
+from tests.train import every_setting
 from tests.train.checkpoint.test_checkpoints import TINY
 from tests.train.runs import gradient_node
 
@@ -30,7 +31,7 @@ STEPS = WARM + 5
 
 def tiny(*overrides: str) -> Config:
     few = (f"train.steps={STEPS}", "train.warmup_steps=2", "mesh.validate_calls=8")
-    return load_config(TINY, [*few, *overrides])
+    return load_config(TINY, [*few, *every_setting.overrides(), *overrides])
 
 
 def trained(config: Config, strict: bool = True) -> tuple[list[Done], int, dict[str, Tensor]]:
