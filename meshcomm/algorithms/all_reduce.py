@@ -272,7 +272,7 @@ def _merged(programs: list[list[ScheduleStep]]) -> tuple[ScheduleStep, ...]:
     """Merge several programs step by step. Both ranks of a pair list the first program's messages first."""
     return tuple(
         ScheduleStep(
-            tuple(s for each in steps for s in each.sends), tuple(r for each in steps for r in each.receives)
+            tuple(s for step in steps for s in step.sends), tuple(r for step in steps for r in step.receives)
         )
         for steps in zip(*programs, strict=True)
     )

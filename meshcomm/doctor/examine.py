@@ -76,7 +76,7 @@ def examine(settings: Config | None = None, world: int | None = None) -> Facts:
     if os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL":
         findings.append(_DEBUGGING)
     return {
-        "findings": [each.facts() for each in findings],
+        "findings": [finding.facts() for finding in findings],
         "versions": versions(),
         "host": {"name": name, "addresses": host.resolve(name), **_devices()},
         "interfaces": [interface._asdict() for interface in present],

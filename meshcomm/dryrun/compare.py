@@ -189,7 +189,7 @@ def _messages(steps: Sequence[RankStep], where: Callable[[int], str]) -> Iterato
                 channels[members, *pair, tag][post(groups[members], sends, *pair, tag, span)] = None
     for (_, source, target, tag), messages in channels.items():
         tagged = f", tag {tag}," if tag else ""
-        matched = [(each.sent, each.received) for each in messages if each.complete]
+        matched = [(message.sent, message.received) for message in messages if message.complete]
         for out, into in matched:
             assert out is not None and into is not None
             carried = _carried(out), _carried(into)
@@ -203,7 +203,7 @@ def _messages(steps: Sequence[RankStep], where: Callable[[int], str]) -> Iterato
                 )
                 break
         else:
-            rest = [each for each in messages if not each.complete]
+            rest = [message for message in messages if not message.complete]
             if rest:
                 alone = rest[0].sent or rest[0].received
                 assert alone is not None
@@ -221,12 +221,12 @@ def _messages(steps: Sequence[RankStep], where: Callable[[int], str]) -> Iterato
 def _merged(findings: Sequence[DryRunFinding]) -> list[DryRunFinding]:
     """Merge identical findings from several groups into one that gives the number of groups."""
     alike: dict[tuple[str, tuple[str, ...]], DryRunFinding] = {}
-    for each in findings:
+    for finding in findings:
         # The key consists of the calls and their source lines, without the ranks.
         key = (
-            each.dim,
-            tuple(line.partition(": ")[2].partition(", as call")[0] or line for line in each.lines),
+            finding.dim,
+            tuple(line.partition(": ")[2].partition(", as call")[0] or line for line in finding.lines),
         )
         known = alike.get(key)
-        alike[key] = each if known is None else known._replace(groups=known.groups + 1)
+        alike[key] = finding if known is None else known._replace(groups=known.groups + 1)
     return list(alike.values())

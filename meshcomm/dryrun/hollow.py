@@ -115,7 +115,7 @@ class Hollow(LedgerMode):
         if types and wraps_tensors(types):
             # DTensor and similar subclasses call operators on their local tensors, and this mode then handles those calls.
             return NotImplemented
-        if fake_tensors_on() or (types and any(issubclass(each, FakeTensor) for each in types)):
+        if fake_tensors_on() or (types and any(issubclass(kind, FakeTensor) for kind in types)):
             # DTensor infers shapes by running operators on fake tensors.
             return func(*args, **(kwargs or _EMPTY))
         handler = self._handlers.get(func)
@@ -146,7 +146,9 @@ class Hollow(LedgerMode):
             return _as_torch if schema.name.endswith("_wrap_tensor_autograd") else self._functional
         if schema.name == "aten::set_" or namespace == "profiler":
             return _as_torch
-        written = any(each.alias_info is not None and each.alias_info.is_write for each in schema.arguments)
+        written = any(
+            argument.alias_info is not None and argument.alias_info.is_write for argument in schema.arguments
+        )
         if schema.returns and not written and all(each.alias_info is not None for each in schema.returns):
             # The operator always returns a view, which needs no memory, or it returns a view or a copy, like reshape.
             return self._decomposed if decomposes(func) else _as_torch
@@ -307,7 +309,7 @@ class Hollow(LedgerMode):
             self._calls.unseen += 1
         if len(self._calls.calls) > before:
             told = self._calls.waiting()
-            self._flying.update({storage_id(each): told for each in outputs})
+            self._flying.update({storage_id(output): told for output in outputs})
         return found
 
     def _wait(self, func: Any, args: Any, kwargs: Any) -> Any:

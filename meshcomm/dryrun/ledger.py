@@ -155,9 +155,9 @@ class Ledger:
 
     def copied(self, tensors: Iterable[Any]) -> None:
         """Mark the buffers through which FSDP copies weights and gradients."""
-        for each in tensors:
-            if isinstance(each, Tensor):
-                held = self._held.get(storage_id(each))
+        for tensor in tensors:
+            if isinstance(tensor, Tensor):
+                held = self._held.get(storage_id(tensor))
                 if held is not None and held.part is None:
                     held.part = "rest"
 

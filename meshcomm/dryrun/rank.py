@@ -250,9 +250,11 @@ class PartNames:
         """Set the purpose of the optimizer's parameters, gradients and state."""
         parameters = [each for group in made.param_groups for each in group["params"]]
         state = [each for held in made.state.values() for each in held.values()]
-        self.elements.update({id(each): local(each.detach()).numel() for each in parameters})
+        self.elements.update({id(parameter): local(parameter.detach()).numel() for parameter in parameters})
         self._ledger.call_it("weights", parameters)
-        self._ledger.call_it("gradients", [each.grad for each in parameters if each.grad is not None])
+        self._ledger.call_it(
+            "gradients", [parameter.grad for parameter in parameters if parameter.grad is not None]
+        )
         self._ledger.call_it("optimizer", [each for each in state if isinstance(each, Tensor)])
         for module in set(self._sharded.values()):
             self._gathered(module)
@@ -261,7 +263,7 @@ class PartNames:
         """Set the purpose of the module's own parameters and buffers, without those of its children."""
         self._ledger.call_it("weights", made.buffers(recurse=False))
         if isinstance(made, FSDPModule):
-            self._sharded |= {id(each): made for each in made.modules()}
+            self._sharded |= {id(module): made for module in made.modules()}
         sharded = self._sharded.get(id(made))
         if sharded is not None:
             self._gathered(sharded)
@@ -364,7 +366,7 @@ def _begin(engine: Engine) -> None:
             if parameter.requires_grad:
                 parameter.grad = torch.zeros_like(parameter)
     engine.optimizer.step()
-    for each in engine.gradients:
-        if isinstance(each, GradientSync):
+    for gradient in engine.gradients:
+        if isinstance(gradient, GradientSync):
             # GradientSync keeps gradients in memory that it has already allocated.
-            each.start()
+            gradient.start()

@@ -51,8 +51,8 @@ def wraps_tensors(types: Iterable[type]) -> bool:
     """Return whether any of these types is a tensor subclass that calls operators on inner tensors, such as DTensor."""
     plain = torch._C._disabled_torch_dispatch_impl
     return any(
-        each.__torch_dispatch__ != plain and not issubclass(each, FakeTensor)  # type: ignore[attr-defined]
-        for each in types
+        kind.__torch_dispatch__ != plain and not issubclass(kind, FakeTensor)  # type: ignore[attr-defined]
+        for kind in types
     )
 
 

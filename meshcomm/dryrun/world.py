@@ -217,7 +217,7 @@ def failure_of(error: Exception, name: str) -> MeshcommError:
         at = f"{error.filename}:{error.lineno}"
     else:
         frames = traceback.extract_tb(error.__traceback__)
-        frame = next((each for each in reversed(frames) if not is_ours(each.filename)), frames[-1])
+        frame = next((frame for frame in reversed(frames) if not is_ours(frame.filename)), frames[-1])
         at = f"{frame.filename}:{frame.lineno}"
     failed = RankFailed(f"{name} failed: {type(error).__name__}: {error}", given=at)
     failed.by_rank = {}

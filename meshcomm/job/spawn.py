@@ -259,7 +259,7 @@ class _Ranks(Supervisor):
         # A rank itself waits for the cause of its error. But one that its backend ended by SIGABRT cannot report why: the
         # other ranks report their calls instead, which takes a moment.
         # The exit code, as a rank may have left an error before.
-        aborted = [each for each in failures if self._processes[each.rank].poll() == -signal.SIGABRT]
+        aborted = [failure for failure in failures if self._processes[failure.rank].poll() == -signal.SIGABRT]
         left = len(self.running & {*self.replacing.places.processes})
         spoke = sum(not said.seen for said in collect(self._folder, self._attempt))
         return (

@@ -216,7 +216,7 @@ def _arguments_of(module: nn.Module) -> frozenset[str]:
     arguments = inspect.signature(type(module).forward).parameters
     if "labels" not in arguments:
         return frozenset()
-    rest = any(each.kind is each.VAR_KEYWORD for each in arguments.values())
+    rest = any(argument.kind is argument.VAR_KEYWORD for argument in arguments.values())
     return frozenset(name for name in names if rest or name in arguments)
 
 

@@ -200,7 +200,7 @@ def _layers(whole: Any) -> str:
     """Return the dotted name of the list of blocks; "" if there is none."""
     count = getattr(whole.config, "num_hidden_layers", 0)
     lists = [
-        (sum(each.numel() for each in part.parameters()), name)
+        (sum(parameter.numel() for parameter in part.parameters()), name)
         for name, part in whole.named_modules()
         if isinstance(part, nn.ModuleList) and len(part) == count
     ]

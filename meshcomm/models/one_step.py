@@ -295,7 +295,7 @@ def plain(program: Program, config: Config, *, silent: bool = True, pieces: int 
             means["loss"].backward()
             results = {name: float(mean.detach()) for name, mean in means.items()}
             grads = {name: each.grad for name, each in named.items() if each.grad is not None}
-            dense = [each.to_dense() if each.is_sparse else each for each in grads.values()]
+            dense = [grad.to_dense() if grad.is_sparse else grad for grad in grads.values()]
             norm = torch.stack([each.norm() for each in dense]).norm()
             if train.clip_norm is not None:
                 torch.nn.utils.clip_grad_norm_(list(named.values()), train.clip_norm)
@@ -427,7 +427,7 @@ class InTurn(Model):
 
     def stage(self, splits: Splits, stage: Stage) -> nn.Module:
         """See Model."""
-        first, last = (self._model.stage(splits, each) for each in self._stages)
+        first, last = (self._model.stage(splits, stage) for stage in self._stages)
         for name in self._model.spec.tied or ():
             part, _, key = name.rpartition(".")
             with suppress(AttributeError):

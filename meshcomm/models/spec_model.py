@@ -508,7 +508,7 @@ def _drop(split: TensorSplit, part: Any, args: object, output: Any) -> Any:
         return part.meshcomm_dropout(output)
     # Mixtures of experts use the shape (batch * sequence, width).
     x = output.unflatten(0, (len(drops[0].keys), -1)) if output.ndim == 2 else output
-    own = next((each for each in drops if len(each.positions) == x.shape[1]), drops[0])
+    own = next((drop for drop in drops if len(drop.positions) == x.shape[1]), drops[0])
     width = x.shape[-1]
     first = split.coord * width if getattr(part, "meshcomm_features", width) != width else 0
     return part.meshcomm_dropout(x, own, first).view_as(output)

@@ -254,7 +254,7 @@ class StepCheck:
         own = self._model.own_loss
         functions = functions_of(module, None if own is None else own.function, self._optimizer)
         trained = getattr(self._model, "module", None)
-        mine = set() if trained is None else {id(each) for each in trained.parameters()}
+        mine = set() if trained is None else {id(parameter) for parameter in trained.parameters()}
         reached = [value for value, _ in held_by(functions)]
         reached.append(getattr(None if own is None else own.function, "__self__", None))
         if any(

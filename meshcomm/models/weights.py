@@ -187,7 +187,7 @@ class Folder:
 
         Reading a slice raises TrainingError if the copies differ in this slice.
         """
-        present = [each for each in sources if self._called(_flat(each.names)[0]) in self._places]
+        present = [source for source in sources if self._called(_flat(source.names)[0]) in self._places]
         first, *others = (self.read(each, shape) for each in present or sources[:1])
         return (
             _twice(first, others[0], [str(each.names) for each in present], self._path) if others else first

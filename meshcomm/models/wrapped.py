@@ -79,7 +79,7 @@ class WrappedModule(Model):
         module, train = self.module, self._train
         cast(module, getattr(torch, train.dtype), splits.mesh.device)
         with torch.no_grad():
-            held = [local(each) for each in (*module.parameters(), *module.buffers())]
+            held = [local(parameter) for parameter in (*module.parameters(), *module.buffers())]
             for dim in self._parallel.data_dims:
                 if splits.mesh.size(dim) > 1:
                     splits.mesh.broadcast(dim, [each for each in held if each.numel()], src=0)
@@ -101,7 +101,7 @@ class WrappedModule(Model):
         module, parallel, train = self.module, self._parallel, self._train
         check_loss(None if self.own_loss is None else self.own_loss.function, module)
         check_cast(module, train)
-        split = {dim for each in module.parameters() for dim in split_dims(each)}
+        split = {dim for parameter in module.parameters() for dim in split_dims(parameter)}
         asked = {
             "parallel.pipeline": stages > 1,
             "parallel.context": splits.context.size > 1,

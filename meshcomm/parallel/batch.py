@@ -226,7 +226,7 @@ def check_inputs(
     shared = hashlib.sha256(repr(scalars).encode()).hexdigest()[:16]
     digests = of_every_rank(mesh, [sums.hexdigest()[:16], shared])
     if len({each for _, each in digests}) > 1:
-        raise _differing(ranks_of(mesh), of_every_rank(mesh, [list(each) for each in scalars]))
+        raise _differing(ranks_of(mesh), of_every_rank(mesh, [list(scalar) for scalar in scalars]))
     found = {rank: each for rank, (each, _) in zip(ranks_of(mesh), digests, strict=True)}
     for role, dim in parallel.parts.items():
         if dim in parallel.data_dims or dim not in mesh.layout.dims:
@@ -266,9 +266,9 @@ def check_inputs(
 
 def _differing(ranks: Sequence[int], scalars: Sequence[Sequence[Sequence[str]]]) -> TrainingError:
     """Return an error that names the first value that is not equal on all ranks."""
-    tables = [{name: text for name, text in each} for each in scalars]  # noqa: C416
-    names = dict.fromkeys(name for each in tables for name in each)
-    name = next(name for name in names if len({each.get(name) for each in tables}) > 1)
+    tables = [{name: text for name, text in scalar} for scalar in scalars]  # noqa: C416
+    names = dict.fromkeys(name for table in tables for name in table)
+    name = next(name for name in names if len({table.get(name) for table in tables}) > 1)
     first = tables[0].get(name, "nothing")
     odd, other = next(
         (rank, each.get(name, "nothing"))

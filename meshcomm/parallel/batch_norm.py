@@ -114,11 +114,11 @@ class _Forward:
         """
         norm = self._norm
         buffers = [each for each in (norm.running_mean, norm.running_var) if each is not None]
-        versions = [each._version for each in buffers]
+        versions = [buffer._version for buffer in buffers]
         mode = _Synchronised(self._mesh, self._dims)
         with mode:
             y = self.plain(*args, **named)
-        if not mode.was_called and [each._version for each in buffers] != versions:
+        if not mode.was_called and [buffer._version for buffer in buffers] != versions:
             raise UnsupportedOp(
                 f"the batch norms of {type(norm).__name__} cannot use the samples of all ranks",
                 given="a forward that changes running_mean or running_var, and does not call F.batch_norm",

@@ -13,7 +13,7 @@ def become(part: Any, kind: type, *, prefix: str = "", home: str = "") -> Any:
     """
     own = type(part)
     # Python keeps the subclasses of a class weakly, so nothing keeps a class whose modules are gone.
-    made = (each for each in own.__subclasses__() if each.__bases__ == (kind, own))
+    made = (subclass for subclass in own.__subclasses__() if subclass.__bases__ == (kind, own))
     part.__class__ = next(made, None) or type(
         prefix + own.__name__, (kind, own), {"__module__": home or kind.__module__}
     )

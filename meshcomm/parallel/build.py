@@ -92,7 +92,9 @@ class LocalModel:
         unknown."""
         mesh, parallel, train, draws = self.mesh, self._parallel, self._train, self.splits.draws
         if self.splits.pipeline is None:
-            before = next((each.microbatch for each in self.gradients if isinstance(each, Sharded)), None)
+            before = next(
+                (gradient.microbatch for gradient in self.gradients if isinstance(gradient, Sharded)), None
+            )
             run = self.model.call(self.modules[0])
             return Accumulate(run, loss, self.microbatches, before, mesh, draws)
         if self._data is None:

@@ -143,7 +143,7 @@ class Engine:
         )
         self.optimizer = self._update.optimizer
         loss = module_of(None if model.own_loss is None else model.own_loss.function)
-        calls = any(each.is_last for each in self.stages)
+        calls = any(stage.is_last for stage in self.stages)
         saved = [pair for pair in local.named if model.saves_all or pair[1].requires_grad]
         self._state = State(list(self.modules), self.optimizer, saved, model.tied, loss if calls else None)
         self._norm = GradientNorm(
@@ -349,7 +349,7 @@ class Engine:
         number = -1
         try:
             with eval_mode(self.modules):
-                for number, given in enumerate(Batch(*each) for each in batches):
+                for number, given in enumerate(Batch(*batch) for batch in batches):
                     batch, short = self._batches.filled(self._batches.prepared(given))
                     self._look(batch)
                     more: dict[str, Any] = {**self._batches.documents(batch), **short}
@@ -437,7 +437,7 @@ class Engine:
     # -- inside ---------------------------------------------------------------------------------
 
     def _sharded(self) -> list[Sharded]:
-        return [each for each in self.gradients if isinstance(each, Sharded)]
+        return [gradient for gradient in self.gradients if isinstance(gradient, Sharded)]
 
     @contextmanager
     def _explained(self) -> Iterator[None]:

@@ -288,7 +288,7 @@ def _compare(mesh: Mesh, dims: Dims, mine: list[str]) -> None:
     lists = dict(zip(mesh.ranks(dims), mesh.objects.all_gather(dims, mine), strict=True))
     signs = {rank: tuple(each) for rank, each in lists.items()}
     usual, mismatched = majority(signs)
-    place = next(at for at in count() if len({each[at : at + 1] for each in signs.values()}) > 1)
+    place = next(at for at in count() if len({sign[at : at + 1] for sign in signs.values()}) > 1)
 
     def text(rank: int) -> str:
         if place >= len(lists[rank]):

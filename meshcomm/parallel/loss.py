@@ -232,17 +232,17 @@ class StepLoss:
             yield
             return
         mesh, dims = self._mesh, self._splits.data
-        before = {each.label: each.started for each in mesh.debug.metrics.recorders.values()}
+        before = {recorder.label: recorder.started for recorder in mesh.debug.metrics.recorders.values()}
         yield
-        for each in mesh.debug.metrics.recorders.values():
-            if each.started == before.get(each.label, 0):
+        for recorder in mesh.debug.metrics.recorders.values():
+            if recorder.started == before.get(recorder.label, 0):
                 continue
-            coords = [mesh.get_coords(rank) for rank in each.ranks]
+            coords = [mesh.get_coords(rank) for rank in recorder.ranks]
             if len({tuple(of_rank[dim] for dim in dims) for of_rank in coords}) > 1:
                 size = self._samples
                 raise UnsupportedOp(
                     "a loss that communicates with other ranks is given only one microbatch of their samples at a time",
-                    given=f"a collective on {each.label} in the loss, and {self._microbatches} microbatches per step on {mesh.label}",
+                    given=f"a collective on {recorder.label} in the loss, and {self._microbatches} microbatches per step on {mesh.label}",
                     expected=f"train.micro_batch_size = {size}: one microbatch, so that the loss sees the global batch",
                     hint=f"train.micro_batch_size = {size}; or return (sum, count) or named terms, which add up over all "
                     "microbatches and ranks. train.check = false trains with the mean over microbatches",
@@ -371,13 +371,13 @@ def takes_inputs(loss: Callable[..., Any]) -> bool:
     except (TypeError, ValueError):
         return False
     placed = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
-    return sum(each.kind in placed and each.default is each.empty for each in arguments) == 3
+    return sum(argument.kind in placed and argument.default is argument.empty for argument in arguments) == 3
 
 
 def module_of(loss: object) -> nn.Module | None:
     """Return the module that a loss is, or whose method it is."""
     parts = (loss, getattr(loss, "__self__", None), getattr(loss, "func", None))
-    return next((each for each in parts if isinstance(each, nn.Module)), None)
+    return next((part for part in parts if isinstance(part, nn.Module)), None)
 
 
 def logits_of(found: Any) -> Tensor:

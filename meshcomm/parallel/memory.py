@@ -112,7 +112,11 @@ def cast(module: nn.Module, dtype: torch.dtype, device: torch.device | None = No
 
     Other complex tensors, such as rotary tables, keep their dtype: `module.to(dtype)` would drop their imaginary parts.
     """
-    learned = {id(each) for each in module.parameters() if each.is_complex() and dtype == torch.float64}
+    learned = {
+        id(parameter)
+        for parameter in module.parameters()
+        if parameter.is_complex() and dtype == torch.float64
+    }
 
     def as_cast(x: Tensor) -> Tensor:
         own = torch.complex128 if id(x) in learned else x.dtype

@@ -163,7 +163,7 @@ def made_of(make: MakeOptimizer, groups: list[dict[str, Any]]) -> torch.optim.Op
     known = {id(each) for group in groups for each in group["params"]}
     others = [each for group in optimizer.param_groups for each in group["params"] if id(each) not in known]
     if others:
-        shapes = ", ".join(str(tuple(each.shape)) for each in others[:3])
+        shapes = ", ".join(str(tuple(other.shape)) for other in others[:3])
         raise ConfigError(
             f"the {kind} would not train this model",
             given=f"{len(others)} parameters of shapes {shapes} that are not in the given groups",
@@ -172,7 +172,11 @@ def made_of(make: MakeOptimizer, groups: list[dict[str, Any]]) -> torch.optim.Op
         )
     arguments = inspect.signature(optimizer.step).parameters.values()
     any_number = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    needed = [each for each in arguments if each.default is each.empty and each.kind not in any_number]
+    needed = [
+        argument
+        for argument in arguments
+        if argument.default is argument.empty and argument.kind not in any_number
+    ]
     if needed:
         raise _needs_closure(optimizer, f"step({', '.join(each.name for each in needed)})")
     return optimizer

@@ -36,14 +36,14 @@ def check_split(build: Build, modules: nn.Module) -> None:
     Raises:    UnsupportedOp if the results differ, or if the optimizer fails on split parameters only.
     """
     kinds = {
-        (each.device_mesh, tuple(map(_plain, each.placements)), each.ndim): each
-        for each in modules.parameters()
-        if isinstance(each, DTensor) and each.requires_grad and each.ndim
+        (parameter.device_mesh, tuple(map(_plain, parameter.placements)), parameter.ndim): parameter
+        for parameter in modules.parameters()
+        if isinstance(parameter, DTensor) and parameter.requires_grad and parameter.ndim
     }
     cases = [(*kind, tall, like) for kind, like in kinds.items() for tall in (True, False)]
     for where, placements, axes, tall, like in cases:
         values = _drawn(_shape(axes, where, placements, tall), like)
-        parts = [distribute_tensor(each, where, placements, src_data_rank=None) for each in values]
+        parts = [distribute_tensor(value, where, placements, src_data_rank=None) for value in values]
         kind, why = _difference(build, [values], [parts])
         if why:
             shape = "matrix" if axes > 1 else "vector"
@@ -72,7 +72,7 @@ def check_fused(build: Build, modules: nn.Module) -> None:
         shape = [5] * axes
         shape[parts.axis] = sum(parts.sizes)
         values = _drawn(shape, named[name])
-        kind, why = _difference(build, [values], [[kept(each, parts) for each in values]], parts=parts)
+        kind, why = _difference(build, [values], [[kept(value, parts) for value in values]], parts=parts)
         if why:
             raise UnsupportedOp(
                 f"{kind} does not update {name.partition('.')[2]} as on one process",
@@ -163,7 +163,7 @@ def _stepped(
             # As training does, also if the optimizer has dropped the gradient or set another one.
             parameter.grad = buffers[number].copy_(each[step]) if reused else each[step].detach().clone()
         optimizer.step()
-    found = [each.detach() for each in module.weights]
+    found = [weight.detach() for weight in module.weights]
     found = [each.full_tensor() if isinstance(each, DTensor) else each for each in found]
     return type(optimizer).__name__, [each if parts is None else joined(each, parts) for each in found]
 

@@ -87,7 +87,10 @@ class State:
             part
             for part in parts
             if type(part).__module__.startswith("torch.optim.")
-            and all(any(group is each for each in optimizer.param_groups) for group in part.param_groups)
+            and all(
+                any(group is param_group for param_group in optimizer.param_groups)
+                for group in part.param_groups
+            )
         ]
         self._holders = {
             id(each): part for part in self._parts for group in part.param_groups for each in group["params"]
@@ -325,7 +328,7 @@ class State:
         }
         learning = {id(each) for group in self._optimizer.param_groups for each in group["params"]}
         optimizer, kind = self._optimizer, type(self._optimizer).__name__
-        if (own or any("state" in each for each in facts.values())) and training["optimizer"] != kind:
+        if (own or any("state" in fact for fact in facts.values())) and training["optimizer"] != kind:
             raise _unfit("the optimizer's state", f"that of {training['optimizer']}", f"that of {kind}")
         for one in (*self._parts, optimizer):
             one.state.clear()
@@ -352,7 +355,7 @@ class State:
             kept, *parts = full.split(".")
             # No parameter's name is a prefix of another's.
             names = (".".join(parts[:end]) for end in range(1, len(parts)))
-            name = next((each for each in names if each in parameters), None)
+            name = next((name for name in names if name in parameters), None)
             if kept == "optimizer" and name is not None:
                 key = full.removeprefix(f"optimizer.{name}.")
                 host = hosted[id(parameters[name])]
@@ -522,7 +525,7 @@ def _is_tensor(what: str, value: Any, parameter: Tensor) -> bool:
     if type(held) not in (Tensor, nn.Parameter) or held.layout != torch.strided:
         raise _refused(what, _type(held))
     if isinstance(value, DTensor):
-        if any(each.is_partial() for each in value.placements):
+        if any(placement.is_partial() for placement in value.placements):
             raise _refused(what, "a DTensor with a pending sum", "value.full_tensor()")
         return True
     if value.ndim == 0 or not split_dims(parameter):
@@ -571,7 +574,7 @@ def _extra(name: str) -> str:
 
 
 def _device(part: nn.Module) -> torch.device:
-    return next((each.device for each in (*part.parameters(), *part.buffers())), _HOST)
+    return next((parameter.device for parameter in (*part.parameters(), *part.buffers())), _HOST)
 
 
 def _plain(what: str, value: Any) -> Tensor:

@@ -115,8 +115,8 @@ def norms(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> Sequence[torch
 def put_shards_back(module: Any) -> None:
     """Put the shards of an FSDPModule back after its pass was interrupted. The module is not used afterwards."""
     for group in _fsdp_groups(module):
-        for each in group.fsdp_params:
-            each._setattr_on_modules(each.sharded_param)
+        for fsdp_param in group.fsdp_params:
+            fsdp_param._setattr_on_modules(fsdp_param.sharded_param)
 
 
 def _fsdp_groups(module: Any) -> list[Any]:
@@ -128,7 +128,7 @@ def _fsdp_groups(module: Any) -> list[Any]:
 def fsdp_tensors(module: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Return the weights that an FSDPModule has gathered, and the gradients that are not yet summed over ranks."""
     gathered, gradients = [], []
-    for each in [each for group in _fsdp_groups(module) for each in group.fsdp_params]:
+    for each in [fsdp_param for group in _fsdp_groups(module) for fsdp_param in group.fsdp_params]:
         whole = getattr(each, "_unsharded_param", None)
         gathered += [*each.all_gather_outputs, *([] if whole is None else [whole])]
         waiting = (each.unsharded_accumulated_grad, None if whole is None else whole.grad)

@@ -25,8 +25,8 @@ def with_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
     def leaf(x: Any) -> Any:
         if is_dataclass(x) and not isinstance(x, type):
             made = copy.copy(x)
-            for each in fields(x):
-                object.__setattr__(made, each.name, with_leaves(function, getattr(x, each.name)))
+            for field in fields(x):
+                object.__setattr__(made, field.name, with_leaves(function, getattr(x, field.name)))
             return made
         # pytree knows only some classes of mappings.
         return with_leaves(function, dict(x)) if isinstance(x, Mapping) else function(x)
@@ -78,7 +78,7 @@ def children(tree: Any) -> list[tuple[str, Any]]:
     if isinstance(tree, Mapping):
         return [(f"[{key!r}]", each) for key, each in tree.items()]
     if is_dataclass(tree) and not isinstance(tree, type):
-        return [(f".{each.name}", getattr(tree, each.name)) for each in fields(tree)]
+        return [(f".{field.name}", getattr(tree, field.name)) for field in fields(tree)]
     return entries_of(tree)
 
 

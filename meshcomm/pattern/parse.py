@@ -156,6 +156,6 @@ def _side(read: ParsedExpression, axes: Group) -> Side:
     """Return a side in which `axes` replace the ellipsis."""
     groups: list[Group] = []
     for group in read.composition:
-        names = tuple(each for name in group for each in (axes if name == _ELLIPSIS else (str(name),)))
+        names = tuple(axis for name in group for axis in (axes if name == _ELLIPSIS else (str(name),)))
         groups += [(name,) for name in names] if group == _ELLIPSIS else [names]
     return tuple(groups)

@@ -345,7 +345,7 @@ class EmulatedNCCL(PythonGroup):
                 if work is not None:  # a message
                     work.wait()
 
-        whole = _Item(self, "COALESCED", run, [each for item in items for each in item.tensors])
+        whole = _Item(self, "COALESCED", run, [tensor for item in items for tensor in item.tensors])
         if not emulation.depth:
             self._queue(whole)
         return EmulatedWork([whole])
@@ -486,9 +486,9 @@ class _Emulation(DispatchMode):  # type: ignore[misc]
 
     def __torch_dispatch__(self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if any(issubclass(each, FakeTensor) for each in types):
+        if any(issubclass(kind, FakeTensor) for kind in types):
             return func(*args, **kwargs)  # fake tensors, with which DTensor infers shapes
-        if any(each not in (Tensor, torch.nn.Parameter) for each in types):
+        if any(kind not in (Tensor, torch.nn.Parameter) for kind in types):
             return NotImplemented  # a subclass: its inner tensors arrive here later
         traced = modes_left() > 0
         if not traced:
@@ -502,9 +502,9 @@ class _Emulation(DispatchMode):  # type: ignore[misc]
             for given, argument in zip(schema_of(func).arguments, args, strict=False):
                 self._touch(argument, given.alias_info is not None and given.alias_info.is_write, name)
             written = {
-                each.name
-                for each in schema_of(func).arguments
-                if each.alias_info and each.alias_info.is_write
+                argument.name
+                for argument in schema_of(func).arguments
+                if argument.alias_info and argument.alias_info.is_write
             }
             for key, argument in kwargs.items():
                 self._touch(argument, key in written, name)

@@ -351,7 +351,9 @@ class Modules(MetaPathFinder):
         for name, source in table.items():
             spec = getattr(sys.modules.get(name), "__spec__", None)
             if spec and source.rewritten and (spec.loader, spec.origin) != (self._hook, source.file):
-                for each in [each for each in sys.modules if each == name or each.startswith(f"{name}.")]:
+                for each in [
+                    module for module in sys.modules if module == name or module.startswith(f"{name}.")
+                ]:
                     del sys.modules[each]
         self._table = dict(table)
 

@@ -234,5 +234,5 @@ def _header(ranks: Sequence[int], request: MeshRequest) -> str:
     if len(ranks) == world:
         return f"all {world} ranks"
     coords = [layout.coords(rank) if rank in layout else {} for rank in ranks]
-    common = {dim: at for dim, at in coords[0].items() if all(each.get(dim) == at for each in coords)}
+    common = {dim: at for dim, at in coords[0].items() if all(coord.get(dim) == at for coord in coords)}
     return f"{ranks_text(ranks)}{f' (all with {coords_text(common)})' if common else ''} of {world}"

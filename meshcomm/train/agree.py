@@ -105,7 +105,7 @@ def _differing(ranks: list[int], settings: list[dict[str, Any]]) -> TrainingErro
     lines: list[str] = []
     keys: list[str] = []
     odd: set[int] = set()
-    flat = [dict(_fields(each)) for each in settings]
+    flat = [dict(_fields(setting)) for setting in settings]
     for key in dict.fromkeys(key for each in flat for key in each):
         values: dict[str, list[int]] = {}
         for rank, each in zip(ranks, flat, strict=True):

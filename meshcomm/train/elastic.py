@@ -244,9 +244,9 @@ class Survivor:
                 # The new engine is filled through the same module.
                 tensors = {name: x.clone() for name, x in self._held.tensors.items()}
                 self._held = replace(self._held, tensors=tensors)
-                for each in engine.gradients:
-                    if isinstance(each, GradientSync):
-                        each.close()
+                for gradient in engine.gradients:
+                    if isinstance(gradient, GradientSync):
+                        gradient.close()
         # The state is unusable if this rank is behind, or if any rank failed while applying a step.
         if self._step != latest or any(each["broken"] for each in every):
             self._step, self._held = -1, None
@@ -309,7 +309,7 @@ def _pairs(
 
 def refuse_shards(engine: Engine, error: Exception) -> None:
     """Raise UnsupportedOp if FSDP2 has sharded a module of the program, because it cannot shard the module again."""
-    if any(isinstance(each, Sharded) for each in engine.gradients):
+    if any(isinstance(gradient, Sharded) for gradient in engine.gradients):
         raise UnsupportedOp(
             "a module that FSDP2 has sharded cannot continue after the loss of a rank",
             given=f"parallel.shard, and a {type(engine.modules[0]).__name__} as the model of the trainer",

@@ -184,7 +184,7 @@ def export_merged(
             merged.save_pretrained(draft, max_shard_size=shard_bytes)
         copy_beside(draft, base)
     tensors = merged.state_dict().values()
-    return Exported(folder, target, lock.step, len(tensors), sum(each.nbytes for each in tensors))
+    return Exported(folder, target, lock.step, len(tensors), sum(tensor.nbytes for tensor in tensors))
 
 
 def save_pretrained(

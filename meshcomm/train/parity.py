@@ -386,8 +386,8 @@ def worst(of_ranks: Iterable[Sequence[Difference]], names: Iterable[str]) -> lis
     names: the names of all parameters in the reference. The order is that of `compare`, with the parameters of all stages.
     """
     found: dict[tuple[Kind, str], Difference] = {}
-    for each in of_ranks:
-        for one in each:
+    for of_rank in of_ranks:
+        for one in of_rank:
             known = found.setdefault((one.kind, one.name), one)
             if one.relative > known.relative:
                 found[one.kind, one.name] = one

@@ -201,7 +201,7 @@ class _Runs:
         """Return the largest differences between a part of the mesh and the reference. names: the reference's parameters."""
         place = self._job(self._sized(part))
         of_ranks = [json.loads(path.read_text()) for path in sorted(place.glob("rank*.json"))]
-        return worst([[Difference(**each) for each in ours] for ours in of_ranks], names)
+        return worst([[Difference(**difference) for difference in ours] for ours in of_ranks], names)
 
     def _sized(self, part: Config) -> Config:
         """Return `part`, with a single microbatch if the model has batch norms. Raises UnsupportedOp if a step has several."""

@@ -141,7 +141,7 @@ def progress_of(engine: Engine, start: Lock, facts: Mapping[str, Any]) -> Progre
         return (last_step(out), is_complete(out / FOLDER / name_of(step))) if is_first(mesh) else None
 
     of_ranks = of_every_rank(mesh, on_all_ranks(mesh, "read the metrics", look))
-    reported, saved = next(each for each in of_ranks if each is not None)
+    reported, saved = next(of_rank for of_rank in of_ranks if of_rank is not None)
     recent = [*(Done(*each) for each in facts["recent"]), *(Done(*each) for each in facts["pending"])]
     pending = [each for each in recent if each.number > reported]
     losses = [*losses, *(each[1] for each in facts["pending"])][: step - len(pending)]
@@ -395,7 +395,12 @@ class Steps:
     def _stopped(self) -> str:
         """Return why a callback ends the run; "" if none does."""
         return next(
-            (each.reason or f"{type(each).__name__}.stop" for each in self._callbacks if each.stop), ""
+            (
+                callback.reason or f"{type(callback).__name__}.stop"
+                for callback in self._callbacks
+                if callback.stop
+            ),
+            "",
         )
 
     def _summary(self) -> Summary:

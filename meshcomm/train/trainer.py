@@ -552,7 +552,7 @@ class Trainer:
 
     def _say_what_is_not_checked(self) -> None:
         """Log it, unless the run's screen says it."""
-        shown = any(isinstance(each, TrainingReporter) for each in self.callbacks)
+        shown = any(isinstance(callback, TrainingReporter) for callback in self.callbacks)
         if (why := self.not_checked) and not shown:
             _LOG.warning("%s", not_compared(why))
 

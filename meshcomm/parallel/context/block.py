@@ -79,7 +79,7 @@ class Attention:
             samples = []
             for row, runs in enumerate(runs_of(documents)):
                 of_runs = [[x[row : row + 1, :, run] for x in (q, k, v)] for run in runs]
-                samples.append(torch.cat([alone.whole(*each) for each in of_runs], 2))
+                samples.append(torch.cat([alone.whole(*of_run) for of_run in of_runs], 2))
             return torch.cat(samples)
         if documents is None and (self.window is None or self.window >= count):
             return F.scaled_dot_product_attention(

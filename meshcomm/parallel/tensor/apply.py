@@ -170,8 +170,8 @@ class _Splitting:
             around.meshcomm_enter = rule.args
             around.meshcomm_entry = self._entry(name, split) if rule.shared else split.enter
         elif rule.style in ("sequence", "heads"):
-            own = {id(each) for styled in self._inside(name) for each in self.names[styled].modules()}
-            for inner in (each for each in part.modules() if id(each) not in own):
+            own = {id(module) for styled in self._inside(name) for module in self.names[styled].modules()}
+            for inner in (module for module in part.modules() if id(module) not in own):
                 split.partial(inner, *inner._parameters, always=rule.style == "heads")
         elif rule.style == "replicate":
             around = self._become(part, Around, split)

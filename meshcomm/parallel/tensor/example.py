@@ -94,7 +94,7 @@ class Seen:
                 raise
             raise explained(error, split, rules or {}, like.calls, self.calls, " on its example") from error
         total = torch.zeros((), device=split.device)
-        for number, y in enumerate(each for each in outputs if each.is_floating_point()):
+        for number, y in enumerate(output for output in outputs if output.is_floating_point()):
             name = f"output {number}"
             axis = None if like is None else _axis(split, y, like.values.get(name, y))
             shape, value = list(y.shape), y.detach()
@@ -219,7 +219,7 @@ def explained(
     kind = next(base for base in type(part).__mro__ if not base.__module__.startswith("meshcomm."))
     label = f'"{name}"' if name else "the module itself"
     lines = [each for each in extract_tb(error.__traceback__) if not is_ours(each.filename)]
-    line = [f"at {each.filename}:{each.lineno} in {each.name}: {each.line}" for each in lines[-1:]]
+    line = [f"at {line.filename}:{line.lineno} in {line.name}: {line.line}" for line in lines[-1:]]
     return TrainingError(
         f'the module split along "{split.dim}" fails{where} in {label}, a {kind.__name__}',
         given="\n".join([f"{type(error).__name__}: {said}", *line, *sizes]),

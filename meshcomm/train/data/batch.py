@@ -36,7 +36,7 @@ def placed(engine: Engine, batch: Any, whose: str) -> tuple[Any, ...]:
     # A loss of one's own may need no targets.
     required = [each for place, each in enumerate(parts) if place != 1 or engine.model.own_loss is None]
     if len(parts) not in (2, 3) or not all(map(tensors_of, required)):
-        kinds = ", ".join(type(each).__name__ for each in parts[:4])
+        kinds = ", ".join(type(part).__name__ for part in parts[:4])
         raise TrainingError(
             f"the data of {whose} are not inputs and targets",
             given=f"a {type(batch).__name__}" + (f" of {len(parts)}: {kinds}" if parts else ""),
@@ -51,7 +51,7 @@ def placed(engine: Engine, batch: Any, whose: str) -> tuple[Any, ...]:
         kept = _tracked(x, whose).to(device, dtype if x.is_floating_point() else x.dtype, non_blocking=True)
         return kept.requires_grad_() if x.requires_grad else kept
 
-    return tuple(with_tensors(moved, each) for each in parts)
+    return tuple(with_tensors(moved, part) for part in parts)
 
 
 def _of_mapping(engine: Engine, batch: Mapping[str, Any], whose: str) -> tuple[Any, ...]:

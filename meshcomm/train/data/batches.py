@@ -213,8 +213,8 @@ class Batches(Source):
 
 
 def _tensors(samples: Samples, dtype: torch.dtype | None) -> tuple[Tensor, ...]:
-    tensors = (torch.from_numpy(np.ascontiguousarray(each)) for each in samples)
-    return tuple(each.to(dtype) if each.is_floating_point() else each for each in tensors)
+    tensors = (torch.from_numpy(np.ascontiguousarray(sample)) for sample in samples)
+    return tuple(tensor.to(dtype) if tensor.is_floating_point() else tensor for tensor in tensors)
 
 
 def batches_of(engine: Engine, corpus: Corpus, after: tuple[int, int] = (0, 0)) -> Batches:

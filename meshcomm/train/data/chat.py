@@ -37,7 +37,7 @@ def chats(
     tokenizer = _tokenizer(config, model)
     most = config.seq_len + 1
     found = [
-        Conversation(*(each[:most] for each in _tokens(tokenizer, messages, config.answers_only, where)))
+        Conversation(*(token[:most] for token in _tokens(tokenizer, messages, config.answers_only, where)))
         for path in files
         for where, messages in _conversations(path)
     ]
@@ -80,9 +80,9 @@ def _packed(found: Sequence[Conversation], config: DataConfig) -> list[list[int]
 def _joined(conversations: Sequence[Conversation]) -> dict[str, list[int]]:
     """Return a sample in transformers' format."""
     return {
-        "input_ids": [token for each in conversations for token in each.tokens],
-        "labels": [label for each in conversations for label in each.labels],
-        "position_ids": [at for each in conversations for at in range(len(each.tokens))],
+        "input_ids": [token for conversation in conversations for token in conversation.tokens],
+        "labels": [label for conversation in conversations for label in conversation.labels],
+        "position_ids": [at for conversation in conversations for at in range(len(conversation.tokens))],
     }
 
 
@@ -158,4 +158,4 @@ def _tokens(tokenizer: Any, messages: Any, answers_only: bool, where: str) -> tu
 
 def _templated(tokenizer: Any, messages: Any, **more: Any) -> list[int]:
     tokens = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True, **more)["input_ids"]
-    return [int(each) for each in tokens]
+    return [int(token) for token in tokens]

@@ -110,11 +110,11 @@ def _bytes(
 ) -> Corpus:
     """Return the text with one token per byte."""
     if vocab_size is not None:
-        for each in documents:
-            if (highest := max(each.text, default=0)) >= vocab_size:
-                where = f"position {each.text.index(highest)} of {each.name}"
+        for document in documents:
+            if (highest := max(document.text, default=0)) >= vocab_size:
+                where = f"position {document.text.index(highest)} of {document.name}"
                 raise outside(highest, vocab_size, where, _NO_TOKENIZER)
-    text = b"".join(each.text for each in documents)
+    text = b"".join(document.text for document in documents)
     if len(text) <= config.seq_len:
         raise TrainingError(
             f"{len(text)} bytes of {key} are less than one sample",
@@ -177,7 +177,7 @@ def _token_files(config: DataConfig, vocab_size: int | None, patterns: tuple[str
     weights: list[float] = []
     parts: list[Stream] = []
     files: list[Path] = []
-    for index, group in enumerate([(each,) for each in patterns] if weighted else [patterns]):
+    for index, group in enumerate([(pattern,) for pattern in patterns] if weighted else [patterns]):
         here = matches(group, key)
         some = [_token_file(path, config, vocab_size) for path in here]
         if weighted and config.weights:

@@ -242,7 +242,7 @@ def evaluated(batches: Any, engine: Engine) -> Iterator[tuple[Any, ...]]:
         raise _no_batches(batches, "evaluate", "an iterable of batches")
     length = _length(batches)
     lengths = [length] if engine.mesh.is_fake else of_every_rank(engine.mesh, length)
-    known = [each for each in lengths if each is not None]
+    known = [length for length in lengths if length is not None]
     most = max(known) if len(known) == len(lengths) else 0
     if most and not min(known):
         raise TrainingError(
