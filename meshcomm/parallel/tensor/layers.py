@@ -302,7 +302,11 @@ class _CrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         logits, *of_rows = ctx.saved_tensors
         rows, made = logits.flatten(0, -2), torch.empty_like(logits)
-        every = _parts(rows), _parts(made.flatten(0, -2), rows), *(_parts(row_parts, rows) for row_parts in of_rows)
+        every = (
+            _parts(rows),
+            _parts(made.flatten(0, -2), rows),
+            *(_parts(row_parts, rows) for row_parts in of_rows),
+        )
         for part, into, most, total, place, mine, counted in zip(*every, strict=True):
             softmax = (part.to(most.dtype) - most.unsqueeze(-1)).exp_().div_(total.unsqueeze(-1))
             if ctx.z_loss:
