@@ -200,10 +200,10 @@ class _Replayer:
     def wait(self, rank: _Rank, number: int) -> bool:
         """Wait for a call. Return False if it is not known yet when the call ends."""
         span = rank.step.calls[number]
-        known = self.over(rank.calls[number], span)
-        if known is None:
+        ready = self.over(rank.calls[number], span)
+        if ready is None:
             return False
-        last, over = known
+        last, over = ready
         sums = rank.sums[span.lane]
         if over > rank.now:
             sums[0] += over - rank.now

@@ -179,13 +179,13 @@ class _Model:
         listed = flows(self.work, sizes)
         compute_s, idle = self._compute(sizes)
         seconds = cache(self._seconds)
-        orders = []
+        seconds_of = []
         for order in orders(self.work, sizes):
             each_s = {True: compute_s, False: 0.0}
             for flow, dims in self._calls(listed, sizes, order):
                 each_s[flow.each_microbatch] += seconds(flow, dims)
-            orders.append((order, each_s[True] * (sizes.microbatches + idle) + each_s[False]))
-        return orders
+            seconds_of.append((order, each_s[True] * (sizes.microbatches + idle) + each_s[False]))
+        return seconds_of
 
     def explained(self, sizes: Sizes, found: _Found, also: int) -> Placement:
         """Return the placement for a mesh, with a breakdown of its step time."""
