@@ -201,8 +201,8 @@ def _folded(
         if me % 2:
             first, last = Receive(me - 1, 0, chunks, True), Send(me - 1, 0, chunks)
             return (ScheduleStep((), (first,)), *steps, ScheduleStep((last,)))
-        there, back = Send(me + 1, 0, chunks), Receive(me + 1, 0, chunks, False)
-        return (ScheduleStep((there,)), *[IDLE] * len(steps), ScheduleStep((), (back,)))
+        to_partner, from_partner = Send(me + 1, 0, chunks), Receive(me + 1, 0, chunks, False)
+        return (ScheduleStep((to_partner,)), *[IDLE] * len(steps), ScheduleStep((), (from_partner,)))
 
     return Schedule(name, n, chunks, len(core(0, coord)) + 2 * (extra > 0), program)
 
