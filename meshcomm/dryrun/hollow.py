@@ -278,10 +278,10 @@ class Hollow(LedgerMode):
         results = [x for x in flat if isinstance(x, Tensor)] or list(twins.values())
         if results and all(x.device.type == "meta" for x in results):
             return _REAL
-        leaves = tuple(one(x) for x in flat)
+        outcome = tuple(one(x) for x in flat)
         sizes = tuple(size for _, size in memories.values())
         alone = len(flat) == 1 and flat[0] is result
-        return _Known(sizes, leaves, None if alone else structure, tuple(resized), flops)
+        return _Known(sizes, outcome, None if alone else structure, tuple(resized), flops)
 
     def _decomposed(self, func: Any, args: Any, kwargs: Any) -> Any:
         return self.inside(func.decompose, *args, **kwargs)
