@@ -21,31 +21,31 @@ _PLAIN: Final = (int, float, complex, str, bytes, type(None), list, dict, set, t
 
 def functions_of(module: nn.Module | None, *others: Any) -> list[FunctionType]:
     """Return the functions of a module's parts and hooks, and of callables, with those that they enclose."""
-    left: list[Any] = [*others]
+    unvisited: list[Any] = [*others]
     for part in () if module is None else module.modules():
         if not _is_own(type(part)):
             continue
-        left += vars(type(part)).values()
+        unvisited += vars(type(part)).values()
         for hooks in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks"):
-            left += getattr(part, hooks, {}).values()
+            unvisited += getattr(part, hooks, {}).values()
     functions: dict[FunctionType, None] = {}
-    while left:
-        value = left.pop()
+    while unvisited:
+        value = unvisited.pop()
         if isinstance(value, FunctionType):
             if value not in functions and _is_own(value):
                 functions[value] = None
-                left += [cell.cell_contents for cell in filter(_holds, value.__closure__ or ())]
+                unvisited += [cell.cell_contents for cell in filter(_holds, value.__closure__ or ())]
         elif isinstance(value, (MethodType, partial)):
-            left.append(value.__func__ if isinstance(value, MethodType) else value.func)
+            unvisited.append(value.__func__ if isinstance(value, MethodType) else value.func)
         elif callable(value) and not isinstance(value, (type, nn.Module)):
             call = vars(type(value)).get("__call__")
-            left += [call] if isinstance(call, FunctionType) else []
+            unvisited += [call] if isinstance(call, FunctionType) else []
     return list(functions)
 
 
-def _is_own(what: Any) -> bool:
+def _is_own(value: Any) -> bool:
     """Return whether a function or class is a program's own: not of a library, whose registries must not be copied."""
-    return str(getattr(what, "__module__", "")).partition(".")[0] not in _LIBRARIES
+    return str(getattr(value, "__module__", "")).partition(".")[0] not in _LIBRARIES
 
 
 def _holds(cell: Any) -> bool:
