@@ -439,8 +439,8 @@ class InTurn(Model):
     def fill(self, module: nn.Module, stage: Stage) -> None:
         """See Model."""
         assert isinstance(module, _InTurn)
-        for part, each in zip(module.parts, self._stages, strict=True):
-            self._model.fill(part, each)
+        for part, stage_of_part in zip(module.parts, self._stages, strict=True):
+            self._model.fill(part, stage_of_part)
 
     def check(self, splits: Splits, stages: int) -> None:
         """See Model."""

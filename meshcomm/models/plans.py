@@ -178,7 +178,9 @@ def _with_set(entry: Entry, before: Entry | None) -> Entry:
 
 def _of_part(name: str, part: nn.Module, styled: Mapping[str, str]) -> Entry:
     owners = [
-        (f"{name}.{inner}".rstrip("."), each) for inner, each in part.named_modules() if each._parameters
+        (f"{name}.{inner}".rstrip("."), submodule)
+        for inner, submodule in part.named_modules()
+        if submodule._parameters
     ]
     if all(styled[owner] == "" and is_norm(part) for owner, part in owners):
         return "sequence"

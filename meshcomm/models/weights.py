@@ -147,10 +147,10 @@ class Folder:
         missing = [name for name in wanted if name not in sources]
         known_names: set[str] = set()
         held = [name for name in (*wanted, *more) if name in sources]
-        for each in (stored for name in held for stored in _flat(sources[name].names)):
-            known_names.add(self._called(each))
-            if self._called(each) not in self._places:
-                missing.append(each)
+        for stored_name in (stored for name in held for stored in _flat(sources[name].names)):
+            known_names.add(self._called(stored_name))
+            if self._called(stored_name) not in self._places:
+                missing.append(stored_name)
         extra = [
             name
             for name in self._places

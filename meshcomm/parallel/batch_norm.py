@@ -81,10 +81,10 @@ def _statistics(x: Tensor, mesh: Mesh, dims: Dims) -> _Statistics:
     Means and sums of squared distances are combined as in Chan, Golub, LeVeque 1979.
     """
     axes, channels = [0, *range(2, x.ndim)], _channels(x)
-    own = x.mean(axes)
-    distance = (x - own.view(channels)).square().sum(axes)
-    count = torch.full_like(own, x.numel() // x.shape[1])
-    facts = torch.stack([own, distance, count])[None]
+    mean_here = x.mean(axes)
+    distance = (x - mean_here.view(channels)).square().sum(axes)
+    count = torch.full_like(mean_here, x.numel() // x.shape[1])
+    facts = torch.stack([mean_here, distance, count])[None]
     facts = mesh.functional.all_gather(dims, facts, 0, grad="reduce_scatter")
     means, distances, counts = facts.unbind(1)
     total = counts.sum(0)

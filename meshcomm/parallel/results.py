@@ -167,9 +167,9 @@ class Results:
                    "stop". Neither that step nor any later step was applied.
         """
         steps, self._steps = self._steps, []
-        found, self._seen = self._seen, []
+        collected, self._seen = self._seen, []
         if not steps:
-            return found
+            return collected
         for step, (mean, elsewhere, norm, *terms) in zip(
             steps, torch.stack([step.values for step in steps]).tolist(), strict=True
         ):
@@ -180,8 +180,8 @@ class Results:
                 done = done._replace(fault=self._fault(step))
                 if self._stop:
                     raise _stopped(done, step.lr, self._lr, not step.counted.item())
-            found.append(done)
-        return found
+            collected.append(done)
+        return collected
 
     def _fault(self, step: _Pending) -> str:
         if not step.counted.item():

@@ -42,8 +42,8 @@ def permuted(positions: Indices, size: int, key: Sequence[int]) -> Indices:
     while outside.any():
         value = values[outside]
         high, low = value >> half, value & mask
-        for each in keys:
-            high, low = low, high ^ (_mixed(low ^ each) & mask)
+        for round_key in keys:
+            high, low = low, high ^ (_mixed(low ^ round_key) & mask)
         values[outside] = value = (high << half) | low
         outside[outside] = value >= size
     return values.astype(np.int64)

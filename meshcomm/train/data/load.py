@@ -369,8 +369,8 @@ class Tokens:
             texts = [_text(document) for document in some]
             # A template's special tokens would be added to every document, including a second end token.
             encoded = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-            for each, encoding in zip(some, encoded, strict=True):
-                yield each, np.array([*encoding.ids, *end], dtype=np.uint32)
+            for read_document, encoding in zip(some, encoded, strict=True):
+                yield read_document, np.array([*encoding.ids, *end], dtype=np.uint32)
 
     def _open(self, path: Path) -> None:
         given = (
