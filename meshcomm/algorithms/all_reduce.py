@@ -201,8 +201,8 @@ def _folded(
         if me % 2:
             first, last = Receive(me - 1, 0, chunks, True), Send(me - 1, 0, chunks)
             return (ScheduleStep((), (first,)), *steps, ScheduleStep((last,)))
-        there, back = Send(me + 1, 0, chunks), Receive(me + 1, 0, chunks, False)
-        return (ScheduleStep((there,)), *[IDLE] * len(steps), ScheduleStep((), (back,)))
+        to_partner, from_partner = Send(me + 1, 0, chunks), Receive(me + 1, 0, chunks, False)
+        return (ScheduleStep((to_partner,)), *[IDLE] * len(steps), ScheduleStep((), (from_partner,)))
 
     return Schedule(name, n, chunks, len(core(0, coord)) + 2 * (extra > 0), program)
 
@@ -272,7 +272,7 @@ def _merged(programs: list[list[ScheduleStep]]) -> tuple[ScheduleStep, ...]:
     """Merge several programs step by step. Both ranks of a pair list the first program's messages first."""
     return tuple(
         ScheduleStep(
-            tuple(s for each in steps for s in each.sends), tuple(r for each in steps for r in each.receives)
+            tuple(s for step in steps for s in step.sends), tuple(r for step in steps for r in step.receives)
         )
         for steps in zip(*programs, strict=True)
     )

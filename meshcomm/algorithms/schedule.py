@@ -81,11 +81,11 @@ def bounds(length: int, chunks: int) -> list[int]:
 
 def check_counts(name: str, size: int, chunks: int = 1) -> None:
     """Raise LayoutError unless `size` and `chunks` are integers of 1 or more."""
-    for what, value in (("ranks", size), ("chunks", chunks)):
+    for unit, value in (("ranks", size), ("chunks", chunks)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise LayoutError(
-                f"no {name} all-reduce over {value!r} {what}",
-                given=f"{what}: {value!r}",
+                f"no {name} all-reduce over {value!r} {unit}",
+                given=f"{unit}: {value!r}",
                 expected="an integer, 1 or more",
             )
 

@@ -167,8 +167,8 @@ class AlongDims:
                 self._at.along(dims)
             except UnknownDim:
                 names = self.layout.expand(dims)
-        for each in names:
-            comm = self._at.along(each)
+        for name in names:
+            comm = self._at.along(name)
             comm.collective(ALL_REDUCE, sums, False, "sum", options=lists.packed(comm, parts))
         return mean_of(values, sums)
 

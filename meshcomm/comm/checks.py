@@ -208,8 +208,8 @@ def check_apart(
         key=itemgetter(0),
     )
     open_: list[tuple[int, int, Tensor, bool]] = []
-    for each in spans:
-        begin, _, x, comes = each
+    for span in spans:
+        begin, _, x, comes = span
         open_ = [other for other in open_ if other[1] > begin]
         for _, _, other, came in open_:
             if (comes or came) and share_memory(x, other) and not together(x, other):
@@ -219,7 +219,7 @@ def check_apart(
                     expected="separate memory for each message",
                     hint="torch.empty_like(x) for each receive",
                 )
-        open_.append(each)
+        open_.append(span)
 
 
 def lie_apart(received: Sequence[Tensor], sent: Sequence[Tensor] = ()) -> bool:

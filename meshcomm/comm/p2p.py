@@ -129,8 +129,8 @@ class Messages(Caller):
             return self._start(Batch(call, ends, async_op, result=outs, carried=True))
         check_envelopes(sends, "sends", partial(self.where, call))
         check_envelopes(recvs, "recvs", partial(self.where, call))
-        received = [self._checked("recv", call, *each) for each in recvs]
-        sent = [self._checked("send", call, *each) for each in sends]
+        received = [self._checked("recv", call, *recv) for recv in recvs]
+        sent = [self._checked("send", call, *send) for send in sends]
         if call == "exchange":
             check_apart([out for out, _ in received], [x for x, _ in sent], partial(self.where, call))
         finish = partial(_finish, received)
@@ -173,8 +173,8 @@ class Messages(Caller):
             for direction, envelopes in (("recv", recvs), ("send", sends)):
                 if type(envelopes) is not list and type(envelopes) is not tuple:
                     return None
-                for each in envelopes:
-                    x, peer, tag = each if len(each) == 3 else (*each, 0)
+                for envelope in envelopes:
+                    x, peer, tag = envelope if len(envelope) == 3 else (*envelope, 0)
                     if type(peer) is not int or type(tag) is not int:
                         return None
                     device = known[direction, peer, tag, x.dtype]

@@ -113,8 +113,8 @@ def _moves(
         sends = tuple((s.peer, cuts[s.first], cuts[s.last]) for s in step.sends)
         receives = tuple((r.peer, cuts[r.first], cuts[r.last], r.reduce) for r in step.receives)
         moves = _Moves(
-            tuple(each for each in sends if each[2] > each[1]),
-            tuple(each for each in receives if each[2] > each[1]),
+            tuple(send for send in sends if send[2] > send[1]),
+            tuple(receive for receive in receives if receive[2] > receive[1]),
         )
         if moves.sends or moves.receives:
             found.append(moves)

@@ -50,7 +50,7 @@ class Command(TyperCommand):
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         """Return the parts of the usage line, such as `[OPTIONS] [CONFIG] SCRIPT [ARGUMENTS]...`."""
-        arguments = [str(each.metavar) for each in self.params if each.param_type_name == "argument"]
+        arguments = [str(param.metavar) for param in self.params if param.param_type_name == "argument"]
         return ["[OPTIONS]", *arguments, *["[ARGUMENTS]..."] * ctx.allow_extra_args]
 
 

@@ -164,10 +164,10 @@ def _verdicts(facts: Facts, whole: bool) -> Iterator[PagePart]:
     findings = facts["findings"]
     if findings:
         yield Line(f"{count(len(findings), 'thing')} that would go wrong")
-        for each in findings[:_SHOWN]:
-            more = f" (in {each['groups']} of the examined groups)" if each["groups"] > 1 else ""
-            lines = "".join(f"\n    {line}" for line in each["lines"])
-            yield Line(f"{each['what']}{more}{lines}", drawing=True)
+        for finding in findings[:_SHOWN]:
+            more = f" (in {finding['groups']} of the examined groups)" if finding["groups"] > 1 else ""
+            lines = "".join(f"\n    {line}" for line in finding["lines"])
+            yield Line(f"{finding['what']}{more}{lines}", drawing=True)
         if len(findings) > _SHOWN:
             yield Line(f"and {len(findings) - _SHOWN} more: --json lists all of them")
     else:
@@ -183,8 +183,8 @@ def _verdicts(facts: Facts, whole: bool) -> Iterator[PagePart]:
 
 def _memory(memory: Facts) -> Iterator[PagePart]:
     stages = memory["stages"]
-    top = next(each for each in stages if each["stage"] == memory["largest_stage"])
-    names = [name for name in top["parts"] if any(each["parts"][name] for each in stages)]
+    top = next(stage for stage in stages if stage["stage"] == memory["largest_stage"])
+    names = [name for name in top["parts"] if any(stage["parts"][name] for stage in stages)]
     # Consecutive stages with equal memory share one row.
     rows: list[Facts] = []
     for _, (first, *others) in groupby(stages, itemgetter("parts")):

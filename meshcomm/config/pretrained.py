@@ -124,7 +124,7 @@ def windows_of(folder: str | Path | None) -> tuple[int | None, ...]:
             window = hasattr(type(config), "sliding_window") and config.sliding_window
             if getattr(config, "use_sliding_window", True) and window:
                 kinds = kinds or ["sliding_attention"] * config.num_hidden_layers
-                return tuple(window if each == "sliding_attention" else None for each in kinds)
+                return tuple(window if kind == "sliding_attention" else None for kind in kinds)
     return ()
 
 

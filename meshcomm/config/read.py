@@ -188,7 +188,7 @@ def _anchored(name: Any, folder: Path) -> Any:
 
 def _changes(overrides: object) -> list[str]:
     changes = [overrides] if isinstance(overrides, str) else overrides
-    if not isinstance(changes, (list, tuple)) or not all(isinstance(each, str) for each in changes):
+    if not isinstance(changes, (list, tuple)) or not all(isinstance(change, str) for change in changes):
         raise ConfigError(
             "overrides must be strings",
             given=f"overrides={overrides!r}",

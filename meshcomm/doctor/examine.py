@@ -61,14 +61,14 @@ def examine(settings: Config | None = None, world: int | None = None) -> Facts:
             try:
                 plan, device = _plan(settings, launch.world_size if under else world, launch)
                 findings += _device_findings(settings, plan, device, launch)
-                known = settings.mesh.model_copy(update={"device": device.type})
-                here = settings.model_copy(update={"mesh": known})
-                need = footprint(here, plan, plan.layout.world_size).descriptors
+                mesh = settings.mesh.model_copy(update={"device": device.type})
+                local = settings.model_copy(update={"mesh": mesh})
+                need = footprint(local, plan, plan.layout.world_size).descriptors
             except MeshcommError as error:
                 findings.append(Finding.of(error))
-    asked = settings.network if settings is not None else NetworkConfig()
-    findings += host.interface_findings(asked, present, os.environ)
-    if not (launch.one_host or asked.interfaces or "GLOO_SOCKET_IFNAME" in os.environ):
+    network = settings.network if settings is not None else NetworkConfig()
+    findings += host.interface_findings(network, present, os.environ)
+    if not (launch.one_host or network.interfaces or "GLOO_SOCKET_IFNAME" in os.environ):
         findings += host.name_findings(name, host.resolve(name), present)
     findings += host.lookup_findings(host.lookup_s())
     limit = host.descriptors(need)
@@ -76,7 +76,7 @@ def examine(settings: Config | None = None, world: int | None = None) -> Facts:
     if os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL":
         findings.append(_DEBUGGING)
     return {
-        "findings": [each.facts() for each in findings],
+        "findings": [finding.facts() for finding in findings],
         "versions": versions(),
         "host": {"name": name, "addresses": host.resolve(name), **_devices()},
         "interfaces": [interface._asdict() for interface in present],
@@ -118,14 +118,14 @@ def versions() -> dict[str, str | None]:
 
     `backends`: the backends that this build of torch has.
     """
-    known = [name for name in dist.Backend.backend_list if name != dist.Backend.UNDEFINED]
+    backends = [name for name in dist.Backend.backend_list if name != dist.Backend.UNDEFINED]
     return {
         "meshcomm": __version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else None,
-        "backends": " ".join(filter(dist.is_backend_available, known)),
+        "backends": " ".join(filter(dist.is_backend_available, backends)),
         **{name: version(name) for name in _PACKAGES},
     }
 
@@ -148,14 +148,14 @@ def _device_findings(settings: Config, plan: Plan, device: torch.device, launch:
     except LaunchError as error:
         yield Finding.of(error)
         return
-    here = _devices()
-    what, count = ("GPU", len(here["cuda"])) if device.type == "cuda" else ("core", here["cores"])
+    devices = _devices()
+    unit, count = ("GPU", len(devices["cuda"])) if device.type == "cuda" else ("core", devices["cores"])
     if launch.local_size > count:
         plural = "" if count == 1 else "s"
         yield Finding(
             "warn",
-            f"ranks share {what}s",
-            given=f"{launch.local_size} ranks on {count} {what}{plural}",
-            expected=f"one {what} per rank for full speed",
+            f"ranks share {unit}s",
+            given=f"{launch.local_size} ranks on {count} {unit}{plural}",
+            expected=f"one {unit} per rank for full speed",
             hint=f"at most {count} rank{plural} on this host",
         )

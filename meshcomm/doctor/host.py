@@ -37,14 +37,14 @@ def descriptors(needed: int | None) -> Limit:
     return Limit(limit, psutil.Process().num_fds(), needed)
 
 
-def limit_findings(found: Limit) -> Iterator[Finding]:
+def limit_findings(limit: Limit) -> Iterator[Finding]:
     """Yield a finding if the plan needs more file descriptors than are left."""
-    total = found.used + (found.needed or 0)
-    if found.needed is not None and found.limit is not None and total > found.limit:
+    total = limit.used + (limit.needed or 0)
+    if limit.needed is not None and limit.limit is not None and total > limit.limit:
         yield Finding(
             "error",
             "the plan needs more file descriptors than a process may open",
-            given=f"{found.used} in use, {found.needed} more for the plan, the limit is {found.limit}",
+            given=f"{limit.used} in use, {limit.needed} more for the plan, the limit is {limit.limit}",
             expected=f"a limit of at least {total}",
             hint=f"ulimit -n {total}, or fewer dims with separate groups",
         )
@@ -76,10 +76,10 @@ def interfaces() -> list[Interface]:
 def resolve(host: str) -> list[str]:
     """Return the addresses that this host's resolver finds for `host`, or an empty list if it finds none."""
     try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        infos = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError:
         return []
-    return list(dict.fromkeys(str(address[0]) for *_, address in found))
+    return list(dict.fromkeys(str(address[0]) for *_, address in infos))
 
 
 def chosen(
@@ -89,11 +89,11 @@ def chosen(
 
     env: the environment, including the variables that `[network]` sets. name: this host's name.
     """
-    if wanted := env.get("GLOO_SOCKET_IFNAME", "").split(",")[0]:
-        addresses = next((each.addresses for each in present if each.name == wanted), ())
-        return wanted, addresses[0] if addresses else "none"
+    if requested := env.get("GLOO_SOCKET_IFNAME", "").split(",")[0]:
+        addresses = next((interface.addresses for interface in present if interface.name == requested), ())
+        return requested, addresses[0] if addresses else "none"
     for address in ["127.0.0.1"] if one_host else resolve(name):
-        holder = next((each.name for each in present if address in each.addresses), None)
+        holder = next((interface.name for interface in present if address in interface.addresses), None)
         if holder or is_loopback(address):
             return holder, address
     # Gloo falls back to this address if the host's name does not resolve to one of its addresses.
@@ -101,27 +101,29 @@ def chosen(
 
 
 def interface_findings(
-    asked: NetworkConfig, present: Sequence[Interface], env: Mapping[str, str]
+    network: NetworkConfig, present: Sequence[Interface], env: Mapping[str, str]
 ) -> Iterator[Finding]:
     """Yield a finding for each requested interface that does not exist or is not up, and for conflicting requests."""
     try:
-        refuse_conflict(network_variables(asked))
+        refuse_conflict(network_variables(network))
     except LaunchError as error:
         yield Finding.of(error)
     by_name = {interface.name: interface for interface in present}
-    names, source = list(asked.interfaces), "[network] interfaces"
+    names, source = list(network.interfaces), "[network] interfaces"
     if not names and env.get("GLOO_SOCKET_IFNAME"):
         names, source = env["GLOO_SOCKET_IFNAME"].split(","), "GLOO_SOCKET_IFNAME"
     for name in names:
-        found = by_name.get(name)
-        if found is None:
+        interface = by_name.get(name)
+        if interface is None:
             yield Finding.of(no_interface(name, source, list(by_name)))
-        elif not (found.up and found.addresses):
-            usable = ", ".join(each.name for each in present if each.up and each.addresses)
+        elif not (interface.up and interface.addresses):
+            usable = ", ".join(
+                interface.name for interface in present if interface.up and interface.addresses
+            )
             yield Finding(
                 "error",
                 f"interface {name} cannot carry traffic",
-                given=f"{name} in {source}: {'no address' if found.up else 'down'}",
+                given=f"{name} in {source}: {'no address' if interface.up else 'down'}",
                 expected="an interface that is up and has an address",
                 hint=f"one of {usable or 'none'}",
             )
@@ -141,7 +143,11 @@ def name_findings(name: str, addresses: Sequence[str], present: Sequence[Interfa
 
 def interface_hint(present: Sequence[Interface]) -> str:
     """Return the setting that selects the first interface with a route out of this host."""
-    outside = [each.name for each in present if each.up and not all(map(is_loopback, each.addresses))]
+    outside = [
+        interface.name
+        for interface in present
+        if interface.up and not all(map(is_loopback, interface.addresses))
+    ]
     return (
         f'network.interfaces = ["{outside[0]}"]'
         if outside

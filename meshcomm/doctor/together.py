@@ -62,9 +62,16 @@ def examine_together(settings: Config | None, launch: Launch, timeout_s: float) 
     assert examined is not None
     findings += judge(rows, None if len(rows) < joined.world_size else settings)
     one_host = len({row["host"] for row in rows}) == 1
-    at = joined.launch
-    if process.init == "env" and one_host and at.address is not None and at.port is not None:
-        exposed = exposed_store(at.address, at.port, "MASTER_ADDR=127.0.0.1", launch.world_size)
+    joined_launch = joined.launch
+    if (
+        process.init == "env"
+        and one_host
+        and joined_launch.address is not None
+        and joined_launch.port is not None
+    ):
+        exposed = exposed_store(
+            joined_launch.address, joined_launch.port, "MASTER_ADDR=127.0.0.1", launch.world_size
+        )
         if exposed is not None:
             findings.append(Finding.of(exposed, "warn"))
     code = int(any(finding.level == "error" for finding in findings))
@@ -79,9 +86,9 @@ def examine_together(settings: Config | None, launch: Launch, timeout_s: float) 
 def _row(settings: Config | None, launch: Launch) -> Facts:
     present = host.interfaces()
     name = socket.gethostname()
-    asked = settings.network if settings is not None else NetworkConfig()
+    network = settings.network if settings is not None else NetworkConfig()
     # The environment as a mesh would set it.
-    env = {**gloo_defaults(launch.one_host), **os.environ, **network_variables(asked)}
+    env = {**gloo_defaults(launch.one_host), **os.environ, **network_variables(network)}
     interface, address = host.chosen(present, env, launch.one_host, name)
     coords, device = None, "unknown"
     if settings is not None:
@@ -105,26 +112,26 @@ def _row(settings: Config | None, launch: Launch) -> Facts:
 def _gather(store: Any, world_size: int, wait: timedelta) -> tuple[list[Facts], list[Finding]]:
     keys = [f"row/{rank}" for rank in range(world_size)]
     findings: list[Finding] = []
-    here = list(range(world_size))
+    arrived = list(range(world_size))
     try:
         store.wait(keys, wait)
     except RuntimeError:
-        here = [rank for rank in here if store.check([keys[rank]])]
-        gone = sorted({*range(world_size)} - {*here})
+        arrived = [rank for rank in arrived if store.check([keys[rank]])]
+        gone = sorted({*range(world_size)} - {*arrived})
         findings.append(
             Finding(
                 "error",
                 f"{ranks_text(gone)} of {world_size} never arrived",
-                given=f"{ranks_text(here)} within {wait.total_seconds():g} s",
+                given=f"{ranks_text(arrived)} within {wait.total_seconds():g} s",
                 expected=f"all of ranks 0 to {world_size - 1}",
                 hint="check how the missing ranks were started, and their first error",
             )
         )
-    rows = [json.loads(store.get(keys[rank])) for rank in here]
+    rows = [json.loads(store.get(keys[rank])) for rank in arrived]
     for row in rows:
         where = "" if row["rank"] == 0 else f"{row['host']}: "
-        told = map(Finding.read, row["findings"])
-        findings += [each._replace(what=where + each.what) for each in told]
+        of_rank = map(Finding.read, row["findings"])
+        findings += [finding._replace(what=where + finding.what) for finding in of_rank]
     return rows, findings
 
 
@@ -135,11 +142,11 @@ def judge(rows: Sequence[Facts], settings: Config | None = None) -> Iterator[Fin
     hosts = _by(rows, "host")
     lost = [row for row in rows if is_loopback(row["address"])]
     if len(hosts) > 1 and lost:
-        at = {name: " ".join(_by(on, "address")) for name, on in hosts.items()}
+        addresses = {name: " ".join(_by(on, "address")) for name, on in hosts.items()}
         yield Finding(
             "error",
             f"other hosts would connect to {_ranks(lost)} at the loopback address",
-            given="\n".join(f"{name}: {_ranks(on)} at {at[name]}" for name, on in hosts.items()),
+            given="\n".join(f"{name}: {_ranks(on)} at {addresses[name]}" for name, on in hosts.items()),
             expected=f"addresses that all {len(hosts)} hosts can reach",
             hint=f"{' or '.join(_by(lost, 'hint'))}, or GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME",
         )
@@ -173,10 +180,10 @@ def _scattered(hosts: Mapping[str, Sequence[Facts]], settings: Config | None) ->
             expected="ranks 0, 1, 2, ... on the first host, the next ranks on the second",
             hint="srun -m block, mpirun --map-by slot, or mesh.rank_order",
         )
-    elif found := scattered(
+    elif finding := scattered(
         plan, discovered(TopologyConfig(), {}, 0, [nodes[rank] for rank in sorted(nodes)])
     ):
-        yield Finding("warn", found.what, given, found.expected, found.hint)
+        yield Finding("warn", finding.what, given, finding.expected, finding.hint)
 
 
 def _by(rows: Sequence[Facts], key: str) -> dict[str, list[Facts]]:

@@ -46,7 +46,7 @@ def call_text(span: Span) -> str:
     shape = span.listed or ("" if span.shape is None else f"({', '.join(map(str, span.shape))})")
     nbytes = f"{span.nbytes} bytes" if span.shape is None else ""
     return " ".join(
-        each for each in (span.call, span.op or "", root, shape, span.dtype or "", nbytes) if each
+        part for part in (span.call, span.op or "", root, shape, span.dtype or "", nbytes) if part
     )
 
 
@@ -63,16 +63,18 @@ def find_differences(steps: Sequence[RankStep], where: Callable[[int], str]) -> 
         for span in step.calls:
             if not span.parts:
                 collectives[tuple(step.groups[span.group])][step.rank].append(span)
-    found = (_first_difference(made, where) for made in collectives.values() if len(made) > 1)
-    return _merged([*(each for each in found if each is not None), *_messages(steps, where)])
+    differences = (_first_difference(calls, where) for calls in collectives.values() if len(calls) > 1)
+    return _merged(
+        [*(difference for difference in differences if difference is not None), *_messages(steps, where)]
+    )
 
 
 def sequence(step: RankStep) -> dict[str, list[tuple[object, ...]]]:
     """Return a rank's calls along each dim, in order, reduced to the parts that must be equal across a group."""
-    found: dict[str, list[tuple[object, ...]]] = defaultdict(list)
+    calls_of_lane: dict[str, list[tuple[object, ...]]] = defaultdict(list)
     for span in step.calls:
-        found[span.lane].append(_key(span) if not span.parts else (span.call, len(span.parts)))
-    return dict(found)
+        calls_of_lane[span.lane].append(_key(span) if not span.parts else (span.call, len(span.parts)))
+    return dict(calls_of_lane)
 
 
 def _key(span: Span) -> tuple[object, ...]:
@@ -84,34 +86,34 @@ def _key(span: Span) -> tuple[object, ...]:
 
 
 def _first_difference(
-    made: Mapping[int, Sequence[Span]], where: Callable[[int], str]
+    calls_of_rank: Mapping[int, Sequence[Span]], where: Callable[[int], str]
 ) -> DryRunFinding | None:
     """Return the first difference between the calls in `made`, a mapping from each rank of one group to its calls."""
-    most = max(map(len, made.values()))
+    most = max(map(len, calls_of_rank.values()))
     for place in range(most):
-        here = {rank: calls[place] if place < len(calls) else None for rank, calls in made.items()}
-        keys = {rank: None if each is None else _key(each) for rank, each in here.items()}
+        spans = {rank: calls[place] if place < len(calls) else None for rank, calls in calls_of_rank.items()}
+        keys = {rank: None if span is None else _key(span) for rank, span in spans.items()}
         if len(set(keys.values())) == 1:
             continue
         usual, odd = majority(dict(sorted(keys.items())))
-        label, dim = next((each.group, each.lane) for each in here.values() if each is not None)
+        label, dim = next((span.group, span.lane) for span in spans.values() if span is not None)
         # In a tie, the lists of calls of two ranks that do not agree are compared.
         other = usual[0] if usual else next(rank for rank in odd if keys[rank] != keys[odd[0]])
-        difference = _difference_text(made[odd[0]], made[other], place)
+        difference = _difference_text(calls_of_rank[odd[0]], calls_of_rank[other], place)
         what = f"{_those(odd, where)} along {dim}: {difference}"
         if not usual:
             what = f"{ranks_text(odd)} along {dim} do not agree; {where(odd[0])}: {difference}"
-        lines = [f"{ranks_text(ranks)}: {_at(here[ranks[0]])}" for ranks in _by_call(here, odd)]
-        lines += [f"{ranks_text(usual)}: {_at(here[usual[0]])}"] if usual else []
+        lines = [f"{ranks_text(ranks)}: {_at(spans[ranks[0]])}" for ranks in _by_call(spans, odd)]
+        lines += [f"{ranks_text(usual)}: {_at(spans[usual[0]])}"] if usual else []
         lines[-1] += f", as call {place + 1} of {label}"
         return DryRunFinding(what, tuple(lines), tuple(odd), dim)
     return None
 
 
-def _by_call(here: Mapping[int, Span | None], ranks: Sequence[int]) -> Iterable[list[int]]:
+def _by_call(spans: Mapping[int, Span | None], ranks: Sequence[int]) -> Iterable[list[int]]:
     alike: dict[object, list[int]] = defaultdict(list)
     for rank in ranks:
-        span = here[rank]
+        span = spans[rank]
         alike[span and (_key(span), span.site)].append(rank)
     return alike.values()
 
@@ -140,9 +142,9 @@ def _calls(count: int) -> str:
     return f"{count} call" + "s" * (count != 1)
 
 
-def _alike(mine: Sequence[Span], here: int, theirs: Sequence[Span], there: int) -> int:
+def _alike(mine: Sequence[Span], my_place: int, theirs: Sequence[Span], their_place: int) -> int:
     """Return how many consecutive calls match, starting at `here` in `mine` and at `there` in `theirs`."""
-    pairs = zip(mine[here:], theirs[there:], strict=False)
+    pairs = zip(mine[my_place:], theirs[their_place:], strict=False)
     return sum(1 for _ in takewhile(lambda pair: _key(pair[0]) == _key(pair[1]), pairs))
 
 
@@ -189,7 +191,7 @@ def _messages(steps: Sequence[RankStep], where: Callable[[int], str]) -> Iterato
                 channels[members, *pair, tag][post(groups[members], sends, *pair, tag, span)] = None
     for (_, source, target, tag), messages in channels.items():
         tagged = f", tag {tag}," if tag else ""
-        matched = [(each.sent, each.received) for each in messages if each.complete]
+        matched = [(message.sent, message.received) for message in messages if message.complete]
         for out, into in matched:
             assert out is not None and into is not None
             carried = _carried(out), _carried(into)
@@ -203,15 +205,15 @@ def _messages(steps: Sequence[RankStep], where: Callable[[int], str]) -> Iterato
                 )
                 break
         else:
-            rest = [each for each in messages if not each.complete]
-            if rest:
-                alone = rest[0].sent or rest[0].received
+            unmatched = [message for message in messages if not message.complete]
+            if unmatched:
+                alone = unmatched[0].sent or unmatched[0].received
                 assert alone is not None
-                sends, more = rest[0].sent is not None, len(matched) + len(rest)
-                said = "is sent and never received" if sends else "is waited for and never sent"
+                sends, more = unmatched[0].sent is not None, len(matched) + len(unmatched)
+                fate = "is sent and never received" if sends else "is waited for and never sent"
                 yield DryRunFinding(
                     f"message {len(matched) + 1} from {where(source)} to {where(target)}{tagged} "
-                    f"along {alone.lane} {said}: {call_text(alone)} at {alone.site}",
+                    f"along {alone.lane} {fate}: {call_text(alone)} at {alone.site}",
                     (f"{more if sends else len(matched)} sent, {len(matched) if sends else more} received",),
                     (source if sends else target,),
                     alone.lane,
@@ -221,12 +223,12 @@ def _messages(steps: Sequence[RankStep], where: Callable[[int], str]) -> Iterato
 def _merged(findings: Sequence[DryRunFinding]) -> list[DryRunFinding]:
     """Merge identical findings from several groups into one that gives the number of groups."""
     alike: dict[tuple[str, tuple[str, ...]], DryRunFinding] = {}
-    for each in findings:
+    for finding in findings:
         # The key consists of the calls and their source lines, without the ranks.
         key = (
-            each.dim,
-            tuple(line.partition(": ")[2].partition(", as call")[0] or line for line in each.lines),
+            finding.dim,
+            tuple(line.partition(": ")[2].partition(", as call")[0] or line for line in finding.lines),
         )
-        known = alike.get(key)
-        alike[key] = each if known is None else known._replace(groups=known.groups + 1)
+        earlier = alike.get(key)
+        alike[key] = finding if earlier is None else earlier._replace(groups=earlier.groups + 1)
     return list(alike.values())

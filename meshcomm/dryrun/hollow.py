@@ -115,7 +115,7 @@ class Hollow(LedgerMode):
         if types and wraps_tensors(types):
             # DTensor and similar subclasses call operators on their local tensors, and this mode then handles those calls.
             return NotImplemented
-        if fake_tensors_on() or (types and any(issubclass(each, FakeTensor) for each in types)):
+        if fake_tensors_on() or (types and any(issubclass(kind, FakeTensor) for kind in types)):
             # DTensor infers shapes by running operators on fake tensors.
             return func(*args, **(kwargs or _EMPTY))
         handler = self._handlers.get(func)
@@ -146,8 +146,10 @@ class Hollow(LedgerMode):
             return _as_torch if schema.name.endswith("_wrap_tensor_autograd") else self._functional
         if schema.name == "aten::set_" or namespace == "profiler":
             return _as_torch
-        written = any(each.alias_info is not None and each.alias_info.is_write for each in schema.arguments)
-        if schema.returns and not written and all(each.alias_info is not None for each in schema.returns):
+        written = any(
+            argument.alias_info is not None and argument.alias_info.is_write for argument in schema.arguments
+        )
+        if schema.returns and not written and all(result.alias_info is not None for result in schema.returns):
             # The operator always returns a view, which needs no memory, or it returns a view or a copy, like reshape.
             return self._decomposed if decomposes(func) else _as_torch
         return self._compute
@@ -170,14 +172,14 @@ class Hollow(LedgerMode):
             if schema_of(func).is_mutable:
                 for x in tensors:
                     self._valued.pop(storage_id(x), None)
-        of = tuple(key)
+        hashed_key = tuple(key)
         try:
-            known = self._known.get(of)
+            known = self._known.get(hashed_key)
         except TypeError:
             # Results for unhashable arguments are not cached.
             known = self._learn(func, args, kwargs, tensors)
         if known is None:
-            known = self._known[of] = self._learn(func, args, kwargs, tensors)
+            known = self._known[hashed_key] = self._learn(func, args, kwargs, tensors)
         if known.real:
             return func(*args, **kwargs)
         ledger, name = self._ledger, self._names.get(func, "")
@@ -185,7 +187,7 @@ class Hollow(LedgerMode):
         memories = [self._memory(nbytes, name) for nbytes in known.memories]
         for number, result in known.resized:
             _made(memories[result.memory], result, tensors[number])
-        found = [
+        results = [
             (_of(tensors[leaf.given], leaf) if leaf.given >= 0 else _made(memories[leaf.memory], leaf))
             if type(leaf) is _Result
             else leaf
@@ -193,7 +195,7 @@ class Hollow(LedgerMode):
         ]
         if func.namespace == "fsdp":
             ledger.copied(tensors)
-        return found[0] if known.structure is None else unflatten_tree(found, known.structure)
+        return results[0] if known.structure is None else unflatten_tree(results, known.structure)
 
     def _scalar(self, func: Any, args: Any, kwargs: Any) -> Any:
         if storage_id(args[0]) in self._valued:
@@ -201,24 +203,26 @@ class Hollow(LedgerMode):
         return _value(args[0].dtype, int(self._ledger.stepping))
 
     def _numbers(self, func: Any, args: Any, kwargs: Any) -> Any:
-        found = self._compute(func, args, kwargs)
-        every = found.dtype == torch.int64 and found.device.type == "cpu" and dist.is_initialized()
-        if every and found.numel() == dist.get_world_size():
+        numbers = self._compute(func, args, kwargs)
+        every = numbers.dtype == torch.int64 and numbers.device.type == "cpu" and dist.is_initialized()
+        if every and numbers.numel() == dist.get_world_size():
             return self._with_values(func, args, kwargs)
-        return found
+        return numbers
 
     def _with_values(self, func: Any, args: Any, kwargs: Any) -> Any:
-        found = func(*args, **kwargs)
-        self._valued |= {storage_id(each): each for each in leaves_of(found) if isinstance(each, Tensor)}
-        return found
+        results = func(*args, **kwargs)
+        self._valued |= {
+            storage_id(tensor): tensor for tensor in leaves_of(results) if isinstance(tensor, Tensor)
+        }
+        return results
 
     def _count(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Return the minimum number of bins (minlength, at least 1), because all counted values are 0."""
-        given = dict(zip(("input", "weights", "minlength"), args, strict=False)) | kwargs
-        weights = given.get("weights")
+        arguments = dict(zip(("input", "weights", "minlength"), args, strict=False)) | kwargs
+        weights = arguments.get("weights")
         dtype = torch.int64 if weights is None else torch.float64
         return self._compute(
-            torch.ops.aten.empty.memory_format, ([max(1, given.get("minlength", 0))],), {"dtype": dtype}
+            torch.ops.aten.empty.memory_format, ([max(1, arguments.get("minlength", 0))],), {"dtype": dtype}
         )
 
     def _memory(self, nbytes: int, name: str) -> Any:
@@ -245,7 +249,9 @@ class Hollow(LedgerMode):
             formula = flops_of(func)
             flops = 0 if formula is None else int(formula(*theirs, **named, out_val=result))
         places = {id(twins[id(x)]): number for number, x in reversed(list(enumerate(tensors)))}
-        given = {storage_id(twins[id(x)]): number for number, x in reversed(list(enumerate(tensors)))}
+        input_of_storage = {
+            storage_id(twins[id(x)]): number for number, x in reversed(list(enumerate(tensors)))
+        }
         memories: dict[int, tuple[int, int]] = {}
 
         def one(x: Any) -> Any:
@@ -255,8 +261,8 @@ class Hollow(LedgerMode):
             if number is not None:
                 return _Result(number, -1, x.dtype, None, (), 0)
             shape = (x.dtype, tuple(x.shape), x.stride(), int(x.storage_offset()))
-            if storage_id(x) in given:
-                return _Result(given[storage_id(x)], -1, *shape)
+            if storage_id(x) in input_of_storage:
+                return _Result(input_of_storage[storage_id(x)], -1, *shape)
             size = x.untyped_storage().nbytes()
             place, _ = memories.setdefault(storage_id(x), (len(memories), size))
             return _Result(-1, place, *shape)
@@ -269,13 +275,13 @@ class Hollow(LedgerMode):
                 place, _ = memories.setdefault(-1 - number, (len(memories), after.untyped_storage().nbytes()))
                 resized.append((number, _Result(-1, place, x.dtype, tuple(after.shape), after.stride(), 0)))
         flat, structure = flatten_tree(result)
-        there = [x for x in flat if isinstance(x, Tensor)] or list(twins.values())
-        if there and all(x.device.type == "meta" for x in there):
+        results = [x for x in flat if isinstance(x, Tensor)] or list(twins.values())
+        if results and all(x.device.type == "meta" for x in results):
             return _REAL
-        found = tuple(one(x) for x in flat)
+        outcome = tuple(one(x) for x in flat)
         sizes = tuple(size for _, size in memories.values())
         alone = len(flat) == 1 and flat[0] is result
-        return _Known(sizes, found, None if alone else structure, tuple(resized), flops)
+        return _Known(sizes, outcome, None if alone else structure, tuple(resized), flops)
 
     def _decomposed(self, func: Any, args: Any, kwargs: Any) -> Any:
         return self.inside(func.decompose, *args, **kwargs)
@@ -300,21 +306,21 @@ class Hollow(LedgerMode):
         self._works.pop(work)()
 
     def _functional(self, func: Any, args: Any, kwargs: Any) -> Any:
-        found = self._compute(func, args, kwargs)
-        outputs = [each for each in leaves_of(found) if isinstance(each, Tensor)]
+        results = self._compute(func, args, kwargs)
+        outputs = [leaf for leaf in leaves_of(results) if isinstance(leaf, Tensor)]
         before = len(self._calls.calls)
         if not tell_hooks(func, args, outputs, None):
             self._calls.unseen += 1
         if len(self._calls.calls) > before:
-            told = self._calls.waiting()
-            self._flying.update({storage_id(each): told for each in outputs})
-        return found
+            ended = self._calls.waiting()
+            self._flying.update({storage_id(output): ended for output in outputs})
+        return results
 
     def _wait(self, func: Any, args: Any, kwargs: Any) -> Any:
-        for each in leaves_of(args):
-            told = self._flying.pop(storage_id(each), None)
-            if told is not None:
-                told()
+        for leaf in leaves_of(args):
+            ended = self._flying.pop(storage_id(leaf), None)
+            if ended is not None:
+                ended()
         return args[0]
 
 
@@ -363,7 +369,7 @@ def _of(x: Tensor, result: _Result) -> Tensor:
     """Return the argument itself, or a tensor that shares its memory."""
     if result.shape is None:
         return x
-    at = x.storage_offset() + result.offset
+    offset = x.storage_offset() + result.offset
     if result.dtype == x.dtype:
-        return torch.as_strided(x, result.shape, result.stride, at)
-    return torch.empty(0, dtype=result.dtype).set_(x.untyped_storage(), at, result.shape, result.stride)
+        return torch.as_strided(x, result.shape, result.stride, offset)
+    return torch.empty(0, dtype=result.dtype).set_(x.untyped_storage(), offset, result.shape, result.stride)

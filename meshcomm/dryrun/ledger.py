@@ -106,10 +106,10 @@ class Ledger:
 
     def peak(self) -> Peak:
         """Return the peak since the start or the last `restart`, split by the purposes that are known by now."""
-        there = [each for each in self._held.values() if each.since <= self._peak_clock]
+        holdings = [holding for holding in self._held.values() if holding.since <= self._peak_clock]
         during, line, operator = self._where
-        at = "" if line is None else line_of(*line)
-        return Peak(self._peak, self._sums([*there, *self._gone]), during, at, operator)
+        where = "" if line is None else line_of(*line)
+        return Peak(self._peak, self._sums([*holdings, *self._gone]), during, where, operator)
 
     def __enter__(self) -> Ledger:
         resize, size, ledger = UntypedStorage.resize_, UntypedStorage.nbytes, self
@@ -155,9 +155,9 @@ class Ledger:
 
     def copied(self, tensors: Iterable[Any]) -> None:
         """Mark the buffers through which FSDP copies weights and gradients."""
-        for each in tensors:
-            if isinstance(each, Tensor):
-                held = self._held.get(storage_id(each))
+        for tensor in tensors:
+            if isinstance(tensor, Tensor):
+                held = self._held.get(storage_id(tensor))
                 if held is not None and held.part is None:
                     held.part = "rest"
 
@@ -184,10 +184,10 @@ class Ledger:
             self._let_go(held)
 
     def _sums(self, those: Iterable[_Held]) -> dict[MemoryPart, int]:
-        found: Counter[MemoryPart] = Counter()
-        for each in those:
-            found[each.known] += each.nbytes
-        return {part: found[part] for part in PARTS}
+        nbytes_of: Counter[MemoryPart] = Counter()
+        for holding in those:
+            nbytes_of[holding.known] += holding.nbytes
+        return {part: nbytes_of[part] for part in PARTS}
 
 
 class LedgerMode(DispatchMode):  # type: ignore[misc]
@@ -225,5 +225,5 @@ def _users_line(frame: FrameType) -> tuple[CodeType, int] | None:
 
 
 def _ended(ledger: weakref.ref[Ledger], key: int, _: object) -> None:
-    if (found := ledger()) is not None:
-        found._end(key)
+    if (current := ledger()) is not None:
+        current._end(key)

@@ -159,10 +159,10 @@ class Passes(Spans):
 
     def stretch(self) -> tuple[str, bool]:
         """Return the name of the current pass, and whether it is a forward pass."""
-        now = self._now
-        if now is None or now.left is not None:
+        current = self._now
+        if current is None or current.left is not None:
             return BETWEEN, False
-        return now.call, now.call.startswith("forward")
+        return current.call, current.call.startswith("forward")
 
 
 def counted_step(
@@ -174,8 +174,8 @@ def counted_step(
     Called by: every rank of the mesh.
     Raises:    the same errors as `Engine`.
     """
-    known = sections(mesh, config)
-    if known.model is None or known.data is None:
+    parts = sections(mesh, config)
+    if parts.model is None or parts.data is None:
         raise LayoutError(
             "a dry run needs a model and data",
             given=f"{config.source} without [model] and [data]",
@@ -185,10 +185,10 @@ def counted_step(
     hollow, passes = mode is Hollow, Passes()
     ledger = passes.ledger(hollow)
     with mode(ledger, passes) as entered, PartNames(ledger) as names:
-        engine = Engine(mesh, config, model_of(known.model, known.data, known.train), filled=not hollow)
+        engine = Engine(mesh, config, model_of(parts.model, parts.data, parts.train), filled=not hollow)
         # The first steps also compare values across ranks. Later steps do not, so these comparisons are not counted.
         engine.checked_steps = 0
-        samples = (known.train.micro_batch_size * engine.microbatches, known.data.seq_len)
+        samples = (parts.train.micro_batch_size * engine.microbatches, parts.data.seq_len)
         tokens = torch.zeros(samples, dtype=torch.int64, device=mesh.device)
         # Each sample is one document, because the traffic does not depend on the number of documents.
         documents = torch.zeros_like(tokens) if engine.model.packed else None
@@ -197,18 +197,18 @@ def counted_step(
             if isinstance(entered, Hollow):
                 _begin(engine)
             else:
-                engine.step(tokens, tokens, known.train.lr, 1, documents)
+                engine.step(tokens, tokens, parts.train.lr, 1, documents)
             for module in engine.modules.modules():
                 names.module(module)
             names.optimizer(engine.optimizer)
             earlier, before = mesh.stats(), ledger.now()
             ledger.restart()
             passes.restart()
-            engine.step(tokens, tokens, known.train.lr, 2, documents)
-            made = mesh.stats().since(earlier)
+            engine.step(tokens, tokens, parts.train.lr, 2, documents)
+            traffic = mesh.stats().since(earlier)
         finally:
             mesh.debug.metrics.trace_into(None)
-        rows = summed(TrafficRow(row.dim, row.call, row.calls, row.nbytes) for row in made.rows)
+        rows = summed(TrafficRow(row.dim, row.call, row.calls, row.nbytes) for row in traffic.rows)
         step = passes.step_of(mesh.rank, mesh.coords, mesh.debug.metrics.groups, ledger)
         return step._replace(parameters=sum(names.elements.values()), before=before, rows=rows)
 
@@ -238,35 +238,37 @@ class PartNames:
         for hook in self._hooks:
             hook.remove()
 
-    def _begins(self, made: Optimizer, *_: Any) -> None:
+    def _begins(self, optimizer: Optimizer, *_: Any) -> None:
         self._ledger.stepping = True
-        self.optimizer(made)
+        self.optimizer(optimizer)
 
-    def _ends(self, made: Optimizer, *_: Any) -> None:
+    def _ends(self, optimizer: Optimizer, *_: Any) -> None:
         self._ledger.stepping = False
-        self.optimizer(made)
+        self.optimizer(optimizer)
 
-    def optimizer(self, made: Optimizer) -> None:
+    def optimizer(self, optimizer: Optimizer) -> None:
         """Set the purpose of the optimizer's parameters, gradients and state."""
-        parameters = [each for group in made.param_groups for each in group["params"]]
-        state = [each for held in made.state.values() for each in held.values()]
-        self.elements.update({id(each): local(each.detach()).numel() for each in parameters})
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        state = [value for states in optimizer.state.values() for value in states.values()]
+        self.elements.update({id(parameter): local(parameter.detach()).numel() for parameter in parameters})
         self._ledger.call_it("weights", parameters)
-        self._ledger.call_it("gradients", [each.grad for each in parameters if each.grad is not None])
-        self._ledger.call_it("optimizer", [each for each in state if isinstance(each, Tensor)])
+        self._ledger.call_it(
+            "gradients", [parameter.grad for parameter in parameters if parameter.grad is not None]
+        )
+        self._ledger.call_it("optimizer", [value for value in state if isinstance(value, Tensor)])
         for module in set(self._sharded.values()):
             self._gathered(module)
 
-    def module(self, made: nn.Module, *_: Any) -> None:
+    def module(self, module: nn.Module, *_: Any) -> None:
         """Set the purpose of the module's own parameters and buffers, without those of its children."""
-        self._ledger.call_it("weights", made.buffers(recurse=False))
-        if isinstance(made, FSDPModule):
-            self._sharded |= {id(each): made for each in made.modules()}
-        sharded = self._sharded.get(id(made))
+        self._ledger.call_it("weights", module.buffers(recurse=False))
+        if isinstance(module, FSDPModule):
+            self._sharded |= {id(part): module for part in module.modules()}
+        sharded = self._sharded.get(id(module))
         if sharded is not None:
             self._gathered(sharded)
         else:
-            self._ledger.call_it("weights", made.parameters(recurse=False))
+            self._ledger.call_it("weights", module.parameters(recurse=False))
 
     def _gathered(self, module: FSDPModule) -> None:
         whole, waiting = fsdp_tensors(module)
@@ -364,7 +366,7 @@ def _begin(engine: Engine) -> None:
             if parameter.requires_grad:
                 parameter.grad = torch.zeros_like(parameter)
     engine.optimizer.step()
-    for each in engine.gradients:
-        if isinstance(each, GradientSync):
+    for gradient in engine.gradients:
+        if isinstance(gradient, GradientSync):
             # GradientSync keeps gradients in memory that it has already allocated.
-            each.start()
+            gradient.start()

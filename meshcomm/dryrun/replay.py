@@ -175,7 +175,7 @@ class _Replayer:
     def start_collective(self, rank: _Rank, span: Span, members: Members) -> Collective[float]:
         """Record that one rank has arrived. The last rank to arrive starts the transfer."""
         if members not in self.collectives:
-            self.collectives[members] = Collectives([each for each in members if each in self.ranks])
+            self.collectives[members] = Collectives([member for member in members if member in self.ranks])
         call = self.collectives[members].join(rank.number, rank.now)
         if call.complete:
             starts = max(self.busy[members], *call.came.values())
@@ -200,10 +200,10 @@ class _Replayer:
     def wait(self, rank: _Rank, number: int) -> bool:
         """Wait for a call. Return False if it is not known yet when the call ends."""
         span = rank.step.calls[number]
-        known = self.over(rank.calls[number], span)
-        if known is None:
+        ready = self.over(rank.calls[number], span)
+        if ready is None:
             return False
-        last, over = known
+        last, over = ready
         sums = rank.sums[span.lane]
         if over > rank.now:
             sums[0] += over - rank.now
@@ -226,7 +226,7 @@ class _Replayer:
         """Return the ranks that a call still waits for."""
         if isinstance(call, Collective):
             return call.absent()
-        return [rank for each in call.parts if not each.complete and (rank := each.lacks()) is not None]
+        return [rank for part in call.parts if not part.complete and (rank := part.lacks()) is not None]
 
     def stuck(self, waiting: Sequence[_Rank]) -> list[DryRunFinding]:
         """Return a finding for the ranks that wait for each other in a cycle. If there is no cycle, return one finding for

@@ -165,7 +165,7 @@ class ProgramRecorder(Passes, StepRecorder):
         if self.part == _WHOLE:
             self.part_begins = None
         # Keep only the "part" event at which the reported part begins.
-        self.events = [each for each in self.events if each.kind != "part" or each is self.part_begins]
+        self.events = [event for event in self.events if event.kind != "part" or event is self.part_begins]
 
 
 def script_step(script: Script, rank: int, world: int) -> RankStep:

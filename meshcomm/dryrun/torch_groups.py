@@ -88,9 +88,9 @@ class TorchGroups:
             while label in self.ranks:
                 label = f"{base}, {len(self.ranks)}"
             self.ranks[label] = list(ranks)
-            made = FlightRecorder(label, list(ranks))
-            made.trace(self._spans)
-            self._recorders[name] = made
+            recorder = FlightRecorder(label, list(ranks))
+            recorder.trace(self._spans)
+            self._recorders[name] = recorder
         return self._recorders[name] if len(self._recorders[name].ranks) > 1 else None
 
 

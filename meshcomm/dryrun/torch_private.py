@@ -51,8 +51,8 @@ def wraps_tensors(types: Iterable[type]) -> bool:
     """Return whether any of these types is a tensor subclass that calls operators on inner tensors, such as DTensor."""
     plain = torch._C._disabled_torch_dispatch_impl
     return any(
-        each.__torch_dispatch__ != plain and not issubclass(each, FakeTensor)  # type: ignore[attr-defined]
-        for each in types
+        kind.__torch_dispatch__ != plain and not issubclass(kind, FakeTensor)  # type: ignore[attr-defined]
+        for kind in types
     )
 
 
@@ -122,34 +122,36 @@ def tell_hooks(operator: Any, args: Sequence[Any], outputs: Sequence[torch.Tenso
     operator: a `c10d` operator or a functional collective. outputs: the results of a functional collective. work: the Work
     to pass to the hook.
     """
-    given = {each.name: value for each, value in zip(schema_of(operator).arguments, args, strict=False)}
+    arguments = {
+        argument.name: value for argument, value in zip(schema_of(operator).arguments, args, strict=False)
+    }
     kind = schema_of(operator).name.partition("::")[2].strip("_")
     group: Any
-    if "process_group" in given:
-        group = dist.ProcessGroup.unbox(given["process_group"])
+    if "process_group" in arguments:
+        group = dist.ProcessGroup.unbox(arguments["process_group"])
         kind = kind.upper().removesuffix("_ANY_SOURCE")
     else:
         # A group may be given by name or as a ProcessGroup.
-        group = given["group_name"]
+        group = arguments["group_name"]
         group = group_named(group) if isinstance(group, str) else group
         kind = _FUNCTIONAL.get(kind.removesuffix("_out"), "")
     hooks = hooks_of(group)
     if hooks is None or kind not in HOOK_NUMBERS:
         return False
-    found: dict[bool, list[torch.Tensor]] = {False: [], True: list(outputs)}
-    for name, value in given.items():
+    tensors_of: dict[bool, list[torch.Tensor]] = {False: [], True: list(outputs)}
+    for name, value in arguments.items():
         if name.startswith(("tensor", "input", "output")):
             into = name.startswith("output")
-            found[into] += [each for each in leaves_of(value) if isinstance(each, torch.Tensor)]
-    inputs, came = found[False], found[True]
+            tensors_of[into] += [leaf for leaf in leaves_of(value) if isinstance(leaf, torch.Tensor)]
+    inputs, results = tensors_of[False], tensors_of[True]
     if kind == "RECV":
-        inputs, came = [], inputs
-    root = next((given[name] for name in ("root_rank", "dst", "src") if name in given), -1)
-    op = given.get("reduce_op")
+        inputs, results = [], inputs
+    root = next((arguments[name] for name in ("root_rank", "dst", "src") if name in arguments), -1)
+    op = arguments.get("reduce_op")
     call = SimpleNamespace(
         name=HOOK_NUMBERS[kind],
         input_tensors=inputs,
-        output_tensors=came,
+        output_tensors=results,
         root=root,
         async_op=True,
         op=op if isinstance(op, str) or op is None else _name_of(op),
@@ -169,28 +171,28 @@ _GROUPS: Any = getattr(DeviceMesh, "_init_process_groups", None)
 _PRETENDING: list[None] = []
 
 
-def _init_process_group(*args: Any, **given: Any) -> None:
+def _init_process_group(*args: Any, **kwargs: Any) -> None:
     """Do nothing in a simulated world, where the default group already exists. Otherwise call torch's original function."""
     if not _PRETENDING:
-        _INIT(*args, **given)
+        _INIT(*args, **kwargs)
 
 
-def _init_device_mesh(*args: Any, **given: Any) -> DeviceMesh:
+def _init_device_mesh(*args: Any, **kwargs: Any) -> DeviceMesh:
     """Create a DeviceMesh without modes, so that its grid of ranks has values."""
     with without_modes():
-        made: DeviceMesh = _MESH(*args, **given)
-        return made
+        mesh: DeviceMesh = _MESH(*args, **kwargs)
+        return mesh
 
 
-def _init_process_groups(*args: Any, **given: Any) -> Any:
+def _init_process_groups(*args: Any, **kwargs: Any) -> Any:
     with without_modes():
-        return _GROUPS(*args, **given)
+        return _GROUPS(*args, **kwargs)
 
 
-def _fake_group(size: int, rank: int, ranks: Any, backend: Any, *args: Any, **given: Any) -> Any:
+def _fake_group(size: int, rank: int, ranks: Any, backend: Any, *args: Any, **kwargs: Any) -> Any:
     """Create a group with torch's fake backend and without backend options, whatever the program requests."""
-    given = {**given, **({OPTIONS_KEY: None} if OPTIONS_KEY in given else {}), "device_id": None}
-    return _HELPER(size, rank, ranks, dist.Backend("fake"), *args, **given)
+    kwargs = {**kwargs, **({OPTIONS_KEY: None} if OPTIONS_KEY in kwargs else {}), "device_id": None}
+    return _HELPER(size, rank, ranks, dist.Backend("fake"), *args, **kwargs)
 
 
 def _broadcasting(known: list[list[bytes]]) -> Callable[..., None]:
@@ -199,20 +201,20 @@ def _broadcasting(known: list[list[bytes]]) -> Callable[..., None]:
     """
     following = iter(tuple(known))
 
-    def made(
-        object_list: list[Any], src: int | None = None, group: Any = None, device: Any = None, **given: Any
+    def broadcast(
+        object_list: list[Any], src: int | None = None, group: Any = None, device: Any = None, **kwargs: Any
     ) -> None:
-        own = group in (None, dist.group.WORLD) and not src and not any(given.values())
-        if own and dist.get_rank() == 0:
-            known.append([pickle.dumps(each) for each in object_list])
-        elif own and (objects := next(following, None)) is not None:
+        to_all = group in (None, dist.group.WORLD) and not src and not any(kwargs.values())
+        if to_all and dist.get_rank() == 0:
+            known.append([pickle.dumps(item) for item in object_list])
+        elif to_all and (objects := next(following, None)) is not None:
             for size, dtype in ((len(objects), torch.long), (sum(map(len, objects)), torch.uint8)):
                 dist.broadcast(torch.empty(size, dtype=dtype, device=device), 0, group=group)
-            object_list[:] = [pickle.loads(each) for each in objects]
+            object_list[:] = [pickle.loads(item) for item in objects]
             return
-        _BROADCAST(object_list, src, group, device, **given)
+        _BROADCAST(object_list, src, group, device, **kwargs)
 
-    return made
+    return broadcast
 
 
 @contextmanager
@@ -228,15 +230,15 @@ def one_rank_of_torch(
     told: called with each new DeviceMesh. objects: a list of the pickled objects that rank 0 has broadcast to all ranks; rank
     0 appends to it.
     """
-    made, known = DeviceMesh.__init__, dict[Any, Any]()
+    original, rank_maps = DeviceMesh.__init__, dict[Any, Any]()
 
-    def init(mesh: Any, *args: Any, **given: Any) -> None:
+    def init(mesh: Any, *args: Any, **kwargs: Any) -> None:
         with without_modes():
-            made(mesh, *args, **given)
+            original(mesh, *args, **kwargs)
         if (ranks := getattr(mesh, "_flatten_rank_map", None)) is not None:
             # DTensor compares these tuples thousands of times. Comparing a tuple with itself takes a fifth of the time that
             # comparing two equal tuples takes.
-            mesh._flatten_rank_map = known.setdefault(ranks, ranks)
+            mesh._flatten_rank_map = rank_maps.setdefault(ranks, ranks)
         told(mesh)
 
     c10d: Any = dist.distributed_c10d

@@ -41,8 +41,8 @@ def dry_training(settings: Config, world: int, ranks: Sequence[int] = (), sample
     pipeline = None if settings.parallel is None else settings.parallel.pipeline
     program, layout = partial(pretended_step, settings), settings.plan(world).layout
     first = chosen(layout, pipeline, also=ranks, sample=sample)
-    found = dry_world(program, layout, pipeline, first, replayed=priced(topology))
-    return dry_facts(found, settings, topology, time.perf_counter() - began)
+    ran = dry_world(program, layout, pipeline, first, replayed=priced(topology))
+    return dry_facts(ran, settings, topology, time.perf_counter() - began)
 
 
 def priced(topology: TopologyConfig) -> Callable[..., Replay]:
@@ -70,20 +70,22 @@ def prices(machine: Machine) -> Seconds:
         if span.parts:
             return priced("sendrecv", span.nbytes // len(span.parts), members)
         name = span.call.removesuffix(" (torch)")
-        operation = _LIKE.get(name) or next((each for each in OPERATIONS if each == name), None)
+        operation = _LIKE.get(name) or next(
+            (operation for operation in OPERATIONS if operation == name), None
+        )
         return 0.0 if operation is None or not span.nbytes else priced(operation, span.nbytes, members)
 
     return seconds
 
 
-def dry_facts(found: World, settings: Config | None, topology: TopologyConfig, seconds: float) -> Facts:
+def dry_facts(world: World, settings: Config | None, topology: TopologyConfig, seconds: float) -> Facts:
     """Return a `World` as JSON-serializable data. settings: the training's settings, or None for a script. seconds: how
     long the dry run took.
     """
-    layout, steps = found.layout, list(found.steps.values())
+    layout, steps = world.layout, list(world.steps.values())
     limit = topology.memory_gbytes
-    stages = [_stage(stage, ran) for stage, ran in found.stages().items()]
-    largest = max(stages, key=lambda each: each["peak_bytes"])
+    stages = [_stage(stage, ran) for stage, ran in world.stages().items()]
+    largest = max(stages, key=lambda stage: stage["peak_bytes"])
     part = max(largest["parts"], key=lambda name: largest["parts"][name])
     buffers = 0
     if settings is not None:
@@ -91,12 +93,12 @@ def dry_facts(found: World, settings: Config | None, topology: TopologyConfig, s
     return {
         "world_size": layout.world_size,
         "dims": dict(layout.dims),
-        "pipeline": found.pipeline,
+        "pipeline": world.pipeline,
         "ran": [step.rank for step in steps],
         "part": _part(steps),
-        "unlike": found.unlike,
+        "unlike": world.unlike,
         "unseen": max(step.unseen for step in steps),
-        "findings": [finding._asdict() for finding in found.findings],
+        "findings": [finding._asdict() for finding in world.findings],
         "memory": {
             "stages": stages,
             "largest_stage": largest["stage"],
@@ -106,8 +108,8 @@ def dry_facts(found: World, settings: Config | None, topology: TopologyConfig, s
             "most": part,
             "less_by": (_LESS if settings is not None else _LESS_OF_A_SCRIPT)[part],
         },
-        "calls": _calls(steps, found.replay, machine(topology)),
-        "step": _step(found, settings, topology),
+        "calls": _calls(steps, world.replay, machine(topology)),
+        "step": _step(world, settings, topology),
         "took_s": seconds,
     }
 
@@ -141,7 +143,7 @@ _LESS_OF_A_SCRIPT: Final[dict[str, str]] = {
 
 
 def _stage(stage: int, ran: Sequence[RankStep]) -> Facts:
-    step = max(ran, key=lambda each: each.peak.nbytes)
+    step = max(ran, key=lambda rank_step: rank_step.peak.nbytes)
     return {
         "stage": stage,
         "ranks": len(ran),
@@ -175,13 +177,13 @@ def _calls(steps: Sequence[RankStep], met: Replay | None, links: Machine | None)
     # Without links, calls have no times, so the replay's seconds mean nothing.
     if links is None:
         met = None
-    found = []
+    rows = []
     for dim, calls in dims.items():
         members = sorted(groups.get(dim, ()))
         crossed = None if links is None or not members else links_of(np.array(members), links).slowest
         times = [] if met is None else [(met.dims[r][dim], r) for r in met.sound if dim in met.dims[r]]
-        longest, rank = max(times, key=lambda each: each[0].waits, default=(None, -1))
-        found.append(
+        longest, rank = max(times, key=lambda pair: pair[0].waits, default=(None, -1))
+        rows.append(
             {
                 "dim": dim,
                 "link": crossed,
@@ -194,17 +196,17 @@ def _calls(steps: Sequence[RankStep], met: Replay | None, links: Machine | None)
                 "late_s": None if longest is None or met is None or rank in met.early else longest.late,
             }
         )
-    return found
+    return rows
 
 
-def _step(found: World, settings: Config | None, topology: TopologyConfig) -> Facts | None:
+def _step(world: World, settings: Config | None, topology: TopologyConfig) -> Facts | None:
     """Return the time of a step, or None if calls do not match or if it is unknown which ranks share a node."""
-    met, links = found.replay, machine(topology)
+    met, links = world.replay, machine(topology)
     if met is None or met.stuck or links is None:
         return None
     seconds = met.seconds
     last = max(met.sound, key=lambda rank: met.ends[rank])
-    stages = found.stages()
+    stages = world.stages()
     flops = sum(max(step.part_flops for step in ran) for ran in stages.values()) / len(stages)
     sums = met.dims[last]
     train, data = (None, None) if settings is None else (settings.train, settings.data)
@@ -216,9 +218,9 @@ def _step(found: World, settings: Config | None, topology: TopologyConfig) -> Fa
         "seconds": seconds,
         "rank": last,
         "compute_s": met.computed[last],
-        "exposed_s": {dim: each.waits - each.late for dim, each in sums.items()},
+        "exposed_s": {dim: waiting.waits - waiting.late for dim, waiting in sums.items()},
         # The waits of a rank that arrives early are not real.
-        "late_s": {} if last in met.early else {dim: each.late for dim, each in sums.items()},
+        "late_s": {} if last in met.early else {dim: waiting.late for dim, waiting in sums.items()},
         "tokens_s": None if tokens is None or not seconds else tokens / seconds,
         "tflops": flops / seconds / 1e12 if seconds else None,
         "share_of_peak": flops / seconds / peak if peak and seconds else None,

@@ -56,10 +56,10 @@ class World(NamedTuple):
 
     def stages(self) -> dict[int, list[RankStep]]:
         """Return the steps of each stage."""
-        found: dict[int, list[RankStep]] = defaultdict(list)
+        steps_of_stage: dict[int, list[RankStep]] = defaultdict(list)
         for step in self.steps.values():
-            found[self.stage(step.rank)].append(step)
-        return dict(sorted(found.items()))
+            steps_of_stage[self.stage(step.rank)].append(step)
+        return dict(sorted(steps_of_stage.items()))
 
     def stage(self, rank: int) -> int:
         """Return a rank's coord along the pipeline dim, or 0 without a pipeline."""
@@ -93,8 +93,8 @@ def dry_world(
 
     with _processes((os.cpu_count() or 1) if processes is None else processes) as run:
         steps = _steps(run, program, {rank: where(rank) for rank in first}, layout.world_size)
-        found = World(layout, pipeline, steps, [], [], None)
-        peers, unlike = _unlike(found, where)
+        world = World(layout, pipeline, steps, [], [], None)
+        peers, unlike = _unlike(world, where)
         beside = {rank: where(rank) for rank in peers if rank not in steps}
         steps |= _steps(run, program, beside, layout.world_size)
     steps = dict(sorted(steps.items()))
@@ -106,7 +106,7 @@ def dry_world(
     return World(layout, pipeline, steps, findings, unlike, met)
 
 
-def _unlike(found: World, where: Callable[[int], str]) -> tuple[list[int], list[str]]:
+def _unlike(world: World, where: Callable[[int], str]) -> tuple[list[int], list[str]]:
     """Return additional ranks to run, and messages about ranks whose calls differ from those of the first rank that was
     run in their stage.
 
@@ -114,22 +114,22 @@ def _unlike(found: World, where: Callable[[int], str]) -> tuple[list[int], list[
     ranks along that dim are run, to find out whether calls also differ within a group.
     """
     more: dict[int, None] = {}
-    told = []
-    for steps in found.stages().values():
+    sentences = []
+    for steps in world.stages().values():
         usual = sequence(steps[0])
         for step in steps[1:]:
             mine = sequence(step)
             dims = [dim for dim in usual.keys() | mine.keys() if usual.get(dim) != mine.get(dim)]
             if not dims:
                 continue
-            told.append(
+            sentences.append(
                 f"{where(step.rank)} makes different calls than {where(steps[0].rank)} along {', '.join(sorted(dims))}"
             )
             for dim in dims:
-                if dim in found.layout.names:
-                    line = found.layout.group_of(step.rank, dim)
+                if dim in world.layout.names:
+                    line = world.layout.group_of(step.rank, dim)
                     more |= dict.fromkeys(int(rank) for rank in (line[0], line[-1], line[len(line) // 2]))
-    return list(more)[:_PEERS], told
+    return list(more)[:_PEERS], sentences
 
 
 def chosen(
@@ -152,23 +152,23 @@ def chosen(
     if world <= WHOLE:
         return sorted(everyone)
     first = layout.rank_of(0)
-    found = {first, *also}
+    ranks = {first, *also}
     for sizes in (layout.dims, *layout.views.values()):
         for dim, size in sizes.items():
             line = layout.group_of(first, dim)
             middle = [size // 2] if size >= _MIDDLE else []
             coords = range(size) if dim == pipeline else {0, *middle, size - 1}
-            found.update(int(line[coord]) for coord in coords)
+            ranks.update(int(line[coord]) for coord in coords)
     wide = [dim for dim, size in layout.dims.items() if size > 1][:_CORNERS]
     for ends in product((0, 1), repeat=len(wide)):
-        at = dict.fromkeys(layout.dims, 0)
-        at |= {dim: end * (layout.size(dim) - 1) for dim, end in zip(wide, ends, strict=True)}
-        found.add(layout.get_rank(**at))
+        coords_of = dict.fromkeys(layout.dims, 0)
+        coords_of |= {dim: end * (layout.size(dim) - 1) for dim, end in zip(wide, ends, strict=True)}
+        ranks.add(layout.get_rank(**coords_of))
     draw = random.Random(0)
-    while sample and len(found) < world:
-        found.add(layout.rank_of(draw.randrange(world)))
+    while sample and len(ranks) < world:
+        ranks.add(layout.rank_of(draw.randrange(world)))
         sample -= 1
-    return sorted(found)
+    return sorted(ranks)
 
 
 @contextmanager
@@ -192,10 +192,10 @@ def _steps(run: _Map, program: Program, names: Mapping[int, str], world: int) ->
     Raises an error that affects all ranks, or RankFailed for the first rank that failed.
     """
     steps: dict[int, RankStep] = {}
-    for rank, made in zip(names, run(partial(_ran, program, world), names.items()), strict=True):
-        if isinstance(made, MeshcommError):
-            raise made
-        steps[rank] = made
+    for rank, step in zip(names, run(partial(_ran, program, world), names.items()), strict=True):
+        if isinstance(step, MeshcommError):
+            raise step
+        steps[rank] = step
     return steps
 
 
@@ -214,11 +214,11 @@ def failure_of(error: Exception, name: str) -> MeshcommError:
     if isinstance(error, MeshcommError):
         return error
     if isinstance(error, SyntaxError):
-        at = f"{error.filename}:{error.lineno}"
+        line = f"{error.filename}:{error.lineno}"
     else:
         frames = traceback.extract_tb(error.__traceback__)
-        frame = next((each for each in reversed(frames) if not is_ours(each.filename)), frames[-1])
-        at = f"{frame.filename}:{frame.lineno}"
-    failed = RankFailed(f"{name} failed: {type(error).__name__}: {error}", given=at)
+        frame = next((frame for frame in reversed(frames) if not is_ours(frame.filename)), frames[-1])
+        line = f"{frame.filename}:{frame.lineno}"
+    failed = RankFailed(f"{name} failed: {type(error).__name__}: {error}", given=line)
     failed.by_rank = {}
     return failed

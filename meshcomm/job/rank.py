@@ -34,7 +34,7 @@ def as_rank(body: Callable[[], None], launch: Launch, label: Callable[[], str]) 
         end_with_parent()
     speak_for_rank(os.environ)
     leave_stack_on_signal()
-    usual_hook, own, ends = sys.__excepthook__, os.getpid(), False
+    usual_hook, my_pid, ends = sys.__excepthook__, os.getpid(), False
 
     def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         # The program's own hook may call this one. The job prints the error that ends this rank.
@@ -48,7 +48,7 @@ def as_rank(body: Callable[[], None], launch: Launch, label: Callable[[], str]) 
     try:
         body()
     except BaseException as error:
-        if os.getpid() != own and not isinstance(error, SystemExit):
+        if os.getpid() != my_pid and not isinstance(error, SystemExit):
             # A fork, as by os.fork. The rank goes on, and decides what its error means.
             sys.excepthook(type(error), error.with_traceback(trace_of(error)), error.__traceback__)
             sys.stdout.flush()

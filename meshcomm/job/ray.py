@@ -151,19 +151,19 @@ def _read(words: Sequence[str], replace: int | None) -> tuple[list[str], Config 
     if replace is not None:
         rest = ["--replace", str(replace), *rest]
     # Words after a script's name belong to the script.
-    script = next((at for at, word in enumerate(rest) if word.endswith(".py")), len(rest))
+    script = next((index for index, word in enumerate(rest) if word.endswith(".py")), len(rest))
     parser = argparse.ArgumentParser(prog=f"meshcomm {command}", add_help=False, allow_abbrev=False)
     parser.add_argument("--set", action="append", default=[], dest="overrides")
     parser.add_argument("--replace", type=int)
     for name in ("--world-size", "--max-restarts"):
         parser.add_argument(name)
-    given, others = parser.parse_known_args(rest[: script if command == "run" else None])
-    config = next((word for word in others if not word.startswith("-")), None)
+    options, words_of_script = parser.parse_known_args(rest[: script if command == "run" else None])
+    config = next((word for word in words_of_script if not word.startswith("-")), None)
     if config is None:
-        return [command, *rest], None, ElasticConfig(replace=given.replace or 0)
-    overrides = given.overrides
-    if given.replace is not None:
-        overrides = [*overrides, f"elastic.replace={given.replace}"]
+        return [command, *rest], None, ElasticConfig(replace=options.replace or 0)
+    overrides = options.overrides
+    if options.replace is not None:
+        overrides = [*overrides, f"elastic.replace={options.replace}"]
     settings = load_config(Path(config), overrides)
     return [command, *rest], settings, settings.elastic
 
@@ -242,10 +242,10 @@ class _Ranks(Supervisor):
         places = ray.get([actor.where.remote() for actor in actors], timeout=self._patience_s)
         # Place ranks of one node next to each other.
         nodes = list(dict.fromkeys(node for node, _, _ in places))
-        order = sorted(range(count), key=lambda at: nodes.index(places[at][0]))
-        self._actors = {process: actors[at] for process, at in enumerate(order)}
-        for process, at in enumerate(order):
-            self._take_place(process, *places[at][:2])
+        order = sorted(range(count), key=lambda index: nodes.index(places[index][0]))
+        self._actors = {process: actors[index] for process, index in enumerate(order)}
+        for process, index in enumerate(order):
+            self._take_place(process, *places[index][:2])
         address, store, several = self._served
         self._several_nodes = len(nodes) > 1 or (store is not None and several > 1)
         if store is None:
@@ -280,7 +280,7 @@ class _Ranks(Supervisor):
         """Expect nothing more from the actor of a process."""
         self.running.discard(process)
         self._streams = {stream: other for stream, other in self._streams.items() if other != process}
-        self._coming = {asked: start for asked, start in self._coming.items() if start[0] != process}
+        self._coming = {request: start for request, start in self._coming.items() if start[0] != process}
 
     def _take_place(self, process: int, node: str, address: str) -> None:
         taken = {place.local_rank for place in self._places.values() if place.node == node}
@@ -289,10 +289,10 @@ class _Ranks(Supervisor):
 
     def _run(self, process: int, generation: int | None = None) -> None:
         """Start a rank in its actor. generation: the number of the generation that the rank joins, if a lost one is replaced."""
-        own = self._variables(process)
+        variables = self._variables(process)
         if generation is not None:
-            own[VARIABLE] = str(generation)
-        stream = self._actors[process].run.remote(self._words, self.common | own, os.getcwd())
+            variables[VARIABLE] = str(generation)
+        stream = self._actors[process].run.remote(self._words, self.common | variables, os.getcwd())
         self._streams[stream] = process
         self.running.add(process)
 
@@ -350,13 +350,13 @@ class _Ranks(Supervisor):
             self._take_place(process, node, address)
             self._run(process, self.replacing.started(process))
             return None
-        said = ray.get(next(ready))
-        if isinstance(said, str):
-            print(said, end="", flush=True)
+        output = ray.get(next(ready))
+        if isinstance(output, str):
+            print(output, end="", flush=True)
             return None
-        code, left = said
-        if left:
-            return Failure(**json.loads(left))
+        code, record = output
+        if record:
+            return Failure(**json.loads(record))
         if code:
             return without_error(process, code, time.time(), self.name)
         self._forget(process)
@@ -394,15 +394,15 @@ def _main() -> NoReturn:
         "--room-s", type=float, default=60.0, metavar="S", help="how long to wait for room in the cluster"
     )
     parser.add_argument("words", nargs=argparse.REMAINDER, help="train CONFIG, or run [CONFIG] SCRIPT")
-    given = parser.parse_args()
+    options = parser.parse_args()
     try:
         code = launch(
-            given.words,
-            given.world_size,
-            given.cpus_per_rank,
-            given.gpus_per_rank,
-            given.room_s,
-            given.replace,
+            options.words,
+            options.world_size,
+            options.cpus_per_rank,
+            options.gpus_per_rank,
+            options.room_s,
+            options.replace,
         )
     except MeshcommError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)

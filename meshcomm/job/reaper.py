@@ -102,8 +102,8 @@ def end_with_parent(poll: bool = False) -> None:
 
 
 def _main() -> None:
-    for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(each, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     if sys.stdin.buffer.read() != DISMISSED:
         folder = Path(sys.argv[1])
         end_all(folder)

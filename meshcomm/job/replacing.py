@@ -62,11 +62,11 @@ def sizes_of(settings: Config, world_size: int) -> Sizes | None:
 
     Raises ConfigError if no smaller size is possible.
     """
-    wanted = settings.elastic.min
-    if not wanted:
+    smallest = settings.elastic.min
+    if not smallest:
         return None
     dims = settings.mesh.sizes(world_size)
-    dim, least = next(iter(wanted.items()))
+    dim, least = next(iter(smallest.items()))
     fewer, refused = [], ""
     for size in range(dims[dim] - 1, least - 1, -1):
         smaller = {**dims, dim: size}
@@ -79,7 +79,7 @@ def sizes_of(settings: Config, world_size: int) -> Sizes | None:
     if not fewer:
         raise ConfigError(
             f"the mesh cannot continue with fewer ranks along {dim}: no size from {least} to {dims[dim] - 1} fits",
-            given=f"elastic.min = {toml_dims(wanted)}, mesh.dims = {toml_dims(dims)}; with {dims[dim] - 1}: {refused}",
+            given=f"elastic.min = {toml_dims(smallest)}, mesh.dims = {toml_dims(dims)}; with {dims[dim] - 1}: {refused}",
             expected=f"a smaller {dim} that fits the rest of the configuration",
             hint="use a train.global_batch_size that smaller sizes divide, use -1 in a view, or remove elastic.min",
         )
@@ -122,15 +122,15 @@ class Places:
             return Places.first(self.count, sizes)
         if sizes is None:
             return None
-        others = self.count // sizes.dims[sizes.dim]
-        size = next((size for size in sizes.fewer if size * others <= len(alive)), 0)
+        per_index = self.count // sizes.dims[sizes.dim]
+        size = next((size for size in sizes.fewer if size * per_index <= len(alive)), 0)
         if not size:
             return None
         replicas = sizes.replicas(self.processes, self.size)
         lost = ~np.isin(replicas, [*alive])
-        kept = np.sort(np.argsort(lost.sum(axis=1), kind="stable")[:size])
-        filled = np.full((size, others), -1)
-        filled[: len(kept)] = np.where(lost[kept], -1, replicas[kept])
+        indices = np.sort(np.argsort(lost.sum(axis=1), kind="stable")[:size])
+        filled = np.full((size, per_index), -1)
+        filled[: len(indices)] = np.where(lost[indices], -1, replicas[indices])
         free = sorted(alive - {*filled.flat})
         first = sizes.replicas(range(self.count), sizes.dims[sizes.dim])
         for replica, position in np.argwhere(filled < 0):
@@ -224,11 +224,11 @@ class Replacing:
         if waits:
             self._awaited |= dict.fromkeys(members, (self._now() + elastic.patience_s, self.number))
         what = "it was not in the mesh" if not members else f"continues with {self._size()}"
-        left = self.left + len(returning)
+        replacements_left = self.left + len(returning)
         for process, failure in failures.items():
             if members and waits and process in returning:
-                left -= 1
-                what = f"replaced, replacements left: {left}"
+                replacements_left -= 1
+                what = f"replaced, replacements left: {replacements_left}"
             lines = [failure.text] if failure.text else []
             self._say(*lines, f"meshcomm: {failure.summary}; {what}")
         return True

@@ -161,9 +161,9 @@ class _Ranks(Supervisor):
 
     def run(self, grace_s: float) -> dict[int, Failure]:
         """Start all processes, and end all of them when `follow` returns. Return the failures."""
-        said = os.environ.get(_GRACE_VARIABLE)
+        grace = os.environ.get(_GRACE_VARIABLE)
         # After a failure, the other ranks have nothing left to finish.
-        ending, within_s = int(signal.SIGTERM), float(said or GRACE_S)
+        ending, within_s = int(signal.SIGTERM), float(grace or GRACE_S)
         signalled: _Signalled | None = None
         ranks = self._processes
         usual = signal.signal(signal.SIGUSR1, lambda number, _: _send(ranks, number))
@@ -175,7 +175,7 @@ class _Ranks(Supervisor):
                 self._standby.start()
             return self.follow()
         except _Signalled as received:
-            signalled, ending, within_s = received, received.number, float(said or grace_s)
+            signalled, ending, within_s = received, received.number, float(grace or grace_s)
             # Schedulers repeat the signal while ranks save their state.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             if ending == signal.SIGINT:
@@ -226,8 +226,8 @@ class _Ranks(Supervisor):
             elif code == SAVED:
                 self.saved.add(process)
             else:
-                at = frame_at_signal(self._folder, self._attempt, process)
-                failures[process] = without_error(process, code, self._alive_at[process], self.name, *at)
+                frame = frame_at_signal(self._folder, self._attempt, process)
+                failures[process] = without_error(process, code, self._alive_at[process], self.name, *frame)
         return failures
 
     def end(self, process: int) -> None:
@@ -242,29 +242,29 @@ class _Ranks(Supervisor):
 
     def explained(self, failures: Mapping[int, Failure]) -> dict[int, Failure]:
         explained = dict(failures)
-        for said in collect(self._folder, self._attempt):
-            ended = explained.get(said.rank)
-            if said.seen and ended is not None:
-                what = f"{said.what}; then it {ended.what}"
-                explained[said.rank] = replace(said, code=ended.code, what=what, seen=False)
-            elif not said.seen or self._processes[said.rank].poll() not in (0, SAVED):
-                explained[said.rank] = said
+        for error in collect(self._folder, self._attempt):
+            ended = explained.get(error.rank)
+            if error.seen and ended is not None:
+                what = f"{error.what}; then it {ended.what}"
+                explained[error.rank] = replace(error, code=ended.code, what=what, seen=False)
+            elif not error.seen or self._processes[error.rank].poll() not in (0, SAVED):
+                explained[error.rank] = error
         return explained
 
     def raised(self) -> dict[int, Failure]:
-        said = collect(self._folder, self._attempt)
-        return {error.rank: error for error in said if error.seen and error.rank in self.completed}
+        errors = collect(self._folder, self._attempt)
+        return {error.rank: error for error in errors if error.seen and error.rank in self.completed}
 
     def expects_cause(self, failures: Collection[Failure]) -> bool:
         # A rank itself waits for the cause of its error. But one that its backend ended by SIGABRT cannot report why: the
         # other ranks report their calls instead, which takes a moment.
         # The exit code, as a rank may have left an error before.
-        aborted = [each for each in failures if self._processes[each.rank].poll() == -signal.SIGABRT]
-        left = len(self.running & {*self.replacing.places.processes})
-        spoke = sum(not said.seen for said in collect(self._folder, self._attempt))
+        aborted = [failure for failure in failures if self._processes[failure.rank].poll() == -signal.SIGABRT]
+        unfinished = len(self.running & {*self.replacing.places.processes})
+        spoke = sum(not error.seen for error in collect(self._folder, self._attempt))
         return (
             bool(aborted)
-            and spoke < left
+            and spoke < unfinished
             and all(failure.follows or failure in aborted for failure in failures)
         )
 

@@ -196,7 +196,7 @@ class Supervisor(ABC):
             replace(failure, rank=ranks[process]) for process, failure in failures.items() if process in ranks
         ]
         ended = sorted(ranks[process] for process in self.completed & {*members})
-        root, others = root_cause(
+        root, consequences = root_cause(
             failed or failures.values(),
             len(members),
             (lambda rank: self.name(members[rank])) if failed else self.name,
@@ -209,16 +209,18 @@ class Supervisor(ABC):
             completed = (
                 "completed without mesh.elastic.reopen" if replacing.recent else "had already completed"
             )
-            others.append(f"{ranks_text(ended)} {completed}, so new processes can no longer meet all ranks")
-        if left := sorted(failure.rank for failure in failed if failure.what.startswith("RankLost")):
+            consequences.append(
+                f"{ranks_text(ended)} {completed}, so new processes can no longer meet all ranks"
+            )
+        if by_loss := sorted(failure.rank for failure in failed if failure.what.startswith("RankLost")):
             way = "a program continues with mesh.elastic.reopen(error), and a Trainer continues automatically"
-            others.append(f"{ranks_text(left)} ended by RankLost: {way}")
+            consequences.append(f"{ranks_text(by_loss)} ended by RankLost: {way}")
         if replacing.number and not any(
             is_claimed(replacing.store, process) for process in range(replacing.places.count)
         ):
-            others.append(
+            consequences.append(
                 "no rank had opened a mesh: only a Trainer, or a program that reopens its mesh, can continue"
             )
         lines = [root.text] if root.text else []
-        lines += [f"meshcomm: {line}" for line in (root.summary + end, *others)]
+        lines += [f"meshcomm: {line}" for line in (root.summary + end, *consequences)]
         return root.code, "\n".join(lines)

@@ -167,7 +167,9 @@ class Plan:
         Raises UnknownDim, and LayoutError if `dims` is neither a name nor a tuple of names.
         """
         wanted = self.layout.digits(dims).canonical()
-        matching = (each for each in self.families if self.layout.digits(each.name).canonical() == wanted)
+        matching = (
+            family for family in self.families if self.layout.digits(family.name).canonical() == wanted
+        )
         return next(matching, None)
 
     def groups(self) -> Iterator[Group]:

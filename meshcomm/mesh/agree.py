@@ -167,7 +167,7 @@ def _conclude(store: Any, count: int, deadline: float) -> int:
         time.sleep(0.001)
     sizes = Counter(arrivals[rank].world_size for rank in sorted(arrivals))
     if count >= sizes.most_common(1)[0][0]:
-        alike = len({each.fingerprint for each in arrivals.values()}) == 1 and len(sizes) == 1
+        alike = len({arrival.fingerprint for arrival in arrivals.values()}) == 1 and len(sizes) == 1
         hosts = [arrivals[rank].host for rank in sorted(arrivals)]
         agreed = f"{time.strftime(AGREED)} {_ranks_per_host(hosts) or f'0 {_packed(hosts)}'}"
         store.compare_set("verdict", "", agreed if alike else "differ")

@@ -153,7 +153,7 @@ class DesyncMonitor:
                 self.found = json.loads(self._store.get("desync"))
                 return True
             # Groups outside the mesh have no steps, because other threads may make calls there at their own pace.
-            for recorder in [each for each in self._record.recorders if each.steps.step]:
+            for recorder in [recorder for recorder in self._record.recorders if recorder.steps.step]:
                 # A leaving rank does not know whether the first rank of its group has already compared the steps.
                 first = recorder.ranks[0] == self._record.rank
                 if first or leaving:

@@ -186,7 +186,7 @@ def _meet(store: dist.Store, group: Group, rank: int, coords: tuple[int, ...]) -
     """
     name = "-".join(map(str, coords))
     store.set(f"{name}/{group.ranks.index(rank)}", "")
-    store.wait([f"{name}/{each}" for each in coords or range(len(group.ranks))], FOREVER)
+    store.wait([f"{name}/{coord}" for coord in coords or range(len(group.ranks))], FOREVER)
 
 
 # Gloo's error text if a rank of the group has not stored its address.

@@ -193,7 +193,7 @@ class Mesh(AlongDims):
         return (
             self.is_fake
             or self.device.type != "cpu"
-            or any(each.ordered for each in self._state.transports.values())
+            or any(transport.ordered for transport in self._state.transports.values())
         )
 
     def seed(self, *key: int | str, along: Dims = ()) -> int:
@@ -366,7 +366,9 @@ class Mesh(AlongDims):
 
         timed = self.device.type == "cpu"
         metrics = self._state.metrics
-        counters = [(each.counters, timed and not each.ordered) for each in metrics.recorders.values()]
+        counters = [
+            (recorder.counters, timed and not recorder.ordered) for recorder in metrics.recorders.values()
+        ]
         seconds = time.perf_counter() - metrics.opened
         return stats(self.label, seconds, counters, self.plan, machine(self.topology))
 

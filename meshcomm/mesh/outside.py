@@ -127,7 +127,7 @@ class OutsideGroups:
     @property
     def recorders(self) -> list[FlightRecorder]:
         """The recorders of groups with calls, oldest first."""
-        return [each for each in self._recorders.values() if each is not None]
+        return [recorder for recorder in self._recorders.values() if recorder is not None]
 
     def close(self) -> None:
         """Release all groups. Further calls have no effect."""

@@ -155,7 +155,7 @@ def frame_at_signal(folder: Path, attempt: int, rank: int) -> tuple[str, bool]:
     except OSError:
         return "", False
     threads = [each for each in text.split("\n\n") if 'File "' in each]
-    own = next((each for each in threads if each.startswith("Current thread")), None)
+    own = next((thread for thread in threads if thread.startswith("Current thread")), None)
     # Without one, a thread of a backend caused it. The main thread is last.
     frames = re.findall(r'File "(.+)", line (\d+) in (\S+)', own or "".join(threads[-1:]))
     at = place_in([file for file, _, _ in frames])

@@ -312,7 +312,11 @@ class State:
         recorders = [*self.metrics.recorders.values()]
         captured = any(recorder.captured for recorder in recorders)
         # Destroying a group waits for its calls, and calls that differ may never complete.
-        apart = [each.group_name for each in recorders if each.check is not None and each.check.is_apart()]
+        apart = [
+            recorder.group_name
+            for recorder in recorders
+            if recorder.check is not None and recorder.check.is_apart()
+        ]
         keep_for_good([group_named(name) for name in apart])
         self.metrics.recorders.clear()
         if watch is not None:
@@ -348,7 +352,11 @@ class State:
         self._abort()
         self.torch.close()
         if held_calls:
-            own = [each for each in self.transports.values() if isinstance(each, ProcessGroupTransport)]
+            own = [
+                transport
+                for transport in self.transports.values()
+                if isinstance(transport, ProcessGroupTransport)
+            ]
             keep_for_good([*(each.group for each in own), default_group()])
             held_calls.clear()
         self.held.resources.close()

@@ -393,7 +393,9 @@ class Watchdog(Watching):
         wait inside C++, or until its device has run the group's calls.
         """
         compared = [
-            each for each in self._recorders if (check := each.check) and check.made and not check.raised
+            recorder
+            for recorder in self._recorders
+            if (check := recorder.check) and check.made and not check.raised
         ]
         # Looking for the line takes the frames of the program's thread.
         line = self.own.main_line if compared else ""
@@ -440,7 +442,9 @@ class Watchdog(Watching):
 
     def _named(self, name: str) -> FlightRecorder | None:
         """Return the recorder of the group of this name. The hooks do not see a barrier, so it may be the group's first call."""
-        return next((each for each in self._recorders if each.group_name == name), None) or self.outside(name)
+        return next(
+            (recorder for recorder in self._recorders if recorder.group_name == name), None
+        ) or self.outside(name)
 
     def _barrier_error(self, recorder: FlightRecorder, why: str, at: str) -> MeshcommError:
         """Return the error for a `dist.monitored_barrier` that some ranks of the group have not reached.
@@ -523,7 +527,9 @@ class Watchdog(Watching):
 
     def _diagnosed(self, failed: FailedCall) -> MeshcommError:
         # If the store was cut off while a group connected through it, the error states no reason.
-        recorder = next((each for each in self._recorders if each.label == failed.blocked.label), None)
+        recorder = next(
+            (recorder for recorder in self._recorders if recorder.label == failed.blocked.label), None
+        )
         if recorder is not None and (different := recorder.difference()) is not None:
             return different
         waits = failed.reason not in (Reason.TIMEOUT, Reason.OTHER)
@@ -558,7 +564,7 @@ class Watchdog(Watching):
         replaced them.
         """
         report, blocked = self._options.hung, failed.blocked
-        recorder = next((each for each in self._recorders if each.label == blocked.label), None)
+        recorder = next((recorder for recorder in self._recorders if recorder.label == blocked.label), None)
         if report is None or recorder is None or self._desync.found is not None:
             return None
         message = recorder.messages.waiting

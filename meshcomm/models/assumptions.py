@@ -59,10 +59,10 @@ def own_positions(spec: ModelSpec) -> str:
             # The padding of a small model is token 0.
             tokens[1, _FEW // 2] = 0
             named = {spec.positions: torch.arange(_FEW).unsqueeze(0)}
-            own, moved = logits_of(module(tokens)), logits_of(module(tokens, **named))
+            usual, moved = logits_of(module(tokens)), logits_of(module(tokens, **named))
     except Exception:
         return ""
-    if float((moved - own).abs().max()) <= _POSITIONS_ROOM * float(own.abs().max()):
+    if float((moved - usual).abs().max()) <= _POSITIONS_ROOM * float(usual.abs().max()):
         return ""
     return (
         f"a {type(module).__name__} counts the positions of its tokens itself, and not as 0, 1, 2, ..., "
@@ -148,7 +148,7 @@ def check_named(
     dtype:    in which the module computes.
     """
     name = type(module).__name__
-    part = _part_of({key: each for key, each in batch.items() if key != "position_ids"})
+    part = _part_of({key: value for key, value in batch.items() if key != "position_ids"})
     tokens, targets = read(part)[:2]
     if tokens.shape[1] < 2 or not len(tokens):
         return
@@ -156,7 +156,7 @@ def check_named(
     room = _ROOMS.get(dtype, _WIDEST_ROOM)
     with _evaluated(module), undisturbed(), torch.no_grad(), wide(dtype):
         try:
-            found = call(tokens)
+            outputs_of_tokens = call(tokens)
         except Exception as error:
             if "labels" not in taken:
                 return  # Training raises it, too.
@@ -166,7 +166,7 @@ def check_named(
                 expected="a causal language model, or a loss of your own",
                 hint=OWN_LOSS,
             ) from error
-        logits = logits_of(found)
+        logits = logits_of(outputs_of_tokens)
         if logits.shape[:2] != tokens.shape or not bool(logits.isfinite().all()):
             return
         off, most = _moved_by_later(call, tokens, logits)
@@ -181,8 +181,8 @@ def check_named(
         if not compares or "labels" not in taken or not bool((targets != IGNORED).any()):
             return
         # Without labels, the tokens are the labels.
-        given = {"labels": tokens, **part}
-        outputs = call({key: each for key, each in given.items() if key in taken})
+        arguments = {"labels": tokens, **part}
+        outputs = call({key: value for key, value in arguments.items() if key in taken})
     if (theirs := _loss_in(outputs)) is None:
         return
     # Of equal logits, if they are returned, losses are equal in any dtype.
@@ -191,7 +191,7 @@ def check_named(
     ours = nn.functional.cross_entropy(logits.to(theirs.dtype).flatten(0, -2), targets.flatten())
     if abs(ours - theirs) <= room * max(1.0, abs(float(theirs))):
         return
-    auxiliary = getattr(found, "aux_loss", None) is not None
+    auxiliary = getattr(outputs_of_tokens, "aux_loss", None) is not None
     raise UnsupportedOp(
         f"the loss of a {name} is not the one that training computes from input_ids and labels",
         given=f"{float(theirs):.7g} for {len(tokens)} samples, by the model; {float(ours):.7g} as the cross-entropy of the next tokens",
@@ -216,8 +216,8 @@ def _arguments_of(module: nn.Module) -> frozenset[str]:
     arguments = inspect.signature(type(module).forward).parameters
     if "labels" not in arguments:
         return frozenset()
-    rest = any(each.kind is each.VAR_KEYWORD for each in arguments.values())
-    return frozenset(name for name in names if rest or name in arguments)
+    takes_any = any(argument.kind is argument.VAR_KEYWORD for argument in arguments.values())
+    return frozenset(name for name in names if takes_any or name in arguments)
 
 
 def _loss_in(outputs: Any) -> Tensor | None:

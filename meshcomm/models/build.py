@@ -32,14 +32,14 @@ def model_of(config: ModelConfig, data: DataConfig, train: TrainConfig) -> Model
         spec = with_lora(hugging_face(config, data.seq_len, train), config, train)
         return SpecModel(spec, train, data.seq_len, family=True, packed=data.document_mask)
     if config.build is not None:
-        made = _built(config, train.seed)
-        if isinstance(made, ModelSpec):
-            made = with_lora(made, config, train)
+        built = _built(config, train.seed)
+        if isinstance(built, ModelSpec):
+            built = with_lora(built, config, train)
         elif config.lora is not None:
-            raise no_adapters(type(made).__name__)
-        if isinstance(made, Model):
-            return made
-        return SpecModel(made, train, data.seq_len, packed=data.document_mask)
+            raise no_adapters(type(built).__name__)
+        if isinstance(built, Model):
+            return built
+        return SpecModel(built, train, data.seq_len, packed=data.document_mask)
     return BuiltIn(config, data, train)
 
 
@@ -70,8 +70,8 @@ def function_of(name: str) -> Callable[..., Any]:
     where, _, key = name.partition(":")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
-    found: Callable[..., Any] = getattr(importlib.import_module(where), key)
-    return found
+    function: Callable[..., Any] = getattr(importlib.import_module(where), key)
+    return function
 
 
 def _built(config: ModelConfig, seed: int) -> ModelSpec | Model:
@@ -80,7 +80,7 @@ def _built(config: ModelConfig, seed: int) -> ModelSpec | Model:
         build = partial(function_of(config.build), **config.args)
         # A ModelSpec may refer to tensors that its function draws.
         with on_meta(), seeded(seed):
-            made = build()
+            model = build()
     except MeshcommError:
         raise
     except Exception as error:
@@ -90,12 +90,12 @@ def _built(config: ModelConfig, seed: int) -> ModelSpec | Model:
             expected="a function that every rank can import, and that accepts args by name",
             hint="put its module into the folder where meshcomm is started, or into a folder in PYTHONPATH",
         ) from error
-    if isinstance(made, nn.Module):
+    if isinstance(model, nn.Module):
         return ModelSpec(module=build)
-    if not isinstance(made, (ModelSpec, Model)):
+    if not isinstance(model, (ModelSpec, Model)):
         raise ConfigError(
             "model.build did not return a model",
-            given=f"{config.build} returned {type(made).__name__}",
+            given=f"{config.build} returned {type(model).__name__}",
             expected="an nn.Module, or a meshcomm.models.ModelSpec, which describes how it is split",
         )
-    return made
+    return model

@@ -197,12 +197,12 @@ def check_steps(program: Program, use: Use, name: str, *, said_later: bool = Fal
         )
     if not all(map(math.isfinite, alone.results.values())):
         noise = listed(alone.noise)
-        said = f" with constants for random numbers ({noise})" if noise else ""
-        return f"the loss or the gradient norm of the first samples is not finite{said}"
-    others = "the model or the loss draws random numbers by other means than torch's operators"
+        with_constants = f" with constants for random numbers ({noise})" if noise else ""
+        return f"the loss or the gradient norm of the first samples is not finite{with_constants}"
+    by_other_means = "the model or the loss draws random numbers by other means than torch's operators"
     if difference_of(again, alone):
         if alone.draws:
-            return others
+            return by_other_means
         return "the model or the loss computes something else each time, from state outside the module"
     _check_all_learn(name, alone, program.train)
     try:
@@ -214,7 +214,7 @@ def check_steps(program: Program, use: Use, name: str, *, said_later: bool = Fal
             return error.what
         raise
     if alone.draws:
-        return others
+        return by_other_means
     # One process draws noise for the whole batch at once, which no mesh can do.
     names = listed(alone.noise)
     return (
@@ -290,14 +290,14 @@ def _check_kind(runs: _Runs, use: Use, name: str, setting: str, noisy: bool) -> 
                 "A loss that compares samples with each other gathers them along data and shard",
             ) from error
         lines = [frame for frame in extract_tb(cause.__traceback__) if not is_ours(frame.filename)]
-        at = [f"at {frame.filename}:{frame.lineno} in {frame.name}: {frame.line}" for frame in lines[-1:]]
+        place = [f"at {frame.filename}:{frame.lineno} in {frame.name}: {frame.line}" for frame in lines[-1:]]
         blocks = (
             "blocks that take and return hidden states, because blocks of other stages return their first argument; "
             "or ModelSpec(forward=...), which runs only the blocks of its stage"
         )
         raise UnsupportedOp(
             f"{name} cannot be trained with {setting}",
-            given="\n".join([f"a small model fails with {type(cause).__name__}: {cause}", *at]),
+            given="\n".join([f"a small model fails with {type(cause).__name__}: {cause}", *place]),
             expected="a model that computes the same results when it is split",
             hint=f"{blocks}; or remove {setting}"
             if use.pipeline

@@ -40,22 +40,24 @@ class Conversion:
         """Return the source of each parameter in a folder whose tensors have these names."""
         module: Any = self._whole.module
         transforms = get_model_conversion_mapping(module)
-        renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
-        converters = [each for each in transforms if isinstance(each, WeightConverter)]
+        renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
+        converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
         shapes = module.state_dict()
-        of: dict[str, dict[str | None, list[str]]] = defaultdict(lambda: defaultdict(list))
+        names_of: dict[str, dict[str | None, list[str]]] = defaultdict(lambda: defaultdict(list))
         for name in sorted(names, key=dot_natural_key):
             target, pattern = rename_source_key(name, renamings, converters, module.base_model_prefix, shapes)
-            of[target][pattern].append(name)
-        found: dict[str, Source] = {}
-        for target, lying in of.items():
+            names_of[target][pattern].append(name)
+        sources: dict[str, Source] = {}
+        for target, lying in names_of.items():
             pattern = next(iter(lying))
             if pattern is None:
-                found[target] = Source(lying[None][0])
+                sources[target] = Source(lying[None][0])
                 continue
-            converter = next(each for each in converters if pattern in each.source_patterns)
-            found |= _converted(module, target, converter, {key or "": names for key, names in lying.items()})
-        return found
+            converter = next(candidate for candidate in converters if pattern in candidate.source_patterns)
+            sources |= _converted(
+                module, target, converter, {key or "": names for key, names in lying.items()}
+            )
+        return sources
 
     def stored(self, name: str, value: Tensor) -> dict[str, Tensor]:
         """Return the tensors, by name, that store a parameter in a model folder. If a tensor combines several
@@ -63,34 +65,34 @@ class Conversion:
         """
         module: Any = self._whole.module
         try:
-            found: dict[str, Tensor] = revert_weight_conversion(module, {name: value})
+            stored: dict[str, Tensor] = revert_weight_conversion(module, {name: value})
         except Exception:
             return {name: value}
-        return found
+        return stored
 
 
 def _converted(module: Any, target: str, converter: Any, lying: Mapping[str, list[str]]) -> dict[str, Source]:
     """Return the source of each result of a converter. lying: the converter's patterns -> names in the folder."""
     rows = [lying.get(pattern, []) for pattern in converter.source_patterns]
-    kinds = [(type(each), getattr(each, "dim", 0)) for each in converter.operations]
+    kinds = [(type(operation), getattr(operation, "dim", 0)) for operation in converter.operations]
     if kinds in ([(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)]):
         return {target: Source(tuple(zip(*rows, strict=True)))}
     names = tuple(name for row in rows for name in row)
     first = converter.target_patterns[0]
-    targets = [target, *(target.replace(first, each) for each in converter.target_patterns[1:])]
-    sizes = {pattern: len(each) for pattern, each in zip(converter.source_patterns, rows, strict=True)}
+    targets = [target, *(target.replace(first, pattern) for pattern in converter.target_patterns[1:])]
+    sizes = {pattern: len(row) for pattern, row in zip(converter.source_patterns, rows, strict=True)}
     convert = partial(_convert, module, target, converter, sizes)
-    return {each: Source((names,), convert=partial(convert, each)) for each in targets}
+    return {result: Source((names,), convert=partial(convert, result)) for result in targets}
 
 
 def _convert(
     module: Any, target: str, converter: Any, sizes: Mapping[str, int], wanted: str, tensors: list[Tensor]
 ) -> Tensor:
-    fresh, left = deepcopy(converter), iter(tensors)
+    fresh, unused = deepcopy(converter), iter(tensors)
     fresh.collected_tensors = defaultdict(
-        list, {pattern: [next(left) for _ in range(size)] for pattern, size in sizes.items() if size}
+        list, {pattern: [next(unused) for _ in range(size)] for pattern, size in sizes.items() if size}
     )
-    made: dict[str, Any] = fresh.convert(target, model=module, config=module.config)
-    found = made[wanted]
-    value: Tensor = found[0] if isinstance(found, list) else found
+    results: dict[str, Any] = fresh.convert(target, model=module, config=module.config)
+    result = results[wanted]
+    value: Tensor = result[0] if isinstance(result, list) else result
     return value

@@ -31,7 +31,10 @@ def difference_of(ours: Outcome, theirs: Outcome) -> str:
             moved = moved_of(ours, theirs)
             also = f"; after {STEPS} steps, buffers differ: {listed(moved)}" if moved else ""
             return f"the {name} is {_apart(mine, other)} in the unsplit model{also}"
-    most = max((float(each.abs().max()) for each in theirs.gradients.values() if each.numel()), default=0.0)
+    most = max(
+        (float(gradient.abs().max()) for gradient in theirs.gradients.values() if gradient.numel()),
+        default=0.0,
+    )
     for name, value in ours.gradients.items():
         if name not in theirs.gradients:
             if bool(value.any()):

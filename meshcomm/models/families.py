@@ -200,7 +200,7 @@ def _layers(whole: Any) -> str:
     """Return the dotted name of the list of blocks; "" if there is none."""
     count = getattr(whole.config, "num_hidden_layers", 0)
     lists = [
-        (sum(each.numel() for each in part.parameters()), name)
+        (sum(parameter.numel() for parameter in part.parameters()), name)
         for name, part in whole.named_modules()
         if isinstance(part, nn.ModuleList) and len(part) == count
     ]
@@ -214,41 +214,41 @@ def _around(of: Whole, layers: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """
     before: list[str] = []
     behind: list[str] = []
-    found = before
-    outer = [layers[: at.start()] for at in re.finditer(r"\.", layers)]
+    names = before
+    outer = [layers[: dot.start()] for dot in re.finditer(r"\.", layers)]
     calls = of.calls
     first = calls.get(f"{layers}.0")
     for name, part in of.module.named_modules():
         if name == layers:
-            found = behind
+            names = behind
         parent = name.rpartition(".")[0]
         beside = name and parent in ("", *outer) and name not in outer and name != layers
         if beside and any(True for _ in part.parameters()):
             if first is not None and name in calls:
                 (before if calls[name] < first else behind).append(name)
             else:
-                found.append(name)
+                names.append(name)
     return tuple(before), tuple(behind)
 
 
 def _whole_behind(of: Whole, layers: str, split: Mapping[str, Entry]) -> dict[str, Entry]:
-    found: dict[str, Entry] = {}
+    entries: dict[str, Entry] = {}
     for name in _around(of, layers)[1]:
         entry = split.get(name, "")
-        found[name] = {"style": "column", "sequence": "whole"} if entry == "column" else WHOLE
-    return found
+        entries[name] = {"style": "column", "sequence": "whole"} if entry == "column" else WHOLE
+    return entries
 
 
 def _dropped(whole: nn.Module, layers: str) -> list[str]:
     """Return the modules that write to the residual stream: all parts of blocks that have parameters, except norms."""
     blocks = whole.get_submodule(layers).children() if layers else ()
-    found = {
+    dropped = {
         f"*.{key}": None
         for block in blocks
         for key, part in block.named_children()
         if not is_norm(part) and any(True for _ in part.parameters())
     }
-    return list(found)
+    return list(dropped)
 
 
 def _without_context(whole: Any, config: Any) -> Mapping[str, str]:
@@ -257,7 +257,7 @@ def _without_context(whole: Any, config: Any) -> Mapping[str, str]:
     kind = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     if kind in ("dynamic", "longrope"):
         return {"context": f'rope_type = "{kind}" depends on the largest position that a rank holds'}
-    others = [each for each in getattr(config, "layer_types", None) or () if each not in _ATTENTION]
+    others = [kind for kind in getattr(config, "layer_types", None) or () if kind not in _ATTENTION]
     if others:
         return {"context": f"it has layers of type {others[0]}"}
     return {}
@@ -265,6 +265,6 @@ def _without_context(whole: Any, config: Any) -> Mapping[str, str]:
 
 def _takes(whole: nn.Module, name: str) -> bool:
     kind: Any = next(
-        each for each in type(whole).__mro__ if each.__name__ != "_Logits" and "forward" in vars(each)
+        cls for cls in type(whole).__mro__ if cls.__name__ != "_Logits" and "forward" in vars(cls)
     )
     return name in inspect.signature(kind.forward).parameters

@@ -43,12 +43,12 @@ class _KeepFloat64(TorchFunctionMode):
             if func is Tensor.float:
                 return x
             if func in (Tensor.to, Tensor.type) and torch.float32 in args[1:]:
-                args = tuple(torch.float64 if each is torch.float32 else each for each in args)
+                args = tuple(torch.float64 if arg is torch.float32 else arg for arg in args)
             if named.get("dtype") is torch.float32:
                 named["dtype"] = torch.float64
-        if func in _PRODUCTS and {getattr(each, "dtype", None) for each in args} == _BOTH:
+        if func in _PRODUCTS and {getattr(arg, "dtype", None) for arg in args} == _BOTH:
             # transformers 5.17 multiplies float32 positions by a table, here in float64, to compute rotary angles.
-            args = tuple(each.to(torch.float64) for each in args)
+            args = tuple(arg.to(torch.float64) for arg in args)
         return func(*args, **named)
 
 

@@ -64,18 +64,18 @@ def _attention(
         "attention_mask": attention_mask,
         **{name: x for name, x in more.items() if name not in _UNUSED and x is not False},
     }
-    given = [name for name, x in others.items() if x is not None]
+    present = [name for name, x in others.items() if x is not None]
     by = None
-    if given:
+    if present:
         own = _function_of(module)
-        if own is None or {"dropout", "attention_mask"} & set(given):
+        if own is None or {"dropout", "attention_mask"} & set(present):
             raise UnsupportedOp(
                 f"the attention of a {type(module).__name__} has arguments that context parallelism does not support",
-                given=", ".join(given),
+                given=", ".join(present),
                 expected="causal attention with a scale and a sliding window, or a family's eager_attention_forward",
                 hint="remove parallel.context; or use ModelSpec.attention, with attention code for this model",
             )
-        named = {name: others[name] for name in given} | {
+        named = {name: others[name] for name in present} | {
             "scaling": scaling,
             "sliding_window": sliding_window,
         }
@@ -85,14 +85,16 @@ def _attention(
         # In latent attention, values are narrower than keys.
         value = nn.functional.pad(value, [0, query.shape[-1] - width])
     attend: Attend = module.config.meshcomm_attend
-    found = attend(query, key, value, causal=causal, scale=scaling, window=sliding_window, by=by)
-    return found[..., :width].transpose(1, 2).contiguous(), None
+    attended = attend(query, key, value, causal=causal, scale=scaling, window=sliding_window, by=by)
+    return attended[..., :width].transpose(1, 2).contiguous(), None
 
 
 def _function_of(module: nn.Module) -> Callable[..., Any] | None:
     """Return the attention function in a module's own source file that computes all scores, or None."""
     files = (sys.modules.get(kind.__module__) for kind in type(module).__mro__)
-    return next((found for file in files if (found := getattr(file, "eager_attention_forward", None))), None)
+    return next(
+        (function for file in files if (function := getattr(file, "eager_attention_forward", None))), None
+    )
 
 
 class _SomeHeads:
@@ -130,8 +132,10 @@ def _by_family(
         mask = torch.zeros(seen.shape, dtype=q.dtype, device=q.device)
         mask = mask.masked_fill(~seen, torch.finfo(q.dtype).min).view(-1, 1, every.stop, every.stop)
     mine = {name: _of_heads(value, count, heads) for name, value in named.items()}
-    found: Tensor = own(_SomeHeads(module, count, heads, q.shape[1] // k.shape[1]), q, k, v, mask, **mine)[0]
-    return found.transpose(1, 2)
+    attended: Tensor = own(_SomeHeads(module, count, heads, q.shape[1] // k.shape[1]), q, k, v, mask, **mine)[
+        0
+    ]
+    return attended.transpose(1, 2)
 
 
 AttentionInterface.register(ATTENTION, _attention)
@@ -155,11 +159,11 @@ class _Logits:
         """(batch, tokens) int64 -> logits (batch, tokens, vocabulary). With an auxiliary loss of the routers: both. With
         labels: the family's own loss.
         """
-        found = super().forward(input_ids, **named)  # type: ignore[misc]
+        outputs = super().forward(input_ids, **named)  # type: ignore[misc]
         if "labels" in named:
-            return found.loss
-        auxiliary = getattr(found, "aux_loss", None)
-        return (found.logits, auxiliary) if isinstance(auxiliary, Tensor) else found.logits
+            return outputs.loss
+        auxiliary = getattr(outputs, "aux_loss", None)
+        return (outputs.logits, auxiliary) if isinstance(auxiliary, Tensor) else outputs.logits
 
 
 def loss_with(coefficient: float, outputs: Any, targets: Tensor) -> Any:
@@ -188,12 +192,12 @@ def make(config: PreTrainedConfig, exact: bool = False) -> nn.Module:
     options = {"experts_implementation": "eager"} if exact else {}
     try:
         # The configuration is copied because `attended` sets attributes that belong to one model.
-        made: nn.Module = AutoModelForCausalLM.from_config(deepcopy(config), **options)  # type: ignore[no-untyped-call]
+        module: nn.Module = AutoModelForCausalLM.from_config(deepcopy(config), **options)  # type: ignore[no-untyped-call]
     except Exception as error:
         raise not_made(config.name_or_path or "a configuration", error) from error
     # transformers finds a model's source by its class's module.
-    become(made, _Logits, home=type(made).__module__)
-    return made
+    become(module, _Logits, home=type(module).__module__)
+    return module
 
 
 def not_made(folder: Path | str, error: Exception) -> ConfigError:
@@ -241,8 +245,8 @@ def attended(module: nn.Module, attend: Attend) -> None:
             config.meshcomm_attend = attend
 
 
-def _numbered(found: dict[str, int], name: str, *_: Any) -> None:
-    found.setdefault(name, len(found))
+def _numbered(numbers: dict[str, int], name: str, *_: Any) -> None:
+    numbers.setdefault(name, len(numbers))
 
 
 @final
@@ -263,31 +267,31 @@ class Whole:
         """The parts that a forward pass calls, by name, numbered in the order of their first calls. A small model without values
         runs up to the first operation that needs values.
         """
-        found: dict[str, int] = {}
+        numbers: dict[str, int] = {}
         with suppress(Exception), torch.device("meta"), torch.no_grad(), family_code(torch.float32):
             small = make(tiny(self.config), self.exact)
             for name, part in small.named_modules():
-                part.register_forward_pre_hook(partial(_numbered, found, name))
+                part.register_forward_pre_hook(partial(_numbered, numbers, name))
             small(torch.zeros(1, 2, dtype=torch.int64))
-        return found
+        return numbers
 
     def initialise(self, seed: int, name: str, shape: tuple[int, ...]) -> Tensor:
         """Return the full parameter, initialized by its family's rules. It depends only on seed and name, not on the mesh."""
         owner, _, key = name.rpartition(".")
         part = self.module.get_submodule(owner)
-        there = dict(part._parameters)
+        parameters = dict(part._parameters)
         drawn = int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:8]) >> 1
         try:
-            for each, parameter in there.items():
+            for key_of_parameter, parameter in parameters.items():
                 if parameter is not None:
-                    part._parameters[each] = nn.Parameter(torch.zeros(parameter.shape))
+                    part._parameters[key_of_parameter] = nn.Parameter(torch.zeros(parameter.shape))
             with torch.random.fork_rng(devices=[]), torch.no_grad():
                 torch.manual_seed(drawn)
                 draw(self.module, part)
-            found: Tensor = part._parameters[key].detach()
-            return found
+            value: Tensor = part._parameters[key].detach()
+            return value
         finally:
-            part._parameters.update(there)
+            part._parameters.update(parameters)
 
 
 def counts_of(folder: str | Path) -> Counts:
@@ -299,7 +303,7 @@ def counts_of(folder: str | Path) -> Counts:
     layers, experts, ends = [0] * whole.config.num_hidden_layers, [0] * whole.config.num_hidden_layers, 0
     for name, parameter in whole.module.named_parameters():
         # The first number in a parameter's name is the number of its block.
-        place = next((int(each) for each in name.split(".") if each.isdecimal()), len(layers))
+        place = next((int(component) for component in name.split(".") if component.isdecimal()), len(layers))
         if place >= len(layers):
             ends += parameter.numel()
         elif ".experts." in name:

@@ -74,26 +74,28 @@ def targets_of(module: nn.Module, spec: ModelSpec, named: Sequence[str]) -> list
     linear = [name for name, part in module.named_modules() if is_split_linear(part)]
     tied = {name.rpartition(".")[0] for name in spec.tied or ()}
     outside = {*spec.first, *spec.last, *tied}
-    ends = {name for name in linear if any(name == each or _within(each, name) for each in outside)}
+    ends = {name for name in linear if any(name == owner or _within(owner, name) for owner in outside)}
     inside = [
         name
         for name, part in module.named_modules()
         if any(matches(pattern, name) for pattern in spec.experts)
     ]
-    free = [name for name in linear if not any(name.startswith(f"{each}.") for each in inside)]
+    free = [name for name in linear if not any(name.startswith(f"{prefix}.") for prefix in inside)]
     if not named:
         chosen = [name for name in free if name.startswith(f"{spec.layers}." if spec.layers else "")]
         chosen = [name for name in chosen if name not in ends]
     else:
-        chosen = [name for name in free if any(f".{name}".endswith(f".{each}") for each in named)]
-        known = sorted({name.rpartition(".")[2] for name in free if name not in ends})
-        missing = [each for each in named if not any(f".{name}".endswith(f".{each}") for name in chosen)]
+        chosen = [name for name in free if any(f".{name}".endswith(f".{suffix}") for suffix in named)]
+        last_components = sorted({name.rpartition(".")[2] for name in free if name not in ends})
+        missing = [
+            suffix for suffix in named if not any(f".{name}".endswith(f".{suffix}") for name in chosen)
+        ]
         if missing:
             raise ConfigError(
                 f"model.lora.targets names no linear layer of a {type(module).__name__}",
                 given=listed(missing),
-                expected=f"names of linear layers, or their last components: {listed(known)}",
-                hint=did_you_mean(missing[0], known)
+                expected=f"names of linear layers, or their last components: {listed(last_components)}",
+                hint=did_you_mean(missing[0], last_components)
                 or "remove model.lora.targets to adapt all linear layers of the blocks",
             )
     if wrong := [name for name in chosen if name in ends]:
@@ -197,11 +199,11 @@ class _Stored:
 
     def sources(self, names: Iterable[str]) -> dict[str, Source]:
         """See Conversions."""
-        found = {}
+        sources = {}
         for name, source in self._own.sources(names).items():
             owner, _, key = name.rpartition(".")
-            found[f"{owner}{BASE}{key}" if owner in self._targets else name] = source
-        return found
+            sources[f"{owner}{BASE}{key}" if owner in self._targets else name] = source
+        return sources
 
     def stored(self, name: str, value: Tensor) -> Mapping[str, Tensor]:
         """See Conversions."""

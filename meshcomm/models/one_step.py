@@ -272,7 +272,7 @@ def plain(program: Program, config: Config, *, silent: bool = True, pieces: int 
     for name, parameter in every.items():
         if any(fnmatchcase(name, pattern) for pattern in train.frozen):
             parameter.requires_grad_(False)
-    first = {name: each.detach().clone() for name, each in named.items()}
+    first = {name: parameter.detach().clone() for name, parameter in named.items()}
     make = program.optimizer or optimizer_of(train, _CPU)
     optimizer = grouped(make, train, nn.ModuleList([module]), every.items())
     loss_of = copied(program.loss)
@@ -286,7 +286,7 @@ def plain(program: Program, config: Config, *, silent: bool = True, pieces: int 
             inputs, targets = with_tensors(torch.clone, (inputs, targets))
             for x, y in zip(in_parts(inputs, pieces), in_parts(targets, pieces), strict=True):
                 # A loss may differentiate outputs by the inputs.
-                x = with_tensors(lambda each: each.detach().requires_grad_(each.requires_grad), x)
+                x = with_tensors(lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad), x)
                 for name, pair in _pairs(loss_of, called(module, x, **program.named), x, y, config).items():
                     parts.setdefault(name, []).append(pair)
             means = {
@@ -295,31 +295,31 @@ def plain(program: Program, config: Config, *, silent: bool = True, pieces: int 
             }
             means["loss"].backward()
             results = {name: float(mean.detach()) for name, mean in means.items()}
-            grads = {name: each.grad for name, each in named.items() if each.grad is not None}
-            dense = [each.to_dense() if each.is_sparse else each for each in grads.values()]
-            norm = torch.stack([each.norm() for each in dense]).norm()
+            grads = {name: parameter.grad for name, parameter in named.items() if parameter.grad is not None}
+            dense = [grad.to_dense() if grad.is_sparse else grad for grad in grads.values()]
+            norm = torch.stack([gradient.norm() for gradient in dense]).norm()
             if train.clip_norm is not None:
                 torch.nn.utils.clip_grad_norm_(list(named.values()), train.clip_norm)
             outcome.results |= {f"{name} of step {number}": value for name, value in results.items()}
             outcome.results[f"gradient norm of step {number}"] = float(norm)
             if number == 1:
                 outcome.gradients = {
-                    name: each.grad.to_dense().clone()
-                    for name, each in every.items()
-                    if each.grad is not None
+                    name: parameter.grad.to_dense().clone()
+                    for name, parameter in every.items()
+                    if parameter.grad is not None
                 }
-            now = _generators(steady is not None)
-            outcome.draws = outcome.draws or now != before
+            states = _generators(steady is not None)
+            outcome.draws = outcome.draws or states != before
             optimizer.step()
     if steady is not None:
         outcome.draws, outcome.noise = outcome.draws or bool(steady.unknown), list(steady.names)
     outcome.narrow = alone.narrow
-    outcome.changed = any(not torch.equal(each, first[name]) for name, each in named.items())
+    outcome.changed = any(not torch.equal(parameter, first[name]) for name, parameter in named.items())
     outcome.buffers = [name for name, _ in module.named_buffers()]
     sizes = {
-        name: float(each.abs().max())
-        for name, each in outcome.gradients.items()
-        if name in named and each.numel()
+        name: float(gradient.abs().max())
+        for name, gradient in outcome.gradients.items()
+        if name in named and gradient.numel()
     }
     most = max(sizes.values(), default=0.0)
     # A smaller gradient is the rounding error of one that is 0, as that of a bias of the keys before a softmax.
@@ -329,13 +329,13 @@ def plain(program: Program, config: Config, *, silent: bool = True, pieces: int 
         if size > ROUNDING * most and torch.equal(named[name], first[name])
     ]
     if isinstance(loss_of, nn.Module):
-        own = {id(each) for each in named.values()}
+        ids = {id(parameter) for parameter in named.values()}
         outcome.unchanged += [
             f"loss.{name}"
-            for name, each in loss_of.named_parameters()
-            if each.grad is not None and id(each) not in own
+            for name, parameter in loss_of.named_parameters()
+            if parameter.grad is not None and id(parameter) not in ids
         ]
-    outcome.after = {name: each.detach() for name, each in (*every.items(), *module.named_buffers())}
+    outcome.after = {name: tensor.detach() for name, tensor in (*every.items(), *module.named_buffers())}
     return outcome
 
 
@@ -353,16 +353,16 @@ def _pairs(
         if train.z_loss:
             total = total + train.z_loss * logits.logsumexp(-1)[counts].square().sum()
         return {"loss": (total, counts.sum())}
-    found = loss_of(outputs, targets, inputs) if takes_inputs(loss_of) else loss_of(outputs, targets)
-    terms = dict(found) if isinstance(found, Mapping) else {"loss": found}
-    return {name: each if isinstance(each, tuple) else (each, 1) for name, each in terms.items()}
+    losses = loss_of(outputs, targets, inputs) if takes_inputs(loss_of) else loss_of(outputs, targets)
+    terms = dict(losses) if isinstance(losses, Mapping) else {"loss": losses}
+    return {name: pair if isinstance(pair, tuple) else (pair, 1) for name, pair in terms.items()}
 
 
 def _generators(steady: bool) -> tuple[object, ...]:
     """Return the state of the random generators. steady: whether torch's numbers are replaced."""
     name, keys, *more = np.random.get_state()
-    others = (random.getstate(), name, bytes(keys), *more)  # type: ignore[arg-type]
-    return others if steady else (*others, torch.get_rng_state().numpy().tobytes())
+    without_torch = (random.getstate(), name, bytes(keys), *more)  # type: ignore[arg-type]
+    return without_torch if steady else (*without_torch, torch.get_rng_state().numpy().tobytes())
 
 
 def on_a_mesh(
@@ -393,13 +393,13 @@ def on_a_mesh(
             outcome = Outcome()
 
             def keep() -> None:
-                grads = {name: each.grad for name, each in engine.named_parameters()}
+                grads = {name: parameter.grad for name, parameter in engine.named_parameters()}
                 outcome.gradients = outcome.gradients or _whole(engine, grads)
 
             engine.before_update = keep
             for number, batch in enumerate(program.batches, 1):
                 whole_batch = with_tensors(torch.clone, tuple(batch))
-                mine = [in_parts(each, engine.data_size)[engine.data_coord] for each in whole_batch]
+                mine = [in_parts(part, engine.data_size)[engine.data_coord] for part in whole_batch]
                 engine.step(mine[0], mine[1], None, number)
             for done in engine.results():
                 terms = {"loss": done.loss, **done.terms}
@@ -407,7 +407,7 @@ def on_a_mesh(
                 outcome.results[f"gradient norm of step {done.number}"] = done.gradient_norm
             outcome.after = _whole(engine, dict(engine.named_parameters()))
             for module in engine.modules:
-                outcome.after |= {name: each.detach().clone() for name, each in module.named_buffers()}
+                outcome.after |= {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
         return outcome
 
     return simulate(body, config)
@@ -424,11 +424,11 @@ class InTurn(Model):
         self.hidden_size, self.vocab_size = model.hidden_size, model.vocab_size
         self.own_loss = model.own_loss
         layers = split_layers(model.num_layers, 2)
-        self._stages = [Stage(index, 2, each) for index, each in enumerate(layers)]
+        self._stages = [Stage(index, 2, blocks) for index, blocks in enumerate(layers)]
 
     def stage(self, splits: Splits, stage: Stage) -> nn.Module:
         """See Model."""
-        first, last = (self._model.stage(splits, each) for each in self._stages)
+        first, last = (self._model.stage(splits, stage) for stage in self._stages)
         for name in self._model.spec.tied or ():
             part, _, key = name.rpartition(".")
             with suppress(AttributeError):
@@ -440,8 +440,8 @@ class InTurn(Model):
     def fill(self, module: nn.Module, stage: Stage) -> None:
         """See Model."""
         assert isinstance(module, _InTurn)
-        for part, each in zip(module.parts, self._stages, strict=True):
-            self._model.fill(part, each)
+        for part, stage_of_part in zip(module.parts, self._stages, strict=True):
+            self._model.fill(part, stage_of_part)
 
     def check(self, splits: Splits, stages: int) -> None:
         """See Model."""
@@ -474,14 +474,14 @@ class _InTurn(nn.Module):
 
 def _whole(engine: Engine, parts: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
     """Return the full tensors of which each rank has parts. A parameter without a gradient has none."""
-    fused = {name: each for module in engine.modules for name, each in fused_parts(module).items()}
-    found: dict[str, Tensor] = {}
+    fused = {name: part for module in engine.modules for name, part in fused_parts(module).items()}
+    values: dict[str, Tensor] = {}
     for name, part in parts.items():
         if part is None:
             continue
         value = whole(part.to_dense() if part.is_sparse else part)
-        found[name] = (joined(value, fused[name]) if name in fused else value).detach().clone()
-    return found
+        values[name] = (joined(value, fused[name]) if name in fused else value).detach().clone()
+    return values
 
 
 def copied(loss: LossOf | None) -> LossOf | None:
@@ -489,7 +489,7 @@ def copied(loss: LossOf | None) -> LossOf | None:
     if isinstance(loss, (FunctionType, partial)):
         return apart(loss)  # type: ignore[no-any-return]
     try:
-        made: Any = copy.deepcopy(loss)
+        copy_of_loss: Any = copy.deepcopy(loss)
     except Exception:
         return loss
-    return made.double() if isinstance(made, nn.Module) else made
+    return copy_of_loss.double() if isinstance(copy_of_loss, nn.Module) else copy_of_loss

@@ -21,31 +21,31 @@ _PLAIN: Final = (int, float, complex, str, bytes, type(None), list, dict, set, t
 
 def functions_of(module: nn.Module | None, *others: Any) -> list[FunctionType]:
     """Return the functions of a module's parts and hooks, and of callables, with those that they enclose."""
-    left: list[Any] = [*others]
+    unvisited: list[Any] = [*others]
     for part in () if module is None else module.modules():
         if not _is_own(type(part)):
             continue
-        left += vars(type(part)).values()
+        unvisited += vars(type(part)).values()
         for hooks in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks"):
-            left += getattr(part, hooks, {}).values()
+            unvisited += getattr(part, hooks, {}).values()
     functions: dict[FunctionType, None] = {}
-    while left:
-        value = left.pop()
+    while unvisited:
+        value = unvisited.pop()
         if isinstance(value, FunctionType):
             if value not in functions and _is_own(value):
                 functions[value] = None
-                left += [cell.cell_contents for cell in filter(_holds, value.__closure__ or ())]
+                unvisited += [cell.cell_contents for cell in filter(_holds, value.__closure__ or ())]
         elif isinstance(value, (MethodType, partial)):
-            left.append(value.__func__ if isinstance(value, MethodType) else value.func)
+            unvisited.append(value.__func__ if isinstance(value, MethodType) else value.func)
         elif callable(value) and not isinstance(value, (type, nn.Module)):
             call = vars(type(value)).get("__call__")
-            left += [call] if isinstance(call, FunctionType) else []
+            unvisited += [call] if isinstance(call, FunctionType) else []
     return list(functions)
 
 
-def _is_own(what: Any) -> bool:
+def _is_own(value: Any) -> bool:
     """Return whether a function or class is a program's own: not of a library, whose registries must not be copied."""
-    return str(getattr(what, "__module__", "")).partition(".")[0] not in _LIBRARIES
+    return str(getattr(value, "__module__", "")).partition(".")[0] not in _LIBRARIES
 
 
 def _holds(cell: Any) -> bool:
@@ -113,32 +113,32 @@ def keeps_samples(loss: Any) -> bool:
     return any(isinstance(variable, (Tensor, list, dict, set, deque)) for variable in held)
 
 
-def _apart(what: Any, copies: dict[Any, Any], memo: dict[int, Any]) -> Any:
+def _apart(original: Any, copies: dict[Any, Any], memo: dict[int, Any]) -> Any:
     """made: the copies of functions, cells and namespaces so far, by identity."""
-    if isinstance(what, partial):
-        args = [_apart(value, copies, memo) for value in what.args]
-        named = {name: _apart(value, copies, memo) for name, value in what.keywords.items()}
-        return partial(_apart(what.func, copies, memo), *args, **named)
-    if not isinstance(what, FunctionType):
-        return _copy_of(what, memo)
-    if not _is_own(what):
-        return what
-    if what in copies:
-        return copies[what]
-    cells = [copies.setdefault(id(cell), CellType()) for cell in what.__closure__ or ()]
-    names = {name for name in _names_in(what.__code__) if name in what.__globals__}
-    held = {name for name in names if isinstance(what.__globals__[name], _PLAIN)}
-    into = what.__globals__
+    if isinstance(original, partial):
+        args = [_apart(value, copies, memo) for value in original.args]
+        named = {name: _apart(value, copies, memo) for name, value in original.keywords.items()}
+        return partial(_apart(original.func, copies, memo), *args, **named)
+    if not isinstance(original, FunctionType):
+        return _copy_of(original, memo)
+    if not _is_own(original):
+        return original
+    if original in copies:
+        return copies[original]
+    cells = [copies.setdefault(id(cell), CellType()) for cell in original.__closure__ or ()]
+    names = {name for name in _names_in(original.__code__) if name in original.__globals__}
+    held = {name for name in names if isinstance(original.__globals__[name], _PLAIN)}
+    into = original.__globals__
     if held:
-        into = copies.setdefault(id(what.__globals__), {**what.__globals__})
+        into = copies.setdefault(id(original.__globals__), {**original.__globals__})
         for name in held:
-            into[name] = _copy_of(what.__globals__[name], memo)
-    new = copies[what] = FunctionType(
-        what.__code__, into, what.__name__, what.__defaults__, tuple(cells) if cells else None
+            into[name] = _copy_of(original.__globals__[name], memo)
+    new = copies[original] = FunctionType(
+        original.__code__, into, original.__name__, original.__defaults__, tuple(cells) if cells else None
     )
-    new.__kwdefaults__, new.__module__ = what.__kwdefaults__, what.__module__
-    new.__dict__.update(what.__dict__)
-    for cell, mine in zip(what.__closure__ or (), cells, strict=True):
+    new.__kwdefaults__, new.__module__ = original.__kwdefaults__, original.__module__
+    new.__dict__.update(original.__dict__)
+    for cell, mine in zip(original.__closure__ or (), cells, strict=True):
         if _holds(cell) and not _holds(mine):
             mine.cell_contents = _apart(cell.cell_contents, copies, memo)
     return new

@@ -78,7 +78,7 @@ def absent_parts(
     module: the unsplit module. layers, first: as in ModelSpec. dtype, device: the dtype and device of hidden states.
     """
     blocks: Any = module.get_submodule(layers)._modules.items()
-    found: dict[str, nn.Module | Tensor] = {
+    absent: dict[str, nn.Module | Tensor] = {
         f"{layers}.{key}": AbsentBlock(block)
         for place, (key, block) in enumerate(blocks)
         if place not in stage.layers
@@ -87,12 +87,12 @@ def absent_parts(
     for name in () if stage.is_first else first:
         if (part := parts.get(name)) is None:
             shape = module.get_parameter(name).shape
-            found[name] = torch.full((), torch.nan, dtype=dtype, device=device).expand(shape)
+            absent[name] = torch.full((), torch.nan, dtype=dtype, device=device).expand(shape)
         elif isinstance(part, nn.Embedding):
-            found[name] = AbsentEmbedding(part.embedding_dim, dtype, device)
+            absent[name] = AbsentEmbedding(part.embedding_dim, dtype, device)
         else:
-            found[name] = AbsentBlock(part)
-    return found
+            absent[name] = AbsentBlock(part)
+    return absent
 
 
 def put_in(
@@ -166,8 +166,10 @@ class OwnForward:
             return ended.y
         finally:
             _PASS.reset(token)
-        if self._waiting is not None and (left := next(self._waiting, None)) is not None:
-            raise self._refused(f"a forward that does not call {type(left).__name__} {self._number(left)}")
+        if self._waiting is not None and (uncalled := next(self._waiting, None)) is not None:
+            raise self._refused(
+                f"a forward that does not call {type(uncalled).__name__} {self._number(uncalled)}"
+            )
         return y
 
     def block(self, block: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:

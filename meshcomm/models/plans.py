@@ -74,25 +74,27 @@ def tensor_plan(module: Any) -> dict[str, Entry]:
     styles: Mapping[str, str] = published_styles(module)
     parts = [name for name, _ in module.named_modules()]
     ends = (module.get_input_embeddings(), module.get_output_embeddings())
-    found: dict[str, Entry] = {}
+    entry_of: dict[str, Entry] = {}
     for pattern, style in styles.items():
-        here = [name for name in parts if matches(pattern, name)]
-        if any(module.get_submodule(name) in ends for name in here) or style in (_EXPERTS, *_PLAIN):
+        matching = [name for name in parts if matches(pattern, name)]
+        if any(module.get_submodule(name) in ends for name in matching) or style in (_EXPERTS, *_PLAIN):
             continue
-        if here:
+        if matching:
             if style == "mla_kv_a_proj":
-                found[pattern] = {"style": "latent", "size": module.config.qk_rope_head_dim}
+                entry_of[pattern] = {"style": "latent", "size": module.config.qk_rope_head_dim}
             elif style in _STYLES:
-                found[pattern] = _STYLES[style]
+                entry_of[pattern] = _STYLES[style]
             else:
                 raise UnknownStyle(f"{pattern}: {style}")
         elif styles.get(pattern.rpartition(".")[0]) != _EXPERTS and (
-            own := [each for name, each in module.named_parameters() if matches(pattern, name)]
+            parameters := [
+                parameter for name, parameter in module.named_parameters() if matches(pattern, name)
+            ]
         ):
-            if style != "colwise" or any(each.ndim != 1 for each in own):
+            if style != "colwise" or any(parameter.ndim != 1 for parameter in parameters):
                 raise UnknownStyle(f"{pattern}: {style}, for a parameter")
-            found[pattern] = "split"
-    return {**found, **_LEFT_OUT.get(kind, {})}
+            entry_of[pattern] = "split"
+    return {**entry_of, **_LEFT_OUT.get(kind, {})}
 
 
 def packed_experts(module: Any) -> dict[str, Axes]:
@@ -101,7 +103,7 @@ def packed_experts(module: Any) -> dict[str, Axes]:
     Raises UnknownStyle.
     """
     styles: Mapping[str, str] = published_styles(module)
-    found: dict[str, Axes] = {}
+    axes_of: dict[str, Axes] = {}
     for name, part in module.named_modules():
         # transformers.integrations.use_experts_implementation sets these attributes.
         if not (hasattr(part, "is_transposed") and hasattr(part, "has_gate")):
@@ -115,8 +117,8 @@ def packed_experts(module: Any) -> dict[str, Axes]:
                 raise UnknownStyle(f"{name}.{key}: {style}")
             axis, count = _PACKED[style]
             axes[key] = parameter.ndim + axis, count
-        found[name] = axes
-    return found
+        axes_of[name] = axes
+    return axes_of
 
 
 def sequence_plan(module: nn.Module, layers: str, plan: Mapping[str, Entry]) -> dict[str, Entry]:
@@ -133,27 +135,27 @@ def sequence_plan(module: nn.Module, layers: str, plan: Mapping[str, Entry]) -> 
             and part._parameters
             and all(
                 _style(f"{name}.{key}", plan) == "split"
-                for key, each in part._parameters.items()
-                if each is not None
+                for key, parameter in part._parameters.items()
+                if parameter is not None
             )
         ):
             styled[name] = "split"
     blocks = [f"{layers}.{key}" for key, _ in module.get_submodule(layers).named_children()]
-    found: dict[str, Entry] = {}
-    each: dict[str, dict[str, Entry]] = {}
+    entry_of: dict[str, Entry] = {}
+    entries_of_child: dict[str, dict[str, Entry]] = {}
     for block in blocks:
-        own = module.get_submodule(block)
-        if own._parameters:
-            found[block] = "sequence"
-        for key, child in own.named_children():
+        submodule = module.get_submodule(block)
+        if submodule._parameters:
+            entry_of[block] = "sequence"
+        for key, child in submodule.named_children():
             if any(True for _ in child.parameters()) and styled[f"{block}.{key}"] in ("", "split"):
-                each.setdefault(key, {})[block] = _of_part(f"{block}.{key}", child, styled)
-    for key, entries in each.items():
+                entries_of_child.setdefault(key, {})[block] = _of_part(f"{block}.{key}", child, styled)
+    for key, entries in entries_of_child.items():
         first = next(iter(entries.values()))
         if all(entry == first for entry in entries.values()):
-            found[f"{layers}.*.{key}"] = first
+            entry_of[f"{layers}.*.{key}"] = first
         else:
-            found |= {f"{block}.{key}": entry for block, entry in entries.items()}
+            entry_of |= {f"{block}.{key}": entry for block, entry in entries.items()}
     # Norms after the blocks work on slices. Modules before the blocks work on full sequences.
     behind = False
     for name, part in module.named_modules():
@@ -162,23 +164,25 @@ def sequence_plan(module: nn.Module, layers: str, plan: Mapping[str, Entry]) -> 
         if name.startswith(f"{layers}."):
             behind = True
         elif styled[name] == "":
-            found[name] = "sequence" if behind and is_norm(part) else WHOLE
-    return {name: _with_set(entry, plan.get(name)) for name, entry in found.items()}
+            entry_of[name] = "sequence" if behind and is_norm(part) else WHOLE
+    return {name: _with_set(entry, plan.get(name)) for name, entry in entry_of.items()}
 
 
 def _with_set(entry: Entry, before: Entry | None) -> Entry:
     """Return `entry` with the attributes that `before`, the entry it replaces, sets."""
     if not isinstance(before, Mapping) or "set" not in before:
         return entry
-    own = {"style": entry} if isinstance(entry, str) else entry
-    return {**own, "set": before["set"]}
+    entry_facts = {"style": entry} if isinstance(entry, str) else entry
+    return {**entry_facts, "set": before["set"]}
 
 
 def _of_part(name: str, part: nn.Module, styled: Mapping[str, str]) -> Entry:
     owners = [
-        (f"{name}.{inner}".rstrip("."), each) for inner, each in part.named_modules() if each._parameters
+        (f"{name}.{inner}".rstrip("."), submodule)
+        for inner, submodule in part.named_modules()
+        if submodule._parameters
     ]
-    if all(styled[owner] == "" and is_norm(each) for owner, each in owners):
+    if all(styled[owner] == "" and is_norm(part) for owner, part in owners):
         return "sequence"
     if all(styled[owner] in ("column", "row", "heads", "split") for owner, _ in owners):
         return "enter"

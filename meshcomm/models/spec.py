@@ -169,9 +169,9 @@ def cut(module: nn.Module, spec: ModelSpec, stage: Stage) -> tuple[nn.Module, ..
     """Remove the parts of other stages from `module`, and return its remaining blocks. Names do not change."""
     blocks = list(blocks_of(module, spec.layers).items())
     if spec.layers:
-        kept = {key: block for place, (key, block) in enumerate(blocks) if place in stage.layers}
-        module.get_submodule(spec.layers)._modules = dict(kept)
-        blocks = list(kept.items())
+        blocks_of_stage = {key: block for place, (key, block) in enumerate(blocks) if place in stage.layers}
+        module.get_submodule(spec.layers)._modules = dict(blocks_of_stage)
+        blocks = list(blocks_of_stage.items())
     gone = (() if stage.is_first else spec.first) + (() if stage.is_last else spec.last)
     for name in gone:
         parent, _, key = name.rpartition(".")
@@ -249,7 +249,7 @@ def check_names(spec: ModelSpec, module: nn.Module) -> None:
     if wrong:
         known = list(
             dict.fromkeys(
-                ".".join("*" if each.isdecimal() else each for each in name.split("."))
+                ".".join("*" if component.isdecimal() else component for component in name.split("."))
                 for name in sorted(filter(None, parts), key=lambda name: name.count("."))
             )
         )

@@ -121,8 +121,8 @@ class SpecModel(Model):
         if spec.tied and stage.count == 1:
             head = module.get_submodule(spec.tied[1].rpartition(".")[0])
             setattr(head, spec.tied[1].rpartition(".")[2], module.get_parameter(spec.tied[0]))
-        own, order = bool(spec.layers) and spec.forward is None, list(blocks_of(module, spec.layers))
-        if own:
+        calls_blocks, order = bool(spec.layers) and spec.forward is None, list(blocks_of(module, spec.layers))
+        if calls_blocks:
             dtype = getattr(torch, train.compute_dtype or train.dtype)
             absent = absent_parts(module, spec.layers, spec.first, stage, dtype, splits.mesh.device)
         layers = cut(module, spec, stage)
@@ -149,7 +149,7 @@ class SpecModel(Model):
             module.set_submodule(name, part)
         if self.drops:
             _have_dropped(module, spec.dropped, split)
-        if own:
+        if calls_blocks:
             put_in(module, spec.layers, order, absent)
             for name in spec.first if stage.is_first and train.compute_dtype else ():
                 if isinstance(part := module.get_submodule(name), nn.Embedding):
@@ -165,19 +165,19 @@ class SpecModel(Model):
         """Distribute a module's experts over ranks and return them by name. The experts are removed from the module,
         because plans do not cover them.
         """
-        found = {
+        experts = {
             name: (part, axes)
             for name, part in module.named_modules()
             for pattern, axes in self.spec.experts.items()
             if matches(pattern, name)
         }
-        for name, (part, axes) in found.items():
+        for name, (part, axes) in experts.items():
             spread_experts(part, splits.tensor, splits.expert, axes, name)
             if self._train.compile:
                 # A loop over experts runs different operations in every step.
                 part.forward = torch.compiler.disable(part.forward)
             module.set_submodule(name, nn.Identity())
-        return {name: part for name, (part, _) in found.items()}
+        return {name: part for name, (part, _) in experts.items()}
 
     def fill(self, module: nn.Module, stage: Stage) -> None:
         """See Model."""
@@ -194,8 +194,8 @@ class SpecModel(Model):
                     if spec.initialise is not None and self._is_added(name):
                         return spec.initialise(name, shape)
                     if spec.tied and name in spec.tied:
-                        each = [sources[tied] for tied in spec.tied if tied in sources]
-                        return folder.read_twice(each, shape)
+                        sources_of_tied = [sources[tied] for tied in spec.tied if tied in sources]
+                        return folder.read_twice(sources_of_tied, shape)
                     return folder.read(sources[name], shape)
 
                 write(module, stored)
@@ -329,12 +329,12 @@ def _shared_by_stages(module: nn.Module, spec: ModelSpec) -> list[str]:
     names: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
-    for each in names.values():
+    for aliases in names.values():
         places = {
-            place for name in each for part, place in parts.items() if f"{name}.".startswith(f"{part}.")
+            place for name in aliases for part, place in parts.items() if f"{name}.".startswith(f"{part}.")
         }
-        if len(places) > 1 and {*each} != {*(spec.tied or ())}:
-            return each
+        if len(places) > 1 and {*aliases} != {*(spec.tied or ())}:
+            return aliases
     return []
 
 
@@ -366,7 +366,7 @@ class _Facts:
         with contextlib.suppress(Exception), torch.device("meta"), torch.no_grad():
             module = self.spec.module()
             with calls.watching(module):
-                called(module, with_tensors(lambda each: each.to("meta"), x))
+                called(module, with_tensors(lambda tensor: tensor.to("meta"), x))
         return calls
 
     def exact(self) -> contextlib.AbstractContextManager[Any]:
@@ -393,15 +393,15 @@ class _Facts:
 
     def last_output(self, y: Any) -> Any:
         """Return the outputs for the loss. Raises UnsupportedOp for an output that a pipeline cannot return."""
-        found = logits_of(y) if self.spec.loss is None else y
-        if self.stage.count > 1 and not isinstance(found, Tensor):
+        output = logits_of(y) if self.spec.loss is None else y
+        if self.stage.count > 1 and not isinstance(output, Tensor):
             raise UnsupportedOp(
                 "the last stage of a pipeline returns one tensor",
                 given=f"a {type(y).__name__}",
                 expected="a tensor, from which the loss is computed",
                 hint="ModelSpec(forward=...), which returns one; or remove parallel.pipeline",
             )
-        return found
+        return output
 
     def in_float64(self, call: Callable[..., Any]) -> Callable[..., Any]:
         """Return `call` wrapped so that it keeps float64, even when it is called again in the backward pass."""
@@ -463,9 +463,9 @@ class _Facts:
         call: Callable[..., Any] = block
         if drops is not None:
             x: Tensor = next(iter((*args, *named.values())))
-            here = self.positions[self.splits.tensor.positions(x.shape[1])]
-            found = Drops.at(self.seed, drops[0], drops[1], here)
-            call = _with_drops(block, (found, found._replace(positions=self.positions)))
+            positions = self.positions[self.splits.tensor.positions(x.shape[1])]
+            drops_here = Drops.at(self.seed, drops[0], drops[1], positions)
+            call = _with_drops(block, (drops_here, drops_here._replace(positions=self.positions)))
         if draws is not None:
             call = draws.seeded(number, call)
         call = within(documents, call)
@@ -508,10 +508,10 @@ def _drop(split: TensorSplit, part: Any, args: object, output: Any) -> Any:
         return part.meshcomm_dropout(output)
     # Mixtures of experts use the shape (batch * sequence, width).
     x = output.unflatten(0, (len(drops[0].keys), -1)) if output.ndim == 2 else output
-    own = next((each for each in drops if len(each.positions) == x.shape[1]), drops[0])
+    drops_of_length = next((drop for drop in drops if len(drop.positions) == x.shape[1]), drops[0])
     width = x.shape[-1]
     first = split.coord * width if getattr(part, "meshcomm_features", width) != width else 0
-    return part.meshcomm_dropout(x, own, first).view_as(output)
+    return part.meshcomm_dropout(x, drops_of_length, first).view_as(output)
 
 
 class _Stage:
@@ -587,13 +587,15 @@ class _Stage:
                 if not facts.stage.is_last:
                     return facts.passed_on(y, len(x))
                 return facts.last_output(y)
-            here = StageContext(facts.stage, facts.layers, positions, facts.between, through)
-            y = facts.spec.forward(self, x, here)
+            context = StageContext(facts.stage, facts.layers, positions, facts.between, through)
+            y = facts.spec.forward(self, x, context)
         if not facts.stage.is_last:
             return facts.passed_on(y, len(x))
         if isinstance(y, Tensor):
             return y.to(facts.between)
-        return with_tensors(lambda each: each.to(facts.between) if each.is_floating_point() else each, y)
+        return with_tensors(
+            lambda tensor: tensor.to(facts.between) if tensor.is_floating_point() else tensor, y
+        )
 
 
 def _has(module: nn.Module, pattern: str) -> bool:

@@ -251,14 +251,15 @@ class StepCheck:
 
     def _run(self, check: Callable[[], str], module: nn.Module) -> None:
         """Run a check that calls the program's own code."""
-        own = self._model.own_loss
-        functions = functions_of(module, None if own is None else own.function, self._optimizer)
+        own_loss = self._model.own_loss
+        functions = functions_of(module, None if own_loss is None else own_loss.function, self._optimizer)
         trained = getattr(self._model, "module", None)
-        mine = set() if trained is None else {id(each) for each in trained.parameters()}
+        mine = set() if trained is None else {id(parameter) for parameter in trained.parameters()}
         reached = [value for value, _ in held_by(functions)]
-        reached.append(getattr(None if own is None else own.function, "__self__", None))
+        reached.append(getattr(None if own_loss is None else own_loss.function, "__self__", None))
         if any(
-            isinstance(each, nn.Module) and any(id(p) in mine for p in each.parameters()) for each in reached
+            isinstance(candidate, nn.Module) and any(id(p) in mine for p in candidate.parameters())
+            for candidate in reached
         ):
             self.why = "the loss or the optimizer uses the module itself, and not a copy"
             return
@@ -267,16 +268,16 @@ class StepCheck:
 
     def _given(self, batches: list[tuple[Any, Any]], **more: Any) -> Program:
         """Return the small program of a module that is already built."""
-        given, own = self._module, self._model.own_loss
-        assert given is not None
-        cast(given, torch.float64)
-        loss = None if own is None else own.function
+        module, own_loss = self._module, self._model.own_loss
+        assert module is not None
+        cast(module, torch.float64)
+        loss = None if own_loss is None else own_loss.function
 
         def model(config: Config) -> Model:
             assert config.parallel is not None and config.train is not None
-            return WrappedModule(copy.deepcopy(given), config.parallel, config.train, copied(loss))
+            return WrappedModule(copy.deepcopy(module), config.parallel, config.train, copied(loss))
 
-        return Program(lambda: copy.deepcopy(given), model, batches, loss=loss, **more)
+        return Program(lambda: copy.deepcopy(module), model, batches, loss=loss, **more)
 
     def _microbatches(self) -> int:
         train = self._train
@@ -344,8 +345,8 @@ def _cut(batch: tuple[Any, Any], vocab_size: int) -> tuple[Any, Any]:
         x = x[:, :_TOKENS]
         return x if not vocab_size or x.is_floating_point() else x.where(x < 0, x % vocab_size)
 
-    found: tuple[Any, Any] = with_tensors(short, batch)
-    return found
+    shortened: tuple[Any, Any] = with_tensors(short, batch)
+    return shortened
 
 
 def sizes_of(batch: tuple[Any, Any], samples: int) -> list[tuple[Any, Any]]:
@@ -393,13 +394,15 @@ def _use_of(parallel: ParallelConfig, sizes: Mapping[str, int], copies: int) -> 
 def _described(spec: Any, module: nn.Module) -> list[object]:
     """Return a description of a model, excluding its code."""
     plain = (str, int, float, tuple, dict, type(None))
-    said = [(key, value) for key, value in getattr(spec, "__dict__", {}).items() if isinstance(value, plain)]
+    settings = [
+        (key, value) for key, value in getattr(spec, "__dict__", {}).items() if isinstance(value, plain)
+    ]
     numbers = [
         (name, sorted((k, v) for k, v in vars(part).items() if isinstance(v, int | float | str)))
         for name, part in module.named_modules()
     ]
     config: Any = getattr(module, "config", None)
-    return [said, repr(module), numbers, config.to_dict() if hasattr(config, "to_dict") else None]
+    return [settings, repr(module), numbers, config.to_dict() if hasattr(config, "to_dict") else None]
 
 
 def _versions() -> list[str]:

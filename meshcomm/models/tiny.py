@@ -44,42 +44,44 @@ _TOKENS: Final = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
 def tiny(config: Any) -> PreTrainedConfig:
     """Return the configuration of the small model. Raises transformers' error if the model family does not accept it."""
-    said = config.to_dict()
+    settings = config.to_dict()
     layers = getattr(config, "num_hidden_layers", _LAYERS)
-    kept = _kept(said.get("layer_types"), layers)
-    small: dict[str, Any] = {name: len(kept) for name in _COUNTS if name in said}
+    kept = _kept(settings.get("layer_types"), layers)
+    small: dict[str, Any] = {name: len(kept) for name in _COUNTS if name in settings}
     # The family's names for settings that other families name differently.
     called = {theirs: ours for ours, theirs in config.attribute_map.items()}
-    sizes = {name: SIZES[called.get(name, name)] for name in said if called.get(name, name) in SIZES}
-    small |= _smaller({name: said[name] for name in sizes}, sizes)
+    sizes = {name: SIZES[called.get(name, name)] for name in settings if called.get(name, name) in SIZES}
+    small |= _smaller({name: settings[name] for name in sizes}, sizes)
     heads, groups = getattr(config, "num_attention_heads", 0), getattr(config, "num_key_value_heads", None)
-    if "kv_lora_rank" in said:
+    if "kv_lora_rank" in settings:
         # Multi-head latent attention: the keys of all heads come from one vector, and head_dim is the rotary size.
         small |= {"num_key_value_heads": 4, "head_dim": 8}
     elif groups == heads:
         small |= {"num_key_value_heads": 4}
-    for name, value in said.items():
+    for name, value in settings.items():
         # The setting has an entry for each layer, or for some layers.
         if isinstance(value, dict) and value and all(str(key).isdecimal() for key in value):
-            each = {int(key): _smaller(inner, sizes) for key, inner in value.items()}
-            small[name] = {place: each[layer] for place, layer in enumerate(kept) if layer in each}
+            of_layer = {int(key): _smaller(inner, sizes) for key, inner in value.items()}
+            small[name] = {place: of_layer[layer] for place, layer in enumerate(kept) if layer in of_layer}
         elif isinstance(value, list) and len(value) == layers and not isinstance(value[0], dict):
             small[name] = [value[place] for place in kept]
-    width = said.get("head_dim") or said.get("hidden_size", 0) // max(1, heads or 1)
-    if width and said.get("rope_parameters"):
+    width = settings.get("head_dim") or settings.get("hidden_size", 0) // max(1, heads or 1)
+    if width and settings.get("rope_parameters"):
         narrow = small.get("head_dim") or SIZES["hidden_size"] // SIZES["num_attention_heads"]
-        small["rope_parameters"] = _fewer(said["rope_parameters"], narrow, width)
-    small |= {name: token for name, token in _TOKENS.items() if isinstance(said.get(name), int)}
-    made: PreTrainedConfig = type(config)(**{**said, **{k: v for k, v in small.items() if k in said}})
-    return made
+        small["rope_parameters"] = _fewer(settings["rope_parameters"], narrow, width)
+    small |= {name: token for name, token in _TOKENS.items() if isinstance(settings.get(name), int)}
+    small_config: PreTrainedConfig = type(config)(
+        **{**settings, **{k: v for k, v in small.items() if k in settings}}
+    )
+    return small_config
 
 
-def _smaller(said: Any, sizes: Mapping[str, int]) -> Any:
-    if not isinstance(said, dict):
-        return said
+def _smaller(settings: Any, sizes: Mapping[str, int]) -> Any:
+    if not isinstance(settings, dict):
+        return settings
     return {
         name: sizes[name] if name in sizes and isinstance(value, int) and value > 0 else value
-        for name, value in said.items()
+        for name, value in settings.items()
     }
 
 
@@ -87,16 +89,16 @@ def _fewer(rope: Any, narrow: int, width: int) -> Any:
     """Return the rotary settings for heads of `narrow` features in place of `width`: factors are listed by frequency."""
     if not isinstance(rope, dict):
         return rope
-    found = {name: _fewer(value, narrow, width) for name, value in rope.items()}
+    smaller = {name: _fewer(value, narrow, width) for name, value in rope.items()}
     for name, factors in rope.items():
         if name.endswith("_factor") and isinstance(factors, list):
             count = len(factors) * narrow // width
-            found[name] = [factors[place * len(factors) // count] for place in range(count)]
-    return found
+            smaller[name] = [factors[place * len(factors) // count] for place in range(count)]
+    return smaller
 
 
 def _kept(kinds: Sequence[str] | None, layers: int) -> list[int]:
     """Return the indices of the layers to keep, in order: at least one of each kind."""
     firsts = [kinds.index(kind) for kind in dict.fromkeys(kinds)] if kinds else []
-    kept = dict.fromkeys([*firsts, *range(layers)])
-    return sorted(list(kept)[: max(_LAYERS, len(firsts))])
+    places = dict.fromkeys([*firsts, *range(layers)])
+    return sorted(list(places)[: max(_LAYERS, len(firsts))])

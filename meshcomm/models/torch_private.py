@@ -25,5 +25,5 @@ def has_attention_interface(model: Any) -> bool:
 
 def named_arguments(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of an operator's call by name."""
-    names = [each.name for each in operator._schema.arguments]
+    names = [argument.name for argument in operator._schema.arguments]
     return {**dict(zip(names, args, strict=False)), **kwargs}

@@ -244,14 +244,14 @@ class Transformer(nn.Module):
         self.tied = config.tied_embeddings
         if self.tied and self.embed is not None and self.head is not None:
             self.head.weight = self.embed.weight
-        here = splits.context.positions(seq_len)
+        positions = splits.context.positions(seq_len)
         table = rotary_table(seq_len, config.head_size, config.rope_theta)
-        rotary = table[:, here.cpu()].to(split.device, split.dtype)
+        rotary = table[:, positions.cpu()].to(split.device, split.dtype)
         self.register_buffer("rotary", rotary, persistent=False)
         self.register_buffer(
             "table", table.to(split.device, split.dtype) if packed else None, persistent=False
         )
-        self.register_buffer("positions", here, persistent=False)
+        self.register_buffer("positions", positions, persistent=False)
 
     @property
     def tied_weight(self) -> nn.Parameter | None:
@@ -274,8 +274,8 @@ class Transformer(nn.Module):
                 x = self.embed(x)
             drops = None
             if self.dropout and self.training and samples is not None:
-                here = self.positions[self.split.positions(x.shape[1])]
-                drops = Drops.at(self.seed, self.step, samples, here)
+                positions = self.positions[self.split.positions(x.shape[1])]
+                drops = Drops.at(self.seed, self.step, samples, positions)
             rotary = self.rotary
             if documents is not None and self.table is not None:
                 # (2, batch, 1 for all heads, sequence, head)

@@ -74,15 +74,15 @@ def write(module: nn.Module, value: Callable[[str, tuple[int, ...]], Any]) -> No
     """
     fused = fused_parts(module)
     for name, parameter in module.named_parameters():
-        own = Kept(parameter, fused[name]) if name in fused else None
-        full = value(name, tuple(parameter.shape) if own is None else own.shape)
+        whole = Kept(parameter, fused[name]) if name in fused else None
+        full = value(name, tuple(parameter.shape) if whole is None else whole.shape)
         if not isinstance(full, Stored):
-            assign(parameter, full if own is None else kept(full, own.parts))
-        elif own is None:
+            assign(parameter, full if whole is None else kept(full, whole.parts))
+        elif whole is None:
             held = local(parameter)
             full.copy(offsets(parameter) if isinstance(parameter, DTensor) else (0,) * held.ndim, held)
         else:
-            for piece in own.pieces():
+            for piece in whole.pieces():
                 values = torch.empty(piece.shape, dtype=piece.held.dtype, device=piece.held.device)
                 full.copy(piece.at, values)
                 piece.write(values)
@@ -145,16 +145,16 @@ class Folder:
         The index is trusted: only the files that this rank reads are opened.
         """
         missing = [name for name in wanted if name not in sources]
-        known: set[str] = set()
+        known_names: set[str] = set()
         held = [name for name in (*wanted, *more) if name in sources]
-        for each in (each for name in held for each in _flat(sources[name].names)):
-            known.add(self._called(each))
-            if self._called(each) not in self._places:
-                missing.append(each)
+        for stored_name in (stored for name in held for stored in _flat(sources[name].names)):
+            known_names.add(self._called(stored_name))
+            if self._called(stored_name) not in self._places:
+                missing.append(stored_name)
         extra = [
             name
             for name in self._places
-            if name not in known and not any(re.search(each, name) for each in self._ignored)
+            if name not in known_names and not any(re.search(pattern, name) for pattern in self._ignored)
         ]
         if missing or extra:
             raise TrainingError(
@@ -176,10 +176,12 @@ class Folder:
         """
         names, transposed, convert = source
         if convert is not None:
-            return _converted([self.read(Source(each), ()) for each in _flat(names)], convert, names, shape)
+            return _converted(
+                [self.read(Source(stored_name), ()) for stored_name in _flat(names)], convert, names, shape
+            )
         if isinstance(names, str):
             return _one(self, names, shape, transposed)
-        pieces = [[self.read(Source(each, transposed), ()) for each in row] for row in names]
+        pieces = [[self.read(Source(stored_name, transposed), ()) for stored_name in row] for row in names]
         return _stacked(pieces, names, shape, self._path)
 
     def read_twice(self, sources: Sequence[Source], shape: tuple[int, ...]) -> Stored:
@@ -187,10 +189,12 @@ class Folder:
 
         Reading a slice raises TrainingError if the copies differ in this slice.
         """
-        present = [each for each in sources if self._called(_flat(each.names)[0]) in self._places]
-        first, *others = (self.read(each, shape) for each in present or sources[:1])
+        present = [source for source in sources if self._called(_flat(source.names)[0]) in self._places]
+        first, *others = (self.read(source, shape) for source in present or sources[:1])
         return (
-            _twice(first, others[0], [str(each.names) for each in present], self._path) if others else first
+            _twice(first, others[0], [str(source.names) for source in present], self._path)
+            if others
+            else first
         )
 
     def piece(self, name: str) -> Any:
@@ -276,7 +280,7 @@ def _one(folder: Folder, name: str, shape: tuple[int, ...], transposed: bool) ->
         raise folder.refused(name, f"dtype {held.get_dtype()}", expected, TrainingError)
     shape = size[::-1] if transposed else size
 
-    def copy(at: Sequence[int], into: Tensor) -> None:
+    def copy(begins: Sequence[int], into: Tensor) -> None:
         if not into.numel():
             return
         if not into.ndim:
@@ -289,8 +293,8 @@ def _one(folder: Folder, name: str, shape: tuple[int, ...], transposed: bool) ->
         step = max(1, _MAPPED_BYTES // row)
         for begin in range(0, sizes[along], step):
             end = min(begin + step, sizes[along])
-            part = [slice(first, first + n) for first, n in zip(at, sizes, strict=True)]
-            part[along] = slice(at[along] + begin, at[along] + end)
+            part = [slice(first, first + n) for first, n in zip(begins, sizes, strict=True)]
+            part[along] = slice(begins[along] + begin, begins[along] + end)
             held = folder.piece(name)
             values = held[tuple(reversed(part))].T if transposed else held[tuple(part)]
             into.narrow(along, begin, end - begin).copy_(values)
@@ -303,10 +307,10 @@ def _one(folder: Folder, name: str, shape: tuple[int, ...], transposed: bool) ->
 def _twice(first: Stored, second: Stored, names: Sequence[str], path: Path) -> Stored:
     """Return a tensor that a folder stores under two names."""
 
-    def copy(at: Sequence[int], into: Tensor) -> None:
+    def copy(begins: Sequence[int], into: Tensor) -> None:
         other = torch.empty_like(into)
-        first.copy(at, into)
-        second.copy(at, other)
+        first.copy(begins, into)
+        second.copy(begins, other)
         if not torch.equal(into, other):
             raise TrainingError(
                 f"{' and '.join(names)} are one weight in config.json, but two in the weights",
@@ -323,7 +327,7 @@ def _converted(
 ) -> Stored:
     """Return a tensor that is computed from others, which are read in full."""
 
-    def copy(at: Sequence[int], into: Tensor) -> None:
+    def copy(begins: Sequence[int], into: Tensor) -> None:
         whole = convert([piece.whole().to(into.dtype) for piece in pieces])
         if tuple(whole.shape) != shape:
             raise ShapeError(
@@ -332,7 +336,7 @@ def _converted(
                 expected=f"{shape}, as in the model",
                 hint="use config.json and weights of the same model",
             )
-        into.copy_(whole[tuple(slice(first, first + n) for first, n in zip(at, into.shape, strict=True))])
+        into.copy_(whole[tuple(slice(first, first + n) for first, n in zip(begins, into.shape, strict=True))])
 
     return Stored(shape, copy)
 
@@ -341,7 +345,7 @@ def _stacked(pieces: list[list[Stored]], names: Names, shape: tuple[int, ...], p
     """Return a tensor stacked from several tensors (rows, ...), each of which is a range of rows at one index of axis 0."""
     rows = {tuple(piece.shape for piece in row) for row in pieces}
     usual = next(iter(rows))
-    whole = (len(pieces), sum(each[0] for each in usual), *usual[0][1:])
+    whole = (len(pieces), sum(shape[0] for shape in usual), *usual[0][1:])
     if len(rows) > 1 or (shape and whole != shape):
         raise ShapeError(
             f"{_flat(names)[0]} and the tensors stacked with it do not fit the model",
@@ -350,14 +354,14 @@ def _stacked(pieces: list[list[Stored]], names: Names, shape: tuple[int, ...], p
             hint="use config.json and weights of the same model",
         )
 
-    def copy(at: Sequence[int], into: Tensor) -> None:
+    def copy(begins: Sequence[int], into: Tensor) -> None:
         for place, target in enumerate(into):
             first = 0
-            for piece in pieces[at[0] + place]:
-                begin = max(at[1], first)
-                end = min(at[1] + target.shape[0], first + piece.shape[0])
+            for piece in pieces[begins[0] + place]:
+                begin = max(begins[1], first)
+                end = min(begins[1] + target.shape[0], first + piece.shape[0])
                 if begin < end:
-                    piece.copy((begin - first, *at[2:]), target[begin - at[1] : end - at[1]])
+                    piece.copy((begin - first, *begins[2:]), target[begin - begins[1] : end - begins[1]])
                 first += piece.shape[0]
 
     return Stored(whole, copy)

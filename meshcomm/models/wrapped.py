@@ -48,7 +48,11 @@ class WrappedModule(Model):
         train: TrainConfig,
         loss: LossOf | None = None,
     ) -> None:
-        lazy = [name for name, each in module.named_parameters() if isinstance(each, UninitializedParameter)]
+        lazy = [
+            name
+            for name, parameter in module.named_parameters()
+            if isinstance(parameter, UninitializedParameter)
+        ]
         if lazy:
             raise ConfigError(
                 "lazy layers have no weights yet",
@@ -57,10 +61,10 @@ class WrappedModule(Model):
                 hint="call the module once with a sample before it is given to the Trainer",
             )
         tensors = (*module.named_parameters(), *module.named_buffers())
-        if made := [name for name, each in tensors if each.is_inference()]:
+        if inference := [name for name, tensor in tensors if tensor.is_inference()]:
             raise UnsupportedOp(
                 "the module's tensors were made in inference mode, so they cannot be trained",
-                given=listed(made),
+                given=listed(inference),
                 expected="a module that is made or copied outside torch.inference_mode",
                 hint="move its construction out of the block",
             )
@@ -79,10 +83,10 @@ class WrappedModule(Model):
         module, train = self.module, self._train
         cast(module, getattr(torch, train.dtype), splits.mesh.device)
         with torch.no_grad():
-            held = [local(each) for each in (*module.parameters(), *module.buffers())]
+            held = [local(parameter) for parameter in (*module.parameters(), *module.buffers())]
             for dim in self._parallel.data_dims:
                 if splits.mesh.size(dim) > 1:
-                    splits.mesh.broadcast(dim, [each for each in held if each.numel()], src=0)
+                    splits.mesh.broadcast(dim, [tensor for tensor in held if tensor.numel()], src=0)
         synchronise(module, splits.mesh, along(splits.mesh, splits.data))
         if train.compute_dtype is not None:
             compute = getattr(torch, train.compute_dtype)
@@ -101,7 +105,7 @@ class WrappedModule(Model):
         module, parallel, train = self.module, self._parallel, self._train
         check_loss(None if self.own_loss is None else self.own_loss.function, module)
         check_cast(module, train)
-        split = {dim for each in module.parameters() for dim in split_dims(each)}
+        split = {dim for parameter in module.parameters() for dim in split_dims(parameter)}
         asked = {
             "parallel.pipeline": stages > 1,
             "parallel.context": splits.context.size > 1,

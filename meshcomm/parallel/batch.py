@@ -51,17 +51,17 @@ class Batches:
     """
 
     def __init__(
-        self, splits: Splits, known: Sections, model: Model, microbatches: int, data_size: int
+        self, splits: Splits, sections: Sections, model: Model, microbatches: int, data_size: int
     ) -> None:
-        self._mesh, self._model, self._known, self._data_size = splits.mesh, model, known, data_size
+        self._mesh, self._model, self._known, self._data_size = splits.mesh, model, sections, data_size
         self._pipelined = splits.pipeline is not None
-        self.share = microbatches * known.train.micro_batch_size
+        self.share = microbatches * sections.train.micro_batch_size
         # The settings with which a loss could not differentiate outputs by inputs. FSDP2 frees gathered weights before a second
         # backward pass, also on one rank.
         apart = {
             "parallel.pipeline": self._pipelined,
             "parallel.context": splits.context.size > 1,
-            "parallel.shard": known.parallel.shard is not None,
+            "parallel.shard": sections.parallel.shard is not None,
         }
         self._apart = [setting for setting, is_used in apart.items() if is_used]
         self._digests: dict[int, str] = {}
@@ -71,7 +71,7 @@ class Batches:
 
         Raises UnsupportedOp for inputs that need gradients if the loss could not differentiate outputs by them.
         """
-        if self._apart and any(each.requires_grad for each in tensors_of(batch.inputs)):
+        if self._apart and any(tensor.requires_grad for tensor in tensors_of(batch.inputs)):
             apart = ", ".join(self._apart)
             raise UnsupportedOp(
                 "inputs that need gradients cannot be trained with this parallelism",
@@ -225,18 +225,18 @@ def check_inputs(
         sums.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     shared = hashlib.sha256(repr(scalars).encode()).hexdigest()[:16]
     digests = of_every_rank(mesh, [sums.hexdigest()[:16], shared])
-    if len({each for _, each in digests}) > 1:
-        raise _differing(ranks_of(mesh), of_every_rank(mesh, [list(each) for each in scalars]))
-    found = {rank: each for rank, (each, _) in zip(ranks_of(mesh), digests, strict=True)}
+    if len({digest for _, digest in digests}) > 1:
+        raise _differing(ranks_of(mesh), of_every_rank(mesh, [list(scalar) for scalar in scalars]))
+    digest_of = {rank: digest for rank, (digest, _) in zip(ranks_of(mesh), digests, strict=True)}
     for role, dim in parallel.parts.items():
         if dim in parallel.data_dims or dim not in mesh.layout.dims:
             continue
-        for rank in sorted(found):
+        for rank in sorted(digest_of):
             coords = mesh.get_coords(rank)
             if coords[dim]:
                 continue
             others = [mesh.get_rank(**{**coords, dim: coord}) for coord in range(mesh.size(dim))]
-            odd = [other for other in others if found[other] != found[rank]]
+            odd = [other for other in others if digest_of[other] != digest_of[rank]]
             if odd:
                 raise TrainingError(
                     f"ranks along {dim} ({role}) have different samples",
@@ -247,12 +247,12 @@ def check_inputs(
                     "Also use the same seed and epoch on all ranks",
                 )
     readers: dict[tuple[str, str], int] = {}
-    for rank in sorted(found) if before else ():
+    for rank in sorted(digest_of) if before else ():
         # Ranks along all other dims have equal batches.
         if any(coord for dim, coord in mesh.get_coords(rank).items() if dim not in parallel.data_dims):
             continue
-        first = readers.setdefault((before[rank], found[rank]), rank)
-        if first != rank and before[rank] != found[rank]:
+        first = readers.setdefault((before[rank], digest_of[rank]), rank)
+        if first != rank and before[rank] != digest_of[rank]:
             dims = ", ".join(parallel.data_dims)
             raise TrainingError(
                 f"ranks along {dims} read the same samples",
@@ -261,19 +261,19 @@ def check_inputs(
                 hint="DataLoader(..., sampler=DistributedSampler(dataset, num_replicas=mesh.data_world_size, "
                 "rank=mesh.data_rank)); or trainer.engine.checked_steps = 0 if this is intended",
             )
-    return found
+    return digest_of
 
 
 def _differing(ranks: Sequence[int], scalars: Sequence[Sequence[Sequence[str]]]) -> TrainingError:
     """Return an error that names the first value that is not equal on all ranks."""
-    tables = [{name: text for name, text in each} for each in scalars]  # noqa: C416
-    names = dict.fromkeys(name for each in tables for name in each)
-    name = next(name for name in names if len({each.get(name) for each in tables}) > 1)
+    tables = [{name: text for name, text in scalar} for scalar in scalars]  # noqa: C416
+    names = dict.fromkeys(name for table in tables for name in table)
+    name = next(name for name in names if len({table.get(name) for table in tables}) > 1)
     first = tables[0].get(name, "nothing")
     odd, other = next(
-        (rank, each.get(name, "nothing"))
-        for rank, each in zip(ranks, tables, strict=True)
-        if each.get(name, "nothing") != first
+        (rank, table.get(name, "nothing"))
+        for rank, table in zip(ranks, tables, strict=True)
+        if table.get(name, "nothing") != first
     )
     return TrainingError(
         "ranks have different values where all samples of the global batch share one",
@@ -286,12 +286,12 @@ def _differing(ranks: Sequence[int], scalars: Sequence[Sequence[Sequence[str]]])
 
 def scalars_of(tree: Any, name: str) -> list[list[str]]:
     """Return the names and texts of the values in a tree that all samples share: numbers, strings, and tensors without axes."""
-    found = []
-    for each, leaf in named_leaves(tree, name):
+    scalars = []
+    for leaf_name, leaf in named_leaves(tree, name):
         if isinstance(leaf, PLAIN) or (isinstance(leaf, Tensor) and not leaf.ndim and not leaf.is_nested):
             value = leaf.item() if isinstance(leaf, (Tensor, np.generic)) else leaf
-            found.append([each, repr(value)])
-    return found
+            scalars.append([leaf_name, repr(value)])
+    return scalars
 
 
 # -- trees that cannot be divided ---------------------------------------------------------------------
@@ -299,29 +299,29 @@ def scalars_of(tree: Any, name: str) -> list[list[str]]:
 
 def check_dense(tree: Any, name: str) -> None:
     """Raise UnsupportedOp for tensors of a tree that cannot be divided along axis 0."""
-    for each, tensor in named_tensors(tree, name):
+    for tensor_name, tensor in named_tensors(tree, name):
         if tensor.layout != torch.strided or tensor.is_nested:
             raise UnsupportedOp(
                 "a step takes dense tensors, which are divided along axis 0",
-                given=f"{each}, a nested tensor"
+                given=f"{tensor_name}, a nested tensor"
                 if tensor.is_nested
-                else f"{each} with layout {tensor.layout}",
+                else f"{tensor_name} with layout {tensor.layout}",
                 expected="torch.strided",
-                hint=f"{each}.to_padded_tensor(0.0)"
+                hint=f"{tensor_name}.to_padded_tensor(0.0)"
                 if tensor.is_nested
-                else f"{each}.to_dense(); or indices and values as two tensors, padded to equally many for each sample",
+                else f"{tensor_name}.to_dense(); or indices and values as two tensors, padded to equally many for each sample",
             )
 
 
 def check_lists(tree: Any, name: str, count: int) -> None:
     """Raise UnsupportedOp for a list in a tree with a plain value for each of `count` samples, which would not be divided."""
-    for key, each in children(tree):
-        check_lists(each, f"{name}{key}", count)
+    for key, child in children(tree):
+        check_lists(child, f"{name}{key}", count)
     if not isinstance(tree, (list, tuple)) or hasattr(tree, "_fields") or len(tree) != count:
         return
     # A tuple of numbers is a size, for example.
     kinds = PLAIN if isinstance(tree, list) else str
-    if count and all(isinstance(each, kinds) for each in tree):
+    if count and all(isinstance(child, kinds) for child in tree):
         kind = type(tree[0]).__name__
         raise UnsupportedOp(
             "a list has one value for each of this rank's samples, and only tensors are divided among microbatches",
@@ -335,11 +335,11 @@ def check_lists(tree: Any, name: str, count: int) -> None:
 
 def check_samples(tree: Any, name: str, count: int, expected: str) -> None:
     """Raise ShapeError unless axis 0 of each tensor of a tree, except scalars, has `count` samples."""
-    for each, tensor in named_tensors(tree, name):
+    for tensor_name, tensor in named_tensors(tree, name):
         if tensor.ndim and len(tensor) != count:
             raise ShapeError(
                 "a tensor of the step does not have this rank's samples along axis 0",
-                given=f"{each} of shape {tuple(tensor.shape)}",
+                given=f"{tensor_name} of shape {tuple(tensor.shape)}",
                 expected=f"{count} samples: {expected}",
                 hint="x.expand(samples, *x.shape) for a tensor that all samples share; a buffer of the module if it never changes; "
                 "padding to (samples, length), in place of all samples' values with offsets",

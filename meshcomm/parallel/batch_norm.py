@@ -81,10 +81,10 @@ def _statistics(x: Tensor, mesh: Mesh, dims: Dims) -> _Statistics:
     Means and sums of squared distances are combined as in Chan, Golub, LeVeque 1979.
     """
     axes, channels = [0, *range(2, x.ndim)], _channels(x)
-    own = x.mean(axes)
-    distance = (x - own.view(channels)).square().sum(axes)
-    count = torch.full_like(own, x.numel() // x.shape[1])
-    facts = torch.stack([own, distance, count])[None]
+    mean_here = x.mean(axes)
+    distance = (x - mean_here.view(channels)).square().sum(axes)
+    count = torch.full_like(mean_here, x.numel() // x.shape[1])
+    facts = torch.stack([mean_here, distance, count])[None]
     facts = mesh.functional.all_gather(dims, facts, 0, grad="reduce_scatter")
     means, distances, counts = facts.unbind(1)
     total = counts.sum(0)
@@ -113,12 +113,12 @@ class _Forward:
         the forward follows statistics that it computes itself.
         """
         norm = self._norm
-        buffers = [each for each in (norm.running_mean, norm.running_var) if each is not None]
-        versions = [each._version for each in buffers]
+        buffers = [buffer for buffer in (norm.running_mean, norm.running_var) if buffer is not None]
+        versions = [buffer._version for buffer in buffers]
         mode = _Synchronised(self._mesh, self._dims)
         with mode:
             y = self.plain(*args, **named)
-        if not mode.was_called and [each._version for each in buffers] != versions:
+        if not mode.was_called and [buffer._version for buffer in buffers] != versions:
             raise UnsupportedOp(
                 f"the batch norms of {type(norm).__name__} cannot use the samples of all ranks",
                 given="a forward that changes running_mean or running_var, and does not call F.batch_norm",
@@ -142,13 +142,13 @@ class _Synchronised(TorchFunctionMode):
         """See TorchFunctionMode."""
         kwargs = kwargs or {}
         if func is F.batch_norm:
-            given = self._batch_norm(*args, **kwargs)
+            normalised = self._batch_norm(*args, **kwargs)
         elif func is torch.batch_norm:
-            said = {**dict(zip(_ARGUMENTS, args, strict=False)), **kwargs}
-            given = self._batch_norm(**{name: said[name] for name in _ARGUMENTS[:-1]})
+            arguments = {**dict(zip(_ARGUMENTS, args, strict=False)), **kwargs}
+            normalised = self._batch_norm(**{name: arguments[name] for name in _ARGUMENTS[:-1]})
         else:
             return func(*args, **kwargs)
-        return func(*args, **kwargs) if given is None else given
+        return func(*args, **kwargs) if normalised is None else normalised
 
     def _batch_norm(
         self,
@@ -166,13 +166,13 @@ class _Synchronised(TorchFunctionMode):
             return None
         self.was_called = True
         wide = input.to(torch.promote_types(input.dtype, torch.float32))
-        found, channels = _statistics(wide, self._mesh, self._dims), _channels(input)
+        statistics, channels = _statistics(wide, self._mesh, self._dims), _channels(input)
         if running_mean is not None and running_var is not None:
             with torch.no_grad():
                 # The unbiased variance, as in torch.
-                running_mean.lerp_(found.mean.to(running_mean), momentum)
-                running_var.lerp_(found.unbiased.to(running_var), momentum)
-        y = (wide - found.mean.view(channels)) * (found.variance + eps).rsqrt().view(channels)
+                running_mean.lerp_(statistics.mean.to(running_mean), momentum)
+                running_var.lerp_(statistics.unbiased.to(running_var), momentum)
+        y = (wide - statistics.mean.view(channels)) * (statistics.variance + eps).rsqrt().view(channels)
         if weight is not None:
             y = y * local(weight).to(wide.dtype).view(channels)
         if bias is not None:

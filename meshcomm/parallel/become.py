@@ -11,10 +11,10 @@ def become(part: Any, kind: type, *, prefix: str = "", home: str = "") -> Any:
     Modules of one class share the new class. prefix: begins the new class's name, before the name of the module's class.
     home: the Python module that the new class states as its own; by default, that of `kind`.
     """
-    own = type(part)
+    cls = type(part)
     # Python keeps the subclasses of a class weakly, so nothing keeps a class whose modules are gone.
-    made = (each for each in own.__subclasses__() if each.__bases__ == (kind, own))
-    part.__class__ = next(made, None) or type(
-        prefix + own.__name__, (kind, own), {"__module__": home or kind.__module__}
+    existing = (subclass for subclass in cls.__subclasses__() if subclass.__bases__ == (kind, cls))
+    part.__class__ = next(existing, None) or type(
+        prefix + cls.__name__, (kind, cls), {"__module__": home or kind.__module__}
     )
     return part

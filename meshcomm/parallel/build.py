@@ -43,9 +43,9 @@ class LocalModel:
     copy: the parameter that another rank owns, if there is one: the last stage's copy of a weight shared with the first stage.
     """
 
-    def __init__(self, mesh: Mesh, known: Sections, model: Model, filled: bool) -> None:
+    def __init__(self, mesh: Mesh, sections: Sections, model: Model, filled: bool) -> None:
         self.mesh, self.model = mesh, model
-        self._parallel, _, self._data, self._train = known
+        self._parallel, _, self._data, self._train = sections
         # The numbers of the hooks that are not a program's.
         self._hooks: set[int] = set()
         parallel, train = self._parallel, self._train
@@ -53,7 +53,7 @@ class LocalModel:
         self.data_coord = mesh.coord(parallel.data_dims) if parallel.data_dims else 0
         self.microbatches = train.global_batch_size // (self.data_size * train.micro_batch_size)
         self._ranks = mesh.size(parallel.pipeline) if parallel.pipeline else 1
-        self.splits = splits = self._split(known.model)
+        self.splits = splits = self._split(sections.model)
         self.stages = self._divide()
         self.modules = nn.ModuleList([model.stage(self.splits, stage) for stage in self.stages])
         for module in self.modules:
@@ -75,7 +75,7 @@ class LocalModel:
             tied.copy()
             self.copy = None if tied.is_owner else weight
             self._tied = tied if weight is None or weight.requires_grad else None
-        self._learns = {name: each.requires_grad for name, each in self.named}
+        self._learns = {name: parameter.requires_grad for name, parameter in self.named}
         self._unchanged = self.named if self._divided else []
         # Synchronized batch norms already have equal statistics on all ranks. A buffer that is not saved is a constant
         # table, for example of angles.
@@ -92,7 +92,9 @@ class LocalModel:
         unknown."""
         mesh, parallel, train, draws = self.mesh, self._parallel, self._train, self.splits.draws
         if self.splits.pipeline is None:
-            before = next((each.microbatch for each in self.gradients if isinstance(each, Sharded)), None)
+            before = next(
+                (gradient.microbatch for gradient in self.gradients if isinstance(gradient, Sharded)), None
+            )
             run = self.model.call(self.modules[0])
             return Accumulate(run, loss, self.microbatches, before, mesh, draws)
         if self._data is None:
@@ -122,7 +124,9 @@ class LocalModel:
         """Called before the first forward pass of a step. Raises TrainingError if parameters were frozen, unfrozen or added."""
         # The parameters of now: a program may have added some to the module.
         named = self._named()
-        if moved := [name for name, each in named if each.requires_grad != self._learns.get(name, False)]:
+        if moved := [
+            name for name, parameter in named if parameter.requires_grad != self._learns.get(name, False)
+        ]:
             how = "frozen" if self._learns.get(moved[0]) else "unfrozen"
             how = how if moved[0] in self._learns else "added"
             raise TrainingError(
@@ -135,7 +139,7 @@ class LocalModel:
             gradients.start()
         for module in self.modules if self.model.drops else ():
             module.step = number  # type: ignore[assignment]
-        self._versions = [each._version for _, each in self._unchanged]
+        self._versions = [tensor._version for _, tensor in self._unchanged]
         self.check_hooks(named)
 
     def finish_step(self) -> None:
@@ -144,7 +148,7 @@ class LocalModel:
         Raises UnsupportedOp if a forward pass has changed a parameter.
         """
         pairs = zip(self._unchanged, self._versions, strict=True)
-        if written := [name for (name, each), version in pairs if each._version != version]:
+        if written := [name for (name, tensor), version in pairs if tensor._version != version]:
             raise UnsupportedOp(
                 "a forward pass of this model changes its parameters",
                 given=listed(written),
@@ -178,13 +182,13 @@ class LocalModel:
 
     def know_hooks(self) -> None:
         """Take the hooks that the parameters have now for those of meshcomm. Called once, before the first step."""
-        self._hooks = {number for _, each in self.named for number in hooks_of(each)}
+        self._hooks = {number for _, parameter in self.named for number in hooks_of(parameter)}
 
     def check_hooks(self, named: Iterable[tuple[str, nn.Parameter]]) -> None:
         """Raise UnsupportedOp if a program has registered a hook of a parameter, and gradients are summed afterwards."""
         if not (self._divided or self.microbatches > 1 or self._parallel.shard is not None):
             return
-        hooked = [name for name, each in named if not hooks_of(each).keys() <= self._hooks]
+        hooked = [name for name, parameter in named if not hooks_of(parameter).keys() <= self._hooks]
         if hooked:
             raise UnsupportedOp(
                 "a hook of a parameter would be called with other gradients than on one process",
@@ -200,8 +204,8 @@ class LocalModel:
             parts = [pair for module in self.modules for pair in module.named_modules()]
             return [name or "the module" for name, part in parts if isinstance(part, FSDPModule)] + [
                 name
-                for name, each in self._named()
-                for hook in hooks_of(each).values()
+                for name, parameter in self._named()
+                for hook in hooks_of(parameter).values()
                 if getattr(hook, "__module__", "").startswith("meshcomm.")
             ]
 
@@ -243,13 +247,13 @@ class LocalModel:
     def _divide(self) -> list[Stage]:
         """Return the stages of this rank."""
         parallel, model = self._parallel, self.model
-        each = parallel.options.stages_per_rank if self._ranks > 1 else 1
-        count = self._ranks * each
+        per_rank = parallel.options.stages_per_rank if self._ranks > 1 else 1
+        count = self._ranks * per_rank
         model.check(self.splits, count)
         costs = model.costs(1 if self._data is None else self._data.seq_len)
         layers = split_layers(model.num_layers, count, costs.layers, first=costs.embedding, last=costs.head)
         coord = self.mesh.coord(parallel.pipeline) if parallel.pipeline else 0
-        return [Stage(index, count, layers[index]) for index in stages_of_rank(coord, self._ranks, each)]
+        return [Stage(index, count, layers[index]) for index in stages_of_rank(coord, self._ranks, per_rank)]
 
     def _check_parts(self) -> None:
         """Raise UnsupportedOp for embeddings whose results depend on which samples a rank has."""
@@ -274,16 +278,16 @@ class LocalModel:
         self.check_hooks(self._named())
         if self._parallel.shard is None:
             return
-        held = [(name, local(each.detach())) for name, each in self._named()]
+        held = [(name, local(parameter.detach())) for name, parameter in self._named()]
         sparse = [name for name, part in parts if getattr(part, "sparse", False) is True]
         for what, names, expected, hint in (
-            ("parameters without elements", [name for name, each in held if not each.numel()],
+            ("parameters without elements", [name for name, x in held if not x.numel()],
               "at least one element", "remove them"),
-             ("scalar parameters", [name for name, each in held if not each.ndim],
+             ("scalar parameters", [name for name, x in held if not x.ndim],
              "parameters with at least one axis", "torch.ones(1) in place of torch.ones(())"),
-            ("parameters that are not contiguous", [name for name, each in held if not each.is_contiguous()],
+            ("parameters that are not contiguous", [name for name, x in held if not x.is_contiguous()],
              "contiguous parameters", "nn.Parameter(x.contiguous())"),
-            ("complex parameters", [name for name, each in held if each.is_complex()],
+            ("complex parameters", [name for name, x in held if x.is_complex()],
              "real parameters", "a real parameter with a last axis of 2, and torch.view_as_complex in forward"),
             ("sparse gradients", sparse, "dense gradients", "sparse=False"),
         ):  # fmt: skip
@@ -326,12 +330,12 @@ class LocalModel:
         of_experts = parallel.gradient_dims
         if parallel.expert:
             of_experts = parallel.expert_gradient_dims(mesh.layout.views)
-        found: list[GradientSync | Sharded] = []
+        synced: list[GradientSync | Sharded] = []
         for kind, dims in enumerate((parallel.gradient_dims, of_experts)):
-            parameters = [pair for each in kinds for pair in each[kind].items()]
+            parameters = [pair for kinds_of_module in kinds for pair in kinds_of_module[kind].items()]
             if parameters:
-                found.append(GradientSync(mesh, along(mesh, dims), parameters, **settings))
-        return found
+                synced.append(GradientSync(mesh, along(mesh, dims), parameters, **settings))
+        return synced
 
     def _tied_weight(self) -> nn.Parameter | None:
         """Return the weight that the embedding and the head share, if one of this rank's stages has it."""

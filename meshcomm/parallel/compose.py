@@ -144,7 +144,7 @@ class Engine:
         )
         self.optimizer = self._update.optimizer
         loss = module_of(None if model.own_loss is None else model.own_loss.function)
-        calls = any(each.is_last for each in self.stages)
+        calls = any(stage.is_last for stage in self.stages)
         saved = [pair for pair in local.named if model.saves_all or pair[1].requires_grad]
         self._state = State(list(self.modules), self.optimizer, saved, model.tied, loss if calls else None)
         self._norm = GradientNorm(
@@ -232,10 +232,10 @@ class Engine:
         self._local.finish_step()
         if rows is not None:
             rows.finish()
-        found = self._loss.finish(loss)
-        if found.factor is not None:
-            self._norm.multiply_(found.factor)
-        self._count = found.divisor
+        step_sum = self._loss.finish(loss)
+        if step_sum.factor is not None:
+            self._norm.multiply_(step_sum.factor)
+        self._count = step_sum.divisor
         reached.summed = number
         norm = self._norm.norm()
         lr = self._update.set_rate(lr)
@@ -243,7 +243,7 @@ class Engine:
         are_ids = all(isinstance(x, Tensor) and not x.is_floating_point() for x in (inputs, targets))
         looks = self.model.vocab_size and self.mesh.is_async and are_ids
         ids = (inputs, targets.where(targets != -100, 0)) if looks else ()
-        spoilt = self._results.add(number, lr, found, norm, *ids, epoch=self.epoch)
+        spoilt = self._results.add(number, lr, step_sum, norm, *ids, epoch=self.epoch)
         if self._recovers and self.mesh.is_async:
             # Queued calls may still be abandoned, so the step is decided only after they have finished.
             self._value(spoilt)
@@ -283,10 +283,10 @@ class Engine:
         Raises RankLost if a rank was lost, because calls that are abandoned for a lost rank return normally with arbitrary
         values.
         """
-        found = float(x.item())
+        value = float(x.item())
         if self._recovers and self.mesh.is_async and (lost := self.mesh.elastic.lost()) is not None:
             raise lost
-        return found
+        return value
 
     # -- after a loss of ranks ------------------------------------------------------------------------
 
@@ -350,8 +350,8 @@ class Engine:
         number = -1
         try:
             with eval_mode(self.modules):
-                for number, given in enumerate(Batch(*each) for each in batches):
-                    batch, short = self._batches.filled(self._batches.prepared(given))
+                for number, whole_batch in enumerate(Batch(*batch) for batch in batches):
+                    batch, short = self._batches.filled(self._batches.prepared(whole_batch))
                     self._look(batch)
                     more: dict[str, Any] = {**self._batches.documents(batch), **short}
                     with self._drawing(f"evaluation {number}"):
@@ -390,7 +390,8 @@ class Engine:
         Raises: TrainingError that names the state that cannot be saved.
         """
         return {
-            name: each.tensor if isinstance(each, Kept) else each for name, each in self.saved_state().items()
+            name: value.tensor if isinstance(value, Kept) else value
+            for name, value in self.saved_state().items()
         }
 
     def saved_state(self) -> dict[str, Tensor | Kept]:
@@ -438,7 +439,7 @@ class Engine:
     # -- inside ---------------------------------------------------------------------------------
 
     def _sharded(self) -> list[Sharded]:
-        return [each for each in self.gradients if isinstance(each, Sharded)]
+        return [gradient for gradient in self.gradients if isinstance(gradient, Sharded)]
 
     @contextmanager
     def _explained(self) -> Iterator[None]:

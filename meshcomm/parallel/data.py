@@ -90,7 +90,7 @@ class GradientSync:
         self._broadcast = broadcast and self._dims is not None
         self._module = model if isinstance(model, nn.Module) else None
         self._named = list(model.named_parameters() if isinstance(model, nn.Module) else model)
-        wrappers = {name: local(each.detach()) for name, each in self._named}
+        wrappers = {name: local(parameter.detach()) for name, parameter in self._named}
         if elsewhere := [f"{name}, a {type(x).__name__}" for name, x in wrappers.items() if is_wrapper(x)]:
             raise TrainingError(
                 "GradientSync was given parameters that keep their values in other tensors",
@@ -106,7 +106,7 @@ class GradientSync:
         self._send_buffers()
         needed = {parameter: name for name, parameter in reversed(self._named) if parameter.requires_grad}
         self._buckets = [
-            _Bucket(place, [(needed[each], each) for each in run])
+            _Bucket(place, [(needed[parameter], parameter) for parameter in run])
             for place, run in enumerate(_cut(needed, bucket_mb))
         ]
         self._slots = [slot for bucket in self._buckets for slot in bucket.slots]
@@ -120,21 +120,21 @@ class GradientSync:
         self._unused = False
         used = ref(self)
         hook = register_optimizer_step_post_hook(lambda optimizer, *_: _stepped(used(), optimizer))
-        for each in (hook, *self._handles):
-            finalize(self, each.remove)
+        for handle in (hook, *self._handles):
+            finalize(self, handle.remove)
 
     def _check_unchanged(self) -> None:
         """Raise TrainingError if the buckets no longer match the parameters."""
         named = self._named if self._module is None else self._module.named_parameters()
-        known = {slot.parameter: slot for slot in self._slots}
-        now = {parameter: name for name, parameter in named}
+        slot_of = {slot.parameter: slot for slot in self._slots}
+        name_of = {parameter: name for name, parameter in named}
         changed = [
             name
-            for parameter, name in now.items()
-            if parameter.requires_grad != (parameter in known)
-            or (parameter in known and not known[parameter].fits())
+            for parameter, name in name_of.items()
+            if parameter.requires_grad != (parameter in slot_of)
+            or (parameter in slot_of and not slot_of[parameter].fits())
         ]
-        changed += [slot.name for parameter, slot in known.items() if parameter not in now]
+        changed += [slot.name for parameter, slot in slot_of.items() if parameter not in name_of]
         if changed:
             raise TrainingError(
                 "the module has changed since its GradientSync was created",
@@ -286,9 +286,9 @@ def _compare(mesh: Mesh, dims: Dims, mine: list[str]) -> None:
     if len({*mesh.objects.all_gather(dims, digest)}) == 1:
         return
     lists = dict(zip(mesh.ranks(dims), mesh.objects.all_gather(dims, mine), strict=True))
-    signs = {rank: tuple(each) for rank, each in lists.items()}
+    signs = {rank: tuple(names) for rank, names in lists.items()}
     usual, mismatched = majority(signs)
-    place = next(at for at in count() if len({each[at : at + 1] for each in signs.values()}) > 1)
+    place = next(index for index in count() if len({sign[index : index + 1] for sign in signs.values()}) > 1)
 
     def text(rank: int) -> str:
         if place >= len(lists[rank]):
@@ -323,7 +323,7 @@ def _stepped(sync: GradientSync | None, optimizer: torch.optim.Optimizer) -> Non
     """Called after each step of any optimizer, even one that changes parameters without autograd noticing."""
     if sync is not None and sync._unused:
         mine = {id(slot.parameter) for slot in sync._slots}
-        stepped = (id(each) for group in optimizer.param_groups for each in group["params"])
+        stepped = (id(parameter) for group in optimizer.param_groups for parameter in group["params"])
         sync._unused = mine.isdisjoint(stepped)
 
 

@@ -113,12 +113,12 @@ class Dropout(nn.Module):
 
         The other arguments are as in forward.
         """
-        known = (drops.keys.shape[0], drops.positions.shape[0])
-        if len(shape) != 3 or shape[:2] != known:
+        drawn = (drops.keys.shape[0], drops.positions.shape[0])
+        if len(shape) != 3 or shape[:2] != drawn:
             raise ShapeError(
                 f"dropout {self.site}: x and drops have different samples or tokens",
-                given=f"x of shape {tuple(shape)}; {known[0]} samples, {known[1]} positions",
-                expected=f"x of shape ({known[0]}, {known[1]}, features)",
+                given=f"x of shape {tuple(shape)}; {drawn[0]} samples, {drawn[1]} positions",
+                expected=f"x of shape ({drawn[0]}, {drawn[1]}, features)",
                 hint="the samples of this microbatch, and the positions of this rank's tokens",
             )
         tokens = _number(_mixed(drops.keys ^ self._site)[:, None], drops.positions)

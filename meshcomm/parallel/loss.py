@@ -63,16 +63,16 @@ class StepLoss:
         self._undivided = TensorSplit(splits.tensor.mesh, None, splits.tensor.dtype)
         self._vocab_size, self._hidden_size = model.vocab_size, model.hidden_size
         self._smoothing, self._z_loss = train.label_smoothing, train.z_loss
-        own = self._own
-        if own is not None and (self._smoothing or self._z_loss):
+        own_loss = self._own
+        if own_loss is not None and (self._smoothing or self._z_loss):
             raise ConfigError(
                 "this setting has no effect on a loss of your own",
                 given=f"label_smoothing = {self._smoothing:g}, z_loss = {self._z_loss:g}, and a loss function",
                 expected="settings of the built-in cross-entropy without a loss function, or a loss function without them",
                 hint="remove train.label_smoothing and train.z_loss, or the loss",
             )
-        self._slices = own is None or own.takes_slices
-        self._takes_inputs = own is not None and takes_inputs(own.function)
+        self._slices = own_loss is None or own_loss.takes_slices
+        self._takes_inputs = own_loss is not None and takes_inputs(own_loss.function)
         self._microbatches, self._samples = microbatches, microbatches * train.micro_batch_size
         # Whether a loss must not communicate with the ranks that have other samples.
         self._refuses_calls = train.check and microbatches > 1 and bool(splits.data)
@@ -103,8 +103,10 @@ class StepLoss:
         def mine(x: Tensor) -> Tensor:
             return context.split(x, 1) if x.ndim > 1 and x.shape[1] == tokens else x
 
-        given = with_tensors(mine, targets) if self._slices else targets
-        return with_tensors(mine, inputs), _Given(given, inputs) if self._takes_inputs else given
+        targets_of_rank = with_tensors(mine, targets) if self._slices else targets
+        return with_tensors(mine, inputs), _Given(
+            targets_of_rank, inputs
+        ) if self._takes_inputs else targets_of_rank
 
     def start(self, targets: Any, *, evaluates: bool = False) -> None:
         """Begin a step with these targets on this rank; or an evaluation, whose divisor is not known yet.
@@ -150,16 +152,16 @@ class StepLoss:
             if self._counts:
                 self._rows.append((targets != IGNORED).sum().double().reshape(1))
             return loss / self._divisor
-        given = (targets.targets, targets.inputs) if isinstance(targets, _Given) else (targets,)
+        arguments = (targets.targets, targets.inputs) if isinstance(targets, _Given) else (targets,)
         autocast = (
             nullcontext() if self._mixed is None else torch.autocast(self._mesh.device.type, self._mixed)
         )
         with autocast, self._calls_refused():
             outputs = outputs if self._slices else self._whole(outputs)
             try:
-                found = self._own.function(outputs, *given)
+                returned = self._own.function(outputs, *arguments)
             except (AttributeError, TypeError) as error:
-                if given[0] is not None:
+                if arguments[0] is not None:
                     raise
                 raise TrainingError(
                     "the loss fails without targets",
@@ -167,19 +169,19 @@ class StepLoss:
                     expected="targets, or a loss that needs none",
                     hint="trainer.step(inputs, targets); or batches (inputs, targets)",
                 ) from error
-        terms = dict(found) if isinstance(found, Mapping) else {"loss": found}
+        terms = dict(returned) if isinstance(returned, Mapping) else {"loss": returned}
         if "loss" not in terms:
             raise _refused(
                 f'a dictionary with {", ".join(map(repr, terms)) or "nothing"}, but no "loss"', _FORMS
             )
-        own = terms.pop("loss")
-        self._check_form(own)
+        loss_term = terms.pop("loss")
+        self._check_form(loss_term)
         self._name([*terms])
-        loss, count = self._pair("loss", own, weight)
+        loss, count = self._pair("loss", loss_term, weight)
         if self._counts:
             pairs = [self._pair(name, term, weight) for name, term in terms.items()]
-            row = [count, *(each for pair in pairs for each in pair)]
-            self._rows.append(torch.stack([each.detach().double() for each in row]))
+            row = [count, *(value for pair in pairs for value in pair)]
+            self._rows.append(torch.stack([value.detach().double() for value in row]))
         return loss.to(self._dtype) / self._divisor
 
     @torch.no_grad()
@@ -232,17 +234,17 @@ class StepLoss:
             yield
             return
         mesh, dims = self._mesh, self._splits.data
-        before = {each.label: each.started for each in mesh.debug.metrics.recorders.values()}
+        before = {recorder.label: recorder.started for recorder in mesh.debug.metrics.recorders.values()}
         yield
-        for each in mesh.debug.metrics.recorders.values():
-            if each.started == before.get(each.label, 0):
+        for recorder in mesh.debug.metrics.recorders.values():
+            if recorder.started == before.get(recorder.label, 0):
                 continue
-            coords = [mesh.get_coords(rank) for rank in each.ranks]
+            coords = [mesh.get_coords(rank) for rank in recorder.ranks]
             if len({tuple(of_rank[dim] for dim in dims) for of_rank in coords}) > 1:
                 size = self._samples
                 raise UnsupportedOp(
                     "a loss that communicates with other ranks is given only one microbatch of their samples at a time",
-                    given=f"a collective on {each.label} in the loss, and {self._microbatches} microbatches per step on {mesh.label}",
+                    given=f"a collective on {recorder.label} in the loss, and {self._microbatches} microbatches per step on {mesh.label}",
                     expected=f"train.micro_batch_size = {size}: one microbatch, so that the loss sees the global batch",
                     hint=f"train.micro_batch_size = {size}; or return (sum, count) or named terms, which add up over all "
                     "microbatches and ranks. train.check = false trains with the mean over microbatches",
@@ -288,9 +290,9 @@ class StepLoss:
                 "the same terms, in the same order, for every microbatch",
             )
 
-    def _pair(self, name: str, found: Any, weight: float) -> tuple[Tensor, Tensor]:
+    def _pair(self, name: str, returned: Any, weight: float) -> tuple[Tensor, Tensor]:
         """Return the sum and the count of a term."""
-        total, count = found if (both := _is_pair(found)) else (found, 1)
+        total, count = returned if (both := _is_pair(returned)) else (returned, 1)
         if not isinstance(total, Tensor) or total.ndim:
             given = (
                 f"shape {tuple(total.shape)}" if isinstance(total, Tensor) else f"a {type(total).__name__}"
@@ -350,17 +352,17 @@ class _Given:
     inputs: Any
 
 
-def _is_pair(found: Any) -> bool:
-    return isinstance(found, tuple) and len(found) == 2
+def _is_pair(returned: Any) -> bool:
+    return isinstance(returned, tuple) and len(returned) == 2
 
 
-def own_leaves(inputs: Any, given: Any) -> tuple[Any, Any]:
+def own_leaves(inputs: Any, targets: Any) -> tuple[Any, Any]:
     """Return a microbatch's inputs and the further arguments of the loss. Tensors that need gradients become leaves of a new graph.
 
     A loss with three arguments is given the same leaves as the module, and may differentiate outputs by them.
     """
     leaves = with_tensors(lambda x: x.detach().requires_grad_() if x.requires_grad else x, inputs)
-    return leaves, _Given(given.targets, leaves) if isinstance(given, _Given) else given
+    return leaves, _Given(targets.targets, leaves) if isinstance(targets, _Given) else targets
 
 
 def takes_inputs(loss: Callable[..., Any]) -> bool:
@@ -371,23 +373,23 @@ def takes_inputs(loss: Callable[..., Any]) -> bool:
     except (TypeError, ValueError):
         return False
     placed = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
-    return sum(each.kind in placed and each.default is each.empty for each in arguments) == 3
+    return sum(argument.kind in placed and argument.default is argument.empty for argument in arguments) == 3
 
 
 def module_of(loss: object) -> nn.Module | None:
     """Return the module that a loss is, or whose method it is."""
     parts = (loss, getattr(loss, "__self__", None), getattr(loss, "func", None))
-    return next((each for each in parts if isinstance(each, nn.Module)), None)
+    return next((part for part in parts if isinstance(part, nn.Module)), None)
 
 
-def logits_of(found: Any) -> Tensor:
+def logits_of(outputs: Any) -> Tensor:
     """Return the logits in a model's output. Raises UnsupportedOp if there are none."""
-    logits = found[0] if isinstance(found, tuple) and found else getattr(found, "logits", found)
+    logits = outputs[0] if isinstance(outputs, tuple) and outputs else getattr(outputs, "logits", outputs)
     logits = logits.get("logits") if isinstance(logits, Mapping) else logits
     if not isinstance(logits, Tensor):
         raise UnsupportedOp(
             "the model returns no logits",
-            given=f"a {type(found).__name__}",
+            given=f"a {type(outputs).__name__}",
             expected="a tensor, a tuple that begins with a tensor, or logits by this name",
             hint="use a loss of your own, which takes any output of the model",
         )
@@ -418,9 +420,9 @@ def _refused(given: str, expected: str) -> TrainingError:
 def check_loss(loss: object, model: nn.Module | None = None) -> None:
     """Raise UnsupportedOp for a loss module, or a method of one, with parameters that learn. Those of `model` are trained."""
     part = module_of(loss)
-    own = set() if model is None else set(model.parameters())
+    of_model = set() if model is None else set(model.parameters())
     named = () if part is None else part.named_parameters()
-    if names := [name for name, each in named if each.requires_grad and each not in own]:
+    if names := [name for name, parameter in named if parameter.requires_grad and parameter not in of_model]:
         raise UnsupportedOp(
             "the parameters of this loss would never be trained",
             given=f"a {type(part).__name__} with {listed(names)}",

@@ -53,13 +53,13 @@ def seeded(seed: int) -> Iterator[None]:
 
 def without_values(module: nn.Module) -> nn.Module:
     """Move the parameters of `module` to the meta device, in place, and return it. Shared parameters stay shared."""
-    made: dict[int, nn.Parameter] = {}
+    meta_of: dict[int, nn.Parameter] = {}
     for part in module.modules():
         for name, parameter in part._parameters.items():
             if parameter is not None:
-                if id(parameter) not in made:
-                    made[id(parameter)] = _like(parameter, parameter.detach().to("meta"))
-                part._parameters[name] = made[id(parameter)]
+                if id(parameter) not in meta_of:
+                    meta_of[id(parameter)] = _like(parameter, parameter.detach().to("meta"))
+                part._parameters[name] = meta_of[id(parameter)]
     return module
 
 
@@ -84,14 +84,14 @@ def materialise(module: nn.Module, device: torch.device) -> None:
 
     A parameter that fully_shard has sharded gets memory for this rank's shard. Shared parameters stay shared.
     """
-    made: dict[int, nn.Parameter] = {}
+    allocated: dict[int, nn.Parameter] = {}
     plain: dict[tuple[nn.Module, str], nn.Parameter | None] = {}
     for part in module.modules():
         for name, parameter in part._parameters.items():
             if not isinstance(parameter, DTensor):
-                if parameter is not None and parameter.is_meta and id(parameter) not in made:
-                    made[id(parameter)] = _like(parameter, torch.empty_like(parameter, device=device))
-                plain[part, name] = made.get(id(parameter), parameter)
+                if parameter is not None and parameter.is_meta and id(parameter) not in allocated:
+                    allocated[id(parameter)] = _like(parameter, torch.empty_like(parameter, device=device))
+                plain[part, name] = allocated.get(id(parameter), parameter)
     # Plain parameters are removed meanwhile: torch would swap them too, and fail for a parameter with other references.
     for part, name in plain:
         part._parameters[name] = None
@@ -112,11 +112,15 @@ def cast(module: nn.Module, dtype: torch.dtype, device: torch.device | None = No
 
     Other complex tensors, such as rotary tables, keep their dtype: `module.to(dtype)` would drop their imaginary parts.
     """
-    learned = {id(each) for each in module.parameters() if each.is_complex() and dtype == torch.float64}
+    learned = {
+        id(parameter)
+        for parameter in module.parameters()
+        if parameter.is_complex() and dtype == torch.float64
+    }
 
     def as_cast(x: Tensor) -> Tensor:
-        own = torch.complex128 if id(x) in learned else x.dtype
-        return x.to(device=device, dtype=dtype if x.is_floating_point() else own)
+        other_dtype = torch.complex128 if id(x) in learned else x.dtype
+        return x.to(device=device, dtype=dtype if x.is_floating_point() else other_dtype)
 
     module._apply(as_cast)
 
@@ -127,9 +131,9 @@ def check_cast(module: nn.Module, train: TrainConfig) -> None:
     A module in one shorter dtype is cast to train.dtype, as every master weight is.
     """
     held: dict[torch.dtype, list[str]] = {}
-    for name, each in module.named_parameters():
-        if each.is_floating_point():
-            held.setdefault(each.dtype, []).append(name)
+    for name, parameter in module.named_parameters():
+        if parameter.is_floating_point():
+            held.setdefault(parameter.dtype, []).append(name)
     kinds = "; ".join(f"{str(kind).removeprefix('torch.')}: {listed(names)}" for kind, names in held.items())
     way = {"float32": "module.float()", "float64": "module.double()"}[train.dtype]
     if len(held) > 1:
@@ -149,9 +153,9 @@ def check_cast(module: nn.Module, train: TrainConfig) -> None:
 
 
 def _like(parameter: nn.Parameter, data: Tensor) -> nn.Parameter:
-    made = nn.Parameter(data, parameter.requires_grad)
-    made.__dict__.update(parameter.__dict__)
-    return made
+    copy = nn.Parameter(data, parameter.requires_grad)
+    copy.__dict__.update(parameter.__dict__)
+    return copy
 
 
 # -- modes -----------------------------------------------------------------------------------------

@@ -82,7 +82,7 @@ class GradientNorm:
         # Classes and dims are sorted, because parameters may be in different orders on different ranks.
         self._dims = sorted({dim for dims in classes for dim in dims})
         self._classes = {dims: len(classes[dims]) for dims in sorted(classes)}
-        self._held = [each for dims in self._classes for each in classes[dims]] + uncounted
+        self._held = [counted for dims in self._classes for counted in classes[dims]] + uncounted
         self.each = torch.zeros(len(self._held), dtype=torch.float64)
 
     @property
@@ -211,32 +211,32 @@ def _norms(gradients: Sequence[Tensor]) -> Tensor:
     if not gradients:
         return torch.zeros(0, dtype=torch.float64)
     kinds = _by_kind(gradients)
-    found = []
+    parts = []
     for (device, dtype), places in kinds.items():
         some = [gradients[place] for place in places]
         if device.type != "cpu":
-            found.append(torch.stack(list(norms(some, torch.promote_types(dtype, torch.float32)))).double())
+            parts.append(torch.stack(list(norms(some, torch.promote_types(dtype, torch.float32)))).double())
         elif max(gradient.numel() for gradient in some) <= _BLOCK:
-            found.append(torch.stack(list(norms(some, torch.float64))))
+            parts.append(torch.stack(list(norms(some, torch.float64))))
         else:
-            found.append(torch.stack([_norm_of_blocks(gradient) for gradient in some]))
-    if len(found) == 1:
-        return found[0]
+            parts.append(torch.stack([_norm_of_blocks(gradient) for gradient in some]))
+    if len(parts) == 1:
+        return parts[0]
     places = [place for some in kinds.values() for place in some]
-    each = dict(zip(places, torch.cat(found).unbind(), strict=True))
-    return torch.stack([each[place] for place in range(len(gradients))])
+    norm_of = dict(zip(places, torch.cat(parts).unbind(), strict=True))
+    return torch.stack([norm_of[place] for place in range(len(gradients))])
 
 
 def _by_kind(gradients: Sequence[Tensor]) -> dict[tuple[torch.device, torch.dtype], list[int]]:
     """Return the tensors' indices, grouped by device and dtype."""
-    found: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    places_of: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for place, gradient in enumerate(gradients):
-        found.setdefault((gradient.device, gradient.dtype), []).append(place)
-    return found
+        places_of.setdefault((gradient.device, gradient.dtype), []).append(place)
+    return places_of
 
 
 def _norm_of_blocks(gradient: Tensor) -> Tensor:
-    of = torch.linalg.vector_norm
-    blocks = [of(block, dtype=torch.float64) for block in gradient.reshape(-1).split(_BLOCK)]
-    found: Tensor = blocks[0] if len(blocks) == 1 else of(torch.stack(blocks))
-    return found
+    norm_of = torch.linalg.vector_norm
+    blocks = [norm_of(block, dtype=torch.float64) for block in gradient.reshape(-1).split(_BLOCK)]
+    norm: Tensor = blocks[0] if len(blocks) == 1 else norm_of(torch.stack(blocks))
+    return norm

@@ -64,22 +64,22 @@ def decay_groups(
     groups: dict[tuple[bool, Any, str], dict[str, Any]] = {}
     # A multi-part parameter, such as a bias of q, k and v, has one more axis than in the original module.
     fused = fused_parts(module)
-    vectors = {name: each.ndim - (name in fused) < 2 for name, each in module.named_parameters()}
+    vectors = {name: parameter.ndim - (name in fused) < 2 for name, parameter in module.named_parameters()}
     learning = [pair for pair in module.named_parameters() if pair[1].requires_grad]
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in module.named_parameters() if named is None else named:
         names.setdefault(parameter, []).append(name)
     for name, parameter in sorted(learning, key=lambda pair: vectors[pair[0]]):
         matching = next(
-            (p for p in patterns or () if any(fnmatchcase(each, p) for each in names[parameter])), ""
+            (p for p in patterns or () if any(fnmatchcase(alias, p) for alias in names[parameter])), ""
         )
         vector = vectors[name]
         where = parameter.device_mesh if isinstance(parameter, DTensor) else None
-        made: dict[str, Any] = {"params": [], "weight_decay": 0.0} if vector else {"params": []}
+        group: dict[str, Any] = {"params": [], "weight_decay": 0.0} if vector else {"params": []}
         if patterns and matching:
             factors = patterns[matching]
-            made |= {"lr_factor": factors.get("lr", 1.0), "decay_factor": factors.get("weight_decay", 1.0)}
-        groups.setdefault((vector, where, matching), made)["params"].append(parameter)
+            group |= {"lr_factor": factors.get("lr", 1.0), "decay_factor": factors.get("weight_decay", 1.0)}
+        groups.setdefault((vector, where, matching), group)["params"].append(parameter)
     return list(groups.values()) or [{"params": []}]
 
 
@@ -113,35 +113,35 @@ def optimizer_of(train: TrainConfig, device: torch.device) -> MakeOptimizer:
     Raises ConfigError for unknown train.optimizer_args.
     """
     kind = KINDS[train.optimizer]
-    known = [name for name in inspect.signature(kind).parameters if name not in _OWN]
+    accepted = [name for name in inspect.signature(kind).parameters if name not in _OWN]
     for name in train.optimizer_args:
-        if name not in known:
+        if name not in accepted:
             raise ConfigError(
                 f"torch.optim.{kind.__name__} has no argument {name}"
                 + (", which is a setting of [train]" if name in _OWN else ""),
                 given=f"train.optimizer_args = {dict(train.optimizer_args)}",
-                expected="among " + ", ".join(known),
-                hint=f"train.{name} = ..." if name in _OWN else did_you_mean(name, known),
+                expected="among " + ", ".join(accepted),
+                hint=f"train.{name} = ..." if name in _OWN else did_you_mean(name, accepted),
             )
     # Unless a setting is given, optimizers other than AdamW use torch's defaults.
     names = [
         name for name in ("betas", "eps", "weight_decay") if train.optimizer == "adamw" or train.given(name)
     ]
-    given: dict[str, Any] = {name: getattr(train, name) for name in ("lr", *names)}
-    fused = "fused" in known and issubclass(kind, torch.optim.Adam)
-    foreach = "foreach" in known and device.type != "cpu"
+    settings: dict[str, Any] = {name: getattr(train, name) for name in ("lr", *names)}
+    fused = "fused" in accepted and issubclass(kind, torch.optim.Adam)
+    foreach = "foreach" in accepted and device.type != "cpu"
     if train.state_dtype is not None:
         kind = narrowed(kind, getattr(torch, train.state_dtype))
 
-    def made(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    def make(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         # Fused steps do not take complex parameters.
-        if fused and not any(each.is_complex() for group in groups for each in group["params"]):
+        if fused and not any(parameter.is_complex() for group in groups for parameter in group["params"]):
             how = {"fused": True}
         else:
             how = {"foreach": True} if foreach else {}
-        return kind(groups, **{**given, **how, **train.optimizer_args})
+        return kind(groups, **{**settings, **how, **train.optimizer_args})
 
-    return made
+    return make
 
 
 def made_of(make: MakeOptimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
@@ -166,10 +166,15 @@ def made_of(make: MakeOptimizer, groups: list[dict[str, Any]]) -> torch.optim.Op
         ) from failed
     kind = type(optimizer).__name__
     _complete(optimizer)
-    known = {id(each) for group in groups for each in group["params"]}
-    others = [each for group in optimizer.param_groups for each in group["params"] if id(each) not in known]
+    given_ids = {id(parameter) for group in groups for parameter in group["params"]}
+    others = [
+        parameter
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if id(parameter) not in given_ids
+    ]
     if others:
-        shapes = ", ".join(str(tuple(each.shape)) for each in others[:3])
+        shapes = ", ".join(str(tuple(other.shape)) for other in others[:3])
         raise ConfigError(
             f"the {kind} would not train this model",
             given=f"{len(others)} parameters of shapes {shapes} that are not in the given groups",
@@ -178,9 +183,13 @@ def made_of(make: MakeOptimizer, groups: list[dict[str, Any]]) -> torch.optim.Op
         )
     arguments = inspect.signature(optimizer.step).parameters.values()
     any_number = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    needed = [each for each in arguments if each.default is each.empty and each.kind not in any_number]
+    needed = [
+        argument
+        for argument in arguments
+        if argument.default is argument.empty and argument.kind not in any_number
+    ]
     if needed:
-        raise _needs_closure(optimizer, f"step({', '.join(each.name for each in needed)})")
+        raise _needs_closure(optimizer, f"step({', '.join(argument.name for argument in needed)})")
     return optimizer
 
 
@@ -196,8 +205,12 @@ def _needs_closure(optimizer: torch.optim.Optimizer, given: str) -> UnsupportedO
 def _misses_closure(error: Exception) -> bool:
     """Return whether `step()` failed because it has no closure, in the last line of the program's that ran."""
     is_none = isinstance(error, AssertionError) or "NoneType" in str(error)
-    own = [each for each in extract_tb(error.__traceback__) if not each.filename.startswith(_TORCH)]
-    return "closure" in str(error) or (is_none and bool(own) and "closure" in (own[-1].line or ""))
+    outside_torch = [
+        frame for frame in extract_tb(error.__traceback__) if not frame.filename.startswith(_TORCH)
+    ]
+    return "closure" in str(error) or (
+        is_none and bool(outside_torch) and "closure" in (outside_torch[-1].line or "")
+    )
 
 
 def grouped(
@@ -232,10 +245,14 @@ def grouped(
 
 def _check_held(optimizer: torch.optim.Optimizer, modules: nn.Module) -> None:
     """Raise ConfigError if a parameter that needs a gradient is in no optimizer: it would never be trained."""
-    every = [group for one in optimizers_in(optimizer) for group in one.param_groups]
-    held = {id(each) for group in every for each in group["params"]}
+    every = [group for inner in optimizers_in(optimizer) for group in inner.param_groups]
+    held = {id(parameter) for group in every for parameter in group["params"]}
     named = modules.named_parameters()
-    missing = [name.partition(".")[2] for name, each in named if each.requires_grad and id(each) not in held]
+    missing = [
+        name.partition(".")[2]
+        for name, parameter in named
+        if parameter.requires_grad and id(parameter) not in held
+    ]
     if missing:
         raise ConfigError(
             f"the {type(optimizer).__name__} would not train the whole model",
@@ -320,10 +337,10 @@ class Update:
         groups = self.optimizer.param_groups
         if lr is None:
             return float(groups[0]["lr"])
-        if self._set is not None and (now := [float(group["lr"]) for group in groups]) != self._set:
+        if self._set is not None and (rates := [float(group["lr"]) for group in groups]) != self._set:
             raise TrainingError(
                 "a learning rate was changed between steps, and the schedule would change it back",
-                given=f"lr {now}, where the schedule had set {self._set}",
+                given=f"lr {rates}, where the schedule had set {self._set}",
                 expected="rates of train.schedule, or of a scheduler",
                 hint="Trainer(..., scheduler=lambda optimizer: LambdaLR(optimizer, factor)), which sets the rates in each step",
             )

@@ -86,9 +86,9 @@ class Accumulate:
             if samples is not None:
                 # Without samples that count, the pass still takes part in the calls of the other ranks.
                 size = samples_of(x)
-                left = min(size, max(0, samples - i * size))
-                weight = left / size
-                x, target, named = (sliced(each, slice(left or size)) for each in (x, target, named))
+                size_of_part = min(size, max(0, samples - i * size))
+                weight = size_of_part / size
+                x, target, named = (sliced(part, slice(size_of_part or size)) for part in (x, target, named))
             losses.append(self._loss_of(i, x, target, named, weight).detach())
         return torch.stack(losses).sum()
 
@@ -97,7 +97,7 @@ class Accumulate:
     ) -> Tensor:
         if self._draws is not None:
             self._draws.microbatch(number, START)
-        differentiates = any(each.requires_grad for each in tensors_of(x))
+        differentiates = any(tensor.requires_grad for tensor in tensors_of(x))
         if differentiates:
             x, target = own_leaves(x, target)
         with torch.enable_grad() if differentiates else nullcontext():
@@ -269,8 +269,8 @@ class _PipelineStage(PipelineStage):
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> Any:
         # Sent tensors must be contiguous; torch checks this for outputs only.
         if bwd_chunk_id in self.bwd_cache:
-            found = self.bwd_cache[bwd_chunk_id]
-            self.bwd_cache[bwd_chunk_id] = tuple(g if g is None else g.contiguous() for g in found)
+            gradients = self.bwd_cache[bwd_chunk_id]
+            self.bwd_cache[bwd_chunk_id] = tuple(g if g is None else g.contiguous() for g in gradients)
         return super().get_bwd_send_ops(bwd_chunk_id)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **more: Any) -> Any:
@@ -305,15 +305,15 @@ def _no_view(_module: object, _inputs: object, output: Tensor) -> Tensor:
     return output.clone() if is_view(output) else output
 
 
-def _check(schedule: PipelineSchedule, microbatches: int, ranks: int, each: int, dim: str) -> None:
+def _check(schedule: PipelineSchedule, microbatches: int, ranks: int, per_rank: int, dim: str) -> None:
     several = schedule_properties(schedule).several_stages
     if ranks < 2:
         what, expected = f"a pipeline along {dim} has one rank", "2 or more ranks"
         hint = "Accumulate(module, loss, microbatches) runs all stages on one rank"
-    elif (each < 2) if several else (each != 1):
-        what = f"{schedule} does not run {each} stage{'' if each == 1 else 's'} on each rank"
+    elif (per_rank < 2) if several else (per_rank != 1):
+        what = f"{schedule} does not run {per_rank} stage{'' if per_rank == 1 else 's'} on each rank"
         expected = "2 or more stages on each rank" if several else "1 stage on each rank"
-        hint = 'schedule = "1f1b"' if each == 1 else 'schedule = "interleaved_1f1b"'
+        hint = 'schedule = "1f1b"' if per_rank == 1 else 'schedule = "interleaved_1f1b"'
     elif runs(schedule, microbatches, ranks):
         return
     elif microbatches < ranks:
@@ -325,7 +325,7 @@ def _check(schedule: PipelineSchedule, microbatches: int, ranks: int, each: int,
         what = f"{schedule} cannot divide {microbatches} microbatches into equal rounds"
         rounds = ranks if schedule == "interleaved_1f1b" else microbatches // ranks
         expected, hint = f"a multiple of {rounds}", f"{microbatches // ranks * ranks} microbatches"
-    given = f"{microbatches} microbatches per step, {ranks} ranks along {dim}, {each} modules"
+    given = f"{microbatches} microbatches per step, {ranks} ranks along {dim}, {per_rank} modules"
     raise LayoutError(what, given=given, expected=expected, hint=hint)
 
 

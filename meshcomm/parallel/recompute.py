@@ -105,10 +105,10 @@ def once(call: Callable[[], Sequence[Tensor]], x: Tensor) -> Sequence[Tensor]:
     _CALLS[key] = call
     try:
         with torch.no_grad():
-            made: list[Tensor] = torch.ops.meshcomm_recompute.once.default(x.detach(), key)
+            results: list[Tensor] = torch.ops.meshcomm_recompute.once.default(x.detach(), key)
     finally:
         del _CALLS[key]
-    return made
+    return results
 
 
 _SELECTIVE: Final[ContextVar[bool]] = ContextVar("meshcomm_selective", default=False)
@@ -120,14 +120,14 @@ _CALLS: Final[dict[str, Callable[[], Sequence[Tensor]]]] = {}
 
 def _policy(_: object, op: Any, *args: Any, **__: Any) -> CheckpointPolicy:
     name = op.name().partition("::")[2].partition(".")[0]
-    kept = op.namespace in ("aten", "meshcomm", "meshcomm_recompute") and name in _KEPT
-    if kept and name in ("bmm", "baddbmm"):
+    saved = op.namespace in ("aten", "meshcomm", "meshcomm_recompute") and name in _KEPT
+    if saved and name in ("bmm", "baddbmm"):
         a, b = args[-2:]
         # Attention scores, (queries, keys), are larger than both inputs.
-        kept = a.shape[1] * b.shape[2] <= a.shape[1] * a.shape[2] + b.shape[1] * b.shape[2]
-    if kept and _ADDED_UP.get():
-        kept = op.namespace != "aten"
-    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+        saved = a.shape[1] * b.shape[2] <= a.shape[1] * a.shape[2] + b.shape[1] * b.shape[2]
+    if saved and _ADDED_UP.get():
+        saved = op.namespace != "aten"
+    return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
@@ -146,7 +146,7 @@ class _Region(AbstractContextManager[None]):
     def __enter__(self) -> None:
         if self._again:
             # The mode drops results after their first use, but zero_bubble recomputes a block in each half of backward.
-            self._mode.storage = {op: copy(found) for op, found in self._kept.items()}
+            self._mode.storage = {op: copy(stored) for op, stored in self._kept.items()}
         with ExitStack() as stack:
             token = _SELECTIVE.set(True)
             stack.callback(_SELECTIVE.reset, token)

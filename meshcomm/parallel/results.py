@@ -109,20 +109,20 @@ class Results:
 
     def pending(self) -> list[Done]:
         """Return the steps that `collect` has not returned, without asking other ranks why a value is not finite."""
-        found = [*self._seen]
+        steps = [*self._seen]
         for step in self._steps:
             mean, elsewhere, norm, *terms = step.values.tolist()
-            found.append(self._done(step, mean, norm + elsewhere, terms))
+            steps.append(self._done(step, mean, norm + elsewhere, terms))
             if not math.isfinite(mean + norm + elsewhere):
-                found[-1] = found[-1]._replace(fault="its loss or gradient norm is not finite")
-        return found
+                steps[-1] = steps[-1]._replace(fault="its loss or gradient norm is not finite")
+        return steps
 
     def _done(self, step: _Pending, loss: float, norm: float, terms: Sequence[float]) -> Done:
         return Done(step.number, loss, norm, lr=step.lr, terms=dict(zip(self._names, terms, strict=True)))
 
     @torch.no_grad()
     def add(
-        self, number: int, lr: float, found: StepSum, norm: Tensor, *ids: Tensor, epoch: int = 0
+        self, number: int, lr: float, step_sum: StepSum, norm: Tensor, *ids: Tensor, epoch: int = 0
     ) -> Tensor:
         """Add a step: what its losses add up to, and the norm of all gradients.
 
@@ -136,13 +136,13 @@ class Results:
         """
         if len(self._steps) >= _MOST:
             self._seen = self.collect()
-        loss, count = found.loss, found.divisor
-        own = torch.zeros_like(norm) if loss is None else loss.double()
+        loss, count = step_sum.loss, step_sum.divisor
+        loss_value = torch.zeros_like(norm) if loss is None else loss.double()
         spoilt = torch.where(norm.isfinite(), 0.0, norm)
         if epoch != self._epoch:
             self._epoch = epoch
-            self._epochs = [own.new_tensor(float(each)) for each in (epoch, epoch**2)]
-        values = torch.stack([own, spoilt.to(own.dtype), *self._epochs])
+            self._epochs = [loss_value.new_tensor(float(power)) for power in (epoch, epoch**2)]
+        values = torch.stack([loss_value, spoilt.to(loss_value.dtype), *self._epochs])
         if loss is not None:
             values = self._splits.summed(values, self._splits.gradients)
         values = self._splits.of_last_stage(values)
@@ -152,11 +152,11 @@ class Results:
             apart = values[2].square() != values[3] * self._pieces
             norm = torch.where(apart, torch.nan, norm)
         values = torch.cat([values[:2].double(), norm.reshape(1)])
-        ends = torch.stack([end for each in ids for end in each.aminmax()]) if ids else None
-        now = (~values.isfinite().all()).float()
-        self._last = values = torch.cat([values, found.terms])
+        ends = torch.stack([end for batch_ids in ids for end in batch_ids.aminmax()]) if ids else None
+        not_finite = (~values.isfinite().all()).float()
+        self._last = values = torch.cat([values, step_sum.terms])
         self._steps.append(_Pending(number, lr, values, self._norm.each, count, loss, ends, apart))
-        self._spoilt = torch.maximum(self._spoilt, now) if self._stop else now
+        self._spoilt = torch.maximum(self._spoilt, not_finite) if self._stop else not_finite
         return self._spoilt
 
     def collect(self) -> list[Done]:
@@ -167,9 +167,9 @@ class Results:
                    "stop". Neither that step nor any later step was applied.
         """
         steps, self._steps = self._steps, []
-        found, self._seen = self._seen, []
+        collected, self._seen = self._seen, []
         if not steps:
-            return found
+            return collected
         for step, (mean, elsewhere, norm, *terms) in zip(
             steps, torch.stack([step.values for step in steps]).tolist(), strict=True
         ):
@@ -180,8 +180,8 @@ class Results:
                 done = done._replace(fault=self._fault(step))
                 if self._stop:
                     raise _stopped(done, step.lr, self._lr, not step.counted.item())
-            found.append(done)
-        return found
+            collected.append(done)
+        return collected
 
     def _fault(self, step: _Pending) -> str:
         if not step.counted.item():
@@ -193,9 +193,9 @@ class Results:
         outside = ""
         if step.ids is not None:
             ends = step.ids.tolist()
-            for what, lowest, highest in zip(("tokens", "targets"), ends[::2], ends[1::2], strict=True):
+            for kind, lowest, highest in zip(("tokens", "targets"), ends[::2], ends[1::2], strict=True):
                 if lowest < 0 or highest >= self._vocab_size:
-                    outside = f"{what} range from {lowest} to {highest}, the vocabulary has 0 to {self._vocab_size - 1}"
+                    outside = f"{kind} range from {lowest} to {highest}, the vocabulary has 0 to {self._vocab_size - 1}"
         lost = "" if step.loss is None or _finite(step.loss) else "nan" if step.loss.isnan() else "inf"
         return self._blamed(norms, lost, outside)
 
@@ -228,13 +228,13 @@ class Results:
             "weight": next((name for name, parameter in parameters if not _finite(parameter)), None),
         }
         table = sorted(of_every_rank(mesh, mine), key=lambda row: int(row["rank"]))
-        if found := [row for row in table if row["first"]]:
-            _, _, name, kind = max(row["first"] for row in found)
-            there = [row for row in found if row["first"][2] == name]
-            first = there[0]
+        if blamed := [row for row in table if row["first"]]:
+            _, _, name, kind = max(row["first"] for row in blamed)
+            of_first = [row for row in blamed if row["first"][2] == name]
+            first = of_first[0]
             more = f", and of {first['more']} more of its {first['of']} parameters" if first["more"] else ""
             lines = [f"{first['label']}: {kind} in the gradient of {name}{more}"]
-            lines += _dims(mesh, self._parallel, [row["rank"] for row in there])
+            lines += _dims(mesh, self._parallel, [row["rank"] for row in of_first])
         elif any(row["loss"] for row in table):
             lines = ["every element of every gradient is finite, but the loss is not"]
         else:
@@ -242,8 +242,8 @@ class Results:
         if strange := [row for row in table if row["outside"]]:
             lines.insert(0, f"{strange[0]['label']}: {strange[0]['outside']}")
         for kind, why in (("nan", ": a mean over no elements is 0/0"), ("inf", "")):
-            if own := [row["rank"] for row in table if row["loss"] == kind]:
-                lines.append(f"the loss of its samples is {kind} on rank {fold(own)}{why}")
+            if ranks_of_loss := [row["rank"] for row in table if row["loss"] == kind]:
+                lines.append(f"the loss of its samples is {kind} on rank {fold(ranks_of_loss)}{why}")
         if weights := [row for row in table if row["weight"]]:
             lines.append(f"{weights[0]['label']}: the weight {weights[0]['weight']} itself is not finite")
         return "\n".join(lines)
@@ -251,9 +251,9 @@ class Results:
 
 def _stopped(done: Done, lr: float, most: float, nothing: bool) -> TrainingError:
     finite = math.isfinite(done.loss)
-    what, size = ("gradient norm", done.gradient_norm) if finite else ("loss", done.loss)
+    quantity, size = ("gradient norm", done.gradient_norm) if finite else ("loss", done.loss)
     return TrainingError(
-        f"the {what} of step {done.number} is {size}",
+        f"the {quantity} of step {done.number} is {size}",
         given=f"{done.fault}\nloss {done.loss:.4g}, gradient norm {done.gradient_norm:.4g}, lr {lr:.3g}",
         expected="finite numbers on every rank; this step is not applied, and no later state is saved",
         hint='use data with targets that count in each step, or train.on_nonfinite = "skip"'

@@ -56,7 +56,7 @@ class Sharded:
     ) -> None:
         self._reshard = reshard
         every = [parameter for module in modules for parameter in module.parameters()]
-        own = next((each for each in every if each.requires_grad), every[0]).dtype
+        layer_dtype = next((parameter for parameter in every if parameter.requires_grad), every[0]).dtype
         spread = None if experts is None else tuple(dim for dim in experts if mesh.size(dim) > 1)
         everywhere: dict[str, Any] = {"mesh": mesh[tuple(dims)], "reshard_after_forward": reshard}
         self._roots: list[FSDPModule] = []
@@ -70,9 +70,9 @@ class Sharded:
                 elif hasattr(part, EXPERTS):
                     whole.update(part.parameters())
             for layer in _blocks(module):
-                for part in layer.modules() if precision.param_dtype != own else ():
+                for part in layer.modules() if precision.param_dtype != layer_dtype else ():
                     if isinstance(part, Router):
-                        _shard(part, mp_policy=replace(precision, param_dtype=own), **everywhere)
+                        _shard(part, mp_policy=replace(precision, param_dtype=layer_dtype), **everywhere)
                 _shard(layer, mp_policy=precision, ignored_params=whole or None, **everywhere)
             root = {"mesh": everywhere["mesh"], "mp_policy": precision, "ignored_params": whole or None}
             self._roots.append(_shard(module, **root))
@@ -112,8 +112,8 @@ class Sharded:
 
         Raises TrainingError that names the parameters that got no gradient in this step.
         """
-        needed = {name: each for name, each in self._parameters.items() if each.requires_grad}
-        check_complete([name for name, each in needed.items() if each.grad is None], len(needed))
+        needed = {name: parameter for name, parameter in self._parameters.items() if parameter.requires_grad}
+        check_complete([name for name, parameter in needed.items() if parameter.grad is None], len(needed))
 
 
 def _blocks(module: nn.Module) -> tuple[nn.Module, ...]:
@@ -127,7 +127,7 @@ def _blocks(module: nn.Module) -> tuple[nn.Module, ...]:
     blocks = list(blocks)
     while any(isinstance(block, lists) for block in blocks):
         blocks = [
-            one for block in blocks for one in (block.children() if isinstance(block, lists) else [block])
+            layer for block in blocks for layer in (block.children() if isinstance(block, lists) else [block])
         ]
     owners: dict[nn.Parameter, set[nn.Module]] = {}
     for part in module.modules():
@@ -152,7 +152,7 @@ def _expert_axis(part: nn.Module, ranks: int) -> Callable[[nn.Parameter], Shard]
     def place(parameter: nn.Parameter) -> Shard:
         sizes = enumerate(local(parameter.detach()).shape)
         skipped = together.get(id(parameter))
-        return Shard(next((at for at, size in sizes if at != skipped and size % ranks == 0), 0))
+        return Shard(next((axis for axis, size in sizes if axis != skipped and size % ranks == 0), 0))
 
     return place
 
@@ -162,9 +162,9 @@ def _shard(module: nn.Module, **settings: Any) -> FSDPModule:
 
     Its gradients are summed, like the gradients of unsharded tensors; by default, torch averages them.
     """
-    found = fully_shard(module, **settings)
-    assert isinstance(found, FSDPModule)
-    found.set_gradient_divide_factor(1.0)
+    sharded = fully_shard(module, **settings)
+    assert isinstance(sharded, FSDPModule)
+    sharded.set_gradient_divide_factor(1.0)
     # Gloo does not support the premultiplied sum that torch would choose for float32.
-    found.set_force_sum_reduction_for_comms(True)
-    return found
+    sharded.set_force_sum_reduction_for_comms(True)
+    return sharded

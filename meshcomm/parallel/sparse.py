@@ -65,8 +65,8 @@ class SparseRows:
 
 def optimizers_in(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
     """Return the optimizers that an optimizer consists of, and then itself."""
-    held = [each for value in vars(optimizer).values() for each in members_of(value)]
-    return [*(each for each in held if isinstance(each, torch.optim.Optimizer)), optimizer]
+    held = [member for value in vars(optimizer).values() for member in members_of(value)]
+    return [*(member for member in held if isinstance(member, torch.optim.Optimizer)), optimizer]
 
 
 def members_of(value: Any) -> list[Any]:
@@ -77,17 +77,17 @@ def members_of(value: Any) -> list[Any]:
 
 
 def _tables(modules: nn.Module) -> list[nn.Parameter]:
-    found: dict[Any, None] = {}
+    tables: dict[Any, None] = {}
     for part in modules.modules():
         if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.sparse and part.weight.requires_grad:
-            found[part.weight] = None
-    return list(found)
+            tables[part.weight] = None
+    return list(tables)
 
 
 def _takes_sparse(optimizer: torch.optim.Optimizer, table: nn.Parameter) -> bool:
-    for each in optimizers_in(optimizer):
-        if any(parameter is table for group in each.param_groups for parameter in group["params"]):
-            kind = type(each)
+    for inner in optimizers_in(optimizer):
+        if any(parameter is table for group in inner.param_groups for parameter in group["params"]):
+            kind = type(inner)
             return kind is torch.optim.SparseAdam or not kind.__module__.startswith("torch.optim.")
     return False
 

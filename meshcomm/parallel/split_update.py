@@ -36,14 +36,14 @@ def check_split(build: Build, modules: nn.Module) -> None:
     Raises:    UnsupportedOp if the results differ, or if the optimizer fails on split parameters only.
     """
     kinds = {
-        (each.device_mesh, tuple(map(_plain, each.placements)), each.ndim): each
-        for each in modules.parameters()
-        if isinstance(each, DTensor) and each.requires_grad and each.ndim
+        (parameter.device_mesh, tuple(map(_plain, parameter.placements)), parameter.ndim): parameter
+        for parameter in modules.parameters()
+        if isinstance(parameter, DTensor) and parameter.requires_grad and parameter.ndim
     }
     cases = [(*kind, tall, like) for kind, like in kinds.items() for tall in (True, False)]
     for where, placements, axes, tall, like in cases:
         values = _drawn(_shape(axes, where, placements, tall), like)
-        parts = [distribute_tensor(each, where, placements, src_data_rank=None) for each in values]
+        parts = [distribute_tensor(value, where, placements, src_data_rank=None) for value in values]
         kind, why = _difference(build, [values], [parts])
         if why:
             shape = "matrix" if axes > 1 else "vector"
@@ -72,7 +72,7 @@ def check_fused(build: Build, modules: nn.Module) -> None:
         shape = [5] * axes
         shape[parts.axis] = sum(parts.sizes)
         values = _drawn(shape, named[name])
-        kind, why = _difference(build, [values], [[kept(each, parts) for each in values]], parts=parts)
+        kind, why = _difference(build, [values], [[kept(value, parts) for value in values]], parts=parts)
         if why:
             raise UnsupportedOp(
                 f"{kind} does not update {name.partition('.')[2]} as on one process",
@@ -127,18 +127,18 @@ def _difference(
     """
     with torch.random.fork_rng(), torch.enable_grad():
         kind = ""
-        found: list[Tensor] = []
+        updated: list[Tensor] = []
         try:
             kind, expected = _stepped(build, usual)
             for other in others:
-                found += _stepped(build, other, parts, reused=reused)[1]
+                updated += _stepped(build, other, parts, reused=reused)[1]
         except MeshcommError:
             raise
         except Exception as error:
-            said = str(error).partition("\n")[0]
-            return kind, f"{type(error).__name__}: {said}" if kind else ""
-    off = float(torch.cat([(a - b).flatten() for a, b in zip(found, expected, strict=True)]).abs().max())
-    room = 0.0 if reused else _ROOM * max(float(each.abs().max()) for each in expected)
+            reason = str(error).partition("\n")[0]
+            return kind, f"{type(error).__name__}: {reason}" if kind else ""
+    off = float(torch.cat([(a - b).flatten() for a, b in zip(updated, expected, strict=True)]).abs().max())
+    room = 0.0 if reused else _ROOM * max(float(value.abs().max()) for value in expected)
     # Not "off > room", because nan must not pass.
     return kind, "" if off <= room else f"{_OFF} {off:.2g}"
 
@@ -159,13 +159,15 @@ def _stepped(
     for step in range(1, 1 + _STEPS):
         # Noise that an optimizer draws must not depend on how parameters are split.
         torch.manual_seed(0)
-        for number, (parameter, each) in enumerate(zip(module.weights, values, strict=True)):
+        for number, (parameter, steps) in enumerate(zip(module.weights, values, strict=True)):
             # As training does, also if the optimizer has dropped the gradient or set another one.
-            parameter.grad = buffers[number].copy_(each[step]) if reused else each[step].detach().clone()
+            parameter.grad = buffers[number].copy_(steps[step]) if reused else steps[step].detach().clone()
         optimizer.step()
-    found = [each.detach() for each in module.weights]
-    found = [each.full_tensor() if isinstance(each, DTensor) else each for each in found]
-    return type(optimizer).__name__, [each if parts is None else joined(each, parts) for each in found]
+    weights = [weight.detach() for weight in module.weights]
+    weights = [weight.full_tensor() if isinstance(weight, DTensor) else weight for weight in weights]
+    return type(optimizer).__name__, [
+        weight if parts is None else joined(weight, parts) for weight in weights
+    ]
 
 
 def _drawn(shape: Sequence[int], like: Tensor | None = None) -> Tensor:
@@ -183,7 +185,7 @@ def _plain(placement: Any) -> Any:
 def _shape(axes: int, where: Any, placements: tuple[Any, ...], tall: bool) -> list[int]:
     """Return a shape of which each rank has several elements, in uneven parts. tall: whether there are more rows than columns."""
     ranks = [
-        prod(where.size(dim) for dim, each in enumerate(placements) if each == Shard(axis))
+        prod(where.size(dim) for dim, placement in enumerate(placements) if placement == Shard(axis))
         for axis in range(axes)
     ]
     short = 2 * max(ranks) + 1

@@ -33,23 +33,23 @@ def sections(mesh: Mesh, config: Config) -> Sections:
     Raises ConfigError if [parallel] or [train] is missing or does not fit the mesh, and LayoutError if the
     open mesh and `config` have different dims.
     """
-    given, live = config.mesh.dims, mesh.layout.dims
-    if list(given) != list(live) or any(size not in (-1, live[name]) for name, size in given.items()):
+    declared, live = config.mesh.dims, mesh.layout.dims
+    if list(declared) != list(live) or any(size not in (-1, live[name]) for name, size in declared.items()):
         raise LayoutError(
             "the open mesh and this configuration have different dims",
-            given=f"an open mesh of {toml_dims(live)}, mesh.dims = {toml_dims(given)}",
+            given=f"an open mesh of {toml_dims(live)}, mesh.dims = {toml_dims(declared)}",
             expected="the configuration that the mesh was opened with",
             hint=f"meshcomm.config.load_config(config, ['mesh.dims={toml_dims(live)}'])",
         )
-    known = load_config(config, [f"mesh.dims={toml_dims(live)}"])
-    if known.parallel is None or known.train is None:
+    loaded = load_config(config, [f"mesh.dims={toml_dims(live)}"])
+    if loaded.parallel is None or loaded.train is None:
         raise ConfigError(
             "this configuration describes a mesh but no training",
             given=f"{config.source} without [parallel] and [train]",
             expected="both sections, and [model] and [data] unless they are given in code",
             hint="meshcomm new writes a configuration with all four sections",
         )
-    return Sections(known.parallel, known.model, known.data, known.train)
+    return Sections(loaded.parallel, loaded.model, loaded.data, loaded.train)
 
 
 @final

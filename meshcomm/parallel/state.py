@@ -74,7 +74,7 @@ class State:
         loss: nn.Module | None = None,
     ) -> None:
         self._modules, self._optimizer, self._named, self._loss = modules, optimizer, named, loss
-        self._fused = {name: each for module in modules for name, each in fused_parts(module).items()}
+        self._fused = {name: parts for module in modules for name, parts in fused_parts(module).items()}
         names: dict[Tensor, list[str]] = {}
         for module in modules:
             for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -87,10 +87,16 @@ class State:
             part
             for part in parts
             if type(part).__module__.startswith("torch.optim.")
-            and all(any(group is each for each in optimizer.param_groups) for group in part.param_groups)
+            and all(
+                any(group is param_group for param_group in optimizer.param_groups)
+                for group in part.param_groups
+            )
         ]
         self._holders = {
-            id(each): part for part in self._parts for group in part.param_groups for each in group["params"]
+            id(parameter): part
+            for part in self._parts
+            for group in part.param_groups
+            for parameter in group["params"]
         }
         self.scheduler: LRScheduler | None = None
         # Whether each step is given its learning rate. If so, the groups' rates are not state.
@@ -117,24 +123,24 @@ class State:
         Raises TrainingError that names the state that cannot be saved.
         """
         groups = self._changed_groups()
-        found = self.weights()
+        tensors = self.weights()
         for name, parameter in self._named:
-            own, rest = self._of_parameter(name, parameter)
-            for full, each in own.items():
-                found[full] = self._before(name, each) if each.shape == parameter.shape else each
+            held, rest = self._of_parameter(name, parameter)
+            for full, tensor in held.items():
+                tensors[full] = self._before(name, tensor) if tensor.shape == parameter.shape else tensor
             facts: dict[str, Any] = {"also": self._also.get(name), "state": rest}
             facts["group"] = groups.get(id(parameter))
             if facts := {key: fact for key, fact in facts.items() if fact}:
-                found[OF_PARAMETER + name] = _plain(f"the optimizer's state of {name}", facts)
-        found |= self._of_loss()
+                tensors[OF_PARAMETER + name] = _plain(f"the optimizer's state of {name}", facts)
+        tensors |= self._of_loss()
         for name, part in self._with_extra_state():
             value = part.get_extra_state()
             if type(value) is Tensor:
-                found[_extra(name)] = value.detach()
+                tensors[_extra(name)] = value.detach()
             else:
-                found[OF_MODULE + name] = _plain(f"the extra state of {name or 'the model'}", value)
-        found[OF_TRAINING] = _plain("the optimizer's state", self._of_training())
-        return found
+                tensors[OF_MODULE + name] = _plain(f"the extra state of {name or 'the model'}", value)
+        tensors[OF_TRAINING] = _plain("the optimizer's state", self._of_training())
+        return tensors
 
     def _of_parameter(self, name: str, parameter: nn.Parameter) -> tuple[dict[str, Tensor], dict[Any, Any]]:
         """Return the optimizer's state for a parameter: tensors by name, and all other values."""
@@ -145,28 +151,28 @@ class State:
                 raise _refused(f"the state of {name} in two optimizers", _type(holder), "use one of them")
         if not isinstance(state, Mapping):
             raise _refused(f"the optimizer's state of {name}", _type(state))
-        own: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         rest: dict[Any, Any] = {}
         for key, value in state.items():
             full = f"optimizer.{name}.{key}"
             if isinstance(key, str) and _is_tensor(full, value, parameter):
-                own[full] = value
+                tensors[full] = value
             else:
                 rest[key] = value
-        return own, rest
+        return tensors, rest
 
     def weights(self, without: Tensor | None = None) -> dict[str, Tensor | Kept]:
         """Return the parameters but for `without`, and the buffers in the modules' state dicts, such as the running means of
         batch norms.
         """
-        found = {
-            f"model.{name}": self._before(name, each.detach())
-            for name, each in self._named
-            if each is not without
+        tensors = {
+            f"model.{name}": self._before(name, parameter.detach())
+            for name, parameter in self._named
+            if parameter is not without
         }
         for module in self._modules:
-            found |= _saved_buffers("model", module)
-        return found
+            tensors |= _saved_buffers("model", module)
+        return tensors
 
     def _before(self, name: str, tensor: Tensor) -> Tensor | Kept:
         """Return a tensor of a parameter in the layout of a checkpoint: the layout that the weight had before it was split."""
@@ -178,7 +184,7 @@ class State:
     def of_forward(self) -> dict[str, Any]:
         """Return copies of the state that a forward pass changes: buffers, with their versions, and extra state."""
         buffers: dict[str, Any] = {
-            name: (each, each._version, each.clone()) for name, each in self._all_buffers()
+            name: (buffer, buffer._version, buffer.clone()) for name, buffer in self._all_buffers()
         }
         return buffers | {
             _extra(name): deepcopy(part.get_extra_state()) for name, part in self._with_extra_state()
@@ -222,16 +228,18 @@ class State:
         """Return, for each parameter's id, the entries of its group that have changed since the start, with their current and
         old values.
         """
-        found: dict[int, dict[str, Any]] = {}
+        groups_of: dict[int, dict[str, Any]] = {}
         for number, group in enumerate(self._optimizer.param_groups):
-            made = self._groups[number] if number < len(self._groups) else {}
-            changed = _changed(_entries(group), made, f"param_groups[{number}]")
+            as_made = self._groups[number] if number < len(self._groups) else {}
+            changed = _changed(_entries(group), as_made, f"param_groups[{number}]")
             if self.given_lr:
                 changed.pop("lr", None)
             if changed:
-                before = _values({key: made.get(key) for key in changed})
-                found |= {id(each): {"now": changed, "made": before} for each in group["params"]}
-        return found
+                before = _values({key: as_made.get(key) for key in changed})
+                groups_of |= {
+                    id(parameter): {"now": changed, "made": before} for parameter in group["params"]
+                }
+        return groups_of
 
     def _holder(self, parameter: Tensor) -> torch.optim.Optimizer:
         """Return the optimizer that has the state of a parameter."""
@@ -255,32 +263,32 @@ class State:
                 if not _is_plain(value):
                     raise _refused(f"the attribute {name} of {kind}", _type(value))
                 changed[name] = value
-        known = {id(parameter) for _, parameter in self._named}
-        found: dict[str, Any] = {
+        parameter_ids = {id(parameter) for _, parameter in self._named}
+        facts: dict[str, Any] = {
             "state": {
                 key: value
                 for key, value in optimizer.state.items()
-                if not (isinstance(key, Tensor) and id(key) in known)
+                if not (isinstance(key, Tensor) and id(key) in parameter_ids)
             },
             "attributes": changed,
         }
         if self.scheduler is not None:
-            found["scheduler"] = self._of_scheduler(self.scheduler)
-        return {"optimizer": kind, **{key: value for key, value in found.items() if value}}
+            facts["scheduler"] = self._of_scheduler(self.scheduler)
+        return {"optimizer": kind, **{key: value for key, value in facts.items() if value}}
 
     def _own_attributes(self) -> Iterator[tuple[str, Any]]:
         """Yield the attributes of the optimizer that torch did not create."""
         for name, value in vars(self._optimizer).items():
             parts = members_of(value) or [value]
-            if all(any(each is part for part in (*self._parts, self._optimizer)) for each in parts):
+            if all(any(attribute is part for part in (*self._parts, self._optimizer)) for attribute in parts):
                 continue
             if name not in _TORCHS_OWN:
                 yield name, value
 
     def _of_scheduler(self, scheduler: LRScheduler) -> dict[str, Any]:
         kind = type(scheduler).__name__
-        now = _changed(_leaves(scheduler.state_dict()), self._schedule, f"{kind}.state_dict()")
-        return {"kind": kind, "made": _summary(_values(self._schedule)), "now": list(now.items())}
+        changed = _changed(_leaves(scheduler.state_dict()), self._schedule, f"{kind}.state_dict()")
+        return {"kind": kind, "made": _summary(_values(self._schedule)), "now": list(changed.items())}
 
     # -- to put back ------------------------------------------------------------------------------
 
@@ -296,7 +304,7 @@ class State:
         named, extra = self._named, list(self._with_extra_state())
         room: dict[str, Any] = self.weights()
         # A run may continue with another loss.
-        room |= {name: each for name, each in self._of_loss().items() if name in kinds}
+        room |= {name: tensor for name, tensor in self._of_loss().items() if name in kinds}
         texts = [OF_PARAMETER + name for name, _ in named] + [OF_MODULE + name for name, _ in extra]
         for name in (*(text for text in texts if text in kinds), OF_TRAINING):
             room[name] = torch.empty(kinds[name][1] if name in kinds else (0,), dtype=torch.uint8)
@@ -307,9 +315,9 @@ class State:
             elif OF_MODULE + name not in kinds:
                 what = f"the extra state of {name or 'the model'}"
                 raise _unfit(what, "none in the checkpoint", "the value of get_extra_state")
-        own = self._room_for_optimizer(kinds)
+        held_of = self._room_for_optimizer(kinds)
         parameters = dict(named)
-        for name, held in own.items():
+        for name, held in held_of.items():
             for key, each in held.items():
                 fits = each.shape == parameters[name].shape
                 room[f"optimizer.{name}.{key}"] = self._before(name, each) if fits else each
@@ -323,14 +331,14 @@ class State:
             name: decode(room[OF_PARAMETER + name], parameter.device) if OF_PARAMETER + name in room else {}
             for name, parameter in named
         }
-        learning = {id(each) for group in self._optimizer.param_groups for each in group["params"]}
+        learning = {id(parameter) for group in self._optimizer.param_groups for parameter in group["params"]}
         optimizer, kind = self._optimizer, type(self._optimizer).__name__
-        if (own or any("state" in each for each in facts.values())) and training["optimizer"] != kind:
+        if (held_of or any("state" in fact for fact in facts.values())) and training["optimizer"] != kind:
             raise _unfit("the optimizer's state", f"that of {training['optimizer']}", f"that of {kind}")
         for one in (*self._parts, optimizer):
             one.state.clear()
         for name, parameter in named:
-            state = {**own.get(name, {}), **facts[name].get("state", {})}
+            state = {**held_of.get(name, {}), **facts[name].get("state", {})}
             if state and id(parameter) in learning:
                 holder = self._holder(parameter)
                 holder.state[parameter] = _fitting(holder, parameter, state)
@@ -341,25 +349,25 @@ class State:
 
     def _room_for_optimizer(self, kinds: Kinds) -> dict[str, dict[str, Tensor]]:
         hosted = {
-            id(each): not (group.get("capturable") or group.get("fused"))
+            id(parameter): not (group.get("capturable") or group.get("fused"))
             for group in self._optimizer.param_groups
-            for each in group["params"]
+            for parameter in group["params"]
         }
-        own: dict[str, dict[str, Tensor]] = {}
+        rooms: dict[str, dict[str, Tensor]] = {}
         # The optimizer has no state for a parameter that was frozen after the checkpoint was saved.
-        parameters = {name: each for name, each in self._named if id(each) in hosted}
+        parameters = {name: parameter for name, parameter in self._named if id(parameter) in hosted}
         for full, kind in kinds.items():
             kept, *parts = full.split(".")
             # No parameter's name is a prefix of another's.
             names = (".".join(parts[:end]) for end in range(1, len(parts)))
-            name = next((each for each in names if each in parameters), None)
+            name = next((name for name in names if name in parameters), None)
             if kept == "optimizer" and name is not None:
                 key = full.removeprefix(f"optimizer.{name}.")
                 host = hosted[id(parameters[name])]
-                own.setdefault(name, {})[key] = _room(
+                rooms.setdefault(name, {})[key] = _room(
                     parameters[name], key, kind, host, self._fused.get(name)
                 )
-        return own
+        return rooms
 
     def _put_groups(
         self, facts: Mapping[str, Mapping[str, Any]], schedule: Mapping[str, Any] | None, steps: int
@@ -370,8 +378,8 @@ class State:
         scheduler or of a group have changed. Changed settings apply from the first step.
         """
         scheduler, groups = self.scheduler, self._optimizer.param_groups
-        for group, made in zip(groups, self._groups, strict=True):
-            group.update(_values(made))
+        for group, as_made in zip(groups, self._groups, strict=True):
+            group.update(_values(as_made))
         scheduled: list[set[str]] = [set() for _ in groups]
         unchanged = False
         if scheduler is not None:
@@ -383,17 +391,19 @@ class State:
                 for _ in range(steps):
                     scheduler.step()
             pairs = zip(groups, self._groups, strict=True)
-            scheduled = [set(_changed(_entries(group), made)) for group, made in pairs]
+            scheduled = [set(_changed(_entries(group), as_made)) for group, as_made in pairs]
             if schedule is not None:
-                known = [type(scheduler).__name__, _summary(settings)]
-                unchanged = [schedule["kind"], schedule["made"]] == known
+                current = [type(scheduler).__name__, _summary(settings)]
+                unchanged = [schedule["kind"], schedule["made"]] == current
         names = {id(parameter): name for name, parameter in self._named}
         saved = [self._saved_entries(group, names, facts) for group in groups]
-        for made, entries in zip(self._groups, saved, strict=True):
-            unchanged &= not _changed(entries.get("made", {}), made)
+        for as_made, entries in zip(self._groups, saved, strict=True):
+            unchanged &= not _changed(entries.get("made", {}), as_made)
         for group, entries, moved in zip(groups, saved, scheduled, strict=True):
-            now = entries.get("now", {})
-            group.update({key: value for key, value in now.items() if unchanged or key not in moved})
+            entries_of_group = entries.get("now", {})
+            group.update(
+                {key: value for key, value in entries_of_group.items() if unchanged or key not in moved}
+            )
         if unchanged and scheduler is not None and schedule is not None:
             state = _overlaid(scheduler.state_dict(), {tuple(path): value for path, value in schedule["now"]})
             scheduler.load_state_dict({**state, "_last_lr": [group["lr"] for group in groups]})
@@ -405,21 +415,21 @@ class State:
         groups."""
         called = [names[id(parameter)] for parameter in group["params"]]
         first = called[0] if called else ""
-        found: dict[str, Any] = facts[first].get("group", {}) if called else {}
+        first_entries: dict[str, Any] = facts[first].get("group", {}) if called else {}
         for name in called[1:]:
             entries = facts[name].get("group", {})
-            if _text(entries) != _text(found):
+            if _text(entries) != _text(first_entries):
                 raise _unfit(
                     f"the parameter group of {first} and {name}",
-                    f"{found.get('now', {})} for {first}, {entries.get('now', {})} for {name}",
+                    f"{first_entries.get('now', {})} for {first}, {entries.get('now', {})} for {name}",
                     "equal entries, because both parameters are in one group on this mesh",
                 )
-        return found
+        return first_entries
 
 
 def _saved_buffers(kind: str, module: nn.Module) -> dict[str, Tensor]:
     saved = set(module.state_dict())
-    return {f"{kind}.{name}": each for name, each in module.named_buffers() if name in saved}
+    return {f"{kind}.{name}": buffer for name, buffer in module.named_buffers() if name in saved}
 
 
 def _differs(buffer: Tensor, before: Tensor) -> bool:
@@ -444,18 +454,18 @@ def _text(value: Any) -> bytes:
 def _texts(values: Mapping[Any, Any], where: str = "") -> dict[Any, bytes | None]:
     """Return the encoded values, without code. A value that cannot be encoded becomes None, or raises an error if `where` is
     given."""
-    found: dict[Any, bytes | None] = {}
+    text_of: dict[Any, bytes | None] = {}
     for key, value in values.items():
         if isinstance(value, _CODE):
             continue
         try:
-            found[key] = _text(value)
+            text_of[key] = _text(value)
         except ObjectError as error:
             if where:
                 name = ".".join(map(str, key)) if isinstance(key, tuple) else key
                 raise _refused(f"{where}, {name}", _type(value)) from error
-            found[key] = None
-    return found
+            text_of[key] = None
+    return text_of
 
 
 def _values(texts: Mapping[Any, bytes | str | None]) -> dict[Any, Any]:
@@ -471,8 +481,8 @@ def _changed(
     values: Mapping[Any, Any], before: Mapping[Any, bytes | None], where: str = ""
 ) -> dict[Any, Any]:
     """Return the values that differ from the old values, or that cannot be encoded."""
-    now = _texts(values, where)
-    return {key: values[key] for key, text in now.items() if text is None or text != before.get(key)}
+    texts = _texts(values, where)
+    return {key: values[key] for key, text in texts.items() if text is None or text != before.get(key)}
 
 
 def _is_plain(value: Any) -> bool:
@@ -522,7 +532,7 @@ def _is_tensor(what: str, value: Any, parameter: Tensor) -> bool:
     if type(held) not in (Tensor, nn.Parameter) or held.layout != torch.strided:
         raise _refused(what, _type(held))
     if isinstance(value, DTensor):
-        if any(each.is_partial() for each in value.placements):
+        if any(placement.is_partial() for placement in value.placements):
             raise _refused(what, "a DTensor with a pending sum", "value.full_tensor()")
         return True
     if value.ndim == 0 or not split_dims(parameter):
@@ -546,11 +556,11 @@ def _room(
     count = key == "step" and not shape
     if tuple(shape) == (Kept(parameter, parts).shape if parts else tuple(parameter.shape)) and not count:
         return torch.empty_like(parameter, dtype=dtype, requires_grad=False).detach()
-    made = torch.empty(shape, dtype=dtype, device=_HOST if count and hosted else parameter.device)
+    room = torch.empty(shape, dtype=dtype, device=_HOST if count and hosted else parameter.device)
     if isinstance(parameter, DTensor) and shape:
         mesh = parameter.device_mesh
-        made = DTensor.from_local(made, mesh, [Replicate()] * mesh.ndim, run_check=False)
-    return made
+        room = DTensor.from_local(room, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return room
 
 
 def _fitting(optimizer: torch.optim.Optimizer, parameter: Tensor, state: dict[Any, Any]) -> dict[Any, Any]:
@@ -571,7 +581,7 @@ def _extra(name: str) -> str:
 
 
 def _device(part: nn.Module) -> torch.device:
-    return next((each.device for each in (*part.parameters(), *part.buffers())), _HOST)
+    return next((parameter.device for parameter in (*part.parameters(), *part.buffers())), _HOST)
 
 
 def _plain(what: str, value: Any) -> Tensor:
@@ -611,11 +621,11 @@ def _leaves(state: Any, *path: Any) -> dict[tuple[Any, ...], Any]:
     """Return the entries of nested dicts and of lists of dicts by path, because schedulers may be nested. The groups' learning
     rates are left out, because ranks may have different numbers of groups.
     """
-    found: dict[tuple[Any, ...], Any] = {}
+    leaves: dict[tuple[Any, ...], Any] = {}
     for key, value in dict(enumerate(state)).items() if isinstance(state, list) else state.items():
         if key != "_last_lr":
-            found |= _leaves(value, *path, key) if _is_nested(value) else {(*path, key): value}
-    return found
+            leaves |= _leaves(value, *path, key) if _is_nested(value) else {(*path, key): value}
+    return leaves
 
 
 def _overlaid(state: Any, leaves: Mapping[tuple[Any, ...], Any]) -> Any:
@@ -633,7 +643,7 @@ def _overlaid(state: Any, leaves: Mapping[tuple[Any, ...], Any]) -> Any:
 
 
 def _is_nested(value: Any) -> bool:
-    of_dicts = isinstance(value, list) and all(isinstance(each, dict) for each in value)
+    of_dicts = isinstance(value, list) and all(isinstance(member, dict) for member in value)
     return bool(value) and (isinstance(value, dict) or of_dicts)
 
 

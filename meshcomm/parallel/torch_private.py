@@ -36,9 +36,9 @@ class _Addresses:
     def take(self, nbytes: int) -> int:
         if self._used + nbytes > self.SPAN:
             self._used = 0
-        at = self.first + self._used
+        address = self.first + self._used
         self._used += max(512, -(-nbytes // 512) * 512)
-        return at
+        return address
 
 
 _addresses = lru_cache(maxsize=1)(_Addresses)
@@ -60,8 +60,8 @@ def has_memory(x: torch.Tensor) -> bool:
     """Return whether a tensor has memory and values: it is not a FakeTensor and does not use a `storage_without_memory`."""
     if isinstance(x, FakeTensor):
         return False
-    known = _addresses() if _addresses.cache_info().currsize else None
-    return known is None or not known.first <= x.data_ptr() < known.first + known.SPAN
+    addresses = _addresses() if _addresses.cache_info().currsize else None
+    return addresses is None or not addresses.first <= x.data_ptr() < addresses.first + addresses.SPAN
 
 
 def parts_of_dtensor(x: Any) -> tuple[torch.Tensor, Any]:
@@ -108,15 +108,15 @@ def scale_all(tensors: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
 
 def norms(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> Sequence[torch.Tensor]:
     """Return the 2-norm () of each tensor, summed in `dtype`, in one call. All tensors have the same device and dtype."""
-    found: Sequence[torch.Tensor] = torch._foreach_norm(list(tensors), 2.0, dtype=dtype)
-    return found
+    norms_of: Sequence[torch.Tensor] = torch._foreach_norm(list(tensors), 2.0, dtype=dtype)
+    return norms_of
 
 
 def put_shards_back(module: Any) -> None:
     """Put the shards of an FSDPModule back after its pass was interrupted. The module is not used afterwards."""
     for group in _fsdp_groups(module):
-        for each in group.fsdp_params:
-            each._setattr_on_modules(each.sharded_param)
+        for fsdp_param in group.fsdp_params:
+            fsdp_param._setattr_on_modules(fsdp_param.sharded_param)
 
 
 def _fsdp_groups(module: Any) -> list[Any]:
@@ -128,11 +128,11 @@ def _fsdp_groups(module: Any) -> list[Any]:
 def fsdp_tensors(module: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Return the weights that an FSDPModule has gathered, and the gradients that are not yet summed over ranks."""
     gathered, gradients = [], []
-    for each in [each for group in _fsdp_groups(module) for each in group.fsdp_params]:
-        whole = getattr(each, "_unsharded_param", None)
-        gathered += [*each.all_gather_outputs, *([] if whole is None else [whole])]
-        waiting = (each.unsharded_accumulated_grad, None if whole is None else whole.grad)
-        gradients += [one for one in waiting if one is not None]
+    for fsdp_parameter in [fsdp_param for group in _fsdp_groups(module) for fsdp_param in group.fsdp_params]:
+        whole = getattr(fsdp_parameter, "_unsharded_param", None)
+        gathered += [*fsdp_parameter.all_gather_outputs, *([] if whole is None else [whole])]
+        waiting = (fsdp_parameter.unsharded_accumulated_grad, None if whole is None else whole.grad)
+        gradients += [gradient for gradient in waiting if gradient is not None]
     return gathered, gradients
 
 

@@ -24,10 +24,10 @@ def with_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
 
     def leaf(x: Any) -> Any:
         if is_dataclass(x) and not isinstance(x, type):
-            made = copy.copy(x)
-            for each in fields(x):
-                object.__setattr__(made, each.name, with_leaves(function, getattr(x, each.name)))
-            return made
+            copied = copy.copy(x)
+            for field in fields(x):
+                object.__setattr__(copied, field.name, with_leaves(function, getattr(x, field.name)))
+            return copied
         # pytree knows only some classes of mappings.
         return with_leaves(function, dict(x)) if isinstance(x, Mapping) else function(x)
 
@@ -66,9 +66,9 @@ def tensors_of(tree: Any) -> list[Tensor]:
     """Return the tensors of a tree, in order."""
     if isinstance(tree, Tensor):
         return [tree]
-    found: list[Tensor] = []
-    with_tensors(lambda x: found.append(x) or x, tree)  # type: ignore[func-returns-value]
-    return found
+    tensors: list[Tensor] = []
+    with_tensors(lambda x: tensors.append(x) or x, tree)  # type: ignore[func-returns-value]
+    return tensors
 
 
 def children(tree: Any) -> list[tuple[str, Any]]:
@@ -76,9 +76,9 @@ def children(tree: Any) -> list[tuple[str, Any]]:
     if isinstance(tree, Tensor):
         return []
     if isinstance(tree, Mapping):
-        return [(f"[{key!r}]", each) for key, each in tree.items()]
+        return [(f"[{key!r}]", child) for key, child in tree.items()]
     if is_dataclass(tree) and not isinstance(tree, type):
-        return [(f".{each.name}", getattr(tree, each.name)) for each in fields(tree)]
+        return [(f".{field.name}", getattr(tree, field.name)) for field in fields(tree)]
     return entries_of(tree)
 
 
@@ -87,23 +87,23 @@ def named_leaves(tree: Any, name: str) -> list[tuple[str, Any]]:
     parts = children(tree)
     if not parts:
         return [(name, tree)]
-    return [leaf for path, each in parts for leaf in named_leaves(each, name + path)]
+    return [leaf for path, child in parts for leaf in named_leaves(child, name + path)]
 
 
 def named_tensors(tree: Any, name: str) -> list[tuple[str, Tensor]]:
     """Return the tensors of a tree with expressions such as `inputs["ids"][0]`."""
-    return [(each, leaf) for each, leaf in named_leaves(tree, name) if isinstance(leaf, Tensor)]
+    return [(leaf_name, leaf) for leaf_name, leaf in named_leaves(tree, name) if isinstance(leaf, Tensor)]
 
 
 def samples_of(tree: Any) -> int:
     """Return the number of samples in a tree: the length of axis 0 of its first tensor that is not a scalar."""
-    return next((each.shape[0] for each in tensors_of(tree) if each.ndim), 0)
+    return next((x.shape[0] for x in tensors_of(tree) if x.ndim), 0)
 
 
 def first_tensor(tree: Any) -> Tensor:
     """Return the first tensor of a tree. Raises UnsupportedOp if there is none."""
-    for each in tensors_of(tree):
-        return each
+    for x in tensors_of(tree):
+        return x
     raise UnsupportedOp(
         "a step needs a tensor",
         given=f"a {type(tree).__name__} without tensors",
@@ -116,11 +116,11 @@ def in_parts(tree: Any, count: int) -> list[Any]:
     if isinstance(tree, Tensor):
         return list(tree.tensor_split(count))
     parts = [x.tensor_split(count) if x.ndim else (x,) * count for x in tensors_of(tree)]
-    found = []
+    trees = []
     for place in range(count):
-        left = iter(parts)
-        found.append(with_tensors(lambda x, left=left, place=place: next(left)[place], tree))  # type: ignore[misc]
-    return found
+        unused = iter(parts)
+        trees.append(with_tensors(lambda x, unused=unused, place=place: next(unused)[place], tree))  # type: ignore[misc]
+    return trees
 
 
 def sliced(tree: Any, samples: slice) -> Any:

@@ -50,9 +50,11 @@ class Rearranger:
     When dims are added to a mesh, the mesh needs a new Rearranger, because a name in a pattern may now be a dim.
     """
 
-    def __init__(self, layout: Layout, at: CommunicatorCache, functional: Functional, who: str) -> None:
+    def __init__(
+        self, layout: Layout, communicators: CommunicatorCache, functional: Functional, who: str
+    ) -> None:
         self._layout = layout
-        self._at = at
+        self._at = communicators
         self._functional = functional
         self._who = who
         self._recipe = lru_cache(maxsize=1024)(self._plan)
@@ -85,8 +87,8 @@ class Rearranger:
         if type(x) is not Tensor or x.layout is not torch.strided or x.is_nested or x.is_quantized:
             x = value_of(x)
             check_tensor(x, (x.device.type,), lambda: f"rearrange on {self._who}", plain=False)
-        given = tuple(sizes.items()) if sizes else ()
-        recipe = self.recipe(pattern, x.shape, partial, given)
+        given_sizes = tuple(sizes.items()) if sizes else ()
+        recipe = self.recipe(pattern, x.shape, partial, given_sizes)
         tracked = followed(x)
         if tracked or grad is not None:
             calls = self.calls(recipe, x.shape, grad, _needs_grad(x))
@@ -94,9 +96,9 @@ class Rearranger:
                 return _through(self._functional, calls, x)
         for step in recipe.steps:
             if step.kind == "slice":
-                axis, at = step.args[0], self._at[step.dim]
+                axis, communicator = step.args[0], self._at[step.dim]
                 length = x.shape[axis] // step.size
-                x = x.narrow(axis, at.coord * length, length)
+                x = x.narrow(axis, communicator.coord * length, length)
             elif step.dim:
                 x = _CALLS[step.kind](self._at[step.dim], x, *step.args)
             else:
@@ -122,13 +124,13 @@ class Rearranger:
         self, recipe: Recipe, shape: tuple[int, ...], grad: GatherRules | None, needs_grad: bool
     ) -> _Calls:
         """Return the recipe with its gradient rules. Raises AutogradError, PatternError."""
-        given, gathered = f'"{recipe.text}" on {self._who}', recipe.gathered
+        call, gathered = f'"{recipe.text}" on {self._who}', recipe.gathered
         tensor = f"x of shape {tuple(shape)} with requires_grad=True"
         if grad is None and gathered and needs_grad:
             dims = " and ".join(f'"{dim}"' for dim in gathered)
             raise AutogradError(
                 f"rearrange: the gradient through the all_gather along {dims} is not determined",
-                given=f"{given}\n{tensor}, no grad=",
+                given=f"{call}\n{tensor}, no grad=",
                 expected='grad="slice" if all ranks along the dim continue identically and compute the '
                 'same loss,\ngrad="reduce_scatter" if they continue differently and their losses add up',
                 hint='grad="reduce_scatter" if each rank uses the result on its own data or weights, '
@@ -137,12 +139,12 @@ class Rearranger:
         if grad is not None and not gathered:
             raise PatternError(
                 f"rearrange: grad={grad!r} has no effect: no mesh dim is on the right only",
-                given=given,
+                given=call,
                 expected="a gathered dim; the gradients of all other dims are determined",
                 hint=f"remove grad={grad!r}",
             )
-        one: Any = UNDETERMINED if grad is None else grad
-        rules = dict(grad) if isinstance(grad, Mapping) else dict.fromkeys(gathered, one)
+        default: Any = UNDETERMINED if grad is None else grad
+        rules = dict(grad) if isinstance(grad, Mapping) else dict.fromkeys(gathered, default)
         wrong = [rule for rule in rules.values() if grad is not None and rule not in _RULES]
         if wrong or set(rules) != set(gathered):
             example = ", ".join(f'"{dim}": "slice"' for dim in gathered)
@@ -150,14 +152,14 @@ class Rearranger:
                 f"rearrange: no gradient rule {wrong[0]!r}"
                 if wrong
                 else "rearrange: grad must have one rule for each gathered dim",
-                given=f"grad={grad!r} for {given}",
+                given=f"grad={grad!r} for {call}",
                 expected='"slice" or "reduce_scatter" for ' + ", ".join(gathered),
                 hint=f'grad="slice", or grad={{{example}}}',
             )
         if needs_grad and recipe.partial and not REDUCTIONS[recipe.partial].linear:
             raise AutogradError(
                 f'rearrange: partial="{recipe.partial}" has no gradient',
-                given=f"{given}\n{tensor}",
+                given=f"{call}\n{tensor}",
                 expected=f"{with_gradient('partial')}, or a tensor without gradients",
                 hint="x.detach()",
             )
@@ -187,7 +189,7 @@ def rearrange_in_graph(
 def _calls_in_graph(
     key: str,
     merged: int,
-    asked: tuple[str, tuple[int, ...], str | None, Sizes],
+    key_of_recipe: tuple[str, tuple[int, ...], str | None, Sizes],
     grad: GatherRules | None,
     needs_grad: bool,
 ) -> _Calls | MeshcommError:
@@ -196,9 +198,9 @@ def _calls_in_graph(
     All arguments are constants of a graph, as torch 2.11 requires. They include `merged`, the number of merged dims, so
     that the recipe is planned again when a merged dim is added. asked: the arguments of `Rearranger.recipe`.
     """
-    planner: Rearranger = groups_of(key, f'rearrange "{asked[0]}"').planner()
+    planner: Rearranger = groups_of(key, f'rearrange "{key_of_recipe[0]}"').planner()
     try:
-        return planner.calls(planner.recipe(*asked), asked[1], grad, needs_grad)
+        return planner.calls(planner.recipe(*key_of_recipe), key_of_recipe[1], grad, needs_grad)
     except MeshcommError as error:
         return error
 

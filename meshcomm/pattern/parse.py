@@ -98,11 +98,11 @@ def parse(text: object, ndim: int | None) -> Pattern:
             "... without the parentheses, or a name for each axis",
         )
     if left.has_ellipsis != right.has_ellipsis:
-        here, there = ("left", "right") if left.has_ellipsis else ("right", "left")
+        has, lacks = ("left", "right") if left.has_ellipsis else ("right", "left")
         raise fault(
-            f"an ellipsis on the {here} only",
-            f"... on the {there} as well: its axes stay",
-            f"... on the {there}, or a name for each axis",
+            f"an ellipsis on the {has} only",
+            f"... on the {lacks} as well: its axes stay",
+            f"... on the {lacks}, or a name for each axis",
         )
     axes = _ellipsis_axes(left, ndim)
     return Pattern(_side(left, axes), _side(right, axes))
@@ -113,12 +113,14 @@ def _read(side: str, where: str) -> ParsedExpression:
     try:
         read = ParsedExpression(side)
     except EinopsError as error:
-        said = str(error).splitlines()[0].partition(" in expression")[0].strip()
+        reason = str(error).splitlines()[0].partition(" in expression")[0].strip()
         hints = (
-            hint.format(*found.groups()) for sign, hint in _TRY.items() if (found := re.search(sign, said))
+            hint.format(*sign_found.groups())
+            for sign, hint in _TRY.items()
+            if (sign_found := re.search(sign, reason))
         )
         raise fault(
-            f"{said[0].lower()}{said[1:]}, on the {where}",
+            f"{reason[0].lower()}{reason[1:]}, on the {where}",
             "names, parentheses, 1, an ellipsis of three dots, and spaces between them",
             next(hints, "a pattern that einops.rearrange accepts"),
         ) from None
@@ -143,10 +145,10 @@ def _ellipsis_axes(left: ParsedExpression, ndim: int | None) -> Group:
             "explain_pattern(pattern, dims, shape=...)",
         )
     if ndim < fixed or (ndim > fixed and not elastic):
-        wanted = f"{fixed} or more axes" if elastic else f"{fixed} axes" if fixed != 1 else "1 axis"
+        needed = f"{fixed} or more axes" if elastic else f"{fixed} axes" if fixed != 1 else "1 axis"
         raise fault(
-            f"the left side has {wanted}, x has {ndim}",
-            f"a tensor with {wanted}: {text_of(_side(left, ('...',))) or 'a 0-dim tensor'}",
+            f"the left side has {needed}, x has {ndim}",
+            f"a tensor with {needed}: {text_of(_side(left, ('...',))) or 'a 0-dim tensor'}",
             "... for axes that do not change" if ndim > fixed else "a name for each axis of x",
         )
     return tuple(f"...{number}" for number in range(ndim - fixed))
@@ -156,6 +158,6 @@ def _side(read: ParsedExpression, axes: Group) -> Side:
     """Return a side in which `axes` replace the ellipsis."""
     groups: list[Group] = []
     for group in read.composition:
-        names = tuple(each for name in group for each in (axes if name == _ELLIPSIS else (str(name),)))
+        names = tuple(axis for name in group for axis in (axes if name == _ELLIPSIS else (str(name),)))
         groups += [(name,) for name in names] if group == _ELLIPSIS else [names]
     return tuple(groups)

@@ -71,17 +71,17 @@ def explain_pattern(
 def _lengths(shape: Iterable[int]) -> Shape:
     """Return a shape as plain ints."""
     try:
-        found = tuple(index(length) for length in shape)
+        lengths = tuple(index(length) for length in shape)
     except TypeError:
-        found = (-1,)
-    if any(length < 0 for length in found):
+        lengths = (-1,)
+    if any(length < 0 for length in lengths):
         raise PatternError(
             "rearrange: not a shape",
             given=f"shape={shape!r}",
             expected="the lengths of the local tensor's axes, integers of 0 or more",
             hint="tuple(x.shape)",
         )
-    return found
+    return lengths
 
 
 def plan(
@@ -106,27 +106,27 @@ def plan(
 def _plan(
     text: str, pattern: Pattern, mesh: MeshDims, shape: Shape | None, partial: object, sizes: Sizes
 ) -> Recipe:
-    found = roles(pattern, mesh, partial, sizes)
+    role_of = roles(pattern, mesh, partial, sizes)
     assert partial is None or isinstance(partial, str)
     known = None if shape is None else lengths(pattern, shape, mesh, sizes)
     # A dim of size 1 is an axis of length 1, with nothing to communicate or reorder. Reductions are
     # kept, so that an invalid reduction is rejected on every mesh.
-    solo = {name for name, role in found.items() if mesh[name] == 1 and role != "reduce_scatter"}
+    solo = {name for name, role in role_of.items() if mesh[name] == 1 and role != "reduce_scatter"}
     left, right = _without(pattern.left, solo), _without(pattern.right, solo)
     # Several reduce_scatters, or several all_gathers, send the same total amount in any order. This order sends the
     # largest part along the innermost dim, whose ranks are closest to each other.
     calls = [
         (call, name)
         for role, call in _CALLS.items()
-        for name in (reversed(found) if role == "reduce_scatter" else found)
-        if found[name] == role and name not in solo
+        for name in (reversed(role_of) if role == "reduce_scatter" else role_of)
+        if role_of[name] == role and name not in solo
     ]
     routes = [way(_Route(left, mesh, known, partial), right, calls) for way in (_in_place, _in_front)]
     best = min((r for r in routes if r is not None), key=lambda route: (route.copies, len(route.steps)))
     return Recipe(
         text=text,
-        dims=tuple((name, mesh[name]) for name in found),
-        roles=tuple(found.items()),
+        dims=tuple((name, mesh[name]) for name in role_of),
+        roles=tuple(role_of.items()),
         partial=partial,
         # The axes in the steps may lack dims of size 1. The tensor is the same.
         before=pattern.left,
@@ -177,13 +177,13 @@ class _Route:
         """Use einops to rearrange the axes to `target`, which has the same names."""
         if target == self.axes:
             return
-        runs = {name: at for at, run in enumerate(_runs(self.axes, target)) for name in run}
+        runs = {name: number for number, run in enumerate(_runs(self.axes, target)) for name in run}
         self._packed = self._packed and names_of(target) == names_of(self.axes)
         if not self._packed and any(len({runs[name] for name in group}) > 1 for group in target):
             self.copies += 1
             self._packed = True
         # Names that einops accepts, because it rejects the names of an ellipsis's axes.
-        plain = {name: f"x{at}" for at, name in enumerate(names_of(self.axes))}
+        plain = {name: f"x{number}" for number, name in enumerate(names_of(self.axes))}
         sides = (
             tuple(tuple(plain[name] for name in group) for group in side) for side in (self.axes, target)
         )
@@ -195,9 +195,9 @@ class _Route:
         """Return the axis whose outermost part is `name`. If there is none, split an axis first."""
         axis = self.axis_of(name)
         group = self.axes[axis]
-        at = group.index(name)
-        if at:
-            self.arrange((*self.axes[:axis], group[:at], group[at:], *self.axes[axis + 1 :]))
+        place = group.index(name)
+        if place:
+            self.arrange((*self.axes[:axis], group[:place], group[place:], *self.axes[axis + 1 :]))
             axis += 1
         return axis
 
@@ -249,8 +249,8 @@ def _runs(axes: Side, other: Side) -> tuple[Group, ...]:
     neighbours = {pair for group in other for pair in pairwise(group)}
     runs: list[Group] = []
     for group in axes:
-        for at, name in enumerate(group):
-            if at and (group[at - 1], name) in neighbours:
+        for place, name in enumerate(group):
+            if place and (group[place - 1], name) in neighbours:
                 runs[-1] = (*runs[-1], name)
             else:
                 runs.append((name,))
@@ -268,10 +268,10 @@ def _in_place(route: _Route, right: Side, calls: Sequence[tuple[Kind, str]]) -> 
             route.lead(dim)
         # The axis that follows `dim` in its parentheses on the right.
         group = next(group for group in right if dim in group)
-        there = [name for name in group[group.index(dim) + 1 :] if name in names_of(route.axes)]
-        if not there:
+        behind = [name for name in group[group.index(dim) + 1 :] if name in names_of(route.axes)]
+        if not behind:
             return None
-        route.join(call, dim, route.axis_of(there[0]))
+        route.join(call, dim, route.axis_of(behind[0]))
     route.arrange(right)
     return route
 
@@ -284,8 +284,8 @@ def _in_front(route: _Route, right: Side, calls: Sequence[tuple[Kind, str]]) -> 
     packed = tuple(dim for call, dim in calls if call in ("reduce_scatter", "all_to_all"))
     if packed and (not route.axes or route.axes[0][: len(packed)] != packed):
         present = set(names_of(route.axes)) - set(packed)
-        rest = tuple(tuple(name for name in group if name in present) for group in right)
-        route.arrange((packed, *_runs(rest, route.axes)))
+        remaining = tuple(tuple(name for name in group if name in present) for group in right)
+        route.arrange((packed, *_runs(remaining, route.axes)))
     for call, dim in calls:
         if call == "reduce_scatter":
             route.cut(call, dim)

@@ -58,19 +58,19 @@ def roles(pattern: Pattern, mesh: MeshDims, partial: object, sizes: Sizes) -> di
     _check_both_sides(left, right, mesh)
     _check_sizes(left + right, mesh, sizes)
     _check_partial(partial, any(name in mesh and name not in right for name in left))
-    found: dict[str, Role] = {}
+    role_of: dict[str, Role] = {}
     for name in mesh:
         if name in left and name in right:
-            found[name] = "stay" if _stays(pattern, name, mesh) else "move"
+            role_of[name] = "stay" if _stays(pattern, name, mesh) else "move"
         elif name in left:
-            found[name] = "slice" if partial is None else "reduce_scatter"
+            role_of[name] = "slice" if partial is None else "reduce_scatter"
         elif name in right:
-            found[name] = "gather"
-    for one, other in combinations([name for name, role in found.items() if role == "stay"], 2):
+            role_of[name] = "gather"
+    for one, other in combinations([name for name, role in role_of.items() if role == "stay"], 2):
         swapped = (left.index(one) < left.index(other)) != (right.index(one) < right.index(other))
         if swapped and _place(pattern.left, one, mesh) == _place(pattern.left, other, mesh):
             raise _unclear(f'"{one}" and "{other}" swap places')
-    return found
+    return role_of
 
 
 class _Place(NamedTuple):
@@ -85,9 +85,9 @@ def _place(side: Side, name: str, mesh: MeshDims) -> _Place:
     group = next(group for group in side if name in group)
     in_parentheses = any(other not in mesh for other in group)
     names = group if in_parentheses else names_of(side)
-    at = names.index(name)
-    before = [other for other in names[:at] if other not in mesh]
-    after = [other for other in names[at:] if other not in mesh]
+    place = names.index(name)
+    before = [other for other in names[:place] if other not in mesh]
+    after = [other for other in names[place:] if other not in mesh]
     return _Place(in_parentheses, before[-1] if before else None, after[0] if after else None)
 
 
@@ -119,15 +119,15 @@ def _check_both_sides(left: Group, right: Group, mesh: MeshDims) -> None:
         if name in mesh or (name in left and name in right):
             continue
         if name in left:
-            here, others = "left", [n for n in right if n not in left]
+            side, others = "left", [n for n in right if n not in left]
             expected = "every tensor axis on both sides: a missing axis is never a reduction"
             hint = f'einops.reduce for a reduction over "{name}", or "{name}" on the right'
         else:
-            here, others = "right", [n for n in left if n not in right]
+            side, others = "right", [n for n in left if n not in right]
             expected = f"every tensor axis on both sides, or a mesh dim: {', '.join(mesh)}"
             hint = f'einops.repeat for a new axis "{name}", or 1 for an axis of length 1'
         raise fault(
-            f'axis "{name}" is on the {here} only, and the mesh has no dim of that name',
+            f'axis "{name}" is on the {side} only, and the mesh has no dim of that name',
             expected,
             did_you_mean(name, [*mesh, *others]) or hint,
         )
@@ -214,12 +214,12 @@ def lengths(pattern: Pattern, shape: Shape, mesh: MeshDims, sizes: Sizes) -> dic
 
 def _fitting(group: Group, mesh: MeshDims, known: Mapping[str, int], length: int) -> str:
     """Return the hint for an axis whose length differs from the product of the lengths of its names."""
-    given = [name for name in group if name not in mesh and name in known]
+    free = [name for name in group if name not in mesh and name in known]
     if not group:
         return "a name for the axis"
-    if not given:
+    if not free:
         return f"({' '.join(group)} n): each of the {math.prod(mesh[n] for n in group)} ranks has n of them"
-    others = math.prod(known[name] for name in group if name != given[0] and name in known)
+    others = math.prod(known[name] for name in group if name != free[0] and name in known)
     if others and length % others == 0:
-        return f"{given[0]}={length // others}"
+        return f"{free[0]}={length // others}"
     return "sizes that multiply to the length"

@@ -88,8 +88,8 @@ class Workload:
 
     def layers_of_rank(self, sizes: Sizes) -> int:
         """Return the largest number of layers on any rank, assuming that the stages are split evenly."""
-        each = self.parallel.options.stages_per_rank if sizes.pipeline > 1 else 1
-        return -(-self.model.num_layers // (sizes.pipeline * each)) * each
+        per_rank = self.parallel.options.stages_per_rank if sizes.pipeline > 1 else 1
+        return -(-self.model.num_layers // (sizes.pipeline * per_rank)) * per_rank
 
     def with_experts(self, layers: int) -> int:
         """Return the number of layers with experts among `layers`.
@@ -192,8 +192,8 @@ def _workload(settings: Config, counts: Counts | None = None) -> Workload:
 def _costs(model: ModelConfig, counts: Counts, seq_len: int) -> tuple[int, ...]:
     """Return each layer's multiply-adds per token: one for each weight used, plus attention as in `part_costs`."""
     active = min(model.experts_per_token, model.experts) / max(1, model.experts)
-    each = zip(counts.layers, counts.experts, attention_costs(model, seq_len), strict=True)
-    return tuple(plain + round(active * experts) + attention for plain, experts, attention in each)
+    per_layer = zip(counts.layers, counts.experts, attention_costs(model, seq_len), strict=True)
+    return tuple(plain + round(active * experts) + attention for plain, experts, attention in per_layer)
 
 
 # -- memory -----------------------------------------------------------------------------------------
@@ -258,19 +258,19 @@ def memory(work: Workload, sizes: Sizes) -> Memory:
     and the weights outside the layers are gathered; without `reshard`, all weights are. If a step has several
     micro-batches, gradients accumulate unsharded.
     """
-    here = weights(work, sizes)
+    counts = weights(work, sizes)
     shards, spread = work.shards(sizes), work.expert_shards(sizes)
-    share = (here.plain / shards + here.experts / spread) * work.weight_bytes
+    share = (counts.plain / shards + counts.experts / spread) * work.weight_bytes
     moments = 2 * share * _BYTES[work.train.state_dtype or work.train.dtype] / work.weight_bytes
     activations = _activations(work, sizes)
     if shards == spread == 1:
         # Autocast keeps its casted copies of the weights for the backward pass.
         if work.activation_bytes != work.weight_bytes and not work.train.activation_checkpointing:
-            activations += work.layers_of_rank(sizes) * here.layer * work.activation_bytes
+            activations += work.layers_of_rank(sizes) * counts.layer * work.activation_bytes
         return Memory(share, share, moments, activations, 0.0)
-    every = here.plain + here.experts
-    gathered = min(every, 2 * here.layer + here.ends) if work.parallel.reshards(sizes.pipeline) else every
-    gradients = share + here.layer * work.reduced_bytes
+    every = counts.plain + counts.experts
+    gathered = min(every, 2 * counts.layer + counts.ends) if work.parallel.reshards(sizes.pipeline) else every
+    gradients = share + counts.layer * work.reduced_bytes
     if sizes.microbatches > 1:
         gradients = every * work.reduced_bytes
     return Memory(share, gradients, moments, activations, gathered * work.activation_bytes)
@@ -348,8 +348,8 @@ def flows(work: Workload, sizes: Sizes) -> list[Flow]:
         "pipeline": _pipeline,
         "shard": _shard,
     }
-    found = [flow for part, maker in makers.items() if part in work.parts for flow in maker(work, sizes)]
-    return [flow for flow in (*found, *_gradients(work, sizes)) if flow.calls]
+    chosen = [flow for part, maker in makers.items() if part in work.parts for flow in maker(work, sizes)]
+    return [flow for flow in (*chosen, *_gradients(work, sizes)) if flow.calls]
 
 
 def expected(settings: Config, world: int | None) -> list[Flow]:
@@ -369,15 +369,15 @@ def expected(settings: Config, world: int | None) -> list[Flow]:
     number = settings.microbatches(mesh.dims)
     played = {part: sizes[dims[part][0]] for part in (*BASE, "expert") if part in dims}
     replicas = math.prod(sizes[dim] for dim in dims[REPLICA]) if shards else 1
-    found = []
+    along_dims = []
     for flow in flows(work, Sizes(**played, microbatches=number, expert_copies=replicas)):
         along = tuple(dim for part in flow.along for dim in dims[part] if sizes[dim] > 1)
         if flow.along[0] == "shard":
             # The dims in the order of the mesh, as in the merged dim.
             along = tuple(dim for dim in mesh.dims if dim in along)
         if along:
-            found.append(flow._replace(along=along, calls=flow.in_a_step(number), each_microbatch=False))
-    return found
+            along_dims.append(flow._replace(along=along, calls=flow.in_a_step(number), each_microbatch=False))
+    return along_dims
 
 
 def _tensor(work: Workload, sizes: Sizes) -> Iterator[Flow]:
@@ -438,27 +438,29 @@ def _shard(work: Workload, sizes: Sizes) -> Iterator[Flow]:
     """Each layer's weights are gathered in each forward and backward pass, or once per step. Gradients are reduce-scattered
     once per step. The embedding and the head together count as one more layer.
     """
-    here, again, piped = weights(work, sizes), work.parallel.reshards(sizes.pipeline), sizes.pipeline > 1
+    counts, again, piped = weights(work, sizes), work.parallel.reshards(sizes.pipeline), sizes.pipeline > 1
     # In a pipeline, a layer stays gathered from a backward pass until the next pass.
     often = (sizes.microbatches + 1 if piped else 2) if again else 1
-    spread = here.experts if "expert" in work.parts else 0.0
+    spread = counts.experts if "expert" in work.parts else 0.0
     layers = work.layers_of_rank(sizes)
     together = tuple(part for part in ("shard", "context") if part in work.parts)
     for count, along, units, what in (
-        (here.plain + here.experts - spread, together, layers + 1, "weights"),
+        (counts.plain + counts.experts - spread, together, layers + 1, "weights"),
         (spread, (EXPERT_SHARD,), work.with_experts(layers), "experts"),
     ):
         if count:
-            size, gathers, each = count / units, units * often, again and not piped
+            size, gathers, each_microbatch = count / units, units * often, again and not piped
             gathered, scattered = f"{what} gathered", f"gradients of {what} scattered"
-            yield Flow("shard", along, "all_gather", gathers, size * work.activation_bytes, each, gathered)
+            yield Flow(
+                "shard", along, "all_gather", gathers, size * work.activation_bytes, each_microbatch, gathered
+            )
             yield Flow("shard", along, "reduce_scatter", units, size * work.reduced_bytes, False, scattered)
 
 
 def _gradients(work: Workload, sizes: Sizes) -> Iterator[Flow]:
     """All-reduce gradients across replicas, either in buckets or after FSDP's reduce-scatter."""
-    here, sharded = weights(work, sizes), "shard" in work.parts
-    plain, experts = here.plain, here.experts
+    counts, sharded = weights(work, sizes), "shard" in work.parts
+    plain, experts = counts.plain, counts.experts
     if "expert" not in work.parts:
         plain, experts = plain + experts, 0.0
     copies = tuple(part for part in ("data", "context") if part in work.parts)

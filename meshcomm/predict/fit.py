@@ -145,7 +145,7 @@ def work(backend: str, operation: Operation, size_bytes: int, ranks: int) -> Wor
     """
     # With a link that takes one second per message and one per byte, times are counts of steps and bytes.
     every = lines(operation, Route((Hop(ranks, Fraction(1), Fraction(1)),)))
-    line = next(each for each in every if each.name == assumed(backend, operation))
+    line = next(row for row in every if row.name == assumed(backend, operation))
     return Work(float(line.fixed_s), float(line.byte_s * size_bytes))
 
 
@@ -201,16 +201,16 @@ def measured_text(settings: Config, topology: TopologyConfig, links: Mapping[str
     facts: where, when and on what hardware the times were measured, for the first line of the file.
     Raises ConfigError if a part of the text does not load.
     """
-    speeds = Links(**{name: found.link for name, found in links.items()})
+    speeds = Links(**{name: fit.link for name, fit in links.items()})
     written = topology.model_copy(update={"links": speeds, "call_us": 0.0})
     whole = plain(written.model_dump(exclude_none=True))
     mesh = plain(settings.mesh.model_dump(exclude_unset=True))
     head = [f"{MARK.removeprefix('# ')} --fit`: {facts}"]
-    for name, found in links.items():
-        notes = "".join(f"; {note}" for note in found.notes)
+    for name, fit in links.items():
+        notes = "".join(f"; {note}" for note in fit.notes)
         head.append(
-            f"links.{name}: {found.times} times along {', '.join(found.dims)}; "
-            f"the model is {found.error:.0%} off in the median, {found.worst:.0%} at most{notes}"
+            f"links.{name}: {fit.times} times along {', '.join(fit.dims)}; "
+            f"the model is {fit.error:.0%} off in the median, {fit.worst:.0%} at most{notes}"
         )
     # Check that loading the file restores the measured values.
     assert load_config({"mesh": mesh, "topology": whole}).topology == written

@@ -90,8 +90,8 @@ def places_of(topology: TopologyConfig, ranks: Ranks) -> Ranks:
     places = np.empty_like(nodes)
     places[order] = ascending * topology.ranks_per_node + np.arange(len(nodes))
     places[order] -= np.searchsorted(ascending, ascending)
-    found: Ranks = places[ranks]
-    return found
+    of_ranks: Ranks = places[ranks]
+    return of_ranks
 
 
 def machine(topology: TopologyConfig) -> Machine | None:
@@ -112,15 +112,15 @@ def machine(topology: TopologyConfig) -> Machine | None:
 
 def known_machine(topology: TopologyConfig, source: str) -> Machine:
     """Like `machine`, but raises ConfigError if it is unknown which ranks share a node. source: the config's filename."""
-    found = machine(topology)
-    if found is None:
+    known = machine(topology)
+    if known is None:
         raise ConfigError(
             "it is not known which ranks share a node",
             given=f"{source} without topology.ranks_per_node, and no launcher's LOCAL_WORLD_SIZE",
             expected="a number of ranks on each node",
             hint="--set topology.ranks_per_node=8",
         )
-    return found
+    return known
 
 
 def discovered(
@@ -137,26 +137,26 @@ def discovered(
     blocks = (env.get("SLURM_DISTRIBUTION") or "block").startswith("block")
     even = re.fullmatch(r"(\d+)(?:\(x\d+\))?", tasks) if blocks else None
     visible = [name for name in env.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
-    said = {
+    values = {
         "ranks_per_node": [*(env.get(name) for name in _LOCAL_SIZES), even and even[1]],
         "devices_per_node": [env.get("SLURM_GPUS_ON_NODE"), str(len(visible))],
     }
-    found: dict[str, int | None] = {}
-    for name, texts in said.items():
+    numbers_of: dict[str, int | None] = {}
+    for name, texts in values.items():
         numbers = [int(text) for text in texts if text and text.isdecimal() and int(text) >= 1]
         if numbers and getattr(topology, name) is None:
-            found[name] = numbers[0]
-    if per_host is not None and found.get("ranks_per_node", per_host) != per_host:
-        found["ranks_per_node"] = per_host or None
+            numbers_of[name] = numbers[0]
+    if per_host is not None and numbers_of.get("ranks_per_node", per_host) != per_host:
+        numbers_of["ranks_per_node"] = per_host or None
     if nodes and topology.ranks_per_node is None:
-        found["ranks_per_node"] = max(Counter(nodes).values())
-        return Placed(**{**dict(topology), **found, "nodes": tuple(nodes)})
-    return topology.model_copy(update=found)
+        numbers_of["ranks_per_node"] = max(Counter(nodes).values())
+        return Placed(**{**dict(topology), **numbers_of, "nodes": tuple(nodes)})
+    return topology.model_copy(update=numbers_of)
 
 
 def _level(name: str, ranks: int, link: Link | None, assumed: Link) -> Level:
-    here = assumed if link is None else link
-    alpha_s, bytes_per_s = _exact(here.latency_us) / 10**6, _exact(here.bandwidth_gbytes_s) * 10**9
+    settings = assumed if link is None else link
+    alpha_s, bytes_per_s = _exact(settings.latency_us) / 10**6, _exact(settings.bandwidth_gbytes_s) * 10**9
     return Level(name, ranks, alpha_s, 1 / bytes_per_s, link is None)
 
 
@@ -243,9 +243,9 @@ def span(groups: Ranks, machine: Machine) -> Span:
     return Span(size, int(distinct[0].min()), int(distinct[0].max()), crosses, route)
 
 
-def slowest_level(found: Span, machine: Machine) -> Level:
+def slowest_level(span: Span, machine: Machine) -> Level:
     """Return the level of the slowest link that a group crosses, or the innermost level for groups of one."""
-    return next((level for level in machine.levels if level.name == found.slowest), machine.levels[0])
+    return next((level for level in machine.levels if level.name == span.slowest), machine.levels[0])
 
 
 def strided(dims: Sequence[tuple[int, int]], world: int, machine: Machine) -> Ranks:
@@ -272,12 +272,12 @@ def _factors(units: list[Ranks], size: int) -> list[int] | None:
     inner = 1
     for unit in units:
         number = int(1 + (np.diff(unit[0]) != 0).sum())
-        each, rest = divmod(size, number)
+        length, rest = divmod(size, number)
         if rest:
             return None
-        blocks = unit.reshape(len(unit), number, each)
+        blocks = unit.reshape(len(unit), number, length)
         if (blocks != blocks[:, :, :1]).any() or (np.diff(blocks[:, :, 0], axis=1) == 0).any():
             return None
-        factors.append(each // inner)
-        inner = each
+        factors.append(length // inner)
+        inner = length
     return factors

@@ -44,8 +44,8 @@ class LintFinding(NamedTuple):
         return facts | {"try": facts.pop("hint")}
 
     def __str__(self) -> str:
-        what = f"{self.rule}: {self.what}"
-        return str(MeshcommError(what, given=self.given, expected=self.expected, hint=self.hint))
+        message = f"{self.rule}: {self.what}"
+        return str(MeshcommError(message, given=self.given, expected=self.expected, hint=self.hint))
 
 
 class Footprint(NamedTuple):
@@ -95,10 +95,10 @@ def lint(
     plan = settings.plan(world)
     ranks = plan.layout.ranks
     size = world if world is not None else int(ranks.max()) + 1
-    found: list[LintFinding] = []
+    findings: list[LintFinding] = []
     where = machine(topology)
     if where is None:
-        found.append(
+        findings.append(
             LintFinding(
                 "topology",
                 "it is not known which ranks share a node: links are not checked",
@@ -111,10 +111,10 @@ def lint(
         spans = {f.name: span(plan.layout.groups(f.name), where) for f in plan.families if f.size > 1}
         case = _Case(settings, plan, topology, where, spans, roles(settings), size)
         for rule in (_devices, _last_node, _tensor, _pipeline):
-            found.extend(rule(case))
-        found.extend(each for each in [scattered(plan, topology)] if each is not None)
-    found.extend(_communicators(settings, plan, topology, size, descriptor_limit))
-    return found
+            findings.extend(rule(case))
+        findings.extend(finding for finding in [scattered(plan, topology)] if finding is not None)
+    findings.extend(_communicators(settings, plan, topology, size, descriptor_limit))
+    return findings
 
 
 def scattered(plan: Plan, topology: TopologyConfig) -> LintFinding | None:
@@ -133,13 +133,15 @@ def scattered(plan: Plan, topology: TopologyConfig) -> LintFinding | None:
     if not crossing:
         return None
     nodes = np.array(topology.nodes)
-    own = {node: np.flatnonzero(nodes == node).tolist() for node in range(min(_NODES, nodes.max() + 1))}
+    ranks_of_node = {
+        node: np.flatnonzero(nodes == node).tolist() for node in range(min(_NODES, nodes.max() + 1))
+    }
     more = "; ..." if nodes.max() >= _NODES else ""
     return LintFinding(
         "scattered-ranks",
         f"{', '.join(crossing)} {'crosses' if len(crossing) == 1 else 'cross'} nodes, "
         "because the ranks of a node are not consecutive",
-        "; ".join(f"node {node}: {ranks_text(found)}" for node, found in own.items()) + more,
+        "; ".join(f"node {node}: {ranks_text(ranks)}" for node, ranks in ranks_of_node.items()) + more,
         "ranks 0, 1, 2, ... on the first node, the next ranks on the second",
         "srun -m block, mpirun --map-by slot, or mesh.rank_order"
         + (f" = {order}" if len(order) <= _ORDERED else ""),
@@ -212,10 +214,10 @@ def _last_node(case: _Case) -> Iterator[LintFinding]:
 
 
 def _tensor(case: _Case) -> Iterator[LintFinding]:
-    found = case.of("tensor")
-    if found is None or found[1].most == 1:
+    tensor = case.of("tensor")
+    if tensor is None or tensor[1].most == 1:
         return
-    dim, spans = found
+    dim, spans = tensor
     crossing = sum(n for name, n in spans.crosses.items() if name != "node")
     # A group that crosses nodes spans at least two, even if other groups stay inside a node.
     number = _range(spans._replace(fewest=max(spans.fewest, 2)))
@@ -292,5 +294,5 @@ def _communicators(
         )
 
 
-def _range(found: Span) -> str:
-    return f"{found.most}" if found.fewest == found.most else f"{found.fewest} to {found.most}"
+def _range(span: Span) -> str:
+    return f"{span.most}" if span.fewest == span.most else f"{span.fewest} to {span.most}"

@@ -67,10 +67,10 @@ class Costs(NamedTuple):
     backward_input: float = 1
     backward_weight: float = 1
 
-    def of(self, each: Pass) -> float:
+    def of(self, pass_: Pass) -> float:
         """Return the duration of one pass."""
         halves = self.backward_input, self.backward_weight
-        return {"F": self.forward, "B": sum(halves), "I": halves[0], "W": halves[1]}[each.kind]
+        return {"F": self.forward, "B": sum(halves), "I": halves[0], "W": halves[1]}[pass_.kind]
 
 
 class Slot(NamedTuple):
@@ -116,7 +116,7 @@ def timeline(orders: Sequence[Sequence[Pass]], costs: Sequence[Costs] | None = N
     costs: the costs of each stage. If None, a forward pass takes 1 slot and a backward pass takes 2.
     Raises AssertionError if ranks wait for one another in a cycle, which does not happen in any schedule.
     """
-    stages = 1 + max(each.stage for order in orders for each in order)
+    stages = 1 + max(pass_.stage for order in orders for pass_ in order)
     costs = costs or [Costs()] * stages
     ends: dict[tuple[str, int, int], float] = {}
     slots: list[list[Slot]] = [[] for _ in orders]
@@ -125,17 +125,17 @@ def timeline(orders: Sequence[Sequence[Pass]], costs: Sequence[Costs] | None = N
         waiting = False
         for order, done in zip(orders, slots, strict=True):
             while len(done) < len(order):
-                each = order[len(done)]
+                pass_ = order[len(done)]
                 # The time at which the input from another rank is ready; None if that is not known yet.
-                kind, other = ("F", each.stage - 1) if each.kind == "F" else ("B", each.stage + 1)
-                alone = each.kind == "W" or not 0 <= other < stages
-                there = 0 if alone else ends.get((kind, other, each.microbatch))
-                if there is None:
+                kind, other = ("F", pass_.stage - 1) if pass_.kind == "F" else ("B", pass_.stage + 1)
+                alone = pass_.kind == "W" or not 0 <= other < stages
+                ready = 0 if alone else ends.get((kind, other, pass_.microbatch))
+                if ready is None:
                     break
-                start = max(there, done[-1].end if done else 0)
-                done.append(Slot(each, start, start + costs[each.stage].of(each)))
-                if each.kind != "W":
-                    ends["F" if each.kind == "F" else "B", each.stage, each.microbatch] = done[-1].end
+                start = max(ready, done[-1].end if done else 0)
+                done.append(Slot(pass_, start, start + costs[pass_.stage].of(pass_)))
+                if pass_.kind != "W":
+                    ends["F" if pass_.kind == "F" else "B", pass_.stage, pass_.microbatch] = done[-1].end
                 waiting = True
     assert all(len(done) == len(order) for order, done in zip(orders, slots, strict=True)), "a circle"
     return Timeline(tuple(tuple(done) for done in slots))
@@ -200,15 +200,15 @@ def _halve(order: list[Pass], delay: int) -> list[Pass]:
     halved: list[Pass] = []
     waiting: list[Pass] = []
     # After the last backward pass, the remaining weight passes run.
-    for each in (*order, *[None] * len(order)):
-        if each is not None and each.kind != "B":
-            halved.append(each)
+    for pass_ in (*order, *[None] * len(order)):
+        if pass_ is not None and pass_.kind != "B":
+            halved.append(pass_)
             continue
-        if each is not None:
-            waiting.append(each)
-            if each.stage:
-                halved.append(each._replace(kind="I"))
-        if waiting and (each is None or len(waiting) > delay):
+        if pass_ is not None:
+            waiting.append(pass_)
+            if pass_.stage:
+                halved.append(pass_._replace(kind="I"))
+        if waiting and (pass_ is None or len(waiting) > delay):
             due = waiting.pop(0)
             halved.append(due._replace(kind="W" if due.stage else "B"))
     return halved

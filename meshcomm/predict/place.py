@@ -129,10 +129,12 @@ def rank_placements(
     machine = known_machine(topology, "[topology]")
     assumed = tuple(key for key in ("tflops", "memory_gbytes") if getattr(topology, key) is None)
     tflops, memory_gb = topology.tflops or ASSUMED_TFLOPS, topology.memory_gbytes or ASSUMED_MEMORY_GB
-    kept = (keep or {}).items()
-    legal = [each for each in trainable(work, world) if all(getattr(each, part) == n for part, n in kept)]
+    fixed_sizes = (keep or {}).items()
+    legal = [
+        sizes for sizes in trainable(work, world) if all(getattr(sizes, part) == n for part, n in fixed_sizes)
+    ]
     if not legal:
-        fixed = "".join(f", {part} = {size}" for part, size in kept)
+        fixed = "".join(f", {part} = {size}" for part, size in fixed_sizes)
         raise ConfigError(
             f"no sizes that multiply to {world} can train this",
             given=f"{world} ranks along {', '.join(work.parts) or 'no part'}{fixed}, "
@@ -156,7 +158,7 @@ def rank_placements(
         of_row: list[_Found] = []
         for order, step_s in model.steps(sizes):
             new = _Found(step_s, tuple(map(BASE.index, order)), row)
-            same = next((each for each in of_row if abs(step_s - each.step_s) <= _SAME * step_s), new)
+            same = next((row for row in of_row if abs(step_s - row.step_s) <= _SAME * step_s), new)
             of_row += [new] if same is new else []
             alike[same] += 1
     best = tuple(model.explained(fitting[each.row], each, alike[each] - 1) for each in sorted(alike)[:top])
@@ -177,13 +179,13 @@ class _Model:
         listed = flows(self.work, sizes)
         compute_s, idle = self._compute(sizes)
         seconds = cache(self._seconds)
-        found = []
+        seconds_of = []
         for order in orders(self.work, sizes):
             each_s = {True: compute_s, False: 0.0}
             for flow, dims in self._calls(listed, sizes, order):
                 each_s[flow.each_microbatch] += seconds(flow, dims)
-            found.append((order, each_s[True] * (sizes.microbatches + idle) + each_s[False]))
-        return found
+            seconds_of.append((order, each_s[True] * (sizes.microbatches + idle) + each_s[False]))
+        return seconds_of
 
     def explained(self, sizes: Sizes, found: _Found, also: int) -> Placement:
         """Return the placement for a mesh, with a breakdown of its step time."""
@@ -276,8 +278,8 @@ def trainable(work: Workload, world: int) -> Iterator[Sizes]:
         copies = sizes.data * sizes.shard
         number = work.train.global_batch_size // (copies * work.train.micro_batch_size)
         experts = divisors(copies * sizes.context) if "expert" in work.parts else [1]
-        each = (sizes._replace(microbatches=number, expert=expert) for expert in experts)
-        yield from (found for found in each if found.expert == 1 or _passes(work, found))
+        candidates = (sizes._replace(microbatches=number, expert=expert) for expert in experts)
+        yield from (sizes for sizes in candidates if sizes.expert == 1 or _passes(work, sizes))
 
 
 def _passes(work: Workload, sizes: Sizes) -> bool:
@@ -305,20 +307,24 @@ def strides(work: Workload, sizes: Sizes, order: _Order) -> dict[str, tuple[int,
     """Return the (size, stride) of each part's dim. With experts, the result also contains expert, REPLICA and, if the
     shard part is used, EXPERT_SHARD.
     """
-    found: dict[str, tuple[int, int]] = {}
+    size_and_stride: dict[str, tuple[int, int]] = {}
     step = 1
     for part in reversed(order):
-        found[part] = getattr(sizes, part), step
-        step *= found[part][0]
+        size_and_stride[part] = getattr(sizes, part), step
+        step *= size_and_stride[part][0]
     if "expert" in work.parts:
         # The stride of the block is that of its innermost part of size 2 or more.
-        shared = [found[part] for part in _BLOCK if part in found]
+        shared = [size_and_stride[part] for part in _BLOCK if part in size_and_stride]
         block = min((stride for size, stride in shared if size > 1), default=1)
         copies = prod(size for size, _ in shared) // sizes.expert
         # With shard, the ranks along the dim of the experts' copies hold shards of the experts.
         beside = EXPERT_SHARD if "shard" in work.parts else REPLICA
-        found |= {"expert": (sizes.expert, block), REPLICA: (1, 1), beside: (copies, block * sizes.expert)}
-    return found
+        size_and_stride |= {
+            "expert": (sizes.expert, block),
+            REPLICA: (1, 1),
+            beside: (copies, block * sizes.expert),
+        }
+    return size_and_stride
 
 
 def _factors(world: int, count: int) -> Iterator[Sequence[int]]:

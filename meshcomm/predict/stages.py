@@ -75,8 +75,8 @@ def split_layers(
             expected="at least one stage, and at least one layer per stage",
             hint=f"layers = {max(stages, 1)}, or {max(layers, 1)} stages",
         )
-    each = _exact_costs(layers, [1] * layers if costs is None else costs, first, last)
-    sums = [0, *accumulate(each)]
+    exact = _exact_costs(layers, [1] * layers if costs is None else costs, first, last)
+    sums = [0, *accumulate(exact)]
     # least[stop]: the lowest possible cost of the most expensive stage in the first `stop` layers. Each round adds a stage.
     least: list[float] = [0, *[math.inf] * layers]
     for _ in range(stages):
@@ -88,7 +88,7 @@ def split_layers(
     # splits of the first `stop` layers in which no stage costs more than least[layers].
     best: dict[int, tuple[list[int], tuple[int, ...]]] = {0: ([0] * 4, (0,))}
     for stage in range(stages):
-        found: dict[int, tuple[list[int], tuple[int, ...]]] = {}
+        reached: dict[int, tuple[list[int], tuple[int, ...]]] = {}
         for start, (so_far, bounds) in best.items():
             for stop in range(start + 1, layers - (stages - 1 - stage) + 1):
                 here = sums[stop] - sums[start]
@@ -96,9 +96,9 @@ def split_layers(
                     break
                 more = here * here, here * (stage == stages - 1), here * (stage == 0), stage * (stop - start)
                 total = [a + b for a, b in zip(so_far, more, strict=True)]
-                if stop not in found or total < found[stop][0]:
-                    found[stop] = total, (*bounds, stop)
-        best = found
+                if stop not in reached or total < reached[stop][0]:
+                    reached[stop] = total, (*bounds, stop)
+        best = reached
     return [range(start, stop) for start, stop in pairwise(best[layers][1])]
 
 

@@ -64,16 +64,16 @@ def lines(operation: Operation, route: Route) -> list[Line]:
     if route.ranks == 1:
         return [Line("none", 1, Fraction(0), Fraction(0))]
     n, alpha_s, beta_s = route.slowest
-    found = [
+    rows = [
         Line(name, chunks, steps * alpha_s, moved * beta_s)
         for name, chunks, steps, moved in _flat(operation, n)
     ]
     if operation == "all_to_all":
-        found.insert(0, _pairwise(route))
+        rows.insert(0, _pairwise(route))
     rounds = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}.get(operation)
     if rounds and len(route.hops) > 1 and route.even:
-        found.append(_hierarchical(route, rounds))
-    return [line._replace(fixed_s=line.fixed_s + route.call_s) for line in found]
+        rows.append(_hierarchical(route, rounds))
+    return [line._replace(fixed_s=line.fixed_s + route.call_s) for line in rows]
 
 
 def best(lines: Sequence[Line], size_bytes: float) -> Line:
@@ -146,7 +146,7 @@ def named_operations(names: Sequence[str]) -> tuple[Operation, ...]:
                 expected="one of " + ", ".join(OPERATIONS),
                 hint=did_you_mean(name, OPERATIONS) or "--op all_reduce",
             )
-    return tuple(each for each in OPERATIONS if each in names or not names)
+    return tuple(operation for operation in OPERATIONS if operation in names or not names)
 
 
 def _flat(operation: Operation, n: int) -> Iterator[tuple[str, int, int, Any]]:

@@ -81,7 +81,11 @@ def listening(port: int) -> list[str]:
     import psutil
 
     with suppress(psutil.AccessDenied):
-        found = [each for each in psutil.net_connections("tcp") if each.status == psutil.CONN_LISTEN]
+        found = [
+            connection
+            for connection in psutil.net_connections("tcp")
+            if connection.status == psutil.CONN_LISTEN
+        ]
         return [each.laddr.ip for each in found if each.laddr and each.laddr.port == port]
     return []
 

@@ -299,6 +299,8 @@ def _serve_to_the_end(store: dist.TCPStore, port: int, limit_s: float) -> None:
 
 def _has_clients(port: int) -> bool:
     """Return whether another process is connected to the store that this process serves at `port`."""
-    connections = [each for each in psutil.Process().net_connections("tcp") if each.raddr]
-    mine = {each.laddr.port for each in connections}
-    return any(each.laddr.port == port and each.raddr.port not in mine for each in connections)
+    connections = [connection for connection in psutil.Process().net_connections("tcp") if connection.raddr]
+    mine = {connection.laddr.port for connection in connections}
+    return any(
+        connection.laddr.port == port and connection.raddr.port not in mine for connection in connections
+    )

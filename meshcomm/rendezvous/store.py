@@ -239,7 +239,7 @@ class MeshStore:
 
 
 def _listed(keys: Sequence[str]) -> str:
-    return ", ".join(f'"{each}"' for each in keys[:8]) + f" and {len(keys) - 8} more" * (len(keys) > 8)
+    return ", ".join(f'"{key}"' for key in keys[:8]) + f" and {len(keys) - 8} more" * (len(keys) > 8)
 
 
 def _named(keys: Sequence[str]) -> str:

@@ -261,9 +261,9 @@ class EmulatedNCCL(PythonGroup):
         def run() -> None:
             self._expect(kind, [x.numel() for x in (outs if kind.startswith("ALLGATHER") else ins)], root)
             # Gloo may offer a call only under its older name (torch 2.13), or only for one tensor at a time (torch 2.11).
-            for each in (name, *(other for other, row in METHODS.items() if row.hook == kind)):
-                if hasattr(self._connected, each):
-                    getattr(self._connected, each)(*given).wait()
+            for method in (name, *(other for other, row in METHODS.items() if row.hook == kind)):
+                if hasattr(self._connected, method):
+                    getattr(self._connected, method)(*given).wait()
                     return
             single = "_allgather_base" if kind.startswith("ALLGATHER") else "_reduce_scatter_base"
             for out, x in zip(*arguments, strict=True):
@@ -284,7 +284,7 @@ class EmulatedNCCL(PythonGroup):
             mine[2] = 0
         everyone = [torch.empty_like(mine) for _ in range(self._size)]
         self._connected.allgather([everyone], [mine]).wait()
-        if any(not torch.equal(each, mine) for each in everyone):
+        if any(not torch.equal(theirs, mine) for theirs in everyone):
             raise RuntimeError("the ranks run different kernels")
 
     def _run_barrier(self) -> None:
@@ -345,7 +345,7 @@ class EmulatedNCCL(PythonGroup):
                 if work is not None:  # a message
                     work.wait()
 
-        whole = _Item(self, "COALESCED", run, [each for item in items for each in item.tensors])
+        whole = _Item(self, "COALESCED", run, [tensor for item in items for tensor in item.tensors])
         if not emulation.depth:
             self._queue(whole)
         return EmulatedWork([whole])
@@ -486,25 +486,25 @@ class _Emulation(DispatchMode):  # type: ignore[misc]
 
     def __torch_dispatch__(self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if any(issubclass(each, FakeTensor) for each in types):
+        if any(issubclass(kind, FakeTensor) for kind in types):
             return func(*args, **kwargs)  # fake tensors, with which DTensor infers shapes
-        if any(each not in (Tensor, torch.nn.Parameter) for each in types):
+        if any(kind not in (Tensor, torch.nn.Parameter) for kind in types):
             return NotImplemented  # a subclass: its inner tensors arrive here later
         traced = modes_left() > 0
         if not traced:
             with self:  # such as reshape, which copies or does not
-                if (found := func.decompose(*args, **kwargs)) is not NotImplemented:
-                    return found
+                if (results := func.decompose(*args, **kwargs)) is not NotImplemented:
+                    return results
         name = schema_of(func).name
         if name in ("aten::_local_scalar_dense", "aten::equal", "aten::nonzero", "aten::is_nonzero"):
             self.sync(name)
         if self.pending and name not in _UNTOUCHED and not func.is_view:
-            for given, argument in zip(schema_of(func).arguments, args, strict=False):
-                self._touch(argument, given.alias_info is not None and given.alias_info.is_write, name)
+            for declared, argument in zip(schema_of(func).arguments, args, strict=False):
+                self._touch(argument, declared.alias_info is not None and declared.alias_info.is_write, name)
             written = {
-                each.name
-                for each in schema_of(func).arguments
-                if each.alias_info and each.alias_info.is_write
+                argument.name
+                for argument in schema_of(func).arguments
+                if argument.alias_info and argument.alias_info.is_write
             }
             for key, argument in kwargs.items():
                 self._touch(argument, key in written, name)
@@ -698,8 +698,8 @@ def host_syncs() -> int:
     return _emulation().syncs
 
 
-def _create(given: Any, options: Any = None) -> EmulatedNCCL:
-    return EmulatedNCCL(given.store, given.group_rank, given.group_size, given.timeout)
+def _create(creation: Any, options: Any = None) -> EmulatedNCCL:
+    return EmulatedNCCL(creation.store, creation.group_rank, creation.group_size, creation.timeout)
 
 
 def _reads(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
@@ -725,9 +725,9 @@ def _block(item: _Item) -> None:
 def _in_a_graph() -> bool:
     """Return whether code compiled by torch.compile is running."""
     frame: FrameType | None = sys._getframe(2)
-    made = compiled_files()
+    files = compiled_files()
     while frame is not None:
-        if frame.f_code.co_filename.startswith(made):
+        if frame.f_code.co_filename.startswith(files):
             return True
         frame = frame.f_back
     return False

@@ -52,12 +52,12 @@ def vias(marker_via: object, override: str | None) -> tuple[str, ...]:
         return (override,)
     if marker_via is None:
         return (VIAS[0],)
-    wanted = (marker_via,) if isinstance(marker_via, str) else marker_via
+    requested = (marker_via,) if isinstance(marker_via, str) else marker_via
     if (
-        not isinstance(wanted, Sequence)
-        or not wanted
-        or any(via not in VIAS for via in wanted)
-        or len(set(wanted)) != len(wanted)
+        not isinstance(requested, Sequence)
+        or not requested
+        or any(via not in VIAS for via in requested)
+        or len(set(requested)) != len(requested)
     ):
         raise MeshTestError(
             f"the mesh marker has via={marker_via!r}",
@@ -65,7 +65,7 @@ def vias(marker_via: object, override: str | None) -> tuple[str, ...]:
             expected=f"{', '.join(map(repr, VIAS[:-1]))} or {VIAS[-1]!r}, or a tuple of them",
             hint=f'via={VIAS!r} runs the test through each; default: "{VIAS[0]}"',
         )
-    return tuple(wanted)
+    return tuple(requested)
 
 
 def read(args: Sequence[Any], keywords: Mapping[str, Any], via: str) -> MeshRequest:
@@ -77,8 +77,8 @@ def read(args: Sequence[Any], keywords: Mapping[str, Any], via: str) -> MeshRequ
     from meshcomm.config import MeshConfig
 
     keys = {name for name in MeshConfig.model_fields if name != "dims"}
-    own = {"via", "not_via", "timeout_s", "world_size"}
-    dims = _dims(args, keywords, keys | own)
+    keywords_of_marker = {"via", "not_via", "timeout_s", "world_size"}
+    dims = _dims(args, keywords, keys | keywords_of_marker)
     timeout_s = keywords.get("timeout_s", TIMEOUT_S)
     if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)) or not timeout_s > 0:
         raise MeshTestError(
@@ -118,9 +118,9 @@ def _not_via(keywords: Mapping[str, Any], via: str) -> str:
     """Return why the test is not run through `via`, or "" if it is run."""
     refused = keywords.get("not_via", {})
     named = keywords.get("via")
-    wanted = (named,) if isinstance(named, str) else named or (VIAS[0],)
+    requested = (named,) if isinstance(named, str) else named or (VIAS[0],)
     if not isinstance(refused, Mapping) or not all(
-        each in VIAS and each not in wanted and isinstance(why, str) and why for each, why in refused.items()
+        via in VIAS and via not in requested and isinstance(why, str) and why for via, why in refused.items()
     ):
         raise MeshTestError(
             f"the mesh marker has not_via={refused!r}",

@@ -67,12 +67,12 @@ def mesh(request: pytest.FixtureRequest) -> MeshRequest:
     args, keywords = ((), {}) if marker is None else (marker.args, marker.kwargs)
     try:
         through = vias(keywords.get("via"), request.config.getoption("mesh_via"))
-        wanted = read(args, keywords, getattr(request, "param", through[0]))
+        mesh_request = read(args, keywords, getattr(request, "param", through[0]))
     except MeshcommError as error:
         pytest.fail(f"{type(error).__name__}: {error}", pytrace=False)
-    if wanted.skip:
-        pytest.skip(f"not through {wanted.via}: {wanted.skip}")
-    return wanted
+    if mesh_request.skip:
+        pytest.skip(f"not through {mesh_request.via}: {mesh_request.skip}")
+    return mesh_request
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

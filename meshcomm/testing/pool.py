@@ -149,10 +149,10 @@ class Pool:
         Raises:   RankFailure. A rank that does not return in time is terminated, and the text contains its stack.
         """
         ended = self.call(partial(function, *args), ranks=ranks, limits=Limits(timeout_s), env=env)
-        failures = {rank: _failure_text(one) for rank, one in enumerate(ended) if one.state != "returned"}
+        failures = {rank: _failure_text(end) for rank, end in enumerate(ended) if end.state != "returned"}
         if failures and not allow:
             raise RankFailure(failures, ranks)
-        return [one.value for one in ended]
+        return [end.value for end in ended]
 
     def call(
         self,
@@ -194,10 +194,10 @@ class Pool:
         if capture:
             for rank, worker in enumerate(workers):
                 ended[rank] = replace(ended[rank], out=_read(worker.files.out), err=_read(worker.files.err))
-        good = all(one.state == "returned" and not failed(one.value) for one in ended.values())
-        kept = {rank: worker for rank, worker in enumerate(workers) if good and ended[rank].reusable}
-        self._idle.update(kept)
-        _end_all([worker for rank, worker in enumerate(workers) if rank not in kept])
+        good = all(end.state == "returned" and not failed(end.value) for end in ended.values())
+        reusable = {rank: worker for rank, worker in enumerate(workers) if good and ended[rank].reusable}
+        self._idle.update(reusable)
+        _end_all([worker for rank, worker in enumerate(workers) if rank not in reusable])
         return [ended[rank] for rank in range(ranks)]
 
     def close(self) -> None:
@@ -251,8 +251,8 @@ class Pool:
             for pipe in ready:
                 assert isinstance(pipe, Connection)
                 rank = waiting.pop(pipe)
-                one = ended[rank] = _ended(workers[rank], stacks.get(rank, ""))
-                if not stacks and (one.state != "returned" or failed(one.value)):
+                end = ended[rank] = _ended(workers[rank], stacks.get(rank, ""))
+                if not stacks and (end.state != "returned" or failed(end.value)):
                     # The other ranks may be waiting for this one. Give them a moment, then take their stacks.
                     deadline = min(deadline, time.monotonic() + limits.settle_s)
         for rank in waiting.values():
@@ -261,10 +261,10 @@ class Pool:
         return ended
 
 
-def _failure_text(one: Ended) -> str:
+def _failure_text(end: Ended) -> str:
     """Return the text of a failure, with the stacks that the rank wrote if it died of a fault such as SIGSEGV."""
-    fault = one.stack.strip() if one.state == "died" else ""
-    return f"{one.text}\n{fault}".rstrip()
+    fault = end.stack.strip() if end.state == "died" else ""
+    return f"{end.text}\n{fault}".rstrip()
 
 
 def _ended(worker: _Worker, stack: str) -> Ended:
@@ -377,7 +377,7 @@ def _make(function: Callable[[], Any]) -> tuple[Ended, Any]:
 @contextlib.contextmanager
 def _written_to(*paths: Path) -> Iterator[None]:
     """Redirect the process's stdout and stderr, including the output of C libraries, to files."""
-    kept = [os.dup(number) for number in (1, 2)]
+    streams = [os.dup(number) for number in (1, 2)]
     for number, path in zip((1, 2), paths, strict=True):
         file = os.open(path, os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_APPEND)
         os.dup2(file, number)
@@ -389,7 +389,7 @@ def _written_to(*paths: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        for number, old in zip((1, 2), kept, strict=True):
+        for number, old in zip((1, 2), streams, strict=True):
             os.dup2(old, number)
             os.close(old)
 

@@ -197,11 +197,11 @@ def run(item: pytest.Function, request: MeshRequest, pool: Pool) -> Ends:
     return Ends(
         [
             replace(
-                one,
-                text=late if one.state == "late" else one.text,
-                stack=stack_text(last_stack(one.stack), full),
+                end,
+                text=late if end.state == "late" else end.text,
+                stack=stack_text(last_stack(end.stack), full),
             )
-            for one in ended
+            for end in ended
         ]
     )
 
@@ -217,7 +217,7 @@ def sources(wanted: str) -> dict[str, Source]:
         file = getattr(module, "__file__", None)
         if file is not None and _is_rewritten(module) and not file.startswith(libraries):
             names.add(name)
-    with_parents = {each for name in names for each in accumulate(name.split("."), "{}.{}".format)}
+    with_parents = {parent for name in names for parent in accumulate(name.split("."), "{}.{}".format)}
     return {name: _source(sys.modules[name]) for name in sorted(with_parents) if name in sys.modules}
 
 
@@ -239,7 +239,7 @@ def _filters() -> list[bytes]:
     """Return the arguments of warnings.filterwarnings that lead to the filters of this test, the last filter first."""
     sent = []
     for action, message, category, module, line in reversed(warnings.filters):
-        patterns = [getattr(each, "pattern", each) or "" for each in (message, module)]
+        patterns = [getattr(pattern, "pattern", pattern) or "" for pattern in (message, module)]
         with suppress(Exception):  # a class that exists only in this process
             sent.append(pickle.dumps((action, patterns[0], category, patterns[1], line)))
     return sent
@@ -256,7 +256,9 @@ def on_rank(data: bytes) -> Held:
     with warnings.catch_warnings(record=True) as log:
         # A CommunicationError most likely means that another rank failed first.
         outcome = outcome_of(partial(_run, task, opened), task.full, CommunicationError)
-    noted = dict.fromkeys((str(one.message), _known(one.category), one.filename, one.lineno) for one in log)
+    noted = dict.fromkeys(
+        (str(warning.message), _known(warning.category), warning.filename, warning.lineno) for warning in log
+    )
     # The mesh of a failed rank stays open. If it were closed, the calls of other ranks would break, and these ranks
     # would report that instead of their own failures.
     return Held(replace(outcome, warnings=tuple(noted)), opened, reusable=not dist.is_initialized())
@@ -273,9 +275,9 @@ def _known(category: type[Warning]) -> type[Warning]:
 
 def _run(task: Task, opened: list[Mesh | ExitStack]) -> None:
     warnings.resetwarnings()
-    for each in task.filters:
+    for pickled in task.filters:
         with suppress(Exception):  # a class that this rank cannot load
-            warnings.filterwarnings(*pickle.loads(each))
+            warnings.filterwarnings(*pickle.loads(pickled))
     owner: Any = importlib.import_module(task.module)
     values: Values = pickle.loads(task.values)
     for name in task.path[:-1]:
@@ -309,14 +311,14 @@ def _run(task: Task, opened: list[Mesh | ExitStack]) -> None:
 
 def _refresh(task: Task) -> None:
     """Remove all traces of earlier tests from this process."""
-    kept = {name: os.environ[name] for name in _LAUNCHER}
+    of_launcher = {name: os.environ[name] for name in _LAUNCHER}
     os.environ.clear()
-    os.environ.update({**task.environ, **kept})
+    os.environ.update({**task.environ, **of_launcher})
     os.chdir(task.cwd)
     sys.path[:] = task.sys_path
     importlib.invalidate_caches()
     # Find or create this rank's finder in sys.meta_path.
-    finder = next((each for each in sys.meta_path if isinstance(each, Modules)), None)
+    finder = next((finder for finder in sys.meta_path if isinstance(finder, Modules)), None)
     if finder is None:
         finder = Modules()
         sys.meta_path.insert(0, finder)
@@ -351,8 +353,9 @@ class Modules(MetaPathFinder):
         for name, source in table.items():
             spec = getattr(sys.modules.get(name), "__spec__", None)
             if spec and source.rewritten and (spec.loader, spec.origin) != (self._hook, source.file):
-                for each in [each for each in sys.modules if each == name or each.startswith(f"{name}.")]:
-                    del sys.modules[each]
+                inside = [module for module in sys.modules if module == name or module.startswith(f"{name}.")]
+                for module in inside:
+                    del sys.modules[module]
         self._table = dict(table)
 
     def find_spec(

@@ -122,15 +122,15 @@ def last_stack(text: str) -> list[FrameSummary]:
     stack.
     """
     begins = max(text.rfind("Current thread"), text.rfind("Stack (most recent"))
-    found = _FRAME.findall(text[begins:].partition("\n\n")[0]) if begins >= 0 else []
-    return [FrameSummary(file, int(line.replace("???", "0")), name) for file, line, name in reversed(found)]
+    frames = _FRAME.findall(text[begins:].partition("\n\n")[0]) if begins >= 0 else []
+    return [FrameSummary(file, int(line.replace("???", "0")), name) for file, line, name in reversed(frames)]
 
 
 def _users(frames: Iterable[FrameSummary], full: bool) -> StackSummary:
     """Return the test's frames outside libraries. If `full` is true or there are none, return all frames."""
     shown = list(frames)
     if not full:
-        testing = [at for at, f in enumerate(shown) if f.filename.startswith(f"{_MESHCOMM}testing/")]
+        testing = [index for index, f in enumerate(shown) if f.filename.startswith(f"{_MESHCOMM}testing/")]
         shown = shown[testing[-1] + 1 :] if testing else shown
         shown = [frame for frame in shown if not _is_library(frame.filename)] or shown
     return StackSummary.from_list(shown)
@@ -234,5 +234,9 @@ def _header(ranks: Sequence[int], request: MeshRequest) -> str:
     if len(ranks) == world:
         return f"all {world} ranks"
     coords = [layout.coords(rank) if rank in layout else {} for rank in ranks]
-    common = {dim: at for dim, at in coords[0].items() if all(each.get(dim) == at for each in coords)}
+    common = {
+        dim: coord_of_all
+        for dim, coord_of_all in coords[0].items()
+        if all(coord.get(dim) == coord_of_all for coord in coords)
+    }
     return f"{ranks_text(ranks)}{f' (all with {coords_text(common)})' if common else ''} of {world}"

@@ -174,7 +174,7 @@ class _Watch:
         for rank, _, frame in self._ranks():
             stack = traceback.extract_stack(frame)
             # A rank that is still waiting for its first turn has no stack to report.
-            begun = any(each.filename == __file__ for each in stack)
+            begun = any(frame.filename == __file__ for frame in stack)
             self.stacks[rank] = stack_text(stack, self._full) if begun else ""
         self.done = True
         deadline = time.monotonic() + _GRACE_S

@@ -48,12 +48,12 @@ def agree(mesh: Mesh, config: Config) -> Facts:
                TrainingError that names it. If settings differ, a TrainingError lists their names and values.
                Paths may differ, because hosts have different folders.
     """
-    known = on_all_ranks(mesh, "start the training", partial(sections, mesh, config))
-    _same(mesh, {name: _settings(section) for name, section in known._asdict().items()})
+    sections_of_config = on_all_ranks(mesh, "start the training", partial(sections, mesh, config))
+    _same(mesh, {name: _settings(section) for name, section in sections_of_config._asdict().items()})
     hosts = of_every_rank(mesh, hashlib.sha256(platform.node().encode()).hexdigest())
-    own = hosts[ranks_of(mesh).index(mesh.rank)]
-    lowest = min(rank for rank, host in zip(ranks_of(mesh), hosts, strict=True) if host == own)
-    return Facts(config, known, hosts.count(own), mesh.rank == lowest)
+    my_host = hosts[ranks_of(mesh).index(mesh.rank)]
+    lowest = min(rank for rank, host in zip(ranks_of(mesh), hosts, strict=True) if host == my_host)
+    return Facts(config, sections_of_config, hosts.count(my_host), mesh.rank == lowest)
 
 
 def agreed_corpus(mesh: Mesh, facts: Facts, vocab_size: int) -> Corpus:
@@ -63,10 +63,10 @@ def agreed_corpus(mesh: Mesh, facts: Facts, vocab_size: int) -> Corpus:
     Called by: every rank of the mesh.
     Raises:    the same errors as `agree` if the data cannot be loaded. If the text differs, the error names data.sha256.
     """
-    known = facts.sections
-    read = partial(corpus_of, known, vocab_size, Path(known.train.out))
-    pretrained = None if known.model is None else known.model.pretrained
-    data = known.data
+    sections = facts.sections
+    read = partial(corpus_of, sections, vocab_size, Path(sections.train.out))
+    pretrained = None if sections.model is None else sections.model.pretrained
+    data = sections.data
     if data is not None and data.source == "files" and data.tokenizer_of(pretrained) is not None:
         # The lowest rank of each host tokenizes the data. The others read the result from train.out.
         on_all_ranks(mesh, "tokenize the data", lambda: read() if facts.lowest else None)
@@ -78,9 +78,9 @@ def agreed_corpus(mesh: Mesh, facts: Facts, vocab_size: int) -> Corpus:
     return corpus
 
 
-def corpus_of(known: Sections, vocab_size: int = 0, cache: Path | None = None) -> Corpus:
+def corpus_of(sections: Sections, vocab_size: int = 0, cache: Path | None = None) -> Corpus:
     """Return the data that this rank reads. vocab_size: see `agreed_corpus`. cache: see `load`."""
-    _, model, data, train = known
+    _, model, data, train = sections
     assert data is not None
     if not vocab_size and model is not None and model.given("vocab_size"):
         vocab_size = model.vocab_size
@@ -105,18 +105,18 @@ def _differing(ranks: list[int], settings: list[dict[str, Any]]) -> TrainingErro
     lines: list[str] = []
     keys: list[str] = []
     odd: set[int] = set()
-    flat = [dict(_fields(each)) for each in settings]
-    for key in dict.fromkeys(key for each in flat for key in each):
+    flat = [dict(_fields(setting)) for setting in settings]
+    for key in dict.fromkeys(key for fields in flat for key in fields):
         values: dict[str, list[int]] = {}
-        for rank, each in zip(ranks, flat, strict=True):
-            values.setdefault(whole_toml(each.get(key)), []).append(rank)
+        for rank, fields in zip(ranks, flat, strict=True):
+            values.setdefault(whole_toml(fields.get(key)), []).append(rank)
         if len(values) > 1:
             common = max(values, key=lambda value: len(values[value]))
-            others = {value: sorted(of) for value, of in values.items() if value != common}
+            others = {value: sorted(odd_ranks) for value, odd_ranks in values.items() if value != common}
             keys.append(key)
-            odd.update(rank for of in others.values() for rank in of)
-            said = ", ".join(f"{ranks_text(of)} = {value}" for value, of in others.items())
-            lines.append(f"{key}: {said}, the others {common}")
+            odd.update(rank for odd_ranks in others.values() for rank in odd_ranks)
+            differing = ", ".join(f"{ranks_text(odd_ranks)} = {value}" for value, odd_ranks in others.items())
+            lines.append(f"{key}: {differing}, the others {common}")
     more = f" and {len(keys) - _SHOWN} more settings" if len(keys) > _SHOWN else ""
     return TrainingError(
         f"ranks disagree on {', '.join(keys[:_SHOWN])}{more}: "

@@ -29,45 +29,47 @@ MakeScheduler: TypeAlias = Callable[[Optimizer], LRScheduler]
 
 
 def model_for(
-    config: Config, known: Sections, given: nn.Module | ModelSpec | Model | None, loss: LossOf | None
+    config: Config, sections: Sections, model: nn.Module | ModelSpec | Model | None, loss: LossOf | None
 ) -> Model:
     """Return the model to train. If the program does not provide one, build the model described in [model]."""
-    if given is not None and not isinstance(given, (nn.Module, ModelSpec, Model)):
+    if model is not None and not isinstance(model, (nn.Module, ModelSpec, Model)):
         raise ConfigError(
             "this model cannot be trained",
-            given=f"model = {_said(given)}",
+            given=f"model = {_said(model)}",
             expected="an nn.Module that is built, a ModelSpec, or None with [model] in the configuration",
-            hint="call it: model=Net()" if callable(given) else "model=module",
+            hint="call it: model=Net()" if callable(model) else "model=module",
         )
     check_function(loss)
-    if isinstance(given, Model) or (given is None and loss is not None):
+    if isinstance(model, Model) or (model is None and loss is not None):
         if loss is not None:
             raise ConfigError(
                 "the loss of this model is fixed",
-                given=f"loss, and {'the model of [model]' if given is None else 'a Model'}",
+                given=f"loss, and {'the model of [model]' if model is None else 'a Model'}",
                 expected="a module, or a ModelSpec, whose loss can be replaced",
                 hint="ModelSpec(module=..., loss=...)",
             )
-        assert given is not None
-        return given
-    if given is None:
-        if known.model is None or known.data is None:
+        assert model is not None
+        return model
+    if model is None:
+        if sections.model is None or sections.data is None:
             raise ConfigError(
                 "no model is given, and the configuration has none",
                 given=f"{config.source} without [model]",
                 expected="one of the two",
                 hint="use Trainer(mesh, config, model), or [model] and [data] as in a config from meshcomm new",
             )
-        return model_of(known.model, known.data, known.train)
-    seq_len = 1 if known.data is None else known.data.seq_len
-    packed = known.data is not None and known.data.document_mask
-    if isinstance(given, ModelSpec):
-        check_function(given.loss)
-        spec = given if loss is None else replace(given, loss=loss)
-        return SpecModel(with_lora(spec, known.model, known.train), known.train, seq_len, packed=packed)
-    if known.model is not None and known.model.lora is not None:
-        raise no_adapters(type(given).__name__)
-    return WrappedModule(given, known.parallel, known.train, loss)
+        return model_of(sections.model, sections.data, sections.train)
+    seq_len = 1 if sections.data is None else sections.data.seq_len
+    packed = sections.data is not None and sections.data.document_mask
+    if isinstance(model, ModelSpec):
+        check_function(model.loss)
+        spec = model if loss is None else replace(model, loss=loss)
+        return SpecModel(
+            with_lora(spec, sections.model, sections.train), sections.train, seq_len, packed=packed
+        )
+    if sections.model is not None and sections.model.lora is not None:
+        raise no_adapters(type(model).__name__)
+    return WrappedModule(model, sections.parallel, sections.train, loss)
 
 
 def check_function(loss: object) -> None:
@@ -103,7 +105,7 @@ def check_callbacks(callbacks: object) -> tuple[Callback, ...]:
         wrong, given = callbacks, f"callbacks = {_said(callbacks)}"
     else:
         several = tuple(callbacks)
-        others = [each for each in several if not isinstance(each, Callback)]
+        others = [callback for callback in several if not isinstance(callback, Callback)]
         if not others:
             return several
         wrong, given = others[0], f"{_said(others[0])} in callbacks"
@@ -120,11 +122,11 @@ def check_callbacks(callbacks: object) -> tuple[Callback, ...]:
     )
 
 
-def _said(what: object) -> str:
+def _said(value: object) -> str:
     """Return a short description of an argument."""
-    if isinstance(what, type):
-        return f"the class {what.__name__}"
-    return repr(what) if isinstance(what, (str, int, float)) else f"a {type(what).__name__}"
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    return repr(value) if isinstance(value, (str, int, float)) else f"a {type(value).__name__}"
 
 
 def config_of_the_job(config: Config | None) -> Config:
@@ -148,7 +150,7 @@ def scheduler_for(make: MakeScheduler, optimizer: Optimizer, steps: int) -> LRSc
     """
     example = "lambda optimizer: LambdaLR(optimizer, lambda step: 1 / (1 + step))"
     try:
-        found = make(optimizer)
+        scheduler = make(optimizer)
     except (TypeError, ValueError) as error:
         raise ConfigError(
             "the scheduler cannot be made",
@@ -156,22 +158,22 @@ def scheduler_for(make: MakeScheduler, optimizer: Optimizer, steps: int) -> LRSc
             expected="a function of the optimizer",
             hint=example,
         ) from error
-    kind = type(found).__name__
-    if not isinstance(found, LRScheduler) or isinstance(found, ReduceLROnPlateau):
+    kind = type(scheduler).__name__
+    if not isinstance(scheduler, LRScheduler) or isinstance(scheduler, ReduceLROnPlateau):
         raise UnsupportedOp(
             f"the scheduler is a {kind}",
             given=f"scheduler(optimizer) returned a {kind}",
             expected="a torch.optim.lr_scheduler.LRScheduler whose rates depend only on the number of steps",
             hint=example,
         )
-    if found.optimizer is not optimizer:
+    if scheduler.optimizer is not optimizer:
         raise ConfigError(
             f"the {kind} belongs to another optimizer",
-            given=f"a {kind} of another {type(found.optimizer).__name__}",
+            given=f"a {kind} of another {type(scheduler.optimizer).__name__}",
             expected="a scheduler for the optimizer that is passed to the function",
             hint=example,
         )
-    total = getattr(found, "total_steps", None)
+    total = getattr(scheduler, "total_steps", None)
     if isinstance(total, int) and total < steps:
         raise ConfigError(
             f"the {kind} ends before the training",
@@ -179,4 +181,4 @@ def scheduler_for(make: MakeScheduler, optimizer: Optimizer, steps: int) -> LRSc
             expected="total_steps of train.steps or more",
             hint=f"total_steps={steps}",
         )
-    return found
+    return scheduler

@@ -219,7 +219,7 @@ class EarlyStop(Callback):
         if train.target_loss is not None and last is not None and last <= train.target_loss:
             self.reason = f"the validation loss is {last:.4f}, train.target_loss = {train.target_loss:g}"
         elif train.patience is not None and since >= train.patience:
-            by = f" by more than {train.min_delta:g}" if train.min_delta else ""
+            margin = f" by more than {train.min_delta:g}" if train.min_delta else ""
             lowest = "" if loss is None else f": it was {loss:.4f} after step {step}"
-            self.reason = f"the validation loss has not fallen{by} in {since} evaluations{lowest}"
+            self.reason = f"the validation loss has not fallen{margin} in {since} evaluations{lowest}"
         self.stop = bool(self.reason)

@@ -127,7 +127,7 @@ class FlopCounter(DispatchMode):  # type: ignore[misc]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Count a call and run it."""
-        if any(issubclass(each, DTensor) for each in types):
+        if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
@@ -188,6 +188,6 @@ def known_peak(name: str, dtype: str, tf32: bool = False) -> float | None:
     True
     """
     column = "tf32" if dtype == "float32" and tf32 else dtype
-    found = next((peak for pattern, peak in _PEAKS.items() if re.search(pattern, name)), ())
-    tera = dict(zip(("bfloat16", "tf32", "float32"), found, strict=False)).get(column)
+    peaks = next((peak for pattern, peak in _PEAKS.items() if re.search(pattern, name)), ())
+    tera = dict(zip(("bfloat16", "tf32", "float32"), peaks, strict=False)).get(column)
     return None if "MIG" in name.split() or tera is None else round(tera * 1e12, -9)

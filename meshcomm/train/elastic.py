@@ -54,10 +54,10 @@ class Held:
     def of(cls, engine: Engine, facts: Any, on: torch.device | None = None) -> Held:
         """Return the state of an engine, either its own tensors or copies of them on a device."""
         state = engine.saved_state()
-        kinds = {name: kind_of(each)[:2] for name, each in state.items()}
-        tensors = {name: memory_of(each) for name, each in state.items()}
+        kinds = {name: kind_of(value)[:2] for name, value in state.items()}
+        tensors = {name: memory_of(value) for name, value in state.items()}
         if on is not None:
-            tensors = {name: each.to(on, copy=True) for name, each in tensors.items()}
+            tensors = {name: tensor.to(on, copy=True) for name, tensor in tensors.items()}
         return cls(engine.reached.applied, parts_held(engine), kinds, tensors, facts)
 
     def put_into(self, engine: Engine) -> None:
@@ -81,19 +81,19 @@ def parts_held(engine: Engine) -> str:
     parts = [
         (
             name,
-            tuple(local(each.detach()).shape),
-            offsets(each) if isinstance(each, DTensor) else (),
+            tuple(local(parameter.detach()).shape),
+            offsets(parameter) if isinstance(parameter, DTensor) else (),
         )
-        for name, each in engine.named_parameters()
+        for name, parameter in engine.named_parameters()
     ]
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
-def passed(mesh: Mesh, dim: str, own: Held | None, dst: int | None, src: int | None) -> Held | None:
-    """Send `own` to coord `dst` along `dim`, and return the state that coord `src` sends, in host memory. Either is optional."""
+def passed(mesh: Mesh, dim: str, sent: Held | None, dst: int | None, src: int | None) -> Held | None:
+    """Send a state to coord `dst` along `dim`, and return the state that coord `src` sends, in host memory. Either is optional."""
     head: Any = None
-    if own is not None:
-        head = (own.step, own.parts, own.kinds, {name: tuple(x.shape) for name, x in own.tensors.items()})
+    if sent is not None:
+        head = (sent.step, sent.parts, sent.kinds, {name: tuple(x.shape) for name, x in sent.tensors.items()})
     # Both calls block until the other rank is ready, so in a ring some rank must receive first.
     sends_first = mesh.coord(dim) % 2 == 0
     if dst is not None and sends_first:
@@ -102,32 +102,32 @@ def passed(mesh: Mesh, dim: str, own: Held | None, dst: int | None, src: int | N
     if dst is not None and not sends_first:
         mesh.objects.send(dim, head, dst)
     step, parts, kinds, shapes = came
-    found = {name: torch.empty(shape, dtype=kinds[name][0]) for name, shape in shapes.items()}
+    received = {name: torch.empty(shape, dtype=kinds[name][0]) for name, shape in shapes.items()}
     # Both ranks divide the tensors in the same way, so their n-th messages match.
     none: list[Tensor] = []
-    mine = () if own is None else own.tensors.values()
-    for going, coming in zip_longest(_messages(mine), _messages(found.values()), fillvalue=none):
+    mine = () if sent is None else sent.tensors.values()
+    for going, coming in zip_longest(_messages(mine), _messages(received.values()), fillvalue=none):
         sizes = [x.numel() for x in coming]
         sends: list[Any] = [(torch.cat([x.reshape(-1).to(mesh.device) for x in going]), dst)] if going else []
         recvs: list[Any] = [(coming[0].new_empty(sum(sizes), device=mesh.device), src)] if coming else []
-        for received in mesh.exchange(dim, sends, recvs):
-            for into, part in zip(coming, received.split(sizes), strict=True):
+        for message in mesh.exchange(dim, sends, recvs):
+            for into, part in zip(coming, message.split(sizes), strict=True):
                 into.copy_(part.view(into.shape))
-    return None if src is None else Held(step, parts, kinds, found, own=False)
+    return None if src is None else Held(step, parts, kinds, received, own=False)
 
 
 def _messages(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
     """Group the tensors into messages of a single dtype and limited size, because they may not all fit on the device."""
-    found: list[list[Tensor]] = []
+    messages: list[list[Tensor]] = []
     open_sets: dict[torch.dtype, tuple[list[Tensor], int]] = {}
     for x in (x for x in tensors if x.numel()):
         together, room = open_sets.get(x.dtype, ([], 0))
         if room < x.nbytes:
             together, room = [], _AT_ONCE_BYTES
-            found.append(together)
+            messages.append(together)
         together.append(x)
         open_sets[x.dtype] = together, room - x.nbytes
-    return found
+    return messages
 
 
 @final
@@ -148,7 +148,9 @@ class Copies:
     @property
     def held(self) -> list[Held]:
         """All copies, starting with the copies of this rank's own state."""
-        return sorted((each for held in self._of.values() for each in held), key=lambda each: not each.own)
+        return sorted(
+            (held for states in self._of.values() for held in states), key=lambda held: not held.own
+        )
 
     def begin_again(self) -> None:
         """Make a copy at the next step, because some ranks are new and have no copies."""
@@ -172,15 +174,15 @@ class Copies:
         step = engine.reached.applied
         if not (self._first or due or step % self.every == 0):
             return
-        own = Held.of(engine, None if facts is None else facts(), torch.device("cpu"))
-        at, size = engine.mesh.coord(dim), engine.mesh.size(dim)
-        beside = passed(engine.mesh, dim, own, (at + 1) % size, (at - 1) % size)
-        assert beside is not None
+        mine = Held.of(engine, None if facts is None else facts(), torch.device("cpu"))
+        coord, size = engine.mesh.coord(dim), engine.mesh.size(dim)
+        neighbour = passed(engine.mesh, dim, mine, (coord + 1) % size, (coord - 1) % size)
+        assert neighbour is not None
         if engine.mesh.is_async and (lost := engine.mesh.elastic.lost()) is not None:
             # The data received may be invalid.
             raise lost
         self._of.pop(step, None)
-        self._of[step], self._first = [own, beside], False
+        self._of[step], self._first = [mine, neighbour], False
 
 
 def _along(engine: Engine) -> str | None:
@@ -227,13 +229,18 @@ class Survivor:
             "broken": bool(reached and reached.decided > reached.applied),
         }
         every = of_every_rank(mesh, mine)
-        latest = max(each["step"] for each in every)
+        latest = max(report["step"] for report in every)
         if engine is not None and reached is not None and self._held is None:
-            told = next(
-                (each["outcome"] for each in every if each["outcome"] and each["outcome"][0] == latest), None
+            latest_outcome = next(
+                (
+                    report["outcome"]
+                    for report in every
+                    if report["outcome"] and report["outcome"][0] == latest
+                ),
+                None,
             )
-            if reached.applied == latest - 1 and reached.summed == latest and told is not None:
-                engine.complete(latest, told[1])
+            if reached.applied == latest - 1 and reached.summed == latest and latest_outcome is not None:
+                engine.complete(latest, latest_outcome[1])
                 if engine.scheduler is not None:
                     engine.scheduler.step()
             else:
@@ -244,11 +251,11 @@ class Survivor:
                 # The new engine is filled through the same module.
                 tensors = {name: x.clone() for name, x in self._held.tensors.items()}
                 self._held = replace(self._held, tensors=tensors)
-                for each in engine.gradients:
-                    if isinstance(each, GradientSync):
-                        each.close()
+                for gradient in engine.gradients:
+                    if isinstance(gradient, GradientSync):
+                        gradient.close()
         # The state is unusable if this rank is behind, or if any rank failed while applying a step.
-        if self._step != latest or any(each["broken"] for each in every):
+        if self._step != latest or any(report["broken"] for report in every):
             self._step, self._held = -1, None
 
     def restore(self, engine: Engine, copies: Collection[Held]) -> Any:
@@ -260,17 +267,19 @@ class Survivor:
         """
         mesh = engine.mesh
         held = [*([] if self._held is None else [self._held]), *copies]
-        mine = (parts_held(engine), [(each.step, each.parts, each.own) for each in held])
-        known = dict(zip(ranks_of(mesh), of_every_rank(mesh, mine), strict=True))
-        wanted = {rank: parts for rank, (parts, _) in known.items()}
-        for step in sorted({step for _, has in known.values() for step, _, _ in has}, reverse=True):
-            has = {rank: {at[1] for at in every if at[0] == step} for rank, (_, every) in known.items()}
+        mine = (parts_held(engine), [(state.step, state.parts, state.own) for state in held])
+        of_rank = dict(zip(ranks_of(mesh), of_every_rank(mesh, mine), strict=True))
+        wanted = {rank: parts for rank, (parts, _) in of_rank.items()}
+        for step in sorted({step for _, has in of_rank.values() for step, _, _ in has}, reverse=True):
+            has = {
+                rank: {copy[1] for copy in every if copy[0] == step} for rank, (_, every) in of_rank.items()
+            }
             pairs = _pairs(mesh, wanted, has)
             if pairs is not None:
                 break
         else:
             return None
-        by_parts = {each.parts: each for each in reversed(held) if each.step == step}
+        by_parts = {state.parts: state for state in reversed(held) if state.step == step}
         if (mine_of_it := by_parts.get(wanted[mesh.rank])) is not None:
             mine_of_it.put_into(engine)
         for dim, giver, to in pairs:
@@ -279,10 +288,14 @@ class Survivor:
             elif to == mesh.rank and (came := passed(mesh, dim, None, None, mesh.get_coords(giver)[dim])):
                 came.put_into(engine)
         # The lowest rank that was present after the step tells the others.
-        present = [rank for rank, (_, has) in known.items() if any(own and at == step for at, _, own in has)]
-        facts = next((each.facts for each in held if each.own and each.step == step), None)
-        told = of_every_rank(mesh, facts if mesh.rank == min(present, default=None) else None)
-        return next(filter(None, told), {})
+        present = [
+            rank
+            for rank, (_, has) in of_rank.items()
+            if any(own and copied_step == step for copied_step, _, own in has)
+        ]
+        facts = next((state.facts for state in held if state.own and state.step == step), None)
+        facts_of_ranks = of_every_rank(mesh, facts if mesh.rank == min(present, default=None) else None)
+        return next(filter(None, facts_of_ranks), {})
 
 
 def _pairs(
@@ -309,7 +322,7 @@ def _pairs(
 
 def refuse_shards(engine: Engine, error: Exception) -> None:
     """Raise UnsupportedOp if FSDP2 has sharded a module of the program, because it cannot shard the module again."""
-    if any(isinstance(each, Sharded) for each in engine.gradients):
+    if any(isinstance(gradient, Sharded) for gradient in engine.gradients):
         raise UnsupportedOp(
             "a module that FSDP2 has sharded cannot continue after the loss of a rank",
             given=f"parallel.shard, and a {type(engine.modules[0]).__name__} as the model of the trainer",

@@ -31,7 +31,7 @@ def evaluate_of(train: TrainConfig) -> Callable[[Any], Any] | None:
     if train.evaluate is None:
         return None
     try:
-        found = function_of(train.evaluate)
+        function = function_of(train.evaluate)
     except Exception as error:
         raise ConfigError(
             f"train.evaluate could not be imported: {type(error).__name__}: {error}",
@@ -39,14 +39,14 @@ def evaluate_of(train: TrainConfig) -> Callable[[Any], Any] | None:
             expected="module:function, which every rank can import",
             hint="put its module into the folder where meshcomm is started, or into a folder in PYTHONPATH",
         ) from error
-    if not takes_one(found):
+    if not takes_one(function):
         raise ConfigError(
             "train.evaluate takes no trainer",
             given=f"evaluate = {train.evaluate!r}, which cannot be called with one argument",
             expected="a function of the trainer",
             hint="def evaluate(trainer): return trainer.evaluate(batches)",
         )
-    return found
+    return function
 
 
 @final
@@ -79,14 +79,14 @@ class Evaluator:
         Raises:    TrainingError on every rank if the function returns no numbers on one rank, or other numbers than on the first.
         """
         began = time.perf_counter()
-        found: dict[str, float] = {}
+        metrics: dict[str, float] = {}
         if self._held is not None and self._batches:
-            found["loss"] = self._engine.evaluate(self._held.in_order(self._train.eval_batches))
+            metrics["loss"] = self._engine.evaluate(self._held.in_order(self._train.eval_batches))
         if self._function is not None:
-            found |= self._agreed(self._function())
-        loss = found.pop("loss")
+            metrics |= self._agreed(self._function())
+        loss = metrics.pop("loss")
         tokens = self._batches * tokens_per_step
-        return Evaluation(step, loss, tokens, time.perf_counter() - began, found)
+        return Evaluation(step, loss, tokens, time.perf_counter() - began, metrics)
 
     def _agreed(self, returned: Any) -> dict[str, float]:
         """Return the numbers of the first rank, which every rank then decides by. Those of other ranks may differ by rounding."""
@@ -96,10 +96,10 @@ class Evaluator:
             return numbers
         every = dict(sorted(zip(ranks_of(mesh), of_every_rank(mesh, numbers), strict=True)))
         first: dict[str, float] = next(iter(every.values()))
-        if not all(_alike(each, first) for each in every.values()):
+        if not all(_alike(of_rank, first) for of_rank in every.values()):
             shown: dict[str, list[int]] = {}
-            for rank, each in every.items():
-                same = first if _alike(each, first) else each
+            for rank, of_rank in every.items():
+                same = first if _alike(of_rank, first) else of_rank
                 shown.setdefault(", ".join(f"{name} {same[name]:.10g}" for name in same), []).append(rank)
             lines = [f"{ranks_text(ranks)}: {text or 'nothing'}" for text, ranks in shown.items()]
             more = [f"and {len(lines) - _SHOWN} other results"] if len(lines) > _SHOWN else []
@@ -113,9 +113,9 @@ class Evaluator:
         return first
 
     def _numbers(self, returned: Any) -> dict[str, float]:
-        given = returned if isinstance(returned, Mapping) else {"loss": returned}
+        returned_numbers = returned if isinstance(returned, Mapping) else {"loss": returned}
         try:
-            numbers = {name: float(value) for name, value in given.items()}
+            numbers = {name: float(value) for name, value in returned_numbers.items()}
         except (TypeError, ValueError) as error:
             raise self._wrong(f"{returned!r:.80}") from error
         if not all(isinstance(name, str) and name.isidentifier() for name in numbers):
@@ -137,7 +137,7 @@ class Evaluator:
 def _alike(numbers: Mapping[str, float], others: Mapping[str, float]) -> bool:
     """Return whether two ranks have the same numbers, up to rounding. All nan are alike."""
     return numbers.keys() == others.keys() and all(
-        math.isclose(each, others[name], rel_tol=_ROOM, abs_tol=_ROOM / 100)
-        or (math.isnan(each) and math.isnan(others[name]))
-        for name, each in numbers.items()
+        math.isclose(number, others[name], rel_tol=_ROOM, abs_tol=_ROOM / 100)
+        or (math.isnan(number) and math.isnan(others[name]))
+        for name, number in numbers.items()
     )

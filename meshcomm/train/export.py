@@ -95,7 +95,7 @@ def export_weights(source: Path, target: Path) -> Exported:
     for name, kind in saved.weights.items():
         about = OF_PARAMETER + name
         facts = decode(saved.load(about), torch.device("cpu")) if about in saved.kinds else {}
-        pieces += [Piece(each, kind, name) for each in (name, *facts.get("also", []))]
+        pieces += [Piece(parameter, kind, name) for parameter in (name, *facts.get("also", []))]
     # Larger elements first, so that each tensor is aligned.
     pieces.sort(key=lambda piece: (-piece.kind.dtype.itemsize, piece.name))
     with could_not(f"export {folder} to {target}"):
@@ -120,8 +120,8 @@ def export_pretrained(
     """
     folder = find_checkpoint(source)
     lock, saved = Lock.read(folder), Saved(folder)
-    known, came = lock.config.get(PRETRAINED), lock.config["model"].get("pretrained")
-    if not known or not came:
+    settings_of_model, pretrained = lock.config.get(PRETRAINED), lock.config["model"].get("pretrained")
+    if not settings_of_model or not pretrained:
         raise _not_pretrained(f"the model of {folder}")
     kinds = {name: Kind(dtype or kind.dtype, kind.shape) for name, kind in saved.weights.items()}
     lora = lock.config["model"].get("lora")
@@ -131,17 +131,17 @@ def export_pretrained(
         ]
         shards = {ADAPTER_FILE: pieces}
     else:
-        model = _model(known)
+        model = _model(settings_of_model)
         pieces = [piece for name, kind in kinds.items() for piece in pieces_of(model, name, kind)]
         shards = shards_of(pieces, shard_bytes)
     with new_folder(target) as draft:
         for file, shard in shards.items():
             write_file(draft / file, shard, saved)
         if lora is not None:
-            _write_adapter_config(draft, came, lora, kinds)
+            _write_adapter_config(draft, pretrained, lora, kinds)
         else:
-            write_beside(draft, known, shards, str(next(iter(kinds.values())).dtype))
-        copy_beside(draft, Path(came))
+            write_beside(draft, settings_of_model, shards, str(next(iter(kinds.values())).dtype))
+        copy_beside(draft, Path(pretrained))
     return Exported(folder, target, lock.step, len(pieces), sum(piece.nbytes for piece in pieces))
 
 
@@ -184,7 +184,7 @@ def export_merged(
             merged.save_pretrained(draft, max_shard_size=shard_bytes)
         copy_beside(draft, base)
     tensors = merged.state_dict().values()
-    return Exported(folder, target, lock.step, len(tensors), sum(each.nbytes for each in tensors))
+    return Exported(folder, target, lock.step, len(tensors), sum(tensor.nbytes for tensor in tensors))
 
 
 def save_pretrained(
@@ -223,22 +223,22 @@ def save_pretrained(
     return target
 
 
-def _model(known: Mapping[str, Any]) -> SpecModel:
+def _model(settings: Mapping[str, Any]) -> SpecModel:
     """Return the model that a config.json describes, without weights."""
     with tempfile.TemporaryDirectory() as folder:
         # Turn dropout off, because it has no weights.
         plain = {
             name: 0.0 if name.endswith(DROPPED) and isinstance(value, float) else value
-            for name, value in known.items()
+            for name, value in settings.items()
         }
         (Path(folder) / CONFIG).write_text(json.dumps(plain))
-        made = model_of(
+        model = model_of(
             ModelConfig(pretrained=folder, random_weights=True),
             DataConfig(seq_len=8),
             TrainConfig(steps=1, global_batch_size=1, micro_batch_size=1),
         )
-    assert isinstance(made, SpecModel)
-    return made
+    assert isinstance(model, SpecModel)
+    return model
 
 
 def _adapted(names: Mapping[str, Any]) -> list[str]:

@@ -119,12 +119,12 @@ def stored_tensors(model: SpecModel, name: str, value: Tensor) -> dict[str, Tens
     if isinstance(names, str):
         return {names: value.T if transposed else value}
     # Experts are stacked along axis 0, and the tensors of a row along axis 1.
-    found = {
-        each: part
+    parts = {
+        stored_name: part
         for row, rows in zip(names, value, strict=True)
-        for each, part in zip(row, rows.chunk(len(row)), strict=True)
+        for stored_name, part in zip(row, rows.chunk(len(row)), strict=True)
     }
-    return {each: part.T if transposed else part for each, part in found.items()}
+    return {stored_name: part.T if transposed else part for stored_name, part in parts.items()}
 
 
 @final
@@ -135,19 +135,19 @@ class _Once:
         self._model, self._name = model, name
         self._left: dict[str, Tensor] = {}
 
-    def take(self, wanted: str, value: Tensor) -> Tensor:
+    def take(self, name: str, value: Tensor) -> Tensor:
         """Return one of these tensors."""
-        if wanted not in self._left:
+        if name not in self._left:
             self._left = stored_tensors(self._model, self._name, value)
-        return self._left.pop(wanted)
+        return self._left.pop(name)
 
 
 def pieces_of(model: SpecModel, name: str, kind: Kind) -> Iterator[Piece]:
     """Yield the tensors that store a parameter in the folder."""
     once = _Once(model, name)
     without_memory = torch.empty(kind.shape, dtype=kind.dtype, device="meta")
-    for each, made in stored_tensors(model, name, without_memory).items():
-        yield Piece(each, Kind(kind.dtype, tuple(made.shape)), name, partial(once.take, each))
+    for stored_name, stored in stored_tensors(model, name, without_memory).items():
+        yield Piece(stored_name, Kind(kind.dtype, tuple(stored.shape)), name, partial(once.take, stored_name))
 
 
 def shards_of(pieces: Sequence[Piece], most: int) -> dict[str, list[Piece]]:
@@ -208,7 +208,7 @@ def copy_beside(folder: Path, source: Path) -> None:
 
 
 def write_beside(
-    folder: Path, known: Mapping[str, Any], shards: Mapping[str, Sequence[Piece]], dtype: str
+    folder: Path, settings: Mapping[str, Any], shards: Mapping[str, Sequence[Piece]], dtype: str
 ) -> None:
     """Write config.json and, if there are several files, the index of the weights."""
     texts: dict[str, Any] = {}
@@ -216,7 +216,7 @@ def write_beside(
         places = {piece.name: file for file, shard in shards.items() for piece in shard}
         size = sum(piece.nbytes for shard in shards.values() for piece in shard)
         texts[INDEX] = {"metadata": {"total_size": size}, "weight_map": dict(sorted(places.items()))}
-    texts[CONFIG] = {k: v for k, v in known.items() if k not in ("torch_dtype", "_name_or_path")}
+    texts[CONFIG] = {k: v for k, v in settings.items() if k not in ("torch_dtype", "_name_or_path")}
     texts[CONFIG]["dtype"] = dtype.removeprefix("torch.")
     for name, content in texts.items():
         (folder / name).write_text(json.dumps(content, indent=2) + "\n")

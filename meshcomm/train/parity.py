@@ -69,13 +69,13 @@ class Record:
 
     def steps(self) -> dict[tuple[Kind, str], Tensor]:
         """Return the loss and the gradient norm of each step, in order."""
-        found: dict[tuple[Kind, str], Tensor] = {}
+        tensors: dict[tuple[Kind, str], Tensor] = {}
         kinds: tuple[Kind, ...] = ("loss", "gradient norm")
         for step, values in enumerate(zip_longest(self.losses, self.norms), 1):
             for kind, value in zip(kinds, values, strict=True):
                 if value is not None:
-                    found[kind, f"step {step}"] = torch.tensor(value, dtype=torch.float64)
-        return found
+                    tensors[kind, f"step {step}"] = torch.tensor(value, dtype=torch.float64)
+        return tensors
 
 
 def in_float64(config: Config) -> tuple[Config, tuple[str, ...]]:
@@ -200,9 +200,9 @@ def record(mesh: Mesh, config: Config, steps: int, *, original: bool = False) ->
     No files are written, and no checkpoint is read.
     """
     recorder = _ParityRecorder(config, steps, script=False, original=original)
-    found = recorder.run(lambda: Trainer(mesh, config).run())
-    assert found is not None
-    return found
+    recorded = recorder.run(lambda: Trainer(mesh, config).run())
+    assert recorded is not None
+    return recorded
 
 
 def _recorded(engine: Engine, done: Sequence[Done]) -> Record:
@@ -212,7 +212,7 @@ def _recorded(engine: Engine, done: Sequence[Done]) -> Record:
         grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         weights[name] = _unsplit(parameter, fused.get(name)).double().cpu()
         gradients[name] = _unsplit(grad, fused.get(name)).double().cpu()
-    losses, norms = tuple(each.loss for each in done), tuple(each.gradient_norm for each in done)
+    losses, norms = tuple(step.loss for step in done), tuple(step.gradient_norm for step in done)
     return Record(losses, norms, weights, gradients, any(batch_norms(module) for module in engine.modules))
 
 
@@ -238,9 +238,9 @@ def compare_forward(engine: Engine, inputs: Any, *, from_folder: bool) -> str:
         stored: dict[str, Tensor] | None = None
         if not from_folder or spec.weights is None:
             stored = {
-                each: part
+                stored_name: part
                 for name, value in _values(engine).items()
-                for each, part in stored_tensors(model, name, value).items()
+                for stored_name, part in stored_tensors(model, name, value).items()
             }
         theirs = spec.original(stored)
     else:
@@ -297,7 +297,7 @@ def _outputs(engine: Engine, x: Tensor) -> Any:
 def _values(engine: Engine) -> dict[str, Tensor]:
     """Return the unsharded parameters under the names that they had before the model was split."""
     fused = _fused(engine)
-    return {name: _unsplit(each, fused.get(name)) for name, each in engine.own_parameters()}
+    return {name: _unsplit(parameter, fused.get(name)) for name, parameter in engine.own_parameters()}
 
 
 def _fused(engine: Engine) -> dict[str, Parts]:
@@ -370,13 +370,13 @@ def compare(ours: Record, theirs: Record, rank: int = 0) -> list[Difference]:
     parameter.
     """
     mine, other = ours.steps(), theirs.steps()
-    found = [_difference(*key, mine.get(key), other.get(key), rank) for key in {**mine, **other}]
+    differences = [_difference(*key, mine.get(key), other.get(key), rank) for key in {**mine, **other}]
     for name in ours.weights:
-        found += [
+        differences += [
             _difference("weight", name, ours.weights[name], theirs.weights.get(name), rank),
             _difference("gradient", name, ours.gradients.get(name), theirs.gradients.get(name), rank),
         ]
-    return found
+    return differences
 
 
 def worst(of_ranks: Iterable[Sequence[Difference]], names: Iterable[str]) -> list[Difference]:
@@ -385,27 +385,27 @@ def worst(of_ranks: Iterable[Sequence[Difference]], names: Iterable[str]) -> lis
 
     names: the names of all parameters in the reference. The order is that of `compare`, with the parameters of all stages.
     """
-    found: dict[tuple[Kind, str], Difference] = {}
-    for each in of_ranks:
-        for one in each:
-            known = found.setdefault((one.kind, one.name), one)
-            if one.relative > known.relative:
-                found[one.kind, one.name] = one
+    largest_of: dict[tuple[Kind, str], Difference] = {}
+    for of_rank in of_ranks:
+        for difference in of_rank:
+            largest = largest_of.setdefault((difference.kind, difference.name), difference)
+            if difference.relative > largest.relative:
+                largest_of[difference.kind, difference.name] = difference
     kinds: tuple[Kind, ...] = ("weight", "gradient")
     for key in ((kind, name) for name in names for kind in kinds):
-        if key not in found:
-            found[key] = _difference(*key, None, None, 0)
-    return list(found.values())
+        if key not in largest_of:
+            largest_of[key] = _difference(*key, None, None, 0)
+    return list(largest_of.values())
 
 
 def first(differences: Iterable[Difference], tolerance: float) -> Difference | None:
     """Return the first quantity that differs by more than `tolerance`, or None. The loss of a step comes first, then its
     gradient norm, then the next step. If no step differs, return the parameter with the largest difference.
     """
-    over = [one for one in differences if one.relative > tolerance]
-    steps = [one for one in over if one.kind in ("loss", "gradient norm")]
+    over = [difference for difference in differences if difference.relative > tolerance]
+    steps = [difference for difference in over if difference.kind in ("loss", "gradient norm")]
     if steps:
-        return min(steps, key=lambda one: (int(one.name.split()[1]), one.kind != "loss"))
+        return min(steps, key=lambda difference: (int(difference.name.split()[1]), difference.kind != "loss"))
     return max(over, key=attrgetter("relative"), default=None)
 
 

@@ -69,8 +69,8 @@ class Blame:
             return "first dim to blame: no single dim and no pair, only all dims together"
         what = "the run failed"
         if self.difference is not None:
-            one = self.difference
-            what = f"{one.words}, {one.note or format(one.absolute, '.1e')}"
+            difference = self.difference
+            what = f"{difference.words}, {difference.note or format(difference.absolute, '.1e')}"
         how = "alone" if len(self.dims) == 1 else "together, neither alone"
         which = "first dim" if len(self.dims) == 1 else "first dims"
         return f"{which} to blame: {' and '.join(self.dims)} ({how}, {self.ranks} ranks: {what})"
@@ -117,7 +117,7 @@ class Parity:
             "first": _facts(self.first),
             "blame": blamed
             and {**asdict(blamed), "difference": _facts(blamed.difference), "words": blamed.words},
-            "differences": [_facts(one) for one in self.differences],
+            "differences": [_facts(difference) for difference in self.differences],
         }
 
 
@@ -147,12 +147,12 @@ def prove(
         )
     with tempfile.TemporaryDirectory(prefix="meshcomm-parity-") as name:
         runs = _Runs(exact, count, Path(name), start, script)
-        known = runs.alone()
-        if known.batch_norms and _copies(exact) > 1:
+        original = runs.alone()
+        if original.batch_norms and _copies(exact) > 1:
             runs = replace(runs, batch_norms=True)
-            known = runs.alone()
+            original = runs.alone()
             notes += ("one microbatch on every mesh, because batch norms see the samples of all ranks",)
-        for (kind, step), value in known.steps().items():
+        for (kind, step), value in original.steps().items():
             if not math.isfinite(value):
                 raise TrainingError(
                     f"on one process, {step} has no finite result to compare a mesh with",
@@ -160,12 +160,14 @@ def prove(
                     expected="finite numbers",
                     hint=f"a smaller train.lr, or --steps {max(1, int(step.split()[1]) - 1)}",
                 )
-        known.save(runs.folder / _REFERENCE)
-        run = partial(runs.on_mesh, list(known.weights))
-        found = run(exact)
-        ahead = first(found, tolerance)
+        original.save(runs.folder / _REFERENCE)
+        run = partial(runs.on_mesh, list(original.weights))
+        differences_of_mesh = run(exact)
+        ahead = first(differences_of_mesh, tolerance)
         blamed = None if ahead is None else blame(exact, run, tolerance)
-    return Parity(exact, count, tolerance, notes, tuple(found), ahead, blamed, known.original)
+    return Parity(
+        exact, count, tolerance, notes, tuple(differences_of_mesh), ahead, blamed, original.original
+    )
 
 
 def _copies(config: Config) -> int:
@@ -193,15 +195,15 @@ class _Runs:
         """Return the record of one process."""
         if self.script is not None:
             return Record.read(self._job(self._sized(only(self.config, ()))) / _REFERENCE)
-        one = reference(self._sized(only(self.config, ())) if self.batch_norms else self.config)
-        with init(one) as mesh:
-            return record(mesh, one, self.steps, original=True)
+        config = reference(self._sized(only(self.config, ())) if self.batch_norms else self.config)
+        with init(config) as mesh:
+            return record(mesh, config, self.steps, original=True)
 
     def on_mesh(self, names: Sequence[str], part: Config) -> list[Difference]:
         """Return the largest differences between a part of the mesh and the reference. names: the reference's parameters."""
         place = self._job(self._sized(part))
         of_ranks = [json.loads(path.read_text()) for path in sorted(place.glob("rank*.json"))]
-        return worst([[Difference(**each) for each in ours] for ours in of_ranks], names)
+        return worst([[Difference(**difference) for difference in ours] for ours in of_ranks], names)
 
     def _sized(self, part: Config) -> Config:
         """Return `part`, with a single microbatch if the model has batch norms. Raises UnsupportedOp if a step has several."""
@@ -241,23 +243,23 @@ class _Runs:
         return place
 
 
-def _steps(config: Config, given: int | None) -> int:
+def _steps(config: Config, asked: int | None) -> int:
     assert config.train is not None
     most = config.train.steps
-    if given is not None and given > most:
+    if asked is not None and asked > most:
         raise ConfigError(
-            f"--steps {given} exceeds the number of training steps",
-            given=f"--steps {given}, train.steps = {most}",
+            f"--steps {asked} exceeds the number of training steps",
+            given=f"--steps {asked}, train.steps = {most}",
             expected=f"1 to {most}",
             hint=f"--steps {most}",
         )
-    return min(STEPS, most) if given is None else given
+    return min(STEPS, most) if asked is None else asked
 
 
-def _facts(one: Difference | None) -> dict[str, Any] | None:
-    if one is None or one.absolute != math.inf:
-        return one and asdict(one)
-    return {**asdict(one), "absolute": None, "relative": None}
+def _facts(difference: Difference | None) -> dict[str, Any] | None:
+    if difference is None or difference.absolute != math.inf:
+        return difference and asdict(difference)
+    return {**asdict(difference), "absolute": None, "relative": None}
 
 
 def blame(config: Config, run: Run, tolerance: float) -> Blame:
@@ -272,8 +274,8 @@ def blame(config: Config, run: Run, tolerance: float) -> Blame:
         if count == len(suspects) > 1:
             break
         for dims in combinations(suspects, count):
-            if found := _tried(config, dims, run, tolerance):
-                return found
+            if blamed := _tried(config, dims, run, tolerance):
+                return blamed
     return Blame((), 0, None)
 
 
@@ -293,32 +295,32 @@ def only(config: Config, dims: Iterable[str]) -> Config:
     as the expert dim needs, and another dim of the view gets the remaining ranks. Otherwise experts are not split. Raises
     ConfigError if there is no such mesh.
     """
-    kept, parallel = set(dims), config.parallel
+    kept_dims, parallel = set(dims), config.parallel
     assert parallel is not None
     facts: dict[str, Any] = config.model_dump(exclude_unset=True)
     facts.pop("topology", None)
     mesh = {key: value for key, value in facts["mesh"].items() if key not in _OF_ALL_RANKS}
     mesh.pop("views", None)
-    sizes = {dim: size if dim in kept else 1 for dim, size in config.mesh.dims.items()}
+    sizes = {dim: size if dim in kept_dims else 1 for dim, size in config.mesh.dims.items()}
     expert, name = parallel.expert, config.expert_view
     section = dict(facts["parallel"])
-    if expert in kept and expert is not None and name is not None:
+    if expert in kept_dims and expert is not None and name is not None:
         view = config.mesh.views[name]
         shared = (parallel.pipeline, parallel.tensor)
         carriers = [dim for dim in sizes if dim not in shared]
         more = view[expert] // math.gcd(view[expert], math.prod(sizes[dim] for dim in carriers))
         carrier = parallel.data if parallel.data in carriers else carriers[0]
         sizes[carrier or ""] *= more
-        made = {dim: sizes[dim] if dim in shared else 1 for dim in view} | {expert: view[expert]}
+        sizes_of_view = {dim: sizes[dim] if dim in shared else 1 for dim in view} | {expert: view[expert]}
         # The first of the other dims gets the remaining ranks.
         for dim in [dim for dim in view if dim not in (*shared, expert)][:1]:
-            made[dim] = math.prod(sizes[dim] for dim in carriers) // view[expert]
-        mesh["views"] = {name: made}
+            sizes_of_view[dim] = math.prod(sizes[dim] for dim in carriers) // view[expert]
+        mesh["views"] = {name: sizes_of_view}
     else:
         section.pop("expert", None)
-    known = {dim for dim, size in sizes.items() if size > 1} | set(config.mesh.merge)
-    known |= set(mesh.get("views", {}).get(name, ()))
-    options = {dim: value for dim, value in mesh.pop("options", {}).items() if dim in known}
+    known_dims = {dim for dim, size in sizes.items() if size > 1} | set(config.mesh.merge)
+    known_dims |= set(mesh.get("views", {}).get(name, ()))
+    options = {dim: value for dim, value in mesh.pop("options", {}).items() if dim in known_dims}
     if options:
         mesh["options"] = options
     return load_config({**facts, "mesh": {**mesh, "dims": sizes}, "parallel": section})
@@ -350,37 +352,41 @@ def differences(config: Config, steps: int, reference: Path) -> list[Difference]
 
 def main(folder: Path) -> None:
     """Run one rank, and write its differences into `folder`. Without a reference, write a script's record instead."""
-    here = find_launch(os.environ)
+    launch = find_launch(os.environ)
     facts = json.loads((folder / _JOB).read_text())
-    config, steps, known = load_config(facts["config"]), facts["steps"], folder.parent / _REFERENCE
+    config, steps, reference_file = load_config(facts["config"]), facts["steps"], folder.parent / _REFERENCE
 
     def body() -> None:
         if "script" not in facts:
-            found = differences(config, steps, known)
+            found_differences = differences(config, steps, reference_file)
         else:
             os.environ[CONFIG_VARIABLE] = str(folder / _CONFIG)
             path, arguments = facts["script"]
             ours = record_script(Path(path), arguments, config, steps)
-            if not known.is_file():
+            if not reference_file.is_file():
                 _save(ours, folder, path)
                 return
-            found = None if ours is None else compare(ours, Record.read(known), here.rank)
-        if found is not None:
+            found_differences = (
+                None if ours is None else compare(ours, Record.read(reference_file), launch.rank)
+            )
+        if found_differences is not None:
             # Files are read in rank order, so that the lowest rank is reported for equal differences.
-            (folder / f"rank{here.rank:06d}.json").write_text(json.dumps([asdict(one) for one in found]))
+            (folder / f"rank{launch.rank:06d}.json").write_text(
+                json.dumps([asdict(difference) for difference in found_differences])
+            )
 
-    as_rank(body, here, lambda: f"rank {here.rank}")
+    as_rank(body, launch, lambda: f"rank {launch.rank}")
 
 
-def _save(found: Record | None, folder: Path, script: str) -> None:
-    if found is None:
+def _save(recorded: Record | None, folder: Path, script: str) -> None:
+    if recorded is None:
         raise TrainingError(
             "the script runs no Trainer steps, so there is nothing to compare",
             given=script,
             expected="meshcomm.train.Trainer, and run() or step()",
             hint="write: with meshcomm.init() as mesh: Trainer(mesh, model=module).run(data)",
         )
-    found.save(folder / _REFERENCE)
+    recorded.save(folder / _REFERENCE)
 
 
 if __name__ == "__main__":

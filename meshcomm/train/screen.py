@@ -76,21 +76,21 @@ class TrainingReporter(Callback):
         if step.fault:
             self._say(f"step {step.step} is skipped: " + step.fault.partition("\n")[0])
         mfu = "" if step.mfu is None else f"  MFU {100 * step.mfu:.3g}%"
-        now = f"loss {step.loss:.4f}  {step.tokens_per_s:,.0f} tokens/s{mfu}"
+        description = f"loss {step.loss:.4f}  {step.tokens_per_s:,.0f} tokens/s{mfu}"
         if self._bar is not None:
-            self._bar.update(self._task, completed=step.step, description=now)
+            self._bar.update(self._task, completed=step.step, description=description)
         elif self._is_due(step):
             self._said = step
-            left = step.seconds / step.step * (self._steps - step.step)
-            self._say(f"step {step.step}/{self._steps}  {now}  {duration(left)} left")
+            seconds_left = step.seconds / step.step * (self._steps - step.step)
+            self._say(f"step {step.step}/{self._steps}  {description}  {duration(seconds_left)} left")
 
     def _is_due(self, step: Step) -> bool:
-        said, tenth = self._said, max(1, self._steps // 10)
+        last, tenth = self._said, max(1, self._steps // 10)
         return (
-            said is None
+            last is None
             or step.step == self._steps
-            or step.step // tenth > said.step // tenth
-            or step.seconds - said.seconds > _QUIET_S
+            or step.step // tenth > last.step // tenth
+            or step.seconds - last.seconds > _QUIET_S
         )
 
     def on_eval(self, evaluation: Evaluation) -> None:

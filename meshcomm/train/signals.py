@@ -39,7 +39,7 @@ class Signals(Callback):
             for key in (_ASKED, _AGREED):
                 self._mesh.store.delete_key(key)
         if threading.current_thread() is threading.main_thread():
-            self._usual = {each: signal.signal(each, self._received) for each in _SIGNALS}
+            self._usual = {number: signal.signal(number, self._received) for number in _SIGNALS}
         return self
 
     def __exit__(self, *_: object) -> None:

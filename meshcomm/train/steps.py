@@ -133,7 +133,7 @@ def progress_of(engine: Engine, start: Lock, facts: Mapping[str, Any]) -> Progre
     """
     mesh, train, step = engine.mesh, engine.sections.train, engine.done
     losses: list[float] = list(facts["losses"])
-    known = len(losses)
+    reported_steps = len(losses)
     out = Path(train.out)
 
     def look() -> tuple[int, bool] | None:
@@ -141,20 +141,22 @@ def progress_of(engine: Engine, start: Lock, facts: Mapping[str, Any]) -> Progre
         return (last_step(out), is_complete(out / FOLDER / name_of(step))) if is_first(mesh) else None
 
     of_ranks = of_every_rank(mesh, on_all_ranks(mesh, "read the metrics", look))
-    reported, saved = next(each for each in of_ranks if each is not None)
-    recent = [*(Done(*each) for each in facts["recent"]), *(Done(*each) for each in facts["pending"])]
-    pending = [each for each in recent if each.number > reported]
-    losses = [*losses, *(each[1] for each in facts["pending"])][: step - len(pending)]
-    counted = facts["lock"]["skipped"] - sum(bool(each.fault) for each in pending if each.number <= known)
+    reported, saved = next(of_rank for of_rank in of_ranks if of_rank is not None)
+    recent = [*(Done(*row) for row in facts["recent"]), *(Done(*row) for row in facts["pending"])]
+    pending = [done for done in recent if done.number > reported]
+    losses = [*losses, *(row[1] for row in facts["pending"])][: step - len(pending)]
+    counted = facts["lock"]["skipped"] - sum(
+        bool(done.fault) for done in pending if done.number <= reported_steps
+    )
     lock = dataclasses.replace(start, **{**facts["lock"], "step": step, "skipped": counted})
     resumed = Resumed(step, out, (), generation=mesh.elastic.generation)
     is_done = {"evaluates": facts["evaluates"] == step, "saves": saved}
     due = {"evaluates": train.eval_every, "saves": train.checkpoint_every}
-    left: dict[str, Any] = {
+    rest_of_progress: dict[str, Any] = {
         name: bool(every) and bool(step) and (step % every == 0 or step == train.steps) and not is_done[name]
         for name, every in due.items()
     }
-    return Progress(lock, losses, resumed, pending=pending, **left)
+    return Progress(lock, losses, resumed, pending=pending, **rest_of_progress)
 
 
 @final
@@ -271,8 +273,8 @@ class Steps:
         return {
             "runs": self._number,
             "losses": [*self._losses],
-            "recent": [tuple(each) for each in self._recent],
-            "pending": [tuple(each) for each in pending],
+            "recent": [tuple(done) for done in self._recent],
+            "pending": [tuple(done) for done in pending],
             "lock": lock,
             "evaluates": self._evaluated,
         }
@@ -395,7 +397,12 @@ class Steps:
     def _stopped(self) -> str:
         """Return why a callback ends the run; "" if none does."""
         return next(
-            (each.reason or f"{type(each).__name__}.stop" for each in self._callbacks if each.stop), ""
+            (
+                callback.reason or f"{type(callback).__name__}.stop"
+                for callback in self._callbacks
+                if callback.stop
+            ),
+            "",
         )
 
     def _summary(self) -> Summary:

@@ -28,9 +28,9 @@ def storage_info(file: str, offset: int, length: int, crc32: int) -> Any:
     """Return the location of a tensor part, in the form that torch's checkpoint reader expects in the metadata."""
     from torch.distributed.checkpoint.filesystem import _StorageInfo
 
-    found = _StorageInfo(file, offset, length)
-    setattr(found, CHECKSUM, crc32)
-    return found
+    info = _StorageInfo(file, offset, length)
+    setattr(info, CHECKSUM, crc32)
+    return info
 
 
 def _grouped(a: Any, b: Any, *_: Any, **__: Any) -> int:

@@ -136,8 +136,8 @@ class Trainer:
         callbacks: Sequence[Callback] = (),
     ) -> None:
         self._recorder = RECORDER.get()
-        said = None if self._recorder is None else self._recorder.config
-        self._mesh, self._asked = mesh, config_of_the_job(config) if said is None else said
+        recorded = None if self._recorder is None else self._recorder.config
+        self._mesh, self._asked = mesh, config_of_the_job(config) if recorded is None else recorded
         self._given, self._loss = model, loss
         self._optimizer, self._scheduler = optimizer, scheduler
         self._made: Engine | None = None
@@ -165,11 +165,11 @@ class Trainer:
         if self._survivor is not None:
             self._survivor.settle(mesh)
         self._facts = agree(mesh, config)
-        known = self._facts.sections
-        self._model = model_for(config, known, model, self._loss)
+        sections = self._facts.sections
+        self._model = model_for(config, sections, model, self._loss)
         self._check: ProgramCheck | None = None
-        if known.train.check and self._recorder is None and not mesh.is_fake:
-            self._check = ProgramCheck(mesh, known, self._model, self._optimizer)
+        if sections.train.check and self._recorder is None and not mesh.is_fake:
+            self._check = ProgramCheck(mesh, sections, self._model, self._optimizer)
         if isinstance(model, nn.Module):
             self._make(True)
 
@@ -238,11 +238,11 @@ class Trainer:
 
     def _restored(self) -> Any:
         """Load the survivors' state into a new engine. Return their facts about the run; None if no rank holds the state."""
-        found = None
+        restored = None
         if self._survivor is not None:
-            found = self._survivor.restore(self._make(False), self._copies.held)
-        self._holds = self._holds or found is not None
-        return found
+            restored = self._survivor.restore(self._make(False), self._copies.held)
+        self._holds = self._holds or restored is not None
+        return restored
 
     @property
     def mesh(self) -> Mesh:
@@ -441,11 +441,11 @@ class Trainer:
         self._check_gradients("step")
         engine = self.engine
         number = engine.done + 1
-        given: object = inputs
+        batch_parts: object = inputs
         # Without targets, a dictionary is inputs and targets, or the named arguments of a model whose loss needs no targets.
         if not isinstance(inputs, Mapping) or targets is not None:
-            given = (inputs, targets) if documents is None else (inputs, targets, documents)
-        batch = Batch(*placed(engine, given, f"step {number}"))
+            batch_parts = (inputs, targets) if documents is None else (inputs, targets, documents)
+        batch = Batch(*placed(engine, batch_parts, f"step {number}"))
         if self._recorder is not None:
             self._recorder.begins(engine, batch.inputs)
         take_step(engine, number, *batch)
@@ -552,7 +552,7 @@ class Trainer:
 
     def _say_what_is_not_checked(self) -> None:
         """Log it, unless the run's screen says it."""
-        shown = any(isinstance(each, TrainingReporter) for each in self.callbacks)
+        shown = any(isinstance(callback, TrainingReporter) for callback in self.callbacks)
         if (why := self.not_checked) and not shown:
             _LOG.warning("%s", not_compared(why))
 

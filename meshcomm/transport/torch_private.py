@@ -152,7 +152,7 @@ def arguments_of(frame: FrameType) -> dict[str, Any]:
         )
         op: Any = next(ops, None)
     elif isinstance(operator, torch._ops.OpOverload) and operator.namespace.endswith("_c10d_functional"):
-        names = [each.name for each in operator._schema.arguments]
+        names = [argument.name for argument in operator._schema.arguments]
         given = {**dict(zip(names, given.get("args", ()), strict=False)), **given.get("kwargs", {})}
         found = {name: given[name] for name in _SPLITS if name in given}
         op = given.get("reduce_op")
@@ -597,7 +597,7 @@ def _reduce_alone(tensors: Sequence[torch.Tensor], opts: Any = None) -> None:
 def _flat(tensors: Any) -> list[torch.Tensor]:
     if isinstance(tensors, torch.Tensor):
         return [tensors]
-    return [x for each in tensors for x in _flat(each)]
+    return [x for tensor in tensors for x in _flat(tensor)]
 
 
 def _done(result: Any) -> Any:

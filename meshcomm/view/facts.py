@@ -85,30 +85,30 @@ def predicted_traffic(
     where = machine(topology)
     return {
         "links": None if where is None else [str(level) for level in where.levels],
-        "rows": [_row(each, layout, where) for each in expected(settings, world)],
+        "rows": [_row(flow, layout, where) for flow in expected(settings, world)],
     }
 
 
-def _row(each: Flow, layout: Layout, where: Machine | None) -> Facts:
-    name = each.along[0] if len(each.along) == 1 else each.along
+def _row(flow: Flow, layout: Layout, where: Machine | None) -> Facts:
+    name = flow.along[0] if len(flow.along) == 1 else flow.along
     size = layout.size(name)
-    moved = each.calls * each.size_bytes * float(bus_factor(each.operation, size))
+    moved = flow.calls * flow.size_bytes * float(bus_factor(flow.operation, size))
     row: Facts = {
-        "along": list(each.along),
+        "along": list(flow.along),
         "digits": [list(digit) for digit in layout.digits(name)],
         "size": size,
-        "operation": each.operation,
-        "what": each.what,
-        "calls": each.calls,
-        "size_bytes": each.size_bytes,
-        "sent_bytes": moved * each.sent,
-        "received_bytes": None if each.sent == 1 else moved * (1 - each.sent),
+        "operation": flow.operation,
+        "what": flow.what,
+        "calls": flow.calls,
+        "size_bytes": flow.size_bytes,
+        "sent_bytes": moved * flow.sent,
+        "received_bytes": None if flow.sent == 1 else moved * (1 - flow.sent),
         "seconds": None,
         "link": None,
     }
     if where is not None:
-        found = span(layout.groups(name), where)
-        line = fastest(each.operation, found.route, each.size_bytes)
-        row["seconds"] = each.calls * line.seconds(each.size_bytes)
-        row["link"] = found.slowest
+        crossed = span(layout.groups(name), where)
+        line = fastest(flow.operation, crossed.route, flow.size_bytes)
+        row["seconds"] = flow.calls * line.seconds(flow.size_bytes)
+        row["link"] = crossed.slowest
     return row

@@ -122,21 +122,21 @@ def run_news(folder: Path | None, known: str = "", offset: int = 0, most_bytes: 
 
 def _about(folder: Path) -> Facts | None:
     try:
-        found = json.loads((folder / RUN).read_text(encoding="utf-8"), parse_constant=lambda _: None)
+        about = json.loads((folder / RUN).read_text(encoding="utf-8"), parse_constant=lambda _: None)
     except (OSError, ValueError):
         return None
-    known = isinstance(found, dict) and found.get("state") in ("running", "finished", "stopped")
-    return found if known and isinstance(found.get("run"), str) else None
+    valid = isinstance(about, dict) and about.get("state") in ("running", "finished", "stopped")
+    return about if valid and isinstance(about.get("run"), str) else None
 
 
 def _line(raw: bytes) -> Facts | None:
     try:
-        found = json.loads(raw)
+        line = json.loads(raw)
     except ValueError:
         return None
     # Lines of evaluations are skipped.
-    known = isinstance(found, dict) and "loss" in found and _number(found.get("step")) is not None
-    return found if known else None
+    valid = isinstance(line, dict) and "loss" in line and _number(line.get("step")) is not None
+    return line if valid else None
 
 
 def _number(value: object) -> float | int | None:

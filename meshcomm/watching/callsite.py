@@ -70,7 +70,7 @@ def users_frame(depth: int = 1) -> FrameType:
         frames = [sys._getframe(depth)]
         while frames[-1] is not frame:
             frames.append(frames[-1].f_back or frame)
-        at = place_in([each.f_code.co_filename for each in frames])
+        at = place_in([frame.f_code.co_filename for frame in frames])
         return frame if at is None else frames[at]
     return frame
 

@@ -201,7 +201,7 @@ def root_cause(
     gone = sorted({*root.missing} & {*ended}) or (sorted(ended) if root.follows and not mismatched else [])
     last = at_end[0] if at_end else gone[0] if gone else None
     # If the first rank ended by its own error, the errors that other ranks were handling explain nothing.
-    handling = {each.rank: each.handling for each in job.failures if root.follows or root.mismatched}
+    handling = {failure.rank: failure.handling for failure in job.failures if root.follows or root.mismatched}
     if first is not None and first.is_circle:
         # The headline is about the circle.
         what = f"waited for each other: {'; '.join(map(job.in_circle, at_end[:4]))}"
@@ -213,7 +213,9 @@ def root_cause(
         if own is not None:
             how = f"raised {own.what}, at {own.frame}, then it {how}"
         waiters = (
-            [each.rank for each in job.failures if last in each.missing] if first is None else first.waiters
+            [failure.rank for failure in job.failures if last in failure.missing]
+            if first is None
+            else first.waiters
         )
         waiters = waiters or [root.rank]
         told |= {*waiters}
@@ -261,7 +263,9 @@ class _Job:
             self.places |= {place.rank: place for place in (Place(*entry) for entry in failure.chain)}
         waits = {rank: place.waits_for for rank, place in self.places.items()}
         # What a rank says of itself counts more.
-        waits |= {each.rank: each.missing for each in self.failures if each.follows and each.missing}
+        waits |= {
+            failure.rank: failure.missing for failure in self.failures if failure.follows and failure.missing
+        }
         self.waits = {rank: others for rank, others in waits.items() if others}
 
     def failure_at(self, end: ChainEnd) -> Failure:
@@ -282,7 +286,9 @@ class _Job:
         if known:
             return known[0]
         place = self.places[min(near)]
-        told = (each for each in self.failures if any(place.rank == entry[0] for entry in each.chain))
+        told = (
+            failure for failure in self.failures if any(place.rank == entry[0] for entry in failure.chain)
+        )
         asked, waited_for = min(told, key=attrgetter("time")), self.waits[place.rank]
         who, what = place.name, place.doing
         return replace(asked, rank=place.rank, who=who, what=what, frame="", missing=waited_for, raised=False)
@@ -359,7 +365,7 @@ def without_error(
 
 def signal_text(number: int) -> str:
     """Return a signal's name, such as `SIGKILL`, or `signal 99` if it has no name."""
-    known = {each.value for each in signal.Signals}
+    known = {member.value for member in signal.Signals}
     return signal.Signals(number).name if number in known else f"signal {number}"
 
 

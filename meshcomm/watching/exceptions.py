@@ -105,7 +105,7 @@ def place_of(error: BaseException) -> str:
     frames = extract_tb(error.__traceback__)[::-1]
     if not frames:
         return ""
-    at = place_in([each.filename for each in frames])
+    at = place_in([frame.filename for frame in frames])
     frame = frames[at] if at is not None else [frames[0], *frames_of(error)][-1]
     return f"{frame.filename}:{frame.lineno} in {frame.name}"
 
@@ -168,8 +168,8 @@ def first_cause(error: BaseException) -> BaseException:
     A group follows from other ranks' errors only if all of its errors do; otherwise, return the first that does not.
     """
     if isinstance(error, BaseExceptionGroup):
-        causes = [first_cause(each) for each in error.exceptions]
-        return next((each for each in causes if not about_others(each)), causes[0])
+        causes = [first_cause(exception) for exception in error.exceptions]
+        return next((cause for cause in causes if not about_others(cause)), causes[0])
     for link in _chain(error):
         if isinstance(link, BaseExceptionGroup) and link is not error:
             link = first_cause(link)
@@ -187,7 +187,7 @@ def held_by(error: BaseException) -> BaseException | None:
         (
             link
             for link in links[1:]
-            if any(link is each for each in contexts)
+            if any(link is context for context in contexts)
             and not about_others(link)
             and any(is_program(frame.filename) for frame in frames_of(link))
         ),

@@ -95,7 +95,7 @@ class CallTimer:
                 late.append((recorder, before))
         # An earlier call of another group may have been seen later, if both calls were made during one check.
         told = [recorder for recorder, _ in late]
-        for recorder in [each for each in recorders if late and each not in told]:
+        for recorder in [recorder for recorder in recorders if late and recorder not in told]:
             queued = self._groups[recorder].queued
             if queued is None or now - _began(recorder, queued) <= recorder.timeout_s():
                 continue

@@ -79,7 +79,7 @@ class Attention:
             samples = []
             for row, runs in enumerate(runs_of(documents)):
                 of_runs = [[x[row : row + 1, :, run] for x in (q, k, v)] for run in runs]
-                samples.append(torch.cat([alone.whole(*each) for each in of_runs], 2))
+                samples.append(torch.cat([alone.whole(*of_run) for of_run in of_runs], 2))
             return torch.cat(samples)
         if documents is None and (self.window is None or self.window >= count):
             return F.scaled_dot_product_attention(
@@ -89,12 +89,14 @@ class Attention:
         outs, step = [], max(window, _ROWS)
         for first in range(0, count, step):
             end, begin = min(first + step, count), max(0, first - window + 1)
-            here = slice(begin, end if self.causal else k.shape[2])
+            keys_seen = slice(begin, end if self.causal else k.shape[2])
             # No fused CUDA kernel supports both a mask and fewer key heads than query heads.
-            keys, values = k[:, :, here], v[:, :, here]
+            keys, values = k[:, :, keys_seen], v[:, :, keys_seen]
             if (repeats := q.shape[1] // k.shape[1]) > 1:
                 keys, values = (x.repeat_interleave(repeats, 1) for x in (keys, values))
-            seen = seen_keys(slice(first, end), here, window if self.causal else None, documents, q.device)
+            seen = seen_keys(
+                slice(first, end), keys_seen, window if self.causal else None, documents, q.device
+            )
             outs.append(
                 F.scaled_dot_product_attention(
                     q[:, :, first:end], keys, values, attn_mask=seen, scale=self.scale
@@ -206,8 +208,8 @@ def block_gradients(
     kernel = attention_kernel(*inputs, causal) if seen is None else None
     if kernel is None:
         return plain_gradients(queries, k, v, causal, scale, seen)
-    known = _fitted(queries.out), queries.lse, _fitted(queries.dout)
-    dq, dk, dv = kernel_attention_backward(kernel, inputs, known, causal, scale)
+    of_forward = _fitted(queries.out), queries.lse, _fitted(queries.dout)
+    dq, dk, dv = kernel_attention_backward(kernel, inputs, of_forward, causal, scale)
     head = queries.q.shape[-1]
     return dq[..., :head], dk[..., :head], dv[..., :head]
 

@@ -74,8 +74,8 @@ def runs_of(documents: Tensor) -> list[list[slice]]:
     >>> runs_of(torch.tensor([[0, 0, 1], [0, 0, 0]]))
     [[slice(0, 2, None), slice(2, 3, None)], [slice(0, 3, None)]]
     """
-    found = []
+    runs = []
     for row in documents.tolist():
-        ends = [at for at in range(1, len(row)) if row[at] != row[at - 1]]
-        found.append([slice(a, b) for a, b in zip([0, *ends], [*ends, len(row)], strict=True)])
-    return found
+        ends = [index for index in range(1, len(row)) if row[index] != row[index - 1]]
+        runs.append([slice(a, b) for a, b in zip([0, *ends], [*ends, len(row)], strict=True)])
+    return runs

@@ -21,9 +21,9 @@ def attention_kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Attention
     if not q.numel() or not k.numel():
         return None
     if q.device.type == "cpu":
-        there = hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu")
+        has_kernel = hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu")
         floats = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-        return "cpu" if there and q.dtype in floats else None
+        return "cpu" if has_kernel and q.dtype in floats else None
     if q.device.type != "cuda":
         return None
     # Some devices support a kernel in forward but not in backward, which torch checks only if a gradient is needed.

@@ -266,9 +266,9 @@ class Experts(nn.Module):
         slot = line * room + sample * limit + places(line, self.count + 1)
         # A dropped choice gets the number after the last slot, and an empty slot gets the number after the last choice.
         back = slot.flatten().clamp_(max=self.count * room)
-        there = back.new_full((self.count * room + 1,), back.numel())
-        there = there.scatter_(0, back, torch.arange(back.numel(), device=x.device))[:-1]
-        rows = move(x, there, back, self.slots, True)
+        to_slots = back.new_full((self.count * room + 1,), back.numel())
+        to_slots = to_slots.scatter_(0, back, torch.arange(back.numel(), device=x.device))[:-1]
+        rows = move(x, to_slots, back, self.slots, True)
         if self.dim is None:
             done = self.experts(rows.view(self.count, room, -1)).flatten(0, 1)
         else:
@@ -277,7 +277,7 @@ class Experts(nn.Module):
             mine = self.experts(arrived.transpose(0, 1).flatten(1, 2))
             mine = mine.unflatten(1, (self.ranks, room)).transpose(0, 1).flatten(0, 2)
             done = across.all_to_all(self.dim, mine, 0, 0)
-        return move(done, back, there, 1, True)
+        return move(done, back, to_slots, 1, True)
 
 
 def _check_sizes(

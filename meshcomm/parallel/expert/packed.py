@@ -52,7 +52,7 @@ def spread_experts(
     if len(sizes) != 1:
         raise ShapeError(
             f"{name} is not a module of packed experts",
-            given=", ".join(f"{key} {tuple(each.shape)}" for key, each in part.named_parameters()),
+            given=", ".join(f"{key} {tuple(parameter.shape)}" for key, parameter in part.named_parameters()),
             expected="parameters that all have the experts along their first axis",
             hint="remove this module from ModelSpec.experts; every rank then has all of its experts",
         )
@@ -71,7 +71,7 @@ def spread_experts(
                 value = kept(value.detach(), parts).requires_grad_(old.requires_grad)
                 setattr(part, FUSED, {**getattr(part, FUSED, {}), key: parts})
         pairs = ((dim, 0), (tensor.dim, axis))
-        part._parameters[key] = split_parameter(mesh, value, {along: at for along, at in pairs if along})
+        part._parameters[key] = split_parameter(mesh, value, {along: axis for along, axis in pairs if along})
     # The module's code reads the number of experts from this attribute.
     if ranks > 1 and getattr(part, "num_experts", None) == count:
         part.num_experts = count // ranks
@@ -90,9 +90,11 @@ class SpreadExperts:
         """Run the module's forward. Forward and backward communicate."""
         spread, shape = self.meshcomm_spread, x.shape
         tensor, mesh = spread.tensor, spread.tensor.mesh
-        x, chosen, weights = (each.flatten(0, -2) for each in (x, chosen, weights))
+        x, chosen, weights = (choices.flatten(0, -2) for choices in (x, chosen, weights))
         if tensor.size > 1:
-            x, weights = (mesh.functional.identity(tensor.dim, each, grad="sum") for each in (x, weights))
+            x, weights = (
+                mesh.functional.identity(tensor.dim, choices, grad="sum") for choices in (x, weights)
+            )
         if spread.dim is None:
             y = self._own(x, chosen, weights, *more, **named)
         else:
@@ -106,13 +108,13 @@ class SpreadExperts:
                 if none:
                     rows = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
                     number = number.new_zeros(1)
-                one = torch.ones(len(rows), 1, dtype=weights.dtype, device=rows.device)
-                found = self._own(rows, number.unsqueeze(-1), one, *more, **named)
-                return found[:0] if none else found
+                ones = torch.ones(len(rows), 1, dtype=weights.dtype, device=rows.device)
+                outputs = self._own(rows, number.unsqueeze(-1), ones, *more, **named)
+                return outputs[:0] if none else outputs
 
-            each = each_choice(mesh, spread.dim, x, chosen, spread.count, computed)
-            each = each.unflatten(0, (-1, chosen.shape[-1]))
-            y = (each * weights.unsqueeze(-1)).sum(1).to(x.dtype)
+            choices = each_choice(mesh, spread.dim, x, chosen, spread.count, computed)
+            choices = choices.unflatten(0, (-1, chosen.shape[-1]))
+            y = (choices * weights.unsqueeze(-1)).sum(1).to(x.dtype)
         if tensor.size > 1:
             y = mesh.functional.all_reduce(tensor.dim, y, grad="identity")
         return y if y.shape == shape else y.view(shape)
@@ -140,7 +142,7 @@ def separate(module: nn.Module) -> tuple[dict[str, nn.Parameter], dict[str, nn.P
     """
     parts = [part for part in module.modules() if hasattr(part, EXPERTS)]
     of_experts = {id(parameter) for part in parts for parameter in part.parameters()}
-    found: tuple[dict[str, nn.Parameter], dict[str, nn.Parameter]] = ({}, {})
+    of_kind: tuple[dict[str, nn.Parameter], dict[str, nn.Parameter]] = ({}, {})
     for name, parameter in module.named_parameters():
-        found[id(parameter) in of_experts][name] = parameter
-    return found
+        of_kind[id(parameter) in of_experts][name] = parameter
+    return of_kind

@@ -70,8 +70,8 @@ class Router(nn.Module):
 def counts(chosen: Tensor, experts: int) -> Tensor:
     """(samples, ...) expert indices -> (samples, experts) int64: how often each expert occurs in each sample."""
     flat = chosen.flatten(1)
-    found = flat.new_zeros(flat.shape[0], experts)
-    return found.scatter_add_(1, flat, torch.ones_like(flat))
+    zeros = flat.new_zeros(flat.shape[0], experts)
+    return zeros.scatter_add_(1, flat, torch.ones_like(flat))
 
 
 def balance(mesh: Mesh, context: str | None, choice: Choice) -> Tensor:
@@ -90,8 +90,8 @@ def balance(mesh: Mesh, context: str | None, choice: Choice) -> Tensor:
     mass = choice.probabilities.sum(1)
     if context is not None:
         tokens *= mesh.size(context)
-        here = often
-        (often,) = once(lambda: [mesh.all_reduce(context, here.clone())], here)
+        of_rank = often
+        (often,) = once(lambda: [mesh.all_reduce(context, of_rank.clone())], of_rank)
         mass = mesh.functional.all_reduce(context, mass, grad="identity")
     # Dividing integers would give torch's default dtype, regardless of the tokens' dtype.
     fraction = often.to(mass.dtype) / (tokens * choice.chosen.shape[-1])
@@ -165,17 +165,17 @@ def within_capacity(
     if positions is None:
         return _first(chosen, experts, limit)
     order = positions.argsort()
-    found = torch.empty_like(chosen, dtype=torch.bool)
-    found[:, order] = _first(chosen[:, order], experts, limit)
-    return found if context is None else found.narrow(1, mesh.coord(context) * tokens, tokens)
+    within = torch.empty_like(chosen, dtype=torch.bool)
+    within[:, order] = _first(chosen[:, order], experts, limit)
+    return within if context is None else within.narrow(1, mesh.coord(context) * tokens, tokens)
 
 
 def _first(chosen: Tensor, experts: int, limit: int) -> Tensor:
     """Return whether each choice is among its sample's first `limit` choices of the same expert, slot by slot."""
     line = chosen.transpose(1, 2).flatten(1)
     within = places(line, experts) < limit
-    found: Tensor = within.unflatten(1, (chosen.shape[2], chosen.shape[1]))
-    return found.transpose(1, 2)
+    first: Tensor = within.unflatten(1, (chosen.shape[2], chosen.shape[1]))
+    return first.transpose(1, 2)
 
 
 def places(line: Tensor, experts: int) -> Tensor:
@@ -223,17 +223,17 @@ def each_choice(
     rows = move(x, order, back, slots)
     if dim is None:
         return move(compute(rows, None, often, None), back, order)
-    ranks, own = mesh.size(dim), experts // mesh.size(dim)
+    ranks, per_rank = mesh.size(dim), experts // mesh.size(dim)
     (theirs,) = once(lambda: [mesh.all_to_all(dim, often)], often)
     sides = sizes_of(torch.stack([often, theirs]), len(rows))
     # For each rank: the number of rows for each of its experts, or from it for each of this rank's experts.
-    sizes = [[side[at : at + own] for at in range(0, experts, own)] for side in sides]
-    sent, received = ([sum(each) for each in side] for side in sizes)
+    sizes = [[side[begin : begin + per_rank] for begin in range(0, experts, per_rank)] for side in sides]
+    sent, received = ([sum(of_peer) for of_peer in side] for side in sizes)
     arrived = exchange(mesh, dim, rows, sent, received)
-    number = torch.arange(own, device=rows.device).repeat(ranks)
+    number = torch.arange(per_rank, device=rows.device).repeat(ranks)
     number = number.repeat_interleave(theirs, output_size=len(arrived))
-    known = [sum(each) for each in zip(*sizes[1], strict=True)]
-    done = compute(arrived, number, theirs.view(ranks, own).sum(0), known)
+    sizes_of_experts = [sum(of_expert) for of_expert in zip(*sizes[1], strict=True)]
+    done = compute(arrived, number, theirs.view(ranks, per_rank).sum(0), sizes_of_experts)
     return move(exchange(mesh, dim, done, received, sent), back, order)
 
 
@@ -246,8 +246,8 @@ def sizes_of(often: Tensor, total: int) -> Any:
     """Return the sizes as lists on the host. For tensors without values, as in a dry run, divide `total` evenly."""
     if has_memory(often):
         return often.tolist()
-    each, more = divmod(total, often.shape[-1])
-    even = [each + (place < more) for place in range(often.shape[-1])]
+    per_expert, more = divmod(total, often.shape[-1])
+    even = [per_expert + (place < more) for place in range(often.shape[-1])]
     return even if often.ndim == 1 else [even] * len(often)
 
 

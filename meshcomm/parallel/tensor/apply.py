@@ -170,8 +170,10 @@ class _Splitting:
             around.meshcomm_enter = rule.args
             around.meshcomm_entry = self._entry(name, split) if rule.shared else split.enter
         elif rule.style in ("sequence", "heads"):
-            own = {id(each) for styled in self._inside(name) for each in self.names[styled].modules()}
-            for inner in (each for each in part.modules() if id(each) not in own):
+            styled_ids = {
+                id(module) for styled in self._inside(name) for module in self.names[styled].modules()
+            }
+            for inner in (module for module in part.modules() if id(module) not in styled_ids):
                 split.partial(inner, *inner._parameters, always=rule.style == "heads")
         elif rule.style == "replicate":
             around = self._become(part, Around, split)
@@ -242,11 +244,11 @@ class _Splitting:
 
     def _keep(self, part: nn.Module, rule: Rule) -> None:
         placed = {id(new) for _, new in self.replaced.values()}
-        own = [key for key, p in part._parameters.items() if p is not None and id(p) not in placed]
+        unplaced = [key for key, p in part._parameters.items() if p is not None and id(p) not in placed]
         # An RNN keeps a list of its weights for the kernel; parameter lists and dicts have no forward.
-        if not own or isinstance(part, (nn.RNNBase, nn.ParameterList, nn.ParameterDict)):
+        if not unplaced or isinstance(part, (nn.RNNBase, nn.ParameterList, nn.ParameterDict)):
             return
-        for key in own:
+        for key in unplaced:
             self._place(part, Rule(own=rule.own), key)
         if not isinstance(part, (ColumnParallel, RowParallel, VocabParallelEmbedding)):
             self._become(part, Around, self.split)
@@ -290,8 +292,8 @@ class Running:
         self.count = 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Running:
-        found: Running = memo.setdefault(id(self), Running())
-        return found
+        copied: Running = memo.setdefault(id(self), Running())
+        return copied
 
 
 class Around:
@@ -337,13 +339,13 @@ class Around:
     ) -> tuple[tuple[Any, ...], dict[str, Any], Sequence[int]]:
         """Return the arguments after `enter` and `gather`, and the shape of the first argument that was gathered."""
         split = self.meshcomm_split
-        given: dict[int | str, Any] = dict(enumerate(args))
-        given.update(named)
+        arguments: dict[int | str, Any] = dict(enumerate(args))
+        arguments.update(named)
         first: dict[int | str, int | str] = {} if args else dict(zip([0], named, strict=False))
         entering = [first.get(key, key) for key in self.meshcomm_enter]
         gathered = [first.get(key, key) for key in self.meshcomm_gather]
         for key in (*entering, *gathered):
-            if not isinstance(given.get(key), Tensor):
+            if not isinstance(arguments.get(key), Tensor):
                 raise ShapeError(
                     f"a {type(self).__name__} was called without the argument that its plan names",
                     given=f"{len(args)} positional arguments" + "".join(f", {name}" for name in named),
@@ -351,11 +353,15 @@ class Around:
                     hint='"args": [0] for the first argument, "args": ["hidden_states"] for an argument by name',
                 )
         for key in entering:
-            given[key] = self.meshcomm_entry(given[key])
+            arguments[key] = self.meshcomm_entry(arguments[key])
         for key in gathered:
-            given[key] = split.gather(given[key], self.meshcomm_axis)
-        shape = given[gathered[0]].shape if gathered else ()
-        return tuple(given[place] for place in range(len(args))), {key: given[key] for key in named}, shape
+            arguments[key] = split.gather(arguments[key], self.meshcomm_axis)
+        shape = arguments[gathered[0]].shape if gathered else ()
+        return (
+            tuple(arguments[place] for place in range(len(args))),
+            {key: arguments[key] for key in named},
+            shape,
+        )
 
     def __getattr__(self, name: str) -> Any:
         value = super().__getattr__(name)  # type: ignore[misc]
@@ -374,8 +380,8 @@ class Latent:
         """Run the module's forward. The gradient of the last outputs is summed over ranks."""
         y: Tensor = super().forward(x)  # type: ignore[misc]
         size, split = self.meshcomm_size, self.meshcomm_split
-        others, own = y.split([y.shape[-1] - size, size], -1)
-        return torch.cat([others, split.mesh.functional.identity(split.dim, own, grad="sum")], -1)
+        latent, of_positions = y.split([y.shape[-1] - size, size], -1)
+        return torch.cat([latent, split.mesh.functional.identity(split.dim, of_positions, grad="sum")], -1)
 
 
 # -- equal weights ---------------------------------------------------------------------------------------
@@ -411,9 +417,9 @@ def _digest(x: Tensor) -> str:
     if flat.is_complex():
         flat = torch.view_as_real(flat).view(-1)
     words = flat.view(_WORDS[flat.element_size()])
-    found = torch.zeros(2, dtype=torch.int64, device=x.device)
+    digest = torch.zeros(2, dtype=torch.int64, device=x.device)
     for first in range(0, words.numel(), _CHUNK):
         some = words[first : first + _CHUNK].to(torch.int64)
         place = torch.arange(first, first + some.numel(), device=x.device) * 2654435761 + 1
-        found += torch.stack([some.sum(), (some * place).sum()])
-    return str(found.tolist())
+        digest += torch.stack([some.sum(), (some * place).sum()])
+    return str(digest.tolist())

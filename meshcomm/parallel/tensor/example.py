@@ -94,7 +94,7 @@ class Seen:
                 raise
             raise explained(error, split, rules or {}, like.calls, self.calls, " on its example") from error
         total = torch.zeros((), device=split.device)
-        for number, y in enumerate(each for each in outputs if each.is_floating_point()):
+        for number, y in enumerate(output for output in outputs if output.is_floating_point()):
             name = f"output {number}"
             axis = None if like is None else _axis(split, y, like.values.get(name, y))
             shape, value = list(y.shape), y.detach()
@@ -111,15 +111,15 @@ class Seen:
         grads: Sequence[Tensor | None] = [None] * len(named)
         if named and total.requires_grad:
             grads = torch.autograd.grad(total, list(named.values()), allow_unused=True)
-        found = dict(zip(named, grads, strict=True))
+        grad_of = dict(zip(named, grads, strict=True))
         if like is not None:
-            marked = [found.get(name) for name in split.partial_parameters(module)]
+            marked = [grad_of.get(name) for name in split.partial_parameters(module)]
             parts = [local(grad) for grad in marked if grad is not None]
             if parts:
                 split.mesh.all_reduce(split.dim, parts)
         sizes = fused_parts(module)
         for name, parameter in named.items():
-            grad = found[name]
+            grad = grad_of[name]
             value = whole(torch.zeros_like(parameter) if grad is None else grad)
             self.values[f"gradient of {name}"] = joined(value, sizes[name]) if name in sizes else value
 
@@ -197,16 +197,16 @@ def explained(
     module, name = after.module, after.open[-1] if after.open else ""
     part = module.get_submodule(name)
     calls, past = after.given.get(name, []), before.given.get(name, [])
-    now = calls[-1] if calls else {}
+    shapes_now = calls[-1] if calls else {}
     was = past[len(calls) - 1] if 0 < len(calls) <= len(past) else {}
     sizes = [
-        f"its argument {key} has shape {now[key]}, but had {was[key]} before the split"
-        for key in now
-        if key in was and now[key] != was[key]
+        f"its argument {key} has shape {shapes_now[key]}, but had {was[key]} before the split"
+        for key in shapes_now
+        if key in was and shapes_now[key] != was[key]
     ]
     cures = [
-        *_of_linear(split, name, part, rules.get(name, Rule()), now, was),
-        *_of_sequence(split, name, now, was),
+        *_of_linear(split, name, part, rules.get(name, Rule()), shapes_now, was),
+        *_of_sequence(split, name, shapes_now, was),
         *_of_columns(split, name, part, rules, after),
         *_of_shape(split, str(error)),
     ]
@@ -215,14 +215,14 @@ def explained(
             '{"style": "replicate", "input": "whole", "axis": 0} for a part, such as a table of positions, that '
             "returns the full sequence"
         )
-    (said, *_) = str(error).strip().splitlines() or [type(error).__name__]
+    (message, *_) = str(error).strip().splitlines() or [type(error).__name__]
     kind = next(base for base in type(part).__mro__ if not base.__module__.startswith("meshcomm."))
     label = f'"{name}"' if name else "the module itself"
-    lines = [each for each in extract_tb(error.__traceback__) if not is_ours(each.filename)]
-    line = [f"at {each.filename}:{each.lineno} in {each.name}: {each.line}" for each in lines[-1:]]
+    lines = [frame for frame in extract_tb(error.__traceback__) if not is_ours(frame.filename)]
+    line = [f"at {line.filename}:{line.lineno} in {line.name}: {line.line}" for line in lines[-1:]]
     return TrainingError(
         f'the module split along "{split.dim}" fails{where} in {label}, a {kind.__name__}',
-        given="\n".join([f"{type(error).__name__}: {said}", *line, *sizes]),
+        given="\n".join([f"{type(error).__name__}: {message}", *line, *sizes]),
         expected="the same results as before the split",
         hint="\n".join(dict.fromkeys(cures))
         or 'set a style for each part that receives or creates a slice, and "set" for its head counts',
@@ -250,22 +250,22 @@ def _of_columns(
 
 
 def _of_linear(
-    split: TensorSplit, name: str, part: nn.Module, rule: Rule, now: Shapes, was: Shapes
+    split: TensorSplit, name: str, part: nn.Module, rule: Rule, shapes_now: Shapes, was: Shapes
 ) -> Iterator[str]:
     """Suggest a "row" that is missing from the plan, or a fix for a "row" with nothing split before it."""
-    if not isinstance(part, nn.Linear) or not now.get("0") or not was.get("0"):
+    if not isinstance(part, nn.Linear) or not shapes_now.get("0") or not was.get("0"):
         return
-    given, all_inputs = now["0"][-1], was["0"][-1]
-    if rule.style != "row" and given * split.size == all_inputs:
-        yield f'"{name}": "row", as it gets {given} of its {all_inputs} inputs'
-    elif rule.style == "row" and given == all_inputs:
+    inputs, all_inputs = shapes_now["0"][-1], was["0"][-1]
+    if rule.style != "row" and inputs * split.size == all_inputs:
+        yield f'"{name}": "row", as it gets {inputs} of its {all_inputs} inputs'
+    elif rule.style == "row" and inputs == all_inputs:
         yield f'"{name}" gets all of its {all_inputs} inputs: a "column" before it, or no style for it'
 
 
-def _of_sequence(split: TensorSplit, name: str, now: Shapes, was: Shapes) -> Iterator[str]:
+def _of_sequence(split: TensorSplit, name: str, shapes_now: Shapes, was: Shapes) -> Iterator[str]:
     """Suggest styles for a part that needs the full sequence, or reads the sequence length from a slice."""
     axis = split.axis
-    for key, shape in now.items() if split.sequence_parallel else ():
+    for key, shape in shapes_now.items() if split.sequence_parallel else ():
         before = was.get(key, ())
         if axis < len(shape) == len(before) and shape[axis] * split.size == before[axis]:
             places = f"it gets {shape[axis]} of {before[axis]} positions of the sequence"
@@ -274,16 +274,16 @@ def _of_sequence(split: TensorSplit, name: str, now: Shapes, was: Shapes) -> Ite
             return
 
 
-def _of_shape(split: TensorSplit, said: str) -> Iterator[str]:
+def _of_shape(split: TensorSplit, message: str) -> Iterator[str]:
     """Suggest a fix for a view or reshape that uses a size from before the split."""
-    found = re.search(r"shape '\[([\d, ]+)\]' is invalid for input of size (\d+)", said)
-    if found is None:
+    match = re.search(r"shape '\[([\d, ]+)\]' is invalid for input of size (\d+)", message)
+    if match is None:
         return
-    shape, size = [int(each) for each in found[1].split(",")], int(found[2])
+    shape, size = [int(length) for length in match[1].split(",")], int(match[2])
     if prod(shape) == size * split.size:
-        one = [*shape[:-1], -1] if len(shape) < 4 else [*shape[:-2], -1, shape[-1]]
+        inferred = [*shape[:-1], -1] if len(shape) < 4 else [*shape[:-2], -1, shape[-1]]
         yield (
-            f"reshape to {one} instead of {shape}: after a split column, each rank has 1/{split.size} of the "
+            f"reshape to {inferred} instead of {shape}: after a split column, each rank has 1/{split.size} of the "
             "last axis, or of the heads"
         )
 

@@ -135,15 +135,15 @@ class VocabParallelEmbedding(nn.Module):
             return F.embedding(ids, table, padding).to(dtype)
         outside = outside_of(split, ids, table.shape[0] * split.size, "an embedding's ids")
         row, mine = owned(ids, table.shape[0], split.coord)
-        found = F.embedding(row, table).to(dtype)
+        embedded = F.embedding(row, table).to(dtype)
         if padding is not None:
             # F.embedding's padding_idx cannot be used, because ids of other ranks are also looked up in row 0.
-            found = found.detach().where((ids == padding).unsqueeze(-1), found)
+            embedded = embedded.detach().where((ids == padding).unsqueeze(-1), embedded)
         # Rows that another rank owns become zeros; `leave` sums over the ranks.
-        found = found * mine.unsqueeze(-1)
+        embedded = embedded * mine.unsqueeze(-1)
         if outside is not None:
-            found = found.masked_fill(outside.unsqueeze(-1), torch.nan)
-        return split.leave(found)
+            embedded = embedded.masked_fill(outside.unsqueeze(-1), torch.nan)
+        return split.leave(embedded)
 
 
 def owned(ids: Tensor, rows: int, coord: int) -> tuple[Tensor, Tensor]:
@@ -301,8 +301,12 @@ class _CrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         logits, *of_rows = ctx.saved_tensors
-        rows, made = logits.flatten(0, -2), torch.empty_like(logits)
-        every = _parts(rows), _parts(made.flatten(0, -2), rows), *(_parts(each, rows) for each in of_rows)
+        rows, gradient = logits.flatten(0, -2), torch.empty_like(logits)
+        every = (
+            _parts(rows),
+            _parts(gradient.flatten(0, -2), rows),
+            *(_parts(row_parts, rows) for row_parts in of_rows),
+        )
         for part, into, most, total, place, mine, counted in zip(*every, strict=True):
             softmax = (part.to(most.dtype) - most.unsqueeze(-1)).exp_().div_(total.unsqueeze(-1))
             if ctx.z_loss:
@@ -312,7 +316,7 @@ class _CrossEntropy(torch.autograd.Function):
             target = mine.unsqueeze(-1).to(most.dtype) * (ctx.smoothing - 1)
             softmax.scatter_add_(-1, place.unsqueeze(-1), target)
             torch.mul(softmax, (grad * counted).unsqueeze(-1), out=into)
-        return made, None, None, None, None, None
+        return gradient, None, None, None, None, None
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -322,5 +326,5 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 def _parts(x: Tensor, of: Tensor | None = None) -> tuple[Tensor, ...]:
     """Split `x` into at most eight runs of rows, of at least `_FEW` elements. If given, `of` determines the run length."""
     rows, width = (x if of is None else of).shape
-    found: tuple[Tensor, ...] = x.split(max(1, _FEW // width, -(-rows // 8)))
-    return found
+    parts: tuple[Tensor, ...] = x.split(max(1, _FEW // width, -(-rows // 8)))
+    return parts

@@ -37,8 +37,8 @@ class Parts(NamedTuple):
 
     def shape(self, kept: Sequence[int]) -> tuple[int, ...]:
         """Return the full weight's original shape, given its shape `kept` with a units axis."""
-        at = self.axis
-        return (*kept[:at], sum(self.sizes), *kept[at + 2 :])
+        axis = self.axis
+        return (*kept[:axis], sum(self.sizes), *kept[axis + 2 :])
 
 
 def parameter_of(mesh: Mesh, data: Tensor, axes: Mapping[str, int | None]) -> nn.Parameter:
@@ -58,9 +58,9 @@ def split_parameter(mesh: Mesh, old: Tensor, axes: Mapping[str, int | None]) -> 
     for dim, axis in axes.items():
         if axis is not None:
             value = value.chunk(mesh.size(dim), axis)[mesh.coord(dim)]
-    made = parameter_of(mesh, value.clone(memory_format=torch.contiguous_format), axes)
-    made.requires_grad_(old.requires_grad)
-    return made
+    split = parameter_of(mesh, value.clone(memory_format=torch.contiguous_format), axes)
+    split.requires_grad_(old.requires_grad)
+    return split
 
 
 def split_dims(parameter: Tensor) -> tuple[str, ...]:
@@ -126,7 +126,7 @@ def assign(parameter: Tensor, value: Any) -> None:
     """
     held = local(parameter)
     first = offsets(parameter) if isinstance(parameter, DTensor) else (0,) * held.ndim
-    held.copy_(value[tuple(slice(at, at + n) for at, n in zip(first, held.shape, strict=True))])
+    held.copy_(value[tuple(slice(begin, begin + n) for begin, n in zip(first, held.shape, strict=True))])
 
 
 class Piece(NamedTuple):
@@ -168,14 +168,14 @@ class Kept(NamedTuple):
     def pieces(self) -> list[Piece]:
         """Return this rank's pieces, one for each part. Within a part, the rows of the rank's units are adjacent."""
         held, axis = local(self.tensor.detach()), self.parts.axis
-        at = offsets(self.tensor) if isinstance(self.tensor, DTensor) else (0,) * held.ndim
-        found, first, column = [], 0, 0
+        begins = offsets(self.tensor) if isinstance(self.tensor, DTensor) else (0,) * held.ndim
+        pieces, first, column = [], 0, 0
         for size in self.parts.sizes:
             rows = size // self.parts.units
-            begin = (*at[:axis], first + at[axis] * rows, *at[axis + 2 :])
-            found.append(Piece(begin, held.narrow(axis + 1, column, rows), axis))
+            begin = (*begins[:axis], first + begins[axis] * rows, *begins[axis + 2 :])
+            pieces.append(Piece(begin, held.narrow(axis + 1, column, rows), axis))
             first, column = first + size, column + rows
-        return found
+        return pieces
 
 
 def kept(whole: Tensor, parts: Parts) -> Tensor:
@@ -212,8 +212,8 @@ def unsplit_state(module: nn.Module) -> dict[str, Tensor]:
     Called by: every rank along the dim. Each rank receives the full dict.
     """
     fused = fused_parts(module)
-    found: dict[str, Tensor] = {}
+    state: dict[str, Tensor] = {}
     for name, value in module.state_dict(keep_vars=True).items():
         tensor = whole(value)
-        found[name] = joined(tensor, fused[name]) if name in fused else tensor.clone()
-    return found
+        state[name] = joined(tensor, fused[name]) if name in fused else tensor.clone()
+    return state

@@ -107,7 +107,7 @@ def rules_of(
 ) -> tuple[dict[str, Rule], list[str]]:
     """Return each part's rule by the part's name, and the problems in the plan for this module and split."""
     read = {pattern: _rule(entry) for pattern, entry in plan.items()}
-    problems = [f'"{pattern}": {found}' for pattern, found in read.items() if isinstance(found, str)]
+    problems = [f'"{pattern}": {problem}' for pattern, problem in read.items() if isinstance(problem, str)]
     names = dict(module.named_modules(remove_duplicate=False))
     owners = {
         f"{name}.{key}".lstrip("."): name
@@ -115,13 +115,15 @@ def rules_of(
         for key, parameter in part._parameters.items()
         if parameter is not None
     }
-    known = {pattern: found for pattern, found in read.items() if isinstance(found, Rule)}
+    rule_of = {pattern: rule for pattern, rule in read.items() if isinstance(rule, Rule)}
     # A wildcard whose style is for modules does not apply to parameters at the same level.
-    of_modules = {pattern: rule for pattern, rule in known.items() if rule.style != "split"}
-    of_parameters = {pattern: rule for pattern, rule in known.items() if rule.style == "split"}
+    of_modules = {pattern: rule for pattern, rule in rule_of.items() if rule.style != "split"}
+    of_parameters = {pattern: rule for pattern, rule in rule_of.items() if rule.style == "split"}
     rules, unmatched = _match(of_modules, list(names), owners, 'is a parameter, whose style is "split"')
-    own, more = _match(of_parameters, list(owners), names, 'is a module; style "split" is for parameters')
-    for name, rule in own.items():
+    of_parameter, more = _match(
+        of_parameters, list(owners), names, 'is a module; style "split" is for parameters'
+    )
+    for name, rule in of_parameter.items():
         owner, key = owners[name], name.rpartition(".")[2]
         before = rules.get(owner, Rule())
         rules[owner] = replace(before, own={**before.own, key: rule.axis or 0})
@@ -133,19 +135,19 @@ def _rule(entry: object) -> Rule | str:
     """Return the rule that an entry describes, or the problem with the entry."""
     if isinstance(entry, str):
         style, _, more = entry.partition(":")
-        given: dict[str, Any] = {"style": style}
+        options_of_entry: dict[str, Any] = {"style": style}
         if more:
-            given |= {"parts": int(more)} if more.isdecimal() else {"output": more}
+            options_of_entry |= {"parts": int(more)} if more.isdecimal() else {"output": more}
     elif isinstance(entry, Mapping):
-        given = dict(entry)
+        options_of_entry = dict(entry)
     else:
         return f'{entry!r} is neither a style such as "column" nor a mapping such as {{"style": "column"}}'
-    style = given.pop("style", "")
-    if style not in _OPTIONS and (style or "set" not in given):
+    style = options_of_entry.pop("style", "")
+    if style not in _OPTIONS and (style or "set" not in options_of_entry):
         named = ", ".join(f'"{name}"' for name in _OPTIONS)
         return _with_guess(f"style {style!r} is not one of {named}", style, _OPTIONS)
     options = (*_OPTIONS.get(style, ()), *(() if style == "split" else ("set",)))
-    for name in given:
+    for name in options_of_entry:
         if name not in options:
             what = f'style "{style}"' if style else "an entry without a style"
             return _with_guess(
@@ -154,27 +156,27 @@ def _rule(entry: object) -> Rule | str:
                 options,
             )
     for name in ("input", "output", "sequence"):
-        if given.get(name, "split") not in ("split", "whole"):
-            return f'{name} is {given[name]!r}; it must be "split" or "whole"'
-    axis = given.get("axis")
+        if options_of_entry.get(name, "split") not in ("split", "whole"):
+            return f'{name} is {options_of_entry[name]!r}; it must be "split" or "whole"'
+    axis = options_of_entry.get("axis")
     if axis is not None and (isinstance(axis, bool) or not isinstance(axis, int) or axis < 0):
         return f"axis is {axis!r}; it must be an integer of 0 or more"
-    parts = given.get("parts", 1)
+    parts = options_of_entry.get("parts", 1)
     if isinstance(parts, Sequence) and not isinstance(parts, str):
-        parts = given["parts"] = tuple(parts)
+        parts = options_of_entry["parts"] = tuple(parts)
     numbers = parts if isinstance(parts, tuple) else (parts,)
     if not numbers or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in numbers):
         return f"parts is {parts!r}; it must be a number of equal parts, such as 3, or a list of sizes"
-    args = given.get("args", (0,))
+    args = options_of_entry.get("args", (0,))
     if not isinstance(args, (list, tuple)) or not all(isinstance(arg, (int, str)) for arg in args):
         return f"args is {args!r}; it must list arguments of forward, as in [0] or ['hidden_states']"
-    if given.get("output") == "whole" and style == "column" and parts != 1:
+    if options_of_entry.get("output") == "whole" and style == "column" and parts != 1:
         return 'output "whole" would mix up the parts of a column; remove one of the two'
-    if not isinstance(given.get("shared", False), bool):
-        return f"shared is {given['shared']!r}; it must be true or false"
-    if not isinstance(given.get("set", {}), Mapping):
-        return f'set is {given["set"]!r}; it must map attributes to values, as in {{"heads": "split"}}'
-    return Rule(**{**given, "style": style, "args": tuple(args)})
+    if not isinstance(options_of_entry.get("shared", False), bool):
+        return f"shared is {options_of_entry['shared']!r}; it must be true or false"
+    if not isinstance(options_of_entry.get("set", {}), Mapping):
+        return f'set is {options_of_entry["set"]!r}; it must map attributes to values, as in {{"heads": "split"}}'
+    return Rule(**{**options_of_entry, "style": style, "args": tuple(args)})
 
 
 def _match(
@@ -185,8 +187,8 @@ def _match(
     A name may have only one style, but any number of patterns may set its attributes.
     others, else_said: names that these rules do not apply to, and the message for a pattern that matches only such names.
     """
-    found: dict[str, Rule] = {}
-    said: dict[str, str] = {}
+    rule_of: dict[str, Rule] = {}
+    pattern_of: dict[str, str] = {}
     problems = []
     for pattern, rule in rules.items():
         hits = [name for name in names if matches(pattern, name)]
@@ -194,18 +196,18 @@ def _match(
             problems.append(f'"{pattern}" {else_said}')
         elif not hits:
             shapes = {".".join("*" if c.isdecimal() else c for c in name.split(".")) for name in names}
-            known = sorted({*shapes, *names} - {""})
-            problems.append(_with_guess(f'"{pattern}" matches no part of the module', pattern, known))
+            known_names = sorted({*shapes, *names} - {""})
+            problems.append(_with_guess(f'"{pattern}" matches no part of the module', pattern, known_names))
         for name in hits:
-            before = found.get(name, Rule())
+            before = rule_of.get(name, Rule())
             if before.style and rule.style:
                 problems.append(
-                    f'"{name}" is matched by "{said[name]}" and by "{pattern}"; a part has only one style'
+                    f'"{name}" is matched by "{pattern_of[name]}" and by "{pattern}"; a part has only one style'
                 )
             else:
-                found[name] = replace(rule if rule.style else before, set={**before.set, **rule.set})
-                said[name] = pattern if rule.style else said.get(name, pattern)
-    return found, problems
+                rule_of[name] = replace(rule if rule.style else before, set={**before.set, **rule.set})
+                pattern_of[name] = pattern if rule.style else pattern_of.get(name, pattern)
+    return rule_of, problems
 
 
 def matches(pattern: str, name: str) -> bool:
@@ -277,8 +279,8 @@ def _unfit(split: TensorSplit, part: nn.Module, rule: Rule) -> str:
         return ""
     kind, _ = _KINDS[style]
     if not is_conv1d(part) and (not isinstance(part, kind) or type(part).forward is not kind.forward):
-        own = " with its own forward" if isinstance(part, kind) else ""
-        return f'style "{style}" splits an nn.{kind.__name__}, but this is not one{own}'
+        with_forward = " with its own forward" if isinstance(part, kind) else ""
+        return f'style "{style}" splits an nn.{kind.__name__}, but this is not one{with_forward}'
     if part._parameters.get("weight") is None:
         return "its weight is computed from other parameters (a parametrization) and cannot be split"
     size = part.get_parameter("weight").shape[rule.axis_of(part, "weight") or 0]
@@ -287,8 +289,8 @@ def _unfit(split: TensorSplit, part: nn.Module, rule: Rule) -> str:
         sizes = rule.sizes(size)
         if sum(sizes) != size:
             equal = f"{rule.parts} equal parts"
-            said = " + ".join(map(str, sizes)) if isinstance(rule.parts, tuple) else equal
-            return f"its {size} outputs are not {said}"
+            sizes_text = " + ".join(map(str, sizes)) if isinstance(rule.parts, tuple) else equal
+            return f"its {size} outputs are not {sizes_text}"
         counts = {*sizes, Parts(sizes).units}
     else:
         for option in ("max_norm", "scale_grad_by_freq", "sparse"):
@@ -304,16 +306,20 @@ def _unfit(split: TensorSplit, part: nn.Module, rule: Rule) -> str:
 def _attributes(split: TensorSplit, part: nn.Module, values: Mapping[str, Any]) -> Iterator[str]:
     for name, value in values.items():
         if not hasattr(part, name):
-            numbers = [key for key, known in vars(part).items() if isinstance(known, int) and key[0] != "_"]
-            known = f"; its numbers are {', '.join(numbers)}" if numbers else ""
-            yield _with_guess(f"it has no attribute {name!r} to set{known}", name, numbers)
+            numbers = [
+                key
+                for key, numbers_text in vars(part).items()
+                if isinstance(numbers_text, int) and key[0] != "_"
+            ]
+            numbers_text = f"; its numbers are {', '.join(numbers)}" if numbers else ""
+            yield _with_guess(f"it has no attribute {name!r} to set{numbers_text}", name, numbers)
         elif value == "split":
             now = getattr(part, name)
             if isinstance(now, bool) or not isinstance(now, int):
                 yield f'{name} = {now!r} is not an integer; "split" divides an integer by the number of ranks'
             elif now % split.size:
-                rest = f"{now} % {split.size} = {now % split.size}"
-                yield f"{name} = {now} is not divisible by {split.dim}: {rest}"
+                remainder = f"{now} % {split.size} = {now % split.size}"
+                yield f"{name} = {now} is not divisible by {split.dim}: {remainder}"
 
 
 def _tied(names: Mapping[str, nn.Module], rules: Mapping[str, Rule]) -> Iterator[str]:

@@ -169,13 +169,13 @@ class TensorSplit:
 
     def partial_parameters(self, module: nn.Module) -> dict[str, nn.Parameter]:
         """Return the marked parameters in `module` by name, each once."""
-        found: dict[int, tuple[str, nn.Parameter]] = {}
+        by_id: dict[int, tuple[str, nn.Parameter]] = {}
         for prefix, part in module.named_modules():
             for name in getattr(part, _PARTIAL, ()):
                 parameter = part._parameters.get(name)
                 if parameter is not None:
-                    found.setdefault(id(parameter), (f"{prefix}.{name}".lstrip("."), parameter))
-        return dict(found.values())
+                    by_id.setdefault(id(parameter), (f"{prefix}.{name}".lstrip("."), parameter))
+        return dict(by_id.values())
 
     def finish_gradients(self, module: nn.Module) -> None:
         """Sum the gradients of marked parameters over the ranks, in place, in one message per dtype.

@@ -71,12 +71,12 @@ def resume(
                also if none was saved for this rank's share of the data.
     Raises:    TrainingError on every rank if one rank cannot read, or if a name, shape or dtype differs.
     """
-    known = engine.names_of_all_stages()
+    known_names = engine.names_of_all_stages()
 
     def put_back() -> tuple[list[float], Tensor | None]:
         lock, saved = Lock.read(folder), Saved(folder)
         parts = [name for name in saved.kinds if name.startswith(("model.", OF_MODULE))]
-        if more_there := [name for name in parts if name not in known]:
+        if more_there := [name for name in parts if name not in known_names]:
             raise TrainingError(
                 f"the checkpoint does not fit: {', '.join(more_there[:4])}",
                 given=f"{len(more_there)} of {len(parts)} tensors in {folder} that the model does not have",
@@ -87,7 +87,7 @@ def resume(
         engine.put_back(saved.kinds, lambda state: saved.fill({**state, **losses}), lock.step)
         data = STATE.format(engine.data_coord, engine.data_size)
         loader = saved.load(data) if run and data in saved.kinds else None
-        return [loss for each in losses.values() for loss in each.tolist()], loader
+        return [loss for tensor in losses.values() for loss in tensor.tolist()], loader
 
     return on_all_ranks(mesh, f"resume from {folder}", put_back)
 
@@ -174,8 +174,8 @@ class Checkpoints:
         def decide() -> tuple[bool, str, int] | None:
             return self._decide(attempt.job, restarts) if is_first(mesh) else None
 
-        said = of_every_rank(mesh, on_all_ranks(mesh, f"use {self.folder}", decide))
-        continues, name, counted = next(each for each in said if each)
+        decisions = of_every_rank(mesh, on_all_ranks(mesh, f"use {self.folder}", decide))
+        continues, name, counted = next(decision for decision in decisions if decision)
         path = self.folder / name
         if not name:
             return Resumed(0, path, (), counted) if continues else None, now
@@ -261,8 +261,8 @@ class Checkpoints:
     def _decide(self, job: str, restarts: int) -> tuple[bool, str, int]:
         every = self._train.checkpoint_every
         marker = self.folder / "job"
-        known = marker.read_text(encoding="utf-8").strip() if marker.is_file() else None
-        restarted = bool(every and restarts and job and known == job)
+        marked_job = marker.read_text(encoding="utf-8").strip() if marker.is_file() else None
+        restarted = bool(every and restarts and job and marked_job == job)
         continues = self._train.resume or restarted
         # If the last one is damaged, the run must not continue from an earlier one, whose later steps it would save again.
         names = [path.name for path in checkpoints_in(self.folder)]

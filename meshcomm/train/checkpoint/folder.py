@@ -77,11 +77,12 @@ def is_taken(path: Path) -> bool:
 def check_free(path: Path) -> None:
     """Raise TrainingError if a checkpoint cannot get the path, because something is there."""
     if is_taken(path):
-        there = sorted(each.name for each in path.iterdir()) if path.is_dir() else []
-        more = f" and {len(there) - 3} more" if len(there) > 3 else ""
+        entries = sorted(entry.name for entry in path.iterdir()) if path.is_dir() else []
+        more = f" and {len(entries) - 3} more" if len(entries) > 3 else ""
         raise TrainingError(
             f"a checkpoint cannot be saved as {path}, which is there already",
-            given=f"{path}, " + (f"with {', '.join(there[:3])}{more}" if there else "which is not a folder"),
+            given=f"{path}, "
+            + (f"with {', '.join(entries[:3])}{more}" if entries else "which is not a folder"),
             expected="a new folder, or an empty one",
             hint=f"move {path} away; {go_on_without(path)}"
             if step_of(path) >= 0
@@ -92,18 +93,22 @@ def check_free(path: Path) -> None:
 def check_step(path: Path, step: int) -> None:
     """Raise TrainingError if the folder of the checkpoint of `step` is named after another step."""
     if step_of(path) not in (-1, step):
-        there = f"; or move it away; {go_on_without(path)}" if path.is_dir() else ""
+        way_out = f"; or move it away; {go_on_without(path)}" if path.is_dir() else ""
         raise TrainingError(
             f"a folder named after step {step_of(path)} for the checkpoint of step {step}",
             given=f"{path}, and step {step}",
             expected=f"the checkpoint of step {step_of(path)}",
-            hint=f"name it {name_of(step)}, or not after a step{there}",
+            hint=f"name it {name_of(step)}, or not after a step{way_out}",
         )
 
 
 def go_on_without(path: Path) -> str:
     """Return advice for when the checkpoint `path` was not written: use the newest earlier checkpoint, or start a new run."""
-    older = [each for each in complete(path.parent) if each != path and step_of(each) <= step_of(path)]
+    older = [
+        checkpoint
+        for checkpoint in complete(path.parent)
+        if checkpoint != path and step_of(checkpoint) <= step_of(path)
+    ]
     return (
         f"train.resume = true continues from {older[-1]}"
         if older

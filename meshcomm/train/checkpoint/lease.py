@@ -162,8 +162,8 @@ class Lease:
                 break
             os.close(file)
             mine.unlink()
-        for each, path in _leases(self.folder).items():
-            if each <= number:
+        for lease_number, path in _leases(self.folder).items():
+            if lease_number <= number:
                 path.unlink(missing_ok=True)
         self._path, self._stop = mine, threading.Event()
         renewing = (file, facts, self._stop)
@@ -201,7 +201,9 @@ class Lease:
 
 
 def _leases(folder: Path) -> dict[int, Path]:
-    return {int(name[1]): folder / name[0] for each in os.listdir(folder) if (name := _NAME.fullmatch(each))}
+    return {
+        int(name[1]): folder / name[0] for entry in os.listdir(folder) if (name := _NAME.fullmatch(entry))
+    }
 
 
 def _newest(folder: Path) -> tuple[int, Path, dict[str, str]]:

@@ -218,7 +218,7 @@ def check_batch_size(saved: Lock, now: Lock, kind: str, folder: Path) -> None:
     The batches of completed steps are read and skipped. With another size, other samples would be skipped.
     kind: the iterable's type.
     """
-    before, size = (each.config["train"]["global_batch_size"] for each in (saved, now))
+    before, size = (lock.config["train"]["global_batch_size"] for lock in (saved, now))
     if saved.step and before != size:
         raise ConfigError(
             f"a {kind} cannot go on with another batch size",

@@ -58,12 +58,12 @@ class Part(NamedTuple):
 
 def parts_of(state: Mapping[str, Tensor | Kept]) -> list[Part]:
     """Return the parts of tensors that lie on this rank. A plain tensor is a single part."""
-    found: list[Part] = []
+    parts: list[Part] = []
     for name, tensor in state.items():
         kind = kind_of(tensor)
         if isinstance(tensor, Kept):
             pieces = [piece for piece in tensor.pieces() if piece.held.numel()]
-            found += [Part(name, kind, (piece.at, piece.shape), piece) for piece in pieces]
+            parts += [Part(name, kind, (piece.at, piece.shape), piece) for piece in pieces]
             continue
         at = (0,) * tensor.ndim
         if isinstance(tensor, DTensor):
@@ -71,8 +71,8 @@ def parts_of(state: Mapping[str, Tensor | Kept]) -> list[Part]:
                 continue  # a rank outside the DeviceMesh
             at = offsets(tensor)
         held = memory_of(tensor)
-        found.append(Part(name, kind, (at, tuple(held.shape)), held))
-    return found
+        parts.append(Part(name, kind, (at, tuple(held.shape)), held))
+    return parts
 
 
 def overlap(box: Box, other: Box) -> tuple[Slices, Slices] | None:
@@ -82,12 +82,12 @@ def overlap(box: Box, other: Box) -> tuple[Slices, Slices] | None:
     ((slice(2, 4, None),), (slice(0, 2, None),))
     """
     of_box, of_other = [], []
-    for at, size, other_at, other_size in zip(*box, *other, strict=True):
-        begin, end = max(at, other_at), min(at + size, other_at + other_size)
+    for start, size, other_start, other_size in zip(*box, *other, strict=True):
+        begin, end = max(start, other_start), min(start + size, other_start + other_size)
         if begin >= end:
             return None
-        of_box.append(slice(begin - at, end - at))
-        of_other.append(slice(begin - other_at, end - other_at))
+        of_box.append(slice(begin - start, end - start))
+        of_other.append(slice(begin - other_start, end - other_start))
     return tuple(of_box), tuple(of_other)
 
 

@@ -200,7 +200,7 @@ def _file(folder: Path, place: Any) -> Path:
     name, numbers = place.relative_path, (place.offset, place.length)
     if not isinstance(name, str) or Path(name).name != name or name == "..":
         raise ValueError(f"{name!r} is not a file of this folder")
-    if not all(type(each) is int and each >= 0 for each in numbers):
+    if not all(type(number) is int and number >= 0 for number in numbers):
         raise ValueError(f"{numbers} is not an offset and a length")
     if type(getattr(place, CHECKSUM, None)) is not int:
         raise ValueError("the metadata hold no checksum of this part")
@@ -232,7 +232,7 @@ class _Plain(pickle._Unpickler):
             made.__setstate__(state)
             return
         # Set fields of objects only, never of classes: only a class from find_class creates an object.
-        known = {each.name for each in fields(made)} if is_dataclass(type(made)) else set()
+        known = {field.name for field in fields(made)} if is_dataclass(type(made)) else set()
         if type(made).__name__ == _LOCATION:
             known.add(CHECKSUM)
         if not isinstance(state, dict) or not known or not known >= state.keys():

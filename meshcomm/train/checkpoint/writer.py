@@ -189,7 +189,7 @@ def write_metadata(folder: Path, ranks: Iterable[int]) -> None:
         _check(folder / file, end)
     for name, tensor in tensors.items():
         if why := untiled(
-            [(tuple(each.offsets), tuple(each.sizes)) for each in tensor.chunks], tuple(tensor.size)
+            [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in tensor.chunks], tuple(tensor.size)
         ):
             raise ValueError(f"the ranks hold {why} of {name}")
     text = pickle.dumps(Metadata(tensors, storage_data=places))

@@ -34,9 +34,9 @@ def placed(engine: Engine, batch: Any, whose: str) -> tuple[Any, ...]:
     if len(parts) == 3 and parts[2] is None:
         parts = parts[:2]
     # A loss of one's own may need no targets.
-    required = [each for place, each in enumerate(parts) if place != 1 or engine.model.own_loss is None]
+    required = [part for place, part in enumerate(parts) if place != 1 or engine.model.own_loss is None]
     if len(parts) not in (2, 3) or not all(map(tensors_of, required)):
-        kinds = ", ".join(type(each).__name__ for each in parts[:4])
+        kinds = ", ".join(type(part).__name__ for part in parts[:4])
         raise TrainingError(
             f"the data of {whose} are not inputs and targets",
             given=f"a {type(batch).__name__}" + (f" of {len(parts)}: {kinds}" if parts else ""),
@@ -48,10 +48,12 @@ def placed(engine: Engine, batch: Any, whose: str) -> tuple[Any, ...]:
     # The engine rejects documents if the model's attention crosses document boundaries.
 
     def moved(x: Tensor) -> Tensor:
-        kept = _tracked(x, whose).to(device, dtype if x.is_floating_point() else x.dtype, non_blocking=True)
-        return kept.requires_grad_() if x.requires_grad else kept
+        placed_tensor = _tracked(x, whose).to(
+            device, dtype if x.is_floating_point() else x.dtype, non_blocking=True
+        )
+        return placed_tensor.requires_grad_() if x.requires_grad else placed_tensor
 
-    return tuple(with_tensors(moved, each) for each in parts)
+    return tuple(with_tensors(moved, part) for part in parts)
 
 
 def _of_mapping(engine: Engine, batch: Mapping[str, Any], whose: str) -> tuple[Any, ...]:
@@ -69,15 +71,15 @@ def _of_mapping(engine: Engine, batch: Mapping[str, Any], whose: str) -> tuple[A
             hint="pack samples to equal lengths, or set output_router_logits = false",
         )
     others = {*batch} - {*_OF_TRANSFORMERS}
-    own = engine.model.own_loss is not None and not engine.model.counts_all_tokens
-    if own and others and not others & {*_PLAIN}:
+    counts_in_loss = engine.model.own_loss is not None and not engine.model.counts_all_tokens
+    if counts_in_loss and others and not others & {*_PLAIN}:
         return batch, None
-    found = named_of(batch, whose)
+    named = named_of(batch, whose)
     if engine.look_named is not None and "input_ids" in batch:
         look, engine.look_named = engine.look_named, None
         device = engine.mesh.device
-        look({name: each.to(device) for name, each in batch.items()}, lambda given: named_of(given, whose))
-    return found
+        look({name: x.to(device) for name, x in batch.items()}, lambda tensors: named_of(tensors, whose))
+    return named
 
 
 def _tracked(x: Tensor, whose: str) -> Tensor:
@@ -87,13 +89,13 @@ def _tracked(x: Tensor, whose: str) -> Tensor:
     """
     if not x.requires_grad:
         return x.clone() if x.is_inference() else x
-    left, seen = [x.grad_fn], set[Any]()
-    while left:
-        node = left.pop()
+    unvisited, seen = [x.grad_fn], set[Any]()
+    while unvisited:
+        node = unvisited.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
-        left += [each for each, _ in node.next_functions]
+        unvisited += [function for function, _ in node.next_functions]
         if isinstance(parameter := getattr(node, "variable", None), nn.Parameter):
             raise UnsupportedOp(
                 f"the data of {whose} are computed from parameters that this step would not train",
@@ -113,23 +115,23 @@ def named_of(batch: Mapping[str, Any], whose: str) -> tuple[Any, ...]:
 
     Raises TrainingError for unknown or missing names; UnsupportedOp for masked tokens before others.
     """
-    known = _OF_TRANSFORMERS if "input_ids" in batch else _PLAIN
+    known_names = _OF_TRANSFORMERS if "input_ids" in batch else _PLAIN
     missing = [] if "input_ids" in batch else [name for name in _PLAIN[:2] if name not in batch]
-    unknown = [str(name) for name in batch if name not in known]
+    unknown = [str(name) for name in batch if name not in known_names]
     are = torch.is_tensor if "input_ids" in batch else tensors_of
     if missing or unknown or not all(map(are, batch.values())):
         kinds = ", ".join(f"{name}: {type(value).__name__}" for name, value in batch.items())
         raise TrainingError(
             f"the data of {whose} are not inputs and targets",
             given=f"a dictionary of {kinds or 'nothing'}",
-            expected=f"tensors under {', '.join(known)}"
+            expected=f"tensors under {', '.join(known_names)}"
             if unknown
             else f"tensors: {', '.join(_PLAIN[:2])}, or {', '.join(_OF_TRANSFORMERS[:2])}",
             hint=_way_out(batch, unknown) if unknown else "yield the loader's tensors under these names",
         )
-    if known is _PLAIN:
+    if known_names is _PLAIN:
         return tuple(batch[name] for name in _PLAIN if name in batch)
-    shapes = {name: tuple(each.shape) for name, each in batch.items()}
+    shapes = {name: tuple(x.shape) for name, x in batch.items()}
     tokens: Tensor = batch["input_ids"]
     if tokens.ndim != 2 or len(set(shapes.values())) > 1:
         raise ShapeError(

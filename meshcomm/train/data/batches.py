@@ -41,14 +41,14 @@ def permuted(positions: Indices, size: int, key: Sequence[int]) -> Indices:
     mask = (np.uint64(1) << half) - np.uint64(1)
     keys = np.random.SeedSequence(list(key)).generate_state(_ROUNDS, np.uint64)
     values = positions.astype(np.uint64)
-    left = np.ones(len(values), dtype=bool)
-    while left.any():
-        value = values[left]
+    outside = np.ones(len(values), dtype=bool)
+    while outside.any():
+        value = values[outside]
         high, low = value >> half, value & mask
-        for each in keys:
-            high, low = low, high ^ (_mixed(low ^ each) & mask)
-        values[left] = value = (high << half) | low
-        left[left] = value >= size
+        for round_key in keys:
+            high, low = low, high ^ (_mixed(low ^ round_key) & mask)
+        values[outside] = value = (high << half) | low
+        outside[outside] = value >= size
     return values.astype(np.int64)
 
 
@@ -84,26 +84,26 @@ class Order:
         """Return the part and the sample at each position. Positions are counted from the start of training."""
         parts, samples = np.empty_like(positions), np.empty_like(positions)
         for epoch in np.unique(positions // self.epoch):
-            here = positions // self.epoch == epoch
-            slots = permuted(positions[here] % self.epoch, self.epoch, [self.seed, 0, int(epoch)])
+            in_epoch = positions // self.epoch == epoch
+            slots = permuted(positions[in_epoch] % self.epoch, self.epoch, [self.seed, 0, int(epoch)])
             part = np.searchsorted(self._ends, slots, side="right")
-            parts[here] = part
+            parts[in_epoch] = part
             within_part = np.empty_like(slots)
             for index in np.unique(part):
-                count, size, of = self.counts[index], self.sizes[index], part == index
-                within = slots[of] - (self._ends[index] - count)
-                within_part[of] = (
+                count, size, of_part = self.counts[index], self.sizes[index], part == index
+                within = slots[of_part] - (self._ends[index] - count)
+                within_part[of_part] = (
                     within if count == size else self._again(within + epoch * count, size, int(index))
                 )
-            samples[here] = within_part
+            samples[in_epoch] = within_part
         return parts, samples
 
     def _again(self, running: Indices, size: int, part: int) -> Indices:
         """Return the samples at the given running positions of a part that has its own epochs."""
         samples = np.empty_like(running)
         for round_ in np.unique(running // size):
-            here = running // size == round_
-            samples[here] = permuted(running[here] % size, size, [self.seed, part + 1, int(round_)])
+            in_round = running // size == round_
+            samples[in_round] = permuted(running[in_round] % size, size, [self.seed, part + 1, int(round_)])
         return samples
 
 
@@ -200,24 +200,24 @@ class Batches(Source):
     def _samples(self, parts: Indices, numbers: Indices) -> Samples:
         rows, samples = [], []
         for index in np.unique(parts):
-            here = np.flatnonzero(parts == index)
-            rows.append(here)
-            samples.append(self._parts[index].read(numbers[here]))
+            of_part = np.flatnonzero(parts == index)
+            rows.append(of_part)
+            samples.append(self._parts[index].read(numbers[of_part]))
         back = np.argsort(np.concatenate(rows))
-        return tuple(np.concatenate(each)[back] for each in zip(*samples, strict=True))
+        return tuple(np.concatenate(arrays)[back] for arrays in zip(*samples, strict=True))
 
     def on_device(self, held: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Return the tensors in `held`, copied to the device."""
         if self.device_type != "cuda":
             return held
         # Copies from pinned memory are asynchronous; from other memory, they block.
-        pinned = (each if each.is_pinned() else each.pin_memory() for each in held)
-        return tuple(each.to(self._device, non_blocking=True) for each in pinned)
+        pinned = (x if x.is_pinned() else x.pin_memory() for x in held)
+        return tuple(x.to(self._device, non_blocking=True) for x in pinned)
 
 
 def _tensors(samples: Samples, dtype: torch.dtype | None) -> tuple[Tensor, ...]:
-    tensors = (torch.from_numpy(np.ascontiguousarray(each)) for each in samples)
-    return tuple(each.to(dtype) if each.is_floating_point() else each for each in tensors)
+    tensors = (torch.from_numpy(np.ascontiguousarray(sample)) for sample in samples)
+    return tuple(tensor.to(dtype) if tensor.is_floating_point() else tensor for tensor in tensors)
 
 
 def batches_of(engine: Engine, corpus: Corpus, after: tuple[int, int] = (0, 0)) -> Batches:

@@ -38,7 +38,7 @@ def built(config: DataConfig, seed: int, vocab_size: int | None) -> Corpus:
     try:
         function = function_of(name)
         taken, facts = inspect.signature(function).parameters, {"seed": seed, "seq_len": config.seq_len}
-        found = function(**{key: facts[key] for key in facts if key in taken} | dict(config.args))
+        data = function(**{key: facts[key] for key in facts if key in taken} | dict(config.args))
     except MeshcommError:
         raise
     except Exception as error:
@@ -48,22 +48,22 @@ def built(config: DataConfig, seed: int, vocab_size: int | None) -> Corpus:
             expected="a function that every rank can import, and that accepts args by name",
             hint="put its module into the folder where meshcomm is started, or into a folder in PYTHONPATH",
         ) from error
-    by_index = hasattr(found, "__getitem__") and hasattr(found, "__len__")
-    if not (by_index and len(found)):
-        loader = isinstance(found, torch.utils.data.DataLoader)
+    by_index = hasattr(data, "__getitem__") and hasattr(data, "__len__")
+    if not (by_index and len(data)):
+        loader = isinstance(data, torch.utils.data.DataLoader)
         more = ", which yields batches" if loader else ", without samples" if by_index else ""
         raise TrainingError(
             "data.build does not return an indexable dataset",
-            given=f"{name} returned {type(found).__name__}{more}",
+            given=f"{name} returned {type(data).__name__}{more}",
             expected="a dataset of all ranks' samples, with __getitem__ and a __len__ above 0",
             hint="return its dataset"
             if loader
             else "for an iterable of batches, use a script with Trainer.run",
         )
-    part = Indexed(found, SampleForm(name, config.seq_len, vocab_size, config.document_mask))
+    part = Indexed(data, SampleForm(name, config.seq_len, vocab_size, config.document_mask))
     part.read(np.zeros(1, dtype=np.int64))
-    digest = hashlib.sha256(f"{name} {len(found)}".encode() + _content(part)).digest()
-    return Corpus((part,), digest, len(found), "samples").cut(config.validation)
+    digest = hashlib.sha256(f"{name} {len(data)}".encode() + _content(part)).digest()
+    return Corpus((part,), digest, len(data), "samples").cut(config.validation)
 
 
 def _content(part: Indexed) -> bytes:
@@ -74,7 +74,7 @@ def _content(part: Indexed) -> bytes:
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:
         first, again = (
-            [hashlib.sha256(each.tobytes()).digest() for row in numbers for each in part.read(row[None])]
+            [hashlib.sha256(array.tobytes()).digest() for row in numbers for array in part.read(row[None])]
             for _ in range(2)
         )
     finally:
@@ -97,9 +97,9 @@ class SampleForm:
 
         Token samples are padded to the sequence length, with targets that the loss ignores.
         """
-        found = [self._arrays(number, sample) for number, sample in samples]
+        arrays_of_samples = [self._arrays(number, sample) for number, sample in samples]
         try:
-            inputs, targets, documents = (np.stack(each) for each in zip(*found, strict=True))
+            inputs, targets, documents = (np.stack(arrays) for arrays in zip(*arrays_of_samples, strict=True))
         except ValueError as error:
             raise self._wrong(samples[0][0], f"samples of different shapes: {error}") from error
         return (inputs, targets, documents) if self._packed else (inputs, targets)
@@ -109,13 +109,13 @@ class SampleForm:
         documents: NDArray[Any] = np.zeros(0, dtype=np.int64)
         if isinstance(sample, Mapping) and "input_ids" in sample:
             # A batch of one sample has the meaning that it has in Trainer.step.
-            arrays = {name: self._array(number, each) for name, each in sample.items()}
+            arrays = {name: self._array(number, value) for name, value in sample.items()}
             if arrays["input_ids"].dtype.kind not in "ui":
                 raise self._wrong(number, f"input_ids of {arrays['input_ids'].dtype}")
-            rows = {name: torch.from_numpy(each.astype(np.int64))[None] for name, each in arrays.items()}
+            rows = {name: torch.from_numpy(array.astype(np.int64))[None] for name, array in arrays.items()}
             # The last token has no target.
-            given = [each[0, :-1].numpy() for each in named_of(rows, f"sample {number} of {self._name}")]
-            sample, documents = (given[0], given[1]), given[2] if len(given) > 2 else documents
+            parts = [x[0, :-1].numpy() for x in named_of(rows, f"sample {number} of {self._name}")]
+            sample, documents = (parts[0], parts[1]), parts[2] if len(parts) > 2 else documents
             if len(documents) and not self._packed:
                 raise UnsupportedOp(
                     f"sample {number} of data.build consists of several documents",
@@ -137,24 +137,24 @@ class SampleForm:
                 raise self._wrong(number, f"a tuple of {len(sample)}")
             sample, targets = sample
         inputs = self._array(number, sample)
-        wanted = None if targets is None else self._array(number, targets)
+        labels = None if targets is None else self._array(number, targets)
         # Integers with a class or with numbers as the target are features, which are not padded.
-        are_features = wanted is not None and (wanted.ndim != 1 or wanted.dtype.kind not in "ui")
+        are_features = labels is not None and (labels.ndim != 1 or labels.dtype.kind not in "ui")
         if inputs.ndim != 1 or inputs.dtype.kind not in "ui" or are_features:
-            if wanted is None:
+            if labels is None:
                 raise self._wrong(
                     number, f"inputs of shape {inputs.shape} and {inputs.dtype}, without targets"
                 )
-            return inputs, wanted
+            return inputs, labels
         inputs = inputs.astype(np.int64)
-        if wanted is None:
-            wanted, shifted = inputs, True
-        wanted = wanted.astype(np.int64)
-        if len(wanted) != len(inputs):
+        if labels is None:
+            labels, shifted = inputs, True
+        labels = labels.astype(np.int64)
+        if len(labels) != len(inputs):
             shapes = ". Integers that are not tokens have a target of another shape than (n,), such as (), (n, 1) or (1, n)"
-            raise self._wrong(number, f"{len(inputs)} tokens and {len(wanted)} targets{shapes}")
+            raise self._wrong(number, f"{len(inputs)} tokens and {len(labels)} targets{shapes}")
         if shifted:
-            inputs, wanted = inputs[:-1], wanted[1:]
+            inputs, labels = inputs[:-1], labels[1:]
         if not 0 < len(inputs) <= self._seq_len:
             raise self._wrong(number, f"{len(inputs) + shifted} tokens, with data.seq_len = {self._seq_len}")
         if inputs.min() < 0 or (self._vocab_size is not None and inputs.max() >= self._vocab_size):
@@ -162,7 +162,7 @@ class SampleForm:
             where = f"position {place} of sample {number} of {self._name}"
             raise outside(int(inputs[place]), self._vocab_size or 0, where)
         more = self._seq_len - len(inputs)
-        return np.pad(inputs, (0, more)), np.pad(wanted, (0, more), constant_values=IGNORED)
+        return np.pad(inputs, (0, more)), np.pad(labels, (0, more), constant_values=IGNORED)
 
     def _array(self, number: int, value: Any) -> NDArray[Any]:
         try:
@@ -202,5 +202,5 @@ class Indexed:
         """See DataPart. Samples may be sorted by kind, so the held-out samples are chosen at random."""
         count = len(self._data)
         place = count - held_back(count, share)
-        before, after = (Indexed(self._data, self._form, kept) for kept in ((0, place), (place, count)))
+        before, after = (Indexed(self._data, self._form, bounds) for bounds in ((0, place), (place, count)))
         return before, after

@@ -36,13 +36,17 @@ def chats(
     """
     tokenizer = _tokenizer(config, model)
     most = config.seq_len + 1
-    found = [
-        Conversation(*(each[:most] for each in _tokens(tokenizer, messages, config.answers_only, where)))
+    conversations = [
+        Conversation(*(token[:most] for token in _tokens(tokenizer, messages, config.answers_only, where)))
         for path in files
         for where, messages in _conversations(path)
     ]
-    found = [each for each in found if any(label != IGNORED for label in each.labels[1:])]
-    if not found:
+    conversations = [
+        conversation
+        for conversation in conversations
+        if any(label != IGNORED for label in conversation.labels[1:])
+    ]
+    if not conversations:
         raise TrainingError(
             "there is no conversation to train on",
             given=f"{len(files)} files of {key}, seq_len = {config.seq_len}",
@@ -51,25 +55,33 @@ def chats(
             else "a conversation of two tokens or more",
             hint="more files, or a longer seq_len",
         )
-    samples = [_joined([found[each] for each in group]) for group in _packed(found, config)]
-    digest = hashlib.sha256(json.dumps(found).encode()).digest()
+    samples = [_joined([conversations[index] for index in group]) for group in _packed(conversations, config)]
+    digest = hashlib.sha256(json.dumps(conversations).encode()).digest()
     part = Indexed(samples, SampleForm(key, config.seq_len, vocab_size, config.document_mask))
-    return Corpus((part,), digest, sum(len(each.tokens) for each in found), "tokens", tuple(files))
+    return Corpus(
+        (part,),
+        digest,
+        sum(len(conversation.tokens) for conversation in conversations),
+        "tokens",
+        tuple(files),
+    )
 
 
-def _packed(found: Sequence[Conversation], config: DataConfig) -> list[list[int]]:
+def _packed(conversations: Sequence[Conversation], config: DataConfig) -> list[list[int]]:
     """Return the conversations that form each sample. The longest come first, and each goes into the fullest sample that has
     enough room (best-fit decreasing).
     """
     if not config.document_mask:
-        return [[place] for place in range(len(found))]
+        return [[place] for place in range(len(conversations))]
     groups: list[list[int]] = []
     # Remaining room, and the group that has it.
     rooms: list[tuple[int, int]] = []
-    for place in sorted(range(len(found)), key=lambda each: (-len(found[each].tokens), each)):
-        size = len(found[place].tokens)
-        at = bisect_left(rooms, (size, 0))
-        room, group = rooms.pop(at) if at < len(rooms) else (config.seq_len + 1, len(groups))
+    for place in sorted(
+        range(len(conversations)), key=lambda index: (-len(conversations[index].tokens), index)
+    ):
+        size = len(conversations[place].tokens)
+        room_index = bisect_left(rooms, (size, 0))
+        room, group = rooms.pop(room_index) if room_index < len(rooms) else (config.seq_len + 1, len(groups))
         if group == len(groups):
             groups.append([])
         groups[group].append(place)
@@ -80,9 +92,11 @@ def _packed(found: Sequence[Conversation], config: DataConfig) -> list[list[int]
 def _joined(conversations: Sequence[Conversation]) -> dict[str, list[int]]:
     """Return a sample in transformers' format."""
     return {
-        "input_ids": [token for each in conversations for token in each.tokens],
-        "labels": [label for each in conversations for label in each.labels],
-        "position_ids": [at for each in conversations for at in range(len(each.tokens))],
+        "input_ids": [token for conversation in conversations for token in conversation.tokens],
+        "labels": [label for conversation in conversations for label in conversation.labels],
+        "position_ids": [
+            position for conversation in conversations for position in range(len(conversation.tokens))
+        ],
     }
 
 
@@ -96,15 +110,15 @@ def _tokenizer(config: DataConfig, model: ModelConfig | None) -> Any:
     try:
         from transformers import AutoTokenizer
 
-        found: Any = AutoTokenizer.from_pretrained(path if path.is_dir() else path.parent)
-        if not found.chat_template:
+        tokenizer: Any = AutoTokenizer.from_pretrained(path if path.is_dir() else path.parent)
+        if not tokenizer.chat_template:
             raise ValueError("it has no chat template")
     except Exception as error:
         given = f"{path}: {error}"
         raise TrainingError(
             "no tokenizer for conversations", given=given, expected=expected, hint=hint
         ) from error
-    return found
+    return tokenizer
 
 
 def _conversations(path: Path) -> Iterator[tuple[str, Any]]:
@@ -158,4 +172,4 @@ def _tokens(tokenizer: Any, messages: Any, answers_only: bool, where: str) -> tu
 
 def _templated(tokenizer: Any, messages: Any, **more: Any) -> list[int]:
     tokens = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True, **more)["input_ids"]
-    return [int(each) for each in tokens]
+    return [int(token) for token in tokens]

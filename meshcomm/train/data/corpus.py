@@ -89,8 +89,8 @@ class Stream:
 
     def cut(self, share: float) -> tuple[Stream, Stream]:
         """See DataPart. The target of the last token before the cut is the first token after the cut."""
-        kept = len(self) - held_back(len(self), share)
-        place = kept * self._seq_len
+        samples = len(self) - held_back(len(self), share)
+        place = samples * self._seq_len
         before, after = (
             Stream(
                 self.tokens[begin:end],
@@ -141,7 +141,7 @@ class Corpus:
         if not share:
             return self
         pairs = [part.cut(share) for part in self.parts]
-        kept, held = ([part for part in each if len(part)] for each in zip(*pairs, strict=True))
+        kept, held = ([part for part in halves if len(part)] for halves in zip(*pairs, strict=True))
         if not kept:
             raise TrainingError(
                 "no samples remain for training",

@@ -53,9 +53,9 @@ def load(
         from meshcomm.train.data.chat import chats
 
         read = lambda patterns, key: chats(config, model, vocab_size, matches(patterns, key), key)  # noqa: E731
-        given, key = config.chat, "data.chat"
+        source, key = config.chat, "data.chat"
     elif config.tokens:
-        read, given, key = partial(_token_files, config, vocab_size), config.tokens, "data.tokens"
+        read, source, key = partial(_token_files, config, vocab_size), config.tokens, "data.tokens"
     else:
         tokens = Tokens(config, cache, model, vocab_size)
         if (
@@ -71,8 +71,8 @@ def load(
                 hint='data.tokenizer = "bytes" or "FOLDER"; or data.tokens, with the same texts already tokenized; '
                 "or Trainer.run(data), with batches of your own",
             )
-        read, given, key = partial(_texts, config, tokens), config.files, "data.files"
-    corpus = read(given, key)
+        read, source, key = partial(_texts, config, tokens), config.files, "data.files"
+    corpus = read(source, key)
     if not config.validation_files:
         return corpus.cut(config.validation)
     return replace(corpus, validation=read(config.validation_files, "data.validation_files"))
@@ -80,7 +80,7 @@ def load(
 
 def matches(patterns: tuple[str, ...], key: str) -> list[Path]:
     """Return the files that paths and globs match, sorted and without duplicates. Raises TrainingError if nothing matches."""
-    found: set[str] = set()
+    paths: set[str] = set()
     for pattern in patterns:
         some = [path for path in glob.glob(pattern, recursive=True) if Path(path).is_file()]
         if not some:
@@ -90,8 +90,8 @@ def matches(patterns: tuple[str, ...], key: str) -> list[Path]:
                 expected="a file, or a glob that matches at least one",
                 hint="use paths relative to the config file",
             )
-        found.update(some)
-    return sorted(Path(path) for path in found)
+        paths.update(some)
+    return sorted(Path(path) for path in paths)
 
 
 def _texts(config: DataConfig, tokens: Tokens, patterns: tuple[str, ...], key: str) -> Corpus:
@@ -110,11 +110,11 @@ def _bytes(
 ) -> Corpus:
     """Return the text with one token per byte."""
     if vocab_size is not None:
-        for each in documents:
-            if (highest := max(each.text, default=0)) >= vocab_size:
-                where = f"position {each.text.index(highest)} of {each.name}"
+        for document in documents:
+            if (highest := max(document.text, default=0)) >= vocab_size:
+                where = f"position {document.text.index(highest)} of {document.name}"
                 raise outside(highest, vocab_size, where, _NO_TOKENIZER)
-    text = b"".join(each.text for each in documents)
+    text = b"".join(document.text for document in documents)
     if len(text) <= config.seq_len:
         raise TrainingError(
             f"{len(text)} bytes of {key} are less than one sample",
@@ -128,7 +128,7 @@ def _bytes(
     return Corpus((part,), hashlib.sha256(text).digest(), len(text), files=tuple(files[: len(documents)]))
 
 
-def _eos_id(config: DataConfig, known: int | None, vocab_size: int | None) -> int | None:
+def _eos_id(config: DataConfig, of_tokenizer: int | None, vocab_size: int | None) -> int | None:
     """Return the token after each document, or None if attention may cross documents.
 
     known: the tokenizer's. vocab_size: the number of tokens that the data or the model can have; None if it is unknown.
@@ -136,22 +136,22 @@ def _eos_id(config: DataConfig, known: int | None, vocab_size: int | None) -> in
     """
     if not config.document_mask:
         return None
-    found = known if config.eos_id is None else config.eos_id
-    if found is None:
+    eos_id = of_tokenizer if config.eos_id is None else config.eos_id
+    if eos_id is None:
         raise TrainingError(
             "the end of a document is not defined",
             given="data.document_mask = true, no eos and no eos_id",
             expected="the token that ends a document",
             hint="set data.eos with a tokenizer, or data.eos_id",
         )
-    if vocab_size is not None and found >= vocab_size:
+    if vocab_size is not None and eos_id >= vocab_size:
         raise TrainingError(
             "no document would end: the token that ends a document is outside the vocabulary",
-            given=f"token {found}, from {'the tokenizer' if config.eos_id is None else 'data.eos_id'}",
+            given=f"token {eos_id}, from {'the tokenizer' if config.eos_id is None else 'data.eos_id'}",
             expected=f"0 to {vocab_size - 1}, the tokens that the model and the data can have",
             hint="data.eos_id of the tokenizer that made the tokens, or a larger model.vocab_size",
         )
-    return found
+    return eos_id
 
 
 def _files(patterns: tuple[str, ...], key: str) -> list[Path]:
@@ -177,14 +177,14 @@ def _token_files(config: DataConfig, vocab_size: int | None, patterns: tuple[str
     weights: list[float] = []
     parts: list[Stream] = []
     files: list[Path] = []
-    for index, group in enumerate([(each,) for each in patterns] if weighted else [patterns]):
-        here = matches(group, key)
-        some = [_token_file(path, config, vocab_size) for path in here]
+    for index, group in enumerate([(pattern,) for pattern in patterns] if weighted else [patterns]):
+        paths = matches(group, key)
+        some = [_token_file(path, config, vocab_size) for path in paths]
         if weighted and config.weights:
-            total = max(1, sum(len(each) for each in some))
-            weights += [config.weights[index] * len(each) / total for each in some if len(each)]
-        parts += [each for each in some if len(each)]
-        files += here
+            total = max(1, sum(len(tokens) for tokens in some))
+            weights += [config.weights[index] * len(tokens) / total for tokens in some if len(tokens)]
+        parts += [tokens for tokens in some if len(tokens)]
+        files += paths
     checked(parts, ", ".join(map(str, files[:4])) if weighted else key, config.seq_len)
     digest = hashlib.sha256(b"".join(part.digest() for part in parts)).digest()
     size = sum(len(part.tokens) for part in parts)
@@ -257,7 +257,7 @@ def _other_width(tokens: NDArray[Any]) -> bool:
     some = tokens[: 2 * (min(len(tokens), 65_536) // 2)]
     # In either byte order.
     halves = ((half, half.byteswap()) for half in (some[::2], some[1::2]))
-    highs = sorted(min(int(each.max(initial=0)) for each in half) for half in halves)
+    highs = sorted(min(int(tokens.max(initial=0)) for tokens in half) for half in halves)
     return len(some) >= 64 and highs[0] < 16 <= highs[1]
 
 
@@ -271,19 +271,19 @@ class Document(NamedTuple):
 
 def texts_of(files: Iterable[Path], most: int | None) -> Iterator[Document]:
     """Yield each file as a document, up to `most` bytes in total. Raises TrainingError if a file cannot be read."""
-    left = sys.maxsize if most is None else most
+    bytes_left = sys.maxsize if most is None else most
     for path in files:
-        if left <= 0:
+        if bytes_left <= 0:
             return
         try:
             with path.open("rb") as file:
-                text = file.read(-1 if most is None else left)
-                cut = bool(len(text) == left and file.read(1))
+                text = file.read(-1 if most is None else bytes_left)
+                cut = bool(len(text) == bytes_left and file.read(1))
         except OSError as error:
             raise TrainingError(
                 f"the training data cannot be read: {error.strerror}", given=f"data.files: {path}"
             ) from error
-        left -= len(text)
+        bytes_left -= len(text)
         form = "JSON lines" if path.suffix in (".jsonl", ".ndjson") else _foreign(text[:8])
         if form or b"\0" in text[:8000]:
             raise TrainingError(
@@ -329,8 +329,8 @@ class Tokens:
 
     def _kept(self, held: list[Document], cache: Path) -> NDArray[Any]:
         sums = hashlib.sha256(self._facts + f"{self.eos}".encode())
-        for each in held:
-            sums.update(hashlib.sha256(each.text).digest())
+        for document in held:
+            sums.update(hashlib.sha256(document.text).digest())
         path = cache / f"tokens-{sums.hexdigest()[:16]}.npy"
         try:
             if not path.exists():
@@ -350,7 +350,7 @@ class Tokens:
     def _outside(self, documents: list[Document], vocab_size: int) -> TrainingError:
         """Return the error for the first token outside the vocabulary."""
         document, ids = next(
-            each for each in self._tokenised(documents) if each[1].max(initial=0) >= vocab_size
+            encoded for encoded in self._tokenised(documents) if encoded[1].max(initial=0) >= vocab_size
         )
         place = int((ids >= vocab_size).argmax())
         size = self.tokenizer.get_vocab_size()
@@ -358,19 +358,19 @@ class Tokens:
         return outside(int(ids[place]), vocab_size, f"position {place} of {document.name}", hint)
 
     def _made(self, documents: list[Document]) -> NDArray[Any]:
-        found = [ids for _, ids in self._tokenised(documents)]
-        tokens = np.concatenate(found) if found else np.empty(0, np.uint32)
+        pieces = [ids for _, ids in self._tokenised(documents)]
+        tokens = np.concatenate(pieces) if pieces else np.empty(0, np.uint32)
         return tokens.astype(np.uint16) if not len(tokens) or tokens.max() < 65_536 else tokens
 
     def _tokenised(self, documents: list[Document]) -> Iterator[tuple[Document, NDArray[np.uint32]]]:
         end = [] if self.eos is None else [self.eos]
         for first in range(0, len(documents), _AT_ONCE):
             some = documents[first : first + _AT_ONCE]
-            texts = [_text(each) for each in some]
+            texts = [_text(document) for document in some]
             # A template's special tokens would be added to every document, including a second end token.
             encoded = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-            for each, found in zip(some, encoded, strict=True):
-                yield each, np.array([*found.ids, *end], dtype=np.uint32)
+            for read_document, encoding in zip(some, encoded, strict=True):
+                yield read_document, np.array([*encoding.ids, *end], dtype=np.uint32)
 
     def _open(self, path: Path) -> None:
         given = (
@@ -399,13 +399,13 @@ class Tokens:
         # Samples always have data.seq_len tokens, so the tokenizer must not truncate or pad.
         self.tokenizer.no_truncation()
         self.tokenizer.no_padding()
-        said = self._config.eos or _eos_beside(file)
-        if said is not None:
-            self.eos = self.tokenizer.token_to_id(said)
+        eos = self._config.eos or _eos_beside(file)
+        if eos is not None:
+            self.eos = self.tokenizer.token_to_id(eos)
             if self.eos is None:
                 raise TrainingError(
-                    f"the tokenizer has no token {said!r}",
-                    given=f"{given}, eos = {said!r}",
+                    f"the tokenizer has no token {eos!r}",
+                    given=f"{given}, eos = {eos!r}",
                     expected="a token of its vocabulary",
                     hint="set data.eos to the token that ends a text",
                 )
@@ -430,8 +430,8 @@ def _text(document: Document) -> str:
 def _eos_beside(file: Path) -> str | None:
     """Return the eos_token that the tokenizer_config.json next to `file` names."""
     try:
-        said = json.loads((file.parent / "tokenizer_config.json").read_text()).get("eos_token")
+        eos = json.loads((file.parent / "tokenizer_config.json").read_text()).get("eos_token")
     except (OSError, ValueError, AttributeError):
         return None
-    said = said.get("content") if isinstance(said, dict) else said
-    return said if isinstance(said, str) else None
+    eos = eos.get("content") if isinstance(eos, dict) else eos
+    return eos if isinstance(eos, str) else None

@@ -117,11 +117,11 @@ class InEpochs(UserBatches):
         different order.
         """
         super().goes_on(engine, step)
-        (coord, size), now = self._share, (engine.data_coord, engine.data_size)
-        if now != self._share:
+        (coord, size), share = self._share, (engine.data_coord, engine.data_size)
+        if share != self._share:
             raise TrainingError(
                 "after ranks were lost, this rank has a different share of each global batch, but its data still yield the old share",
-                given=f"a {type(self._data).__name__} for share {coord} of {size}; now {now[0]} of {now[1]}",
+                given=f"a {type(self._data).__name__} for share {coord} of {size}; now {share[0]} of {share[1]}",
                 expected="data requested by step number, for the current mesh.data_rank and mesh.data_world_size",
                 hint="use trainer.run(lambda step: ...), or remove elastic.min",
             )
@@ -191,17 +191,17 @@ class InEpochs(UserBatches):
 
     def _set_epoch(self) -> None:
         """Tell the loader, its dataset and its samplers, one within the other, which epoch begins."""
-        told: list[Any] = []
-        left: list[Any] = [self._data]
-        while left:
-            each = left.pop(0)
-            if each is None or any(each is other for other in told):
+        seen: list[Any] = []
+        unvisited: list[Any] = [self._data]
+        while unvisited:
+            part = unvisited.pop(0)
+            if part is None or any(part is seen_before for seen_before in seen):
                 continue
-            told.append(each)
-            if callable(of_epoch := getattr(each, "set_epoch", None)):
+            seen.append(part)
+            if callable(of_epoch := getattr(part, "set_epoch", None)):
                 of_epoch(self._epoch)
-            if isinstance(each, (DataLoader, Sampler)) or each is self._data:
-                left += [getattr(each, name, None) for name in ("sampler", "batch_sampler", "dataset")]
+            if isinstance(part, (DataLoader, Sampler)) or part is self._data:
+                unvisited += [getattr(part, name, None) for name in ("sampler", "batch_sampler", "dataset")]
 
 
 def _from_workers(data: Any) -> Iterator[UserBatch]:
@@ -248,9 +248,9 @@ def evaluated(batches: Any, engine: Engine) -> Iterator[tuple[Any, ...]]:
         raise _no_batches(batches, "evaluate", "an iterable of batches")
     length = _length(batches)
     lengths = [length] if engine.mesh.is_fake else of_every_rank(engine.mesh, length)
-    known = [each for each in lengths if each is not None]
-    most = max(known) if len(known) == len(lengths) else 0
-    if most and not min(known):
+    known_lengths = [length for length in lengths if length is not None]
+    most = max(known_lengths) if len(known_lengths) == len(lengths) else 0
+    if most and not min(known_lengths):
         raise TrainingError(
             "some ranks have nothing to evaluate",
             given=f"0 to {most} batches on the ranks of the mesh",
@@ -345,7 +345,7 @@ def check_epoch(data: Any, engine: Engine) -> None:
         inputs = batch[0] if isinstance(batch, (tuple, list)) and batch else None
         if isinstance(batch, Mapping):
             inputs = batch.get("input_ids", batch.get("inputs"))
-        lengths = [len(each) for each in tensors_of(inputs) if each.ndim]
+        lengths = [len(x) for x in tensors_of(inputs) if x.ndim]
         if lengths and share not in lengths:
             raise TrainingError(
                 f"the batch of step {number} has {lengths[0]} samples on this rank",
@@ -382,14 +382,14 @@ def check_epoch(data: Any, engine: Engine) -> None:
     if not batches or samples is None or train.steps < batches:
         return
     last, read = samples % chosen.batch_size, batches * train.global_batch_size
-    what, hint = "", "drop_last=True in the DataLoader"
+    fault, hint = "", "drop_last=True in the DataLoader"
     if last and not chosen.drop_last:
-        what = f"has only {last} samples on this rank"
+        fault = f"has only {last} samples on this rank"
     elif type(sampler) is DistributedSampler and read > (_length(sampler.dataset) or 0):
-        what, hint = "repeats samples of the epoch", "DistributedSampler(..., drop_last=True)"
-    if what:
+        fault, hint = "repeats samples of the epoch", "DistributedSampler(..., drop_last=True)"
+    if fault:
         raise TrainingError(
-            f"the last batch of an epoch, step {batches}, {what}",
+            f"the last batch of an epoch, step {batches}, {fault}",
             given=f"a DataLoader of {batches} batches from {samples} samples on {engine.mesh.label}, with train.steps = {train.steps}",
             expected=f"{share} samples that the epoch has not read before in each of the steps",
             hint=hint,
