@@ -50,13 +50,13 @@ def _folder(model: ModelConfig) -> Iterator[Problem]:
         return
     path = Path(model.pretrained) / "config.json"
     try:
-        said = read(path)
+        settings = read(path)
     except (ValueError, OSError) as error:
         what, expected = f"not a transformers model: {error}", "a config.json that save_pretrained wrote"
         ways = ["model.save_pretrained(folder)"]
         yield Problem("pretrained", what, expected, ways, model.written("pretrained"))
         return
-    yield from misunderstood(model.pretrained, said, model.reads_weights)
+    yield from misunderstood(model.pretrained, settings, model.reads_weights)
     for name, value in sizes_of(model.pretrained).items():
         if getattr(model, name) != value:
             what = f"the folder's config.json has {name} {value}"

@@ -46,17 +46,17 @@ def training_of(path: Path, dims: str) -> dict[str, Any]:
     """
     sizes = _sizes(dims)
     spread = sizes.pop("ep", 1)
-    kept = {name: sizes[name] for name in ("pp", "tp") if name in sizes}
-    others = math.prod(sizes.values()) // math.prod(kept.values())
-    if path.name != "config.json" or others % spread:
+    fixed = {name: sizes[name] for name in ("pp", "tp") if name in sizes}
+    ranks_left = math.prod(sizes.values()) // math.prod(fixed.values())
+    if path.name != "config.json" or ranks_left % spread:
         raise ConfigError(
             "experts cannot be distributed over these ranks"
-            if others % spread
+            if ranks_left % spread
             else "this is not a model folder",
-            given=f"{dims}: {others} ranks left after pp and tp, ep={spread}"
-            if others % spread
+            given=f"{dims}: {ranks_left} ranks left after pp and tp, ep={spread}"
+            if ranks_left % spread
             else str(path),
-            expected="an ep that divides these ranks" if others % spread else "a file named config.json",
+            expected="an ep that divides these ranks" if ranks_left % spread else "a file named config.json",
             hint=_EXAMPLE,
         )
     parallel: dict[str, Any] = {PARTS[name]: name for name in sizes}
@@ -64,8 +64,8 @@ def training_of(path: Path, dims: str) -> dict[str, Any]:
     if "tp" in sizes:
         parallel["options"] = {"sequence_parallel": True}
     if spread > 1:
-        pair = {"edp": others // spread, "ep": spread}
-        mesh["views"] = {"expert": expert_view(sizes, {*sizes} - {*kept}, pair)}
+        pair = {"edp": ranks_left // spread, "ep": spread}
+        mesh["views"] = {"expert": expert_view(sizes, {*sizes} - {*fixed}, pair)}
         parallel["expert"] = "ep"
     copies = sizes.get("dp", 1) * sizes.get("fsdp", 1)
     model: dict[str, Any] = {"pretrained": str(path.parent), "random_weights": True}
@@ -108,15 +108,15 @@ def expert_view(dims: Mapping[str, int], block: Collection[str], pair: Mapping[s
 
 
 def _sizes(text: str) -> dict[str, int]:
-    found: dict[str, int] = {}
-    for pair in filter(None, (each.strip() for each in text.split(","))):
+    sizes: dict[str, int] = {}
+    for pair in filter(None, (text_of_pair.strip() for text_of_pair in text.split(","))):
         name, _, size = pair.partition("=")
-        if name not in (*PARTS, "ep") or not size.isdecimal() or not int(size) or name in found:
+        if name not in (*PARTS, "ep") or not size.isdecimal() or not int(size) or name in sizes:
             raise ConfigError(
                 f"{pair} is not a dim of a model's mesh",
                 given=f"--dims {text}",
                 expected=f"sizes of {', '.join((*PARTS, 'ep'))}, each once",
                 hint=_EXAMPLE,
             )
-        found[name] = int(size)
-    return found or {"dp": 1}
+        sizes[name] = int(size)
+    return sizes or {"dp": 1}

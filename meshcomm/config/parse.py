@@ -44,7 +44,7 @@ def _parse(language: str, text: str, label: str) -> Any:
         data = _LOADERS[language](text, label)
         inner = [data]
         for _ in range(_DEEPEST):
-            inner = [value for each in inner for value in _within(each)]
+            inner = [value for container in inner for value in _within(container)]
     except (ValueError, RecursionError) as error:  # TOMLDecodeError and JSONDecodeError are ValueErrors
         raise report(label, [_syntax_error(language, text, error)]) from None
     if inner:
@@ -98,8 +98,8 @@ def _yaml(text: str, label: str) -> Any:
                 raise yaml.MarkedYAMLError(problem="aliases are not read", problem_mark=event.start_mark)
         return yaml.load(text, loader)
     except yaml.MarkedYAMLError as error:
-        said = " ".join(part for part in (error.context, error.problem) if part)
-        raise json.JSONDecodeError(said, text, error.problem_mark.index) from None
+        message = " ".join(part for part in (error.context, error.problem) if part)
+        raise json.JSONDecodeError(message, text, error.problem_mark.index) from None
     except yaml.YAMLError as error:
         raise ValueError(str(error)) from None
 
@@ -108,8 +108,8 @@ def _yaml_table(loader: Any, node: Any) -> Any:
     keys = [loader.construct_object(key_node, deep=True) for key_node, _ in node.value]
     for place, key in enumerate(keys):
         if key in keys[:place]:
-            said, mark = f"the key {key} occurs twice", node.value[place][0].start_mark
-            raise import_module("yaml").MarkedYAMLError(problem=said, problem_mark=mark)
+            message, mark = f"the key {key} occurs twice", node.value[place][0].start_mark
+            raise import_module("yaml").MarkedYAMLError(problem=message, problem_mark=mark)
     return loader.construct_mapping(node, deep=True)
 
 
@@ -122,10 +122,10 @@ def _syntax_error(language: str, text: str, error: Exception) -> Problem:
     """Return the problem with a text that cannot be parsed: the position, the line there, and the parser's message."""
     lines, expected = text.splitlines() or [""], f"a file in {language}"
     if isinstance(error, json.JSONDecodeError):
-        said, line, column = error.msg, error.lineno, error.colno
+        message, line, column = error.msg, error.lineno, error.colno
     elif isinstance(error, tomllib.TOMLDecodeError):
         # Before Python 3.14, only the message contains the position.
-        said, _, place = str(error).rpartition(" (at ")
+        message, _, place = str(error).rpartition(" (at ")
         numbers = [int(number) for number in re.findall(r"\d+", place)]
         line, column = numbers or (len(lines), len(lines[-1]) + 1)
     else:  # too many digits, or nested too deep: the parser gives no position
@@ -138,14 +138,14 @@ def _syntax_error(language: str, text: str, error: Exception) -> Problem:
     start = max(0, column - 60)
     before = "\n".join([*lines[: line - 1], shown[: column - 1]]).rstrip()
     way = f"correct it, as in  {_EXAMPLES[language]}"
-    if "twice" in said or "overwrite" in said:
+    if "twice" in message or "overwrite" in message:
         way = "write the key once"
-    elif language == "YAML" and "\\t" in said:
+    elif language == "YAML" and "\\t" in message:
         way = "use spaces instead of the tab"
-    elif language == "JSON" and (before.endswith(",") or "trailing comma" in said):
+    elif language == "JSON" and (before.endswith(",") or "trailing comma" in message):
         way = "remove the trailing comma"
     given = f"{shown[start : start + 90]}\n{' ' * (column - 1 - start)}^"
-    return Problem(f"line {line}, column {column}", f"not {language}: {said}", expected, [way], given)
+    return Problem(f"line {line}, column {column}", f"not {language}: {message}", expected, [way], given)
 
 
 _LOADERS: Final[Mapping[str, Callable[[str, str], Any]]] = {

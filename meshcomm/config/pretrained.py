@@ -37,25 +37,25 @@ _A_SPEC: Final = 'model.build = "module:function", which returns a meshcomm.mode
 
 def sizes_of(folder: str | Path) -> dict[str, Any]:
     """Return the settings of `[model]` that `folder`/config.json determines, or none if the file cannot be read."""
-    found: dict[str, Any] = {}
+    sizes: dict[str, Any] = {}
     with suppress(Exception):
         config = understood(folder)
         for ours, theirs in _NAMES.items():
             values = [getattr(config, name, None) for name in theirs]
-            if known := [value for value in values if isinstance(value, int)]:
-                found[ours] = known[0]
-    if not found:
-        return found
-    if "num_heads" in found:
-        found.setdefault("num_kv_heads", found["num_heads"])
-    if "hidden_size" in found:
-        found.setdefault("intermediate_size", 4 * found["hidden_size"])
-    if not found.get("experts"):
-        found = {name: value for name, value in found.items() if not name.startswith("experts")}
-    return found
+            if numbers := [value for value in values if isinstance(value, int)]:
+                sizes[ours] = numbers[0]
+    if not sizes:
+        return sizes
+    if "num_heads" in sizes:
+        sizes.setdefault("num_kv_heads", sizes["num_heads"])
+    if "hidden_size" in sizes:
+        sizes.setdefault("intermediate_size", 4 * sizes["hidden_size"])
+    if not sizes.get("experts"):
+        sizes = {name: value for name, value in sizes.items() if not name.startswith("experts")}
+    return sizes
 
 
-def misunderstood(folder: str | Path, said: Mapping[str, Any], reads_weights: bool) -> Iterator[Problem]:
+def misunderstood(folder: str | Path, settings: Mapping[str, Any], reads_weights: bool) -> Iterator[Problem]:
     """Yield the reasons why no causal language model can be created from `folder`/config.json, whose content is `said`."""
     try:
         config = understood(folder)
@@ -85,7 +85,7 @@ def misunderstood(folder: str | Path, said: Mapping[str, Any], reads_weights: bo
         yield Problem(
             "pretrained", f"this {kind} has an encoder and a decoder", "only a decoder", [_A_SPEC], given
         )
-    elif reads_weights and said.get("quantization_config"):
+    elif reads_weights and settings.get("quantization_config"):
         what, expected = (
             "its weights are quantized, which meshcomm does not train",
             "weights of a floating-point dtype",
@@ -102,12 +102,14 @@ def dropouts_of(folder: str | None) -> dict[str, float]:
     if folder is None:
         return {}
     with suppress(Exception):
-        said = understood(folder).to_dict()
+        settings = understood(folder).to_dict()
         # Causal language models have no summary head and no classifier.
         dropped = [
-            name for name in said if name.endswith(DROPPED) and not name.startswith(("summary", "class"))
+            name for name in settings if name.endswith(DROPPED) and not name.startswith(("summary", "class"))
         ]
-        return {name: said[name] for name in dropped if isinstance(said[name], float) and said[name]}
+        return {
+            name: settings[name] for name in dropped if isinstance(settings[name], float) and settings[name]
+        }
     return {}
 
 
@@ -178,9 +180,9 @@ def read(path: Path) -> dict[str, Any]:
 @lru_cache(maxsize=16)
 def _read(path: Path, changed: int) -> dict[str, Any]:
     try:
-        said = json.loads(path.read_text())
+        settings = json.loads(path.read_text())
     except ValueError as error:
         raise ValueError(f"{path} is not JSON: {error}") from error
-    if not isinstance(said, dict):
+    if not isinstance(settings, dict):
         raise ValueError(f"{path} is not an object")
-    return said
+    return settings

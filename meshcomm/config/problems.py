@@ -164,7 +164,7 @@ def wrong_types(model: type[BaseModel], data: Mapping[str, Any], refusal: Valida
     for error in errors:
         settings.setdefault(_located(data, error), []).append(error)
     unknown = {
-        path: found[0] for (path, _), found in settings.items() if found[0]["type"] == "extra_forbidden"
+        path: errors[0] for (path, _), errors in settings.items() if errors[0]["type"] == "extra_forbidden"
     }
     problems, meant = [], set[Path]()
     for path, error in unknown.items():
@@ -182,7 +182,9 @@ def _section_of(annotation: Any) -> type[BaseModel] | None:
     """Return the section class in a field's annotation: the annotation itself, an optional section, or a table's values."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
-    return next((found for inner in get_args(annotation) if (found := _section_of(inner)) is not None), None)
+    return next(
+        (section for inner in get_args(annotation) if (section := _section_of(inner)) is not None), None
+    )
 
 
 def _located(data: Any, error: PydanticError) -> tuple[Path, bool]:
@@ -219,8 +221,8 @@ def _field_at(model: type[BaseModel], path: Path) -> tuple[type[BaseModel], Fiel
 
 
 def _expected(error: PydanticError) -> str:
-    said = str(error["msg"]).removeprefix("Input should be ").replace("'", '"')
-    return _EXPECTED.get(error["type"], said.replace("True or False", "true or false"))
+    message = str(error["msg"]).removeprefix("Input should be ").replace("'", '"')
+    return _EXPECTED.get(error["type"], message.replace("True or False", "true or false"))
 
 
 def _refused(model: type[BaseModel], path: Path, errors: Sequence[PydanticError]) -> Problem:
@@ -231,9 +233,11 @@ def _refused(model: type[BaseModel], path: Path, errors: Sequence[PydanticError]
     section, field, depth = _field_at(model, path)
     key, examples = key_path(path), list(field.examples or ()) if field is not None else []
     if not errors or field is None:
-        said = (field.description if field is not None else None) or "a value"
+        description = (field.description if field is not None else None) or "a value"
         ways = [f"{key} = {toml(*examples[:1])}"] if examples else []
-        return Problem(key, "missing", " ".join(said.split()).removesuffix("."), ways, f"no {path[-1]}")
+        return Problem(
+            key, "missing", " ".join(description.split()).removesuffix("."), ways, f"no {path[-1]}"
+        )
     value, kind, expected = errors[0]["input"], errors[0]["type"], ", or ".join(map(_expected, errors))
     if kind == "invalid_key" or errors[0]["loc"][-1] == "[key]":
         tries = [f"write it in quotes: {toml(str(path[-1]))}"]
@@ -249,7 +253,9 @@ def _refused(model: type[BaseModel], path: Path, errors: Sequence[PydanticError]
         near.append((path, 1))
     default = None if field.is_required() else field.get_default(call_default_factory=True)
     near += [(path[:depth], value) for value in (default, *examples)]
-    suggested = (f"{key_path(at)} = {toml(value)}" for at, value in near if _says_something(value))
+    suggested = (
+        f"{key_path(key_parts)} = {toml(value)}" for key_parts, value in near if _says_something(value)
+    )
     shown = path[-2:] if isinstance(path[-1], int) else path[-1:]
     way = next(suggested, f"remove {key}")
     return Problem(key, what, expected, [way], f"{key_path(shown)} = {toml(value)}")
@@ -259,8 +265,8 @@ def _unknown_key(model: type[BaseModel], path: Path, value: Any) -> tuple[Proble
     """Return the problem, and the key in the same section that was probably intended."""
     *above, last = path
     section, key = _field_at(model, path)[0], key_path(path)
-    known = list(section.model_fields)
-    near, expected = nearest_name(str(last), known), "one of " + ", ".join(known)
+    keys = list(section.model_fields)
+    near, expected = nearest_name(str(last), keys), "one of " + ", ".join(keys)
     inner = {name: _section_of(field.annotation) for name, field in model.model_fields.items()}
     homes = [name for name, home in inner.items() if home is not None and last in home.model_fields]
     given = f"{key_path([last])} = {toml(value)}"

@@ -81,12 +81,16 @@ def listening(port: int) -> list[str]:
     import psutil
 
     with suppress(psutil.AccessDenied):
-        found = [
+        connections = [
             connection
             for connection in psutil.net_connections("tcp")
             if connection.status == psutil.CONN_LISTEN
         ]
-        return [each.laddr.ip for each in found if each.laddr and each.laddr.port == port]
+        return [
+            connection.laddr.ip
+            for connection in connections
+            if connection.laddr and connection.laddr.port == port
+        ]
     return []
 
 

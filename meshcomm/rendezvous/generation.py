@@ -68,7 +68,9 @@ class Generation:
         """Return the facts about `processes`, keyed by rank. Ranks without facts are omitted."""
         if not self.processes:
             return dict(processes)
-        return {rank: processes[each] for rank, each in enumerate(self.processes) if each in processes}
+        return {
+            rank: processes[process] for rank, process in enumerate(self.processes) if process in processes
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,9 +99,9 @@ def announce(store: Any, number: int, announcement: Announcement) -> None:
 
 def announcement_of(store: Any, number: int) -> Announcement:
     """Return a launcher's announcement of a generation."""
-    told = json.loads(store.get(keys.GENERATION.format(number)))
-    lost, new = ({int(process): why for process, why in told[name].items()} for name in ("lost", "new"))
-    return Announcement(lost, new, tuple(told["processes"]), told["dims"])
+    announced = json.loads(store.get(keys.GENERATION.format(number)))
+    lost, new = ({int(process): why for process, why in announced[name].items()} for name in ("lost", "new"))
+    return Announcement(lost, new, tuple(announced["processes"]), announced["dims"])
 
 
 def is_waiting(store: Any, number: int, process: int) -> bool:
@@ -273,9 +275,11 @@ class AnnouncedGenerations(Generations):
         self.announced_s = float(os.environ.get(ANNOUNCED_VARIABLE, _ANNOUNCED_S))
         if number:
             self._store.set(keys.WAITS.format(number, process), "")
-        for each in range(1, number + 1):
-            self._store.wait([keys.GENERATION.format(each)], FOREVER)
-        super().__init__(process, number, [announcement_of(store, each) for each in range(1, number + 1)])
+        for earlier in range(1, number + 1):
+            self._store.wait([keys.GENERATION.format(earlier)], FOREVER)
+        super().__init__(
+            process, number, [announcement_of(store, earlier) for earlier in range(1, number + 1)]
+        )
         interruptible_waits(self._given_up)
         interrupted.append(self.newer)
         self._waits = Connections()
@@ -297,10 +301,10 @@ class AnnouncedGenerations(Generations):
         """
         if not self.newer():
             with self._changed:
-                wanted = [keys.GENERATION.format(self.latest + 1)]
+                next_keys = [keys.GENERATION.format(self.latest + 1)]
             try:
                 # A store that the network has cut off never answers.
-                waits = within(self.announced_s, partial(self._asks.check, wanted)) or waits
+                waits = within(self.announced_s, partial(self._asks.check, next_keys)) or waits
             except (TimeoutError, RuntimeError) as error:
                 if confirms:
                     raise StoreError(
@@ -381,9 +385,9 @@ class AnnouncedGenerations(Generations):
                 number = self.latest
             while self.joined.number < number:
                 # This process may have joined just now, and its new connections may be on the list.
-                for made_in, each in [*self._connections]:
+                for made_in, connection in [*self._connections]:
                     if made_in < number:
-                        each.cut()
+                        connection.cut()
                 time.sleep(pause_s)
                 pause_s = min(2 * pause_s, _CUTS_MOST_S)
 

@@ -206,7 +206,7 @@ def _twice(store: Any) -> list[_Twice]:
     """Return the processes that were refused because another process has their rank, except processes of earlier attempts."""
     lines = store.get(keys.TWICE).decode().splitlines() if store.check([keys.TWICE]) else []
     refused = [_Twice(int(rank), *names) for rank, *names in (line.split("\t") for line in lines)]
-    return [each for each in refused if _claimed(store, each.rank) == each.first]
+    return [refusal for refusal in refused if _claimed(store, refusal.rank) == refusal.first]
 
 
 def blame(error: MeshMismatchError, store: Any) -> None:
@@ -218,7 +218,7 @@ def blame(error: MeshMismatchError, store: Any) -> None:
     except RuntimeError:
         return
     if refused:
-        error.mismatched_ranks = tuple(sorted({each.rank for each in refused}))
+        error.mismatched_ranks = tuple(sorted({refusal.rank for refusal in refused}))
         error.given = "\n".join([str(error.given), *map(str, refused)])
         error.hint = (
             f"check what sets the rank of the processes that are {ranks_text(error.mismatched_ranks)}"
@@ -233,7 +233,7 @@ def another_job(store: Any) -> LaunchError | None:
     if not refused:
         return None
     owner, parent = owner_of(store), process_name(os.getppid())
-    if owner is not None and owner.parent == parent and parent not in {each.parent for each in refused}:
+    if owner is not None and owner.parent == parent and parent not in {refusal.parent for refusal in refused}:
         return None
     return LaunchError(
         "another job used this job's store: the ranks of both jobs may be mixed",

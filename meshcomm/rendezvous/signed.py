@@ -67,8 +67,8 @@ class SignedStore(_Store):  # type: ignore[misc]
 
     @property
     def timeout(self) -> timedelta:
-        found: timedelta = self.torch_store.timeout
-        return found
+        timeout: timedelta = self.torch_store.timeout
+        return timeout
 
     def set_timeout(self, timeout: timedelta) -> None:
         self.torch_store.set_timeout(timeout)
@@ -136,21 +136,21 @@ class SignedStore(_Store):  # type: ignore[misc]
         signature = hmac.digest(self._secret.encode(), text, "sha256").hex()[:32]
         return b"%b%x\n%b" % (signature.encode(), len(data), data)
 
-    def _read(self, key: str, found: bytes) -> bytes:
+    def _read(self, key: str, content: bytes) -> bytes:
         values: list[bytes] = []
-        at = 0
-        while at < len(found) or not values:
-            head = _HEAD.match(found, at)
-            end = at if head is None else head.end() + int(head[1], 16)
-            value = b"" if head is None else found[head.end() : end]
-            if head is None or not hmac.compare_digest(self._sign(key, value), found[at:end]):
+        place = 0
+        while place < len(content) or not values:
+            head = _HEAD.match(content, place)
+            end = place if head is None else head.end() + int(head[1], 16)
+            value = b"" if head is None else content[head.end() : end]
+            if head is None or not hmac.compare_digest(self._sign(key, value), content[place:end]):
                 raise StoreError(
                     f'refused the value of "{self._path}{key}" in the job\'s store: no process of this job has written it',
-                    given=f"{found[at : at + 60]!r}, without a signature for this key",
+                    given=f"{content[place : place + 60]!r}, without a signature for this key",
                     expected="a value signed with the secret that the launcher gave to the job's processes",
                     hint="another program on this host writes to the store: find it, for example by ss -tnp, and start the job "
                     "again",
                 )
             values.append(value)
-            at = end
+            place = end
         return b"".join(values)

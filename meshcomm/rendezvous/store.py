@@ -137,8 +137,8 @@ class MeshStore:
     def delete_key(self, key: str) -> bool:
         """Delete `key` and return whether it was set."""
         # torch's FileStore returns True for a key that was not set.
-        there = self._kind != "FileStore" or self.check([key])
-        return bool(self._ask("delete_key", [key], key)) and there
+        was_there = self._kind != "FileStore" or self.check([key])
+        return bool(self._ask("delete_key", [key], key)) and was_there
 
     def check(self, keys: Sequence[str]) -> bool:
         """Return whether all `keys` are set. Does not wait."""
@@ -194,9 +194,9 @@ class MeshStore:
                 hint="check the rank that sets it; or set timeout_s=...",
             )
 
-    def _ask(self, method: str, keys: Sequence[str], *given: object) -> Any:
+    def _ask(self, method: str, keys: Sequence[str], *arguments: object) -> Any:
         """Call `method` of torch's store for `keys`."""
-        return self._guarded(method, keys, lambda: getattr(self._store, method)(*given))
+        return self._guarded(method, keys, lambda: getattr(self._store, method)(*arguments))
 
     def _guarded(self, call: str, keys: Sequence[str], act: Callable[[], T], limit_s: float = 0.0) -> T:
         """Return the result of `act`. `limit_s` is the time limit in seconds, or 0 for the mesh's timeout."""
@@ -265,8 +265,8 @@ def store_failed(what: str, error: BaseException, about: str = "") -> StoreError
 
 def prefixed(prefix: str, store: Any) -> Any:
     """Return `store` under a prefix. A store that has a `prefixed` method creates the result itself."""
-    own = getattr(store, "prefixed", None)
-    return dist.PrefixStore(prefix, store) if own is None else own(prefix)
+    own_prefixed = getattr(store, "prefixed", None)
+    return dist.PrefixStore(prefix, store) if own_prefixed is None else own_prefixed(prefix)
 
 
 def kind_of(store: Any) -> str:
@@ -330,7 +330,7 @@ def wait_for(store: Any, keys: Sequence[str], timeout_s: float) -> bool:
         except RuntimeError as error:
             if "timeout" not in str(error).lower():
                 raise
-        if any(each() for each in interrupted):
+        if any(is_interrupted() for is_interrupted in interrupted):
             raise Interrupted("a wait on the store ended because ranks were lost")
         if slice_s == left_s:
             return False
