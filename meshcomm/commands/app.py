@@ -61,9 +61,9 @@ def command(cls: type[TyperCommand] = Command) -> Callable[[F], F]:
     """Declare a command: a function with the name of its file. Its parameters are the command's arguments and options."""
 
     def declare(function: F) -> F:
-        one = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
-        one.command(cls=cls)(function)
-        _DECLARED[function.__name__] = one
+        app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+        app.command(cls=cls)(function)
+        _DECLARED[function.__name__] = app
         return function
 
     return declare

@@ -92,10 +92,10 @@ def bench(
     sizes = [read_bytes(text) for text in size or _SIZES]
     asked = Asked(named_operations(operation or ()), sizes, dim or (), rounds)
     settings = load_config(config or _ONE_DIM, overrides or ())
-    here = find_launch(os.environ)
-    if config is None and here.kind == "single":
+    launch = find_launch(os.environ)
+    if config is None and launch.kind == "single":
         world = _WORLD if world is None and -1 in settings.mesh.dims.values() else world
-    ranks = here.world_size if here.kind != "single" else world_of(settings, world)
+    ranks = launch.world_size if launch.kind != "single" else world_of(settings, world)
     families, _ = chosen_dims(settings.plan(ranks), asked.dims)
     items(families, asked.operations, asked.sizes)
     words = ["bench", *([] if config is None else [str(config)]), "--rounds", str(rounds)]
@@ -177,41 +177,41 @@ def _fit(
         Time(row["dim"], row["operation"], row["bytes"], row["meshcomm"]["seconds"]) for row in facts["rows"]
     ]
     fitted = fit_links(times, plan, machine)
-    here = find_launch(os.environ)
+    launch = find_launch(os.environ)
     notes = []
-    if here.local_size != topology.ranks_per_node:
+    if launch.local_size != topology.ranks_per_node:
         notes.append(
             f"ranks_per_node = {topology.ranks_per_node}, in {settings.source}; "
-            f"the launcher has {here.local_size} on this host"
+            f"the launcher has {launch.local_size} on this host"
         )
     facts["fit"] = fit_facts(fitted, notes)
     host = facts["machine"]
     sizes, hosts = coords_text(facts["mesh"]["dims"]), count(host["hosts"], "host")
     head = f"{host['date'][:10]}, {sizes}, {hosts}, {host['device']}, torch {host['torch']}"
-    text = measured_text(settings.resolved(here.world_size), topology, fitted.links, head)
+    text = measured_text(settings.resolved(launch.world_size), topology, fitted.links, head)
     write_whole(path, text, given=f"--fit {path}")
 
 
 def fit_facts(fitted: Fitted, notes: Sequence[str] = ()) -> Facts:
     """Return the fitted latency, the bandwidth and the model's error by dim and by link class, with notes to display."""
-    left = [dict(zip(("dim", "operation", "why"), each, strict=True)) for each in fitted.left_out]
+    left_out = [dict(zip(("dim", "operation", "why"), row, strict=True)) for row in fitted.left_out]
     return {
-        "dims": {name: _fit_facts(found) for name, found in fitted.dims.items()},
-        "links": {name: _fit_facts(found) for name, found in fitted.links.items()},
-        "left_out": left,
+        "dims": {name: _fit_facts(fit) for name, fit in fitted.dims.items()},
+        "links": {name: _fit_facts(fit) for name, fit in fitted.links.items()},
+        "left_out": left_out,
         "notes": list(notes),
     }
 
 
-def _fit_facts(found: Fit) -> Facts:
+def _fit_facts(fit: Fit) -> Facts:
     return {
-        "dims": list(found.dims),
-        "latency_us": found.latency_s * 1e6,
-        "bandwidth_gbytes_s": found.bytes_s / 1e9,
-        "times": found.times,
-        "median_error": found.error,
-        "worst_error": found.worst,
-        "notes": list(found.notes),
+        "dims": list(fit.dims),
+        "latency_us": fit.latency_s * 1e6,
+        "bandwidth_gbytes_s": fit.bytes_s / 1e9,
+        "times": fit.times,
+        "median_error": fit.error,
+        "worst_error": fit.worst,
+        "notes": list(fit.notes),
     }
 
 
@@ -226,7 +226,10 @@ def view(facts: Facts) -> View:
         f"{machine['cpus']} cores on rank 0's host, load {machine['load']:.1f} before it began\n"
         f"medians of {facts['rounds']} rounds, each round's slowest rank; all groups along a dim in parallel"
     )
-    dims = {each["dim"]: {**each, "over": each["link"] or each["backend"]} for each in facts["dims"]}
+    dims = {
+        facts_of_dim["dim"]: {**facts_of_dim, "over": facts_of_dim["link"] or facts_of_dim["backend"]}
+        for facts_of_dim in facts["dims"]
+    }
     table = Cells.of(
         [dims[row["dim"]] | row for row in facts["rows"]],
         {
@@ -247,16 +250,18 @@ def view(facts: Facts) -> View:
 
 
 def _fits(fit: Facts) -> list[PagePart]:
-    found = [{"link": "-", "name": name, **row} for name, row in fit["dims"].items()]
-    found += [{"link": f"links.{name}", "name": name, **row} for name, row in fit["links"].items()]
-    left: dict[str, list[str]] = {}
-    for each in fit["left_out"]:
-        left.setdefault(f"not in the fit: {each['operation']}, {each['why']}", []).append(each["dim"])
-    notes = [f"{row['name']}: {note}" for row in found for note in row["notes"]]
+    rows = [{"link": "-", "name": name, **row} for name, row in fit["dims"].items()]
+    rows += [{"link": f"links.{name}", "name": name, **row} for name, row in fit["links"].items()]
+    dims_of_reason: dict[str, list[str]] = {}
+    for skipped in fit["left_out"]:
+        dims_of_reason.setdefault(f"not in the fit: {skipped['operation']}, {skipped['why']}", []).append(
+            skipped["dim"]
+        )
+    notes = [f"{row['name']}: {note}" for row in rows for note in row["notes"]]
     notes += ["off by: the median of |model / measured - 1|", *fit["notes"]]
-    notes += [f"{text}: {', '.join(dims)}" for text, dims in left.items()]
+    notes += [f"{text}: {', '.join(dims)}" for text, dims in dims_of_reason.items()]
     table = Cells.of(
-        found,
+        rows,
         {
             "link": "link",
             "from the dims": ("dims", " ".join),

@@ -47,17 +47,17 @@ def costs(
     for family in plan.families:
         if family.size == 1:
             continue
-        found = span(plan.layout.groups(family.name), machine)
+        crossed = span(plan.layout.groups(family.name), machine)
         for each in operations:
-            every = lines(each, found.route)
+            every = lines(each, crossed.route)
             rows = []
             for nbytes in sizes:
                 line = best(every, nbytes)
                 seconds = line.seconds(nbytes)
                 row = {"bytes": nbytes, "algorithm": line.name, "chunks": line.chunks, "seconds": seconds}
                 rows.append(row | bandwidths(each, family.size, nbytes, seconds))
-            facts = {"dim": family.name, "size": family.size, "link": found.slowest, "operation": each}
-            levels = [hop.ranks for hop in found.route.hops]
+            facts = {"dim": family.name, "size": family.size, "link": crossed.slowest, "operation": each}
+            levels = [hop.ranks for hop in crossed.route.hops]
             dims.append(facts | {"levels": levels, "rows": rows})
     call_us = float(machine.call_s * 10**6)
     show_facts({"links": list(map(str, machine.levels)), "call_us": call_us, "dims": dims}, json, view)
@@ -66,7 +66,7 @@ def costs(
 def view(facts: Facts) -> View:
     """Return the times for a rich console: a row for each operation and size along each dim."""
     table = Cells.of(
-        [each | row for each in facts["dims"] for row in each["rows"]],
+        [facts_of_dim | row for facts_of_dim in facts["dims"] for row in facts_of_dim["rows"]],
         {
             "dim": "{dim} {size:,} {link}",
             "operation": "operation",

@@ -51,10 +51,10 @@ def doctor(
     from meshcomm.rendezvous.launcher import find_launch
 
     try:
-        here = find_launch(os.environ)
+        launch = find_launch(os.environ)
     except LaunchError:
         # The findings will include the error.
-        here = find_launch({})
+        launch = find_launch({})
     # None on all ranks but the first.
     facts: Facts | None = None
     code = 0
@@ -62,14 +62,14 @@ def doctor(
     def together() -> None:
         nonlocal facts, code
         timeout_s = _TIMEOUT_S if settings is None else settings.mesh.timeout_s
-        facts, code = examine_together(settings, here, timeout_s)
+        facts, code = examine_together(settings, launch, timeout_s)
 
-    if here.kind == "single":
+    if launch.kind == "single":
         facts = examine(settings, world)
         code = int(any(finding["level"] == "error" for finding in facts["findings"]))
     else:
-        refuse_other_world(here, world)
-        as_rank(together, here, lambda: f"rank {here.rank}")
+        refuse_other_world(launch, world)
+        as_rank(together, launch, lambda: f"rank {launch.rank}")
     if facts is not None:
         show_facts(facts, json, partial(view, everything=everything))
     raise typer.Exit(code)
@@ -84,7 +84,7 @@ def view(facts: Facts, everything: bool = False) -> Group:
     levels = [finding["level"] for finding in facts["findings"]]
     lines = [Line(f"{count(levels.count('error'), 'error')}, {count(levels.count('warn'), 'warning')}")]
     for level, style in _STYLES.items():
-        of_level = [Finding.read(each) for each in facts["findings"] if each["level"] == level]
+        of_level = [Finding.read(finding) for finding in facts["findings"] if finding["level"] == level]
         lines += [Line(str(finding), style=style) for finding in of_level]
     for title, value in facts.items():
         if everything and value and title != "findings":

@@ -127,16 +127,16 @@ def dry_run(
     if script is None:
         assert settings is not None
         return dry_training(settings, world, ranks, sample)
-    layout, asked, objects = mesh_of_script(script, world)
-    parallel = getattr(asked, "parallel", None)
-    topology = discovered((settings or asked).topology, os.environ)
+    layout, settings_of_script, objects = mesh_of_script(script, world)
+    parallel = getattr(settings_of_script, "parallel", None)
+    topology = discovered((settings or settings_of_script).topology, os.environ)
     stages = None if parallel is None else parallel.pipeline
     # Without a configuration, look for a dim with a common name.
     pipeline = stages or next((dim for dim in layout.dims if USUAL_NAMES.get(dim) == "pipeline"), None)
     first = chosen(layout, pipeline, also=ranks, sample=sample)
     program = partial(script_step, script._replace(objects=objects))
-    found = dry_world(program, layout, pipeline, first, replayed=priced(topology))
-    return dry_facts(found, None, topology, perf_counter() - began)
+    dry = dry_world(program, layout, pipeline, first, replayed=priced(topology))
+    return dry_facts(dry, None, topology, perf_counter() - began)
 
 
 def view(facts: Facts) -> View:
@@ -199,16 +199,16 @@ def _memory(memory: Facts) -> Iterator[PagePart]:
     yield Line(f"peak memory in {unit}, of {most}")
     yield Cells.of(rows, columns)
     when = f"{top['during']} in {top['operator']}" + (f" at {top['at']}" if top["at"] else "")
-    told = (
+    sentence = (
         f"{bytes_text(top['peak_bytes'])} at most, {'' if when.startswith('between') else 'during '}{when}; "
         f"mostly {memory['most']}; to reduce: {memory['less_by']}"
     )
     if memory["communicators_bytes"]:
-        told += f"; NCCL's communicators take about {bytes_text(memory['communicators_bytes'])} more"
+        sentence += f"; NCCL's communicators take about {bytes_text(memory['communicators_bytes'])} more"
     if memory["limit_bytes"] is not None:
         fits = "fits in" if memory["fits"] else "does NOT fit in"
-        told = f"it {fits} {bytes_text(memory['limit_bytes'])}; {told}"
-    yield Line(told)
+        sentence = f"it {fits} {bytes_text(memory['limit_bytes'])}; {sentence}"
+    yield Line(sentence)
 
 
 def _in_unit(size: float, number: float) -> str:

@@ -55,8 +55,8 @@ def export(
             expected="one of them",
             hint="use --merged for the full model, or --pretrained for only the adapters",
         )
-    given = {"--dtype": dtype, "--shard-gb": shard_gb}
-    named = [name for name, value in given.items() if value is not None]
+    options = {"--dtype": dtype, "--shard-gb": shard_gb}
+    named = [name for name, value in options.items() if value is not None]
     if named and not (pretrained or merged):
         raise ConfigError(
             f"{' and '.join(named)} without --pretrained or --merged",

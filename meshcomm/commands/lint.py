@@ -60,7 +60,7 @@ def view(facts: Facts) -> Line:
     from meshcomm.predict.lint import LintFinding
 
     rank = facts["rank"]
-    findings = [str(LintFinding(*each.values())) for each in facts["findings"]]
+    findings = [str(LintFinding(*finding.values())) for finding in facts["findings"]]
     lines = [f"{count(len(findings), 'finding')} on {count(facts['world_size'], 'rank')}: {facts['source']}"]
     if facts["links"]:
         lines.append("links: " + "; ".join(facts["links"]))

@@ -149,7 +149,7 @@ def in_turn(
         before the clock stops; returns when the calls have finished.
     An additional first round is a warmup and is not counted.
     """
-    found: dict[str, list[float]] = {name: [] for name in ways}
+    seconds_of: dict[str, list[float]] = {name: [] for name in ways}
     order = list(ways.items())
     for number in range(rounds + 1):
         for name, call in order if number % 2 else order[::-1]:
@@ -162,8 +162,8 @@ def in_turn(
                 finish()
             seconds = (time.perf_counter() - start) / calls
             if number > 0:
-                found[name].append(seconds)
-    return found
+                seconds_of[name].append(seconds)
+    return seconds_of
 
 
 class Measured(NamedTuple):
@@ -183,7 +183,7 @@ def sweep(
     All groups along a dim run at the same time, as in a training step. progress: print a line to stderr before each item.
     Called by: every rank of the mesh.
     """
-    found: list[Measured] = []
+    measured: list[Measured] = []
     skipped: dict[tuple[str, str], Skipped] = {}
     for number, item in enumerate(items, 1):
         if (item.dim, item.operation) in skipped:
@@ -191,12 +191,12 @@ def sweep(
         if progress:
             print(f"{number} of {len(items)}: {item.operation} along {item.dim}", file=sys.stderr)
         try:
-            found.append(_measure(mesh, item, rounds, round_s))
+            measured.append(_measure(mesh, item, rounds, round_s))
         except UnsupportedOp as error:
             # Raised on all ranks, before any bytes move.
             why = f"{error.what}: {error.expected}"
             skipped[item.dim, item.operation] = Skipped(item.dim, item.operation, why)
-    return found, list(skipped.values())
+    return measured, list(skipped.values())
 
 
 def _measure(mesh: Mesh, item: Item, rounds: int, round_s: float) -> Measured:
@@ -211,8 +211,8 @@ def _measure(mesh: Mesh, item: Item, rounds: int, round_s: float) -> Measured:
         _finish(device)
 
     def times(rounds: int, calls: int) -> list[tuple[float, ...]]:
-        found = in_turn(ways, rounds, calls, align=together, finish=partial(_finish, device))
-        return slowest(mesh, list(found.values()))
+        seconds_of = in_turn(ways, rounds, calls, align=together, finish=partial(_finish, device))
+        return slowest(mesh, list(seconds_of.values()))
 
     # Time one call to estimate how many calls fill a quarter of a round, then time that many to size a full round.
     count = 1
@@ -247,7 +247,7 @@ def chosen_dims(plan: Plan, asked: Sequence[str]) -> tuple[list[Family], list[Sk
     """
     for name in asked:
         plan.layout.digits(name)
-    found, skipped = [], []
+    families, skipped = [], []
     for family in plan.families:
         if asked and family.name not in asked:
             continue
@@ -256,8 +256,8 @@ def chosen_dims(plan: Plan, asked: Sequence[str]) -> tuple[list[Family], list[Sk
         elif family.shares is not None and not asked:
             skipped.append(Skipped(family.name, None, f"it shares the groups of {family.shares}"))
         else:
-            found.append(family)
-    if not found:
+            families.append(family)
+    if not families:
         sizes = ", ".join(f"{family.name} = {family.size}" for family in plan.families)
         raise ConfigError(
             "no dim to measure has two ranks or more",
@@ -265,18 +265,18 @@ def chosen_dims(plan: Plan, asked: Sequence[str]) -> tuple[list[Family], list[Sk
             expected="a dim of two ranks or more",
             hint="--set mesh.dims.DIM=2" if not asked else "leave --dim out",
         )
-    return found, skipped
+    return families, skipped
 
 
 def items(families: Sequence[Family], operations: Sequence[Operation], sizes: Sequence[int]) -> list[Item]:
     """Return each combination of dim, operation and size once, with sizes ascending. Raises ConfigError."""
-    found = [
+    chosen = [
         Item(family.name, operation, counted_bytes(operation, size, family.name, family.size))
         for family in families
         for operation in operations
         for size in sorted(sizes)
     ]
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(chosen))
 
 
 @dataclass(frozen=True)
@@ -297,10 +297,10 @@ def measured_facts(mesh: Mesh, asked: Asked, topology: TopologyConfig, progress:
     Called by: every rank of the mesh. Raises UnknownDim and ConfigError, on all ranks.
     """
     families, skipped = chosen_dims(mesh.plan, asked.dims)
-    wanted = items(families, asked.operations, asked.sizes)
+    requested = items(families, asked.operations, asked.sizes)
     where = machine(topology)
     described = machine_facts(mesh)
-    found, lacking = sweep(mesh, wanted, asked.rounds, asked.round_s, progress and sys.stderr.isatty())
+    measured, lacking = sweep(mesh, requested, asked.rounds, asked.round_s, progress and sys.stderr.isatty())
     return {
         "machine": described,
         "mesh": {"dims": dict(mesh.dims), "world_size": mesh.world_size},
@@ -311,9 +311,9 @@ def measured_facts(mesh: Mesh, asked: Asked, topology: TopologyConfig, progress:
         "dims": [_dim_facts(mesh, family, where) for family in families],
         "rows": [
             row_facts(dim, mesh.size(dim), operation, size_bytes, calls, (ours_s, torch_s))
-            for (dim, operation, size_bytes), calls, ours_s, torch_s in found
+            for (dim, operation, size_bytes), calls, ours_s, torch_s in measured
         ],
-        "skipped": [each._asdict() for each in (*skipped, *lacking)],
+        "skipped": [row._asdict() for row in (*skipped, *lacking)],
         "fit": None,
     }
 

@@ -35,9 +35,9 @@ def new(
     from importlib.resources import files
 
     paths = {folder / name: starter for name, starter in _STARTER.items()}
-    if there := [str(path) for path in paths if lexists(path)]:
+    if existing := [str(path) for path in paths if lexists(path)]:
         raise LaunchError(
-            f"meshcomm new does not overwrite files, and {' and '.join(there)} {'exist' if there[1:] else 'exists'}",
+            f"meshcomm new does not overwrite files, and {' and '.join(existing)} {'exist' if existing[1:] else 'exists'}",
             given=str(folder),
             expected=f"a folder without {' and '.join(_STARTER)}",
             hint=f"meshcomm new {folder / 'demo'}",

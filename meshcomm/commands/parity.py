@@ -48,10 +48,10 @@ def parity(
 
     The exit code is 1 if they differ. Smaller meshes are then run to find the first dim that causes a difference.
     """
-    given = None
+    program = None
     if script is not None:
         path = found(Path(script), "meshcomm parity CONFIG [SCRIPT] [ARGUMENTS]").resolve()
-        given = path, context.args
+        program = path, context.args
         # The script's ranks read the configuration from another folder.
         config = config.resolve()
     from meshcomm.config import load_config
@@ -79,7 +79,7 @@ def parity(
         count = size if part.mesh.dims == resolved.mesh.dims else world_of(part, None)
         return launch(list(words), count, 0, part)
 
-    facts = prove(resolved, steps, tolerance, start, given).facts()
+    facts = prove(resolved, steps, tolerance, start, program).facts()
     show_facts(facts, json, view)
     raise typer.Exit(0 if facts["agrees"] else 1)
 
@@ -89,24 +89,29 @@ def view(facts: Facts) -> View:
     from meshcomm.layout.sizes import coords_text
 
     worst = sorted(facts["differences"], key=_size, reverse=True)
-    rows = [next(one for one in worst if one["kind"] == kind) for kind in ("loss", "gradient norm")]
+    rows = [
+        next(difference for difference in worst if difference["kind"] == kind)
+        for kind in ("loss", "gradient norm")
+    ]
     # Show each parameter once, with its weight or its gradient, whichever differs more.
-    of: dict[str, Facts] = {}
+    worst_of: dict[str, Facts] = {}
     for one in worst:
         if one["kind"] in ("weight", "gradient"):
-            of.setdefault(one["name"], one)
-    rows += [*of.values()][:_ROWS]
-    if len(of) > _ROWS:
-        rest = f"{len(of) - _ROWS} more parameters, none worse"
-        rows.append({**[*of.values()][_ROWS], "kind": "others", "name": rest, "rank": ""})
+            worst_of.setdefault(one["name"], one)
+    rows += [*worst_of.values()][:_ROWS]
+    if len(worst_of) > _ROWS:
+        rest = f"{len(worst_of) - _ROWS} more parameters, none worse"
+        rows.append({**[*worst_of.values()][_ROWS], "kind": "others", "name": rest, "rank": ""})
     table = Cells.of(
         rows,
         {
             "quantity": "kind",
-            ">absolute": lambda one: None if one["relative"] is None else f"{one['absolute']:.1e}",
+            ">absolute": lambda difference: (
+                None if difference["relative"] is None else f"{difference['absolute']:.1e}"
+            ),
             ">relative": ("relative", "{:.1e}".format),
-            "step or parameter": lambda one: (
-                one["name"] + (f": {one['note']}" if one["relative"] is None else "")
+            "step or parameter": lambda difference: (
+                difference["name"] + (f": {difference['note']}" if difference["relative"] is None else "")
             ),
             ">rank": ("rank", str),
         },
@@ -122,16 +127,16 @@ def view(facts: Facts) -> View:
 
 def _verdict(facts: Facts) -> str:
     tolerance = f"{facts['tolerance']:g}"
-    found = facts["differences"]
+    differences = facts["differences"]
     if facts["agrees"]:
-        return f"agrees: all differences are within {tolerance} (worst: {max(map(_size, found)):.1e})"
-    over = sum(_size(one) > facts["tolerance"] for one in found)
+        return f"agrees: all differences are within {tolerance} (worst: {max(map(_size, differences)):.1e})"
+    over = sum(_size(difference) > facts["tolerance"] for difference in differences)
     one = facts["first"]
     return (
-        f"differs: {over} of {len(found)} quantities by more than {tolerance}; "
+        f"differs: {over} of {len(differences)} quantities by more than {tolerance}; "
         f"first the {one['kind']} of {one['name']}"
     )
 
 
-def _size(one: Facts) -> float:
-    return float("inf") if one["relative"] is None else float(one["relative"])
+def _size(difference: Facts) -> float:
+    return float("inf") if difference["relative"] is None else float(difference["relative"])

@@ -70,25 +70,25 @@ def start_job(
     )
 
 
-def _refuse_elastic(here: Launch, elastic: ElasticConfig) -> None:
+def _refuse_elastic(launch: Launch, elastic: ElasticConfig) -> None:
     """Raise LaunchError if lost ranks are to be replaced under another launcher."""
     if elastic.replace or elastic.min:
         given = f"elastic.{elastic.written('replace min')}"
         raise LaunchError(
-            f"lost ranks cannot be replaced inside a job that {here.kind} started",
-            given=f"{given}, launcher {here.kind} with {here.world_size} processes",
+            f"lost ranks cannot be replaced inside a job that {launch.kind} started",
+            given=f"{given}, launcher {launch.kind} with {launch.world_size} processes",
             expected="neither [elastic] nor --replace, because only the job's launcher can start new processes",
             hint="use meshcomm run --replace N on one host, without another launcher; on several hosts\n"
             "python -m meshcomm.job.ray --world-size 8 --replace N train CONFIG",
         )
 
 
-def refuse_other_world(here: Launch, world: int | None) -> None:
+def refuse_other_world(launch: Launch, world: int | None) -> None:
     """Raise LaunchError if `--world-size` contradicts the launcher."""
-    if world is not None and world != here.world_size:
+    if world is not None and world != launch.world_size:
         raise LaunchError(
-            f"--world-size {world} inside a job of {here.world_size} processes",
-            given=f"--world-size {world}, launcher {here.kind} with {here.world_size}",
+            f"--world-size {world} inside a job of {launch.world_size} processes",
+            given=f"--world-size {world}, launcher {launch.kind} with {launch.world_size}",
             expected="no --world-size, because the launcher decides",
             hint="remove --world-size",
         )

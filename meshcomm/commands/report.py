@@ -51,8 +51,8 @@ def combined(folder: Path) -> str:
 def _reports_in(folder: Path) -> Iterator[tuple[int, Path]]:
     """Yield the rank and the path of each report file in a folder. Copies with other names are ignored."""
     for path in folder.glob("rank*.json"):
-        if found := re.fullmatch(r"rank(\d+)\.json", path.name):
-            yield int(found[1]), path
+        if match := re.fullmatch(r"rank(\d+)\.json", path.name):
+            yield int(match[1]), path
 
 
 def _read(folder: Path) -> dict[int, Any]:

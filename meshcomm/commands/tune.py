@@ -152,10 +152,10 @@ def _call(share: Share, along: Mapping[str, str]) -> Facts:
 
 def view(facts: Facts) -> View:
     """Return the ranking for a rich console, then a breakdown of the first mesh's step time."""
-    left = f" ({facts['too_large']:,} of them too large for memory)" if facts["too_large"] else ""
+    too_large = f" ({facts['too_large']:,} of them too large for memory)" if facts["too_large"] else ""
     head = (
         f"{facts['meshes']:,} meshes of {facts['world_size']:,} ranks ranked: "
-        f"{count(facts['sizes'], 'legal factorization')}{left} in all orders of their dims\n"
+        f"{count(facts['sizes'], 'legal factorization')}{too_large} in all orders of their dims\n"
         f"links: {'; '.join(facts['links'])}\n"
         f"a rank: {facts['tflops']:g} TFLOP/s{assumed_text(facts, 'tflops')}, "
         f"{facts['memory_gbytes']:g} GB{assumed_text(facts, 'memory_gbytes')}\n"

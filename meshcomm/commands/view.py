@@ -34,14 +34,14 @@ def view(
 
     if export is not None:
         check_ending(export, "--export", ".html", ".htm", kind=ViewError)
-    found = find_target(target, overrides or ())
-    facts = page_facts(found.settings, world, discovered_topology(found.settings))
+    viewed = find_target(target, overrides or ())
+    facts = page_facts(viewed.settings, world, discovered_topology(viewed.settings))
     if export is not None:
-        typer.echo(export_page(export, facts, found.folder))
+        typer.echo(export_page(export, facts, viewed.folder))
         return
-    with Server(facts, found.folder, port) as server:
+    with Server(facts, viewed.folder, port) as server:
         try:
-            typer.echo(f"{server.url}  ({found.settings.source}; Ctrl-C ends it)")
+            typer.echo(f"{server.url}  ({viewed.settings.source}; Ctrl-C ends it)")
             server.serve_forever()
         except KeyboardInterrupt:
             typer.echo()

@@ -176,13 +176,13 @@ def _page(facts: Facts) -> list[PagePart]:
     return [*parts, Line(f"and {rest:,} more")] if rest else parts
 
 
-def _group_row(each: Facts) -> tuple[str, ...]:
-    sides = zip(each["count"], each["size"], strict=True)
+def _group_row(row: Facts) -> tuple[str, ...]:
+    sides = zip(row["count"], row["size"], strict=True)
     shapes = ("-" if size is None else f"{count:,} x {size:,}" for count, size in sides)
-    also = f"; the groups of {each['also']}" if each["also"] else ""
-    reordered = f" + {each['reordered']:,} reordered" if each["reordered"] else ""
-    examples = ("; ".join(map(fold, groups[:2])) or "-" for groups in each["examples"])
-    return (each["name"], each["status"] + also, *shapes, f"{each['same']:,}{reordered}", *examples)
+    also = f"; the groups of {row['also']}" if row["also"] else ""
+    reordered = f" + {row['reordered']:,} reordered" if row["reordered"] else ""
+    examples = ("; ".join(map(fold, groups[:2])) or "-" for groups in row["examples"])
+    return (row["name"], row["status"] + also, *shapes, f"{row['same']:,}{reordered}", *examples)
 
 
 def _moved_row(moved: Facts) -> tuple[str, ...]:

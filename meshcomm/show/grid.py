@@ -194,9 +194,9 @@ def _drawn(inside: int, blocks: int, room: Room, gaps: int) -> tuple[int, int]:
     for inner, outer in product(range(1, min(inside, limit) + 1), range(1, min(blocks, limit) + 1)):
         block = _length(inner, inside - inner, room.cell, room.inner, gaps)
         # Showing the first and last coords in both directions is better than showing more coords in one direction.
-        found = (min(inner, 2) + min(outer, 2), inner * outer, inner)
-        if found > score and _length(outer, blocks - outer, block, room.outer, gaps) <= room.total:
-            best, score = (inner, outer), found
+        new_score = (min(inner, 2) + min(outer, 2), inner * outer, inner)
+        if new_score > score and _length(outer, blocks - outer, block, room.outer, gaps) <= room.total:
+            best, score = (inner, outer), new_score
     return best
 
 
@@ -207,17 +207,17 @@ def _length(drawn: int, left_out: int, size: int, between: int, gaps: int) -> in
 
 def _slots(blocks: Axis, inside: Axis, room: Room) -> list[Slot]:
     slots: list[Slot] = []
-    at = 0
+    place = 0
     for block in blocks.coords:
         for index, coord in enumerate([None] if block is None else inside.coords):
-            at += 0 if not slots else room.inner if index else room.outer
+            place += 0 if not slots else room.inner if index else room.outer
             label = "…" if block is None else coords_text(_digits(blocks.sizes, block))
             if block is None or coord is None:
-                slots.append(Slot(at, 1, _LEFT_OUT, "" if block is None else "…", label, index == 0))
+                slots.append(Slot(place, 1, _LEFT_OUT, "" if block is None else "…", label, index == 0))
             else:
                 offset = block * blocks.stride + coord * inside.stride
-                slots.append(Slot(at, room.cell, offset, str(coord), label, index == 0))
-            at += slots[-1].size
+                slots.append(Slot(place, room.cell, offset, str(coord), label, index == 0))
+            place += slots[-1].size
     return slots
 
 
@@ -339,7 +339,9 @@ class _Picture:
             if block or above[number].any() or (row.starts_block and number > 0):
                 yield self._border(block, crossings[number], above[number])
             pieces: list[Piece] = [
-                (at, _NODE_LINES[3], "") for at, bar in zip(self.bars, left[number + 1], strict=True) if bar
+                (column, _NODE_LINES[3], "")
+                for column, bar in zip(self.bars, left[number + 1], strict=True)
+                if bar
             ]
             if row.offset >= 0:
                 pieces += map(self._cell, self.places[number].tolist(), self.columns)
@@ -402,8 +404,8 @@ class _Picture:
     def _border(self, label: str, crossings: Numbers, above: Lines) -> Text:
         """Return the line above a row, with the label of the block that begins there."""
         drawn = ""
-        for at, crossing, before in zip(self.bars, crossings, above, strict=False):
-            drawn = drawn.ljust(at - self.bars[0], _NODE_LINES[12 * before]) + _NODE_LINES[crossing]
+        for column, crossing, before in zip(self.bars, crossings, above, strict=False):
+            drawn = drawn.ljust(column - self.bars[0], _NODE_LINES[12 * before]) + _NODE_LINES[crossing]
         return self._line(label, [(self.bars[0], drawn.rstrip(), "")])
 
     def _line(self, label: str, pieces: Iterable[Piece]) -> Text:
@@ -411,7 +413,7 @@ class _Picture:
         from rich.text import Text
 
         line = Text().append(label, "bold")
-        for at, text, style in pieces:
-            line.append(" " * (self.left + at - len(line)))
+        for column, text, style in pieces:
+            line.append(" " * (self.left + column - len(line)))
             line.append(text, style)
         return line

@@ -56,10 +56,10 @@ def _dim_facts(layout: Layout, family: Family, where: Machine | None) -> Facts:
         "shares": family.shares,
     }
     if where is not None:
-        found = span(layout.groups(family.name), where)
-        facts["nodes"] = {"fewest": found.fewest, "most": found.most}
-        facts["crosses"] = found.crosses
-        facts["link"] = None if family.size == 1 else _link(slowest_level(found, where))
+        crossed = span(layout.groups(family.name), where)
+        facts["nodes"] = {"fewest": crossed.fewest, "most": crossed.most}
+        facts["crosses"] = crossed.crosses
+        facts["link"] = None if family.size == 1 else _link(slowest_level(crossed, where))
     return facts
 
 

@@ -45,23 +45,23 @@ def schedule_facts(config: Config, world_size: int | None = None) -> Facts:
         )
         raise _nothing(f"{given}, mesh.dims = {toml(sizes)}", "a dim of 2 or more ranks in parallel.pipeline")
     model = model.sized("a schedule")
-    ranks, each = sizes[parallel.pipeline], parallel.options.stages_per_rank
+    ranks, per_rank = sizes[parallel.pipeline], parallel.options.stages_per_rank
     microbatches = config.microbatches(sizes)
-    if max(microbatches * ranks * each, model.num_layers) > _PASSES:
+    if max(microbatches * ranks * per_rank, model.num_layers) > _PASSES:
         raise ConfigError(
             f"{config.source}: the schedule has too many passes to draw",
-            given=f"{microbatches} micro-batches through {ranks * each} stages, num_layers = {model.num_layers}",
+            given=f"{microbatches} micro-batches through {ranks * per_rank} stages, num_layers = {model.num_layers}",
             expected=f"at most {_PASSES:,} passes and at most as many layers",
             hint="a smaller train.global_batch_size, which results in the same drawing",
         )
-    times = timeline(orders(parallel.options.schedule, ranks, each, microbatches))
-    parts = model_stages(model, data.seq_len, ranks * each)
+    times = timeline(orders(parallel.options.schedule, ranks, per_rank, microbatches))
+    parts = model_stages(model, data.seq_len, ranks * per_rank)
     costs = part_costs(model, data.seq_len).of_stages(parts)
     return {
         "name": parallel.options.schedule,
         "dim": parallel.pipeline,
         "ranks": ranks,
-        "stages_per_rank": each,
+        "stages_per_rank": per_rank,
         "microbatches": microbatches,
         "slots": int(times.length),
         "bubble": times.bubble,

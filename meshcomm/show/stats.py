@@ -17,20 +17,20 @@ def stats_page(facts: Facts, steps: int | None = None) -> list[PagePart]:
 
     steps: the number of steps to divide calls, bytes and seconds by.
     """
-    rows, each, whole = facts["rows"], steps or 1, facts["seconds"] or 1.0
+    rows, step_count, whole = facts["rows"], steps or 1, facts["seconds"] or 1.0
     spent = "in each step" if steps else f"in {seconds_text(facts['seconds'])}"
     # If one of the numbers is not whole, all have decimals.
-    count = _number if all(row["calls"] % each == 0 for row in rows) else _decimal
+    count = _number if all(row["calls"] % step_count == 0 for row in rows) else _decimal
     columns: dict[str, Column] = {
-        ">calls": lambda row: count(row["calls"] / each),
-        ">bytes": lambda row: bytes_text(row["nbytes"] / each) if row["nbytes"] else None,
-        ">inside": lambda row: _seconds(row["seconds"], each),
+        ">calls": lambda row: count(row["calls"] / step_count),
+        ">bytes": lambda row: bytes_text(row["nbytes"] / step_count) if row["nbytes"] else None,
+        ">inside": lambda row: _seconds(row["seconds"], step_count),
         ">share": lambda row: None if row["seconds"] is None else f"{row['seconds'] / whole:.1%}",
         ">algbw": ("algbw", _rate),
         ">busbw": ("busbw", _rate),
     }
     if any(row["predicted_s"] is not None for row in rows):
-        columns[">predicted"] = lambda row: _seconds(row["predicted_s"], each)
+        columns[">predicted"] = lambda row: _seconds(row["predicted_s"], step_count)
         columns[">ratio"] = ("ratio", _ratio)
     notes = []
     if any(row["call"].endswith("(torch)") for row in rows):
@@ -83,8 +83,8 @@ def _decimal(number: float) -> str:
     return f"{number:.1g}" if 0 < number < 0.05 else f"{number:,.1f}"
 
 
-def _seconds(seconds: float | None, each: int = 1) -> str | None:
-    return None if seconds is None else seconds_text(seconds / each)
+def _seconds(seconds: float | None, step_count: int = 1) -> str | None:
+    return None if seconds is None else seconds_text(seconds / step_count)
 
 
 def _ratio(ratio: float) -> str:
