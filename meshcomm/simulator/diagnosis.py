@@ -44,10 +44,10 @@ def diagnose(shared: SharedState) -> MeshcommError | None:
         shortest.expired = True
         shared.scheduler.wake(shortest.actor)
         return None
-    pending = (each for group in shared.groups.values() for each in group.pending.values())
+    pending = (call for group in shared.groups.values() for call in group.pending.values())
     return (
         _failed(shared, waiting)
-        or next((each.error() for each in pending if each.mismatched), None)
+        or next((call.error() for call in pending if call.mismatched), None)
         or next(filter(None, (shared.desync(*group) for group in shared.recorders)), None)
         or _tags_differ(shared)
         or _stuck(shared, waiting)
@@ -56,7 +56,7 @@ def diagnose(shared: SharedState) -> MeshcommError | None:
 
 def unyielding(shared: SharedState, actor: Actor) -> MeshcommError | None:
     """Return the error for an `actor` that has run for the mesh's timeout while other ranks could not continue, or None."""
-    others = [each.rank for each in shared.scheduler.actors if not each.ended and each is not actor]
+    others = [other.rank for other in shared.scheduler.actors if not other.ended and other is not actor]
     if not others:
         return None
     return DeadlockError(
@@ -205,8 +205,8 @@ def _not_waited(shared: SharedState) -> HandleNotWaited | None:
 
 def _unmatched(shared: SharedState) -> list[SimulatedWork]:
     """Return the messages of all groups that lack an end, in the order in which a group's were posted."""
-    messages = [each for group in shared.groups.values() for each in group.messages.unmatched()]
-    return [end.work for each in messages if (end := each.sent or each.received) is not None]
+    messages = [message for group in shared.groups.values() for message in group.messages.unmatched()]
+    return [end.work for message in messages if (end := message.sent or message.received) is not None]
 
 
 def _needs(shared: SharedState, actor: Actor) -> list[int]:
@@ -270,8 +270,8 @@ def _unmatched_error(what: str, messages: Sequence[SimulatedWork], expected: str
 
 def _wait(ranks: Iterable[int]) -> str:
     """Return `rank 3 waits` or `ranks 0-2 wait`."""
-    found = list(ranks)
-    return f"{ranks_text(sorted(found))} {'waits' if len(found) == 1 else 'wait'}"
+    listed = list(ranks)
+    return f"{ranks_text(sorted(listed))} {'waits' if len(listed) == 1 else 'wait'}"
 
 
 def _count(things: Sequence[object], name: str) -> str:

@@ -32,8 +32,8 @@ def reduced(parts: Sequence[Tensor], op: str) -> Tensor:
     else:
         chunk = _chunk(length, parts[0].element_size(), size)
         rows = pad(torch.stack(list(parts)), (0, size * chunk - length))
-        order, own = _order(size)
-        terms = rows.view(size, size, chunk)[order, own]
+        order, column = _order(size)
+        terms = rows.view(size, size, chunk)[order, column]
         acc = terms[0]
         for term in terms[1:]:
             combine(acc, term, out=acc)
@@ -57,5 +57,5 @@ def _up(value: int, unit: int) -> int:
 def _order(size: int) -> tuple[Tensor, Tensor]:
     """Return an array whose element (k, c) is the rank that contributes the k-th term of chunk c, and the chunk indices c."""
     # The result is cached for all ranks, so it must not be created on the device of a rank inside torch.device("meta").
-    own = torch.arange(size, device="cpu")
-    return (own - 1 - own[:, None]) % size, own
+    ranks = torch.arange(size, device="cpu")
+    return (ranks - 1 - ranks[:, None]) % size, ranks

@@ -62,13 +62,13 @@ class Losses:
             self.look()
             if self._error is not None:
                 self._shared.scheduler.fail(self._error)
-        found = self._lose.get(actor.process) == actor.operations
-        if found:
+        is_lost = self._lose.get(actor.process) == actor.operations
+        if is_lost:
             del self._lose[actor.process]
             self._unseen[actor.process] = "was lost"
             site = here()
             self.lost_at[actor.process] = f"at its operation {actor.operations}, in {site.call} at {site}"
-        return found
+        return is_lost
 
     def expects(self) -> bool:
         """Return whether the launcher has something to do, now or later."""
@@ -83,13 +83,13 @@ class Losses:
         replacing = self.replacing
         actors = self._shared.scheduler.actors
         # A lost rank is handled only once its program has ended. Until then, all of its calls fail.
-        lost = {each: self._unseen.pop(each) for each in [*self._unseen] if actors[each].ended}
+        lost = {process: self._unseen.pop(process) for process in [*self._unseen] if actors[process].ended}
         if lost:
             failures = {
-                each: Failure(each, self._name(each), self._clock, what, code=137, raised=False)
-                for each, what in lost.items()
+                process: Failure(process, self._name(process), self._clock, what, code=137, raised=False)
+                for process, what in lost.items()
             }
-            if not replacing.lost(failures, any(each.ended_well for each in actors)):
+            if not replacing.lost(failures, any(candidate.ended_well for candidate in actors)):
                 self._error = self._cannot_be_replaced([*lost])
                 return self._error
         if not patient and not lost and replacing.due:
@@ -100,7 +100,7 @@ class Losses:
             made.replaces = number
             self._shared.scheduler.add(made)
         replacing.lose_patience()
-        replacing.grow(any(each.ended_well for each in actors))
+        replacing.grow(any(candidate.ended_well for candidate in actors))
         while len(self.announced) < replacing.number:
             self.announced.append(announcement_of(replacing.store, len(self.announced) + 1))
             for generations in self.generations.values():
@@ -112,7 +112,7 @@ class Losses:
     def is_over(self) -> bool:
         """Return whether every rank of the mesh has ended. Actors that wait to join would then wait forever."""
         actors = self._shared.scheduler.actors
-        return all(actors[each].ended_well for each in self.replacing.places.processes)
+        return all(actors[process].ended_well for process in self.replacing.places.processes)
 
     def irreplaceable(self, actor: Actor) -> MeshcommError | None:
         """Return the error if lost ranks cannot be replaced because `actor` or other ranks have ended.
@@ -122,10 +122,10 @@ class Losses:
         actors, lost = self._shared.scheduler.actors, list[int]()
         if actor.lost:
             takes_part = actor.process in self.replacing.places.processes
-            lost = [actor.process] if takes_part and any(each.ended_well for each in actors) else []
+            lost = [actor.process] if takes_part and any(candidate.ended_well for candidate in actors) else []
         elif actor.ended_well and (generations := self.generations.get(actor.process)) is not None:
-            since = [one.lost for one in self.announced[generations.joined.number :]]
-            lost = sorted({each for ended in (*since, self._unseen) for each in ended})
+            since = [announcement.lost for announcement in self.announced[generations.joined.number :]]
+            lost = sorted({process for ended in (*since, self._unseen) for process in ended})
         return self._cannot_be_replaced(lost) if lost else None
 
     def _name(self, process: int) -> str:
@@ -133,15 +133,15 @@ class Losses:
 
     def _cannot_be_replaced(self, lost: Sequence[int]) -> MeshcommError:
         actors = self._shared.scheduler.actors
-        failed = {each.rank: each.error for each in actors if each.error is not None}
-        ended = [each.rank for each in actors if each.ended_well]
+        failed = {candidate.rank: candidate.error for candidate in actors if candidate.error is not None}
+        ended = [candidate.rank for candidate in actors if candidate.ended_well]
         who = self._name(lost[0]) if len(lost) == 1 else ranks_text(lost)
         were, have = "was" if len(lost) == 1 else "were", "has" if len(ended) == 1 else "have"
         why = f"{ranks_text(ended)} {have} ended" if ended else "too few processes are left"
-        by_rank: dict[int, BaseException] = {each: Lost(self.lost_at[each]) for each in lost}
+        by_rank: dict[int, BaseException] = {rank: Lost(self.lost_at[rank]) for rank in lost}
         return RankFailed(
             f"{who} {were} lost and cannot be replaced: {why}",
-            given="\n".join(f"rank {each} was lost {self.lost_at[each]}" for each in lost),
+            given="\n".join(f"rank {rank} was lost {self.lost_at[rank]}" for rank in lost),
             expected="all other ranks to be still running, because a new process must synchronize with all of them"
             if ended
             else "a new process for each lost rank, by elastic.replace, or enough other processes for elastic.min",

@@ -164,7 +164,7 @@ class SimulatedProcessGroup(PythonGroup):
     def _one(
         self,
         row: Collective,
-        given: _Data,
+        data: _Data,
         result: _Data,
         splits: Sequence[Any],
         op: str | None,
@@ -173,11 +173,11 @@ class SimulatedProcessGroup(PythonGroup):
         blocking: bool,
     ) -> SimulatedWork:
         """Start one collective. given, result: its input and its output; an in-place collective writes to `given`."""
-        x = _flat(given)
+        x = _flat(data)
         out: Any = result if _is_flat(result) else _room(result)
         lengths: Any = ()
         if row is ALL_TO_ALL:
-            lengths = self._lengths(given, result, splits)
+            lengths = self._lengths(data, result, splits)
         elif x is not None and out is not None:
             whole, part = (out, x) if row.joins else (x, out)
             if whole.numel() != part.numel() * self.size():
@@ -190,21 +190,21 @@ class SimulatedProcessGroup(PythonGroup):
                 x, op = x * factor, "sum"
         call = Call(row, x, out, op, root, lengths, blocking)
         work = self.start(call)
-        target, source = (given, x) if row.in_place else (result, out)
+        target, source = (data, x) if row.in_place else (result, out)
         if target is not None and source is not target and (row.root != "dst" or root == self.coord):
             work.then(lambda: _unpack(source, _tensors(target)))
         return work
 
-    def _lengths(self, given: Any, result: Any, splits: Sequence[Any]) -> tuple[list[int], list[int]]:
+    def _lengths(self, data: Any, result: Any, splits: Sequence[Any]) -> tuple[list[int], list[int]]:
         """Return the numbers of elements that each rank sends to this one, and that this rank sends to each."""
-        if isinstance(given, list):
-            if len(result) != self.size() or len(given) != self.size():
+        if isinstance(data, list):
+            if len(result) != self.size() or len(data) != self.size():
                 raise ValueError(
-                    f"{len(given)} input and {len(result)} output tensors for {self.size()} ranks"
+                    f"{len(data)} input and {len(result)} output tensors for {self.size()} ranks"
                 )
-            return [x.numel() for x in result], [x.numel() for x in given]
+            return [x.numel() for x in result], [x.numel() for x in data]
         lengths = []
-        for x, rows in zip((result, given), splits, strict=False):
+        for x, rows in zip((result, data), splits, strict=False):
             if not rows and x.size(0) % self.size():
                 raise ValueError("Tensor's dim 0 does not divide equally across group size")
             if rows and (len(rows) != self.size() or sum(rows) != x.size(0)):

@@ -136,9 +136,9 @@ class PythonGroup(_ProcessGroup):  # type: ignore[misc]
     def unregister_post_hook(self, hook_id: int) -> None:
         self._after.pop(hook_id, None)
 
-    def _called(self, name: str, *given: Any) -> Any:
-        options = given[-1] if type(given[-1]).__name__.endswith("Options") else None
-        return self.collective(name, METHODS[name], given if options is None else given[:-1], options)
+    def _called(self, name: str, *arguments: Any) -> Any:
+        options = arguments[-1] if type(arguments[-1]).__name__.endswith("Options") else None
+        return self.collective(name, METHODS[name], arguments if options is None else arguments[:-1], options)
 
 
 if not hasattr(dist.ProcessGroup, "register_pre_hook"):  # torch 2.13 and older: groups have no hooks

@@ -63,10 +63,10 @@ class RankLocals:
     @classmethod
     def present(cls) -> RankLocals:
         """Return the current state of the process, which `enter` restores."""
-        found = cls(0)
-        found._variables = {name: os.environ.get(name) for name in _PER_RANK}
-        found.leave()
-        return found
+        of_process = cls(0)
+        of_process._variables = {name: os.environ.get(name) for name in _PER_RANK}
+        of_process.leave()
+        return of_process
 
     def leave(self) -> None:
         """Save the state when this rank stops running."""
@@ -357,13 +357,13 @@ class Scheduler:
             if all(actor.ended for actor in self.actors) and (self.over or not self.expects()):
                 return None
             try:
-                found = self._diagnose()
-                if found is None and not self._ready:
-                    found = AssertionError("the diagnosis woke no rank and returned no error")
+                failure = self._diagnose()
+                if failure is None and not self._ready:
+                    failure = AssertionError("the diagnosis woke no rank and returned no error")
             except BaseException as error:
-                found = error
-            if found is not None:
-                self.stop(found)
+                failure = error
+            if failure is not None:
+                self.stop(failure)
         ready = self._ready
         place = int(self._random.random() * len(ready))
         ready[place], ready[-1] = ready[-1], ready[place]

@@ -79,12 +79,12 @@ class StartOrder:
     def _forget(self, call: Call) -> None:
         waiting = [call]
         while waiting:
-            at = waiting.pop()
-            if at in self._left and not self._left[at] and not self._before[at]:
-                for later in self._after.pop(at):
-                    self._before[later].discard(at)
+            number = waiting.pop()
+            if number in self._left and not self._left[number] and not self._before[number]:
+                for later in self._after.pop(number):
+                    self._before[later].discard(number)
                     waiting.append(later)
-                del self._left[at], self._before[at]
+                del self._left[number], self._before[number]
 
 
 def _error(circle: Sequence[tuple[Start, Start]], what: str, expected: str, hint: str) -> DeadlockError:

@@ -75,24 +75,24 @@ def ranks_in_threads(
         store: Any,
         group_name: Any,
         *args: Any,
-        **given: Any,
+        **kwargs: Any,
     ) -> Any:
         if not is_rank():
-            return helper(size, rank, ranks, backend, store, group_name, *args, **given)
+            return helper(size, rank, ranks, backend, store, group_name, *args, **kwargs)
         if group_name in c10d._world.pg_names.values():
             raise ValueError(f"The group name {group_name} exists already")
         if rank is None:
             return dist.GroupMember.NON_GROUP_MEMBER, None
-        described = given.get("group_desc")
+        described = kwargs.get("group_desc")
         described = "undefined" if described is None else described
-        made = create(str(group_name), tuple(ranks or range(size)), given["timeout"], described)
+        made = create(str(group_name), tuple(ranks or range(size)), kwargs["timeout"], described)
         made.serve(str(backend))
         made._set_group_desc(described)
         register_group(made, group_name, str(backend), store)
         return made, store
 
-    def met(*args: Any, **given: Any) -> Any:
-        return iter([meet()]) if is_rank() else rendezvous(*args, **given)
+    def met(*args: Any, **kwargs: Any) -> Any:
+        return iter([meet()]) if is_rank() else rendezvous(*args, **kwargs)
 
     def update_default_group(group: Any) -> None:
         # torch also sets the rank that C++ knows, which is that of the process.
@@ -101,8 +101,8 @@ def ranks_in_threads(
         else:
             update(group)
 
-    def device_mesh(mesh: Any, *args: Any, **given: Any) -> None:
-        made(mesh, *args, **given)
+    def device_mesh(mesh: Any, *args: Any, **kwargs: Any) -> None:
+        made(mesh, *args, **kwargs)
         # DTensor's caches keep what depends on a rank's coordinates by the DeviceMesh, and compare DeviceMeshes by this number.
         mesh._thread_id, mesh._hash = number_of(), None
 

@@ -202,13 +202,13 @@ class Contribution(NamedTuple):
         dtype, elements, op, root, row, _ = self.compared()
         if self.told is not None:
             # A hook does not know the reduction.
-            found = self.told[2] if op is None else {**self.told[2], "op": self.told[2].get("op", op)}
+            facts = self.told[2] if op is None else {**self.told[2], "op": self.told[2].get("op", op)}
         else:
             values = {"dtype": dtype and name_of(dtype), "elements": elements, "op": op, str(row.root): root}
-            found = {name: value for name, value in values.items() if value is not None}
+            facts = {name: value for name, value in values.items() if value is not None}
         if not self.call.lengths:
-            return found
-        return {**found, "sends": self.call.lengths[1], "expects": self.call.lengths[0]}
+            return facts
+        return {**facts, "sends": self.call.lengths[1], "expects": self.call.lengths[0]}
 
 
 @final
@@ -240,7 +240,7 @@ class PendingCollective:
         """Move the data of a broadcast, gather or scatter that `coord` has joined, and complete it where it has ended: a rank
         may go on, and change its tensors, before all ranks have arrived.
         """
-        calls = {each: contribution.call for each, contribution in self.contributions.items()}
+        calls = {sender: contribution.call for sender, contribution in self.contributions.items()}
         row, root = calls[coord].row, calls[coord].root
         if root not in calls:
             return
@@ -269,7 +269,10 @@ class PendingCollective:
             ToldCall(each.work.call, each.facts(), str(each.work.site or callsite_of(each.work.actor)))
             for _, each in came
         ]
-        name = next((each.told[0] for _, each in came if each.told is not None), self.group.label)
+        name = next(
+            (contribution.told[0] for _, contribution in came if contribution.told is not None),
+            self.group.label,
+        )
         error = mismatch(name, self.call.number, [self.group.ranks[coord] for coord, _ in came], calls)
         if absent := self.absent():
             error.given = f"{error.given}\n{ranks_text(absent)}: did not arrive"

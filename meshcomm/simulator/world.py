@@ -108,8 +108,8 @@ class SharedState:
         of_group = self.recorders[prefix, label]
         ranks = [rank for rank in next(iter(of_group.values()))[1].ranks if rank in of_group]
         histories = {rank: of_group[rank][1].steps.data() for rank in ranks}
-        found = find_desync(label, histories, {rank: coords for rank, (coords, _) in of_group.items()})
-        return None if found is None else error_of(found)
+        difference = find_desync(label, histories, {rank: coords for rank, (coords, _) in of_group.items()})
+        return None if difference is None else error_of(difference)
 
 
 @final
@@ -225,7 +225,11 @@ class SimulatedWatch(Watching):
         for label in self._labels:
             of_group = self._shared.recorders.get((self._prefix, label), {})
             group = [recorder for _, recorder in of_group.values()]
-            if group and len(group) == len(group[0].ranks) and all(each.steps.step >= step for each in group):
+            if (
+                group
+                and len(group) == len(group[0].ranks)
+                and all(member.steps.step >= step for member in group)
+            ):
                 error = self._shared.desync(self._prefix, label)
                 if error is not None:
                     self._shared.scheduler.fail(error)
@@ -287,10 +291,10 @@ class SimulatedStore(_Store):  # type: ignore[misc]
 
     def check(self, keys: Sequence[str]) -> bool:
         self._touch()
-        there = all(self._prefix + key in self._shared.values for key in keys)
-        if not there:
+        present = all(self._prefix + key in self._shared.values for key in keys)
+        if not present:
             self._scheduler.poll(self._actor, self._wait_for(keys, timedelta.max))
-        return there
+        return present
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         timeout = self._timeout if timeout is None else timeout
@@ -325,8 +329,8 @@ class SimulatedStore(_Store):  # type: ignore[misc]
 
     def list_keys(self) -> list[str]:
         self._touch()
-        found = [key for key in self._shared.values if key.startswith(self._prefix)]
-        return [key.removeprefix(self._prefix) for key in found]
+        keys = [key for key in self._shared.values if key.startswith(self._prefix)]
+        return [key.removeprefix(self._prefix) for key in keys]
 
     def num_keys(self) -> int:
         return len(self.list_keys())
