@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, Literal, TypeAlias
 
 # Code can read the table without importing torch.
@@ -35,14 +35,14 @@ class WireOp:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reduction:
-    """One operation, under the name that users pass. No field has a default, so every row must set all fields.
+    """One operation, under the name that users pass. No argument has a default, so every row must give all of them.
 
     wire:    the operation that backends, and further levels of a hierarchy, apply to the prepared values.
     prepare: changes this rank's values in place before they are sent, given the call's factor; None to send them unchanged.
     factor:  whether the call takes a factor.
     refuses: the kinds of dtypes that the operation rejects, each with the expected dtype and a hint.
-    linear:  whether the operation is linear, and so has a gradient.
     partial: whether a pattern may name the operation.
+    linear:  whether the operation is a plain sum or average, whose gradients are implemented.
     """
 
     name: str
@@ -50,8 +50,11 @@ class Reduction:
     prepare: Callable[[Tensor, Any], object] | None
     factor: bool
     refuses: Mapping[Kind, tuple[str, str]]
-    linear: bool
     partial: bool
+    linear: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "linear", self.prepare is None and self.wire.combine == "add")
 
 
 # name, combine, reduce_op, divided, rounds, nan, lacking
@@ -76,19 +79,19 @@ _FRACTIONS: Final[Mapping[Kind, tuple[str, str]]] = {
 }
 _BITS: Final[Mapping[Kind, tuple[str, str]]] = {"float": _BITWISE, "float8": _BITWISE, "complex": _BITWISE}
 
-# In documentation order. The arguments are name, wire, prepare, factor, refuses, linear, partial.
+# In documentation order. The arguments are name, wire, prepare, factor, refuses, partial.
 REDUCTIONS: Final[dict[str, Reduction]] = {
     row.name: row
     for row in (
-        Reduction("sum", _SUM, None, False, {"bool": _ANY_ALL}, True, True),
-        Reduction("avg", _AVG, None, False, _FRACTIONS, True, True),
-        Reduction("product", _PRODUCT, None, False, {"bool": _ANY_ALL, "complex": _PAIRS}, False, True),
-        Reduction("min", _MIN, None, False, {"complex": _ORDER}, False, True),
-        Reduction("max", _MAX, None, False, {"complex": _ORDER}, False, True),
-        Reduction("band", _BAND, None, False, _BITS, False, False),
-        Reduction("bor", _BOR, None, False, _BITS, False, False),
-        Reduction("bxor", _BXOR, None, False, _BITS, False, False),
-        Reduction("premul_sum", _SUM, lambda x, factor: x.mul_(factor), True, _FRACTIONS, False, False),
+        Reduction("sum", _SUM, None, False, {"bool": _ANY_ALL}, True),
+        Reduction("avg", _AVG, None, False, _FRACTIONS, True),
+        Reduction("product", _PRODUCT, None, False, {"bool": _ANY_ALL, "complex": _PAIRS}, True),
+        Reduction("min", _MIN, None, False, {"complex": _ORDER}, True),
+        Reduction("max", _MAX, None, False, {"complex": _ORDER}, True),
+        Reduction("band", _BAND, None, False, _BITS, False),
+        Reduction("bor", _BOR, None, False, _BITS, False),
+        Reduction("bxor", _BXOR, None, False, _BITS, False),
+        Reduction("premul_sum", _SUM, lambda x, factor: x.mul_(factor), True, _FRACTIONS, False),
     )
 }
 

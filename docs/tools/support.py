@@ -100,7 +100,8 @@ def page() -> str:
     widened = ", ".join(f"{name_of(a)} as {name_of(b)}" for a, b in WIDENED.items())
     lines += [
         f"These dtypes are reduced exactly in a wider dtype and converted back: {widened}.",
-        "Complex numbers are added as pairs of floats. premul_sum multiplies the inputs by a factor and sums the results. Every other backend decides which dtypes it accepts.",
+        "Complex numbers are added as pairs of floats. Every other backend decides which dtypes it accepts.",
+        "[`mesh.all_reduce`](api/mesh.md#meshcomm.Mesh.all_reduce) explains each operation.",
     ]
     return "\n".join(lines) + "\n"
 

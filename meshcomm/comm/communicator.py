@@ -284,10 +284,11 @@ class Communicator(Caller):
         row, x, async_op, op, root, *_ = checked.request
         dtype, recorder = x.dtype, self.recorder
         if recorder.check is None and recorder.spans is None and dtype in CARRIED:
-            prepared = self.transport.prepare(row, op, root, not async_op)
+            wire = REDUCTIONS[op].wire if row.reduces else None
+            prepared = self.transport.prepare(row, None if wire is None else wire.name, root, not async_op)
             if prepared is not None:
                 counter = counter_of(recorder.counters, self.name, row.name)
-                divides = row.reduces and REDUCTIONS[op].wire.divided
+                divides = wire is not None and wire.divided
                 ready = Ready(*prepared, counter, x.device, checked.gets, divides)
                 self._ready[row, op, root, async_op, dtype] = ready
 

@@ -40,15 +40,14 @@ class Functional:
         self._groups = operators.Groups(directory, planner)
 
     def all_reduce(self, dims: Dims, x: Tensor, op: str = "sum", *, grad: ReduceGrad) -> Tensor:
-        """Return the sum of x over `dims`, in new memory. op="avg" is also differentiable; min, max and product are
-        not.
+        """Return the sum of x over `dims`, in new memory. op="avg" is also differentiable; other ops are not.
 
         Shape:    any -> the same.
         Gradient: grad="identity": dx = dy. Use it if all ranks compute the same loss from y, as in Megatron-LM's
                   reduce_from_tensor_model_parallel_region.
                   grad="sum": dx = all_reduce(dy). Use it if the losses of the ranks are summed.
                   For op="avg", both gradients are divided by the size. Other ops have no gradient.
-        Raises:   AutogradError for a gradient through min, max or product.
+        Raises:   AutogradError for a gradient through another op.
         """
         _check_rule("all_reduce", grad, ("identity", "sum"))
         comm = self._checked(dims, x, "all_reduce")
