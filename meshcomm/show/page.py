@@ -96,6 +96,17 @@ class Cells:
         rows = tuple(tuple(_cell(column, item) for column in columns.values()) for item in items)
         return cls(names, rows, tuple(name[1:] for name in columns if name.startswith(">")), once)
 
+    def records(self, without: Collection[str] = ()) -> list[list[str]]:
+        """Return each row as texts, "column cell", without the first column, the named columns and cells with "-"."""
+        return [
+            [
+                f"{name} {cell}"
+                for name, cell in zip(self.columns[1:], row[1:], strict=True)
+                if cell != "-" and name not in without
+            ]
+            for row in self.rows
+        ]
+
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Yield the table or the records, fitted to the width of the console."""
         from rich.box import SIMPLE_HEAD
@@ -112,11 +123,9 @@ class Cells:
         gaps = 2 * (len(columns) - 1)
         room = options.max_width - gaps
         if sum(least) > room or sum(widths) + gaps > options.max_width * _SQUEEZE:
-            for row in self.rows:
+            for row, record in zip(self.rows, self.records(), strict=True):
                 yield Text(row[0])
-                rest = zip(self.columns[1:], row[1:], strict=True)
-                items = [f"{name} {cell}" for name, cell in rest if cell != "-"]
-                for line in _packed(items, options.max_width - 2):
+                for line in _packed(record, options.max_width - 2):
                     yield Padding(Text(line), (0, 0, 0, 2), expand=False)
             return
         # Narrow the widest columns first, but make no column narrower than its longest word.

@@ -183,7 +183,7 @@ def plan_page(facts: Facts) -> list[PagePart]:
         f"mesh of {count(facts['world_size'], 'rank')}, plan {facts['fingerprint']}: "
         f"{count(facts['groups'], 'group')}, {facts['groups_per_rank']} created per rank"
     )
-    parts: list[PagePart] = [Line(headline), _dims_table(facts["dims"])]
+    parts: list[PagePart] = [Line(headline), dims_table(facts["dims"])]
     if "footprint" in facts:
         cost = facts["footprint"]
         held, size = count(cost["nccl"], "NCCL communicator"), cost["nccl_mb"] / 1000
@@ -221,7 +221,7 @@ def _neighbour(rank: int | None, wraps: bool) -> str | None:
     return None if rank is None else f"{rank} (wraps)" if wraps else str(rank)
 
 
-def _dims_table(dims: list[Facts]) -> Cells:
+def dims_table(dims: list[Facts]) -> Cells:
     """Return a table with one row for each dim, merged dim and view dim."""
     columns: dict[str, Column] = {
         "dim": "name",

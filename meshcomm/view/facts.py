@@ -10,7 +10,7 @@ from meshcomm.layout import Layout
 from meshcomm.predict.estimate import Flow, expected
 from meshcomm.predict.links import Machine, machine, span
 from meshcomm.predict.times import bus_factor, fastest
-from meshcomm.show.plan import plan_facts
+from meshcomm.show.plan import dims_table, plan_facts
 
 Facts = dict[str, Any]
 
@@ -20,7 +20,8 @@ def page_facts(settings: Config, world: int | None, topology: TopologyConfig) ->
 
     world: the number of processes, or None if every size is given. topology: the result of `discovered`.
 
-    The result extends `plan_facts`. Each dim also has home (its view, or "" for the base) and digits (see Layout.digits).
+    The result extends `plan_facts`. Each dim also has record (its row in the table of `meshcomm plan`), home (its view, or ""
+    for the base) and digits (see Layout.digits).
     base and views: (dim, size) pairs in order. trains: facts about the training, or None without training.
     rank_order: the rank at each position, or None if each rank equals its position. The size of all other facts is independent
     of the number of ranks.
@@ -30,7 +31,10 @@ def page_facts(settings: Config, world: int | None, topology: TopologyConfig) ->
     plan = filled.plan(world)
     layout = plan.layout
     facts = plan_facts(plan, topology=topology)
-    for dim in facts["dims"]:
+    # The page's caption begins with the number of groups and their size.
+    records = dims_table(facts["dims"]).records(without=("size", "groups"))
+    for dim, record in zip(facts["dims"], records, strict=True):
+        dim["record"] = record
         dim["home"] = layout.home(dim["name"])
         dim["digits"] = [list(digit) for digit in layout.digits(dim["name"])]
     order = layout.rank_order

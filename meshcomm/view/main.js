@@ -69,14 +69,9 @@ function start(facts, kept) {
     light();
     // Numbers that fit need no choice, and chosen numbers must not disappear with it.
     byId("choose-cells").hidden = picture.numbered && !picture.legible;
-    const options = family.backend ? [family.backend === "auto" ? "" : `backend ${family.backend}`, `timeout ${family.timeout_s} s`, family.comm_id ? `comm_id ${family.comm_id}` : ""] : ["no group of its own is declared"];
-    const across = family.nodes && family.size > 1 ? `each on ${count(family.nodes.most, "node")}${family.nodes.fewest < family.nodes.most ? " or fewer" : ""}` : "";
     byId("caption").textContent = [
       family.size === 1 ? `${family.name}: one rank, no group` : `${family.name}: ${count(mesh.world / family.size, "group")} of ${count(family.size, "rank")}`,
-      family.kind === "dim" ? "" : family.kind === "merged" ? `merged from ${family.dims.join(" and ")}` : family.kind,
-      family.stride ? `stride ${family.stride.toLocaleString("en")}` : "", across,
-      family.link ? `slowest link: ${family.link.name}` : "", ...options,
-      family.shares ? `shared with ${family.shares}` : "",
+      ...family.record,
       facts.trains?.parts[family.name] ? `plays ${facts.trains.parts[family.name]}` : "",
     ].filter(Boolean).join(" · ");
     const folded = arrangement.drawn < mesh.world;

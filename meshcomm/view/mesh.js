@@ -52,7 +52,7 @@ class Mesh {
     const [home] = found;
     const digits = dims.flatMap((dim) => this.family(dim).digits);
     const size = sizeOf(digits);
-    return { name: dims.join(" + "), kind: "together", dims, home, digits, size, hue: this.family(dims[0]).hue, groups: this.world / size, shares: null };
+    return { name: dims.join(" + "), kind: "together", record: ["no group of its own is declared"], dims, home, digits, size, hue: this.family(dims[0]).hue, groups: this.world / size, shares: null };
   }
 
   // The other dims of a family's factorization, outermost first, with their strides.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections import Counter
 from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,8 @@ from meshcomm.config.write import write_whole
 from meshcomm.errors import ConfigError, LayoutError, UnknownDim
 from meshcomm.show.diff import diff_facts, diff_view
 from meshcomm.show.grid import RankGrid, grid_facts
-from meshcomm.show.page import as_text
-from meshcomm.show.plan import plan_facts, plan_view, read_rank
+from meshcomm.show.page import Cells, as_text
+from meshcomm.show.plan import dims_table, plan_facts, plan_page, plan_view, read_rank
 from tests.show.shown import (
     GPT,
     LLAMA,
@@ -94,6 +95,45 @@ def test_json_is_the_facts_that_the_tables_show() -> None:
     assert facts.pop("footprint") == cost
     config = load_config(ROOT / GPT)
     assert plan_facts(config.plan(131_072), 777, config.topology).items() <= facts.items()
+
+
+class Read(dict[str, Any]):
+    """Facts that remember which of them have been read."""
+
+    def __init__(self, facts: dict[str, Any]) -> None:
+        super().__init__(facts)
+        self.read = set[str]()
+
+    def __getitem__(self, name: str) -> Any:
+        self.read.add(name)
+        return super().__getitem__(name)
+
+
+def test_every_column_has_a_fact_of_its_own_and_every_fact_of_json_a_column(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tables: list[tuple[list[dict[str, Any]], dict[str, Any]]] = []
+    of = Cells.of
+    monkeypatch.setattr(
+        Cells, "of", lambda items, columns: tables.append((items, columns)) or of(items, columns)
+    )
+    plan_page(plan_facts(plan_at(MESH, 8, "mesh.merge.both=['dp', 'tp']"), 5, nodes(4)))
+    # JSON alone has the last names.
+    for (items, columns), alone in zip(tables, ({"created"}, {"index", "shares"}), strict=True):
+        facts = {name: Read(items[0]) for name in columns}
+        for name, column in columns.items():
+            of([facts[name]], {name: column})
+        counts = Counter(fact for each in facts.values() for fact in each.read)
+        assert [name for name, each in facts.items() if all(counts[fact] > 1 for fact in each.read)] == []
+        assert set(items[0]) - set(counts) == alone
+
+
+def test_every_column_of_the_table_of_dims_is_described() -> None:
+    facts = plan_facts(plan_at(MESH, 8, "mesh.merge.both=['dp', 'tp']"), topology=nodes(4))
+    page = (ROOT / "docs/guide/looking.md").read_text()
+    rows = page.partition("| column | contents |\n|---|---|\n| ")[2].partition("\n\n")[0].split("\n| ")
+    described = [name for row in rows for name in row.partition(" |")[0].split(", ")]
+    assert described == [*dims_table(facts["dims"]).columns[1:]]
 
 
 @pytest.mark.parametrize(

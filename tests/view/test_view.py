@@ -26,6 +26,7 @@ from meshcomm.errors import ConfigError, TrainingError, ViewError
 from meshcomm.mesh.stats import CallStats, Stats
 from meshcomm.predict.estimate import workload
 from meshcomm.predict.place import rank_placements
+from meshcomm.show.plan import dims_table, plan_facts
 from meshcomm.train import Start, Step, Summary
 from meshcomm.train.run_files import MetricsFile, put_aside, recorded
 from meshcomm.view.facts import page_facts
@@ -94,6 +95,18 @@ def test_facts_of_131072_ranks_are_as_short_as_those_of_8() -> None:
     assert big["world_size"] == 131072 and big["ranks_per_node"] == 8
     assert len(json.dumps(big)) < 2000
     assert [dim["nodes"]["most"] for dim in big["dims"]] == [8, 2048, 1]
+
+
+def test_a_dim_is_described_by_its_row_in_the_table_of_plan() -> None:
+    settings = load_config(MESH)
+    facts = facts_of(settings)
+    table = dims_table(plan_facts(settings.plan(None), topology=settings.topology)["dims"])
+    for dim, row in zip(facts["dims"], table.rows, strict=True):
+        cells = dict(zip(table.columns, row, strict=True))
+        assert (dim["name"], dim["size"], dim["groups"]) == (
+            cells.pop("dim"), int(cells.pop("size")), int(cells.pop("groups")),
+        )  # fmt: skip
+        assert dim["record"] == [f"{name} {cell}" for name, cell in cells.items() if cell != "-"]
 
 
 def test_predicted_traffic_is_that_of_place() -> None:
@@ -750,7 +763,8 @@ def test_ranks_whose_numbers_do_not_fit_say_them_and_can_be_made_larger(browser:
 
 def test_traffic_of_a_step_and_what_the_run_counted(browser: Browser, tmp_path: Path) -> None:
     settings = settings_for(tmp_path, "topology.ranks_per_node=4")
-    rows = facts_of(settings)["traffic"]["rows"]
+    facts = facts_of(settings)
+    rows, (tp,) = facts["traffic"]["rows"], [dim for dim in facts["dims"] if dim["name"] == "tp"]
     with served(settings, folder=tmp_path) as server, opened(browser, server.url) as tab:
         sent = {row["along"][0]: row["sent_bytes"] for row in rows}
         assert sorted(sent, key=sent.__getitem__) == ["dp", "pp", "tp"]
@@ -768,7 +782,7 @@ def test_traffic_of_a_step_and_what_the_run_counted(browser: Browser, tmp_path: 
         took = {row["along"][0]: row["seconds"] for row in rows}
         assert [float(x) for x in tab.attribute(".flow", "data-total")] == sorted(took.values(), reverse=True)
         tab.click(".flow[data-along=tp] button")
-        assert tab.text("#caption").startswith("tp: 4 groups of 2 ranks")
+        assert tab.text("#caption") == " · ".join(("tp: 4 groups of 2 ranks", *tp["record"], "plays tensor"))
         # Values that the run counted are labelled as counted.
         with running(tmp_path, settings) as file:
             file.write(step(1))
