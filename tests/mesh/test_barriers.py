@@ -79,5 +79,5 @@ def test_a_barrier_after_a_skipped_call_says_who_has_made_how_many(mesh: Mesh) -
         # 81 calls, of which rank 1 made 80: one all_gather before the 80 all_reduces.
         for rank in (0, 2):
             assert f"rank {rank} has made 81 calls on dp" in text
-        assert ", this rank 80; its last call: all_reduce at " in text and "test_store.py:" in text
+        assert ", this rank 80; its last call: all_reduce at " in text and "test_barriers.py:" in text
         assert "mesh.step() after each step names the call" in text

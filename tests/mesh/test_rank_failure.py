@@ -265,7 +265,9 @@ def test_what_a_rank_leaves_is_what_the_launcher_reads(tmp_path: Path) -> None:
     assert leave(failure_of(foreign, 0, LAYOUT[0]), tmp_path, 2) and collect(tmp_path, 2)[0].missing == []
     # The error of the mismatched rank has to come first.
     assert failure_of(odd, 2, LAYOUT[2]).follows
-    assert all(f.frame.startswith(f"{__file__}:") and f.frame.endswith(" in raised") for f in left)
+    assert all(
+        f.frame.startswith(f"{raised.__code__.co_filename}:") and f.frame.endswith(" in raised") for f in left
+    )
     assert left[0].text.startswith("rank 0 (pp=0 tp=0):\nTraceback (most recent call last):\n")
     assert left[2].text.startswith(
         "rank 4 (pp=1 tp=0): PeerLost: all_reduce lost a peer\nmore\ncalled from:\n  File "

@@ -1,4 +1,4 @@
-"""Program for test_queued_calls: four ranks, of which rank 3 fails after some calls while the others wait in `.item()`."""
+"""Program for test_timer: four ranks, of which rank 3 fails after some calls while the others wait in `.item()`."""
 
 from __future__ import annotations
 
