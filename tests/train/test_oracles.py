@@ -247,8 +247,8 @@ def difference(found: Any, expected: Any) -> Any:
     return off
 
 
-# On four ranks, one model whose parts are split, one whose loss communicates, and what is refused. Of models that differ in their
-# inputs alone, one is sharded and split.
+# On four ranks, one model whose parts are split, one whose loss communicates, and what is refused. Of similar models, one is
+# sharded and split.
 @pytest.mark.parametrize("dims", MESHES)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.deep_cases(
