@@ -254,6 +254,7 @@ def difference(found: Any, expected: Any) -> Any:
 @pytest.mark.deep_cases(
     r"\[(?!encoder and|two towers-|batch norms|diffusion u-net|clicks|Fourier operator).*-dp=2 tp=2\]"
     r"|\[(LSTM|graphs, mask as input|graphs, padded edges|detection, by batch)-(fsdp=2|tp=2)\]"
+    r"|\[(repeated block|tied layers)-tp=2\]"
 )
 def test_a_model_trains_as_on_one_process_or_is_refused(
     pool: Pool, name: str, dims: str, tmp_path: Path
