@@ -207,6 +207,7 @@ with meshcomm.init({"mesh": {**facts, "timeout_s": 60, "options": {"dp": {"timeo
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.deep_cases(r"\[2")
 def test_a_size_that_ends_a_rank_by_sigabrt_is_told_with_the_callsites(
     pool: Pool, tmp_path: Path, ranks: int
 ) -> None:

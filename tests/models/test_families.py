@@ -198,7 +198,7 @@ def sent(settings: Config, world: int) -> Counter[tuple[str, str]]:
     ],
     ids=["dp tp", "tp sequence again", "ring", "ulysses"],
 )
-@pytest.mark.deep_cases(r"\[(ulysses|ring)\]")
+@pytest.mark.deep_cases(r"\[(ulysses|ring|tp sequence again)\]")
 def test_llama_sends_what_the_built_in_model_sends(tmp_path: Path, world: int, overrides: list[str]) -> None:
     built_in = load_config(TRAIN, overrides)
     sizes = built_in.model

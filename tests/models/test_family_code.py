@@ -139,6 +139,7 @@ def test_a_family_counts_its_own_positions(tmp_path: Path, family: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["OPT", "XLMRoberta"])
+@pytest.mark.deep_cases(r"\[XLMRoberta")
 def test_stages_have_the_modules_that_they_call(pool: Pool, tmp_path: Path, family: str) -> None:
     expected = alone(folder_of(family, tmp_path))
     for found in pool.run(on_processes, config_for(tmp_path, "pp=2"), ranks=2, timeout_s=120):

@@ -86,6 +86,7 @@ def images_trained(config: Config) -> tuple[list[float], dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize("dims", ["dp=4", "fsdp=4", "dp=2 fsdp=2"])
+@pytest.mark.deep_cases(r"\[fsdp=4")
 def test_batch_norms_take_the_samples_of_all_ranks(pool: Pool, dims: str) -> None:
     (one,) = pool.run(images_trained, images_config("dp=1"), ranks=1)
     for losses, state in pool.run(images_trained, images_config(dims), ranks=4):

@@ -162,12 +162,14 @@ def trained(config: Config, name: str) -> list[dict[str, float]]:
         return [*found, {"loss": trainer.evaluate([mine(STEPS + 1)])}]
 
 
-# The losses that usually run on a mesh: each one along data or shard, tensor, context and pipeline.
+# The losses that usually run on a mesh: each one along data or shard, tensor, context and pipeline, at times two of them at once.
 OFTEN: Final = {
     "dp=2": ("distilled", "masked", "named", "built-in"),
     "fsdp=2": ("z_loss", "smoothed", "along_the_sequence"),
+    "tp=2": ("z_loss", "smoothed", "distilled", "masked", "built-in"),
     "cp=2": ("distilled", "masked", "along_the_sequence", "built-in"),
-    "cp=2 ": ("z_loss", "smoothed", "named"),
+    "cp=2 ": ("z_loss", "smoothed"),
+    "pp=2": ("z_loss", "smoothed", "distilled", "masked", "named", "built-in"),
     "tp=2 cp=2": ("named",),
     "pp=2 tp=2": ("along_the_sequence",),
 }

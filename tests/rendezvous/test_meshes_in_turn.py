@@ -98,6 +98,7 @@ HARD = "0 inside, others at the end"
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS, ids=lambda launcher: launcher.__name__)
+@pytest.mark.deep_cases(r"\[(intel_mpi|flux)")
 def test_rank_0_leaves_after_the_others_or_before(pool: Pool, tmp_path: Path, launcher: Launcher) -> None:
     assert outcomes(pool, tmp_path, launcher, HARD, 2, free_port()) == FINE
 

@@ -247,11 +247,14 @@ def difference(found: Any, expected: Any) -> Any:
     return off
 
 
-# On four ranks, one model whose parts are split, one whose loss communicates, and what is refused.
+# On four ranks, one model whose parts are split, one whose loss communicates, and what is refused. Of similar models, one is
+# sharded and split.
 @pytest.mark.parametrize("dims", MESHES)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.deep_cases(
     r"\[(?!encoder and|two towers-|batch norms|diffusion u-net|clicks|Fourier operator).*-dp=2 tp=2\]"
+    r"|\[(LSTM|graphs, mask as input|graphs, padded edges|detection, by batch)-(fsdp=2|tp=2)\]"
+    r"|\[(repeated block|tied layers)-tp=2\]"
 )
 def test_a_model_trains_as_on_one_process_or_is_refused(
     pool: Pool, name: str, dims: str, tmp_path: Path
