@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from meshcomm.train import Callback, Summary, run
 from tests.train.every_setting import EVERY
 
 STEPS = 3
+RATE = 0.02
 BASE: dict[str, Any] = {
     "mesh": {"dims": {"pp": 1, "dp": 1, "tp": 1}, "device": "cpu"},
     "parallel": {"data": "dp", "tensor": "tp", "pipeline": "pp"},
@@ -85,47 +85,48 @@ class Interrupted(Exception):
 def states(mesh: Mesh, config: Config, how: str) -> list[dict[str, Tensor]]:
     """The state after each of three steps, the second of which is completed, repeated or skipped. Each rank has its own parts.
 
-    completed: rank 0 applies the step. The others have summed their gradients, and apply it later. repeated: no rank applies the
-    step at first. skipped: its gradients are not finite.
+    completed: rank 0 applies the step. The others leave it as they receive the norms, and apply it later. repeated: all ranks leave
+    it there. skipped: its gradients are not finite.
     """
     known = sections(mesh, config)
     assert known.model is not None and known.data is not None
     engine: Any = Engine(mesh, config, model_of(known.model, known.data, known.train))
-    found = []
 
-    def step(number: int) -> None:
+    def step(number: int, *, leaves: bool = False, spoilt: bool = False) -> None:
         draw = torch.Generator().manual_seed(number)
         tokens = torch.randint(256, (4, 33), generator=draw).chunk(engine.data_size)[engine.data_coord]
-        engine.step(tokens[:, :-1], tokens[:, 1:], 0.02, number)
+        finish, norm = engine._loss.finish, engine._norm.norm
+        sums: list[Any] = []
 
-    def after(function: Callable[..., Any], spoil: float | None = None) -> Callable[..., Any]:
-        def replaced(*given: Any, **named: Any) -> Any:
-            result = function(*given, **named)
-            if spoil is None:
-                raise Interrupted
-            return result._replace(factor=torch.tensor(spoil))
+        def finished(loss: Any) -> Any:
+            sums.append(finish(loss))
+            return sums[0]._replace(factor=torch.tensor(torch.nan)) if spoilt else sums[0]
 
-        return replaced
+        def left() -> Tensor:
+            found: Tensor = norm()
+            if not leaves:
+                return found
+            if how == "completed":
+                # What rank 0 waits for.
+                engine._results.add(number, RATE, sums[0], found)
+            raise Interrupted
 
+        with patch.object(engine._loss, "finish", finished), patch.object(engine._norm, "norm", left):
+            engine.step(tokens[:, :-1], tokens[:, 1:], RATE, number)
+
+    found = []
     for number in range(1, STEPS + 1):
-        with ExitStack() as disturbed:
-            if number == 2 and how == "completed" and mesh.rank:
-                disturbed.enter_context(patch.object(engine._results, "add", after(engine._results.add)))
-            elif number == 2 and how == "repeated":
-                disturbed.enter_context(patch.object(engine._norm, "norm", after(engine._norm.norm)))
-            elif number == 2 and how == "skipped":
-                disturbed.enter_context(
-                    patch.object(engine._loss, "finish", after(engine._loss.finish, torch.nan))
-                )
+        if number == 2 and how in ("completed", "repeated"):
             with suppress(Interrupted):
-                step(number)
-        if number == 2 and how == "completed":
+                step(number, leaves=how == "repeated" or mesh.rank > 0)
             outcome = of_every_rank(mesh, engine.outcome())[0]
-            if mesh.rank:
+            if how == "repeated":
+                engine.undo()
+                step(number)
+            elif mesh.rank:
                 engine.complete(number, outcome)
-        elif number == 2 and how == "repeated":
-            engine.undo()
-            step(number)
+        else:
+            step(number, spoilt=number == 2 and how == "skipped")
         found.append({name: local(x.detach()).clone() for name, x in engine.state().items()})
     return found
 
