@@ -378,8 +378,8 @@ class FlightRecorder:
         numbers = range(max(first, 0) + 1, self.started + 1)
         compared = {}
         for number, recorded, call, facts in [] if self.check is None else list(self.check.made):
-            row = self.call_data(recorded) or UNKNOWN
-            compared[number] = {"call": call, "facts": shortened(facts), "callsite": row["callsite"]}
+            known = self.call_data(recorded) or UNKNOWN
+            compared[number] = {"call": call, "facts": shortened(facts), "callsite": known["callsite"]}
         return {
             "label": self.label,
             "ranks": self.ranks,

@@ -142,7 +142,10 @@ def test_every_keyword_of_rearrange_has_an_effect(mesh: Mesh) -> None:
             y = torch.compile(program, backend="eager")(x) if compiles else program(x)
             if tracked:
                 (y * torch.arange(1.0, 1 + y.numel()).view(y.shape) * 10**mesh.rank).sum().backward()
-        except MeshcommError as error:
+        except (MeshcommError, RuntimeError) as error:
+            # A compiler wraps the error of a gradient that is refused.
+            if not tracked:
+                raise
             return str(error)
         return y.tolist(), None if x.grad is None else x.grad.tolist()
 
