@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.main import get_command
@@ -40,7 +41,7 @@ WORDS: dict[str, list[list[str]]] = {
 }
 
 
-COMMANDS = get_command(app)
+COMMANDS: Any = get_command(app)
 
 
 @pytest.fixture
@@ -118,7 +119,7 @@ STARTS = ("run", "train", "simulate", "parity", "bench", "dryrun")
 @pytest.mark.parametrize("value", ["", "-1", "99999999999", "nonsense", "dp=7"])
 def test_a_wrong_value_of_any_option_is_no_traceback(folder: Path, value: str) -> None:
     for command in (name for name, words in WORDS.items() if words and name not in STARTS):
-        for option in COMMANDS.commands[command].params:  # type: ignore[attr-defined]
+        for option in COMMANDS.commands[command].params:
             if option.param_type_name == "option" and not option.is_flag:
                 words = [QUICK if word == "FILE" else word for word in WORDS[command][0]]
                 done = CliRunner().invoke(app, [command, *words, option.opts[0], value])
