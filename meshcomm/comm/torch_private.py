@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,23 +14,10 @@ from torch.autograd import forward_ad
 
 # Whether a transform of torch.func (vmap, grad, jvp) is active.
 transforming: Callable[[], bool] = torch._C._are_functorch_transforms_active
-_profiling = torch.autograd._profiler_enabled
-_forward_mode: Any = forward_ad
-
-
-def forward_level() -> int:
-    """Return the current level of forward-mode AD; below 0 if no level is open."""
-    level: int = _forward_mode._current_level
-    return level
-
-
-def unobserved() -> bool:
-    """Return whether no forward-mode AD, torch.func transform or profiler is active."""
-    return _forward_mode._current_level < 0 and not transforming() and not _profiling()
-
-
+# The current level of forward-mode AD; below 0 if no level is open.
+forward_level: Callable[[], int] = partial(getattr, forward_ad, "_current_level")
 # Switches forward-mode AD on or off inside a block.
-set_forward_mode: Any = _forward_mode._set_fwd_grad_enabled
+set_forward_mode: Any = forward_ad._set_fwd_grad_enabled
 
 # Used by an operator's autograd rule to continue below autograd, in another transform, a tracer or the call itself.
 SingleLevelFunction: Any = torch.autograd.function._SingleLevelFunction

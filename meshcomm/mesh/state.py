@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from gc import collect
 from typing import TYPE_CHECKING, Any, Final, final
-from weakref import WeakMethod, WeakSet
+from weakref import WeakMethod, WeakSet, ref
 
 import torch
 
@@ -151,7 +151,7 @@ class State:
             ranks = list(group.ranks)
             recorder = recorders[key] = self.watch.record(group.label, ranks, transport)
             limit, label = self.validate_calls, group.label
-            recorder.compares(CallCheck(lambda: transport, ranks, limit, label, label, self.watch.shared))
+            recorder.compares(CallCheck(ref(transport), ranks, limit, label, label, self.watch.shared))
             recorder.plan = f", plan {self.plan.fingerprint}"
             recorder.trace(self.metrics.spans)
             if isinstance(transport, ProcessGroupTransport):

@@ -55,6 +55,8 @@ class Transport(ABC):
     any_source: bool
     # Whether calls return once they are queued and run in queue order, as in NCCL.
     ordered: bool = False
+    # Whether the transport itself compares calls: each is announced to it.
+    compares_calls: bool = False
     # Whether calls without a wait are reported at the end of a run, so that their handles need not report them.
     tells_unwaited: bool = False
 
@@ -73,9 +75,9 @@ class Transport(ABC):
         """The device types of tensors that messages can carry."""
         return self.kinds
 
-    def announce_call(self, name: str, call: str, facts: dict[str, Any]) -> bool:
-        """Announce this rank's next call along the dim `name`. Return whether the transport itself compares calls."""
-        return False
+    def announce_call(self, name: str, call: str, facts: dict[str, Any]) -> None:
+        """Announce this rank's next call along the dim `name` to a transport that compares calls itself."""
+        raise AssertionError("this transport compares no calls")
 
     @abstractmethod
     def start(self, call: Call) -> Work | None:

@@ -16,7 +16,7 @@ from meshcomm.collectives import Call, Collective
 from meshcomm.reductions import WIRE_OPS
 from meshcomm.transport.base import P2P, Prepared, Transport, Work
 from meshcomm.transport.support import STREAM_ORDERED, by_device
-from meshcomm.transport.torch_private import abort, give_back, options_type, source_rank, timeout_of
+from meshcomm.transport.torch_private import abort, bindings, give_back, source_rank, timeout_of
 
 # The most memory that a group keeps for messages that have ended.
 _KEPT_BYTES: Final = 1 << 22
@@ -175,7 +175,7 @@ class ProcessGroupTransport(Transport):
 @cache
 def _options(kind: str, blocking: bool, op: str | None, root: int, device: torch.device | None) -> Any:
     """Return an option object, created once and never changed."""
-    options = options_type(kind)()
+    options = getattr(bindings, kind)()
     options.asyncOp = not blocking
     if op is not None:
         options.reduceOp = getattr(dist.ReduceOp, WIRE_OPS[op].reduce_op)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 import time
 from pathlib import Path
 
@@ -73,7 +74,7 @@ def test_without_hooks_a_call_that_no_recorder_knows_is_not_taken_for_the_last_o
     recorder.ordered, recorder.group_name = True, "meshcomm1/fsdp/0"
     counter = counter_of(recorder.counters, "fsdp", "all_reduce")
     for _ in range(3):
-        with recorder.call(None, counter, 16, None):
+        with recorder.call(None, counter, 16, None, sys._getframe()):
             pass
     for names, number in (
         (["nccl:all_reduce"], 3),
@@ -101,7 +102,9 @@ def test_of_calls_that_wait_for_each_other_the_first_made_is_told(monkeypatch: p
         recorder.ordered, recorder.group_name, recorder.timeout_s = True, dim, lambda: 3.0
         recorders.append(recorder)
     for recorder in reversed(recorders):
-        with recorder.call(None, counter_of(recorder.counters, recorder.label, "all_reduce"), 16, None):
+        with recorder.call(
+            None, counter_of(recorder.counters, recorder.label, "all_reduce"), 16, None, sys._getframe()
+        ):
             pass
         queued[recorder.label] = [(7, "nccl:all_reduce")]
     timer, began = CallTimer(), time.monotonic()
