@@ -19,11 +19,11 @@ from meshcomm.comm.torch_private import (
     is_fwd_grad_enabled,
     is_wrapped,
     transforming,
+    unobserved,
     unpack_dual,
 )
 from meshcomm.errors import AutogradError, LayoutError, ShapeError, UnsupportedOp
 from meshcomm.reductions import REDUCTIONS
-from meshcomm.transport.torch_private import profiling
 
 # Returns the beginning of an error about a call: its name, its dim and this rank.
 Where: TypeAlias = Callable[[], str]
@@ -33,11 +33,6 @@ OWN_TAGS: Final = 1 << 30
 _LONGEST_S: Final = 1e8
 # Bound at module level because every call looks it up.
 _STRIDED: Final = torch.strided
-
-
-def unobserved() -> bool:
-    """Return whether no forward-mode AD, torch.func transform or profiler is active."""
-    return forward_level() < 0 and not transforming() and not profiling()
 
 
 def is_plain(x: Any, device: torch.device) -> bool:

@@ -14,12 +14,13 @@ from torch import Tensor
 from meshcomm.collectives import BARRIER, REDUCE, SCATTER, Collective
 from meshcomm.comm.caller import Caller
 from meshcomm.comm.check_call import check
-from meshcomm.comm.checks import apart, axis_or_dim, is_plain, unobserved
+from meshcomm.comm.checks import apart, axis_or_dim, is_plain
 from meshcomm.comm.facts import facts_of_call
 from meshcomm.comm.handle import Handle
 from meshcomm.comm.p2p import Messages
 from meshcomm.comm.request import NO_OPTIONS, Checked, Options, Request
 from meshcomm.comm.shapes import CARRIED
+from meshcomm.comm.torch_private import unobserved
 from meshcomm.comm.wire import finish, load
 from meshcomm.errors import MeshcommError
 from meshcomm.layout import Dims
@@ -133,7 +134,7 @@ class Communicator(Caller):
         group: whether every rank in the group makes the call. If so, the call has a sequence number.
         facts: the properties of the call that must be equal on all participating ranks.
         """
-        recorder, where, frame = self.recorder, self.where(call), users_frame()
+        recorder, where = self.recorder, self.where(call)
         counter, began, moved = counter_of(recorder.counters, self.name, call), clock(), [0]
         parts = FlightRecorder(
             recorder.label, recorder.ranks, lambda _, __, error: recorder.inquire(recorder, where, error)
@@ -142,6 +143,7 @@ class Communicator(Caller):
         parts.under_way = True
         made = Communicator(self.name, self.transport, self.who, parts)
         if group:
+            frame = users_frame()
             with recorder.call(self, counter, 0, None, frame, root=root):
                 recorder.announce_call(self.name, call, facts or {}, frame)
                 yield made, recorder.set_bytes
@@ -176,7 +178,7 @@ class Communicator(Caller):
             loaded = load(self, checked)
             if loaded.nbytes is not None:
                 recorder.set_bytes(loaded.nbytes)
-            if loaded.repeatable:
+            if loaded.repeatable and recorder.check is None and recorder.spans is None:
                 self._keep(checked)
             if request.async_op:
                 works = self.start(loaded.call)
@@ -205,6 +207,7 @@ class Communicator(Caller):
             if row is REDUCE:
                 sent = made = x.clone()
             written([sent])
+            arguments: tuple[Any, ...] = ([sent],)
         else:
             shape: tuple[int, ...] = x.shape
             if not shape or (row.splits and shape[0] % self.size):
@@ -234,12 +237,13 @@ class Communicator(Caller):
                 came = made = out
             else:
                 return NotImplemented
+            arguments = row.arguments(x, came, self.size, ())
         recorder = self.recorder
         nbytes = x.nbytes * self.size if row.whole else x.nbytes
         # Begins beyond this method and `collective`, because each frame that is looked at takes time.
         recorder.begin(self, counter, nbytes, x, users_frame(3))
         try:
-            work = start(*row.arguments(sent, came, self.size, ()), options)
+            work = start(*arguments, options)
             if recorder.ordered:
                 recorder.queued(work)
             result = made if gets else None
@@ -256,16 +260,15 @@ class Communicator(Caller):
             recorder.end()
 
     def _keep(self, checked: Checked) -> None:
-        """Prepare calls of this kind for the fast path, once they are no longer compared or traced."""
+        """Prepare calls of this kind, which are no longer compared or traced, for the fast path."""
         row, x, async_op, op, root, *_ = checked.request
-        dtype, recorder = x.dtype, self.recorder
-        if recorder.check is None and recorder.spans is None and dtype in CARRIED:
-            prepared = self.transport.prepare(row, op, root, not async_op)
-            if prepared is not None:
-                counter = counter_of(recorder.counters, self.name, row.name)
-                divides = row.reduces and REDUCTIONS[op].wire.divided
-                ready = Ready(*prepared, counter, x.device, checked.gets, divides)
-                self._ready[row, op, root, async_op, dtype] = ready
+        dtype = x.dtype
+        prepared = self.transport.prepare(row, op, root, not async_op) if dtype in CARRIED else None
+        if prepared is not None:
+            counter = counter_of(self.recorder.counters, self.name, row.name)
+            divides = row.reduces and REDUCTIONS[op].wire.divided
+            ready = Ready(*prepared, counter, x.device, checked.gets, divides)
+            self._ready[row, op, root, async_op, dtype] = ready
 
 
 @final

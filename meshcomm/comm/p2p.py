@@ -26,7 +26,6 @@ from meshcomm.comm.checks import (
     check_tag,
     is_plain,
     lie_apart,
-    unobserved,
 )
 from meshcomm.comm.handle import Handle
 from meshcomm.comm.shapes import (
@@ -39,6 +38,7 @@ from meshcomm.comm.shapes import (
     into,
     leaving,
 )
+from meshcomm.comm.torch_private import unobserved
 from meshcomm.errors import CallMismatchError, ShapeError, UnsupportedOp
 from meshcomm.transport import P2P, Transport, Work
 from meshcomm.transport.base import Direction

@@ -12,12 +12,22 @@ from torch._functorch.utils import enable_single_level_autograd_function
 from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 from torch.autograd import forward_ad
 
+from meshcomm.transport.torch_private import profiling
+
 # Whether a transform of torch.func (vmap, grad, jvp) is active.
 transforming: Callable[[], bool] = torch._C._are_functorch_transforms_active
+_forward_mode: Any = forward_ad
 # The current level of forward-mode AD; below 0 if no level is open.
 forward_level: Callable[[], int] = partial(getattr, forward_ad, "_current_level")
+
+
+def unobserved() -> bool:
+    """Return whether no forward-mode AD, torch.func transform or profiler is active."""
+    return _forward_mode._current_level < 0 and not transforming() and not profiling()
+
+
 # Switches forward-mode AD on or off inside a block.
-set_forward_mode: Any = forward_ad._set_fwd_grad_enabled
+set_forward_mode: Any = _forward_mode._set_fwd_grad_enabled
 
 # Used by an operator's autograd rule to continue below autograd, in another transform, a tracer or the call itself.
 SingleLevelFunction: Any = torch.autograd.function._SingleLevelFunction

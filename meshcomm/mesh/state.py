@@ -90,6 +90,8 @@ class State:
     plan: Plan
     launch: Launch
     rank: int
+    label: str
+    is_member: bool
     device: torch.device
     topology: Callable[[], TopologyConfig]
     transports: dict[str, Transport]
@@ -106,14 +108,13 @@ class State:
     def __post_init__(self) -> None:
         self.layout: Layout = self.plan.layout
         self.dims, self.world_size = self.layout.dims, self.layout.world_size
-        self.local_rank, self.is_member = self.launch.local_rank, self.rank in self.layout
-        self.label = self.layout.label(self.rank)
+        self.local_rank = self.launch.local_rank
         self.closed = False
         # The process that opened the mesh, in a process that was forked from it.
         self.parent: int | None = None
         self._process = os.getpid()
-        user = unsigned(prefixed("mesh/user", self.held.store))
-        self.store = MeshStore(user, self.label, self.plan.defaults.timeout_s, self.is_fake, _lost_by(self))
+        lost, user = _lost_by(self), unsigned(prefixed("mesh/user", self.held.store))
+        self.store = MeshStore(user, self.label, self.plan.defaults.timeout_s, self.is_fake, lost)
         self.warm_up_s: Mapping[str, float] = {}
         self.metrics = Metrics()
         self.torch = TorchMesh(self.layout, self.rank, self.device, self.transports, self.held.prefix)
@@ -139,18 +140,18 @@ class State:
 
     def _connect(self) -> None:
         """Create a communicator for every name in the plan."""
-        for family in self.plan.families:
-            self._at[family.name] = self._communicator(family.name, self.transports[family.name])
+        groups = {group.name: group for group in self.plan.for_rank(self.rank).groups}
+        for name, transport in self.transports.items():
+            self._at[name] = self._communicator(name, transport, groups.get(name))
 
-    def _communicator(self, name: str, transport: Transport) -> Communicator:
+    def _communicator(self, name: str, transport: Transport, group: Group | None = None) -> Communicator:
+        """Return a communicator. group: the group of the transport, of which it may be the first communicator."""
         if transport.size == 1 or self.watch is None:
             return Communicator(name, transport, self.label)
         recorders, key = self.metrics.recorders, id(transport)
-        if key not in recorders:
-            group = next(g for g in self.plan.for_rank(self.rank).groups if g.name == name)
-            ranks = list(group.ranks)
-            recorder = recorders[key] = self.watch.record(group.label, ranks, transport)
-            limit, label = self.validate_calls, group.label
+        if key not in recorders and group is not None:
+            label, ranks, limit = group.label, list(group.ranks), self.validate_calls
+            recorder = recorders[key] = self.watch.record(label, ranks, transport)
             recorder.compares(CallCheck(ref(transport), ranks, limit, label, label, self.watch.shared))
             recorder.plan = f", plan {self.plan.fingerprint}"
             recorder.trace(self.metrics.spans)
