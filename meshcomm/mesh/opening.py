@@ -449,7 +449,8 @@ def _created(
     """Create this rank's groups and the watchdog. All ranks of a group create it together. Raises CommunicationError."""
     assert isinstance(planned, _Planned)
     meeting, settings, world, (plan, device) = attempt.meeting, attempt.settings, attempt.job.world, planned
-    is_member, label = meeting.rank in plan.layout, plan.layout.label(meeting.rank)
+    label = plan.layout.label(meeting.rank)
+    mine = plan.for_rank(meeting.rank) if meeting.rank in plan.layout else None
     topology = partial(_topology, settings, None if meeting.is_fake else agreed, world is not None)
     # Two generations of a simulated world never share groups.
     number = attempt.generation.number
@@ -463,8 +464,7 @@ def _created(
     transports: dict[str, Transport] = {}
     held.resources.callback(transports.clear)
     watch = None
-    if is_member:
-        mine = plan.for_rank(meeting.rank)
+    if mine is not None:
         transports |= maker.transports(plan, mine, attempt.job.existing)
         if world is not None:
             watch = world.watch(mine.coords, prefix)
@@ -476,7 +476,7 @@ def _created(
         launch=meeting.launch,
         rank=meeting.rank,
         label=label,
-        is_member=is_member,
+        mine=mine,
         device=device,
         topology=topology,
         transports=transports,
