@@ -45,7 +45,7 @@ class Collective:
                collective's names in group hooks.
     arguments: computes the method's arguments, except the options, from x, out, size and lengths.
     root:      the keyword for the coord with the whole input ("src") or the whole result ("dst").
-    in_place:  whether the result overwrites x.
+    in_place:  whether the result overwrites x, the method's only tensor.
     splits, joins: whether an axis of x is split into one part per coord, and whether the parts of all coords are joined.
     whole:     whether nccl-tests counts the data of all ranks. bus: for n ranks, bytes on the busiest link per counted byte.
     functional: the name of the differentiable call in `mesh.functional`; "" if there is none.

@@ -128,8 +128,10 @@ def mismatch() -> Walk:
 
 
 def _differs() -> list[str]:
-    with meshcomm.init(dims={"dp": 2}, device="cpu") as mesh, walking() as walk, suppress(CallMismatchError):
-        mesh.all_reduce("dp", torch.ones(4 + mesh.rank))
+    with meshcomm.init(dims={"dp": 2}, device="cpu") as mesh:
+        x = torch.ones(4 + mesh.rank)
+        with walking() as walk, suppress(CallMismatchError):
+            mesh.all_reduce("dp", x)
     return walk.stays
 
 

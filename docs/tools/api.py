@@ -149,7 +149,7 @@ PAGES: Final[Mapping[str, tuple[str, str, str]]] = {
 _WIDTH: Final = 100
 # Methods that the rest of the package calls on configurations, results and meshes. They are not documented.
 _INNER: Final = {
-    *("problems", "world_problems", "given", "written", "place", "rules", "count", "at", "has"),
+    *("problems", "given", "written", "place", "rules", "count", "at", "has"),
     *("model_post_init", "model_copy", "merging", "expert_gradient_dims", "sums", "key", "ranks_of"),
     *(
         "MeshStore.close",

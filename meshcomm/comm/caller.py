@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
+
+import torch
 
 from meshcomm.collectives import Call
 from meshcomm.errors import MeshcommError
-from meshcomm.transport.base import Transport, Work
+from meshcomm.transport.base import P2P, Transport, Work
 from meshcomm.watching.recorder import FlightRecorder
 
 
@@ -40,17 +43,26 @@ class Caller:
         if recorder.ordered and (lost := recorder.lost(self.where(call), False, error is None)) is not None:
             raise lost from error
 
-    def start(self, call: Call) -> Sequence[Work]:
-        """Make the backend start a collective. Return its Work objects, or none if it has already completed."""
-        work = self.transport.start(call)
-        if self.recorder.ordered:
-            self.recorder.queued(work)
-        works = () if work is None else (work,)
+    def start(self, call: Call | list[P2P]) -> Sequence[Work]:
+        """Make the backend start a collective, or the messages that take its place. Return its Work objects, or none if it has
+        already completed.
+        """
+        works: Sequence[Work]
+        if isinstance(call, list):
+            works = self.transport.start_p2p(call)
+        else:
+            divides = call.row.in_place and call.x is not None and call.x.is_inference()
+            # Gloo divides in place by an operator, which refuses an inference tensor outside of inference mode.
+            with torch.inference_mode() if divides else nullcontext():
+                work = self.transport.start(call)
+            if self.recorder.ordered:
+                self.recorder.queued(work)
+            works = () if work is None else (work,)
         self.recorder.issued(works)
         return works
 
-    def run(self, call: Call) -> None:
-        """Start a collective and wait for it."""
+    def run(self, call: Call | list[P2P]) -> None:
+        """Start a call and wait for it. In a frame of its own, so that a stored error does not keep its Works alive."""
         for work in self.start(call):
             work.wait()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from time import perf_counter as clock
@@ -18,14 +18,14 @@ from meshcomm.comm.checks import apart, axis_or_dim, is_plain
 from meshcomm.comm.facts import facts_of_call
 from meshcomm.comm.handle import Handle
 from meshcomm.comm.p2p import Messages
-from meshcomm.comm.request import NO_OPTIONS, Checked, Loaded, Options, Request
+from meshcomm.comm.request import NO_OPTIONS, Checked, Options, Request
 from meshcomm.comm.shapes import CARRIED
 from meshcomm.comm.torch_private import unobserved
 from meshcomm.comm.wire import finish, load
 from meshcomm.errors import MeshcommError
 from meshcomm.layout import Dims
 from meshcomm.reductions import REDUCTIONS
-from meshcomm.transport import Transport, Work
+from meshcomm.transport import Transport
 from meshcomm.transport.torch_private import written
 from meshcomm.watching.callsite import users_frame
 from meshcomm.watching.counters import CallCounter, counter_of
@@ -59,7 +59,7 @@ class Communicator(Caller):
     | check   | check_call.py      | Request -> Checked |
     | compare | facts.py           | Checked -> its facts, for the comparison with the other ranks |
     | load    | wire.py, uneven.py | Checked -> Loaded |
-    | start   | this file          | Loaded -> Works |
+    | start   | caller.py          | Loaded -> Works |
     | finish  | wire.py            | Loaded -> the result |
 
     Later calls go straight to the backend if every tensor is plain.
@@ -143,8 +143,9 @@ class Communicator(Caller):
         parts.under_way = True
         made = Communicator(self.name, self.transport, self.who, parts)
         if group:
-            with recorder.call(self, counter, 0, None, root=root):
-                recorder.announce_call(self.name, call, facts or {})
+            frame = users_frame()
+            with recorder.call(self, counter, 0, None, frame, root=root):
+                recorder.announce_call(self.name, call, facts or {}, frame)
                 yield made, recorder.set_bytes
             return
         try:
@@ -164,14 +165,12 @@ class Communicator(Caller):
         # Only the source of a scatter knows its bytes.
         x = None if row is SCATTER else checked.source
         nbytes = 0 if x is None else row.moved(x.nbytes, self.size)
-        counter = counter_of(recorder.counters, self.name, name)
-        with recorder.call(self, counter, nbytes, x, request.op, request.root):
-            facts: dict[str, Any] = {}
-            if recorder.check is not None:
-                facts = facts_of_call(checked, self.coord)
+        waits = not request.async_op and row.waits_for_all(nbytes)
+        facts = {} if recorder.check is None else facts_of_call(checked, self.coord)
+        counter, frame = counter_of(recorder.counters, self.name, name), users_frame(3)
+        with recorder.call(self, counter, nbytes, x, frame, request.op, request.root):
             try:
-                waits = not request.async_op and row.waits_for_all(nbytes)
-                recorder.announce_call(self.name, name, facts, waits)
+                recorder.announce_call(self.name, name, facts, frame, waits)
             except MeshcommError:
                 if row is SCATTER and checked.problem is not None:
                     raise checked.problem from None
@@ -179,40 +178,19 @@ class Communicator(Caller):
             loaded = load(self, checked)
             if loaded.nbytes is not None:
                 recorder.set_bytes(loaded.nbytes)
-            if loaded.repeatable:
+            if loaded.repeatable and recorder.check is None and recorder.spans is None:
                 self._keep(checked)
-            if not request.async_op:
-                return self._carried_out(loaded)
-            works = self._started(loaded)
-            return Handle(works, self, row.name, partial(finish, loaded), pending=recorder.later())
-
-    def _started(self, loaded: Loaded) -> Sequence[Work]:
-        """Start the call, or run its algorithm."""
-        call, algorithm = loaded.call, loaded.checked.request.options.algorithm
-        if isinstance(call, list):
-            works = self.transport.start_p2p(call)
-            self.recorder.issued(works)
-            return works
-        if algorithm is not None:
-            assert call.x is not None and call.op is not None
-            algorithm.run(self, call.x.detach(), call.op)
-            return ()
-        if call.row.in_place and call.x is not None and call.x.is_inference():
-            # Gloo divides in place by an operator, which refuses an inference tensor outside of inference mode.
-            with torch.inference_mode():
-                return self.start(call)
-        return self.start(call)
-
-    def _carried_out(self, loaded: Loaded) -> Tensor | None:
-        """Start the call, wait for it, and return its result.
-
-        This is a separate function, so that a stored error does not keep its Works alive.
-        """
-        for work in self._started(loaded):
-            work.wait()
-        if loaded.checked.request.row is BARRIER:
-            self.confirm("barrier")
-        return finish(loaded)
+            if request.async_op:
+                works = self.start(loaded.call)
+                return Handle(works, self, row.name, partial(finish, loaded), pending=recorder.later())
+            if algorithm is None:
+                self.run(loaded.call)
+            else:
+                call: Any = loaded.call
+                algorithm.run(self, call.x.detach(), call.op)
+            if row is BARRIER:
+                self.confirm("barrier")
+            return finish(loaded)
 
     # -- the fast path --------------------------------------------------------------------------
 
@@ -229,6 +207,7 @@ class Communicator(Caller):
             if row is REDUCE:
                 sent = made = x.clone()
             written([sent])
+            arguments: tuple[Any, ...] = ([sent],)
         else:
             shape: tuple[int, ...] = x.shape
             if not shape or (row.splits and shape[0] % self.size):
@@ -258,12 +237,13 @@ class Communicator(Caller):
                 came = made = out
             else:
                 return NotImplemented
+            arguments = row.arguments(x, came, self.size, ())
         recorder = self.recorder
         nbytes = x.nbytes * self.size if row.whole else x.nbytes
         # Begins beyond this method and `collective`, because each frame that is looked at takes time.
         recorder.begin(self, counter, nbytes, x, users_frame(3))
         try:
-            work = start(*row.arguments(sent, came, self.size, ()), options)
+            work = start(*arguments, options)
             if recorder.ordered:
                 recorder.queued(work)
             result = made if gets else None
@@ -280,17 +260,16 @@ class Communicator(Caller):
             recorder.end()
 
     def _keep(self, checked: Checked) -> None:
-        """Prepare calls of this kind for the fast path, once they are no longer compared or traced."""
+        """Prepare calls of this kind, which are no longer compared or traced, for the fast path."""
         row, x, async_op, op, root, *_ = checked.request
-        dtype, recorder = x.dtype, self.recorder
-        if recorder.check is None and recorder.spans is None and dtype in CARRIED:
-            wire = REDUCTIONS[op].wire if row.reduces else None
-            prepared = self.transport.prepare(row, None if wire is None else wire.name, root, not async_op)
-            if prepared is not None:
-                counter = counter_of(recorder.counters, self.name, row.name)
-                divides = wire is not None and wire.divided
-                ready = Ready(*prepared, counter, x.device, checked.gets, divides)
-                self._ready[row, op, root, async_op, dtype] = ready
+        dtype, wire = x.dtype, REDUCTIONS[op].wire if row.reduces else None
+        name = None if wire is None else wire.name
+        prepared = self.transport.prepare(row, name, root, not async_op) if dtype in CARRIED else None
+        if prepared is not None:
+            counter = counter_of(self.recorder.counters, self.name, row.name)
+            divides = wire is not None and wire.divided
+            ready = Ready(*prepared, counter, x.device, checked.gets, divides)
+            self._ready[row, op, root, async_op, dtype] = ready
 
 
 @final

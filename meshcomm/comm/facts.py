@@ -9,7 +9,7 @@ from meshcomm.collectives import ALL_TO_ALL, SCATTER
 from meshcomm.comm.request import OWN_OPTIONS, Checked
 from meshcomm.comm.shapes import rest_of, sent_as
 from meshcomm.reductions import REDUCTIONS
-from meshcomm.watching.facts import exchanged, facts_of, shortened
+from meshcomm.watching.facts import exchanged, facts_of
 
 
 def facts_of_call(checked: Checked, coord: int) -> dict[str, Any]:
@@ -20,13 +20,11 @@ def facts_of_call(checked: Checked, coord: int) -> dict[str, Any]:
     request, axis = checked.request, checked.axis
     row, options = request.row, request.options
     x = request.out if row is SCATTER else checked.source
-    op = request.op if row.reduces else None
-    facts = facts_of(row, [] if x is None else [x], op, request.root)
+    shape: dict[str, Any] = {}
+    facts: dict[str, Any] = {}
     if x is not None:
-        shape = list(x.shape)
-        if checked.differs:
-            shape = [0 if place == axis else size for place, size in enumerate(shape)]
-        facts = {"shape": shape, **facts}
+        sizes = enumerate(x.shape)
+        shape["shape"] = [0 if checked.differs and place == axis else size for place, size in sizes]
     if checked.differs:
         facts["elements"] = None
     if row is SCATTER:
@@ -41,11 +39,13 @@ def facts_of_call(checked: Checked, coord: int) -> dict[str, Any]:
         if row.joins:
             facts["uneven"] = options.uneven or None
     facts |= {name: value for name, value in options._asdict().items() if name not in OWN_OPTIONS}
-    facts = shortened(facts | (options.packed or {}))
+    facts |= options.packed or {}
+    if row.reduces and x is not None:
+        facts["sent as"] = sent_as(x.dtype, REDUCTIONS[request.op].wire.name)
+    op = request.op if row.reduces else None
+    facts = shape | facts_of(row, [] if x is None else [x], op, request.root) | facts
     if x is not None and checked.sends is not None and checked.expects is not None:
         # A rank without rows to send may still receive some.
         count = prod(rest_of(x, axis))
         facts |= exchanged(coord, [n * count for n in checked.sends], [n * count for n in checked.expects])
-    if row.reduces and x is not None:
-        facts["sent as"] = sent_as(x.dtype, REDUCTIONS[request.op].wire.name)
     return facts

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,21 +12,18 @@ from torch._functorch.utils import enable_single_level_autograd_function
 from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 from torch.autograd import forward_ad
 
+from meshcomm.transport.torch_private import profiling
+
 # Whether a transform of torch.func (vmap, grad, jvp) is active.
 transforming: Callable[[], bool] = torch._C._are_functorch_transforms_active
-_profiling = torch.autograd._profiler_enabled
 _forward_mode: Any = forward_ad
-
-
-def forward_level() -> int:
-    """Return the current level of forward-mode AD; below 0 if no level is open."""
-    level: int = _forward_mode._current_level
-    return level
+# The current level of forward-mode AD; below 0 if no level is open.
+forward_level: Callable[[], int] = partial(getattr, forward_ad, "_current_level")
 
 
 def unobserved() -> bool:
     """Return whether no forward-mode AD, torch.func transform or profiler is active."""
-    return _forward_mode._current_level < 0 and not transforming() and not _profiling()
+    return _forward_mode._current_level < 0 and not transforming() and not profiling()
 
 
 # Switches forward-mode AD on or off inside a block.

@@ -170,10 +170,11 @@ class MeshConfig(Section):
             return math.prod(self.dims.values())
         return None if self.rank_order is None else len(self.rank_order)
 
-    def world_problems(self, world: int | None) -> list[Problem]:
-        """Return the problems that prevent laying out the mesh on `world` processes (None if unknown).
+    def sizes(self, world: int | None, source: str | None = None) -> dict[str, int]:
+        """Return the size of every base dim, with -1 resolved. Raises ConfigError if `world` does not fit the dims, and
+        LayoutError if no job can have that many processes.
 
-        Raises LayoutError if no job can have that many processes.
+        source: the file name to show in errors, with keys under `mesh`. If None, errors name this section.
         """
         if world is not None and not 1 <= world <= MOST_RANKS:
             raise LayoutError(
@@ -182,23 +183,16 @@ class MeshConfig(Section):
                 expected=f"1 to {MOST_RANKS}",
                 hint="give the number of processes in the job",
             )
+        number = self.count(world)
         # The other rules were checked when the section was created.
-        problems = list(world_fits(self, world))
-        if not problems and self.count(world) is None:
+        problems = list(world_fits(self, world, number))
+        if not problems and number is None:
             problems = refused("dims", resolve, self.dims, None)
-        return problems
-
-    def sizes(self, world: int | None, source: str | None = None) -> dict[str, int]:
-        """Return the size of every base dim, with -1 resolved. Raises ConfigError if `world` does not fit the dims.
-
-        source: the file name to show in errors, with keys under `mesh`. If None, errors name this section.
-        """
-        problems = self.world_problems(world)
         if problems and source is not None:
             raise report(source, [problem.under("mesh") for problem in problems])
         if problems:
             raise report(type(self).__name__, problems)
-        return resolve(self.dims, self.count(world))
+        return resolve(self.dims, number)
 
     def layout(self, world: int | None, source: str | None = None) -> Layout:
         """Return the layout of the ranks. Raises ConfigError if `world` does not fit the dims. source: as for `sizes`."""

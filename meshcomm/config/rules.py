@@ -58,9 +58,9 @@ class Resolved:
     @classmethod
     def of(cls, config: Config) -> Resolved:
         """Return the configuration with the sizes that it specifies."""
-        mesh, sizes = config.mesh, dict[str, int]()
+        mesh, number, sizes = config.mesh, config.mesh.count(None), dict[str, int]()
         for dims in (*mesh.views.values(), mesh.dims):
-            sizes |= _known(dims, mesh.count(None))
+            sizes |= _known(dims, number)
         return cls(config, sizes)
 
     @property

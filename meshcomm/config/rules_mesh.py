@@ -31,13 +31,12 @@ def _sizes(mesh: MeshConfig) -> Iterator[Problem]:
     yield from problems
     for view, sizes in mesh.views.items():
         yield from _factorisation(key_path(["views", view]), sizes, f"view {view}")
-    yield from _ranks(mesh, None) if problems else world_fits(mesh, None)
+    yield from _ranks(mesh, None) if problems else world_fits(mesh, None, mesh.count(None))
 
 
-def world_fits(mesh: MeshConfig, world: int | None) -> Iterator[Problem]:
-    """Check the rules that depend on the number of processes, which is None if it is unknown."""
+def world_fits(mesh: MeshConfig, world: int | None, number: int | None) -> Iterator[Problem]:
+    """Check the rules that depend on the numbers of processes and of the mesh's ranks, which are None if they are unknown."""
     problems = list(_ranks(mesh, world))
-    number = mesh.count(world)
     if not problems and number is not None:
         problems = list(_rank_order(mesh, number)) or list(_fits(mesh, number, world))
     yield from problems

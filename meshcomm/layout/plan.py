@@ -197,13 +197,9 @@ class Plan:
         return RankPlan(rank=rank, coords=layout.coords(rank), groups=groups)
 
     def _group(self, family: Family, ranks: Ranks) -> Group:
-        layout = self.layout
-        first = layout.position(int(ranks[0]))
+        layout, members = self.layout, tuple(ranks.tolist())
+        first, index = layout.position(members[0]), layout.group_index(members[0], family.dims)
         common = {name: layout.digits(name).coord(first) for name in layout.rest(family.dims)}
-        index = 0
-        for name, coord in common.items():
-            index = index * layout.size(name) + coord
-        members = tuple(ranks.tolist())
         return Group(family.name, family.dims, index, members, common, family.options, family.shares)
 
     def facts(self) -> dict[str, Any]:

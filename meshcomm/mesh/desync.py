@@ -51,8 +51,7 @@ class DesyncMonitor:
         self._store = store
         self._record = record
         self._world_size = world_size
-        least_s = _FILE_PERIOD_S if kind_of(store) == "FileStore" else _PERIOD_S
-        self._period_s = max(least_s, period_s(world_size))
+        self._period_s = max(period_s(world_size), _FILE_PERIOD_S if kind_of(store) == "FileStore" else 0.0)
         self._due = 0.0
         self._step = 0
         self._raised = False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from meshcomm.config.write import toml
 from meshcomm.errors import CommunicationError, PeerLost, UnsupportedOp
-from meshcomm.layout import Group, GroupOptions, Plan
+from meshcomm.layout import Group, GroupOptions, Plan, RankPlan
 from meshcomm.mesh.runtime import World
 from meshcomm.mesh.source import Settings
 from meshcomm.mesh.state import Held
@@ -40,36 +40,6 @@ from meshcomm.transport.torch_private import (
 from meshcomm.transport.variables import NCCL_RECOVERS, gloo_defaults, nccl_defaults, with_variables
 from meshcomm.watching.exceptions import Reason, first_line, reason_of
 from meshcomm.watching.words import INTERFACES
-
-
-def create_transports(
-    plan: Plan,
-    rank: int,
-    device: torch.device,
-    whole_world: bool,
-    create: Callable[[Group, bool], Transport],
-    existing: Mapping[str, Transport],
-) -> dict[str, Transport]:
-    """Return one transport for every name in the plan, in plan order.
-
-    Called by: every rank of the plan's layout.
-    create: creates one group. The second argument of `create` is whether NCCL may split the group from the world.
-    existing: maps names, the same on all ranks, to transports to use instead of new groups.
-    Raises CommunicationError with the group's name.
-    """
-    mine = {group.name: group for group in plan.for_rank(rank).groups}
-    transports: dict[str, Transport] = {}
-    for family in plan.families:
-        name, group = family.name, mine.get(family.name)
-        if group is None:
-            transports[name] = SoloTransport(device, family.options.backend)
-        elif name in existing:
-            transports[name] = existing[name]
-        elif family.shares is not None:
-            transports[name] = transports[family.shares]
-        else:
-            transports[name] = create(group, whole_world and _can_split(plan, group))
-    return transports
 
 
 @final
@@ -123,6 +93,31 @@ class GroupMaker:
                 else "look for the first error reported by the process that hosts the store",
             ) from error
 
+    def transports(
+        self, plan: Plan, mine: RankPlan, existing: Mapping[str, dist.ProcessGroup]
+    ) -> dict[str, Transport]:
+        """Return one transport for every name in the plan, in plan order.
+
+        Called by: every rank of the plan's layout. mine: this rank's part of the plan.
+        existing: maps names, the same on all ranks, to groups to use instead of new ones.
+        Raises CommunicationError with the group's name.
+        """
+        groups = {group.name: group for group in mine.groups}
+        whole_world = self.world is None and plan.layout.world_size == self.meeting.world_size
+        transports: dict[str, Transport] = {}
+        for family in plan.families:
+            name, group = family.name, groups.get(family.name)
+            if group is None:
+                transports[name] = SoloTransport(self.device, family.options.backend)
+            elif name in existing:
+                transports[name] = self.over(existing[name])
+            elif family.shares is not None:
+                transports[name] = transports[family.shares]
+            else:
+                # NCCL may split it from the world.
+                transports[name] = self.open(group, whole_world and _can_split(plan, group))
+        return transports
+
     def over(self, group: dist.ProcessGroup) -> Transport:
         """Return the transport of a group that the program has created."""
         if self.world is not None:
@@ -144,14 +139,14 @@ class GroupMaker:
         if self.world is not None:
             return self.world.open(group, self.prefix)
         own = backend_on(group.options.backend, self.device) in STREAM_ORDERED
-        client, rank = self._client(own), self.meeting.rank
         variables = gloo_defaults(self.meeting.launch.one_host, len(group.ranks))
+        client, rank = self._client(own), self.meeting.rank
         # A backend that uses the store after this call may wait for it in a thread that its destructor joins.
         if own or {**variables, **os.environ}["TORCH_GLOO_LAZY_INIT"] == "1":
             client = unsigned(client)
         store = dist.PrefixStore("groups", client)
         with self._recovering(), with_variables(variables, keep=True):
-            transport = open_group(group, rank, store, self.prefix, self.device, split)
+            transport = open_group(group, rank, store, self.prefix, self.device, own, split)
         self.held.resources.callback(transport.close)
         if own:
             self.held.aborts.append(transport.abort)
@@ -194,12 +189,10 @@ _AWAITED: Final = re.compile(r"wait timeout after .*, keys: \S*/(\d+)\s*$", re.M
 
 
 def open_group(
-    group: Group, rank: int, store: dist.Store, prefix: str, device: torch.device, split: bool
+    group: Group, rank: int, store: dist.Store, prefix: str, device: torch.device, ordered: bool, split: bool
 ) -> ProcessGroupTransport:
-    """Create one group of the plan. Called by the group's ranks."""
+    """Create one group of the plan. Called by the group's ranks. ordered: whether its backend on `device` queues calls."""
     options = group.options
-    backend = backend_on(options.backend, device)
-    ordered = backend in STREAM_ORDERED
     try:
         handle = create_group(
             name=f"{prefix}/{group.name}/{group.index}",

@@ -36,7 +36,7 @@ from meshcomm.mesh.devices import (
     refuse_shared,
 )
 from meshcomm.mesh.existing import Existing, of_device_meshes, of_groups
-from meshcomm.mesh.groups import GroupMaker, create_transports
+from meshcomm.mesh.groups import GroupMaker
 from meshcomm.mesh.mesh import Mesh
 from meshcomm.mesh.rank_failure import end_by, leave_names
 from meshcomm.mesh.runtime import PRETENDED, WORLD, World
@@ -394,6 +394,7 @@ def _facts(attempt: _Attempt, planned: _Planned | MeshcommError) -> dict[str, An
     if isinstance(planned, MeshcommError):
         return {"problem": planned.what}
     meeting, mesh = attempt.meeting, attempt.settings.mesh
+    environment = {name: os.environ[name] for name in SHARED if name in os.environ}
     return {
         **planned.plan.facts(),
         "world": meeting.world_size,
@@ -405,15 +406,15 @@ def _facts(attempt: _Attempt, planned: _Planned | MeshcommError) -> dict[str, An
             "torch": torch.__version__,
             "python": platform.python_version(),
         },
-        "environment": {name: os.environ[name] for name in SHARED if name in os.environ},
+        "environment": environment,
     }
 
 
 def _agreed(attempt: _Attempt, held: Held, number: int, planned: _Planned | MeshcommError) -> Agreed:
     """Compare this rank's facts with those of the others. Raises this rank's own error, if it has one."""
-    meeting, store = attempt.meeting, prefixed("agree", held.store)
+    meeting, facts = attempt.meeting, _facts(attempt, planned)
     ranks = range(1 if meeting.is_fake else meeting.world_size)
-    facts = _facts(attempt, planned)
+    store = prefixed("agree", held.store)
     try:
         agreed = agree(store, meeting.rank, ranks, facts, attempt.settings.mesh.timeout_s)
     except MeshMismatchError as error:
@@ -448,6 +449,8 @@ def _created(
     """Create this rank's groups and the watchdog. All ranks of a group create it together. Raises CommunicationError."""
     assert isinstance(planned, _Planned)
     meeting, settings, world, (plan, device) = attempt.meeting, attempt.settings, attempt.job.world, planned
+    label = plan.layout.label(meeting.rank)
+    mine = plan.for_rank(meeting.rank) if meeting.rank in plan.layout else None
     topology = partial(_topology, settings, None if meeting.is_fake else agreed, world is not None)
     # Two generations of a simulated world never share groups.
     number = attempt.generation.number
@@ -461,19 +464,19 @@ def _created(
     transports: dict[str, Transport] = {}
     held.resources.callback(transports.clear)
     watch = None
-    if meeting.rank in plan.layout:
-        whole_world = world is None and plan.layout.world_size == meeting.world_size
-        existing = {name: maker.over(group) for name, group in attempt.job.existing.items()}
-        transports |= create_transports(plan, meeting.rank, device, whole_world, maker.open, existing)
+    if mine is not None:
+        transports |= maker.transports(plan, mine, attempt.job.existing)
         if world is not None:
-            watch = world.watch(plan.for_rank(meeting.rank).coords, prefix)
-        elif plan.for_rank(meeting.rank).groups:
-            watch = _watch(attempt, held, plan, agreed, compared)
+            watch = world.watch(mine.coords, prefix)
+        elif mine.groups:
+            watch = _watch(attempt, held, plan, mine.coords, label, agreed, compared)
     roles = getattr(settings, "parallel", None)
     return State(
         plan=plan,
         launch=meeting.launch,
         rank=meeting.rank,
+        label=label,
+        mine=mine,
         device=device,
         topology=topology,
         transports=transports,
@@ -489,13 +492,21 @@ def _created(
     )
 
 
-def _watch(attempt: _Attempt, held: Held, plan: Plan, agreed: Agreed, compared: int | None) -> Watchdog:
+def _watch(
+    attempt: _Attempt,
+    held: Held,
+    plan: Plan,
+    coords: Mapping[str, int],
+    label: str,
+    agreed: Agreed,
+    compared: int | None,
+) -> Watchdog:
     """Start the watchdog of the mesh's groups. Its callbacks must not keep the store alive."""
     meeting, generation, generations = attempt.meeting, attempt.generation, attempt.job.generations
-    mine, last = plan.for_rank(meeting.rank), time.monotonic() + attempt.settings.mesh.timeout_s
+    last = time.monotonic() + attempt.settings.mesh.timeout_s
     options = WatchOptions(
         plan.defaults.timeout_s,
-        partial(end_by, meeting.launch, mine.label),
+        partial(end_by, meeting.launch, label),
         reports=reports_of(attempt.settings.mesh.reports, agreed.moment),
         compared=compared,
         alone=meeting.is_fake,
@@ -506,7 +517,7 @@ def _watch(attempt: _Attempt, held: Held, plan: Plan, agreed: Agreed, compared: 
         options = replace(options, lost=generations.lost, hung=generations.hung)
     store = prefixed("mesh/watch", held.store)
     ranks = plan.layout.ranks.tolist()
-    watchdog = Watchdog(store, meeting.rank, mine.coords, len(ranks), options)
+    watchdog = Watchdog(store, meeting.rank, coords, len(ranks), options)
     if not meeting.is_fake and meeting.rank == min(ranks):
         names = {generation.process_of(other): plan.layout.label(other) for other in ranks}
         leave_names(names, again=bool(generation.number))

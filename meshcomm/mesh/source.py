@@ -93,7 +93,7 @@ def with_sizes(settings: S, sizes: Mapping[str, int]) -> S:
     if isinstance(settings, MeshOnly):
         mesh = settings.mesh.model_copy(update={"dims": Table(sizes)})
         return cast(S, settings._replace(mesh=mesh))
-    from meshcomm.config import load_config
+    from meshcomm.config.read import load_config
 
     return cast(S, load_config(settings, [f"mesh.dims={toml_dims(sizes)}"]))
 
@@ -170,7 +170,7 @@ def _of_the_job(overrides: Sequence[str]) -> Config:
             hint='meshcomm.init("configs/mesh.toml"), meshcomm.init(dims={"dp": -1}), '
             "or meshcomm run CONFIG script.py",
         )
-    from meshcomm.config import load_config
+    from meshcomm.config.read import load_config
 
     settings = load_config(path, [*_overrides(), *overrides])
     _TAKEN.set(path)
@@ -190,7 +190,7 @@ def _own(config: Source | None, given: dict[str, Any], overrides: Sequence[str])
             hint='overrides=["mesh.dims.tp=4"] changes a config',
         )
     if config is not None and not isinstance(config, MeshConfig):
-        from meshcomm.config import load_config
+        from meshcomm.config.read import load_config
 
         return load_config(config, overrides)
     if overrides:
@@ -208,7 +208,7 @@ def _own(config: Source | None, given: dict[str, Any], overrides: Sequence[str])
 
 def _refuse_unused(path: str, own: Settings) -> None:
     """Raise LaunchError if the mesh from `own` would ignore settings of the job's configuration."""
-    from meshcomm.config import load_config
+    from meshcomm.config.read import load_config
 
     asked = load_config(path, _overrides())
     lost = [

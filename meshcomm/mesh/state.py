@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from gc import collect
 from typing import TYPE_CHECKING, Any, Final, final
-from weakref import WeakMethod, WeakSet
+from weakref import WeakMethod, WeakSet, ref
 
 import torch
 
@@ -27,7 +27,7 @@ from meshcomm.errors import (
     StoreError,
     UnknownDim,
 )
-from meshcomm.layout import Dims, Group, GroupOptions, Layout, Plan
+from meshcomm.layout import Dims, Group, GroupOptions, Layout, Plan, RankPlan
 from meshcomm.layout.sizes import fold
 from meshcomm.mesh.agree import agree
 from meshcomm.mesh.devices import check_backends
@@ -78,6 +78,7 @@ class Held:
 class State:
     """One rank's part of a mesh, after all ranks have agreed on the mesh and its groups exist.
 
+    label: this rank with its coords. mine: its part of the plan as the mesh opened; None if it is not in the mesh.
     topology: the placement of ranks on nodes.
     validate_calls: how many calls of each kind are compared; None if all are, or if the world compares them.
     create: creates one group. The second argument of `create` is whether NCCL may split the group from the world.
@@ -90,6 +91,8 @@ class State:
     plan: Plan
     launch: Launch
     rank: int
+    label: str
+    mine: RankPlan | None
     device: torch.device
     topology: Callable[[], TopologyConfig]
     transports: dict[str, Transport]
@@ -106,14 +109,13 @@ class State:
     def __post_init__(self) -> None:
         self.layout: Layout = self.plan.layout
         self.dims, self.world_size = self.layout.dims, self.layout.world_size
-        self.local_rank, self.is_member = self.launch.local_rank, self.rank in self.layout
-        self.label = self.layout.label(self.rank)
+        self.local_rank, self.is_member = self.launch.local_rank, self.mine is not None
         self.closed = False
         # The process that opened the mesh, in a process that was forked from it.
         self.parent: int | None = None
         self._process = os.getpid()
-        user = unsigned(prefixed("mesh/user", self.held.store))
-        self.store = MeshStore(user, self.label, self.plan.defaults.timeout_s, self.is_fake, _lost_by(self))
+        lost, user = _lost_by(self), unsigned(prefixed("mesh/user", self.held.store))
+        self.store = MeshStore(user, self.label, self.plan.defaults.timeout_s, self.is_fake, lost)
         self.warm_up_s: Mapping[str, float] = {}
         self.metrics = Metrics()
         self.torch = TorchMesh(self.layout, self.rank, self.device, self.transports, self.held.prefix)
@@ -129,28 +131,29 @@ class State:
         self._at = at
         # From here on, a forked process can give this state to its parent.
         _ALL.add(self)
-        if self.is_member:
-            self._connect()
+        if self.mine is not None:
+            self._connect(self.mine)
             if self.watch is not None and self.watch.timed and not self.is_fake:
                 ranks = self.layout.ranks.tolist()
                 self._outside = OutsideGroups(self.watch, ranks, self.device, self.label, self.validate_calls)
 
     # -- communicators ----------------------------------------------------------------------------
 
-    def _connect(self) -> None:
+    def _connect(self, mine: RankPlan) -> None:
         """Create a communicator for every name in the plan."""
-        for family in self.plan.families:
-            self._at[family.name] = self._communicator(family.name, self.transports[family.name])
+        groups = {group.name: group for group in mine.groups}
+        for name, transport in self.transports.items():
+            self._at[name] = self._communicator(name, transport, groups.get(name))
 
-    def _communicator(self, name: str, transport: Transport) -> Communicator:
+    def _communicator(self, name: str, transport: Transport, group: Group | None = None) -> Communicator:
+        """Return a communicator. group: the group of the transport, of which it may be the first communicator."""
         if transport.size == 1 or self.watch is None:
             return Communicator(name, transport, self.label)
         recorders, key = self.metrics.recorders, id(transport)
-        if key not in recorders:
-            group = next(g for g in self.plan.for_rank(self.rank).groups if g.name == name)
-            ranks, limit, label = list(group.ranks), self.validate_calls, group.label
+        if key not in recorders and group is not None:
+            label, ranks, limit = group.label, list(group.ranks), self.validate_calls
             recorder = recorders[key] = self.watch.record(label, ranks, transport)
-            recorder.compares(CallCheck(lambda: transport, ranks, limit, label, label, self.watch.shared))
+            recorder.compares(CallCheck(ref(transport), ranks, limit, label, label, self.watch.shared))
             recorder.plan = f", plan {self.plan.fingerprint}"
             recorder.trace(self.metrics.spans)
             if isinstance(transport, ProcessGroupTransport):
@@ -232,18 +235,18 @@ class State:
             if (lost := self.lost(error)) is not None:
                 raise lost from error
             raise
-        family = plan.family(name)
+        family, mine = plan.family(name), plan.for_rank(self.rank)
         if family.size == 1:
             transport: Transport = SoloTransport(self.device, family.options.backend)
         elif family.shares is not None:
             transport = self.transports[family.shares]
         else:
-            group = next(group for group in plan.for_rank(self.rank).groups if group.name == name)
+            group = next(group for group in mine.groups if group.name == name)
             transport = self.create(group, False)
         self.plan, self.layout, self.torch.layout = plan, plan.layout, plan.layout
         self.transports[name] = transport
         self._at.clear()
-        self._connect()
+        self._connect(mine)
         self.rearranger = None
 
     def _merged_plan(

@@ -129,8 +129,8 @@ class Watchdog(Watching):
         self._world_size = world_size
         self._options = options
         self._recorders: list[FlightRecorder] = []
-        self.own = RankRecord(rank, coords, self._recorders, options.reports)
         self._interval_s = look_interval_s(world_size)
+        self.own = RankRecord(rank, coords, self._recorders, options.reports)
         self._exchange = RecordExchange(store, rank, self._interval_s)
         self._desync = DesyncMonitor(prefixed("desync", store), self.own, world_size)
         if not options.alone:

@@ -336,17 +336,16 @@ def _unpack(source: Any, targets: Sequence[Tensor]) -> None:
 class SimulatorTransport(ProcessGroupTransport):
     """The calls of a mesh on a simulated group."""
 
-    tells_unwaited = True
+    tells_unwaited = compares_calls = True
     timeout_s = 0.0
     wait_within = Transport.wait_within
     group: SimulatedProcessGroup
 
-    def announce_call(self, name: str, call: str, facts: dict[str, Any]) -> bool:
+    def announce_call(self, name: str, call: str, facts: dict[str, Any]) -> None:
         if call == ALL_TO_ALL.name:
             # The sizes themselves are compared.
             facts = {fact: value for fact, value in facts.items() if fact not in OWN and fact != "elements"}
         self.group.announced = name, call, facts
-        return True
 
     def start(self, call: Call) -> SimulatedWork:
         return self.group.start(call)

@@ -53,8 +53,13 @@ class Transport(ABC):
     device: torch.device
     group_name: str
     any_source: bool
+    # The device types of tensors that the group can carry, and that its messages can carry.
+    kinds: tuple[str, ...]
+    message_kinds: tuple[str, ...]
     # Whether calls return once they are queued and run in queue order, as in NCCL.
     ordered: bool = False
+    # Whether the transport itself compares calls: each is announced to it.
+    compares_calls: bool = False
     # Whether calls without a wait are reported at the end of a run, so that their handles need not report them.
     tells_unwaited: bool = False
 
@@ -63,19 +68,9 @@ class Transport(ABC):
         """Seconds after which the backend itself ends a call; 0.0 if unknown."""
         return 0.0
 
-    @property
-    def kinds(self) -> tuple[str, ...]:
-        """The device types of tensors that the group can carry."""
-        return (self.device.type,)
-
-    @property
-    def message_kinds(self) -> tuple[str, ...]:
-        """The device types of tensors that messages can carry."""
-        return self.kinds
-
-    def announce_call(self, name: str, call: str, facts: dict[str, Any]) -> bool:
-        """Announce this rank's next call along the dim `name`. Return whether the transport itself compares calls."""
-        return False
+    def announce_call(self, name: str, call: str, facts: dict[str, Any]) -> None:
+        """Announce this rank's next call along the dim `name` to a transport that compares calls itself."""
+        raise AssertionError("this transport compares no calls")
 
     @abstractmethod
     def start(self, call: Call) -> Work | None:
@@ -125,6 +120,7 @@ class SoloTransport(Transport):
     def __init__(self, device: torch.device, backend: str) -> None:
         self.name = backend_on(backend, device)
         self.device = device
+        self.kinds = self.message_kinds = (device.type,)
 
     def start(self, call: Call) -> Work | None:
         if call.out is not None and call.x is not None:

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from meshcomm.collectives import Call, Collective
 from meshcomm.reductions import WIRE_OPS
 from meshcomm.transport.base import P2P, Prepared, Transport, Work
-from meshcomm.transport.support import STREAM_ORDERED, by_device
-from meshcomm.transport.torch_private import abort, give_back, options_type, source_rank, timeout_of
+from meshcomm.transport.support import STREAM_ORDERED, backend_on
+from meshcomm.transport.torch_private import abort, bindings, give_back, source_rank, timeout_of
 
 # The most memory that a group keeps for messages that have ended.
 _KEPT_BYTES: Final = 1 << 22
@@ -40,9 +40,12 @@ class ProcessGroupTransport(Transport):
         timeout_s: float | None = None,
     ) -> None:
         self.group = group
-        # The key "" is for all other devices.
-        self._backends = {"": backend, **by_device(backend)}
-        self.name = self.serving(device)
+        self.name = backend_on(backend, device)
+        # Gloo carries host memory on every mesh device. Its messages carry nothing else, but its collectives copy tensors from
+        # other devices.
+        with_gloo = backend_on(backend, torch.device("cpu")) == "gloo"
+        self.kinds = tuple(dict.fromkeys((device.type, "cpu"))) if with_gloo else (device.type,)
+        self.message_kinds = ("cpu",) if self.name == "gloo" else self.kinds
         self.group_name = str(group.group_name)
         self.size = group.size()
         self.coord = group.rank()
@@ -69,21 +72,6 @@ class ProcessGroupTransport(Transport):
             return made if planned is None else planned
         # A backend that ends the process does this after the diagnosis.
         return now - min(MARGIN_S, now / 10) if self.ordered else now
-
-    @property
-    def kinds(self) -> tuple[str, ...]:
-        """Gloo carries host memory on every mesh device."""
-        with_gloo = self.serving(torch.device("cpu")) == "gloo"
-        return tuple(dict.fromkeys((self.device.type, "cpu"))) if with_gloo else (self.device.type,)
-
-    @property
-    def message_kinds(self) -> tuple[str, ...]:
-        """Gloo's messages use host memory only. Gloo's collectives copy tensors from other devices."""
-        return ("cpu",) if self.name == "gloo" else self.kinds
-
-    def serving(self, device: torch.device) -> str:
-        """Return the backend that carries tensors of `device`."""
-        return self._backends.get(device.type) or self._backends[""]
 
     def start(self, call: Call) -> Work | None:
         row = call.row
@@ -175,7 +163,7 @@ class ProcessGroupTransport(Transport):
 @cache
 def _options(kind: str, blocking: bool, op: str | None, root: int, device: torch.device | None) -> Any:
     """Return an option object, created once and never changed."""
-    options = options_type(kind)()
+    options = getattr(bindings, kind)()
     options.asyncOp = not blocking
     if op is not None:
         options.reduceOp = getattr(dist.ReduceOp, WIRE_OPS[op].reduce_op)

@@ -18,7 +18,6 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from inspect import unwrap
 from types import FrameType, FunctionType
@@ -40,7 +39,6 @@ from torch.utils._pytree import tree_leaves
 from meshcomm.transport.support import check_reduce
 
 C = TypeVar("C", bound=Callable[..., Any])
-T = TypeVar("T")
 
 # For a backend written in Python: its Work, its options, the tensors in nested arguments.
 Work: Any = dist._Work
@@ -65,11 +63,6 @@ def storage_id(x: Any) -> int:
     """Return a number that identifies a storage, or a tensor's storage, as long as the storage exists."""
     found: int = (x.untyped_storage() if isinstance(x, torch.Tensor) else x)._cdata
     return found
-
-
-def options_type(name: str) -> Any:
-    """Return the class of a collective's options, as in `AllreduceOptions`."""
-    return getattr(bindings, name)
 
 
 # A name that no other hook of a group uses.
@@ -178,26 +171,9 @@ def group_named(name: str) -> Any:
     return c10d._resolve_process_group(_NAME(name))
 
 
-# Whether torch.profiler is recording.
+# Whether torch.profiler is recording in this thread, and a switch for all profilers.
 profiling = torch.autograd._profiler_enabled
-
-
-def unprofiled(start: Callable[[], T]) -> T:
-    """Return what `start` returns, called where torch.profiler records nothing.
-
-    A Work of Gloo that was started under a profiler and completes after the profiler has been freed writes into the freed
-    memory (onFunctionExitImpl in profiler_kineto.cpp). A profiler of one thread follows the Work to the thread of Gloo, so
-    `start` then runs in a new thread.
-    """
-    if profiling():
-        with ThreadPoolExecutor(1) as thread:
-            return thread.submit(start).result()
-    # `profiling` knows nothing of profilers of all threads.
-    torch.autograd._enable_record_function(False)
-    try:
-        return start()
-    finally:
-        torch.autograd._enable_record_function(True)
+record_functions: Callable[[bool], None] = torch.autograd._enable_record_function
 
 
 def capturing() -> bool:

@@ -7,7 +7,8 @@ import json
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from itertools import count
@@ -24,12 +25,13 @@ from meshcomm.transport import P2P, Transport, Work
 from meshcomm.transport.base import Direction
 from meshcomm.transport.support import name_of
 from meshcomm.transport.torch_changes import wait_until
-from meshcomm.transport.torch_private import unprofiled
-from meshcomm.watching.callsite import caller
-from meshcomm.watching.facts import parts_of, shortened
+from meshcomm.transport.torch_private import profiling, record_functions
+from meshcomm.watching.facts import parts_of
 from meshcomm.watching.verdict import SAME, ToldCall, are_same, as_data, error_of, is_same, mismatch
 
 _BYTES: Final = 1024
+# A longer list is told by its length and a digest, so that a call and its line fit into these bytes.
+_LONGEST: Final = 48
 _SITE: Final = 200
 # The number of calls that a rank remembers until it knows that the others have made them too.
 _UNSETTLED: Final = 64
@@ -106,7 +108,7 @@ class Shared:
             for rank, status in self.exchange.ask(left).items():
                 for group in status["groups"]:
                     if group["label"] == label and str(number) in group["compared"]:
-                        made[rank] = ToldCall(**group["compared"][str(number)], rank=rank)
+                        made[rank] = ToldCall(**group["compared"][str(number)])
             if time.monotonic() > until:
                 break
         return made
@@ -122,19 +124,19 @@ class CallCheck:
     the first rank's call through the job's store before it is issued, so only equal calls ever meet. If such calls differ,
     some of them are under way and never complete, and every later call on the group raises the published difference.
 
-    transport: returns the group's transport. limit: how many calls to compare, equal on all ranks; None to compare all.
-    label: the group's name in statuses. key: its name in the store, which no later group has. shared: None if there are no
-    other processes.
+    transport: returns the group's transport; None once it is gone. limit: how many calls to compare, equal on all ranks; None
+    to compare all. label: the group's name in statuses. key: its name in the store, which no later group has. shared: None if
+    there are no other processes.
 
     raised: whether the program has been told that the ranks made different calls, some of which are under way.
-    announced: whether a compared call is about to be issued. guarded: whether it does not wait for the other ranks.
+    announced: the compared call that is about to be issued. guarded: whether it does not wait for the other ranks.
     is_over: whether no later call is compared, and every call so far is known to be that of the other ranks.
-    made: the calls that may differ on another rank: number, the recorder's number, name and facts.
+    made: the calls that may differ on another rank, with their numbers.
     """
 
     def __init__(
         self,
-        transport: Callable[[], Transport],
+        transport: Callable[[], Transport | None],
         ranks: Sequence[int],
         limit: int | None,
         label: str = "",
@@ -146,8 +148,9 @@ class CallCheck:
         self._left = limit
         self._number = 0
         self._label, self._key, self._shared = label, key, shared
-        self.announced = self.guarded = self.is_over = False
-        self.made: deque[tuple[int, int, str, dict[str, Any]]] = deque(maxlen=_UNSETTLED)
+        self.guarded = self.is_over = False
+        self.announced: ToldCall | None = None
+        self.made: deque[tuple[int, ToldCall]] = deque(maxlen=_UNSETTLED)
         # Posted comparisons that no call waits for: the call's number, the Work, and the compared tensor.
         self._posted: deque[tuple[int, Work, torch.Tensor]] = deque()
         # The difference between the ranks, once it is known here.
@@ -160,38 +163,44 @@ class CallCheck:
     @property
     def coord(self) -> int:
         """This rank's place in the group."""
-        return self._transport().coord
+        transport = self._transport()
+        return 0 if transport is None else transport.coord
 
-    def announce_call(self, name: str, call: str, facts: dict[str, Any], waits: bool, recorded: int) -> None:
-        """Return when this rank may make a call on `name`.
+    def announce_call(
+        self, name: str, call: str, facts: dict[str, Any], waits: bool, frame: FrameType
+    ) -> None:
+        """Return when this rank may make a call on `name`, from the user's `frame`.
 
         waits: whether the call waits for all ranks of the group. If not, this method does not wait for any.
-        recorded: the call's number in the recorder.
 
         Raises CallMismatchError, on every rank of the group, or as soon as this rank's call is known to differ.
         """
-        if self._left == 0 or len(self._ranks) == 1:
+        shared = self._shared
+        transport = None if self._left == 0 or len(self._ranks) == 1 else self._transport()
+        if transport is None:
             self._refuse()
             self.is_over = self._settled()
             return
-        transport, shared = self._transport(), self._shared
-        if transport.announce_call(name, call, facts):
+        if transport.compares_calls:
+            transport.announce_call(name, call, shortened(facts))
             return
         self._refuse()
+        rank = -1 if shared is None else shared.rank
+        told = self.announced = ToldCall(call, shortened(facts), _line(frame)[-_SITE:], rank)
         try:
-            self.made.append((self._number + 1, recorded, call, facts))
             self._number += 1
+            self.made.append((self._number, told))
             if self._left is not None:
                 self._left -= 1
             if shared is None:
-                self._agrees(transport, name, call, facts, True)
-            elif transport.ordered or not self._agrees(transport, name, call, facts, waits):
-                self._meet(shared, name, call, facts)
+                self._agrees(transport, name, told, True)
+            elif transport.ordered or not self._agrees(transport, name, told, waits):
+                self._meet(shared, name, told, parts_of(facts, len(self._ranks)))
                 self.guarded = True
-            self.announced = True
         except BaseException as error:
             if not isinstance(error, Exception):
-                self.leave(name, call, type(error).__name__)
+                self.leave(name, told, type(error).__name__)
+            self.announced = None
             raise
         finally:
             # A stored error keeps this frame alive; it must not keep the group.
@@ -199,7 +208,7 @@ class CallCheck:
 
     def _refuse(self) -> None:
         """Raise CallMismatchError if the ranks are known to have made different calls that are under way."""
-        self.announced = self.guarded = False
+        self.announced, self.guarded = None, False
         self._settled()
         if time.monotonic() < self._suspects:
             self.difference()
@@ -218,7 +227,7 @@ class CallCheck:
                 self.made.popleft()
         return not self._posted and now >= self._suspects
 
-    def leave(self, name: str, call: str, raised: str) -> None:
+    def leave(self, name: str, told: ToldCall, raised: str) -> None:
         """Record that this rank leaves the call under way before it is issued, although the call has been compared.
 
         raised: the type of the exception that interrupts it.
@@ -226,7 +235,7 @@ class CallCheck:
         who = "this rank" if self._shared is None else f"rank {self._shared.rank}"
         left = CallMismatchError(
             f'{who} left call {self._number} along "{name}" before it sent its part; {_OUT_OF_STEP}',
-            given=f"{raised} in {call} at {caller()}",
+            given=f"{raised} in {told.call} at {told.callsite}",
             expected=SAME,
             hint="end the program, or go on with a new group",
             mismatched_ranks=() if self._shared is None else (self._shared.rank,),
@@ -260,15 +269,15 @@ class CallCheck:
         self.raised |= error is not None
         return error
 
-    def _agrees(self, transport: Transport, name: str, call: str, facts: dict[str, Any], waits: bool) -> bool:
+    def _agrees(self, transport: Transport, name: str, told: ToldCall, waits: bool) -> bool:
         """Post the comparison. Return whether the calls are equal, or False if this rank or another one does not wait for it."""
-        digest = hashlib.blake2b(json.dumps([call, facts]).encode(), digest_size=8).digest()
+        digest = hashlib.blake2b(json.dumps(told[:2]).encode(), digest_size=8).digest()
         # 63 bits that are the same for equal calls in every process.
         sign = int.from_bytes(digest, "little") >> 1
         signs = torch.tensor([sign, -sign, int(not waits)], device=transport.device)
         compare = partial(transport.start, Call(ALL_REDUCE, signs, op="max"))
         # Not waited for at once, so it may outlive a profiler.
-        work = compare() if transport.ordered else unprofiled(compare)
+        work = compare() if transport.ordered else _unprofiled(compare)
         if work is not None:
             if not waits:
                 self._posted.append((self._number, work, signs))
@@ -281,7 +290,7 @@ class CallCheck:
         if highest != -lowest:
             if guarded:
                 return False
-            self._exchange(transport, name, _told(call, facts))
+            self._exchange(transport, name, told)
         self.made.clear()
         return True
 
@@ -299,11 +308,14 @@ class CallCheck:
             self.made.clear()
             raise mismatch(name, self._number, self._ranks, calls)
 
-    def _meet(self, shared: Shared, name: str, call: str, facts: dict[str, Any]) -> None:
+    def _meet(
+        self, shared: Shared, name: str, told: ToldCall, parts: tuple[list[int], list[int]] | None
+    ) -> None:
         """Compare this rank's call with the call of the rank that came first. Compare the sizes of an all_to_all with those of
         all ranks that have come. Does not wait for any rank.
+
+        parts: what the call sends to each rank and expects from each, if it is known.
         """
-        told, parts = _told(call, facts, shared.rank), parts_of(facts, len(self._ranks))
         number, own = self._number, json.dumps(told)
         first = shared.first(f"{self._key}/{number}", own)
         if first == own and number > _BEHIND:
@@ -347,8 +359,40 @@ class CallCheck:
         return as_data(error)
 
 
-def _told(call: str, facts: dict[str, Any], rank: int = -1) -> ToldCall:
-    return ToldCall(call, shortened(facts), caller()[-_SITE:], rank)
+def _unprofiled(start: Callable[[], Work | None]) -> Work | None:
+    """Return what `start` returns, called where torch.profiler records nothing.
+
+    A Work of Gloo that was started under a profiler and completes after the profiler has been freed writes into the freed
+    memory (onFunctionExitImpl in profiler_kineto.cpp). A profiler of one thread follows the Work to the thread of Gloo, so
+    `start` then runs in a new thread.
+    """
+    if profiling():
+        with ThreadPoolExecutor(1) as thread:
+            return thread.submit(start).result()
+    # `profiling` knows nothing of profilers of all threads.
+    record_functions(False)
+    try:
+        return start()
+    finally:
+        record_functions(True)
+
+
+def shortened(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the facts with a digest in place of each long list."""
+    return {
+        key: _digest(value) if isinstance(value, list) and len(str(value)) > _LONGEST else value
+        for key, value in facts.items()
+    }
+
+
+def _digest(values: list[Any]) -> str:
+    text = json.dumps(values)
+    digest = hashlib.sha256(text.encode()).hexdigest()[:8]
+    return f"{text[: _LONGEST // 2].rstrip(', ')}.. ({len(values)}, digest {digest})"
+
+
+def _line(frame: FrameType) -> str:
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 def _message(told: ToldCall) -> bytes:
@@ -504,7 +548,7 @@ class MessageCheck:
             sum(x.numel() for x in tensors),
             " ".join(f"({', '.join(map(str, x.shape))})" for x in tensors),
             sum(x.nbytes for x in tensors),
-            f"{frame.f_code.co_filename}:{frame.f_lineno}",
+            _line(frame),
         )
         # Atomic: the first end to arrive writes, and the second gets what the first has written.
         mine = json.dumps(own)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -13,8 +11,6 @@ from torch import Tensor
 from meshcomm.collectives import ALL_TO_ALL, BARRIER, HOOKED, SCATTER, Collective
 from meshcomm.transport.support import name_of
 
-# A longer list is compared by its length and a digest: a call and its callsite are exchanged in a kilobyte.
-_LONGEST: Final = 48
 # The facts in which the ranks of an all_to_all differ. `balance` decides whether they fit.
 OWN: Final = ("sends", "expects", "balance")
 # Bound at module level because every call looks it up.
@@ -26,8 +22,7 @@ _WEIGHT: Final = 0x9E3779B97F4A7C15 % PRIME
 
 def kind_of(x: Tensor) -> str:
     """Return the dtype of a tensor, and its layout if it is sparse."""
-    layout = "" if x.layout is torch.strided else f"{x.layout} ".removeprefix("torch.")
-    return f"{layout}{name_of(x.dtype)}"
+    return f"{x.layout} {x.dtype}".replace("torch.", "").removeprefix("strided ")
 
 
 def bytes_of(x: Tensor) -> int:
@@ -87,7 +82,7 @@ def facts_of_hook(
     parts, wholes = [x.numel() for x in small], [x.numel() for x in large]
     if row is ALL_TO_ALL:
         del facts["elements"]
-        return shortened(facts) | _exchanged(inputs, outputs, coord, size, arguments)
+        return facts | _exchanged(inputs, outputs, coord, size, arguments)
     if row.reduces and row.splits:
         facts["elements"] = _one([n * size for n in parts])
     # Whether the tensors of this rank fit each other. If not, its backend would refuse the call on this rank only.
@@ -95,7 +90,7 @@ def facts_of_hook(
     facts["parts"] = None if fit else wholes
     if not fit and parts == wholes[coord : coord + 1]:
         facts["elements"] = None
-    return shortened(facts)
+    return facts
 
 
 def is_refused(kind: str, given: Any, size: int, gloo: bool, arguments: Mapping[str, Any]) -> bool:
@@ -206,17 +201,3 @@ def _one(values: list[Any]) -> Any:
     if len(values) == 1 or (values and isinstance(values[0], str) and len(set(values)) == 1):
         return values[0]
     return values
-
-
-def shortened(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the facts with a digest in place of each long list."""
-    return {
-        key: _digest(value) if isinstance(value, list) and len(str(value)) > _LONGEST else value
-        for key, value in facts.items()
-    }
-
-
-def _digest(values: list[Any]) -> str:
-    text = json.dumps(values)
-    digest = hashlib.sha256(text.encode()).hexdigest()[:8]
-    return f"{text[: _LONGEST // 2].rstrip(', ')}.. ({len(values)}, digest {digest})"

@@ -79,7 +79,8 @@ def _record(recorder: FlightRecorder, name: str, who: str, row: Collective, kind
     nbytes = sum(map(bytes_of, tensors)) if one is None else bytes_of(one)
     counter = counter_of(recorder.counters, name, row.name, True)
     LATEST[0] = id(recorder)
-    recorder.begin(None, counter, row.moved(nbytes, size), one, users_frame(3))
+    frame = users_frame(3)
+    recorder.begin(None, counter, row.moved(nbytes, size), one, frame)
     if recorder.span is not None:
         recorder.span.op = getattr(given, "op", None)
         recorder.span.root = -1 if row.root is None else given.root
@@ -89,7 +90,7 @@ def _record(recorder: FlightRecorder, name: str, who: str, row: Collective, kind
         if recorder.check is not None:
             facts = facts_of_hook(row, given, recorder.check.coord, size, arguments)
             waits = not given.async_op and row.waits_for_all(nbytes)
-            recorder.announce_call(name, row.name, facts, waits)
+            recorder.announce_call(name, row.name, facts, frame, waits)
     except RuntimeError as error:
         where = f'{row.name} {recorder.past_the_mesh}along "{name}" on {who}'
         raise recorder.inquire(recorder, where, error) from error

@@ -16,14 +16,13 @@ from torch.autograd.profiler import record_function
 from meshcomm.errors import MeshcommError
 from meshcomm.transport.torch_changes import end_wait_by
 from meshcomm.transport.torch_private import GroupHooks, capturing, profiling, work_error
-from meshcomm.watching.callsite import C10D, is_inside, line_of, origin, users_frame
+from meshcomm.watching.callsite import C10D, is_inside, line_of, origin
 from meshcomm.watching.compare import CallCheck, MessageCheck
 from meshcomm.watching.counters import CallCounter, Counters, Entry, PendingCall
-from meshcomm.watching.facts import shortened
 from meshcomm.watching.messages import MessageLog, PendingMessage
 from meshcomm.watching.spans import Span, Spans
 from meshcomm.watching.steps import StepHistory
-from meshcomm.watching.words import UNKNOWN, failure
+from meshcomm.watching.words import failure
 
 KEPT: Final = 256
 # How many recent collectives a rank reports to the others.
@@ -123,14 +122,15 @@ class FlightRecorder:
         counter: CallCounter,
         nbytes: int,
         x: Tensor | None,
+        frame: FrameType,
         op: str | None = None,
         root: int = -1,
     ) -> FlightRecorder:
-        """Record the start of a collective, which ends with the `with` block.
+        """Record the start of a collective at the user's `frame`. It ends with the `with` block.
 
         A RuntimeError in the block comes from the backend and becomes an error of `caller`, which is None outside the mesh.
         """
-        self.begin(caller, counter, nbytes, x, users_frame(2))
+        self.begin(caller, counter, nbytes, x, frame)
         if self.span is not None:
             self.span.op, self.span.root = op, root
         return self
@@ -202,10 +202,10 @@ class FlightRecorder:
         if check is not None and check.raised:
             clear_frames(trace)
         # An Exception between the comparison and the start is raised on every rank; an interrupt is not.
-        if check is not None and check.announced and not isinstance(error, Exception):
-            check.leave(entry[0].name, call, type(error).__name__)
+        if check is not None and check.announced is not None and not isinstance(error, Exception):
+            check.leave(entry[0].name, check.announced, type(error).__name__)
         # This may be any error from reading the result of an abandoned call.
-        if isinstance(error, Exception) and self._caller is not None:
+        if self.ordered and isinstance(error, Exception) and self._caller is not None:
             self._caller.confirm(call, error)
 
     def set_bytes(self, nbytes: int) -> None:
@@ -217,18 +217,20 @@ class FlightRecorder:
         if self.span is not None:
             self.span.nbytes = nbytes
 
-    def announce_call(self, name: str, call: str, facts: dict[str, Any], waits: bool = True) -> None:
+    def announce_call(
+        self, name: str, call: str, facts: dict[str, Any], frame: FrameType, waits: bool = True
+    ) -> None:
         """Compare the call in progress with the other ranks' calls, while calls are compared.
 
-        waits: whether the call itself waits for all ranks of the group. See CallCheck.
+        frame: the user's. waits: whether the call itself waits for all ranks of the group. See CallCheck.
         Raises CallMismatchError if the ranks make different calls.
         """
         check = self.check
-        # The host reads the result of the comparison, which would abort a graph capture.
-        if check is None or capturing():
+        # The host reads the result of the comparison, which would abort a graph capture. Only queued calls can be captured.
+        if check is None or (self.ordered and capturing()):
             return
         try:
-            check.announce_call(name, call, facts, waits and not self.ordered, self.started)
+            check.announce_call(name, call, facts, waits and not self.ordered, frame)
         except MeshcommError:
             self.refuse()
             raise
@@ -250,7 +252,7 @@ class FlightRecorder:
         """Record that the backend has been given the call under way, as these Works."""
         check = self.check
         if check is not None:
-            check.announced = False
+            check.announced = None
             for work in works if check.guarded and not self.ordered else ():
                 end_wait_by(work, check.ended)
 
@@ -376,10 +378,7 @@ class FlightRecorder:
         if self.ordered:
             first = min(first, max(self.over, self.started - _MOST_RECENT))
         numbers = range(max(first, 0) + 1, self.started + 1)
-        compared = {}
-        for number, recorded, call, facts in [] if self.check is None else list(self.check.made):
-            known = self.call_data(recorded) or UNKNOWN
-            compared[number] = {"call": call, "facts": shortened(facts), "callsite": known["callsite"]}
+        compared = [] if self.check is None else list(self.check.made)
         return {
             "label": self.label,
             "ranks": self.ranks,
@@ -391,7 +390,7 @@ class FlightRecorder:
                 for n in numbers
                 if n not in self.refused and (row := self.call_data(n)) is not None
             ],
-            "compared": compared,
+            "compared": {number: told._asdict() for number, told in compared},
             "messages": self.messages.status(self.ranks),
             "steps": self.steps.data(),
         }

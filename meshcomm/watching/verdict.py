@@ -160,10 +160,9 @@ def mismatch(
         expected = "each rank to expect from every other what that rank sends to it"
     seen = [{key: fact for key, fact in told.facts.items() if key not in _UNSEEN} for told in calls]
     shown = _UNSEEN if facts_match(seen) else ()
-    lines = [
-        f"{ranks_text(same)}: {_told_text(by_rank[same[0]], shown)}" for same in alike(mismatched, signs)
-    ]
-    expected += _told_text(by_rank[usual[0]], shown) if usual else ""
+    texts = {rank: _told_text(told, shown) for rank, told in by_rank.items()}
+    lines = [f"{ranks_text(same)}: {texts[same[0]]}" for same in alike(mismatched, signs)]
+    expected += texts[usual[0]] if usual else ""
     return CallMismatchError(
         f'ranks differ in call {number} along "{name}": {blamed(mismatched, not usual)}; {sent}',
         given="\n".join(lines),

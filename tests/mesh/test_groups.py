@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,14 +28,12 @@ def test_only_a_bound_default_group_of_nccl_is_split(
     monkeypatch.setattr(groups, "bound_device", lambda: bound and torch.device(bound))
     plan = MeshOnly(MeshConfig(dims={"dp": 2, "tp": 2})).plan(4).on("cuda", "nccl")
     made: list[bool] = []
-    groups.create_transports(
-        plan,
-        0,
-        torch.device("cuda"),
-        True,
-        lambda group, split: made.append(split) or SoloTransport(torch.device("cpu"), "gloo"),
-        {},
-    )
+    solo = SoloTransport(torch.device("cpu"), "gloo")
+    monkeypatch.setattr(groups.GroupMaker, "open", lambda maker, group, split: made.append(split) or solo)
+    meeting: Any = SimpleNamespace(world_size=4)
+    held: Any = None
+    maker = groups.GroupMaker(meeting, torch.device("cuda"), "m", None, held)
+    maker.transports(plan, plan.for_rank(0), {})
     assert made == [splits] * 2
 
 
@@ -50,7 +49,7 @@ def test_options_of_a_dim_reach_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def opened(name: str, split: bool) -> None:
         group = next(each for each in plan.for_rank(0).groups if each.name == name)
-        groups.open_group(group, 0, dist.HashStore(), "m", torch.device("cuda", 0), split)
+        groups.open_group(group, 0, dist.HashStore(), "m", torch.device("cuda", 0), True, split)
 
     if not hasattr(dist, "ProcessGroupNCCL"):
         with pytest.raises(UnsupportedOp, match=r"high_priority and min_ctas .* has no effect on nccl"):

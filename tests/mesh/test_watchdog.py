@@ -415,7 +415,7 @@ def test_a_work_past_the_mesh_that_does_not_end_is_told_once(capfd: pytest.Captu
     recorder = watchdog.record("dp", [0, 1], SoloTransport(torch.device("cpu"), "gloo"))
     recorder.plan = ", plan of a mesh"
     counter = counter_of(recorder.counters, "dp", "all_gather")
-    with recorder.call(recorder, counter, 8, None):  # type: ignore[arg-type]
+    with recorder.call(recorder, counter, 8, None, sys._getframe()):  # type: ignore[arg-type]
         recorder.work = _Work(False)
     time.sleep(1.5)
     watchdog.close()
@@ -429,7 +429,7 @@ def test_no_backend_is_asked_while_a_cuda_graph_is_captured(monkeypatch: pytest.
     watchdog = watchdog_of(dist.HashStore(), [], timeout_s=60)
     recorder = watchdog.record("dp", [0, 1], SoloTransport(torch.device("cpu"), "gloo"))
     counter = counter_of(recorder.counters, "dp", "all_gather")
-    with recorder.call(recorder, counter, 8, None):  # type: ignore[arg-type]
+    with recorder.call(recorder, counter, 8, None, sys._getframe()):  # type: ignore[arg-type]
         recorder.work = work = _Work(False)
     sent = recorder.messages.past("dp", "send", 1, 0, [torch.ones(1)], sys._getframe())
     recorder.messages.posted(sent, work, True)
@@ -476,7 +476,7 @@ def test_an_exception_that_does_not_end_the_program_is_told_once(capfd: pytest.C
     except KeyError:
         assert looks(200.0) == []
         # The program has handled that error and trains.
-        with recorder.call(recorder, counter, 8, None):  # type: ignore[arg-type]
+        with recorder.call(recorder, counter, 8, None, sys._getframe()):  # type: ignore[arg-type]
             pass
         assert looks(220.0, 240.0) == [] and watchdog.status()["raised"] == ""
     assert looks(300.0, 320.0) == []

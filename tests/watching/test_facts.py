@@ -16,7 +16,8 @@ import torch.distributed as dist
 from meshcomm.collectives import ALL_GATHER, ALL_TO_ALL, REDUCE_SCATTER, Collective
 from meshcomm.testing import Pool
 from meshcomm.transport.torch_private import HOOK_NAMES, arguments_of
-from meshcomm.watching.facts import facts_of_hook, is_refused, shortened
+from meshcomm.watching.compare import shortened
+from meshcomm.watching.facts import facts_of_hook, is_refused
 from meshcomm.watching.verdict import balanced, facts_match
 from tests.comm import compared
 from tests.comm.compared import ALONE, DONE, EVERY, OPERATIONS, OWN, PAGE, TOLD

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -38,7 +39,7 @@ NOBODY = _Nobody()
 
 def make(recorder: FlightRecorder, calls: Calls) -> None:
     for call, nbytes in calls:
-        with recorder.call(NOBODY, counter_of(recorder.counters, "dp", call), nbytes, None):
+        with recorder.call(NOBODY, counter_of(recorder.counters, "dp", call), nbytes, None, sys._getframe()):
             pass
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 import time
 from pathlib import Path
 from unittest.mock import Mock
@@ -77,7 +78,7 @@ def test_without_hooks_a_call_that_no_recorder_knows_is_not_taken_for_the_last_o
     recorder.ordered, recorder.group_name = True, "meshcomm1/fsdp/0"
     counter = counter_of(recorder.counters, "fsdp", "all_reduce")
     for _ in range(3):
-        with recorder.call(None, counter, 16, None):
+        with recorder.call(None, counter, 16, None, sys._getframe()):
             pass
     for names, number in (
         (["nccl:all_reduce"], 3),
@@ -105,7 +106,9 @@ def test_of_calls_that_wait_for_each_other_the_first_made_is_told(monkeypatch: p
         recorder.ordered, recorder.group_name, recorder.timeout_s = True, dim, lambda: 3.0
         recorders.append(recorder)
     for recorder in reversed(recorders):
-        with recorder.call(None, counter_of(recorder.counters, recorder.label, "all_reduce"), 16, None):
+        with recorder.call(
+            None, counter_of(recorder.counters, recorder.label, "all_reduce"), 16, None, sys._getframe()
+        ):
             pass
         queued[recorder.label] = [(7, "nccl:all_reduce")]
     timer, began = CallTimer(), time.monotonic()
@@ -135,7 +138,7 @@ def test_a_call_is_overdue_by_the_clock_alone() -> None:
     counter = counter_of(recorder.counters, "tp", "all_reduce")
 
     def call() -> FlightRecorder:
-        return recorder.call(recorder, counter, 8, torch.ones(2))  # type: ignore[arg-type]
+        return recorder.call(recorder, counter, 8, torch.ones(2), sys._getframe())  # type: ignore[arg-type]
 
     def late(now: float) -> bool:
         return bool(timer.overdue([recorder], now))
@@ -187,7 +190,7 @@ class _Work:
 def test_a_call_that_an_interrupt_leaves_is_over() -> None:
     recorder = FlightRecorder("tp", [0, 1], lambda *_: pytest.fail("nobody asked"))
     counter = counter_of(recorder.counters, "tp", "all_reduce")
-    with pytest.raises(KeyboardInterrupt), recorder.call(recorder, counter, 8, None):  # type: ignore[arg-type]
+    with pytest.raises(KeyboardInterrupt), recorder.call(recorder, counter, 8, None, sys._getframe()):  # type: ignore[arg-type]
         raise KeyboardInterrupt
     assert not recorder.inside
     timer = CallTimer()
