@@ -80,12 +80,14 @@ class Collective:
         place = (coord - root) % size
         if self.name == "broadcast":
             # A binomial tree: in round i, each of the first 2**i places sends to the place 2**i further on.
-            found, above = {place}, place
+            descendants, above = {place}, place
             while above:
                 above -= 1 << (above.bit_length() - 1)
-                found.add(above)
-            found |= {place + (1 << i) for i in range(place.bit_length(), (size - 1 - place).bit_length())}
-            return {(each + root) % size for each in found}
+                descendants.add(above)
+            descendants |= {
+                place + (1 << i) for i in range(place.bit_length(), (size - 1 - place).bit_length())
+            }
+            return {(descendant + root) % size for descendant in descendants}
         if self.name in ("gather", "scatter") and place:
             return {coord, root}
         return set(range(size))

@@ -468,8 +468,8 @@ class AlongDims:
              result is new memory.
         """
         comm = self._at[dims] if type(dims) is str else self._at.along(dims)
-        found: Tensor = comm.messages.recv(out, src, tag)
-        return found
+        received: Tensor = comm.messages.recv(out, src, tag)
+        return received
 
     def recv_any(self, dims: Dims, out: Tensor | None = None, *, tag: int = 0) -> tuple[Tensor, int]:
         """Receive from the coord that sends first, and return the tensor and the sender's coord. Gloo only."""
@@ -484,8 +484,8 @@ class AlongDims:
         receive is pending. Use `exchange` to start a send and a receive together.
         """
         comm = self._at[dims] if type(dims) is str else self._at.along(dims)
-        found: Handle[None] = comm.messages.send(x, dst, tag, handshake, True)
-        return found
+        handle: Handle[None] = comm.messages.send(x, dst, tag, handshake, True)
+        return handle
 
     def irecv(self, dims: Dims, out: Tensor, src: int | None, tag: int = 0) -> Handle[Tensor]:
         """Start a receive. The handle's wait() returns `out`. Do not use `out` before wait() returns.
@@ -493,8 +493,8 @@ class AlongDims:
         src: None receives from the coord that sends first (Gloo only); `handle.source` is that coord.
         On NCCL, this raises UnsupportedOp while a separately started send is pending; see `isend`.
         """
-        found: Handle[Tensor] = self._at.along(dims).messages.recv(out, src, tag, True)
-        return found
+        handle: Handle[Tensor] = self._at.along(dims).messages.recv(out, src, tag, True)
+        return handle
 
     @overload
     def exchange(

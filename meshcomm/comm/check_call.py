@@ -132,12 +132,12 @@ def misfit(
 
 def _received_sizes(size: int, options: Options, where: Where) -> list[int]:
     """Return `output_split_sizes` as plain ints, one per coord."""
-    asked, splits = options.output_split_sizes, options.input_split_sizes
-    sizes = _indices(asked)
+    requested, splits = options.output_split_sizes, options.input_split_sizes
+    sizes = _indices(requested)
     if splits is None or len(sizes) != size or min(sizes) < 0:
         raise ShapeError(
             f"{where()}: output_split_sizes does not give a size for each coord",
-            given=f"output_split_sizes={asked}, input_split_sizes={splits}",
+            given=f"output_split_sizes={requested}, input_split_sizes={splits}",
             expected=f"{size} sizes of 0 or more, together with input_split_sizes",
             hint="leave out output_split_sizes, or give both",
         )

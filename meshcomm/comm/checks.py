@@ -114,8 +114,8 @@ def check_input(
         check_in_place(x, where, functional)
     if written:
         check_written(x, where)
-    found: Tensor = x
-    return found
+    plain: Tensor = x
+    return plain
 
 
 # Classes with operators of their own, by name, so that a program that uses none of them does not import them.
@@ -142,8 +142,8 @@ def _is_a(x: Tensor, names: Collection[str]) -> str | None:
 
 
 def _made_plain(x: Tensor) -> str:
-    if (known := _is_a(x, _PLAIN_FORMS)) is not None:
-        return _PLAIN_FORMS[known]
+    if (form := _is_a(x, _PLAIN_FORMS)) is not None:
+        return _PLAIN_FORMS[form]
     if x.is_nested:
         return _made_dense(x)
     flatten = getattr(x, "__tensor_flatten__", None)
@@ -188,8 +188,8 @@ def apart(out: Tensor, sent: Tensor, coord: int) -> bool:
         return True
     if not out.is_contiguous() or out.nbytes == sent.nbytes:
         return False
-    part, of = (out, sent) if out.nbytes < sent.nbytes else (sent, out)
-    return part.data_ptr() == of.data_ptr() + coord * part.nbytes
+    part, whole = (out, sent) if out.nbytes < sent.nbytes else (sent, out)
+    return part.data_ptr() == whole.data_ptr() + coord * part.nbytes
 
 
 def check_apart(
@@ -458,16 +458,16 @@ def factor_of(factor: object, op: str, dtype: torch.dtype, where: Where) -> floa
 
 def check_envelopes(envelopes: object, what: str, where: Where) -> None:
     """Raise unless `envelopes` is a list of messages, each with its peer."""
-    found = type(envelopes).__name__
+    kind = type(envelopes).__name__
     if isinstance(envelopes, (list, tuple)):
         wrong = [e for e in envelopes if not isinstance(e, (list, tuple)) or not 2 <= len(e) <= 3]
         if not wrong:
             return
         sized = f" of {len(wrong[0])}" if isinstance(wrong[0], (list, tuple)) else ""
-        found = f"a list with a {type(wrong[0]).__name__}{sized}"
+        kind = f"a list with a {type(wrong[0]).__name__}{sized}"
     raise ShapeError(
         f"{where()}: {what} is not a list of messages",
-        given=f"{what}: {found}",
+        given=f"{what}: {kind}",
         expected="a list of (tensor, coord) or (tensor, coord, tag)",
         hint=f"{what}=[(x, 1)]",
     )

@@ -75,14 +75,14 @@ def decode(data: Tensor, device: torch.device, pickle: bool = False) -> Any:
             )
         return _unpickled(text, device)
     try:
-        found = reader.value(json.loads(text.decode()))
+        value = reader.value(json.loads(text.decode()))
     except ObjectError:
         raise
     except Exception as error:  # whatever Python, NumPy or torch raises for malformed bytes
         _broken(f"{type(error).__name__}: {str(error)[:80]}")
     if reader.left.numel():
         _broken(f"{reader.left.numel()} bytes are left over at the end")
-    return found
+    return value
 
 
 def _broken(why: str) -> NoReturn:
@@ -94,8 +94,8 @@ def _broken(why: str) -> NoReturn:
 
 
 def _bytes(data: Tensor) -> bytes:
-    found: bytes = data.cpu().numpy().tobytes()
-    return found
+    content: bytes = data.cpu().numpy().tobytes()
+    return content
 
 
 # -- to bytes ---------------------------------------------------------------------------------------
@@ -142,7 +142,9 @@ class _Writer:
                 node.append(self.value(value, (depth, path, "{}[{}]", name)))
         elif tag in "ltSz":
             step, inner = ("{}[{}]", key) if tag in "lt" else ("list({})[{}]", True)
-            node += [self.value(each, (depth, path, step, place), inner) for place, each in enumerate(x)]
+            node += [
+                self.value(element, (depth, path, step, place), inner) for place, element in enumerate(x)
+            ]
         elif tag == "B":
             node.append(self._blob(x))
         else:
@@ -206,8 +208,8 @@ class _Writer:
         if x.dtype.hasobject or np.lib.format.descr_to_dtype(described) != x.dtype:
             raise _refused(x, path, f" of dtype {x.dtype}", "a dtype for numbers, text or times")
         if x.dtype.names is not None:  # the padding between fields is undefined memory
-            given, x = x, np.zeros(x.shape, x.dtype)
-            x[...] = given
+            original, x = x, np.zeros(x.shape, x.dtype)
+            x[...] = original
         self._blob(x.tobytes())
         return [_Writer().value(described, _ROOT), *x.shape]
 
@@ -275,31 +277,31 @@ class _Reader:
             return node
         if depth > MAX_DEPTH + 1:
             _broken(f"deeper than {MAX_DEPTH} levels")
-        tag, rest = node[0], node[1:]
+        tag, fields = node[0], node[1:]
         if tag in _LEAVES:
-            return _LEAVES[tag](self, *rest)
+            return _LEAVES[tag](self, *fields)
         if tag == "r":
             if key:  # nested tuples of references would take forever to hash
                 _broken("a reference in a key")
-            return self._seen[rest[0]]
-        found: Any
+            return self._seen[fields[0]]
+        value: Any
         if tag == "d":
-            found = {}
-            for place in range(0, len(rest), 2):
-                name = self.value(rest[place], depth + 1, True)
-                found[name] = self.value(rest[place + 1], depth + 1)
-            if 2 * len(found) != len(rest):
+            value = {}
+            for place in range(0, len(fields), 2):
+                name = self.value(fields[place], depth + 1, True)
+                value[name] = self.value(fields[place + 1], depth + 1)
+            if 2 * len(value) != len(fields):
                 _broken("a key that occurs twice")
         elif tag in _CONTAINERS:
-            elements = [self.value(each, depth + 1, key or tag in "Sz") for each in rest]
-            found = _CONTAINERS[tag](elements)
-            if len(found) != len(elements):
+            elements = [self.value(field, depth + 1, key or tag in "Sz") for field in fields]
+            value = _CONTAINERS[tag](elements)
+            if len(value) != len(elements):
                 _broken("an element that occurs twice")
         else:
-            found = _BUFFERS[tag](self, *rest)
+            value = _BUFFERS[tag](self, *fields)
         if not key:
-            self._seen.append(found)
-        return found
+            self._seen.append(value)
+        return value
 
     def take(self, nbytes: int) -> bytes:
         """Return the next bytes after the structure."""
@@ -309,8 +311,8 @@ class _Reader:
         """Return the next tensor."""
         dtype = _dtype(name)
         # A copy, so that one tensor does not keep the whole message alive.
-        own = self._next(_numel(shape) * dtype.itemsize).to(self._device, copy=True)
-        return own.view(dtype).view(shape)
+        flat = self._next(_numel(shape) * dtype.itemsize).to(self._device, copy=True)
+        return flat.view(dtype).view(shape)
 
     def array(self, described: Any, *shape: int) -> np.ndarray[Any, Any]:
         """Return the next array."""
@@ -325,8 +327,8 @@ class _Reader:
     def _next(self, nbytes: int) -> Tensor:
         if not 0 <= nbytes <= self.left.numel():
             _broken(f"{nbytes} bytes are needed and {self.left.numel()} are left")
-        found, self.left = self.left[:nbytes], self.left[nbytes:]
-        return found
+        part, self.left = self.left[:nbytes], self.left[nbytes:]
+        return part
 
 
 def _numel(shape: Sequence[int]) -> int:
@@ -336,10 +338,10 @@ def _numel(shape: Sequence[int]) -> int:
 
 
 def _dtype(name: str) -> torch.dtype:
-    found = vars(torch)[name]
-    if not isinstance(found, torch.dtype):
+    dtype = vars(torch)[name]
+    if not isinstance(dtype, torch.dtype):
         _broken("a dtype that this version of torch does not have")
-    return found
+    return dtype
 
 
 _CONTAINERS: Final[dict[str, Callable[[Any], Any]]] = {"l": list, "t": tuple, "S": set, "z": frozenset}

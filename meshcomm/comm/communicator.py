@@ -112,16 +112,16 @@ class Communicator(Caller):
                 # True, 1.0 and NumPy's 1 hash like 1, so check types. Which axis a negative number selects depends on ndim.
                 and type(root) is type(axis) is type(concat) is int
                 and not (axis or concat)
-                and (found := self._fast_path(row, ready, x, out, async_op)) is not NotImplemented
+                and (result := self._fast_path(row, ready, x, out, async_op)) is not NotImplemented
             ):
-                return found
+                return result
             options = NO_OPTIONS
         return self._by_stages(Request(row, x, async_op, op, root, axis, concat, out, options))
 
     def barrier(self, async_op: bool = False) -> Handle[None] | None:
         """Return when every rank of the group has arrived."""
-        found: Handle[None] | None = self.collective(BARRIER, None, async_op)
-        return found
+        handle: Handle[None] | None = self.collective(BARRIER, None, async_op)
+        return handle
 
     @contextmanager
     def named(
@@ -141,15 +141,15 @@ class Communicator(Caller):
         )
         parts.messages = recorder.messages
         parts.under_way = True
-        made = Communicator(self.name, self.transport, self.who, parts)
+        named = Communicator(self.name, self.transport, self.who, parts)
         if group:
             frame = users_frame()
             with recorder.call(self, counter, 0, None, frame, root=root):
                 recorder.announce_call(self.name, call, facts or {}, frame)
-                yield made, recorder.set_bytes
+                yield named, recorder.set_bytes
             return
         try:
-            yield made, moved.append
+            yield named, moved.append
         finally:
             counter.calls += 1
             counter.nbytes += moved[-1]
@@ -292,6 +292,6 @@ class CommunicatorCache(dict[Dims, Communicator]):
             return self._explain(dims)
 
     def __missing__(self, dims: Dims) -> Communicator:
-        found = self._explain(dims)
-        self[dims] = found
-        return found
+        communicator = self._explain(dims)
+        self[dims] = communicator
+        return communicator

@@ -130,7 +130,7 @@ def _check_rule(call: str, rule: object, rules: tuple[str, ...]) -> None:
         raise AutogradError(
             f"functional.{call} has no gradient rule {rule!r}",
             given=f"grad={rule!r}",
-            expected="grad=" + " or grad=".join(f'"{known}"' for known in rules),
+            expected="grad=" + " or grad=".join(f'"{rule}"' for rule in rules),
             hint="help(mesh.functional." + call + ") explains which one to use",
         )
 
@@ -153,9 +153,9 @@ def mean_message(values: Tensor, weights: Tensor | float, where: str) -> tuple[T
 
     Raises ShapeError, AutogradError.
     """
-    for each in (values, weights):
-        if isinstance(each, Tensor):
-            check_tensor(each, (each.device.type,), lambda: f"mean on {where}")
+    for x in (values, weights):
+        if isinstance(x, Tensor):
+            check_tensor(x, (x.device.type,), lambda: f"mean on {where}")
     if not isinstance(values, Tensor) or not values.is_floating_point():
         raise ShapeError(
             f"mean on {where} takes a floating-point tensor of sums",

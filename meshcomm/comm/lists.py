@@ -65,10 +65,10 @@ def collective(
         whole = group or [torch.empty(0, device=comm.transport.device)]
         x = pack(whole if dense else [materialised(x) for x in whole])
         chosen = packed(comm, tensors, group, options)
-        found = comm.collective(row, x, async_op, op, root=root, options=chosen)
+        result = comm.collective(row, x, async_op, op, root=root, options=chosen)
         if comm.recorder.span is not None:
             comm.recorder.span.of(group)
-        return found
+        return result
 
     if not async_op:
         # Run messages one at a time: each needs its packed copy only until it completes.
@@ -125,10 +125,10 @@ def _messages(tensors: Sequence[Tensor], one_device: bool) -> list[list[Tensor]]
     open_at: dict[tuple[torch.dtype, torch.device], tuple[int, int]] = {}
     for x in tensors:
         kind = (x.dtype, x.device)
-        at, used = open_at.get(kind, (-1, 0))
-        if at < 0 or used + x.nbytes > _MOST_BYTES:
+        index, used = open_at.get(kind, (-1, 0))
+        if index < 0 or used + x.nbytes > _MOST_BYTES:
             messages.append([])
-            at, used = len(messages) - 1, 0
-        messages[at].append(x)
-        open_at[kind] = (at, used + x.nbytes)
+            index, used = len(messages) - 1, 0
+        messages[index].append(x)
+        open_at[kind] = (index, used + x.nbytes)
     return messages

@@ -172,12 +172,12 @@ class Objects:
             if comm.messages.ordered:
                 answers = [call.swapped(comm, dst, tag)]
             else:
-                told = comm.messages.send(call.packed(), dst, tag, async_op=True)
+                sending = comm.messages.send(call.packed(), dst, tag, async_op=True)
                 answers = []
                 if call.offer.failed is None:
                     came = comm.messages.recv(call.blank(_OFFER_BYTES), dst, tag)
                     answers = [call.read(dst, call.arrived(came))]
-                told.wait()
+                sending.wait()
             call.compare_offers([(coord, call.offer), *answers], pair=True)
             moves(call.offer.size)
             comm.messages.send(mine[0], dst, tag)
@@ -226,7 +226,7 @@ class Objects:
             call.begun(group) as (_, moves),
             without_modes(),
         ):
-            sizes = [each.numel() for each in call.encoded(lambda: [obj])]
+            sizes = [encoded.numel() for encoded in call.encoded(lambda: [obj])]
             call.compare_offers([(call.comm.coord, call.offer)])
             moves(copies * sum(sizes))
         return obj
@@ -293,9 +293,13 @@ class _Call:
                 messages.append(encode(obj, self.offer.pickle).to(self._carrier))
         except Exception as error:  # other ranks must be told, whatever the error is
             self._cause = error
-            found = ObjectError(f"{type(error).__name__}: {error}", expected="an object that can be read")
-            found = error if isinstance(error, ObjectError) else found
-            self.offer = self.offer._replace(failed=(which + found.what, found.expected, found.hint))
+            object_error = ObjectError(
+                f"{type(error).__name__}: {error}", expected="an object that can be read"
+            )
+            object_error = error if isinstance(error, ObjectError) else object_error
+            self.offer = self.offer._replace(
+                failed=(which + object_error.what, object_error.expected, object_error.hint)
+            )
             return []
         sizes = [message.numel() for message in messages]
         size = max(sizes, default=0)
@@ -315,15 +319,15 @@ class _Call:
 
     def arrived(self, data: Tensor) -> Tensor:
         """Return received bytes in host memory. Raises RankLost if the bytes may come from a dropped call."""
-        found = data.cpu()
+        on_host = data.cpu()
         self.comm.confirm(f"objects.{self.name}")
-        return found
+        return on_host
 
     def read(self, coord: int, data: Tensor) -> tuple[int, _Offer]:
         """Return the offer of a coord. Raises ObjectError for bytes that are not an offer."""
         try:
             offer = _Offer(*json.loads(data.numpy().tobytes()))
-            if [type(each) for each in (offer.call, offer.size, offer.cap)] == [str, int, int]:
+            if [type(field) for field in (offer.call, offer.size, offer.cap)] == [str, int, int]:
                 return coord, offer
         except (ValueError, TypeError, RecursionError):
             pass
@@ -336,9 +340,9 @@ class _Call:
 
     def swapped(self, comm: Communicator, peer: int, tag: int) -> tuple[int, _Offer]:
         """Exchange offers with a coord in one call, on backends whose messages wait for one another."""
-        told = self.blank(_OFFER_BYTES)
-        comm.messages.exchange(sends=[(self.packed(), peer, tag)], recvs=[(told, peer, tag)])
-        return self.read(peer, self.arrived(told))
+        offer_of_peer = self.blank(_OFFER_BYTES)
+        comm.messages.exchange(sends=[(self.packed(), peer, tag)], recvs=[(offer_of_peer, peer, tag)])
+        return self.read(peer, self.arrived(offer_of_peer))
 
     def agree(
         self, comm: Communicator, make: Callable[[], Sequence[Any]], moves: Callable[[int], None]
@@ -377,14 +381,14 @@ class _Call:
         if len(pickles) > 1:
             self._refuse(
                 "the ranks disagree on pickle",
-                "; ".join(f"{pickles[asked]}: {asked}" for asked in sorted(pickles, reverse=True)),
+                "; ".join(f"{pickles[protocol]}: {protocol}" for protocol in sorted(pickles, reverse=True)),
                 "the same on every rank; a pickle can run any code on its receivers",
                 "pickle=True on every rank if every sender is trusted, or on none",
             )
         if failed:
             _, expected, hint = next(iter(failed.values()))
-            told = "\n".join(f"coord {coord}: {each[0]}" for coord, each in failed.items())
-            self._refuse(f"the object of {_coords(failed)} cannot be sent", told, expected, hint)
+            reasons = "\n".join(f"coord {coord}: {failure[0]}" for coord, failure in failed.items())
+            self._refuse(f"the object of {_coords(failed)} cannot be sent", reasons, expected, hint)
         if over:
             places = {
                 coord: f"coord {coord}{'' if offer.target is None else f', for coord {offer.target}'}"
@@ -410,10 +414,10 @@ def _gathered_bytes(comm: Communicator, mine: Tensor, sizes: list[int], root: in
     even = longest * comm.size <= max(2 * sum(sizes), 1 << 16)
     x = pad(mine, (0, longest - mine.numel())) if even else mine
     row = ALL_GATHER if root < 0 else GATHER
-    found = comm.collective(row, x, root=root, options=None if even else Options(uneven=True))
-    if found is None:
+    gathered = comm.collective(row, x, root=root, options=None if even else Options(uneven=True))
+    if gathered is None:
         return []
-    parts = found.split([longest] * comm.size if even else sizes)
+    parts = gathered.split([longest] * comm.size if even else sizes)
     return [part[:size] for part, size in zip(parts, sizes, strict=True)]
 
 
@@ -435,10 +439,10 @@ def _one_each(objs: Any, size: int) -> Sequence[Any]:
 
 def _by_coord(pairs: Iterable[tuple[str, int]]) -> dict[str, str]:
     """Return the coords that sent each distinct text."""
-    found: dict[str, list[int]] = {}
+    coords_of: dict[str, list[int]] = {}
     for text, coord in pairs:
-        found.setdefault(text, []).append(coord)
-    return {text: _coords(coords) for text, coords in found.items()}
+        coords_of.setdefault(text, []).append(coord)
+    return {text: _coords(coords) for text, coords in coords_of.items()}
 
 
 def _coords(coords: Collection[int]) -> str:

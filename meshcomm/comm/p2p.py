@@ -146,8 +146,8 @@ class Messages(Caller):
         target, source = self.coord + offset, self.coord - offset
         if wrap:
             target, source = target % self.size, source % self.size
-            known = self._is_fast("send", x, target, 0)
-            if known and ("recv", source, 0, x.dtype) in self._fast:
+            is_known = self._is_fast("send", x, target, 0)
+            if is_known and ("recv", source, 0, x.dtype) in self._fast:
                 out = torch.empty_like(x)
                 ends = [P2P("recv", out, source, 0), P2P("send", x, target, 0)]
                 self._start(Batch("shift", ends, carried=True))
@@ -166,7 +166,7 @@ class Messages(Caller):
 
     def _fast_batch(self, sends: Any, recvs: Any) -> list[P2P] | None:
         """Return the messages of an exchange, receives first; None if any message still has to be checked."""
-        known, ends, tensors = self._fast, [], []
+        devices, ends, tensors = self._fast, [], []
         device: Any = None
         try:
             direction: Direction
@@ -177,7 +177,7 @@ class Messages(Caller):
                     x, peer, tag = envelope if len(envelope) == 3 else (*envelope, 0)
                     if type(peer) is not int or type(tag) is not int:
                         return None
-                    device = known[direction, peer, tag, x.dtype]
+                    device = devices[direction, peer, tag, x.dtype]
                     ends.append(P2P(direction, x, peer, tag))
                     tensors.append(x)
             if not ends or not all_plain(tensors, device):
@@ -250,10 +250,10 @@ class Messages(Caller):
 
     def _copy_own(self, call: str, coming: Sequence[P2P], going: Sequence[P2P]) -> None:
         """Copy the messages of a call that this rank sends to itself."""
-        sent, asked = ([end for end in ends if end.peer == self.coord] for ends in (going, coming))
-        for ends in (sent, asked):
+        sent, received = ([end for end in ends if end.peer == self.coord] for ends in (going, coming))
+        for ends in (sent, received):
             ends.sort(key=attrgetter("tag"))
-        facts, wanted = ([(end.tag, end.x.dtype, end.x.numel()) for end in ends] for ends in (sent, asked))
+        facts, wanted = ([(end.tag, end.x.dtype, end.x.numel()) for end in ends] for ends in (sent, received))
         if facts != wanted:
             raise ShapeError(
                 f"{self.where(call)}: the receive does not fit the message that this rank sends to itself",
@@ -261,7 +261,7 @@ class Messages(Caller):
                 expected="both ends in one call, with the same dtype and number of elements",
                 hint="out=torch.empty_like(x)",
             )
-        for end, room in zip(sent, asked, strict=True):
+        for end, room in zip(sent, received, strict=True):
             into(room.x, end.x.view(room.x.shape))
 
     def _start(self, batch: Batch) -> Any:
@@ -323,8 +323,8 @@ class Messages(Caller):
 
         def start() -> None:
             held = set()
-            for at in list(waiting):
-                end, key = ends[at], keys[at]
+            for index in list(waiting):
+                end, key = ends[index], keys[index]
                 channel = end.direction, end.peer, end.tag
                 together = agreed.get(key, () if not key else None)
                 if (
@@ -335,7 +335,7 @@ class Messages(Caller):
                     # Messages of one channel match in order.
                     held.add(channel)
                 else:
-                    waiting.remove(at)
+                    waiting.remove(index)
                     works.extend(self.transport.start_p2p([end]))
 
         def heard(key: str, together: Sequence[str]) -> None:
@@ -372,7 +372,7 @@ class Messages(Caller):
     def _check_order(self, batch: Batch, log: MessageLog) -> None:
         """Refuse a message that would wait for this rank's message in the other direction and could deadlock."""
         direction = batch.ends[0].direction
-        other = next((each for each in log.flying if each.parts[0][0] != direction), None)
+        other = next((message for message in log.flying if message.parts[0][0] != direction), None)
         if other is None:
             return
         raise UnsupportedOp(

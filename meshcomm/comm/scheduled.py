@@ -108,7 +108,7 @@ def _moves(
     """Return this rank's non-empty messages, and the largest number of elements that one step reduces."""
     schedule = schedule_of(algorithm, n, inner, chunks)
     cuts = bounds(length, schedule.chunks)
-    found, most = [], 0
+    moves_of_steps, most = [], 0
     for step in schedule.of(coord):
         sends = tuple((s.peer, cuts[s.first], cuts[s.last]) for s in step.sends)
         receives = tuple((r.peer, cuts[r.first], cuts[r.last], r.reduce) for r in step.receives)
@@ -117,9 +117,9 @@ def _moves(
             tuple(receive for receive in receives if receive[2] > receive[1]),
         )
         if moves.sends or moves.receives:
-            found.append(moves)
+            moves_of_steps.append(moves)
         most = max(most, sum(stop - start for _, start, stop, reduced in moves.receives if reduced))
-    return found, most
+    return moves_of_steps, most
 
 
 def _run(
@@ -131,7 +131,7 @@ def _run(
 ) -> None:
     steps, most = program
     scratch = flat.new_empty(most)
-    own = comm.coord
+    coord = comm.coord
     for sends, receives in steps:
         used, outs = 0, []
         for _, start, stop, reduced in receives:
@@ -142,14 +142,14 @@ def _run(
                 outs.append(flat[start:stop])
         comm.messages.exchange(
             [(flat[start:stop], peer, _TAG) for peer, start, stop in sends],
-            [(out, each[0], _TAG) for out, each in zip(outs, receives, strict=True)],
+            [(out, receive[0], _TAG) for out, receive in zip(outs, receives, strict=True)],
             call=call,
         )
         for out, (peer, start, stop, reduced) in zip(outs, receives, strict=True):
             if reduced:
                 mine = flat[start:stop]
                 # The lower coord's operand is on the left, so that two partners compute the same value.
-                left, right = (mine, out) if own < peer else (out, mine)
+                left, right = (mine, out) if coord < peer else (out, mine)
                 combine(left, right, out=mine)
 
 

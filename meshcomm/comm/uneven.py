@@ -24,8 +24,8 @@ def load_uneven(comm: Caller, checked: Checked) -> Loaded:
     assert x is not None
     sizes = _exchanged(comm, checked, x) if checked.expects is None else checked.expects
     # The input with the uneven axis in front; `count` elements for each index of this axis.
-    sent, rest = materialised(x.movedim(axis, 0)).view(-1), rest_of(x, axis)
-    count = prod(rest)
+    sent, other_axes = materialised(x.movedim(axis, 0)).view(-1), rest_of(x, axis)
+    count = prod(other_axes)
     coming = [size * count if checked.gets else 0 for size in sizes]
     if sends is None and request.root < 0 and comm.size > 1:
         call, arrived = _gather(comm, sent, coming, not request.async_op)
@@ -43,7 +43,7 @@ def load_uneven(comm: Caller, checked: Checked) -> Loaded:
         checked,
         call,
         arrived,
-        partial(_result, checked, sizes, rest),
+        partial(_result, checked, sizes, other_axes),
         request.out,
         _misjoined(comm, checked, sizes, x),
         nbytes=sum(sizes) * count * x.element_size() if sends is None else None,
@@ -52,16 +52,16 @@ def load_uneven(comm: Caller, checked: Checked) -> Loaded:
 
 def _exchanged(comm: Caller, checked: Checked, x: Tensor) -> list[int]:
     """Return the size that each coord sends to this rank."""
-    row, own = ALL_GATHER, [x.shape[checked.axis]]
+    row, my_sizes = ALL_GATHER, [x.shape[checked.axis]]
     hint = "equal sizes: pad before the call, and trim after it"
     if checked.sends is not None:
-        row, own = ALL_TO_ALL, checked.sends
+        row, my_sizes = ALL_TO_ALL, checked.sends
         hint = "output_split_sizes=, the sizes to receive"
     where = comm.where(checked.request.row.name)
     check_answered(comm.transport.name, "the sizes of their parts", where, hint)
-    told = torch.tensor(own, dtype=torch.int64, device=x.device)
-    answer = told.new_empty(comm.size)
-    comm.run(Call(row, told, answer))
+    sizes_sent = torch.tensor(my_sizes, dtype=torch.int64, device=x.device)
+    answer = sizes_sent.new_empty(comm.size)
+    comm.run(Call(row, sizes_sent, answer))
     sizes: list[int] = answer.tolist()
     return sizes
 
@@ -104,14 +104,14 @@ def _gather(comm: Caller, sent: Tensor, coming: list[int], blocking: bool) -> tu
     return messages, arrived
 
 
-def _result(checked: Checked, sizes: list[int], rest: list[int], came: Tensor) -> Tensor:
-    """Return the received parts, joined. rest: the sizes of the other axes."""
+def _result(checked: Checked, sizes: list[int], other_axes: list[int], came: Tensor) -> Tensor:
+    """Return the received parts, joined. other_axes: the sizes of the other axes."""
     axis, joined = checked.axis, checked.concat
     if came.ndim > 1:
         # Remove the padding of the parts.
-        came = torch.cat([row[: size * prod(rest)] for row, size in zip(came, sizes, strict=True)])
+        came = torch.cat([row[: size * prod(other_axes)] for row, size in zip(came, sizes, strict=True)])
     if joined == axis:
-        result = came.view(sum(sizes), *rest).movedim(0, axis)
+        result = came.view(sum(sizes), *other_axes).movedim(0, axis)
     else:
-        result = join(came.view(len(sizes), sizes[0], *rest).movedim(1, axis + 1), joined)
+        result = join(came.view(len(sizes), sizes[0], *other_axes).movedim(1, axis + 1), joined)
     return result if checked.request.out is not None else result.contiguous()

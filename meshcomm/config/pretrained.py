@@ -56,7 +56,7 @@ def sizes_of(folder: str | Path) -> dict[str, Any]:
 
 
 def misunderstood(folder: str | Path, settings: Mapping[str, Any], reads_weights: bool) -> Iterator[Problem]:
-    """Yield the reasons why no causal language model can be created from `folder`/config.json, whose content is `said`."""
+    """Yield the reasons why no causal language model can be created from `folder`/config.json, whose content is `settings`."""
     try:
         config = understood(folder)
     except ImportError as error:

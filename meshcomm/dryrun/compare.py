@@ -88,7 +88,7 @@ def _key(span: Span) -> tuple[object, ...]:
 def _first_difference(
     calls_of_rank: Mapping[int, Sequence[Span]], where: Callable[[int], str]
 ) -> DryRunFinding | None:
-    """Return the first difference between the calls in `made`, a mapping from each rank of one group to its calls."""
+    """Return the first difference between the calls in `calls_of_rank`, a mapping from each rank of one group to its calls."""
     most = max(map(len, calls_of_rank.values()))
     for place in range(most):
         spans = {rank: calls[place] if place < len(calls) else None for rank, calls in calls_of_rank.items()}

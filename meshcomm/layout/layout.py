@@ -182,14 +182,14 @@ class Layout:
         for name, size in sizes.items():
             stride //= size
             digits = Digits([(size, stride)])
-            known = self._digits.setdefault(name, digits)
-            if known.canonical() != digits.canonical():
+            earlier = self._digits.setdefault(name, digits)
+            if earlier.canonical() != digits.canonical():
                 other = self.home(name)
                 raise LayoutError(
                     f"view {view} and {f'view {other}' if other else 'the base'} share the dim "
                     f'"{name}", but its groups differ between them',
                     given=f"size {size}, stride {stride} in {view}; "
-                    f"size {known[0][0]}, stride {known[0][1]} in {other or 'dims'}",
+                    f"size {earlier[0][0]}, stride {earlier[0][1]} in {other or 'dims'}",
                     expected="a shared dim with the same groups in both",
                     hint=f"rename it in views.{view}, or place and size it as in {other or 'dims'}",
                 )

@@ -16,9 +16,9 @@ def times(sizes: Mapping[str, int]) -> str:
     >>> times({"pp": 2, "dp": 2, "tp": 3})
     '2*2*3 = 12'
     """
-    known = [size for size in sizes.values() if size != -1]
-    text = "*".join(map(str, known)) or "1"
-    return text if len(known) == 1 else f"{text} = {math.prod(known)}"
+    sizes_known = [size for size in sizes.values() if size != -1]
+    text = "*".join(map(str, sizes_known)) or "1"
+    return text if len(sizes_known) == 1 else f"{text} = {math.prod(sizes_known)}"
 
 
 def toml_dims(sizes: Mapping[str, int]) -> str:
@@ -93,21 +93,21 @@ def check_sizes(dims: Mapping[str, int], where: str, open_dim: bool = False) -> 
     if not dims:
         hint = f"{where} = {{ dp = 1 }}"
         raise LayoutError(f"{where} is empty", given="no dim", expected="at least one dim", hint=hint)
-    found = {}
+    checked = {}
     for name, size in dims.items():
         check_name(name, "dim")
         try:
-            found[name] = whole(size, "size")
+            checked[name] = whole(size, "size")
         except LayoutError:
-            found[name] = 0
-        if not (found[name] >= 1 or (open_dim and found[name] == -1)):
+            checked[name] = 0
+        if not (checked[name] >= 1 or (open_dim and checked[name] == -1)):
             raise LayoutError(
                 f"{where}.{name} = {size!r} is not a size",
                 given=f"{name} = {size!r}",
                 expected="an integer of 1 or more",
                 hint=f"{where}.{name} = 1 keeps the dim and gives it one rank",
             )
-    return found
+    return checked
 
 
 def nearest_fits(sizes: Mapping[str, int], world: int, limit: int | None = 3) -> list[dict[str, int]]:

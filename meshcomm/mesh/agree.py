@@ -78,11 +78,11 @@ def agree(
             verdict = store.compare_set("verdict", "", "gave up")
         if verdict == b"gave up":
             raise _same_error(store, rank, partial(_absent, store, ranks, timeout_s, what))
-        word, *said = verdict.decode().split(" ")
+        word, *words = verdict.decode().split(" ")
         if word != "agree":
             store.set(f"facts/{mine}", text)
             raise _same_error(store, rank, partial(_mismatch, store, timeout_s, what))
-        return Agreed(said[0], int(said[1]), _unpacked(said[2]) if len(said) > 2 else ())
+        return Agreed(words[0], int(words[1]), _unpacked(words[2]) if len(words) > 2 else ())
     except RuntimeError as error:
         lost = f"rank {rank} lost the job's store while the ranks agreed on {what}"
         raise store_failed(lost, error) from error
@@ -95,10 +95,10 @@ def leave_together(store: Any, stays: bool) -> None:
     """
     deadline = time.monotonic() + _LEAVES_S
     with contextlib.suppress(RuntimeError):
-        left = store.add("left", 1)
-        while stays and left < len(_announced(store)) and time.monotonic() < deadline:
+        left_count = store.add("left", 1)
+        while stays and left_count < len(_announced(store)) and time.monotonic() < deadline:
             time.sleep(0.02)
-            left = store.add("left", 0)
+            left_count = store.add("left", 0)
 
 
 def _same_error(store: Any, rank: int, find: Callable[[], MeshMismatchError]) -> MeshMismatchError:
@@ -109,15 +109,15 @@ def _same_error(store: Any, rank: int, find: Callable[[], MeshMismatchError]) ->
         store.set("told", json.dumps(vars(error)))
         return error
     try:
-        told = json.loads(_get(store, "told", _TELL_S))
+        facts = json.loads(_get(store, "told", _TELL_S))
     except RuntimeError:  # the rank that should publish the error is gone
         return find()
-    lists = {name: tuple(told.get(name, ())) for name in ("mismatched_ranks", "missing")}
+    lists = {name: tuple(facts.get(name, ())) for name in ("mismatched_ranks", "missing")}
     if rank in lists["missing"]:
         # The same first line as on the others, so that a launcher prints it once.
-        told["given"] = f"{told['given']}; rank {rank} has arrived since, after the others had given up"
-        told["hint"] = "start the ranks closer together, or set a longer timeout_s"
-    return MeshMismatchError(**{**told, **lists})
+        facts["given"] = f"{facts['given']}; rank {rank} has arrived since, after the others had given up"
+        facts["hint"] = "start the ranks closer together, or set a longer timeout_s"
+    return MeshMismatchError(**{**facts, **lists})
 
 
 class Agreed(NamedTuple):
@@ -190,9 +190,9 @@ def _ranks_per_host(hosts: Sequence[str]) -> int:
     >>> _ranks_per_host("aabb"), _ranks_per_host("abab"), _ranks_per_host("aab"), _ranks_per_host("aabbaa")
     (2, 0, 0, 0)
     """
-    each = len(hosts) // len(set(hosts))
-    blocks = all(host == hosts[rank - rank % each] for rank, host in enumerate(hosts))
-    return each if blocks and each * len(set(hosts)) == len(hosts) else 0
+    per_host = len(hosts) // len(set(hosts))
+    blocks = all(host == hosts[rank - rank % per_host] for rank, host in enumerate(hosts))
+    return per_host if blocks and per_host * len(set(hosts)) == len(hosts) else 0
 
 
 def _packed(hosts: Sequence[str]) -> str:
@@ -223,7 +223,7 @@ def _get(store: Any, key: str, timeout_s: float) -> bytes:
             except RuntimeError as error:
                 if slice_s == left_s or "timeout" not in str(error).lower():
                     raise
-            if any(each() for each in interrupted):
+            if any(is_interrupted() for is_interrupted in interrupted):
                 raise Interrupted("a wait on the store ended because ranks were lost")
     finally:
         store.set_timeout(usual)
@@ -284,10 +284,10 @@ def _differences(ours: Any, theirs: Any, path: str = "") -> list[tuple[str, Any,
     if path and list(ours) != list(theirs) and set(ours) == set(theirs):
         return [(path, ours, theirs)]
     return [
-        found
+        difference
         for name in dict.fromkeys((*ours, *theirs))
         if json.dumps(ours.get(name)) != json.dumps(theirs.get(name))
-        for found in _differences(ours.get(name), theirs.get(name), f"{path}.{name}" if path else name)
+        for difference in _differences(ours.get(name), theirs.get(name), f"{path}.{name}" if path else name)
     ]
 
 

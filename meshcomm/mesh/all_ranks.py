@@ -47,15 +47,15 @@ def of_every_rank(mesh: Mesh, mine: Any) -> list[Any]:
     # Paths and lines would make the sizes of messages depend on the host.
     code = zlib.crc32(f"{inner.f_globals.get('__name__')}.{inner.f_code.co_qualname}".encode())
     records = _of_all(mesh, [f"{code:08x}", mine])
-    if any(each != records[0][0] for each, _ in records):
+    if any(facts != records[0][0] for facts, _ in records):
         raise _differing(mesh, _of_all(mesh, f"{outer.f_code.co_qualname} at {caller()}"))
-    return [each for _, each in records]
+    return [record for _, record in records]
 
 
 def _of_all(mesh: Mesh, mine: Any) -> list[Any]:
     records: list[Any] = [mine]
     for dim in reversed(list(mesh.layout.dims)):
-        records = [each for part in mesh.objects.all_gather(dim, records) for each in part]
+        records = [record for part in mesh.objects.all_gather(dim, records) for record in part]
     return records
 
 
@@ -251,7 +251,8 @@ class Stragglers:
             for coord, rank in enumerate(group.ranks)
         ]
         latest = "; ".join(
-            f"{dim}: rank {at.rank}, {at.mean_s * 1e3:.3f} ms" for dim, at in self.latest.items()
+            f"{dim}: rank {straggler.rank}, {straggler.mean_s * 1e3:.3f} ms"
+            for dim, straggler in self.latest.items()
         )
         below = f"latest of the mesh along {latest}" if latest else "no dim of two ranks or more"
         head = Line("arrival after the first rank of the group")
@@ -299,8 +300,8 @@ def stragglers(mesh: Mesh, recorders: Mapping[str, FlightRecorder]) -> Straggler
     shift = ahead if hosts > 1 else 0
     groups = {}
     for dim, recorder in recorders.items():
-        own = {number: when + shift for number, when in began[dim].items()}
-        groups[dim] = arrivals(mesh.objects.all_gather(dim, own), recorder.ranks)
+        begins = {number: when + shift for number, when in began[dim].items()}
+        groups[dim] = arrivals(mesh.objects.all_gather(dim, begins), recorder.ranks)
     own_latest = {
         dim: (group.mean_s[group.latest], group.ranks[group.latest]) for dim, group in groups.items()
     }

@@ -45,15 +45,16 @@ def monitored_barrier(
         return
     missing = [ranks[place] for place in absent]
     came = [rank for rank in ranks if rank not in missing]
-    made = calls(missing) if calls is not None and missing else ""
+    calls_made = calls(missing) if calls is not None and missing else ""
     raise BarrierTimeout(
         f"{where}: {len(missing)} of {len(ranks)} ranks did not arrive within {timeout_s:g} s",
-        given=f"missing: rank {fold(missing)}; arrived: rank {fold(came)}" + (f"\n{made}" if made else "")
+        given=f"missing: rank {fold(missing)}; arrived: rank {fold(came)}"
+        + (f"\n{calls_made}" if calls_made else "")
         if missing
         else f"arrived: {fold(came)}; all have arrived by now, but some gave up earlier",
         expected=f"ranks {fold(ranks)}",
         hint="if ranks differ in their number of calls, mesh.step() after each step names the call that a rank skipped"
-        if made
+        if calls_made
         else "look at what the missing ranks are doing; a longer timeout_s helps only if they are slow",
         missing=tuple(missing),
     )
@@ -62,9 +63,9 @@ def monitored_barrier(
 def _meet(store: Any, coord: int, size: int, timeout_s: float) -> list[int] | None:
     """Return the coords of the missing ranks, or None if all ranks met."""
     store.set(f"here/{coord}", "1")
-    here = [f"here/{place}" for place in range(size)]
+    arrival_keys = [f"here/{place}" for place in range(size)]
     # Another program can change the counter, but it cannot sign a key.
-    if store.add("come", 1) >= size and store.check(here):
+    if store.add("come", 1) >= size and store.check(arrival_keys):
         # A rank that gives up writes "gave up" first. After that, no rank may continue.
         store.compare_set("outcome", "", "all here")
     came_in_time = wait_for(store, ["outcome"], timeout_s)
@@ -72,10 +73,10 @@ def _meet(store: Any, coord: int, size: int, timeout_s: float) -> list[int] | No
     absent = (
         None
         if outcome == b"all here"
-        else [place for place, key in enumerate(here) if not store.check([key])]
+        else [place for place, key in enumerate(arrival_keys) if not store.check([key])]
     )
     if store.add("left", 1) == size:
-        for key in (*here, "come", "outcome", "left"):
+        for key in (*arrival_keys, "come", "outcome", "left"):
             store.delete_key(key)
     return absent
 

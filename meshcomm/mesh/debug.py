@@ -114,8 +114,8 @@ class Debug:
         """
         from meshcomm.mesh.all_ranks import of_every_rank, stats_of_all
 
-        mesh, own = self._mesh, self._mesh.stats()
-        records = of_every_rank(mesh, (mesh.rank, own.seconds, own.sums))
+        mesh, of_rank = self._mesh, self._mesh.stats()
+        records = of_every_rank(mesh, (mesh.rank, of_rank.seconds, of_rank.sums))
         return stats_of_all(records, [family.name for family in mesh.plan.families])
 
     def trace(self, path: str | PathLike[str]) -> Trace:

@@ -173,7 +173,7 @@ class DesyncMonitor:
 
     def _read(self, key: str, ranks: Sequence[int]) -> list[Any]:
         posted = self._store.multi_get([f"{key}/{rank}" for rank in ranks])
-        return [json.loads(zlib.decompress(each)) for each in posted]
+        return [json.loads(zlib.decompress(history)) for history in posted]
 
     def _compare_with(self, peers: Sequence[int], recorder: FlightRecorder, step: int) -> bool:
         """Compare the existing posts, and publish any difference. Return whether all posts reach `step`."""

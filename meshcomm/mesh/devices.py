@@ -95,19 +95,22 @@ def check_backends(plan: Plan) -> None:
     for backend, (name, key) in chosen.items():
         for kind, part in by_device(backend).items():
             if not dist.is_backend_available(part):
-                known = [each for each in dist.Backend.backend_list if each != dist.Backend.UNDEFINED]
+                backends = [
+                    backend for backend in dist.Backend.backend_list if backend != dist.Backend.UNDEFINED
+                ]
                 of_device = dist.Backend.backend_capability
                 usable = [
-                    each
-                    for each in known
-                    if dist.is_backend_available(each) and (kind or plan.device) in of_device.get(each, ())
+                    backend
+                    for backend in backends
+                    if dist.is_backend_available(backend)
+                    and (kind or plan.device) in of_device.get(backend, ())
                 ]
-                near = None if part in known else nearest_name(part, usable)
+                near = None if part in backends else nearest_name(part, usable)
                 raise LaunchError(
                     f"this installation of torch has no backend {part}",
                     given=f"{backend} for {name}, torch {torch.__version__}",
                     expected=f"one of {', '.join(usable)}"
-                    + (f", or a torch that was built with {part}" if part in known else ""),
+                    + (f", or a torch that was built with {part}" if part in backends else ""),
                     hint=f'{key} = "{backend.replace(part, near) if near else "auto"}"',
                 )
         for kind, part in by_device(backend).items():
@@ -134,8 +137,8 @@ def check_devices(settings: Settings, device: torch.device, backend: str, launch
             "process.device_id = true": settings.process.device_id is True,
             **{f"network.{key}": "nccl" not in backend for key in settings.network.nccl_settings()},
         }
-        for setting, given in useless.items():
-            if given:
+        for setting, is_given in useless.items():
+            if is_given:
                 raise LaunchError(
                     f"{setting} has no effect: this host has no accelerator",
                     given=f"{setting}, device auto = cpu, backend {backend}",

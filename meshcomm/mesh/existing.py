@@ -70,8 +70,8 @@ def of_device_meshes(meshes: Sequence[DeviceMesh], given: Mapping[str, Any]) -> 
         if name not in taken and parts is not None and len(parts) > 1:
             merge[name], groups[name] = parts, group
     part = None if len(order) == dist.get_world_size() else tuple(sorted(order))
-    found = {"dims": dims, "rank_order": order, "ranks": part, "device": first.device_type}
-    return _existing({**given, **found, "merge": merge, "views": views}, groups)
+    derived = {"dims": dims, "rank_order": order, "ranks": part, "device": first.device_type}
+    return _existing({**given, **derived, "merge": merge, "views": views}, groups)
 
 
 def of_groups(groups: Mapping[str, dist.ProcessGroup], given: Mapping[str, Any]) -> Existing:
@@ -86,7 +86,7 @@ def of_groups(groups: Mapping[str, dist.ProcessGroup], given: Mapping[str, Any])
     world = dist.get_world_size()
     lists = {name: _ranks(name, group) for name, group in groups.items()}
     digits, odd = _digits_of(lists)
-    single = {name: found[0] for name, found in digits.items() if len(found) == 1}
+    single = {name: of_group[0] for name, of_group in digits.items() if len(of_group) == 1}
     base = max(_chains(single, world), key=len, default=None)
     if base is None:
         raise odd or _incomplete(single, world, lists)
@@ -97,13 +97,13 @@ def of_groups(groups: Mapping[str, dist.ProcessGroup], given: Mapping[str, Any])
     digits, odd = _digits_of(lists, layout.position)
     if odd is not None:
         raise odd
-    single = {name: found[0] for name, found in digits.items() if len(found) == 1}
+    single = {name: of_group[0] for name, of_group in digits.items() if len(of_group) == 1}
     merge, views = dict(given.get("merge", {})), dict(given.get("views", {}))
     placed = {*dims, *merge}
-    for name, found in digits.items():
+    for name, digits_of_group in digits.items():
         if name in placed:
             continue
-        parts = _parts(layout, found)
+        parts = _parts(layout, digits_of_group)
         if parts is not None and len(parts) > 1:
             orders = permutations(parts)
             merge[name] = next((o for o in orders if _has(layout, o, lists[name])), parts)
@@ -112,8 +112,8 @@ def of_groups(groups: Mapping[str, dist.ProcessGroup], given: Mapping[str, Any])
         chain = max(chains, key=lambda chain: len({*chain} - placed), default=None)
         if chain is None:
             raise _incomplete(single, world, lists, name)
-        new = tuple(each for each in chain if each not in placed)
-        views["_".join((*new, "view"))] = {each: single[each][0] for each in chain}
+        new = tuple(name for name in chain if name not in placed)
+        views["_".join((*new, "view"))] = {name: single[name][0] for name in chain}
         placed.update(new)
     keys = {"dims": dims, "rank_order": layout.rank_order, "merge": merge, "views": views}
     return _existing({**given, **keys}, groups, decide=True)
@@ -246,8 +246,8 @@ def _digits_of(
     digits, odd = {}, None
     for name, ranks in lists.items():
         places = [*map(place, ranks)]
-        found = _digits(places)
-        if found is None or any(min(places) // stride % size for size, stride in found):
+        factors = _digits(places)
+        if factors is None or any(min(places) // stride % size for size, stride in factors):
             odd = odd or LayoutError(
                 f'the ranks along "{name}" are not evenly spaced',
                 given=f"ranks {fold(ranks)}",
@@ -255,7 +255,7 @@ def _digits_of(
                 hint="meshcomm.init(DeviceMesh(...)) takes ranks in any order",
             )
         else:
-            digits[name] = found
+            digits[name] = factors
     return digits, odd
 
 
@@ -291,8 +291,8 @@ def _chains(single: Mapping[str, tuple[int, int]], world: int, stride: int = 1) 
     """Yield the name chains from `stride` to all ranks, outermost first. Each stride is the product of the inner sizes."""
     if stride == world:
         yield ()
-    for name, (size, own) in single.items():
-        if own == stride and world % (stride * size) == 0:
+    for name, (size, own_stride) in single.items():
+        if own_stride == stride and world % (stride * size) == 0:
             for outer in _chains(single, world, stride * size):
                 yield (*outer, name)
 
@@ -305,7 +305,9 @@ def _incomplete(
 ) -> LayoutError:
     def reach(stride: int) -> int:
         nexts = (
-            stride * size for size, own in single.values() if own == stride and world % (stride * size) == 0
+            stride * size
+            for size, own_stride in single.values()
+            if own_stride == stride and world % (stride * size) == 0
         )
         return max(map(reach, nexts), default=stride)
 
@@ -314,7 +316,7 @@ def _incomplete(
     missing = world // stride
     return LayoutError(
         f"the groups {along} do not reach all {world} ranks",
-        given="; ".join(f"{each}: ranks {fold(ranks)}" for each, ranks in lists.items()),
+        given="; ".join(f"{name}: ranks {fold(ranks)}" for name, ranks in lists.items()),
         expected=f"groups along dims whose sizes multiply to {world}",
         hint=f"name the groups of the other dims, too; for example {missing} ranks that are {stride} apart"
         if missing > 1

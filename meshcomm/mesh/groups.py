@@ -138,17 +138,17 @@ class GroupMaker:
         """Create one group of the plan. split: whether NCCL may split it from the world."""
         if self.world is not None:
             return self.world.open(group, self.prefix)
-        own = backend_on(group.options.backend, self.device) in STREAM_ORDERED
+        is_queued = backend_on(group.options.backend, self.device) in STREAM_ORDERED
         variables = gloo_defaults(self.meeting.launch.one_host, len(group.ranks))
-        client, rank = self._client(own), self.meeting.rank
+        client, rank = self._client(is_queued), self.meeting.rank
         # A backend that uses the store after this call may wait for it in a thread that its destructor joins.
-        if own or {**variables, **os.environ}["TORCH_GLOO_LAZY_INIT"] == "1":
+        if is_queued or {**variables, **os.environ}["TORCH_GLOO_LAZY_INIT"] == "1":
             client = unsigned(client)
         store = dist.PrefixStore("groups", client)
         with self._recovering(), with_variables(variables, keep=True):
-            transport = open_group(group, rank, store, self.prefix, self.device, own, split)
+            transport = open_group(group, rank, store, self.prefix, self.device, is_queued, split)
         self.held.resources.callback(transport.close)
-        if own:
+        if is_queued:
             self.held.aborts.append(transport.abort)
             if self.held.connections is not None:
                 meets = dist.PrefixStore(f"meets/{group.name}/{group.index}", store)
@@ -159,18 +159,18 @@ class GroupMaker:
         """If lost ranks are replaced, errors in groups created inside the block do not terminate this process."""
         return nullcontext() if self.held.connections is None else with_variables(NCCL_RECOVERS)
 
-    def _client(self, own: bool) -> Any:
+    def _client(self, is_queued: bool) -> Any:
         """Return the mesh's store client, or a separate one for groups that connect at their first call.
 
         Connecting blocks a client, but the threads that answer for this rank need an idle client. If a rank is lost in
         the meantime, only closing this separate connection ends the blocked call.
         """
-        if not own:
-            return self.clients.get(own, self.held.store)
-        if own not in self.clients:
+        if not is_queued:
+            return self.clients.get(is_queued, self.held.store)
+        if is_queued not in self.clients:
             clone, connections = self.held.store.clone, self.held.connections
-            self.clients[own] = clone() if connections is None else connections.own(clone)
-        return self.clients[own]
+            self.clients[is_queued] = clone() if connections is None else connections.own(clone)
+        return self.clients[is_queued]
 
 
 def _meet(store: dist.Store, group: Group, rank: int, coords: tuple[int, ...]) -> None:

@@ -432,12 +432,12 @@ class Mesh(AlongDims):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        state, found = self._state, None
+        state, explained = self._state, None
         if error is not None and state.watch is not None and not state.closed:
-            found = state.watch.explain(error)
+            explained = state.watch.explain(error)
         state.close(compare=error is None)
-        if error is not None and found is not None:
-            raise caused_by(found, error)
+        if error is not None and explained is not None:
+            raise caused_by(explained, error)
 
     def __copy__(self) -> Mesh:
         return self  # a copied module still communicates with the same ranks
@@ -482,9 +482,9 @@ class Mesh(AlongDims):
         from meshcomm.show.plan import plan_view
 
         existing = {
-            name: {"backend": each.name, "timeout_s": each.timeout_s}
-            for name, each in self._state.transports.items()
-            if isinstance(each, ProcessGroupTransport) and not each.owned
+            name: {"backend": transport.name, "timeout_s": transport.timeout_s}
+            for name, transport in self._state.transports.items()
+            if isinstance(transport, ProcessGroupTransport) and not transport.owned
         }
         return plan_view(self.plan, self.rank if self.is_member else None, self.topology, existing)
 

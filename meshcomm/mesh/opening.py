@@ -238,8 +238,10 @@ def _met(settings: Settings, launch: Launch, store: dist.Store | None = None, **
         return meet(settings.process, launch, settings.mesh.timeout_s, store=store, **meets)
     # On torch's fake backend only this rank exists: there is no store, and no rank to agree with.
     fake = dist.get_backend() == "fake"
-    own = signed(of_this_attempt(store or (dist.HashStore() if fake else default_store())), "default group")
-    return Meeting(own, dist.get_rank(), dist.get_world_size(), launch, fake, kept=True)
+    default_group_store = signed(
+        of_this_attempt(store or (dist.HashStore() if fake else default_store())), "default group"
+    )
+    return Meeting(default_group_store, dist.get_rank(), dist.get_world_size(), launch, fake, kept=True)
 
 
 def _met_in(world: World, meets: Mapping[str, Any]) -> Meeting:
@@ -528,9 +530,9 @@ def _warn_of_places(plan: Plan, topology: TopologyConfig) -> None:
     """Warn, once per job, about dims that cross hosts only because ranks are not placed in blocks."""
     from meshcomm.predict.lint import scattered
 
-    if (found := scattered(plan, topology)) is not None:
+    if (finding := scattered(plan, topology)) is not None:
         # Attributed to the caller of `init`.
-        warnings.warn(str(found), ScatteredRanks, stacklevel=6)
+        warnings.warn(str(finding), ScatteredRanks, stacklevel=6)
 
 
 def _topology(settings: Settings, agreed: Agreed | None, simulated: bool) -> TopologyConfig:
@@ -538,8 +540,8 @@ def _topology(settings: Settings, agreed: Agreed | None, simulated: bool) -> Top
         return settings.topology
     from meshcomm.predict.links import discovered
 
-    found = (None, ()) if agreed is None else (agreed.ranks_per_host, agreed.nodes)
-    return discovered(settings.topology, os.environ, *found)
+    places = (None, ()) if agreed is None else (agreed.ranks_per_host, agreed.nodes)
+    return discovered(settings.topology, os.environ, *places)
 
 
 def _refused(meeting: Meeting, last: float) -> MeshcommError | None:

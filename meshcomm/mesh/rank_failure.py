@@ -67,8 +67,8 @@ def leave_names(names: Mapping[int, str], *, again: bool = False) -> None:
 def names_of_ranks(folder: Path, attempt: int) -> dict[int, str]:
     """Return the names that `leave_names` wrote, or {} if no rank has opened a mesh."""
     with contextlib.suppress(OSError, ValueError):
-        found = json.loads((folder / _NAMES.format(attempt)).read_text())
-        return {int(rank): name for rank, name in found.items()}
+        names = json.loads((folder / _NAMES.format(attempt)).read_text())
+        return {int(rank): name for rank, name in names.items()}
     return {}
 
 
@@ -103,12 +103,12 @@ def collect(folder: Path, attempt: int) -> list[Failure]:
     """Return the failures that ranks have written, in rank order. Of an error that was seen before it ended its rank, and the
     error that did, return only the latter.
     """
-    found: dict[int, Failure] = {}
+    failures: dict[int, Failure] = {}
     for path in sorted(folder.glob(f"{attempt}-[cfs]*.json"), reverse=True):
         with contextlib.suppress(OSError, ValueError, TypeError):
             failure = Failure(**json.loads(path.read_text()))
-            found[failure.rank] = failure
-    return sorted(found.values(), key=attrgetter("rank"))
+            failures[failure.rank] = failure
+    return sorted(failures.values(), key=attrgetter("rank"))
 
 
 def forget(folder: Path, attempt: int, rank: int) -> None:
@@ -154,12 +154,12 @@ def frame_at_signal(folder: Path, attempt: int, rank: int) -> tuple[str, bool]:
         text = (folder / _STACK.format(attempt, rank)).read_text()
     except OSError:
         return "", False
-    threads = [each for each in text.split("\n\n") if 'File "' in each]
-    own = next((thread for thread in threads if thread.startswith("Current thread")), None)
+    threads = [block for block in text.split("\n\n") if 'File "' in block]
+    current = next((thread for thread in threads if thread.startswith("Current thread")), None)
     # Without one, a thread of a backend caused it. The main thread is last.
-    frames = re.findall(r'File "(.+)", line (\d+) in (\S+)', own or "".join(threads[-1:]))
-    at = place_in([file for file, _, _ in frames])
-    return "" if at is None else "{}:{} in {}".format(*frames[at]), own is not None
+    frames = re.findall(r'File "(.+)", line (\d+) in (\S+)', current or "".join(threads[-1:]))
+    index = place_in([file for file, _, _ in frames])
+    return "" if index is None else "{}:{} in {}".format(*frames[index]), current is not None
 
 
 # -- where the ranks are, for a launcher that is about to end them ---------------------------------------
@@ -188,12 +188,12 @@ def ask_places(folder: Path, attempt: int, within_s: float) -> dict[int, dict[st
     (folder / _WHERE.format(attempt)).touch()
     deadline = time.monotonic() + within_s
     while True:
-        found = {}
+        places = {}
         for path in folder.glob(_PLACE.format(attempt, "*")):
             with contextlib.suppress(OSError, ValueError):
-                found[int(path.stem.rpartition("-")[2])] = json.loads(path.read_text())
-        if all(found.values()) or time.monotonic() > deadline:
-            return found
+                places[int(path.stem.rpartition("-")[2])] = json.loads(path.read_text())
+        if all(places.values()) or time.monotonic() > deadline:
+            return places
         time.sleep(0.05)
 
 
@@ -224,12 +224,12 @@ def end_rank(
         failure = replace(failure, code=code)
     folder = _folder_of_job()
     attempt = attempt_of(os.environ)
-    left = folder is not None and leave(failure, folder, attempt)
+    has_left = folder is not None and leave(failure, folder, attempt)
     if hook is not None:
         hook()
     if is_helper(os.environ):
         print(failure.text, file=sys.stderr)
-    elif folder is not None and left:
+    elif folder is not None and has_left:
         if failure.follows:
             await_cause(folder, attempt, patience_s)
     elif failure.code != INTERRUPTED and _speaks_first(launch, patience_s if failure.follows else 0.0):
@@ -297,28 +297,30 @@ class ExceptHooks:
             threading.excepthook = self._before_thread
 
     def _main(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        found = self._explained(error, "")
-        if found is None:
+        explained = self._explained(error, "")
+        if explained is None:
             self._before(kind, error, trace)
             show_hidden(error)
         else:
-            self._before(type(found), found, found.__traceback__)
+            self._before(type(explained), explained, explained.__traceback__)
 
-    def _thread(self, given: Any) -> None:
-        name = given.thread.name if given.thread is not None else "unknown"
-        error = given.exc_value
-        found = None if error is None else self._explained(error, name)
-        if found is not None:
-            given = threading.ExceptHookArgs((type(found), found, found.__traceback__, given.thread))
-        self._before_thread(given)
+    def _thread(self, args: Any) -> None:
+        name = args.thread.name if args.thread is not None else "unknown"
+        error = args.exc_value
+        explained = None if error is None else self._explained(error, name)
+        if explained is not None:
+            args = threading.ExceptHookArgs(
+                (type(explained), explained, explained.__traceback__, args.thread)
+            )
+        self._before_thread(args)
 
     def _explained(self, error: BaseException, thread: str) -> MeshcommError | None:
         try:
-            found = self._explain(error, thread)
+            explained = self._explain(error, thread)
         except Exception:
             # The program's own error must be shown in any case.
             return None
-        return None if found is None else caused_by(found, error)
+        return None if explained is None else caused_by(explained, error)
 
 
 def show_hidden(error: BaseException) -> None:
@@ -332,7 +334,7 @@ def show_hidden(error: BaseException) -> None:
     if (
         _folder_of_job() is None
         and isinstance(first, MeshcommError)
-        and not any(first is each for each in shown)
+        and not any(first is error for error in shown)
     ):
         print(
             f"meshcomm: {type(error).__name__} followed from {type(first).__name__}: {first}", file=sys.stderr

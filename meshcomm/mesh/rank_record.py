@@ -178,8 +178,8 @@ class RecordExchange:
 
         If that rank does not publish a result, each rank calls `make` itself.
         """
-        own, published = str(self._rank), f"diagnosis/{call}"
-        if self._store.compare_set(f"first/{call}", "", own).decode() == own:
+        my_rank, published = str(self._rank), f"diagnosis/{call}"
+        if self._store.compare_set(f"first/{call}", "", my_rank).decode() == my_rank:
             result = make()
             self._store.set(published, json.dumps(result))
             return result
@@ -201,8 +201,8 @@ class RecordExchange:
         key = f"diagnosis/{call}"
         if not self._soon(partial(self._store.check, [key])):
             return None
-        found: dict[str, Any] = json.loads(self._soon(partial(self._store.get, key)))
-        return found
+        result: dict[str, Any] = json.loads(self._soon(partial(self._store.get, key)))
+        return result
 
     def _soon(self, call: Callable[[], T]) -> T:
         """Return the result of one operation on the store, which must come soon: a lost host does not refuse connections.
@@ -221,10 +221,10 @@ class RecordExchange:
         """Return the records of the `ranks` that answer in time. Takes a few store operations per rank."""
         began = last = time.monotonic()
         answers = self._read({rank: f"closed/{rank}" for rank in ranks})
-        asked = {rank: self._store.add(f"asked/{rank}", 1) for rank in ranks if rank not in answers}
-        for rank, number in asked.items():
+        number_of = {rank: self._store.add(f"asked/{rank}", 1) for rank in ranks if rank not in answers}
+        for rank, number in number_of.items():
             self._store.set(f"ask/{rank}/{number}", str(self._rank))
-        keys = {rank: f"answer/{rank}/{number}" for rank, number in asked.items()}
+        keys = {rank: f"answer/{rank}/{number}" for rank, number in number_of.items()}
         waited_s = 0.0
         while keys and waited_s < self._within_s and last - began < _LONGER * self._within_s:
             if self._store.check(list(keys.values())):

@@ -62,8 +62,11 @@ def mesh_of(given: Mapping[str, Any]) -> MeshConfig:
     """Return the `[mesh]` section with these keys. Raises ConfigError."""
     options = given.get("options")
     if isinstance(options, Mapping):  # anything else is reported together with the other problems
-        made = {name: DimOptions(**own) if isinstance(own, Mapping) else own for name, own in options.items()}
-        given = {**given, "options": made}
+        dim_options = {
+            name: DimOptions(**options_of_dim) if isinstance(options_of_dim, Mapping) else options_of_dim
+            for name, options_of_dim in options.items()
+        }
+        given = {**given, "options": dim_options}
     return MeshConfig(**given)
 
 
@@ -194,10 +197,10 @@ def _own(config: Source | None, given: dict[str, Any], overrides: Sequence[str])
 
         return load_config(config, overrides)
     if overrides:
-        what = f"a {type(config).__name__}" if config is not None else ", ".join(given)
+        kind = f"a {type(config).__name__}" if config is not None else ", ".join(given)
         raise LaunchError(
             "overrides have no effect on these arguments of init",
-            given=f"{what} and overrides {list(overrides)}",
+            given=f"{kind} and overrides {list(overrides)}",
             expected="overrides with a config file or a Config",
             hint="change the object itself" if config is not None else "change the arguments themselves",
         )
@@ -210,12 +213,13 @@ def _refuse_unused(path: str, own: Settings) -> None:
     """Raise LaunchError if the mesh from `own` would ignore settings of the job's configuration."""
     from meshcomm.config.read import load_config
 
-    asked = load_config(path, _overrides())
+    of_launcher = load_config(path, _overrides())
     lost = [
         f"{name}.{key}"
         for name in _SECTIONS
-        for key, value in getattr(asked, name)
-        if key in getattr(asked, name).model_fields_set and not _same(value, getattr(getattr(own, name), key))
+        for key, value in getattr(of_launcher, name)
+        if key in getattr(of_launcher, name).model_fields_set
+        and not _same(value, getattr(getattr(own, name), key))
     ]
     if not lost:
         return

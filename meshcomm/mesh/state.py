@@ -292,9 +292,9 @@ class State:
         waits = isinstance(error, RuntimeError | CommunicationError | MeshMismatchError | StoreError)
         # A call outside the mesh is explained here, which reports the hung ranks that it has waited for.
         if isinstance(error, RuntimeError) and self.watch is not None:
-            found = self.watch.explain(error)
-            if isinstance(found, RankLost):
-                return found
+            explained = self.watch.explain(error)
+            if isinstance(explained, RankLost):
+                return explained
         return generations.lost(f"a step on {self.label}", waits, confirms=error is None)
 
     def close(self, compare: bool) -> None:
@@ -360,7 +360,7 @@ class State:
                 for transport in self.transports.values()
                 if isinstance(transport, ProcessGroupTransport)
             ]
-            keep_for_good([*(each.group for each in own), default_group()])
+            keep_for_good([*(transport.group for transport in own), default_group()])
             held_calls.clear()
         self.held.resources.close()
         self._let_go()
@@ -388,11 +388,11 @@ def _lost_by(state: State) -> Callable[[BaseException], MeshcommError | None]:
     """Return `state.lost` without a reference to the state, which refers to the store that this is for."""
     lost = WeakMethod(state.lost)
 
-    def found(error: BaseException) -> MeshcommError | None:
-        asked = lost()
-        return None if asked is None else asked(error)
+    def lost_of(error: BaseException) -> MeshcommError | None:
+        answer = lost()
+        return None if answer is None else answer(error)
 
-    return found
+    return lost_of
 
 
 def _closed_with_graphs(resources: ExitStack, label: str) -> CommunicationError | None:

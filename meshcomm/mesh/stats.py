@@ -147,7 +147,9 @@ def stats(
     order = {family.name: place for place, family in enumerate(plan.families)}
     rows: list[CallStats] = []
     # Iterate over a copy, because another thread may make its first call of a kind in the meantime.
-    for total, timed in [(total, timed) for each, timed in counters for total in list(each.values())]:
+    for total, timed in [
+        (total, timed) for counters_of_call, timed in counters for total in list(counters_of_call.values())
+    ]:
         call = f"{total.call} (torch)" if total.past else total.call
         known = timed and not total.past
         for async_op, sums in ((False, total), (True, total.async_op)):

@@ -453,16 +453,16 @@ class Watchdog(Watching):
         """
         own, call = self.own, f"{BARRIER} on {recorder.label}"
         others = [rank for rank in recorder.ranks if rank != own.rank]
-        made = {**UNKNOWN, "call": call, "callsite": at}
-        own.failed = own.failed or {**made, "label": "", "error": [why], "waiting": None}
+        record = {**UNKNOWN, "call": call, "callsite": at}
+        own.failed = own.failed or {**record, "label": "", "error": [why], "waiting": None}
         own.write(self._desync.found)
         statuses = self.statuses(others)
         if (cause := self._desync.cause(statuses)) is not None:
             return cause
         silent = {rank: self._options.process_of(rank) for rank in others if rank not in statuses}
         # Rank 0 of the group says which ranks it waited for; the others see only that it has given up.
-        told = re.search(r"Ranks? ([\d, ]+) failed to pass", why)
-        missing = [recorder.ranks[int(place)] for place in re.findall(r"\d+", told[1])] if told else []
+        message = re.search(r"Ranks? ([\d, ]+) failed to pass", why)
+        missing = [recorder.ranks[int(place)] for place in re.findall(r"\d+", message[1])] if message else []
         was_in = {rank: status["failed"] or {"call": ""} for rank, status in statuses.items()}
         came = {rank for rank, failed in was_in.items() if failed["call"].startswith(BARRIER)}
         came |= {rank for rank, status in statuses.items() if status["barrier"]}
@@ -473,7 +473,7 @@ class Watchdog(Watching):
         lost = any(silent.get(rank, "runs") != "runs" for rank in missing)
         return (PeerLost if lost else CollectiveTimeout)(
             f"{call} on {own.label} {(Reason.CLOSED if lost else Reason.TIMEOUT).value}",
-            given="\n".join([f"{call}, ranks {fold(recorder.ranks)}, {made_at(made)}", why, *lines]),
+            given="\n".join([f"{call}, ranks {fold(recorder.ranks)}, {made_at(record)}", why, *lines]),
             expected="every rank of the group to make the same call and stay alive until it ends",
             hint="look at the ranks named above",
             missing=tuple(missing),
@@ -498,7 +498,7 @@ class Watchdog(Watching):
             if (pending := recorder.pending) or (error := recorder.failure) is not None:
                 began = recorder.began(recorder.started)
                 calls.append(_Past(began, recorder, None, None if pending else error))
-            for message, lost in (*((each, None) for each in unfinished), *recorder.messages.failed()):
+            for message, lost in (*((message, None) for message in unfinished), *recorder.messages.failed()):
                 calls.append(_Past(message.began, recorder, message, lost))
         return sorted(calls, key=attrgetter("began"))
 
@@ -543,19 +543,19 @@ class Watchdog(Watching):
         written = own.write(self._desync.found)
         if failed.reason is Reason.TIMEOUT and (lost := self._replaced(failed)) is not None:
             return lost
-        found: dict[str, Any] = {}
+        shared: dict[str, Any] = {}
         try:
             if self._desync.found is None:
-                found = self._exchange.limited(partial(self._shared_diagnosis, failed))
+                shared = self._exchange.limited(partial(self._shared_diagnosis, failed))
         except (TimeoutError, RuntimeError) as lost:
             self._silent = isinstance(lost, TimeoutError)
-        self._desync.found = self._desync.found or found.get("differs")
+        self._desync.found = self._desync.found or shared.get("differs")
         cause = self._desync.cause({own.rank: self.status()})
         if cause is not None:
             return cause
-        if not found:
+        if not shared:
             return failed.error_unasked(self._silent)
-        diagnosis = Diagnosis(**found["diagnosis"])
+        diagnosis = Diagnosis(**shared["diagnosis"])
         own.failed.setdefault("waited_for", [*diagnosis.missing, *diagnosis.mismatched])
         return failed.error(diagnosis, own.reports if written else "")
 
@@ -576,8 +576,8 @@ class Watchdog(Watching):
         if blocked.messages is None:
             find = partial(self._exchange.shared, f"hung/{blocked.label}/{blocked.number}", find)
         with contextlib.suppress(TimeoutError, RuntimeError):
-            if found := self._exchange.limited(find):
-                report({int(rank): what for rank, what in found.items()})
+            if hung := self._exchange.limited(find):
+                report({int(rank): what for rank, what in hung.items()})
                 return self._options.lost(failed.at, True, False)
         return None
 
@@ -599,11 +599,11 @@ class Watchdog(Watching):
         make = partial(self._diagnosis, failed)
         if failed.blocked.messages is not None:
             return make()
-        found = self._exchange.shared(f"{failed.blocked.label}/{failed.blocked.number}", make)
+        shared = self._exchange.shared(f"{failed.blocked.label}/{failed.blocked.number}", make)
         # That diagnosis may describe an earlier failure of this call, before this rank arrived, for example after a handle's
         # short timeout.
-        stale = self.own.rank in found["diagnosis"]["missing"]
-        return make() if stale else found
+        stale = self.own.rank in shared["diagnosis"]["missing"]
+        return make() if stale else shared
 
     def _diagnosis(self, failed: FailedCall) -> dict[str, Any]:
         statuses, silent = {self.own.rank: self.status()}, dict[int, str]()
@@ -701,8 +701,8 @@ def _report(error: MeshcommError) -> None:
 def explained(error: BaseException) -> BaseException:
     """Return the explanation of `error`, which ends the process, if a watchdog has one; otherwise `error`."""
     for watchdog in _latest():
-        if (found := watchdog.explain(error)) is not None:
-            return caused_by(found, error)
+        if (explanation := watchdog.explain(error)) is not None:
+            return caused_by(explanation, error)
     return error
 
 

@@ -148,10 +148,10 @@ class Watch:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        found = None if error is None or self._watchdog is None else self._watchdog.explain(error)
+        explained = None if error is None or self._watchdog is None else self._watchdog.explain(error)
         self.close()
-        if found is not None and error is not None:
-            raise caused_by(found, error)
+        if explained is not None and error is not None:
+            raise caused_by(explained, error)
 
     def _begin(self) -> None:
         """Start watching, once the default group exists. Raises the errors of `watch`."""
@@ -159,7 +159,7 @@ class Watch:
         if self._watchdog is not None or WORLD.get() is not None or dist.get_world_size() == 1:
             return
         backend = backend_of(default_group())
-        if not any(each in backend for each in ("gloo", *STREAM_ORDERED)):
+        if not any(name in backend for name in ("gloo", *STREAM_ORDERED)):
             # A dry run has no other ranks to watch.
             if self._asked and backend != "fake":
                 raise UnsupportedOp(
@@ -171,19 +171,19 @@ class Watch:
             return
         rank, ranks, launch = dist.get_rank(), range(dist.get_world_size()), launch_here()
         device = torch.device("cpu")
-        if any(each in backend for each in STREAM_ORDERED) and torch.cuda.is_available():
+        if any(name in backend for name in STREAM_ORDERED) and torch.cuda.is_available():
             device = choose_device("cuda", launch)
         timeout_s = timeout_of(default_group(), device) or _TIMEOUT_S
         store = signed(of_this_attempt(default_store()), "default group")
         claim(store, rank, kept=True)
-        own = prefixed(f"meshcomm/watch{store.add(keys.WATCHED.format(rank), 1)}", store)
+        store_of_watch = prefixed(f"meshcomm/watch{store.add(keys.WATCHED.format(rank), 1)}", store)
         versions = {
             "meshcomm": __version__,
             "torch": torch.__version__,
             "python": platform.python_version(),
         }
         facts = {"validate_calls": self._compared, "versions": versions}
-        agreed = agree(prefixed("agree", own), rank, ranks, facts, timeout_s, "the watch")
+        agreed = agree(prefixed("agree", store_of_watch), rank, ranks, facts, timeout_s, "the watch")
         label = rank_text(rank, None)
         options = WatchOptions(
             timeout_s,
@@ -193,7 +193,7 @@ class Watch:
             process_of=partial(state_of_rank, store),
             tells_s=self._tells_s,
         )
-        self._watchdog = Watchdog(prefixed("mesh", own), rank, {}, len(ranks), options)
+        self._watchdog = Watchdog(prefixed("mesh", store_of_watch), rank, {}, len(ranks), options)
         self._outside = OutsideGroups(self._watchdog, ranks, device, label, options.compared)
         self._began = time.perf_counter()
 
@@ -220,9 +220,9 @@ def launch_here() -> Launch:
         return find_launch(os.environ)
     rank, world = dist.get_rank(), dist.get_world_size()
     with suppress(LaunchError):
-        found = find_launch(os.environ)
-        if (found.rank, found.world_size) == (rank, world):
-            return found
+        launch = find_launch(os.environ)
+        if (launch.rank, launch.world_size) == (rank, world):
+            return launch
     # Lightning sets only LOCAL_RANK.
     local = os.environ.get("LOCAL_RANK", "")
     return Launch("torch", rank, world, int(local) if local.isdecimal() else 0, 1, placed=local.isdecimal())

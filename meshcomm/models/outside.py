@@ -114,7 +114,7 @@ def keeps_samples(loss: Any) -> bool:
 
 
 def _apart(original: Any, copies: dict[Any, Any], memo: dict[int, Any]) -> Any:
-    """made: the copies of functions, cells and namespaces so far, by identity."""
+    """copies: the copies of functions, cells and namespaces so far, by identity."""
     if isinstance(original, partial):
         args = [_apart(value, copies, memo) for value in original.args]
         named = {name: _apart(value, copies, memo) for name, value in original.keywords.items()}

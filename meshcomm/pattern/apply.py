@@ -196,7 +196,7 @@ def _calls_in_graph(
     """Return the calls, or the planning error, which the traced code must raise.
 
     All arguments are constants of a graph, as torch 2.11 requires. They include `merged`, the number of merged dims, so
-    that the recipe is planned again when a merged dim is added. asked: the arguments of `Rearranger.recipe`.
+    that the recipe is planned again when a merged dim is added. key_of_recipe: the arguments of `Rearranger.recipe`.
     """
     planner: Rearranger = groups_of(key, f'rearrange "{key_of_recipe[0]}"').planner()
     try:

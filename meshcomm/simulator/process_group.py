@@ -172,7 +172,7 @@ class SimulatedProcessGroup(PythonGroup):
         root: int,
         blocking: bool,
     ) -> SimulatedWork:
-        """Start one collective. given, result: its input and its output; an in-place collective writes to `given`."""
+        """Start one collective. data, result: its input and its output; an in-place collective writes to `data`."""
         x = _flat(data)
         out: Any = result if _is_flat(result) else _room(result)
         lengths: Any = ()

@@ -38,7 +38,7 @@ class Connections:
     """
 
     def __init__(self) -> None:
-        self._known = {each.there for each in _connected()}
+        self._known = {connection.there for connection in _connected()}
         self._made: set[_Connection] = set()
         self._ports: set[int] = set()
         self._before: set[_Connection] | None = None
@@ -53,16 +53,18 @@ class Connections:
         try:
             yield
         finally:
-            self._made |= {each for each in _connected() - before if each.there not in self._known}
+            self._made |= {
+                connection for connection in _connected() - before if connection.there not in self._known
+            }
             self._ports |= _ports() - ports
             self._before = None
 
     def own(self, connect: Callable[[], T]) -> T:
         """Return the result of `connect`, whose connections no other code uses."""
         before = _connected()
-        found = connect()
+        connected = connect()
         self._made |= _connected() - before
-        return found
+        return connected
 
     def cut(self) -> None:
         """Shut down connections and abort queued calls, from any thread. The connections' owners close the descriptors."""
@@ -73,10 +75,14 @@ class Connections:
             )
             self._aborting.start()
         now, before = _connected(), self._before
-        found = {each for each in now if each in self._made or each.here.port in self._ports}
+        opened = {
+            connection
+            for connection in now
+            if connection in self._made or connection.here.port in self._ports
+        }
         if before is not None:
-            found |= now - before
-        for each in found:
+            opened |= now - before
+        for each in opened:
             with contextlib.suppress(OSError), socket.socket(fileno=os.dup(each.descriptor)) as copy:
                 # Shutting down a listening socket would make Gloo end the process.
                 copy.getpeername()
@@ -102,10 +108,14 @@ def abort_all(aborts: Iterable[Callable[[], object]]) -> None:
 
 
 def _connected() -> set[_Connection]:
-    found = psutil.Process().net_connections("tcp")
-    return {_Connection(each.fd, each.laddr, each.raddr) for each in found if each.raddr}
+    connections = psutil.Process().net_connections("tcp")
+    return {
+        _Connection(connection.fd, connection.laddr, connection.raddr)
+        for connection in connections
+        if connection.raddr
+    }
 
 
 def _ports() -> set[int]:
-    found = psutil.Process().net_connections("tcp")
-    return {each.laddr.port for each in found if each.status == _LISTENS}
+    connections = psutil.Process().net_connections("tcp")
+    return {connection.laddr.port for connection in connections if connection.status == _LISTENS}

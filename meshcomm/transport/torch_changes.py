@@ -100,23 +100,23 @@ CAN_WATCH: Final = all(each.torchs is not None for each in (_MADE, _SET, _REGIST
 _NEW_GROUPS: list[Callable[[Any], None]] = []
 
 
-def _registered(group: Any, *args: Any, **given: Any) -> None:
-    _REGISTER.torchs(group, *args, **given)
-    for told in list(_NEW_GROUPS):
-        told(group)
+def _registered(group: Any, *args: Any, **kwargs: Any) -> None:
+    _REGISTER.torchs(group, *args, **kwargs)
+    for callback in list(_NEW_GROUPS):
+        callback(group)
 
 
-def on_new_groups(told: Callable[[Any], None]) -> Callable[[], None]:
-    """Call `told` with every process group that torch creates from now on. Return a function that stops these calls.
+def on_new_groups(callback: Callable[[Any], None]) -> Callable[[], None]:
+    """Call `callback` with every process group that torch creates from now on. Return a function that stops these calls.
 
     The group's ranks become known only afterwards. Older torch than 2.14 reports no groups.
     """
-    _NEW_GROUPS.append(told)
+    _NEW_GROUPS.append(callback)
     _REGISTER.put(_registered)
 
     def end() -> None:
-        if told in _NEW_GROUPS:
-            _NEW_GROUPS.remove(told)
+        if callback in _NEW_GROUPS:
+            _NEW_GROUPS.remove(callback)
         if not _NEW_GROUPS:
             _REGISTER.put_back()
 
@@ -160,8 +160,8 @@ def _default_timeout(backend: Any) -> timedelta:
     caller = sys._getframe(1)
     if caller.f_code is _MONITORED_BARRIER:
         _barriers[threading.get_ident()] = _group_of_barrier(caller), time.monotonic()
-    found: timedelta = _TIMEOUT.torchs(backend)
-    return found
+    timeout: timedelta = _TIMEOUT.torchs(backend)
+    return timeout
 
 
 def _group_of_barrier(frame: Any) -> str:
@@ -305,14 +305,14 @@ def _waited_beside(work: Any, timeout: timedelta, ended: Callable[[], Exception 
     asks.put((work, timeout))
     while True:
         try:
-            found = answers.get(timeout=_SLICE.total_seconds())
+            answer = answers.get(timeout=_SLICE.total_seconds())
             break
         except Empty:
             _raise(ended())
     _BESIDE.append((asks, answers))
-    if isinstance(found, BaseException):
-        raise found
-    return bool(found)
+    if isinstance(answer, BaseException):
+        raise answer
+    return bool(answer)
 
 
 _Queues: TypeAlias = tuple["SimpleQueue[Any]", "SimpleQueue[Any]"]

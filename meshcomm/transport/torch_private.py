@@ -61,8 +61,8 @@ OPTIONS_KEY = next(
 
 def storage_id(x: Any) -> int:
     """Return a number that identifies a storage, or a tensor's storage, as long as the storage exists."""
-    found: int = (x.untyped_storage() if isinstance(x, torch.Tensor) else x)._cdata
-    return found
+    address: int = (x.untyped_storage() if isinstance(x, torch.Tensor) else x)._cdata
+    return address
 
 
 # A name that no other hook of a group uses.
@@ -134,26 +134,29 @@ def arguments_of(frame: FrameType) -> dict[str, Any]:
 
     frame: a function of distributed_c10d, or the call of a functional collective's operator.
     """
-    given = frame.f_locals
-    operator = given.get("self")
+    locals_of_call = frame.f_locals
+    operator = locals_of_call.get("self")
     if frame.f_code.co_filename == c10d.__file__:
-        found = {name: given[name] for name in _SPLITS if name in given}
+        arguments = {name: locals_of_call[name] for name in _SPLITS if name in locals_of_call}
         ops = (
             value.reduceOp
-            for name, value in given.items()
+            for name, value in locals_of_call.items()
             if name.endswith("opts") and hasattr(value, "reduceOp")
         )
         op: Any = next(ops, None)
     elif isinstance(operator, torch._ops.OpOverload) and operator.namespace.endswith("_c10d_functional"):
         names = [argument.name for argument in operator._schema.arguments]
-        given = {**dict(zip(names, given.get("args", ()), strict=False)), **given.get("kwargs", {})}
-        found = {name: given[name] for name in _SPLITS if name in given}
-        op = given.get("reduce_op")
+        locals_of_call = {
+            **dict(zip(names, locals_of_call.get("args", ()), strict=False)),
+            **locals_of_call.get("kwargs", {}),
+        }
+        arguments = {name: locals_of_call[name] for name in _SPLITS if name in locals_of_call}
+        op = locals_of_call.get("reduce_op")
     else:
         return {}
     if op is not None:
-        found["op"] = op if isinstance(op, str) else getattr(op, "op", op).name.lower()
-    return found
+        arguments["op"] = op if isinstance(op, str) else getattr(op, "op", op).name.lower()
+    return arguments
 
 
 def tag_of(frame: FrameType) -> int | None:
@@ -192,13 +195,17 @@ def unfinished_collectives() -> dict[str, list[tuple[int, str]]]:
     dump = getattr(bindings, "_dump_nccl_trace_json", None)
     if dump is None:
         return {}
-    found: dict[str, list[tuple[int, str]]] = {}
-    for each in json.loads(dump(includeCollectives=True, onlyActive=True)).get("entries", ()):
+    calls_of: dict[str, list[tuple[int, str]]] = {}
+    for entry in json.loads(dump(includeCollectives=True, onlyActive=True)).get("entries", ()):
         # The messages of an exchange stay "scheduled" forever. All messages together have one additional entry.
-        if not each["is_p2p"] and each["state"] != "completed" and "coalesced" not in each["profiling_name"]:
-            calls = found.setdefault(each["process_group"][0], [])
-            calls.append((each["record_id"], each["profiling_name"]))
-    return found
+        if (
+            not entry["is_p2p"]
+            and entry["state"] != "completed"
+            and "coalesced" not in entry["profiling_name"]
+        ):
+            calls = calls_of.setdefault(entry["process_group"][0], [])
+            calls.append((entry["record_id"], entry["profiling_name"]))
+    return calls_of
 
 
 def copy_all(tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
@@ -243,15 +250,19 @@ def outside_graphs(target: C) -> C:
             function.__dict__["_torchdynamo_disable"] = True
             function.__dict__["_torchdynamo_disable_msg"] = "it communicates; mesh.functional compiles"
             # The code of a decorated function may be that of all functions with this decorator.
-            own: Any = unwrap(function)
-            set_code_exec_strategy(own.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
+            original: Any = unwrap(function)
+            set_code_exec_strategy(
+                original.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
+            )
     return target
 
 
 def compiled_files() -> tuple[str, str]:
     """Return the filename prefixes of the files that torch.compile creates, for graphs and for inductor's code."""
-    kept = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or os.path.join(tempfile.gettempdir(), "torchinductor_")
-    return "<eval_with_key>", kept
+    folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or os.path.join(
+        tempfile.gettempdir(), "torchinductor_"
+    )
+    return "<eval_with_key>", folder
 
 
 def once_in_graphs(function: C) -> C:
@@ -265,16 +276,16 @@ def work_error(work: Any) -> RuntimeError | None:
 
     torch warns that the query is deprecated, on stderr from C++ or, inside `apply_`, as a Python warning.
     """
-    found: list[RuntimeError | None] = []
+    errors: list[RuntimeError | None] = []
 
     def ask(value: float) -> float:
-        found.append(work.exception())
+        errors.append(work.exception())
         return value
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.zeros(1, device="cpu").apply_(ask)
-    return found[0]
+    return errors[0]
 
 
 # The default process group, and its store.
@@ -292,8 +303,8 @@ def source_rank(work: Any) -> int:
 
 def bound_device() -> torch.device | None:
     """Return the device that the default process group is bound to."""
-    found: torch.device | None = default_group().bound_device_id
-    return found
+    device: torch.device | None = default_group().bound_device_id
+    return device
 
 
 def backend_of(group: dist.ProcessGroup) -> str:
@@ -331,20 +342,20 @@ def flattened(of: DeviceMesh, name: str, group: dist.ProcessGroup) -> DeviceMesh
         patch.object(DeviceMesh, "_setup_world_group_and_device", lambda _: None),
         patch.dict(root_of(of)._flatten_mapping, clear=True),
     ):
-        found: DeviceMesh = of._flatten(name)
-    return found
+        mesh: DeviceMesh = of._flatten(name)
+    return mesh
 
 
 def flattened_of(mesh: DeviceMesh) -> dict[str, dist.ProcessGroup]:
     """Return this rank's groups along the flattened dims of a DeviceMesh, by name."""
     flat: Mapping[str, DeviceMesh] = root_of(mesh)._flatten_mapping
-    return {name: each.get_group() for name, each in flat.items() if each.get_coordinate() is not None}
+    return {name: mesh.get_group() for name, mesh in flat.items() if mesh.get_coordinate() is not None}
 
 
 def side_by_side(slices: Sequence[DeviceMesh]) -> DeviceMesh:
     """Return slices of one root as one DeviceMesh, in any order, as FSDP combines its dims with a parameter's dims."""
-    found: DeviceMesh = DeviceMesh._concatenate(list(slices)) if len(slices) > 1 else slices[0]
-    return found
+    mesh: DeviceMesh = DeviceMesh._concatenate(list(slices)) if len(slices) > 1 else slices[0]
+    return mesh
 
 
 def forget_device_meshes(meshes: Iterable[DeviceMesh]) -> None:
@@ -354,8 +365,8 @@ def forget_device_meshes(meshes: Iterable[DeviceMesh]) -> None:
     ranks with an earlier one. A group that is still referenced would keep its sockets and threads.
     """
     for mesh in meshes:
-        for each in (mesh, mesh._get_root_mesh()):
-            getattr(each, "_pg_registry", {}).clear()
+        for device_mesh in (mesh, mesh._get_root_mesh()):
+            getattr(device_mesh, "_pg_registry", {}).clear()
     if "torch.distributed.tensor" not in sys.modules:
         return
     from torch.distributed.tensor import _collective_utils, _redistribute, debug
@@ -468,8 +479,8 @@ def await_at_exit(thread: threading.Thread) -> None:
 @atexit.register
 def _await_returning() -> None:
     until = time.monotonic() + _RETURNS_S
-    for each in _RETURNING:
-        each.join(max(0.0, until - time.monotonic()))
+    for thread in _RETURNING:
+        thread.join(max(0.0, until - time.monotonic()))
 
 
 def keep_for_good(groups: Sequence[Any]) -> None:

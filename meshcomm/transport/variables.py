@@ -51,11 +51,11 @@ def with_variables(variables: Mapping[str, str], *, keep: bool = False) -> Itera
 def refuse_conflict(variables: Mapping[str, str]) -> None:
     """Raise LaunchError if the user has set one of the config's `variables` to a different value."""
     for name, value in variables.items():
-        given = os.environ.get(name)
-        if given not in (None, value):
+        in_environment = os.environ.get(name)
+        if in_environment not in (None, value):
             raise LaunchError(
                 f"{name} is set twice, to different values",
-                given=f"{name}={given} in the environment, {value} by the config",
+                given=f"{name}={in_environment} in the environment, {value} by the config",
                 expected="one value",
                 hint=f"unset {name}, or remove it from [network]",
             )

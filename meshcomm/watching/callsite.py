@@ -70,8 +70,8 @@ def users_frame(depth: int = 1) -> FrameType:
         frames = [sys._getframe(depth)]
         while frames[-1] is not frame:
             frames.append(frames[-1].f_back or frame)
-        at = place_in([frame.f_code.co_filename for frame in frames])
-        return frame if at is None else frames[at]
+        index = place_in([frame.f_code.co_filename for frame in frames])
+        return frame if index is None else frames[index]
     return frame
 
 
@@ -81,10 +81,10 @@ def place_in(files: Sequence[str]) -> int | None:
     This is the innermost frame of the program or, if there is none, of an installed package. In a command of meshcomm without
     either, it is the innermost one of meshcomm's training. Returns None if there is none.
     """
-    until = next((at for at, file in enumerate(files) if _ours[file] == _COMMAND), len(files))
-    program = (at for at, file in enumerate(files[:until]) if is_program(file))
-    installed = (at for at, file in enumerate(files[:until]) if not is_library(file))
-    training = (at for at, file in enumerate(files) if file.startswith(_TRAINING))
+    until = next((index for index, file in enumerate(files) if _ours[file] == _COMMAND), len(files))
+    program = (index for index, file in enumerate(files[:until]) if is_program(file))
+    installed = (index for index, file in enumerate(files[:until]) if not is_library(file))
+    training = (index for index, file in enumerate(files) if file.startswith(_TRAINING))
     return next(chain(program, installed, training), None)
 
 
@@ -107,8 +107,10 @@ def stack_of(thread: int) -> list[tuple[str, int, str]]:
         if collects:
             gc.enable()
     # The line where the caller is now, not the first line of its code.
-    own = thread == threading.get_ident()
-    lines = [(f.f_code.co_filename, f.f_lineno, f.f_code.co_name) for f in frames[own:] if f is not None]
+    is_this_thread = thread == threading.get_ident()
+    lines = [
+        (f.f_code.co_filename, f.f_lineno, f.f_code.co_name) for f in frames[is_this_thread:] if f is not None
+    ]
     # This function's own frame may be in the list.
     frames.clear()
     return lines
@@ -179,8 +181,8 @@ def origin(code: CodeType, instruction: int) -> dict[str, Any]:
 @lru_cache(maxsize=4096)
 def line_of(code: CodeType, instruction: int) -> str:
     """Return file:line of an instruction. Callers store the instruction, because finding its line takes longer."""
-    at = code.co_firstlineno
+    line_number = code.co_firstlineno
     for start, end, line in code.co_lines():
         if line is not None and start <= instruction < end:
-            at = line
-    return f"{code.co_filename}:{at}"
+            line_number = line
+    return f"{code.co_filename}:{line_number}"

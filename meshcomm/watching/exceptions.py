@@ -82,9 +82,9 @@ class Raised(NamedTuple):
     whose: str
 
     def __str__(self) -> str:
-        at = place_of(self.error)
+        place = place_of(self.error)
         whose = f"its {self.whose}" if self.whose else "it"
-        return f"{whose} raised {one_line(self.error)}{f', at {at}' if at else ''}"
+        return f"{whose} raised {one_line(self.error)}{f', at {place}' if place else ''}"
 
 
 def error_under_way() -> str:
@@ -105,8 +105,8 @@ def place_of(error: BaseException) -> str:
     frames = extract_tb(error.__traceback__)[::-1]
     if not frames:
         return ""
-    at = place_in([frame.filename for frame in frames])
-    frame = frames[at] if at is not None else [frames[0], *frames_of(error)][-1]
+    index = place_in([frame.filename for frame in frames])
+    frame = frames[index] if index is not None else [frames[0], *frames_of(error)][-1]
     return f"{frame.filename}:{frame.lineno} in {frame.name}"
 
 
@@ -204,9 +204,9 @@ def _chain(error: BaseException) -> list[BaseException]:
         handled = None if isinstance(link.__context__, RankLost) else link.__context__
         # By identity: an error's own `__eq__` may raise an exception.
         chain += [
-            each
-            for each in (link.__cause__, handled)
-            if each is not None and not any(each is other for other in chain)
+            link_behind
+            for link_behind in (link.__cause__, handled)
+            if link_behind is not None and not any(link_behind is other for other in chain)
         ]
     return chain
 
@@ -214,9 +214,9 @@ def _chain(error: BaseException) -> list[BaseException]:
 def about_others(error: BaseException) -> bool:
     """Return whether the error itself says that another rank may be the cause."""
     # torch's own errors about a lost store or peer explain the cause no better than meshcomm's errors.
-    known = isinstance(error, (CommunicationError, StoreTimeout, dist.DistError))
+    is_ours = isinstance(error, (CommunicationError, StoreTimeout, dist.DistError))
     named = isinstance(error, MeshcommError) and bool(vars(error).get("mismatched_ranks"))
-    return known or named or _of_torch(error)
+    return is_ours or named or _of_torch(error)
 
 
 def _of_torch(error: BaseException) -> bool:

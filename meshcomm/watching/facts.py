@@ -65,18 +65,18 @@ def facts_of_list(tensors: Sequence[Tensor], message: Sequence[Tensor]) -> dict[
 
 
 def facts_of_hook(
-    row: Collective, given: Any, coord: int, size: int, arguments: Mapping[str, Any]
+    row: Collective, record: Any, coord: int, size: int, arguments: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return the facts of a call outside the mesh, as torch's group hooks report it.
 
     coord, size: this rank's place in the group, and the size of the group. arguments: see `arguments_of`.
     """
-    inputs, outputs = given.input_tensors, given.output_tensors
+    inputs, outputs = record.input_tensors, record.output_tensors
     op = arguments.get("op") if row.reduces else None
     # The parts of a scatter or gather exist on only one rank.
     small, large = (outputs, inputs) if row.splits and row is not ALL_TO_ALL else (inputs, outputs)
     # A barrier may pass a tensor that is never read.
-    facts = facts_of(row, [] if row is BARRIER else small, op, given.root)
+    facts = facts_of(row, [] if row is BARRIER else small, op, record.root)
     if row is BARRIER or not small:
         return facts
     parts, wholes = [x.numel() for x in small], [x.numel() for x in large]
@@ -93,21 +93,21 @@ def facts_of_hook(
     return facts
 
 
-def is_refused(kind: str, given: Any, size: int, gloo: bool, arguments: Mapping[str, Any]) -> bool:
+def is_refused(kind: str, record: Any, size: int, gloo: bool, arguments: Mapping[str, Any]) -> bool:
     """Return whether torch refuses a call outside the mesh on this rank before it sends anything, as in torch 2.15.
 
     Such a call is none: the program may catch torch's error and go on with the call that the other ranks make.
     kind: the call's name in group hooks. For the other arguments, see `facts_of_hook`.
     """
-    inputs: list[Tensor] = given.input_tensors
-    outputs: list[Tensor] = given.output_tensors
+    inputs: list[Tensor] = record.input_tensors
+    outputs: list[Tensor] = record.output_tensors
     row = HOOKED.get(kind)
     if row is None:
         # A message from any source has no root.
-        return not -1 <= given.root < size
+        return not -1 <= record.root < size
     if row is BARRIER:
         return False
-    if row.root is not None and not 0 <= given.root < size:
+    if row.root is not None and not 0 <= record.root < size:
         return True
     if not gloo:
         return False
@@ -115,20 +115,20 @@ def is_refused(kind: str, given: Any, size: int, gloo: bool, arguments: Mapping[
         return not len(inputs) == len(outputs) == size
     if len(small := outputs if kind == "SCATTER" or kind.startswith("REDUCE_SCATTER") else inputs) != 1:
         return False
-    one, many = small[0], list(inputs if small is outputs else outputs)
+    first, many = small[0], list(inputs if small is outputs else outputs)
     if kind in ("ALLGATHER", "ALLGATHER_BASE", "GATHER", "SCATTER"):
         if kind == "ALLGATHER_BASE" and many[0].ndim:
             many = list(many[0].detach().chunk(size))
-        unlike = any((x.shape, x.dtype) != (one.shape, one.dtype) for x in many)
+        unlike = any((x.shape, x.dtype) != (first.shape, first.dtype) for x in many)
         # Only the root has the list of a gather or scatter.
         return unlike or len(many) not in (size, 0 if row.root else size)
     if kind == "REDUCE_SCATTER":
         # Gloo looks at the part that stays on this rank, whichever that is.
-        return len(many) != size or all(x.shape != one.shape for x in many)
-    if kind == "REDUCE_SCATTER_BASE" and one.ndim and many[0].ndim:
-        return many[0].dtype != one.dtype or many[0].shape[0] != one.shape[0] * size
-    if kind == "ALLTOALL_BASE" and one.ndim and many[0].ndim:
-        pairs = ((one, "input_split_sizes"), (many[0], "output_split_sizes"))
+        return len(many) != size or all(x.shape != first.shape for x in many)
+    if kind == "REDUCE_SCATTER_BASE" and first.ndim and many[0].ndim:
+        return many[0].dtype != first.dtype or many[0].shape[0] != first.shape[0] * size
+    if kind == "ALLTOALL_BASE" and first.ndim and many[0].ndim:
+        pairs = ((first, "input_split_sizes"), (many[0], "output_split_sizes"))
         return any(_is_split_badly(x.shape[0], arguments[key], size) for x, key in pairs if key in arguments)
     return False
 
@@ -182,7 +182,7 @@ def _parts(tensors: Sequence[Tensor], sizes: Sequence[int] | None, size: int) ->
     if not sizes:
         return [x.numel() // size] * size
     row = x.numel() // x.shape[0] if x.ndim and x.shape[0] else 0
-    return [int(each) * row for each in sizes]
+    return [int(rows) * row for rows in sizes]
 
 
 def balance(coord: int, size: int, sends: Sequence[int], expects: Sequence[int]) -> int:

@@ -43,13 +43,13 @@ class Collectives(Generic[T]):
         """Return the next collective of `rank`."""
         self._made[rank] += 1
         number = self._made[rank]
-        found = self.pending.get(number)
-        if found is None:
-            found = self.pending[number] = Collective(self.members, number)
-        found.came[rank] = brought
-        if found.complete:
+        collective = self.pending.get(number)
+        if collective is None:
+            collective = self.pending[number] = Collective(self.members, number)
+        collective.came[rank] = brought
+        if collective.complete:
             del self.pending[number]
-        return found
+        return collective
 
 
 @final
@@ -95,9 +95,13 @@ class Messages(Generic[T]):
 
     def send(self, source: int, target: int, tag: int, brought: T) -> Message[T]:
         """Return the next message of `source` to `target` with this tag."""
-        channels = [each for each in ((source, target, tag), (None, target, tag)) if each in self._awaited]
+        channels = [
+            channel for channel in ((source, target, tag), (None, target, tag)) if channel in self._awaited
+        ]
         if channels:
-            message = self._taken(self._awaited, min(channels, key=lambda each: self._awaited[each][0][0]))
+            message = self._taken(
+                self._awaited, min(channels, key=lambda channel: self._awaited[channel][0][0])
+            )
         else:
             message = self._post(self._sent, source, target, tag)
             self._senders[target, tag].add(source)
@@ -111,7 +115,7 @@ class Messages(Generic[T]):
         senders = self._senders[target, tag]
         if source is None and senders:
             # As their first messages were posted.
-            first = sorted(senders, key=lambda each: self._sent[each, target, tag][0][0])
+            first = sorted(senders, key=lambda sender: self._sent[sender, target, tag][0][0])
             source = first[choose(len(first)) if len(first) > 1 else 0]
         if source in senders:
             message = self._taken(self._sent, (source, target, tag))
@@ -124,19 +128,21 @@ class Messages(Generic[T]):
 
     def unmatched(self) -> list[Message[T]]:
         """Return the messages that lack an end, as they were posted."""
-        waiting = (each for kept in (self._sent, self._awaited) for queue in kept.values() for each in queue)
-        return [message for _, message in sorted(waiting, key=lambda each: each[0])]
+        waiting = (
+            each for queues in (self._sent, self._awaited) for queue in queues.values() for each in queue
+        )
+        return [message for _, message in sorted(waiting, key=lambda posted: posted[0])]
 
-    def _taken(self, kept: dict[_Channel, deque[tuple[int, Message[T]]]], channel: _Channel) -> Message[T]:
-        _, message = kept[channel].popleft()
-        if not kept[channel]:
-            del kept[channel]
+    def _taken(self, queues: dict[_Channel, deque[tuple[int, Message[T]]]], channel: _Channel) -> Message[T]:
+        _, message = queues[channel].popleft()
+        if not queues[channel]:
+            del queues[channel]
         return message
 
     def _post(
-        self, kept: dict[_Channel, deque[tuple[int, Message[T]]]], source: int | None, target: int, tag: int
+        self, queues: dict[_Channel, deque[tuple[int, Message[T]]]], source: int | None, target: int, tag: int
     ) -> Message[T]:
         message = Message[T](source, target, tag)
         self._posted += 1
-        kept.setdefault((source, target, tag), deque()).append((self._posted, message))
+        queues.setdefault((source, target, tag), deque()).append((self._posted, message))
         return message

@@ -101,17 +101,17 @@ def find_desync(
 
     histories: `StepHistory.data` by rank, in coord order; coords: those ranks' coords, by rank.
     """
-    known = {rank: history for rank, history in histories.items() if history is not None}
-    sums = {rank: dict(history["sums"]) for rank, history in known.items()}
+    histories_known = {rank: history for rank, history in histories.items() if history is not None}
+    sums = {rank: dict(history["sums"]) for rank, history in histories_known.items()}
     last = last_common(*sums.values())
     if len({of_rank.get(last) for of_rank in sums.values()}) < 2:
         return None
     # Start at the oldest step that all histories still contain. The first difference may be even earlier.
-    oldest = max(history["runs"][0]["first"] for history in known.values())
-    cut = any(history["cut"] for history in known.values())
-    starts = {run["first"] for history in known.values() for run in history["runs"]}
+    oldest = max(history["runs"][0]["first"] for history in histories_known.values())
+    cut = any(history["cut"] for history in histories_known.values())
+    starts = {run["first"] for history in histories_known.values() for run in history["runs"]}
     for start in sorted(start for start in starts if oldest <= start <= last):
-        steps = {rank: _run_at(history["runs"], start) for rank, history in known.items()}
+        steps = {rank: _run_at(history["runs"], start) for rank, history in histories_known.items()}
         # If step numbers differ, a rank has skipped a step, although calls may be equal until the last step.
         numbers = {rank: step.number for rank, step in steps.items()}
         calls = {rank: (step.calls, step.digest) for rank, step in steps.items()}
@@ -120,7 +120,7 @@ def find_desync(
             if cut and start == oldest:
                 break
             return _difference(label, signs, steps, coords, forgotten=False)
-    steps = {rank: _run_at(history["runs"], oldest) for rank, history in known.items()}
+    steps = {rank: _run_at(history["runs"], oldest) for rank, history in histories_known.items()}
     signs = {rank: of_rank[last] for rank, of_rank in sums.items()}
     return _difference(label, signs, steps, coords, forgotten=True)
 
@@ -154,25 +154,25 @@ def _difference(
     who = ", ".join(rank_text(rank, coords[rank]) for rank in mismatched[:4])
     who += f" and {len(mismatched) - 4} more" if len(mismatched) > 4 else ""
     if forgotten:
-        made = "other calls"
+        instead = "other calls"
         given = "the calls of that step are no longer recorded"
         expected = f"the same calls in every step, as {ranks_text(usual)} made them"
     elif apart:
-        made = f"step {first.number} instead"
+        instead = f"step {first.number} instead"
         given = "\n".join(
             f"step {step.number} of {ranks_text(ranks)} ended at {step.ended_at}" for ranks, step in shown
         )
         expected = f"as {ranks_text(usual)}: step {number}, which ended at {model.ended_at}"
     else:
         more = first.calls - model.calls if len(mismatched) == 1 else 0
-        made = f"{_collectives(abs(more))} {'more' if more > 0 else 'fewer'}" if more else "other calls"
+        instead = f"{_collectives(abs(more))} {'more' if more > 0 else 'fewer'}" if more else "other calls"
         lines = [
             f"{ranks_text(ranks)} on {label}: {_calls(step, first if step is model else model)}"
             for ranks, step in shown
         ]
         given = "\n".join([*lines, f"step {number} ended at {first.ended_at}"])
         expected = f"as {ranks_text(usual)}: {_calls(model, first)}"
-    did = f"made {made}" if usual else "do not agree"
+    did = f"made {instead}" if usual else "do not agree"
     return {
         "what": f'ranks differ in {which} along "{label.partition("[")[0]}": {who} {did}',
         "given": given,

@@ -77,7 +77,7 @@ class CallTimer:
         The backend is queried only eight times per timeout, because a query may disturb CUDA graph capture. It is queried
         about the same call until that call has ended.
         """
-        late, asked = [], cache(unfinished_collectives)
+        late, unfinished = [], cache(unfinished_collectives)
         for recorder in list(recorders):
             seen = self._groups.setdefault(recorder, _Timed(None, now))
             if not recorder.ordered or now < seen.next:
@@ -86,7 +86,7 @@ class CallTimer:
             seen.next = now + min(timeout_s / 8, _ASKS_S)
             before = seen.queued
             try:
-                seen.queued = queued_in(recorder, before, asked, now)
+                seen.queued = queued_in(recorder, before, unfinished, now)
             except RuntimeError:
                 continue  # a graph is being captured; ask again later
             if before is not None and before is not seen.queued:
@@ -94,14 +94,14 @@ class CallTimer:
             elif before is not None and now - before.since > timeout_s:
                 late.append((recorder, before))
         # An earlier call of another group may have been seen later, if both calls were made during one check.
-        told = [recorder for recorder, _ in late]
-        for recorder in [recorder for recorder in recorders if late and recorder not in told]:
+        late_recorders = [recorder for recorder, _ in late]
+        for recorder in [recorder for recorder in recorders if late and recorder not in late_recorders]:
             queued = self._groups[recorder].queued
             if queued is None or now - _began(recorder, queued) <= recorder.timeout_s():
                 continue
             with contextlib.suppress(RuntimeError):
                 # Check again: the call may have ended since.
-                if queued_in(recorder, queued, asked, now) is queued:
+                if queued_in(recorder, queued, unfinished, now) is queued:
                     late.append((recorder, queued))
         return sorted(late, key=lambda pair: _began(*pair))
 
@@ -109,7 +109,7 @@ class CallTimer:
 def queued_in(
     recorder: FlightRecorder,
     before: Queued | None,
-    asked: Callable[[], Mapping[str, Sequence[tuple[int, str]]]],
+    unfinished: Callable[[], Mapping[str, Sequence[tuple[int, str]]]],
     now: float,
 ) -> Queued | None:
     """Return the call that the backend has queued but not completed, or `before` if the call is still the same."""
@@ -118,7 +118,7 @@ def queued_in(
     work, message, number = recorder.work, recorder.message, recorder.started
     if work is not None:
         return None if work.is_completed() else Queued(work, message, number, now)
-    calls = asked().get(recorder.group_name, ()) if number else ()
+    calls = unfinished().get(recorder.group_name, ()) if number else ()
     if not calls:
         return None
     # Do not compare meshcomm's own number: without torch's hooks, it does not change when others make calls.
@@ -133,8 +133,8 @@ def _began(recorder: FlightRecorder, queued: Queued) -> float:
     """Return the time at which the program made the call; if unknown, when it was first seen."""
     if queued.message is not None:
         return queued.message.began
-    made = recorder.call_data(queued.number) if queued.number else None
-    return queued.since if made is None else float(made["began"])
+    record = recorder.call_data(queued.number) if queued.number else None
+    return queued.since if record is None else float(record["began"])
 
 
 def _has_recorded(recorder: FlightRecorder, number: int, name: str) -> bool:
@@ -142,8 +142,8 @@ def _has_recorded(recorder: FlightRecorder, number: int, name: str) -> bool:
 
     Without hooks, the recorder does not record calls made outside the mesh.
     """
-    told = recorder.hooks is not None and recorder.hooks.group is not None
-    if told or (number == recorder.started and recorder.under_way is not None):
+    has_hooks = recorder.hooks is not None and recorder.hooks.group is not None
+    if has_hooks or (number == recorder.started and recorder.under_way is not None):
         return True
     recorded = recorder.call_data(number)
     return recorded is not None and recorded["call"] in name

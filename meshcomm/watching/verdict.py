@@ -108,13 +108,13 @@ def are_same(calls: Sequence[ToldCall]) -> bool:
 def facts_match(calls: Sequence[Mapping[str, Any]]) -> bool:
     """Return whether each fact is equal in all calls of which it is known, except facts that may differ between ranks."""
     # Equal splits on one rank may fit unequal ones on another.
-    own = {*OWN, "elements"} if any("balance" in facts for facts in calls) else {*OWN}
+    not_compared = {*OWN, "elements"} if any("balance" in facts for facts in calls) else {*OWN}
     first: dict[str, Any] = {}
     return all(
         first.setdefault(key, value) == value
         for facts in calls
         for key, value in facts.items()
-        if key not in own
+        if key not in not_compared
     )
 
 
@@ -250,7 +250,7 @@ def diagnose(blocked: BlockedCall, statuses: Statuses, silent: Silent = _NONE_SI
     lines = [
         f"{name_of_rank(rank, statuses.get(rank))} {doing or SILENT[silent.get(rank, '')]}"
         # The ranks at the end of the chain first.
-        for rank, doing in sorted(late, key=lambda each: each[0] not in at_end)
+        for rank, doing in sorted(late, key=lambda pair: pair[0] not in at_end)
     ]
     if not late and blocked.messages is None:
         lines = [
@@ -343,7 +343,7 @@ def find_mismatch(label: str, ranks: Sequence[int], statuses: Statuses) -> Diagn
 def absent(blocked: BlockedCall, statuses: Statuses) -> list[tuple[int, str | None]]:
     """Return the ranks that have not arrived at a call, and the activity of each; None for a rank that does not answer."""
     if blocked.messages is not None:
-        return [each for part in blocked.messages["parts"] for each in _unmatched(blocked, part, statuses)]
+        return [pair for part in blocked.messages["parts"] for pair in _unmatched(blocked, part, statuses)]
     late: list[tuple[int, str | None]] = []
     for rank in _behind(blocked, statuses):
         doing = None
@@ -377,7 +377,7 @@ def _waits_for(
         if call:
             calls.append((not ours, "parts" in call, group, call))
     # A collective explains more than a message.
-    for _, is_message, group, call in sorted(calls, key=lambda each: each[:2]):
+    for _, is_message, group, call in sorted(calls, key=lambda row: row[:2]):
         waiting = call if is_message else None
         number = group["started"] if waiting else call["number"]
         blocked = BlockedCall(rank, group["label"], group["ranks"], number, waiting)
@@ -423,9 +423,9 @@ def _unmatched(
         count = done.pop(tag, 0)
         if source is None:
             on_its_way |= count > _messages_begun(statuses[rank], label, "recv", peer).get(tag, 0)
-            said = f"{count} with tag {tag}, all received" if count else f"none with tag {tag}"
+            counted = f"{count} with tag {tag}, all received" if count else f"none with tag {tag}"
         elif count < part["number"]:
-            said = f"{count} of {part['number']} with tag {tag}"
+            counted = f"{count} of {part['number']} with tag {tag}"
         else:
             continue
         # What it waits for now has not moved.
@@ -434,10 +434,10 @@ def _unmatched(
             moves = theirs["direction"] == half and theirs["peer"] == rank
             done[theirs["tag"]] = done.get(theirs["tag"], 0) - moves
         others = ", ".join(f"{count} with tag {other}" for other, count in sorted(done.items()) if count > 0)
-        said += f", and {others}" if others else ""
-        late.append((peer, f"has {has} {said}; it {doing_of(status, label)}"))
+        counted += f", and {others}" if others else ""
+        late.append((peer, f"has {has} {counted}; it {doing_of(status, label)}"))
     # One message is enough, but a rank that does not answer may have prevented it from arriving.
-    return [each for each in late if each[1] is None] if on_its_way else late
+    return [pair for pair in late if pair[1] is None] if on_its_way else late
 
 
 def _messages_begun(status: Status, label: str, half: str, peer: int) -> dict[int, int]:

@@ -35,12 +35,12 @@ def chain_ends(waits: Mapping[int, Collection[int]]) -> list[ChainEnd]:
     for rank, others in waits.items():
         for other in others:
             waiters.setdefault(other, []).append(rank)
-    left: dict[int, Collection[int]] = {rank: others for rank, others in waits.items() if others}
-    while circle := find_circle(left):
+    waiting: dict[int, Collection[int]] = {rank: others for rank, others in waits.items() if others}
+    while circle := find_circle(waiting):
         circles.append(_end(circle, waiters))
         # What leads to a circle cannot be part of another one that is independent of it.
         for rank in (*circle, *circles[-1].waiters):
-            left.pop(rank, None)
+            waiting.pop(rank, None)
     roots = [rank for rank in waiters if not waits.get(rank)]
     return circles + sorted((_end([rank], waiters) for rank in roots), key=lambda end: -len(end.waiters))
 
@@ -72,12 +72,12 @@ def find_circle(waits: Mapping[int, Collection[int]]) -> list[int]:
 
     waits: rank -> the ranks that it waits for. The result is a shortest cycle through the lowest rank that is in any cycle.
     """
-    left = dict(waits)
+    waiting = dict(waits)
     # A rank that waits only for removed ranks is in no cycle.
-    while free := [rank for rank, others in left.items() if left.keys().isdisjoint(others)]:
+    while free := [rank for rank, others in waiting.items() if waiting.keys().isdisjoint(others)]:
         for rank in free:
-            del left[rank]
-    ways = (shortest_way(left, rank, rank) for rank in sorted(left))
+            del waiting[rank]
+    ways = (shortest_way(waiting, rank, rank) for rank in sorted(waiting))
     return next((way[:-1] for way in ways if way), [])
 
 

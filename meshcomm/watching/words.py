@@ -45,8 +45,8 @@ def failure(where: str, error: BaseException) -> CommunicationError:
 
 def call_text(call: Mapping[str, Any]) -> str:
     """Return text for a collective or for messages, given in the form of `FlightRecorder.status`."""
-    what = described(call) if "parts" in call else call["call"]
-    return f'{what} along "{call["dim"]}"' + (f", call {call['number']}" if call.get("number") else "")
+    name = described(call) if "parts" in call else call["call"]
+    return f'{name} along "{call["dim"]}"' + (f", call {call['number']}" if call.get("number") else "")
 
 
 def made_at(call: Mapping[str, Any]) -> str:
@@ -84,10 +84,10 @@ def doing_of(status: Status, label: str | None = None) -> str:
     label: the group whose last call is named for a rank that is in no call.
     """
     failed = status.get("failed")
-    left = "has closed the mesh" if status.get("coords") else "has ended, or left torch's default group"
+    way_out = "has closed the mesh" if status.get("coords") else "has ended, or left torch's default group"
     if failed is not None:
         # The rank's later activity usually follows from the failure.
-        closed = f"{left}, and " if status.get("closed") else ""
+        closed = f"{way_out}, and " if status.get("closed") else ""
         ranks = failed.get("waited_for")
         why = f": it waited for {ranks_text(ranks)}" if ranks else ""
         return f"{closed}was in {failed['call']}, {made_at(failed)}, which failed{why}"
@@ -104,7 +104,7 @@ def doing_of(status: Status, label: str | None = None) -> str:
     if status.get("thread"):
         thread = f"; {status['thread']}"
     if status.get("closed"):
-        return f"{left}{after}" + (f", when it raised {raised}" if raised else thread)
+        return f"{way_out}{after}" + (f", when it raised {raised}" if raised else thread)
     return f"is at {status['main']}{after}{thread}" + (f"; {raised}, and goes on" if raised else "")
 
 

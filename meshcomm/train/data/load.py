@@ -131,7 +131,7 @@ def _bytes(
 def _eos_id(config: DataConfig, of_tokenizer: int | None, vocab_size: int | None) -> int | None:
     """Return the token after each document, or None if attention may cross documents.
 
-    known: the tokenizer's. vocab_size: the number of tokens that the data or the model can have; None if it is unknown.
+    of_tokenizer: the tokenizer's. vocab_size: the number of tokens that the data or the model can have; None if it is unknown.
     Raises TrainingError if no such token is defined, or if it is not among them.
     """
     if not config.document_mask:
