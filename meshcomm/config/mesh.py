@@ -171,11 +171,11 @@ class MeshConfig(Section):
         return None if self.rank_order is None else len(self.rank_order)
 
     def sizes(self, world: int | None, source: str | None = None) -> dict[str, int]:
-        """Return the size of every base dim, with -1 resolved. Raises ConfigError if `world` does not fit the dims, and
-        LayoutError if no job can have that many processes.
+        """Return the size of every base dim, with -1 resolved. Raises ConfigError if `world` does not fit the dims.
 
         source: the file name to show in errors, with keys under `mesh`. If None, errors name this section.
         """
+        # No job can have that many processes.
         if world is not None and not 1 <= world <= MOST_RANKS:
             raise LayoutError(
                 f"{world} is not a number of processes",
