@@ -143,7 +143,7 @@ def _calls(count: int) -> str:
 
 
 def _alike(mine: Sequence[Span], my_place: int, theirs: Sequence[Span], their_place: int) -> int:
-    """Return how many consecutive calls match, starting at `here` in `mine` and at `there` in `theirs`."""
+    """Return how many consecutive calls match, starting at `my_place` in `mine` and at `their_place` in `theirs`."""
     pairs = zip(mine[my_place:], theirs[their_place:], strict=False)
     return sum(1 for _ in takewhile(lambda pair: _key(pair[0]) == _key(pair[1]), pairs))
 

@@ -157,8 +157,8 @@ def _read(words: Sequence[str], replace: int | None) -> tuple[list[str], Config 
     parser.add_argument("--replace", type=int)
     for name in ("--world-size", "--max-restarts"):
         parser.add_argument(name)
-    options, words_of_script = parser.parse_known_args(rest[: script if command == "run" else None])
-    config = next((word for word in words_of_script if not word.startswith("-")), None)
+    options, words_left = parser.parse_known_args(rest[: script if command == "run" else None])
+    config = next((word for word in words_left if not word.startswith("-")), None)
     if config is None:
         return [command, *rest], None, ElasticConfig(replace=options.replace or 0)
     overrides = options.overrides

@@ -275,10 +275,10 @@ class AnnouncedGenerations(Generations):
         self.announced_s = float(os.environ.get(ANNOUNCED_VARIABLE, _ANNOUNCED_S))
         if number:
             self._store.set(keys.WAITS.format(number, process), "")
-        for earlier in range(1, number + 1):
-            self._store.wait([keys.GENERATION.format(earlier)], FOREVER)
+        for joined in range(1, number + 1):
+            self._store.wait([keys.GENERATION.format(joined)], FOREVER)
         super().__init__(
-            process, number, [announcement_of(store, earlier) for earlier in range(1, number + 1)]
+            process, number, [announcement_of(store, joined) for joined in range(1, number + 1)]
         )
         interruptible_waits(self._given_up)
         interrupted.append(self.newer)

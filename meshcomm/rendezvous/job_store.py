@@ -116,18 +116,18 @@ def find_job(
     limits_s = dict.fromkeys(ports, _ANSWERS_S)
     while True:
         for port in ports:
-            if (clock := time.monotonic()) < again[port]:
+            if (now := time.monotonic()) < again[port]:
                 continue
             # Agreement, which follows, names missing ranks, so a rank need not look at its only port again.
             limit_s = timeout.total_seconds() if alone and not serves else limits_s[port]
-            answer = answers[port] = _look(host, port, min(max(deadline - clock, 0.1), limit_s), agents)
+            answer = answers[port] = _look(host, port, min(max(deadline - now, 0.1), limit_s), agents)
             # Only rank 0 can tell its job's store from the store of an earlier program.
             mine = answer.owner and (answer.owner == me if serves else answer.owner.may_be(job))
             if answer.client is not None and (mine or agents):
                 answer.client.set_timeout(timeout)
                 return connect(port) if serves else answer.client
             if answer.owner is None and not answer.free:
-                again[port] = clock + _SILENT_S
+                again[port] = now + _SILENT_S
                 limits_s[port] *= 2
         for port in ports:
             if serves and answers[port].free and not answers[port].unknown:

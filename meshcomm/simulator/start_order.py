@@ -79,12 +79,12 @@ class StartOrder:
     def _forget(self, call: Call) -> None:
         waiting = [call]
         while waiting:
-            number = waiting.pop()
-            if number in self._left and not self._left[number] and not self._before[number]:
-                for later in self._after.pop(number):
-                    self._before[later].discard(number)
+            call = waiting.pop()
+            if call in self._left and not self._left[call] and not self._before[call]:
+                for later in self._after.pop(call):
+                    self._before[later].discard(call)
                     waiting.append(later)
-                del self._left[number], self._before[number]
+                del self._left[call], self._before[call]
 
 
 def _error(circle: Sequence[tuple[Start, Start]], what: str, expected: str, hint: str) -> DeadlockError:

@@ -226,8 +226,8 @@ class FlightRecorder:
         Raises CallMismatchError if the ranks make different calls.
         """
         check = self.check
-        # The host reads the result of the comparison, which would abort a graph capture. Only queued calls can be captured.
-        if check is None or (self.ordered and capturing()):
+        # The host reads the result of the comparison, which would abort a graph capture.
+        if check is None or capturing():
             return
         try:
             check.announce_call(name, call, facts, waits and not self.ordered, frame)
