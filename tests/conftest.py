@@ -105,6 +105,14 @@ def pool(mesh_pool: Pool) -> Pool:
 
 
 @pytest.fixture
+def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Remove a launcher's variables, whatever an earlier test has set."""
+    for name in list(os.environ):
+        if name in ("RANK", "WORLD_SIZE", "NCCL_SOCKET_IFNAME") or name.startswith(("GLOO_", "SLURM_")):
+            monkeypatch.delenv(name)
+
+
+@pytest.fixture
 def figures(request: pytest.FixtureRequest) -> Callable[[str], None]:
     """A function that prints a line of measured figures at the end of the test log."""
     return lambda line: request.node.user_properties.append((_FIGURE, line))

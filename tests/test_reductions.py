@@ -141,7 +141,7 @@ def test_a_row_says_everything() -> None:
     ],
 )
 def test_a_list_of_operations_has_all_of_them(file: str, sentence: str, in_patterns: bool) -> None:
-    found = re.search(sentence, (Path(__file__).parents[2] / file).read_text(), re.DOTALL)
+    found = re.search(sentence, (Path(__file__).parents[1] / file).read_text(), re.DOTALL)
     assert found is not None
     # What an operation does is in parentheses.
     names = re.findall(r'["`](\w+)["`]', re.sub(r"\(.*?\)", "", found[1], flags=re.DOTALL))

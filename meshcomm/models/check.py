@@ -141,7 +141,9 @@ def small_of(
     # A user gives a family's model only tokens, and it may count positions differently.
     takes_positions = bool(spec.positions) and not family
     positions = {spec.positions: torch.arange(tokens).unsqueeze(0)} if takes_positions else {}
-    return Program(module, model, batches, train, spec.loss, named=positions, family=family, **more)
+    return Program(
+        module, model, batches, train, spec.loss, named=positions, family=family, tied=spec.tied, **more
+    )
 
 
 def tokens_of(vocab_size: int) -> list[tuple[Tensor, Tensor]]:

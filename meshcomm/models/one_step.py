@@ -86,6 +86,7 @@ class Program(NamedTuple):
     microbatches: per step and rank.
     layers:    the number of blocks that a pipeline divides.
     norms:     whether there are batch norms.
+    tied:      see ModelSpec.
     """
 
     module: Callable[[], nn.Module]
@@ -101,6 +102,7 @@ class Program(NamedTuple):
     microbatches: int = 2
     layers: int = 2
     norms: bool = False
+    tied: tuple[str, str] | None = None
 
 
 class Communicates(Exception):
@@ -269,12 +271,15 @@ def plain(program: Program, config: Config, *, silent: bool = True, pieces: int 
     named = dict(module.named_parameters())
     # The part of a stage that holds a tied weight may have another of its names.
     every = dict(module.named_parameters(remove_duplicate=False))
-    for name, parameter in every.items():
+    # The names that patterns match on a mesh: torch may list a tied weight under the name of the head.
+    embedding, head = program.tied or ("", "")
+    names = [(embedding if name == head else name, parameter) for name, parameter in named.items()]
+    for name, parameter in names:
         if any(fnmatchcase(name, pattern) for pattern in train.frozen):
             parameter.requires_grad_(False)
     first = {name: parameter.detach().clone() for name, parameter in named.items()}
     make = program.optimizer or optimizer_of(train, _CPU)
-    optimizer = grouped(make, train, nn.ModuleList([module]), every.items())
+    optimizer = grouped(make, train, nn.ModuleList([module]), names)
     loss_of = copied(program.loss)
     with torch.random.fork_rng([]), _Alone() as alone, _settings(silent, program.family) as steady:
         torch.manual_seed(0)

@@ -55,7 +55,7 @@ def decay_groups(
 
     patterns: maps name patterns ("*" matches any characters) to multipliers for `lr` and `weight_decay`. The first
               pattern that matches a name applies. Groups of matched parameters have `lr_factor` and `decay_factor`, which `Update` applies.
-    named:    all parameters with the names that patterns match. If None, the names in `module`.
+    named:    all parameters with the names that patterns match. If None, the names in `module`, also without their first component.
 
     Order: the order of `module.parameters()`, with matrices before vectors. Call this after fully_shard,
     which replaces the module's parameters.
@@ -66,12 +66,20 @@ def decay_groups(
     fused = fused_parts(module)
     vectors = {name: parameter.ndim - (name in fused) < 2 for name, parameter in module.named_parameters()}
     learning = [pair for pair in module.named_parameters() if pair[1].requires_grad]
+    if named is None:
+        # A ModuleList of stages puts a number in front of the name.
+        named = [
+            (alias, parameter)
+            for name, parameter in module.named_parameters()
+            for alias in (name, name.partition(".")[2])
+        ]
     names: dict[nn.Parameter, list[str]] = {}
-    for name, parameter in module.named_parameters() if named is None else named:
+    for name, parameter in named:
         names.setdefault(parameter, []).append(name)
     for name, parameter in sorted(learning, key=lambda pair: vectors[pair[0]]):
         matching = next(
-            (p for p in patterns or () if any(fnmatchcase(alias, p) for alias in names[parameter])), ""
+            (p for p in patterns or () if any(fnmatchcase(alias, p) for alias in names.get(parameter, ()))),
+            "",
         )
         vector = vectors[name]
         where = parameter.device_mesh if isinstance(parameter, DTensor) else None

@@ -277,9 +277,7 @@ class AnnouncedGenerations(Generations):
             self._store.set(keys.WAITS.format(number, process), "")
         for joined in range(1, number + 1):
             self._store.wait([keys.GENERATION.format(joined)], FOREVER)
-        super().__init__(
-            process, number, [announcement_of(store, joined) for joined in range(1, number + 1)]
-        )
+        super().__init__(process, number, [announcement_of(store, joined) for joined in range(1, number + 1)])
         interruptible_waits(self._given_up)
         interrupted.append(self.newer)
         self._waits = Connections()

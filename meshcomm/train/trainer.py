@@ -314,7 +314,11 @@ class Trainer:
                 self.step(*source(step))
         out = Path(self._facts.sections.train.out)
         with Lease(out, attempt or find_attempt(os.environ)) as lease:
-            return self._recovering(partial(self._run, data, attempt or Attempt(), lease))
+            try:
+                return self._recovering(partial(self._run, data, attempt or Attempt(), lease))
+            finally:
+                if self._read is not None:
+                    self._read.close()
 
     def _run(self, data: Data | None, attempt: Attempt, lease: Lease) -> Summary:
         source = self._corpus() if data is None else data

@@ -6,11 +6,14 @@ import json
 import socket
 import sys
 
+import pytest
 import torch
 import torch.distributed as dist
 from typer.testing import CliRunner
 
 from meshcomm.commands import app
+
+pytestmark = pytest.mark.usefixtures("no_launcher")
 
 KEYS = ["findings", "versions", "host", "interfaces", "limits", "launch", "ranks"]
 

@@ -10,6 +10,8 @@ import torch
 from meshcomm.config import load_config
 from meshcomm.doctor import Finding, examine, host
 
+pytestmark = pytest.mark.usefixtures("no_launcher")
+
 MESH = {"dims": {"pp": 2, "dp": 2}, "device": "cpu", "timeout_s": 30.0}
 
 

@@ -18,6 +18,8 @@ from meshcomm.predict.lint import GLOO_DESCRIPTORS, footprint
 from meshcomm.testing import Pool
 from tests.doctor.test_examine import MESH
 
+pytestmark = pytest.mark.usefixtures("no_launcher")
+
 LO, ETH = Interface("lo", True, ("127.0.0.1", "::1")), Interface("eth0", True, ("10.0.0.7",))
 
 

@@ -8,6 +8,8 @@ import socket
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from meshcomm.config import Config, MeshConfig, load_config
 from meshcomm.doctor import host, together
 from meshcomm.rendezvous.launcher import find_launch
@@ -17,6 +19,8 @@ from tests.doctor.test_examine import MESH, found
 from tests.doctor.test_host import lines
 from tests.forked_jobs import Job
 from tests.rendezvous.test_exposure import everywhere
+
+pytestmark = pytest.mark.usefixtures("no_launcher")
 
 
 def as_job() -> tuple[dict[str, Any] | None, int]:

@@ -113,8 +113,9 @@ def test_a_setting_of_a_family_in_parts_is_itself(setting: str) -> None:
     )
     whole = Whole(tiny(config), exact=True)
     spec = replace(spec_of(whole), initialise=partial(whole.initialise, 0))
-    # Sequence parallelism has the splits of tensor parallelism.
-    for each in ("pipeline", "sequence_parallel"):
+    # Sequence parallelism has the splits of tensor parallelism, with other communication.
+    tensor = ["tensor"] if setting == next(iter(SETTINGS)) else []
+    for each in ("pipeline", "sequence_parallel", *tensor):
         check_model(spec, USES[each], family=True, name=setting)
 
 

@@ -139,6 +139,18 @@ class Keys(nn.Module):
         return y
 
 
+class Shared(nn.Module):
+    """A decoder that shares the weight of the encoder, and has a bias of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.decoder.weight = self.encoder.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.decoder(self.encoder(x).tanh())[:, :3]
+
+
 RIGHT: dict[str, tuple[Any, ...]] = {
     "complex weights": (Complex, rows, {"data": 2}, {"own": F.mse_loss}),
     "a bias of keys": (Keys, rows, {"data": 2}, {"own": F.mse_loss}),
@@ -156,6 +168,14 @@ RIGHT: dict[str, tuple[Any, ...]] = {
     "adam, context": (spec, tokens, {"context": 2}, {"own": of_tokens, "optimizer": "adam"}),
     "clipping, pipeline": (spec, tokens, {"pipeline": 2}, {"own": of_tokens, "clip_norm": 0.1}),
     "every setting": (spec, tokens, {"data": 2, "tensor": 2, "pipeline": 2}, EVERY),
+    # The shared weight has one name, that of the encoder.
+    "frozen by another name": (Shared, rows, {"data": 2}, {"own": F.mse_loss, "frozen": ["decoder.*"]}),
+    "groups by another name": (
+        Shared,
+        rows,
+        {"data": 2},
+        {"own": F.mse_loss, "groups": {"decoder.*": {"lr": 0.1}}},
+    ),
     "groups and frozen, pipeline": (
         spec,
         tokens,

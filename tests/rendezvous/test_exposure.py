@@ -17,6 +17,8 @@ from meshcomm.rendezvous.launcher import Launch
 from meshcomm.rendezvous.meeting import meet
 from tests.ports import free_port
 
+pytestmark = pytest.mark.usefixtures("no_launcher")
+
 
 def test_torchs_store_listens_everywhere_and_ours_on_the_loopback() -> None:
     theirs = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

@@ -51,6 +51,9 @@ class UserBatches(Source):
         """Continue after `step` with another engine, as if later steps had not been requested."""
         self._engine = engine
 
+    def close(self) -> None:
+        """End the reading when the run ends, and with it the workers of a DataLoader."""
+
 
 @final
 class ByStep(UserBatches):
@@ -99,11 +102,10 @@ class InEpochs(UserBatches):
             for _ in range(after):
                 next(self._batches)
 
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        # After a loss of ranks, the same iterable goes on. Otherwise end a DataLoader's workers now: the generator refers to
-        # this object, and in a garbage collection, torch would wait five seconds for each worker.
-        if error is None:
-            self._batches.close()
+    def close(self) -> None:
+        """See UserBatches."""
+        # The generator refers to this object. In a garbage collection, torch would wait five seconds for each worker.
+        self._batches.close()
 
     def __call__(self, step: int) -> tuple[Any, ...]:
         """See Source. Raises TrainingError if there are no data, and the errors of `placed`."""

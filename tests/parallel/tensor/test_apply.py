@@ -239,7 +239,7 @@ def parity(mesh: Mesh, kind: str, sequence: bool, recompute: bool = False) -> No
 
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("kind", list(ATTENTION))
-@pytest.mark.deep_cases(r"\[(own|fused|separate)-2")
+@pytest.mark.deep_cases(r"\[(own|separate)-2")
 def test_a_split_module_has_the_outputs_gradients_and_steps_of_the_whole_one(size: int, kind: str) -> None:
     """Along 4 ranks the sequence is split too; one kind of block is recomputed in backward."""
     meshcomm.simulate(parity, dims={"tp": size}, args=(kind, size == 4, kind == "separate" and size == 4))
