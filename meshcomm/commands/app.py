@@ -163,9 +163,23 @@ Overrides = Annotated[
         help="Override a setting. VALUE is TOML or a bare word; an empty VALUE removes the key.",
     ),
 ]
+
+
+def _checked_world(world: int | None) -> int | None:
+    from meshcomm.config.mesh import check_world
+
+    check_world(world)
+    return world
+
+
 World = Annotated[
     int | None,
-    typer.Option("--world-size", "--world", help="Number of processes; required if a size is -1."),
+    typer.Option(
+        "--world-size",
+        "--world",
+        callback=_checked_world,
+        help="Number of processes; required if a size is -1.",
+    ),
 ]
 Operations = Annotated[
     list[str] | None,

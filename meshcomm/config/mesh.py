@@ -48,6 +48,17 @@ class DimOptions(Section):
         return tuple((name, value) for name, value in values if value not in (None, False))
 
 
+def check_world(world: int | None) -> None:
+    """Raise LayoutError if no job can have `world` processes. None: the number is not known."""
+    if world is not None and not 1 <= world <= MOST_RANKS:
+        raise LayoutError(
+            f"{world} is not a number of processes",
+            given=f"a world of {world}",
+            expected=f"1 to {MOST_RANKS}",
+            hint="give the number of processes in the job",
+        )
+
+
 class MeshConfig(Section):
     """`[mesh]`: names and sizes of the dims, the order of the ranks, and the groups to create.
 
@@ -175,14 +186,7 @@ class MeshConfig(Section):
 
         source: the file name to show in errors, with keys under `mesh`. If None, errors name this section.
         """
-        # No job can have that many processes.
-        if world is not None and not 1 <= world <= MOST_RANKS:
-            raise LayoutError(
-                f"{world} is not a number of processes",
-                given=f"a world of {world}",
-                expected=f"1 to {MOST_RANKS}",
-                hint="give the number of processes in the job",
-            )
+        check_world(world)
         number = self.count(world)
         # The other rules were checked when the section was created.
         problems = list(world_fits(self, world, number))

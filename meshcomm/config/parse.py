@@ -93,7 +93,12 @@ def _yaml(text: str, label: str) -> Any:
     loader.add_constructor("tag:yaml.org,2002:map", _yaml_table)
     loader.add_constructor("tag:yaml.org,2002:int", _yaml_int)
     try:
+        depth = 0
         for event in yaml.parse(text, loader):
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if depth > _DEEPEST:
+                # PyYAML's time grows with the square of the depth.
+                raise ValueError(f"tables or lists more than {_DEEPEST} deep")
             if isinstance(event, yaml.AliasEvent):
                 raise yaml.MarkedYAMLError(problem="aliases are not read", problem_mark=event.start_mark)
         return yaml.load(text, loader)

@@ -107,7 +107,7 @@ def test_a_world_that_does_not_fit_is_an_error(folder: Path, world: str) -> None
         done = CliRunner().invoke(app, [command, QUICK, *export, "--world-size", world, *script])
         assert isinstance(done.exception, SystemExit | None), (command, done.exception)
         # doctor reports it as a finding.
-        wrong = 1 if command == "doctor" and world != "many" else 2
+        wrong = 1 if command == "doctor" and world == "7" else 2
         assert done.exit_code == wrong and "Traceback" not in done.output, (command, done.output)
         assert "it was started" not in done.output, command
 
@@ -125,6 +125,19 @@ def test_a_wrong_value_of_any_option_is_no_traceback(folder: Path, value: str) -
                 done = CliRunner().invoke(app, [command, *words, option.opts[0], value])
                 assert isinstance(done.exception, SystemExit | None), (command, option.opts, done.exception)
                 assert "Traceback" not in done.output, (command, option.opts)
+
+
+@pytest.mark.parametrize("value", ["0", "-1"])
+def test_a_world_of_no_processes_is_refused_by_every_command(value: str) -> None:
+    takers = [
+        name
+        for name in COMMANDS.commands
+        if any("--world-size" in option.opts for option in COMMANDS.commands[name].params)
+    ]
+    assert len(takers) > 8
+    for command in takers:
+        done = CliRunner().invoke(app, [command, "--world-size", value, __file__])
+        assert (done.exit_code, f"{value} is not a number of processes" in done.output) == (2, True), command
 
 
 def test_a_reader_that_leaves_early_is_no_traceback() -> None:

@@ -426,6 +426,7 @@ def test_a_file_that_holds_no_table(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         ("a.yaml", "a: &a [x]\nb: *a", "aliases are not read"),
         ("a.yaml", "a: &a [*a]", "aliases are not read"),
         ("a.yaml", "[" * 40 + "]" * 40, "deep"),
+        ("a.yaml", "[" * 100_000, "deep"),
         ("a.json", "[" * 100_000, "not JSON"),
         ("a.json", '{"mesh":' * 900 + "1" + "}" * 900, "deep"),
         ("a.toml", "mesh." * 3000 + "a = 1", "deep"),
