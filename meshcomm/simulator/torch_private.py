@@ -86,9 +86,10 @@ def ranks_in_threads(
         described = kwargs.get("group_desc")
         described = "undefined" if described is None else described
         made = create(str(group_name), tuple(ranks or range(size)), kwargs["timeout"], described)
-        made.serve(str(backend))
+        config = c10d.BackendConfig(dist.Backend(backend))
+        made.serve(config.get_device_backend_map(), store)
         made._set_group_desc(described)
-        register_group(made, group_name, str(backend), store)
+        register_group(made, group_name, str(backend), store, str(config))
         return made, store
 
     def met(*args: Any, **kwargs: Any) -> Any:
