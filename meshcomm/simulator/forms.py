@@ -50,18 +50,19 @@ def check_tensors(
 def check_shapes(row: Collective, data: Any, result: Any, coord: int, size: int, where: str) -> None:
     """Raise RuntimeError unless Gloo takes an input and an output of these shapes. Tried on torch 2.15.
 
-    Each rank's part of a list, or of a tensor along its first dim, has the shape of the tensor on the other side.
+    Each tensor of a list has the shape of the tensor on the other side; so does each rank's part along the first dim of a tensor
+    that has the parts of all ranks.
     """
-    if row is ALL_TO_ALL:
-        same = [*result, *data] if isinstance(data, list) else []
-    elif row is REDUCE_SCATTER:
-        same = [result, _parts(data, size)[coord]]
+    whole, part = (result, data) if row.joins else (data, result)
+    if isinstance(data, list) and isinstance(result, list):
+        same = [x.shape for x in (*data, *result)]
+    elif row is REDUCE_SCATTER and isinstance(whole, list):
+        same = [part.shape, whole[coord].shape]
+    elif isinstance(whole, list):
+        same = [part.shape, *(x.shape for x in whole)]
+    elif row is ALL_TO_ALL:
+        return
     else:
-        same = [data, *_parts(result, size)] if row.joins else [result, *_parts(data, size)]
-    shapes = {tuple(x.shape): None for x in same}
-    if len(shapes) > 1:
+        same = [whole.shape, torch.Size([*(n * size for n in part.shape[:1]), *part.shape[1:]])]
+    if len(shapes := {tuple(shape): None for shape in same}) > 1:
         raise RuntimeError(f"{where}: Gloo needs equal shapes, not {' and '.join(map(str, shapes))}")
-
-
-def _parts(data: Any, size: int) -> Sequence[Tensor]:
-    return data if isinstance(data, list) else data.chunk(size)

@@ -376,7 +376,8 @@ class SimulatedGroup:
             error: Exception | None = None
             try:
                 # Results must not depend on the grad mode of the rank that happens to arrive last.
-                with torch.inference_mode():
+                # A sparse tensor would keep parts of the result.
+                with torch.no_grad() if call.x is not None and call.x.is_sparse else torch.inference_mode():
                     write_results(calls, reduced)
             except Exception as caught:
                 error = caught
