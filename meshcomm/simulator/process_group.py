@@ -19,7 +19,7 @@ from meshcomm.simulator.forms import check_shapes, check_tensors
 from meshcomm.simulator.python_group import Method, PythonGroup
 from meshcomm.simulator.scheduler import Actor
 from meshcomm.simulator.start_order import Start, StartOrder
-from meshcomm.simulator.torch_private import reduction_of
+from meshcomm.simulator.torch_private import name_group, reduction_of
 from meshcomm.simulator.transport import SimulatedGroup, SimulatedWork, Told, here
 from meshcomm.transport import ProcessGroupTransport, Work
 from meshcomm.transport.base import P2P, Transport
@@ -147,8 +147,7 @@ class SimulatedProcessGroup(PythonGroup):
             kind: name for kind, name in self.backends.items() if torch.device(kind) in (device_types or [])
         }
         part.serve(kept or self.backends, self._store)
-        part._set_group_name(group_name or "")
-        part._set_group_desc(described)
+        name_group(part, group_name or "", described)
         return part
 
     def shutdown(self) -> None:

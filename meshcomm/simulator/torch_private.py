@@ -158,6 +158,12 @@ def start_default_group(rank: int, size: int, backend: str, store: dist.Store) -
     return group
 
 
+def name_group(group: Any, name: str, described: str) -> None:
+    """Give a group its name and its description."""
+    group._set_group_name(name)
+    group._set_group_desc(described)
+
+
 def leave_groups() -> None:
     """Remove the calling thread's groups from torch's registries, unless the simulation is over already."""
     if not isinstance(c10d._world, _Worlds):
