@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import reduce as reduce_pairs
 from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 # Code can read the table without importing torch.
@@ -218,7 +220,14 @@ def write_results(calls: Sequence[Call], reduce: Reduce) -> None:
     row, root, size = calls[0].row, calls[0].root, len(calls)
     if row is BARRIER:
         return
-    brought: list[Any] = [call.x.view(-1) for call in calls if call.x is not None]
+    given: list[Any] = [call.x for call in calls if call.x is not None]
+    if given[0].is_sparse:
+        # As Gloo adds them, entry by entry in rank order.
+        total = reduce_pairs(operator.add, [x.coalesce() for x in given]).coalesce()
+        for x in given:
+            x.copy_(total)
+        return
+    brought = [x.view(-1) for x in given]
     if row is ALL_TO_ALL:
         parts = [
             x.split(call.lengths[1]) if call.lengths else x.view(size, -1)
@@ -231,7 +240,9 @@ def write_results(calls: Sequence[Call], reduce: Reduce) -> None:
         else:
             # Only the source of a scatter has an input.
             whole = _joined(brought) if row.joins else brought[root if row.in_place else 0]
-        results = list(whole.view(size, -1)) if row.splits else [whole] * size
+        lengths = calls[0].lengths
+        parts = whole.split(lengths[1]) if lengths else whole.view(size, -1) if row.splits else [whole] * size
+        results = list(parts)
     for coord, (call, result) in enumerate(zip(calls, results, strict=True)):
         if row.root != "dst" or coord == root:
             target: Any = call.x if row.in_place else call.out

@@ -67,7 +67,8 @@ _BAND: Final = WireOp("band", "bitwise_and", "BAND", False, False, None, ("nccl"
 _BOR: Final = WireOp("bor", "bitwise_or", "BOR", False, False, None, ("nccl",))
 _BXOR: Final = WireOp("bxor", "bitwise_xor", "BXOR", False, False, None, ("nccl",))
 
-_ANY_ALL = "max or bor (any), min or band (all) for bool", 'op="max" for "any", op="min" for "all"'
+# Backends reduce bool with sum and product. The mesh asks for a name that says what is meant.
+ANY_ALL: Final = "max or bor (any), min or band (all) for bool", 'op="max" for "any", op="min" for "all"'
 _FRACTION = "a dtype that can hold a fraction", 'op="sum", then divide, or x.float()'
 _ORDER = "a dtype whose values have an order", "torch.view_as_real(x), if that is meant"
 _PAIRS = "sum or avg for complex numbers", "multiply after all_gather"
@@ -83,9 +84,9 @@ _BITS: Final[Mapping[Kind, tuple[str, str]]] = {"float": _BITWISE, "float8": _BI
 REDUCTIONS: Final[dict[str, Reduction]] = {
     row.name: row
     for row in (
-        Reduction("sum", _SUM, None, False, {"bool": _ANY_ALL}, True),
+        Reduction("sum", _SUM, None, False, {"bool": ANY_ALL}, True),
         Reduction("avg", _AVG, None, False, _FRACTIONS, True),
-        Reduction("product", _PRODUCT, None, False, {"bool": _ANY_ALL, "complex": _PAIRS}, True),
+        Reduction("product", _PRODUCT, None, False, {"bool": ANY_ALL, "complex": _PAIRS}, True),
         Reduction("min", _MIN, None, False, {"complex": _ORDER}, True),
         Reduction("max", _MAX, None, False, {"complex": _ORDER}, True),
         Reduction("band", _BAND, None, False, _BITS, False),

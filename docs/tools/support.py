@@ -87,6 +87,8 @@ def page() -> str:
         "",
         "`python docs/tools/support.py` generates these tables from the rules that meshcomm uses to check each call before any data is sent. A test compares the two.",
         "broadcast, gather, all_gather, scatter, all_to_all and messages only move data, so they accept every dtype.",
+        "The rules are for calls of the mesh. A call of torch.distributed also reduces bool with sum (any) and product (all). On gloo it has no premul_sum and carries",
+        "none of the dtypes that the mesh widens, nor uint64 and one-byte floats, except in messages; the simulator refuses what gloo refuses.",
         "",
     ]
     for backend, dtypes in REDUCED.items():

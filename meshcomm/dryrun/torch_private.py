@@ -257,6 +257,8 @@ def one_rank_of_torch(
             patch.object(c10d, "init_process_group", _init_process_group),
             patch.object(dist, "init_process_group", _init_process_group),
             patch.object(dist, "init_device_mesh", _init_device_mesh),
+            # A hook does not see it.
+            patch.object(dist, "monitored_barrier", lambda group=None, *_, **__: dist.barrier(group)),
             # DDP compares shapes by reading data from other ranks, which a dry run does not have. It compares calls instead.
             patch.object(dist, "_verify_params_across_processes", lambda *_: None),
             patch.object(device_mesh, "init_device_mesh", _init_device_mesh),

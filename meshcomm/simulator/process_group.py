@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from itertools import zip_longest
+from types import SimpleNamespace
 from typing import Any, Final, TypeAlias, final
 
 import torch
 from torch import Tensor
 from torch.futures import Future
 
-from meshcomm.collectives import ALL_TO_ALL, BARRIER, Call, Collective
+from meshcomm.collectives import ALL_GATHER, ALL_TO_ALL, BARRIER, REDUCE_SCATTER, Call, Collective
 from meshcomm.layout.sizes import fold
+from meshcomm.simulator.forms import check_shapes, check_tensors
 from meshcomm.simulator.python_group import Method, PythonGroup
 from meshcomm.simulator.scheduler import Actor
 from meshcomm.simulator.start_order import Start, StartOrder
-from meshcomm.simulator.torch_private import reduction_of
+from meshcomm.simulator.torch_private import name_group, reduction_of
 from meshcomm.simulator.transport import SimulatedGroup, SimulatedWork, Told, here
 from meshcomm.transport import ProcessGroupTransport, Work
 from meshcomm.transport.base import P2P, Transport
-from meshcomm.transport.support import backend_on, check_reduce
 from meshcomm.transport.torch_private import Work as TorchWork
 from meshcomm.watching.facts import OWN
 
@@ -79,18 +80,26 @@ class StartedWork(TorchWork):  # type: ignore[misc]
 class SimulatedProcessGroup(PythonGroup):
     """One rank's part of a group. Every call is compared with the other ranks' calls.
 
-    start_order: the order of starts on all NCCL groups. timeout: not used, but reported.
+    start_order: the order of starts on all NCCL groups. timeout: not used, but reported. create: creates this rank's part of
+    another group; see `torch_private.Create`.
     """
 
+    supports_splitting = True
+
     def __init__(
-        self, actor: Actor, group: SimulatedGroup, start_order: StartOrder, timeout: timedelta
+        self,
+        actor: Actor,
+        group: SimulatedGroup,
+        start_order: StartOrder,
+        timeout: timedelta,
+        create: Callable[[str, tuple[int, ...], timedelta, str], SimulatedProcessGroup],
     ) -> None:
         self.members = group
         self.coord = group.ranks.index(actor.rank)
         # DDP would ask a group named after a backend of torch for that backend's C++ object.
         super().__init__(self.coord, len(group.ranks), timeout, "simulated")
         self._actor = group.actors[self.coord] = actor
-        self._start_order = start_order
+        self._start_order, self._create = start_order, create
         # The number of messages started so far, by sender and receiver.
         self._sent: Counter[tuple[int, int]] = Counter()
         # The messages since `_start_coalescing`, each with its Work; and the Works of collectives.
@@ -99,14 +108,47 @@ class SimulatedProcessGroup(PythonGroup):
         self._kept: set[StartedWork] = set()
         # What the mesh says about the next call.
         self.announced: Told | None = None
-        self.serve("gloo")
+        self.serve({_CPU.type: "gloo"}, None)
 
-    def serve(self, backend: str) -> None:
-        """Act as a group of `backend`: refuse the operations that it lacks, and check the order of calls as it needs it."""
-        self.backend = backend_on(backend, _CPU)
+    def serve(self, backends: Mapping[str, str], store: Any) -> None:
+        """Act as a group with this backend on each type of device: refuse the operations that it lacks, and check the order of
+        calls as it needs it.
+        """
+        self.backends, self._store = dict(backends), store
+        self.backend = backends.get(_CPU.type) or next(iter(backends.values()))
         self.ordered = "nccl" in self.backend
         # torch's batch_isend_irecv then starts all messages as one call.
         self.supports_coalescing = self.ordered
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        # The tensors of a group that is only for other devices are on the CPU too.
+        return [torch.device(kind) for kind in self.backends] if _CPU.type in self.backends else [_CPU]
+
+    def get_group_store(self) -> Any:
+        return self._store
+
+    def split_group(
+        self,
+        ranks: Sequence[int],
+        timeout: timedelta | None = None,
+        opts: Any = None,
+        group_name: str | None = None,
+        group_desc: str | None = None,
+        device_types: Sequence[torch.device] | None = None,
+    ) -> SimulatedProcessGroup | None:
+        """Return this rank's part of a new group of the given coords, or None if it is not among them."""
+        if self.coord not in ranks:
+            return None
+        described = group_desc or f"{self.group_desc}:split"
+        of_world = tuple(self.members.ranks[coord] for coord in ranks)
+        part = self._create(group_name or "", of_world, timeout or self.options._timeout, described)
+        kept = {
+            kind: name for kind, name in self.backends.items() if torch.device(kind) in (device_types or [])
+        }
+        part.serve(kept or self.backends, self._store)
+        name_group(part, group_name or "", described)
+        return part
 
     def shutdown(self) -> None:
         self._kept.clear()
@@ -130,18 +172,32 @@ class SimulatedProcessGroup(PythonGroup):
                     group.scheduler.fail(error)
         return group.start(self.coord, call, told)
 
-    def barrier(self, opts: Any = None) -> StartedWork:
-        blocking = opts is not None and not opts.asyncOp
+    def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> StartedWork:
+        blocking = not getattr(opts, "asyncOp", True)
         call = Call(BARRIER, blocking=blocking)
         return self.hooked("BARRIER", [], [], -1, blocking, lambda: self._started([self.start(call)], []))
 
-    def monitored_barrier(self, timeout: timedelta, wait_all_ranks: bool = False) -> None:
-        self.start(Call(BARRIER)).wait()
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        if _CPU.type not in self.backends:
+            raise ValueError("monitored_barrier requires a group with a CPU-capable backend (e.g. GLOO).")
+        self.barrier(SimpleNamespace(asyncOp=False)).wait()
+
+    def allgather_coalesced(
+        self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None
+    ) -> StartedWork:
+        if self.ordered:
+            raise RuntimeError(f"{self.backend} does not support allgather_coalesced")
+        # torch passes the results by rank, then by input.
+        by_input = [list(each) for each in zip(*outputs, strict=True)]
+        method, options = Method(ALL_GATHER, ALL_GATHER.hooks[2], 1), opts or SimpleNamespace(asyncOp=True)
+        return self.collective("allgather_coalesced", method, (by_input, list(inputs)), options)
 
     def collective(self, name: str, method: Method, arguments: tuple[Any, ...], options: Any) -> StartedWork:
         row = method.row
-        blocking = options is not None and not options.asyncOp
+        blocking, where = not options.asyncOp, f"{row.name} on {self.members.label}"
         root = getattr(options, "rootRank", -1)
+        if row.root is not None:
+            self._check_rank(root)
         op, factor = reduction_of(options) if row.reduces else (None, None)
         padded: tuple[Any, ...] = *arguments, None, None
         first, second, *splits = padded
@@ -154,6 +210,10 @@ class SimulatedProcessGroup(PythonGroup):
             pairs = list(zip_longest(second, first))
         inputs = [x for pair in pairs for x in _tensors(pair[0])]
         outputs = [x for pair in pairs for x in _tensors(pair[1])]
+        check_tensors(self.backend, row, op, inputs, outputs, where)
+        for x, out in pairs if self.backend == "gloo" else ():
+            if x is not None and out is not None:
+                check_shapes(row, x, out, self.coord, self.size(), where)
 
         def start() -> StartedWork:
             works = [self._one(row, x, out, splits, op, factor, root, blocking) for x, out in pairs]
@@ -178,16 +238,16 @@ class SimulatedProcessGroup(PythonGroup):
         lengths: Any = ()
         if row is ALL_TO_ALL:
             lengths = self._lengths(data, result, splits)
+        elif row is REDUCE_SCATTER and isinstance(data, list) and len({part.numel() for part in data}) > 1:
+            lengths = [out.numel()] * self.size(), [part.numel() for part in data]
         elif x is not None and out is not None:
             whole, part = (out, x) if row.joins else (x, out)
             if whole.numel() != part.numel() * self.size():
                 raise ValueError(
                     f"{row.name}: {whole.numel()} elements are not {self.size()} times {part.numel()} elements"
                 )
-        if op is not None and x is not None:
-            check_reduce(self.backend, op, x.dtype, lambda: f"{row.name} on {self.members.label}")
-            if factor is not None:
-                x, op = x * factor, "sum"
+        if factor is not None and x is not None:
+            x, op = x * factor, "sum"
         call = Call(row, x, out, op, root, lengths, blocking)
         work = self.start(call)
         target, source = (data, x) if row.in_place else (result, out)
@@ -248,8 +308,16 @@ class SimulatedProcessGroup(PythonGroup):
             raise RuntimeError(f"{self.backend} does not support recvAnysource")
         return self._message(P2P("recv", _alone(tensors), None, tag))
 
+    def _check_rank(self, rank: int) -> None:
+        if rank not in range(self.size()):
+            raise RuntimeError(
+                f"rank {rank} is not in {self.members.label}, which has ranks 0 to {self.size() - 1}"
+            )
+
     def _message(self, message: P2P) -> StartedWork:
         sends, x, peer, _ = message
+        if peer is not None:
+            self._check_rank(peer)
         tensors = ([x], []) if sends == "send" else ([], [x])
         return self.hooked(
             sends.upper(),
@@ -311,13 +379,13 @@ def _tensors(data: _Data) -> list[Tensor]:
 
 
 def _is_flat(data: Any) -> bool:
-    return data is None or (isinstance(data, Tensor) and data.is_contiguous())
+    return data is None or (isinstance(data, Tensor) and (data.is_sparse or data.is_contiguous()))
 
 
 def _flat(data: _Data) -> Tensor | None:
     """Return the values of `data` as one contiguous tensor: `data` itself if it is one."""
     if data is None or isinstance(data, Tensor):
-        return None if data is None else data.contiguous()
+        return data if _is_flat(data) else data.contiguous()  # type: ignore[union-attr]
     return torch.cat([x.reshape(-1) for x in data])
 
 

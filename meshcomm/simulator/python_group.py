@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshcomm.collectives import BARRIER, ROWS, Collective
-from meshcomm.transport.torch_private import HOOK_NUMBERS
+from meshcomm.transport.torch_private import HOOK_NUMBERS, options_type
 
 W = TypeVar("W")
 
@@ -66,7 +66,7 @@ class PythonGroup(_ProcessGroup):  # type: ignore[misc]
 
     @abstractmethod
     def collective(self, name: str, method: Method, arguments: tuple[Any, ...], options: Any) -> Any:
-        """Carry a call of the method `name`. arguments: all arguments but the options, which may be None."""
+        """Carry a call of the method `name`. arguments: all arguments but the options. Several tensors are in a list."""
 
     def hooked(
         self,
@@ -136,13 +136,39 @@ class PythonGroup(_ProcessGroup):  # type: ignore[misc]
     def unregister_post_hook(self, hook_id: int) -> None:
         self._after.pop(hook_id, None)
 
-    def _called(self, name: str, *arguments: Any) -> Any:
-        options = arguments[-1] if type(arguments[-1]).__name__.endswith("Options") else None
-        return self.collective(name, METHODS[name], arguments if options is None else arguments[:-1], options)
+    def _called(self, name: str, *given: Any, **named: Any) -> Any:
+        """Carry a call of any of a method's overloads: with options, or with a root, an operation and a timeout; with lists of
+        tensors, or with tensors.
+        """
+        row = METHODS[name].row
+        options, tensors = options_type(row.options)(), []
+        # torch's order: outputs, inputs, and the splits of both.
+        order = sorted(named, key=lambda key: ("split" in key, key.startswith("in")))
+        for value in (*given, *(named[key] for key in order)):
+            if type(value).__name__.endswith("Options"):
+                options = value
+            elif isinstance(value, (dist.ReduceOp, dist.ReduceOp.RedOpType)):
+                options.reduceOp = value
+            elif isinstance(value, int):
+                options.rootRank = value
+            elif isinstance(value, timedelta):
+                options.timeout = value
+            elif value is not None:
+                tensors.append(value)
+        if row.in_place:
+            tensors = [[x] if isinstance(x, Tensor) else x for x in tensors]
+        elif isinstance(tensors[0], Tensor) != isinstance(tensors[1], Tensor):
+            # Ranks without inputs, or without results, pass an empty list.
+            tensors = [[x] if isinstance(x, Tensor) or x else [] for x in tensors]
+        return self.collective(name, METHODS[name], tuple(tensors), options)
 
 
 if not hasattr(dist.ProcessGroup, "register_pre_hook"):  # torch 2.13 and older: groups have no hooks
     del PythonGroup.register_pre_hook, PythonGroup.register_post_hook
 for _name in METHODS:
     if hasattr(dist.ProcessGroup, _name):  # in this version of torch
-        setattr(PythonGroup, _name, lambda self, *given, _name=_name: self._called(_name, *given))
+        setattr(
+            PythonGroup,
+            _name,
+            lambda self, *given, _name=_name, **named: self._called(_name, *given, **named),
+        )

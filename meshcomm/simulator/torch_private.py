@@ -6,7 +6,9 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar, copy_context
 from datetime import timedelta
+from functools import partial
 from typing import Any, Final, TypeAlias
 from unittest.mock import patch
 
@@ -38,17 +40,24 @@ class _RankWorld(_World):  # type: ignore[misc]
             setattr(self, name, {})
 
 
-class _Worlds(threading.local):
-    """Stands for torch's world in every thread: a thread of a rank sees the rank's world, any other one the usual world."""
+class _Worlds:
+    """Stands for torch's world in every context: that of a rank sees the rank's world, any other one the usual world."""
 
     def __init__(self, usual: Any, is_rank: Callable[[], bool]) -> None:
-        self.__dict__["world"] = _RankWorld() if is_rank() else usual
+        self.__dict__.update(_usual=usual, _is_rank=is_rank, _of_context=ContextVar("meshcomm_torch_world"))
+
+    def _world(self) -> Any:
+        if not self._is_rank():
+            return self._usual
+        if self._of_context.get(None) is None:
+            self._of_context.set(_RankWorld())
+        return self._of_context.get()
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["world"], name)
+        return getattr(self._world(), name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self.__dict__["world"], name, value)
+        setattr(self._world(), name, value)
 
 
 @contextmanager
@@ -63,6 +72,7 @@ def ranks_in_threads(
     helper: Any = c10d._new_process_group_helper
     rendezvous, update, barrier = c10d.rendezvous, c10d._update_default_pg, c10d._is_barrier_after_init
     made: Any = DeviceMesh.__init__
+    start = threading.Thread.start
 
     def is_rank() -> bool:
         return number_of() is not None
@@ -86,9 +96,10 @@ def ranks_in_threads(
         described = kwargs.get("group_desc")
         described = "undefined" if described is None else described
         made = create(str(group_name), tuple(ranks or range(size)), kwargs["timeout"], described)
-        made.serve(str(backend))
+        config = c10d.BackendConfig(dist.Backend(backend))
+        made.serve(config.get_device_backend_map(), store)
         made._set_group_desc(described)
-        register_group(made, group_name, str(backend), store)
+        register_group(made, group_name, str(backend), store, str(config))
         return made, store
 
     def met(*args: Any, **kwargs: Any) -> Any:
@@ -100,6 +111,12 @@ def ranks_in_threads(
             c10d._world.default_pg = group
         else:
             update(group)
+
+    def start_thread(thread: threading.Thread) -> None:
+        if is_rank():
+            # It belongs to the rank, whose groups it sees.
+            setattr(thread, "run", partial(copy_context().run, thread.run))  # noqa: B010
+        start(thread)
 
     def device_mesh(mesh: Any, *args: Any, **kwargs: Any) -> None:
         made(mesh, *args, **kwargs)
@@ -117,6 +134,7 @@ def ranks_in_threads(
             # Whether torch waits after a group is created: the scheduler knows who has not come.
             patch.object(c10d, "_is_barrier_after_init", lambda: 0 if is_rank() else barrier()),
             patch.object(DeviceMesh, "__init__", device_mesh),
+            patch.object(threading.Thread, "start", start_thread),
             # init_process_group replaces it on every rank.
             patch.object(sys, "excepthook", sys.excepthook),
         ):
@@ -140,13 +158,19 @@ def start_default_group(rank: int, size: int, backend: str, store: dist.Store) -
     return group
 
 
+def name_group(group: Any, name: str, described: str) -> None:
+    """Give a group its name and its description."""
+    group._set_group_name(name)
+    group._set_group_desc(described)
+
+
 def leave_groups() -> None:
     """Remove the calling thread's groups from torch's registries, unless the simulation is over already."""
     if not isinstance(c10d._world, _Worlds):
         # Without isolation, these would be the groups of the process.
         return
     bindings._unregister_all_process_groups()
-    c10d._world.__dict__["world"] = _RankWorld()
+    c10d._world.__dict__["_of_context"].set(_RankWorld())
 
 
 def reduction_of(options: Any) -> tuple[str, Any]:

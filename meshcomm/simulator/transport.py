@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 import sysconfig
 from collections.abc import Callable, Collection
@@ -87,6 +88,7 @@ class SimulatedWork:
     of_torch: whether code outside the mesh made the call. Such a call has to complete, but nobody has to wait for it.
     number: a collective's sequence number in its group. peer: the global rank at the other end of a message, or
             None for a receive from any source. source: the coord from which a receive got its message.
+    error:  the error of an operation whose result could not be computed.
     """
 
     scheduler: Scheduler
@@ -100,6 +102,7 @@ class SimulatedWork:
     peer: int | None = None
     tag: int = 0
     done: bool = False
+    error: Exception | None = None
     source: int = -1
     gone: Callable[[], bool] = bool
     finish: Callable[[], None] | None = None
@@ -117,6 +120,8 @@ class SimulatedWork:
             self.scheduler.wait(self.actor, self)
         if not self.done:
             raise broken(self.label)
+        if self.error is not None:
+            raise copy.copy(self.error)
         return True
 
     def is_completed(self) -> bool:
@@ -143,11 +148,15 @@ class SimulatedWork:
                 self.finish()
             self.finish = None
 
-    def complete(self) -> None:
-        """Record that the operation is done, and wake its rank if it is waiting."""
-        self.done = True
-        if self.finish is not None:
-            self._finish()
+    def complete(self, error: Exception | None = None) -> None:
+        """Record that the operation is done, and wake its rank if it is waiting. error: why it has no result."""
+        self.done, self.error = True, error
+        if self.finish is not None and error is None:
+            try:
+                self._finish()
+            except Exception as caught:
+                # The calling rank is another one.
+                self.error = caught
         if self.of_torch:
             self.actor.unwaited.pop(self, None)
         # Release the tensors of all ranks, to which `absent` refers.
@@ -364,11 +373,16 @@ class SimulatedGroup:
             del self.pending[number]
             if partly:
                 return work
-            # Results must not depend on the grad mode of the rank that happens to arrive last.
-            with torch.inference_mode():
-                write_results(calls, reduced)
+            error: Exception | None = None
+            try:
+                # Results must not depend on the grad mode of the rank that happens to arrive last.
+                # A sparse tensor would keep parts of the result.
+                with torch.no_grad() if call.x is not None and call.x.is_sparse else torch.inference_mode():
+                    write_results(calls, reduced)
+            except Exception as caught:
+                error = caught
             for each in joined.came.values():
-                each.work.complete()
+                each.work.complete(error)
         return work
 
     def start_message(self, coord: int, message: P2P, site: Callsite, single: bool) -> SimulatedWork:

@@ -167,7 +167,7 @@ class SimulatedWorld:
         if group is None:
             group = SimulatedGroup(shared.scheduler, ranks, label_of(described, ranks))
             shared.groups[name, ranks] = group
-        return SimulatedProcessGroup(self._actor, group, shared.start_order, timeout)
+        return SimulatedProcessGroup(self._actor, group, shared.start_order, timeout, self.group)
 
     def meet(self) -> tuple[dist.Store, int, int]:
         """Return the store, the rank and the number of ranks, as a rendezvous of torch would."""

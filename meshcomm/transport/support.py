@@ -1,4 +1,4 @@
-"""The reductions of each backend. The check before each call and the documentation use the same table."""
+"""The reductions of each backend. The checks before each call of the mesh and of torch, and the documentation, use one table."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from meshcomm.errors import UnsupportedOp
 from meshcomm.layout.names import nearest_name
-from meshcomm.reductions import REDUCTIONS, Kind
+from meshcomm.reductions import ANY_ALL, REDUCTIONS, Kind
 
 _WHOLE: Final = frozenset((torch.int8, torch.uint8, torch.int32, torch.int64))
 _FLOATS: Final = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
@@ -39,11 +39,13 @@ def backend_on(backend: str, device: torch.device) -> str:
     return parts.get(device.type) or parts.get("", backend)
 
 
-# The dtypes that a backend reduces, directly or widened. A backend that is not listed does its own checks.
-REDUCED: Final[dict[str, frozenset[torch.dtype]]] = {
-    "gloo": _WHOLE | _FLOATS | _COMPLEX | frozenset(WIDENED) | {torch.bool},
-    "nccl": _WHOLE | _FLOATS | _COMPLEX | frozenset(WIDENED) | {torch.bool},
+# The dtypes that collectives of a backend carry (Gloo: tried on torch 2.15). A backend that is not listed does its own checks.
+CARRIED: Final[dict[str, frozenset[torch.dtype]]] = {
+    "gloo": _WHOLE | _FLOATS | _COMPLEX | {torch.bool},
+    "nccl": _WHOLE | _FLOATS | _COMPLEX | {torch.bool},
 }
+# The dtypes that calls of the mesh reduce on it, directly or widened.
+REDUCED: Final = {backend: dtypes | frozenset(WIDENED) for backend, dtypes in CARRIED.items()}
 
 
 def check_reduce(backend: str, op: str, dtype: torch.dtype, where: Callable[[], str]) -> None:
@@ -70,15 +72,30 @@ def check_reduce(backend: str, op: str, dtype: torch.dtype, where: Callable[[], 
 
 
 def reduce_refusal(backend: str, op: str, dtype: torch.dtype) -> tuple[str, str] | None:
-    """Return why `backend` cannot reduce `dtype` with `op`, and an alternative, or None if it can."""
+    """Return why a call of the mesh cannot reduce `dtype` with `op` on `backend`, and an alternative, or None if it can.
+
+    The mesh prepares values, and widens them. It refuses sums and products of bool, whose results are any and all.
+    """
     row = REDUCTIONS[op]
+    reason = backend_refusal(backend, row.wire.name, WIDENED.get(dtype, dtype))
+    return reason or row.refuses.get(_kind_of(dtype))
+
+
+def backend_refusal(backend: str, op: str | None, dtype: torch.dtype) -> tuple[str, str] | None:
+    """Return why `backend` itself cannot reduce `dtype` with `op`, or carry it if `op` is None; see `reduce_refusal`."""
     broken = dtype.is_floating_point or dtype.is_complex
     backend = "nccl" if backend in STREAM_ORDERED and backend != "xccl" else backend
-    if backend in row.wire.lacking:
+    row = None if op is None else REDUCTIONS[op]
+    if row is not None and backend in row.wire.lacking:
         return f"an operation that {backend} has", 'a Gloo dim for it: options.DIM.backend = "gloo"'
-    if backend in REDUCED and dtype not in REDUCED[backend]:
-        return "a dtype that the backend can add", "x.to(torch.bfloat16)" if broken else "x.to(torch.int64)"
-    return row.refuses.get(_kind_of(dtype))
+    if row is not None and row.factor and backend == "gloo":
+        return f"an operation that {backend} has", "multiply, then ReduceOp.SUM"
+    if backend in CARRIED and dtype not in CARRIED[backend]:
+        verb = "carry" if row is None else "add"
+        hint = "x.to(torch.bfloat16)" if broken else "x.to(torch.int64)"
+        return f"a dtype that the backend can {verb}", hint if row else "x.view(torch.uint8)"
+    reason = None if row is None else row.refuses.get(_kind_of(dtype))
+    return None if reason is ANY_ALL else reason
 
 
 def _kind_of(dtype: torch.dtype) -> Kind:

@@ -494,13 +494,16 @@ def split_color(ranks: Sequence[int]) -> int:
     return int(c10d._process_group_color(list(ranks)))
 
 
-def register_group(group: Any, name: str, backend: str, store: dist.Store) -> None:
-    """Name a group that torch's own function has not created, and add it to torch's registries: by handle, name and tag."""
+def register_group(group: Any, name: str, backend: str, store: dist.Store, config: str) -> None:
+    """Name a group that torch's own function has not created, and add it to torch's registries: by handle, name and tag.
+
+    config: the backend of each type of device, as torch spells it.
+    """
     group._set_group_name(_NAME(name))
     world, tag = c10d._world, f"ptd:{name}"
     world.pg_map[group] = backend, store
     world.pg_names[group] = _NAME(name)
-    world.pg_backend_config[group] = backend
+    world.pg_backend_config[group] = config
     world.tags_to_pg.setdefault(tag, []).append(group)
     world.pg_to_tag[group] = tag
     c10d._register_process_group(_NAME(name), group)
@@ -521,7 +524,7 @@ class SoloGroup(_ProcessGroup):  # type: ignore[misc]
         super().__init__(0, 1)
         self._name = name
         self._set_group_desc(name)
-        register_group(self, name, "solo", dist.HashStore())
+        register_group(self, name, "solo", dist.HashStore(), "solo")
         c10d._world.pg_group_ranks[self] = {rank: 0}
 
     def close(self) -> None:

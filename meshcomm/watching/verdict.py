@@ -156,8 +156,12 @@ def mismatch(
     expected = f"as {ranks_text(usual)}: " if usual else SAME
     if not mismatched:
         # Every two calls can belong together, but not all: an all_to_all whose sizes do not fit.
-        usual, mismatched, signs = [], list(ranks), {rank: rank for rank in ranks}
-        expected = "each rank to expect from every other what that rank sends to it"
+        signs = {rank: rank for rank in ranks}
+        usual, mismatched = majority({rank: repr(told.facts) for rank, told in by_rank.items()})
+        expected = f"as {ranks_text(usual)}: "
+        if len(mismatched) != 1 or not _is_even(by_rank[usual[0]].facts):
+            usual, mismatched = [], list(ranks)
+            expected = "each rank to expect from every other what that rank sends to it"
     seen = [{key: fact for key, fact in told.facts.items() if key not in _UNSEEN} for told in calls]
     shown = _UNSEEN if facts_match(seen) else ()
     texts = {rank: _told_text(told, shown) for rank, told in by_rank.items()}
@@ -171,6 +175,11 @@ def mismatch(
         "look for a branch that depends on the rank",
         mismatched_ranks=tuple(mismatched),
     )
+
+
+def _is_even(facts: Mapping[str, Any]) -> bool:
+    """Return whether ranks that all make this all_to_all would fit each other."""
+    return len({*facts.get("sends", ()), *facts.get("expects", ())}) <= 1
 
 
 def _told_text(told: ToldCall, shown: Collection[str]) -> str:

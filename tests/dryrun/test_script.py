@@ -161,6 +161,15 @@ def test_what_is_called_a_step_is_one(
 
 
 @needs_group_hooks
+def test_a_monitored_barrier_is_a_call(tmp_path: Path) -> None:
+    found = looked_at(
+        "import torch.distributed as dist\ndist.init_process_group('gloo')\ndist.monitored_barrier()\n",
+        tmp_path,
+    )
+    assert [len(step.calls) for step in found.steps.values()] == [1] * 4
+
+
+@needs_group_hooks
 def test_calls_on_other_groups_are_compared_too(tmp_path: Path) -> None:
     found = looked_at(
         "import meshcomm, torch, torch.distributed as dist\n"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,14 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import meshcomm
-from meshcomm.errors import CallMismatchError, DeadlockError, MeshcommError, RankFailed, UnmatchedMessage
+from meshcomm.errors import (
+    CallMismatchError,
+    DeadlockError,
+    MeshcommError,
+    RankFailed,
+    UnmatchedMessage,
+    UnsupportedOp,
+)
 from meshcomm.mesh import Mesh
 from meshcomm.simulator.run import simulate_script
 from meshcomm.testing import Pool
@@ -270,6 +278,44 @@ def test_split_sizes_of_another_sum_are_refused_on_the_rank_that_passes_them() -
 
     error = _error(RankFailed, program)
     assert [*error.by_rank] == [1] and "split sizes [1, 2] do not divide 4 rows" in str(error)
+
+
+def test_a_wrong_split_of_one_rank_is_named_if_the_others_agree() -> None:
+    def program(mesh: Mesh) -> None:
+        comes = [2, 1, 1, 1] if mesh.rank == 1 else [1] * 4
+        dist.all_to_all_single(torch.empty(sum(comes)), torch.ones(4), comes, [1] * 4)
+
+    error = _error(CallMismatchError, program)
+    assert error.mismatched_ranks == (1,) and "as ranks 0 2 3: all_to_all" in str(error)
+
+
+@pytest.mark.parametrize("call", [lambda x: dist.send(x, 9), lambda x: dist.group.WORLD.broadcast(x, 9)])
+def test_a_rank_that_a_group_lacks_is_named(call: Any) -> None:
+    error = _error(RankFailed, lambda mesh: call(torch.ones(1)))
+    assert "rank 9 is not in default group, which has ranks 0 to 3" in str(error)
+
+
+def test_another_thread_of_a_rank_sees_its_groups_and_may_not_communicate() -> None:
+    def program(mesh: Mesh) -> tuple[int, str]:
+        with ThreadPoolExecutor(1) as other:
+            rank = other.submit(dist.get_rank).result()
+            with pytest.raises(UnsupportedOp) as caught:
+                other.submit(dist.all_reduce, torch.ones(1)).result()
+        return rank, caught.value.what
+
+    what = "rank {} communicates from a thread that is not its own"
+    assert meshcomm.simulate(program, dims={"tp": 2}) == [(rank, what.format(rank)) for rank in range(2)]
+
+
+def test_a_tensor_whose_elements_share_memory_is_refused_where_it_would_be_written() -> None:
+    def program(mesh: Mesh) -> list[float]:
+        dist.all_gather_into_tensor(x := torch.empty(8), torch.ones(1).expand(2))
+        dist.broadcast(torch.ones(1).expand(2), 0)  # Gloo writes beyond its memory
+        return x.tolist()
+
+    error = _error(RankFailed, program)
+    assert "an expanded tensor is not possible on gloo" in str(error)
+    assert _line("# Gloo writes beyond its memory") in str(error)
 
 
 def test_a_broadcast_fills_a_tensor_of_another_shape_as_gloo_does() -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import warnings
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
@@ -169,4 +171,142 @@ def every_call() -> Any:
     return found
 
 
-PROGRAMS = {each.__name__: each for each in (fsdp_and_tp, ddp, pipeline, every_call)}
+def groups() -> Any:
+    """What a group says of itself, and the calls that ask it."""
+    rank = dist.get_rank()
+    half: Any = dist.split_group(split_ranks=[[0, 1], [3, 2]])
+    part: Any = dist.split_group(split_ranks=[[1, 2, 3]], backend="cpu:gloo")
+    dist.monitored_barrier()
+    dist.monitored_barrier(half)
+    dist.all_reduce(x := torch.ones(2) * rank, group=half)
+    parts = [[torch.empty(2), torch.empty(3, 1)] for _ in range(4)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch will deprecate it
+        dist.all_gather_coalesced(parts, [x, torch.full((3, 1), float(rank))])
+    return (
+        dist.get_backend_config(),
+        sorted(device.type for device in dist.group.WORLD._device_types),
+        [
+            (dist.get_backend_config(each), dist.get_process_group_ranks(each))
+            for each in (half, part)
+            if isinstance(each, dist.ProcessGroup)
+        ],
+        [[each.tolist() for each in row] for row in parts],
+    )
+
+
+def state_dict_of_rank_0() -> Any:
+    """The usual start of a fine-tuning: only rank 0 has read the file."""
+    torch.manual_seed(0)
+    read = nn.Linear(3, 4).state_dict() if dist.get_rank() == 0 else {}
+    fully_shard(net := nn.Linear(3, 4))
+    set_model_state_dict(net, read, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
+    return _numbers(net)
+
+
+def methods() -> Any:
+    """The overloads of a group's methods, with and without options."""
+    group: Any = dist.group.WORLD
+    rank, op, ones = dist.get_rank(), dist.ReduceOp.MAX, torch.ones(3)
+    x, y, z = ones * rank, torch.zeros(3), torch.zeros(3)
+    parts = [torch.zeros(3) for _ in range(4)]
+    whole, found = torch.zeros(12), []
+    timeout = timedelta(seconds=60)
+    for call in (
+        lambda: group.allreduce(z),
+        lambda: group.allreduce(z, op),
+        lambda: group.allreduce([z], op=op, timeout=timeout),
+        lambda: group.allreduce_coalesced([z, y]),
+        lambda: group.broadcast(z, 1),
+        lambda: group.broadcast(z, root=2, timeout=timeout),
+        lambda: group.allgather(parts, x),
+        lambda: group._allgather_base(whole, x),
+        lambda: group._allgather_base(input=x, output=whole),
+        lambda: group.reduce_scatter(y, [x] * 4, op),
+        lambda: group._reduce_scatter_base(y, torch.arange(12.0)),
+        lambda: group.scatter(y, [ones * each for each in range(4)] if rank == 2 else [], 2),
+        lambda: group.scatter(y, [ones * each for each in range(4)] if rank == 1 else [], root=1),
+        lambda: group.alltoall(parts, [x] * 4),
+        lambda: group.alltoall_base(whole[:4], torch.arange(4.0) + rank, [], []),
+        lambda: group.barrier(timeout=timeout),
+    ):
+        z.copy_(x)
+        call().wait()
+        found.append([each.tolist() for each in (y, z, whole, *parts)])
+    group.reduce(reduced := x.clone(), 1).wait()
+    group.reduce(least := x.clone(), root=1, op=dist.ReduceOp.MIN).wait()
+    group.gather(parts if rank == 2 else [], x, 2).wait()
+    group.monitored_barrier(timeout)
+    return found, [reduced.tolist(), least.tolist()] if rank == 1 else [], [part.tolist() for part in parts]
+
+
+def computed() -> Any:
+    """Calls that Gloo computes although meshcomm's own have no such form, and one whose result no rank can compute."""
+    rank, found = dist.get_rank(), []
+    for op in (dist.ReduceOp.SUM, dist.ReduceOp.PRODUCT):
+        dist.all_reduce(x := torch.tensor([rank == 1, rank != 1, True, False]), op)
+        found.append(x.tolist())
+    entries = torch.tensor([[rank, (rank + 1) % 4, rank]])
+    values = torch.randn(3, 2, generator=torch.Generator().manual_seed(rank))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says that it does not check sparse tensors
+        x = torch.sparse_coo_tensor(entries, values, (6, 2), check_invariants=True)
+        dist.all_reduce(x)
+        found += [x.coalesce().indices().tolist(), x.coalesce().values().tolist()]
+        try:
+            dist.all_reduce(torch.sparse_coo_tensor(entries, values.half(), (6, 2), check_invariants=True))
+        except NotImplementedError as error:
+            found.append(str(error))
+    dist.reduce_scatter(y := torch.empty(rank + 1), [torch.ones(n + 1) * n + rank for n in range(4)])
+    return *found, y.tolist()
+
+
+def refused() -> Any:
+    """Which calls Gloo refuses on every rank."""
+    found: dict[str, str] = {}
+
+    def note(name: str, call: Any) -> None:
+        try:
+            call()
+        except (RuntimeError, ValueError):
+            found[name] = "refused"
+        else:
+            found[name] = "computed"
+
+    for dtype in (
+        "bool", "uint8", "int16", "uint16", "int32", "uint32", "uint64", "bfloat16", "complex64", "float8_e4m3fn",
+    ):  # fmt: skip
+        x = torch.ones(4).to(getattr(torch, dtype))
+        y = torch.empty(1, dtype=x.dtype)
+        parts = [torch.empty_like(x) for _ in range(4)]
+        note(f"all_reduce {dtype}", lambda: dist.all_reduce(x.clone()))
+        note(f"broadcast {dtype}", lambda: dist.broadcast(x.clone(), 1))
+        note(f"all_gather {dtype}", lambda: dist.all_gather(parts, x))
+        note(f"gather {dtype}", lambda: dist.gather(x, parts if dist.get_rank() == 0 else None))
+        note(f"reduce_scatter_tensor {dtype}", lambda: dist.reduce_scatter_tensor(y, x))
+        note(f"all_to_all_single {dtype}", lambda: dist.all_to_all_single(parts[0], x))
+    x, kinds = torch.ones(2, 3), (torch.ones(2), torch.ones(2, dtype=torch.float64))
+    for op in ("AVG", "BAND"):
+        note(op, lambda: dist.all_reduce(torch.ones(2, dtype=torch.int64), getattr(dist.ReduceOp, op)))
+    note("premul", lambda: dist.all_reduce(x.clone(), dist._make_nccl_premul_sum(2.0)))  # type: ignore[attr-defined]
+    for shape in ((8, 3), (24,), (4, 2, 3), (4, 6), (9, 3)):
+        note(f"into {shape}", lambda: dist.all_gather_into_tensor(torch.empty(shape), x))
+        note(f"from {shape}", lambda: dist.reduce_scatter_tensor(x.clone(), torch.ones(shape)))
+    note("into float64", lambda: dist.all_gather_into_tensor(torch.empty(8, 3, dtype=torch.float64), x))
+    note("from float64", lambda: dist.reduce_scatter_tensor(x.clone(), torch.ones(8, 3, dtype=torch.float64)))
+    for shape in ((2, 3), (6,)):
+        parts = [torch.empty(shape) for _ in range(4)]
+        note(f"parts {shape}", lambda: dist.all_gather(parts, x))
+        note(f"all_to_all {shape}", lambda: dist.all_to_all(parts, [x] * 4))
+    note("all_to_all uneven", lambda: dist.all_to_all(*([torch.ones(n) for n in range(4)] for _ in range(2))))
+    note("to_single", lambda: dist.all_to_all_single(torch.empty(24), torch.ones(8, 3)))
+    note("coalesced", lambda: dist.distributed_c10d.all_reduce_coalesced([*kinds]))
+    return found
+
+
+PROGRAMS = {
+    each.__name__: each
+    for each in (
+        fsdp_and_tp, ddp, pipeline, every_call, groups, state_dict_of_rank_0, methods, computed, refused,
+    )
+}  # fmt: skip
