@@ -108,6 +108,11 @@ class SimulatedProcessGroup(PythonGroup):
         # torch's batch_isend_irecv then starts all messages as one call.
         self.supports_coalescing = self.ordered
 
+    def meet(self) -> None:
+        """Wait for the other members, where the backend connects them when the group is created. NCCL connects them later."""
+        if "gloo" in self.backend:
+            self.members.meet(self.coord)
+
     def shutdown(self) -> None:
         self._kept.clear()
 

@@ -80,7 +80,7 @@ def _walk(frame: Any) -> Callsite:
 class SimulatedWork:
     """An operation that a rank has started. It completes when the rank's peers have started theirs.
 
-    call:   the operation, such as `all_reduce`. label: the group, such as `tp[dp=0]`.
+    kind:   "opening" is the creation of a group. call: the operation, such as `all_reduce`. label: the group, such as `tp[dp=0]`.
     absent: returns the global ranks that the operation still waits for.
     site:   where the operation was started; None for a blocking call, because the rank is still at that line.
     gone:   returns whether ranks of the group were lost. finish: copies the result to where the caller wants it.
@@ -91,7 +91,7 @@ class SimulatedWork:
 
     scheduler: Scheduler
     actor: Actor
-    kind: Literal["collective", "send", "recv"]
+    kind: Literal["opening", "collective", "send", "recv"]
     call: str
     label: str
     absent: Callable[[], list[int]]
@@ -160,6 +160,8 @@ class SimulatedWork:
 
         call: the name of the function that the user called.
         """
+        if self.kind == "opening":
+            return f"{self.call if call == '?' else call}, creation of {self.label}"
         if self.kind == "collective":
             name = self.call if call in (self.call, "?") else f"{call} ({self.call})"
             return f"{name}, call {self.number} on {self.label}"
@@ -306,6 +308,7 @@ class SimulatedGroup:
         self.dims: tuple[str, ...] = ()
         # The ranks that have opened the group, by coord.
         self.actors: dict[int, Actor] = {}
+        self._openings: Collectives[SimulatedWork] = Collectives(range(len(ranks)))
         # The calls by coord.
         self._collectives: Collectives[Contribution] = Collectives(range(len(ranks)))
         self.pending: dict[int, PendingCollective] = {}
@@ -324,6 +327,26 @@ class SimulatedGroup:
     def is_gone(self) -> bool:
         """Return whether ranks were lost."""
         return self.gone
+
+    def meet(self, coord: int) -> None:
+        """Let other ranks run until all members have opened the group, as Gloo connects them (measured with torch 2.15)."""
+        self.scheduler.check()
+        work = SimulatedWork(
+            self.scheduler,
+            self.actors[coord],
+            "opening",
+            "new_group",
+            self.label,
+            list,
+            None,
+            gone=self.is_gone,
+        )
+        opening = self._openings.join(coord, work)
+        work.absent = lambda: [self.ranks[each] for each in opening.absent()]
+        if opening.complete:
+            for each in opening.came.values():
+                each.complete()
+        work.wait()
 
     def start(self, coord: int, call: Call, told: Told | None) -> SimulatedWork:
         """Record that the rank at `coord` starts its next collective; see Contribution."""

@@ -22,7 +22,7 @@ from meshcomm.simulator.losses import Losses, SimulatedGenerations
 from meshcomm.simulator.process_group import SimulatedProcessGroup, SimulatorTransport, label_of
 from meshcomm.simulator.scheduler import Actor, Scheduler
 from meshcomm.simulator.start_order import StartOrder
-from meshcomm.simulator.torch_private import start_default_group
+from meshcomm.simulator.torch_private import LAZY, start_default_group
 from meshcomm.simulator.transport import SimulatedGroup
 from meshcomm.transport import Transport
 from meshcomm.transport.torch_private import create_group, give_back
@@ -147,6 +147,7 @@ class SimulatedWorld:
             backend=group.options.backend,
             timeout=timedelta(seconds=group.options.timeout_s),
             store=self.store,
+            options=LAZY,
             label=label,
             split=False,
         )
