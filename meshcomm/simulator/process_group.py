@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
-from meshcomm.collectives import ALL_TO_ALL, BARRIER, Call, Collective
+from meshcomm.collectives import ALL_TO_ALL, BARRIER, Call, Collective, Reduce
 from meshcomm.layout.sizes import fold
+from meshcomm.simulator.gloo_order import reduced, reduced_apart
 from meshcomm.simulator.python_group import Method, PythonGroup
 from meshcomm.simulator.scheduler import Actor
 from meshcomm.simulator.start_order import Start, StartOrder
@@ -120,8 +121,8 @@ class SimulatedProcessGroup(PythonGroup):
 
     # -- collectives ------------------------------------------------------------------------------------
 
-    def start(self, call: Call) -> SimulatedWork:
-        """Start a collective on contiguous tensors."""
+    def start(self, call: Call, reduce: Reduce = reduced) -> SimulatedWork:
+        """Start a collective on contiguous tensors. reduce: how it reduces."""
         group, actor, row = self.members, self._actor, call.row
         group.scheduler.operates(actor)
         told, self.announced = self.announced, None
@@ -133,7 +134,7 @@ class SimulatedProcessGroup(PythonGroup):
             for order in (self._start_order, group.order):
                 if (error := order.start(one, len(group.ranks), start)) is not None:
                     group.scheduler.fail(error)
-        return group.start(self.coord, call, told)
+        return group.start(self.coord, call, told, reduce)
 
     def barrier(self, opts: Any = None) -> StartedWork:
         blocking = opts is not None and not opts.asyncOp
@@ -151,7 +152,10 @@ class SimulatedProcessGroup(PythonGroup):
         padded: tuple[Any, ...] = *arguments, None, None
         first, second, *splits = padded
         if row.in_place:
-            pairs: list[tuple[_Data, _Data]] = [(x, None) for x in first]
+            # Gloo reduces tensors that are passed together as one, of which the order of additions depends.
+            pairs: list[tuple[_Data, _Data]] = [
+                (x, None) for x in (first if self.ordered or len(first) == 1 else [first])
+            ]
         elif isinstance(first, Tensor) or row is ALL_TO_ALL:
             pairs = [(second, first)]
         else:
@@ -194,7 +198,7 @@ class SimulatedProcessGroup(PythonGroup):
             if factor is not None:
                 x, op = x * factor, "sum"
         call = Call(row, x, out, op, root, lengths, blocking)
-        work = self.start(call)
+        work = self.start(call, reduced_apart if row.splits and isinstance(data, list) else reduced)
         target, source = (data, x) if row.in_place else (result, out)
         if target is not None and source is not target and (row.root != "dst" or root == self.coord):
             work.then(lambda: _unpack(source, _tensors(target)))

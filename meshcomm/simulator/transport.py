@@ -14,10 +14,18 @@ from typing import Any, Literal, NamedTuple, TypeAlias, final
 import torch
 from torch import Tensor
 
-from meshcomm.collectives import BROADCAST, GATHER, SCATTER, Call, write_results
+from meshcomm.collectives import (
+    ALL_GATHER,
+    BROADCAST,
+    GATHER,
+    REDUCE_SCATTER,
+    SCATTER,
+    Call,
+    Reduce,
+    write_results,
+)
 from meshcomm.errors import CallMismatchError
 from meshcomm.layout.sizes import ranks_text
-from meshcomm.simulator.gloo_order import reduced
 from meshcomm.simulator.scheduler import Actor, Scheduler
 from meshcomm.simulator.start_order import StartOrder
 from meshcomm.transport.base import P2P
@@ -170,6 +178,11 @@ class SimulatedWork:
         tag = "" if self.tag == 0 else f", tag {self.tag}"
         text = f"{end} {peer}{tag}, on {self.label}"
         return text if call in (self.kind, "?") else f"{call} ({text})"
+
+
+def unversioned(x: Any) -> Any:
+    """Return a tensor on the same memory. Autograd does not count writes to it, like those that Gloo makes from C++."""
+    return None if x is None else x.data
 
 
 def broken(label: str) -> RuntimeError:
@@ -348,8 +361,11 @@ class SimulatedGroup:
                 each.complete()
         work.wait()
 
-    def start(self, coord: int, call: Call, told: Told | None) -> SimulatedWork:
+    def start(self, coord: int, call: Call, told: Told | None, reduce: Reduce) -> SimulatedWork:
         """Record that the rank at `coord` starts its next collective; see Contribution."""
+        if call.row not in (ALL_GATHER, REDUCE_SCATTER) and call.op != "avg":
+            # Gloo copies the results of the other calls with torch, which counts the write.
+            call = call._replace(x=unversioned(call.x), out=unversioned(call.out))
         scheduler = self.scheduler
         scheduler.check()
         if self.gone:
@@ -389,7 +405,7 @@ class SimulatedGroup:
                 return work
             # Results must not depend on the grad mode of the rank that happens to arrive last.
             with torch.inference_mode():
-                write_results(calls, reduced)
+                write_results(calls, reduce)
             for each in joined.came.values():
                 each.work.complete()
         return work
@@ -449,7 +465,7 @@ class SimulatedGroup:
             self.scheduler.fail(error)
         if send.x.numel():
             with torch.inference_mode():
-                recv.x.view(-1).copy_(send.x.view(-1))
+                unversioned(recv.x).view(-1).copy_(send.x.view(-1))
         assert source is not None
         recv.work.source = source
         send.work.complete()

@@ -43,6 +43,20 @@ def test_an_unchanged_program_of_torch_is_as_on_processes(name: str, pool: Pool)
     assert not dist.is_initialized()
 
 
+def _extremes(mesh: Mesh) -> list[Any]:
+    x = torch.tensor([torch.nan, 0.0, -0.0, 1.0] * 3).roll(mesh.rank)
+    return [mesh.all_reduce("dp", x.clone(), op=op).view(torch.int32).tolist() for op in ("min", "max")]
+
+
+def _extremes_on_gloo(_: str) -> list[Any]:
+    with meshcomm.init(dims={"dp": 4}, device="cpu") as mesh:
+        return _extremes(mesh)
+
+
+def test_a_minimum_of_the_mesh_is_as_on_processes(pool: Pool) -> None:
+    assert meshcomm.simulate(_extremes, dims={"dp": 4}) == pool.run(_extremes_on_gloo, "", ranks=4)
+
+
 SCRIPT = """
 import sys
 import torch
