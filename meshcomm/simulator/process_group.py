@@ -12,7 +12,18 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
-from meshcomm.collectives import ALL_TO_ALL, BARRIER, Call, Collective, Reduce
+from meshcomm.collectives import (
+    ALL_REDUCE,
+    ALL_TO_ALL,
+    BARRIER,
+    BROADCAST,
+    REDUCE,
+    SCATTER,
+    Call,
+    Collective,
+    Reduce,
+)
+from meshcomm.errors import UnsupportedOp
 from meshcomm.layout.sizes import fold
 from meshcomm.simulator.gloo_order import reduced, reduced_apart
 from meshcomm.simulator.python_group import Method, PythonGroup
@@ -29,6 +40,8 @@ from meshcomm.watching.facts import OWN
 _CPU: Final = torch.device("cpu")
 # A tensor, or a list of tensors that a call treats as one.
 _Data: TypeAlias = "Tensor | list[Tensor] | None"
+# The calls that read and write the memory of tensors. The others copy tensors that are not contiguous.
+_RAW: Final = (ALL_REDUCE, REDUCE, BROADCAST, SCATTER)
 
 
 class StartedWork(TorchWork):  # type: ignore[misc]
@@ -182,6 +195,8 @@ class SimulatedProcessGroup(PythonGroup):
         blocking: bool,
     ) -> SimulatedWork:
         """Start one collective. given, result: its input and its output; an in-place collective writes to `given`."""
+        if row in _RAW:
+            data, result = self._memory(row, data), self._memory(row, result)
         x = _flat(data)
         out: Any = result if _is_flat(result) else _room(result)
         lengths: Any = ()
@@ -204,6 +219,21 @@ class SimulatedProcessGroup(PythonGroup):
             work.then(lambda: _unpack(source, _tensors(target)))
         return work
 
+    def _memory(self, row: Collective, data: _Data) -> Any:
+        """Return the memory of tensors as flat tensors: Gloo and NCCL ignore the order of a dense tensor's axes."""
+        if isinstance(data, list):
+            return [self._memory(row, x) for x in data]
+        if data is None or data.is_contiguous():
+            return data
+        if not _is_dense(data):
+            raise UnsupportedOp(
+                f"{self._actor.name}: {row.name} on {self.members.label} of a tensor whose memory has gaps or overlaps",
+                given=f"shape {tuple(data.shape)}, strides {data.stride()}",
+                expected="a dense tensor: Gloo reads and writes the memory after the first element, whatever the strides are",
+                hint="x.contiguous(), and copy the result back",
+            )
+        return data.detach().as_strided((data.numel(),), (1,))
+
     def _lengths(self, data: Any, result: Any, splits: Sequence[Any]) -> tuple[list[int], list[int]]:
         """Return the numbers of elements that each rank sends to this one, and that this rank sends to each."""
         if isinstance(data, list):
@@ -212,6 +242,8 @@ class SimulatedProcessGroup(PythonGroup):
                     f"{len(data)} input and {len(result)} output tensors for {self.size()} ranks"
                 )
             return [x.numel() for x in result], [x.numel() for x in data]
+        if not (data.is_contiguous() and result.is_contiguous()):
+            raise ValueError("Tensors must be contiguous")
         lengths = []
         for x, rows in zip((result, data), splits, strict=False):
             if not rows and x.size(0) % self.size():
@@ -304,6 +336,16 @@ def label_of(described: str, ranks: Sequence[int]) -> str:
     if described in ("", "undefined"):
         return f"group of ranks {fold(ranks)}"
     return f"{described.removeprefix('mesh_')} of ranks {fold(ranks)}"
+
+
+def _is_dense(x: Tensor) -> bool:
+    """Return whether the elements of `x` fill its memory without gaps or overlaps, in any order of axes."""
+    filled = 1
+    for stride, length in sorted(zip(x.stride(), x.shape, strict=True)):
+        if length > 1 and stride != filled:
+            return False
+        filled *= length
+    return True
 
 
 def _alone(tensors: list[Tensor]) -> Tensor:

@@ -21,7 +21,6 @@ _World: Any = c10d._World
 _REGISTRIES: Final = (
     "pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "tags_to_pg", "pg_to_tag",
 )  # fmt: skip
-
 # The backend options of a group whose members do not wait for each other when they create it: all create it in the same order.
 LAZY: Final = object()
 
@@ -152,6 +151,20 @@ def leave_groups() -> None:
         return
     bindings._unregister_all_process_groups()
     c10d._world.__dict__["world"] = _RankWorld()
+
+
+def has_loss_parallel() -> bool:
+    """Return whether torch's loss_parallel is active. Its handlers of DTensor's operations belong to the process."""
+    loss: Any = sys.modules.get("torch.distributed.tensor.parallel.loss")
+    return loss is not None and not loss.customized_loss_ops.keys().isdisjoint(
+        loss.DTensor._op_dispatcher._custom_op_handlers
+    )
+
+
+def set_loss_parallel(active: bool) -> None:
+    """Activate or deactivate torch's loss_parallel."""
+    loss: Any = sys.modules["torch.distributed.tensor.parallel.loss"]
+    (loss._enable_custom_loss_ops if active else loss._disable_custom_loss_ops)()
 
 
 def reduction_of(options: Any) -> tuple[str, Any]:

@@ -324,3 +324,13 @@ def test_a_mesh_over_a_device_mesh_compares_without_calls_of_its_own() -> None:
         return [*x.tolist(), *y.tolist()]
 
     assert meshcomm.simulate(program, dims={"tp": 2}) == [[2.0, 2.0, 0.0, 0.0], [2.0, 2.0, 7.0, 7.0]]
+
+
+@pytest.mark.parametrize(
+    "call", [dist.all_reduce, lambda x: dist.broadcast(x, 1), lambda x: dist.reduce(x, 1)]
+)
+@pytest.mark.parametrize("part", [lambda b: b[:, 1], lambda b: b[::2, :2], lambda b: b[0, :1].expand(4)])
+def test_a_tensor_with_gaps_is_refused_because_gloo_changes_other_memory(call: Any, part: Any) -> None:
+    error = _error(RankFailed, lambda mesh: call(part(torch.ones(4, 4))))
+    assert "memory has gaps or overlaps" in str(error) and "try:      x.contiguous()" in str(error)
+    assert "strides" in str(error.by_rank[0]) and "rank 0 (dp=0 tp=0)" in str(error.by_rank[0])

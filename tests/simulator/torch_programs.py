@@ -12,8 +12,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _coalescing_manager
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    loss_parallel,
+    parallelize_module,
+)
+from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 
@@ -210,6 +216,35 @@ def sums() -> Any:
     return found
 
 
+def layouts() -> Any:
+    """Tensors whose axes are permuted on some ranks: Gloo ignores the permutation in some calls."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    x = torch.arange(8.0).view(2, 4).t() + 10 * rank
+    mixed = x if rank % 2 else x.contiguous()
+    dist.all_reduce(a := mixed.clone())
+    dist.broadcast(b := mixed.clone(), 2)
+    dist.reduce(c := mixed.clone(), 1)
+    dist.scatter(d := torch.zeros(4, 2), [x + each for each in range(size)] if rank == 0 else None)
+    dist.all_gather(e := [torch.zeros(4, 2) for _ in range(size)], x)
+    dist.gather(x, f := [torch.zeros(2, 4).t() for _ in range(size)] if rank == 0 else None)
+    return [each.tolist() for each in (a, b, c if rank == 1 else d, d, *e, *(f or ()))]
+
+
+def losses_in_parallel() -> Any:
+    """loss_parallel, which one rank leaves while others are still inside."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    torch.manual_seed(0)
+    y = distribute_tensor(torch.randn(4, 8), mesh, [Shard(1)]).requires_grad_()
+    found = []
+    for _ in range(2):
+        with loss_parallel():
+            loss = cross_entropy(y, torch.arange(4))
+            loss.backward()
+        assert isinstance(loss, DTensor) and isinstance(y.grad, DTensor)
+        found += [loss.full_tensor().item(), y.grad.to_local().tolist()]
+    return found
+
+
 def versions() -> Any:
     """Gloo writes most results without autograd's knowledge, so that a later backward does not raise."""
     rank, size, counts = dist.get_rank(), dist.get_world_size(), []
@@ -242,5 +277,16 @@ def versions() -> Any:
 
 
 PROGRAMS = {
-    each.__name__: each for each in (fsdp_and_tp, ddp, pipeline, every_call, extremes, sums, versions)
+    each.__name__: each
+    for each in (
+        fsdp_and_tp,
+        ddp,
+        pipeline,
+        every_call,
+        extremes,
+        sums,
+        layouts,
+        losses_in_parallel,
+        versions,
+    )
 }
