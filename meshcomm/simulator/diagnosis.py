@@ -17,6 +17,10 @@ from meshcomm.watching.waits import find_circle
 # An error shows this many lines of each kind and gives the number of omitted lines.
 _SHOWN: Final = 16
 _PAIRS: Final = "a receive for every send, and a send for every receive"
+_CALL: Final = (
+    "mesh.exchange or mesh.shift for messages in both directions; the same order of dims for collectives"
+)
+_CREATE: Final = "create all groups in the same order on their ranks, before the first call: Gloo connects a group's ranks then"
 
 # The store keys that the mesh itself waits for. The prefix contains the mesh's number, in the order of opening.
 _OF_THE_MESH: Final = re.compile(
@@ -123,12 +127,13 @@ def _circular(waiting: Mapping[int, Actor], circle: Sequence[int]) -> DeadlockEr
         f"{waiting[rank].name} {_doing(waiting[rank])}, for rank {other}"
         for rank, other in zip(circle, following, strict=True)
     ]
+    creates = any(getattr(waiting[rank].wait, "kind", "") == "opening" for rank in circle)
     path = [*circle[:8], *([".."] if len(circle) > 8 else []), circle[0]]
     return DeadlockError(
         f"circular wait: {' -> '.join(map(str, path))}",
         given=_with_rest(lines, set(waiting) - set(circle)),
         expected="the same order of calls on all ranks, so that some rank can always continue",
-        hint="mesh.exchange or mesh.shift for messages in both directions; the same order of dims for collectives",
+        hint=_CREATE if creates else _CALL,
         circle=tuple(circle),
         waiting=tuple(sorted(waiting)),
     )
@@ -151,7 +156,7 @@ def _stuck(shared: SharedState, waiting: Mapping[int, Actor]) -> MeshcommError:
     given = _with_rest(lines, set(waiting) - set(roots))
     facts: Any = {"given": given, "waiting": tuple(sorted(waiting))}
     on = [waiting[rank].wait for rank in roots]
-    if all(isinstance(wait, SimulatedWork) and wait.kind != "collective" for wait in on):
+    if all(isinstance(wait, SimulatedWork) and wait.kind in ("send", "recv") for wait in on):
         return UnmatchedMessage(
             f"{ranks_text(gone)} returned while {_wait(roots)} for a message",
             expected=_PAIRS,
@@ -218,7 +223,7 @@ def _needs(shared: SharedState, actor: Actor) -> list[int]:
     match = _OF_THE_MESH.fullmatch(on.keys[0])
     if match is None:
         return []
-    of_mesh = [group for (name, _), group in shared.groups.items() if name.startswith(f"{match['mesh']}/")]
+    of_mesh = [group for (name, *_), group in shared.groups.items() if name.startswith(f"{match['mesh']}/")]
     # The ranks of the mesh, as far as they are known from its groups.
     expected = {rank for group in of_mesh for rank in group.ranks}
     if match["agree"]:

@@ -24,21 +24,15 @@ def check_tensors(
     where: str,
 ) -> None:
     """Raise RuntimeError, as backends do, if `backend` cannot carry or reduce a tensor of a call, or if their dtypes differ."""
-    written = inputs if row.in_place else outputs
     for x in (*inputs, *outputs):
         reason = backend_refusal(backend, op, x.dtype)
         what = name_of(x.dtype) if op is None else f"{op} of {name_of(x.dtype)}"
         if backend == "gloo" and row is GATHER and x.dtype in _GATHER_LACKS:
             reason = "real numbers", "torch.view_as_real(x)"
-        if x.layout != torch.strided:
-            if (row, op, x.layout) != (ALL_REDUCE, "sum", torch.sparse_coo):
-                reason, what = (
-                    ("a dense tensor, or the sum of an all_reduce in COO layout", "x.to_dense()"),
-                    f"{x.layout}",
-                )
-        elif 0 in x.stride() and x.numel() > 1 and any(x is each for each in written):
-            # Gloo writes beyond the memory of an expanded tensor.
-            reason, what = ("elements that do not share memory", "x.contiguous()"), "an expanded tensor"
+        is_summed = (row, op, x.layout) == (ALL_REDUCE, "sum", torch.sparse_coo)
+        if x.layout != torch.strided and not is_summed:
+            reason = "a dense tensor, or the sum of an all_reduce in COO layout", "x.to_dense()"
+            what = f"{x.layout}"
         if reason is not None:
             raise RuntimeError(
                 f"{where}: {what} is not possible on {backend}; expected {reason[0]}; try {reason[1]}"

@@ -1,4 +1,4 @@
-"""Sums in Gloo's order of additions, so that results are bit-identical to Gloo's."""
+"""Reductions in Gloo's order, so that results are bit-identical to Gloo's, also for NaN and signed zeros in min and max."""
 
 from __future__ import annotations
 
@@ -15,6 +15,19 @@ from meshcomm.reductions import WIRE_OPS
 _SEGMENT_BYTES: Final = 1024 * 1024
 
 
+def _min(acc: Tensor, own: Tensor, out: Tensor) -> None:
+    torch.where(acc < own, acc, own, out=out)
+
+
+def _max(acc: Tensor, own: Tensor, out: Tensor) -> None:
+    torch.where(own < acc, acc, own, out=out)
+
+
+# C++'s std::min and std::max of a rank's own value and the result so far: they return the own value unless the other is
+# less or greater, so that a later number replaces a NaN.
+_COMBINE: Final = {"min": _min, "max": _max}
+
+
 def reduced(parts: Sequence[Tensor], op: str) -> Tensor:
     """Return `parts[0]` op `parts[1]` op ..., elementwise. The parts are flat tensors of equal length and dtype.
 
@@ -22,10 +35,13 @@ def reduced(parts: Sequence[Tensor], op: str) -> Tensor:
     The values of ranks c-2, c-3 and so on are then added. all_reduce, reduce and reduce_scatter use the same order, and an average
     divides the sum. Tested with torch 2.13.
     """
+    if parts[0].is_complex():
+        return torch.view_as_complex(
+            reduced([torch.view_as_real(part).view(-1) for part in parts], op).view(-1, 2)
+        )
     row, size, length = WIRE_OPS[op], len(parts), parts[0].numel()
-    combine = getattr(torch, row.combine)
-    ordered = parts[0].is_floating_point() and row.rounds and size > 2
-    if not ordered or length == 0:
+    combine = _COMBINE.get(op) or getattr(torch, row.combine)
+    if not parts[0].is_floating_point() or length == 0:
         total = parts[0].clone()
         for part in parts[1:]:
             combine(total, part, out=total)
@@ -39,6 +55,16 @@ def reduced(parts: Sequence[Tensor], op: str) -> Tensor:
             combine(acc, term, out=acc)
         total = acc.reshape(-1)[:length]
     return total.div_(size) if row.divided else total
+
+
+def reduced_apart(lengths: Sequence[int] | None, parts: Sequence[Tensor], op: str) -> Tensor:
+    """Return the same for parts that a call has passed as lists of one tensor per rank: Gloo reduces each of these by itself.
+
+    lengths: the elements of each rank's tensor; None if all have as many.
+    """
+    size = parts[0].numel() // len(parts) if lengths is None else list(lengths)
+    apart = zip(*(part.split(size) for part in parts), strict=True)
+    return torch.cat([reduced(each, op) for each in apart])
 
 
 def _chunk(length: int, item_bytes: int, size: int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from itertools import zip_longest
 from types import SimpleNamespace
 from typing import Any, Final, TypeAlias, final
@@ -13,9 +14,23 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
-from meshcomm.collectives import ALL_GATHER, ALL_TO_ALL, BARRIER, REDUCE_SCATTER, Call, Collective
+from meshcomm.collectives import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    ALL_TO_ALL,
+    BARRIER,
+    BROADCAST,
+    REDUCE,
+    REDUCE_SCATTER,
+    SCATTER,
+    Call,
+    Collective,
+    Reduce,
+)
+from meshcomm.errors import UnsupportedOp
 from meshcomm.layout.sizes import fold
 from meshcomm.simulator.forms import check_shapes, check_tensors
+from meshcomm.simulator.gloo_order import reduced, reduced_apart
 from meshcomm.simulator.python_group import Method, PythonGroup
 from meshcomm.simulator.scheduler import Actor
 from meshcomm.simulator.start_order import Start, StartOrder
@@ -29,6 +44,8 @@ from meshcomm.watching.facts import OWN
 _CPU: Final = torch.device("cpu")
 # A tensor, or a list of tensors that a call treats as one.
 _Data: TypeAlias = "Tensor | list[Tensor] | None"
+# The calls that read and write the memory of tensors. The others copy tensors that are not contiguous.
+_RAW: Final = (ALL_REDUCE, REDUCE, BROADCAST, SCATTER)
 
 
 class StartedWork(TorchWork):  # type: ignore[misc]
@@ -148,7 +165,13 @@ class SimulatedProcessGroup(PythonGroup):
         }
         part.serve(kept or self.backends, self._store)
         name_group(part, group_name or "", described)
+        part.meet()
         return part
+
+    def meet(self) -> None:
+        """Wait for the other members, where the backend connects them when the group is created. NCCL connects them later."""
+        if "gloo" in self.backend:
+            self.members.meet(self.coord)
 
     def shutdown(self) -> None:
         self._kept.clear()
@@ -157,8 +180,8 @@ class SimulatedProcessGroup(PythonGroup):
 
     # -- collectives ------------------------------------------------------------------------------------
 
-    def start(self, call: Call) -> SimulatedWork:
-        """Start a collective on contiguous tensors."""
+    def start(self, call: Call, reduce: Reduce = reduced) -> SimulatedWork:
+        """Start a collective on contiguous tensors. reduce: how it reduces."""
         group, actor, row = self.members, self._actor, call.row
         group.scheduler.operates(actor)
         told, self.announced = self.announced, None
@@ -170,7 +193,7 @@ class SimulatedProcessGroup(PythonGroup):
             for order in (self._start_order, group.order):
                 if (error := order.start(one, len(group.ranks), start)) is not None:
                     group.scheduler.fail(error)
-        return group.start(self.coord, call, told)
+        return group.start(self.coord, call, told, reduce)
 
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> StartedWork:
         blocking = not getattr(opts, "asyncOp", True)
@@ -202,7 +225,10 @@ class SimulatedProcessGroup(PythonGroup):
         padded: tuple[Any, ...] = *arguments, None, None
         first, second, *splits = padded
         if row.in_place:
-            pairs: list[tuple[_Data, _Data]] = [(x, None) for x in first]
+            # Gloo reduces tensors that are passed together as one, of which the order of additions depends.
+            pairs: list[tuple[_Data, _Data]] = [
+                (x, None) for x in (first if self.ordered or len(first) == 1 else [first])
+            ]
         elif isinstance(first, Tensor) or row is ALL_TO_ALL:
             pairs = [(second, first)]
         else:
@@ -233,6 +259,8 @@ class SimulatedProcessGroup(PythonGroup):
         blocking: bool,
     ) -> SimulatedWork:
         """Start one collective. data, result: its input and its output; an in-place collective writes to `data`."""
+        if row in _RAW:
+            data, result = self._memory(row, data), self._memory(row, result)
         x = _flat(data)
         out: Any = result if _is_flat(result) else _room(result)
         lengths: Any = ()
@@ -248,12 +276,29 @@ class SimulatedProcessGroup(PythonGroup):
                 )
         if factor is not None and x is not None:
             x, op = x * factor, "sum"
+        apart = row.splits and isinstance(data, list)
+        reduce = partial(reduced_apart, lengths[1] if lengths else None) if apart else reduced
         call = Call(row, x, out, op, root, lengths, blocking)
-        work = self.start(call)
+        work = self.start(call, reduce)
         target, source = (data, x) if row.in_place else (result, out)
         if target is not None and source is not target and (row.root != "dst" or root == self.coord):
             work.then(lambda: _unpack(source, _tensors(target)))
         return work
+
+    def _memory(self, row: Collective, data: _Data) -> Any:
+        """Return the memory of tensors as flat tensors: Gloo and NCCL ignore the order of a dense tensor's axes."""
+        if isinstance(data, list):
+            return [self._memory(row, x) for x in data]
+        if data is None or data.layout is not torch.strided or data.is_contiguous():
+            return data
+        if not _is_dense(data):
+            raise UnsupportedOp(
+                f"{self._actor.name}: {row.name} on {self.members.label} of a tensor whose memory has gaps or overlaps",
+                given=f"shape {tuple(data.shape)}, strides {data.stride()}",
+                expected="a dense tensor: Gloo reads and writes the memory after the first element, whatever the strides are",
+                hint="x.contiguous(), and copy the result back",
+            )
+        return data.detach().as_strided((data.numel(),), (1,))
 
     def _lengths(self, data: Any, result: Any, splits: Sequence[Any]) -> tuple[list[int], list[int]]:
         """Return the numbers of elements that each rank sends to this one, and that this rank sends to each."""
@@ -263,6 +308,8 @@ class SimulatedProcessGroup(PythonGroup):
                     f"{len(data)} input and {len(result)} output tensors for {self.size()} ranks"
                 )
             return [x.numel() for x in result], [x.numel() for x in data]
+        if not (data.is_contiguous() and result.is_contiguous()):
+            raise ValueError("Tensors must be contiguous")
         lengths = []
         for x, rows in zip((result, data), splits, strict=False):
             if not rows and x.size(0) % self.size():
@@ -363,6 +410,16 @@ def label_of(described: str, ranks: Sequence[int]) -> str:
     if described in ("", "undefined"):
         return f"group of ranks {fold(ranks)}"
     return f"{described.removeprefix('mesh_')} of ranks {fold(ranks)}"
+
+
+def _is_dense(x: Tensor) -> bool:
+    """Return whether the elements of `x` fill its memory without gaps or overlaps, in any order of axes."""
+    filled = 1
+    for stride, length in sorted(zip(x.stride(), x.shape, strict=True)):
+        if length > 1 and stride != filled:
+            return False
+        filled *= length
+    return True
 
 
 def _alone(tensors: list[Tensor]) -> Tensor:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshcomm.collectives import BARRIER, ROWS, Collective
-from meshcomm.transport.torch_private import HOOK_NUMBERS, options_type
+from meshcomm.transport.torch_private import HOOK_NUMBERS, bindings
 
 W = TypeVar("W")
 
@@ -141,7 +141,7 @@ class PythonGroup(_ProcessGroup):  # type: ignore[misc]
         tensors, or with tensors.
         """
         row = METHODS[name].row
-        options, tensors = options_type(row.options)(), []
+        options, tensors = getattr(bindings, row.options)(), []
         # torch's order: outputs, inputs, and the splits of both.
         order = sorted(named, key=lambda key: ("split" in key, key.startswith("in")))
         for value in (*given, *(named[key] for key in order)):

@@ -19,6 +19,7 @@ import torch
 from meshcomm.comm.torch_private import forward_level
 from meshcomm.errors import UnsupportedOp
 from meshcomm.layout.sizes import rank_text
+from meshcomm.simulator.torch_private import has_loss_parallel, set_loss_parallel
 from meshcomm.transport.variables import set_env
 
 # Ranks need little C stack, because calls from Python to Python use none.
@@ -41,7 +42,7 @@ _PATIENCE_S: Final = 3.0
 class RankLocals:
     """The state of a rank that is not running.
 
-    It contains torch's, Python's and NumPy's random generators, torch's default dtype, RANK and LOCAL_RANK in the
+    It contains torch's, Python's and NumPy's random generators, torch's default dtype, whether torch's loss_parallel is active, RANK and LOCAL_RANK in the
     environment, and, for a script, sys.argv and `__main__`. A real process seeds its generators from the host's entropy.
     A simulated rank seeds them by rank, so that ranks differ but every simulation is the same.
 
@@ -54,6 +55,7 @@ class RankLocals:
         self._rank = rank
         self._numpy: Any = None
         self._dtype = torch.get_default_dtype()
+        self._loss_parallel = False
         self._variables: dict[str, str | None] = dict.fromkeys(_PER_RANK, str(rank))
         self._main, self._argv = sys.modules["__main__"], sys.argv
         if argv:
@@ -76,6 +78,7 @@ class RankLocals:
         if numpy is not None:
             self._numpy = numpy.get_bit_generator()
         self._dtype = torch.get_default_dtype()
+        self._loss_parallel = has_loss_parallel()
         self._argv = sys.argv
 
     def enter(self) -> None:
@@ -89,6 +92,8 @@ class RankLocals:
             numpy.set_bit_generator(self._numpy)
         if torch.get_default_dtype() != self._dtype:
             torch.set_default_dtype(self._dtype)
+        if has_loss_parallel() != self._loss_parallel:
+            set_loss_parallel(self._loss_parallel)
         set_env(self._variables)
         sys.modules["__main__"] = self._main
         sys.argv = self._argv

@@ -16,13 +16,15 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshcomm.transport.torch_private import bindings, forget_device_meshes, register_group
+from meshcomm.transport.torch_private import OPTIONS_KEY, bindings, forget_device_meshes, register_group
 
 _World: Any = c10d._World
 # The registries that torch's world reads from global variables. Those of a rank are its own.
 _REGISTRIES: Final = (
     "pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "tags_to_pg", "pg_to_tag",
 )  # fmt: skip
+# The backend options of a group whose members do not wait for each other when they create it: all create it in the same order.
+LAZY: Final = object()
 
 # Creates a rank's part of a group, given the group's name, its global ranks, its timeout and its description.
 Create: TypeAlias = Callable[[str, tuple[int, ...], timedelta, str], Any]
@@ -100,6 +102,8 @@ def ranks_in_threads(
         made.serve(config.get_device_backend_map(), store)
         made._set_group_desc(described)
         register_group(made, group_name, str(backend), store, str(config))
+        if kwargs.get(OPTIONS_KEY) is not LAZY:
+            made.meet()
         return made, store
 
     def met(*args: Any, **kwargs: Any) -> Any:
@@ -151,7 +155,7 @@ def start_default_group(rank: int, size: int, backend: str, store: dist.Store) -
     create: Any = c10d._new_process_group_helper
     group, _ = create(
         size, rank, [], backend, store, c10d._process_group_name([], use_hashed_name=False),
-        timeout=c10d.default_pg_timeout, group_desc="default_pg",
+        timeout=c10d.default_pg_timeout, group_desc="default_pg", **{OPTIONS_KEY: LAZY},
     )  # fmt: skip
     c10d._update_default_pg(group)
     c10d._world.pg_group_ranks[group] = dict(enumerate(range(size)))
@@ -171,6 +175,20 @@ def leave_groups() -> None:
         return
     bindings._unregister_all_process_groups()
     c10d._world.__dict__["_of_context"].set(_RankWorld())
+
+
+def has_loss_parallel() -> bool:
+    """Return whether torch's loss_parallel is active. Its handlers of DTensor's operations belong to the process."""
+    loss: Any = sys.modules.get("torch.distributed.tensor.parallel.loss")
+    return loss is not None and not loss.customized_loss_ops.keys().isdisjoint(
+        loss.DTensor._op_dispatcher._custom_op_handlers
+    )
+
+
+def set_loss_parallel(active: bool) -> None:
+    """Activate or deactivate torch's loss_parallel."""
+    loss: Any = sys.modules["torch.distributed.tensor.parallel.loss"]
+    (loss._enable_custom_loss_ops if active else loss._disable_custom_loss_ops)()
 
 
 def reduction_of(options: Any) -> tuple[str, Any]:

@@ -15,10 +15,18 @@ from typing import Any, Literal, NamedTuple, TypeAlias, final
 import torch
 from torch import Tensor
 
-from meshcomm.collectives import BROADCAST, GATHER, SCATTER, Call, write_results
+from meshcomm.collectives import (
+    ALL_GATHER,
+    BROADCAST,
+    GATHER,
+    REDUCE_SCATTER,
+    SCATTER,
+    Call,
+    Reduce,
+    write_results,
+)
 from meshcomm.errors import CallMismatchError
 from meshcomm.layout.sizes import ranks_text
-from meshcomm.simulator.gloo_order import reduced
 from meshcomm.simulator.scheduler import Actor, Scheduler
 from meshcomm.simulator.start_order import StartOrder
 from meshcomm.transport.base import P2P
@@ -81,7 +89,7 @@ def _walk(frame: Any) -> Callsite:
 class SimulatedWork:
     """An operation that a rank has started. It completes when the rank's peers have started theirs.
 
-    call:   the operation, such as `all_reduce`. label: the group, such as `tp[dp=0]`.
+    kind:   "opening" is the creation of a group. call: the operation, such as `all_reduce`. label: the group, such as `tp[dp=0]`.
     absent: returns the global ranks that the operation still waits for.
     site:   where the operation was started; None for a blocking call, because the rank is still at that line.
     gone:   returns whether ranks of the group were lost. finish: copies the result to where the caller wants it.
@@ -93,7 +101,7 @@ class SimulatedWork:
 
     scheduler: Scheduler
     actor: Actor
-    kind: Literal["collective", "send", "recv"]
+    kind: Literal["opening", "collective", "send", "recv"]
     call: str
     label: str
     absent: Callable[[], list[int]]
@@ -169,6 +177,8 @@ class SimulatedWork:
 
         call: the name of the function that the user called.
         """
+        if self.kind == "opening":
+            return f"{self.call if call == '?' else call}, creation of {self.label}"
         if self.kind == "collective":
             name = self.call if call in (self.call, "?") else f"{call} ({self.call})"
             return f"{name}, call {self.number} on {self.label}"
@@ -177,6 +187,14 @@ class SimulatedWork:
         tag = "" if self.tag == 0 else f", tag {self.tag}"
         text = f"{end} {peer}{tag}, on {self.label}"
         return text if call in (self.kind, "?") else f"{call} ({text})"
+
+
+def unversioned(x: Any) -> Any:
+    """Return a tensor on the same memory. Autograd does not count writes to it, like those that Gloo makes from C++.
+
+    A sparse tensor is returned itself, as a write replaces its entries.
+    """
+    return x if x is None or x.is_sparse else x.data
 
 
 def broken(label: str) -> RuntimeError:
@@ -315,6 +333,7 @@ class SimulatedGroup:
         self.dims: tuple[str, ...] = ()
         # The ranks that have opened the group, by coord.
         self.actors: dict[int, Actor] = {}
+        self._openings: Collectives[SimulatedWork] = Collectives(range(len(ranks)))
         # The calls by coord.
         self._collectives: Collectives[Contribution] = Collectives(range(len(ranks)))
         self.pending: dict[int, PendingCollective] = {}
@@ -334,8 +353,31 @@ class SimulatedGroup:
         """Return whether ranks were lost."""
         return self.gone
 
-    def start(self, coord: int, call: Call, told: Told | None) -> SimulatedWork:
+    def meet(self, coord: int) -> None:
+        """Let other ranks run until all members have opened the group, as Gloo connects them (measured with torch 2.15)."""
+        self.scheduler.check()
+        work = SimulatedWork(
+            self.scheduler,
+            self.actors[coord],
+            "opening",
+            "new_group",
+            self.label,
+            list,
+            None,
+            gone=self.is_gone,
+        )
+        opening = self._openings.join(coord, work)
+        work.absent = lambda: [self.ranks[each] for each in opening.absent()]
+        if opening.complete:
+            for each in opening.came.values():
+                each.complete()
+        work.wait()
+
+    def start(self, coord: int, call: Call, told: Told | None, reduce: Reduce) -> SimulatedWork:
         """Record that the rank at `coord` starts its next collective; see Contribution."""
+        if call.row not in (ALL_GATHER, REDUCE_SCATTER) and call.op != "avg":
+            # Gloo copies the results of the other calls with torch, which counts the write.
+            call = call._replace(x=unversioned(call.x), out=unversioned(call.out))
         scheduler = self.scheduler
         scheduler.check()
         if self.gone:
@@ -378,7 +420,7 @@ class SimulatedGroup:
                 # Results must not depend on the grad mode of the rank that happens to arrive last.
                 # A sparse tensor would keep parts of the result.
                 with torch.no_grad() if call.x is not None and call.x.is_sparse else torch.inference_mode():
-                    write_results(calls, reduced)
+                    write_results(calls, reduce)
             except Exception as caught:
                 error = caught
             for each in joined.came.values():
@@ -440,7 +482,7 @@ class SimulatedGroup:
             self.scheduler.fail(error)
         if send.x.numel():
             with torch.inference_mode():
-                recv.x.view(-1).copy_(send.x.view(-1))
+                unversioned(recv.x).view(-1).copy_(send.x.view(-1))
         assert source is not None
         recv.work.source = source
         send.work.complete()

@@ -22,7 +22,7 @@ from meshcomm.simulator.losses import Losses, SimulatedGenerations
 from meshcomm.simulator.process_group import SimulatedProcessGroup, SimulatorTransport, label_of
 from meshcomm.simulator.scheduler import Actor, Scheduler
 from meshcomm.simulator.start_order import StartOrder
-from meshcomm.simulator.torch_private import start_default_group
+from meshcomm.simulator.torch_private import LAZY, start_default_group
 from meshcomm.simulator.transport import SimulatedGroup
 from meshcomm.transport import Transport
 from meshcomm.transport.torch_private import create_group, give_back
@@ -55,7 +55,7 @@ class SharedState:
 
     timeout_s: the mesh's timeout.
     values:    the store's values, by key. writers: the ranks that wrote each key. waits: the waits, by missing key.
-    groups:    the groups by torch's name and ranks, in the order in which they were created.
+    groups:    the groups by torch's name, their ranks and description, in the order in which they were created.
     recorders: each rank's coords and recorder, by mesh prefix and group.
     losses:    decides which ranks are lost and replaced; None if no rank is ever lost.
     """
@@ -66,7 +66,7 @@ class SharedState:
     writers: dict[str, list[int]] = field(default_factory=dict)
     waits: dict[str, list[StoreWait]] = field(default_factory=dict)
     start_order: StartOrder = field(default_factory=StartOrder)
-    groups: dict[tuple[str, tuple[int, ...]], SimulatedGroup] = field(default_factory=dict)
+    groups: dict[tuple[str, tuple[int, ...], str], SimulatedGroup] = field(default_factory=dict)
     recorders: dict[tuple[str, str], dict[int, tuple[Mapping[str, int], FlightRecorder]]] = field(
         default_factory=dict
     )
@@ -147,6 +147,7 @@ class SimulatedWorld:
             backend=group.options.backend,
             timeout=timedelta(seconds=group.options.timeout_s),
             store=self.store,
+            options=LAZY,
             label=label,
             split=False,
         )
@@ -163,10 +164,11 @@ class SimulatedWorld:
         """Return this rank's part of a torch process group."""
         self._refuse_lost("a process group")
         shared = self._shared
-        group = shared.groups.get((name, ranks))
+        # torch gives names of destroyed groups to new ones.
+        group = shared.groups.get((name, ranks, described))
         if group is None:
             group = SimulatedGroup(shared.scheduler, ranks, label_of(described, ranks))
-            shared.groups[name, ranks] = group
+            shared.groups[name, ranks, described] = group
         return SimulatedProcessGroup(self._actor, group, shared.start_order, timeout, self.group)
 
     def meet(self) -> tuple[dist.Store, int, int]:

@@ -51,6 +51,20 @@ def test_an_unchanged_program_of_torch_is_as_on_processes(name: str, pool: Pool)
     assert not dist.is_initialized()
 
 
+def _extremes(mesh: Mesh) -> list[Any]:
+    x = torch.tensor([torch.nan, 0.0, -0.0, 1.0] * 3).roll(mesh.rank)
+    return [mesh.all_reduce("dp", x.clone(), op=op).view(torch.int32).tolist() for op in ("min", "max")]
+
+
+def _extremes_on_gloo(_: str) -> list[Any]:
+    with meshcomm.init(dims={"dp": 4}, device="cpu") as mesh:
+        return _extremes(mesh)
+
+
+def test_a_minimum_of_the_mesh_is_as_on_processes(pool: Pool) -> None:
+    assert meshcomm.simulate(_extremes, dims={"dp": 4}) == pool.run(_extremes_on_gloo, "", ranks=4)
+
+
 SCRIPT = """
 import sys
 import torch
@@ -314,7 +328,7 @@ def test_a_tensor_whose_elements_share_memory_is_refused_where_it_would_be_writt
         return x.tolist()
 
     error = _error(RankFailed, program)
-    assert "an expanded tensor is not possible on gloo" in str(error)
+    assert "broadcast on default group of a tensor whose memory has gaps or overlaps" in str(error)
     assert _line("# Gloo writes beyond its memory") in str(error)
 
 
@@ -356,3 +370,13 @@ def test_a_mesh_over_a_device_mesh_compares_without_calls_of_its_own() -> None:
         return [*x.tolist(), *y.tolist()]
 
     assert meshcomm.simulate(program, dims={"tp": 2}) == [[2.0, 2.0, 0.0, 0.0], [2.0, 2.0, 7.0, 7.0]]
+
+
+@pytest.mark.parametrize(
+    "call", [dist.all_reduce, lambda x: dist.broadcast(x, 1), lambda x: dist.reduce(x, 1)]
+)
+@pytest.mark.parametrize("part", [lambda b: b[:, 1], lambda b: b[::2, :2], lambda b: b[0, :1].expand(4)])
+def test_a_tensor_with_gaps_is_refused_because_gloo_changes_other_memory(call: Any, part: Any) -> None:
+    error = _error(RankFailed, lambda mesh: call(part(torch.ones(4, 4))))
+    assert "memory has gaps or overlaps" in str(error) and "try:      x.contiguous()" in str(error)
+    assert "strides" in str(error.by_rank[0]) and "rank 0 (dp=0 tp=0)" in str(error.by_rank[0])

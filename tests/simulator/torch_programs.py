@@ -11,10 +11,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.distributed_c10d import _coalescing_manager
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    loss_parallel,
+    parallelize_module,
+)
+from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 
@@ -304,9 +311,122 @@ def refused() -> Any:
     return found
 
 
+def _bits(x: Tensor) -> list[int]:
+    return x.contiguous().view(torch.uint8).tolist()
+
+
+def extremes() -> Any:
+    """min and max of NaN, both zeros and infinity: Gloo's results depend on the order of the ranks."""
+    rank, size, found = dist.get_rank(), dist.get_world_size(), []
+    generator = torch.Generator().manual_seed(rank)
+    values = torch.tensor([torch.nan, -0.0, 0.0, 1.0, -torch.inf])
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        for op in (dist.ReduceOp.MIN, dist.ReduceOp.MAX):
+            for length in (1, 7, 300):
+                x = values[torch.randint(5, (size, length), generator=generator)].to(dtype)
+                dist.all_reduce(y := x.clone(), op)
+                dist.reduce(z := x.clone(), 1, op)
+                dist.reduce_scatter_tensor(part := torch.empty(length, dtype=dtype), x.view(-1), op)
+                dist.reduce_scatter(other := torch.empty(length, dtype=dtype), list(x.clone()), op)
+                found += [_bits(y), _bits(z) if rank == 1 else [], _bits(part), _bits(other)]
+    return found
+
+
+def sums() -> Any:
+    """Sums of complex numbers, and those that Gloo computes over several tensors together or one by one."""
+    rank, size, found = dist.get_rank(), dist.get_world_size(), []
+    generator = torch.Generator().manual_seed(rank)
+    for dtype in (torch.bfloat16, torch.float32, torch.complex64):
+        for length in (1, 7, 300):
+            x = torch.randn(size, length, generator=generator, dtype=dtype)
+            dist.all_reduce(z := x.clone())
+            dist.reduce(y := x.clone(), 2)
+            dist.reduce_scatter_tensor(part := torch.empty(length, dtype=dtype), x.view(-1))
+            dist.reduce_scatter(other := torch.empty(length, dtype=dtype), list(x.clone()))
+            a, b = x[0].clone(), x[1:, 0].clone()
+            with _coalescing_manager():
+                dist.all_reduce(a)
+                dist.all_reduce(b)
+            found += [_bits(each) for each in (z, part, other, a, b)] + [_bits(y) if rank == 2 else []]
+    return found
+
+
+def layouts() -> Any:
+    """Tensors whose axes are permuted on some ranks: Gloo ignores the permutation in some calls."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    x = torch.arange(8.0).view(2, 4).t() + 10 * rank
+    mixed = x if rank % 2 else x.contiguous()
+    dist.all_reduce(a := mixed.clone())
+    dist.broadcast(b := mixed.clone(), 2)
+    dist.reduce(c := mixed.clone(), 1)
+    dist.scatter(d := torch.zeros(4, 2), [x + each for each in range(size)] if rank == 0 else None)
+    dist.all_gather(e := [torch.zeros(4, 2) for _ in range(size)], x)
+    dist.gather(x, f := [torch.zeros(2, 4).t() for _ in range(size)] if rank == 0 else None)
+    return [each.tolist() for each in (a, b, c if rank == 1 else d, d, *e, *(f or ()))]
+
+
+def losses_in_parallel() -> Any:
+    """loss_parallel, which one rank leaves while others are still inside."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    torch.manual_seed(0)
+    y = distribute_tensor(torch.randn(4, 8), mesh, [Shard(1)]).requires_grad_()
+    found = []
+    for _ in range(2):
+        with loss_parallel():
+            loss = cross_entropy(y, torch.arange(4))
+            loss.backward()
+        assert isinstance(loss, DTensor) and isinstance(y.grad, DTensor)
+        found += [loss.full_tensor().item(), y.grad.to_local().tolist()]
+    return found
+
+
+def versions() -> Any:
+    """Gloo writes most results without autograd's knowledge, so that a later backward does not raise."""
+    rank, size, counts = dist.get_rank(), dist.get_world_size(), []
+    x, y, parts = torch.ones(size), torch.ones(1), [torch.ones(1) for _ in range(size)]
+    for call in (
+        lambda: dist.all_reduce(x),
+        lambda: dist.all_reduce(x, dist.ReduceOp.AVG),
+        lambda: dist.reduce(x, 1),
+        lambda: dist.broadcast(x, 0),
+        lambda: dist.scatter(y, parts if rank == 0 else None),
+        lambda: dist.gather(y, parts if rank == 0 else None),
+        lambda: dist.reduce_scatter_tensor(y, x),
+        lambda: dist.reduce_scatter(y, parts),
+        lambda: dist.all_gather_into_tensor(x, y),
+        lambda: dist.all_gather(parts, y),
+        lambda: dist.all_to_all_single(x, x.clone()),
+        lambda: dist.all_to_all(parts, [each.clone() for each in parts]),
+        lambda: dist.send(x, rank + 1) if rank % 2 == 0 else dist.recv(x, rank - 1),
+    ):
+        before = [each._version for each in (x, y, *parts)]
+        call()
+        counts.append([each._version > old for each, old in zip((x, y, *parts), before, strict=True)])
+    weight = torch.ones(2, 2, requires_grad=True)
+    loss = (torch.ones(1, 2) @ weight @ weight).sum()
+    with torch.no_grad():
+        dist.broadcast(weight, 0)
+    loss.backward()
+    assert weight.grad is not None
+    return counts, weight.grad.tolist()
+
+
 PROGRAMS = {
     each.__name__: each
     for each in (
-        fsdp_and_tp, ddp, pipeline, every_call, groups, state_dict_of_rank_0, methods, computed, refused,
+        fsdp_and_tp,
+        ddp,
+        pipeline,
+        every_call,
+        groups,
+        state_dict_of_rank_0,
+        methods,
+        computed,
+        refused,
+        extremes,
+        sums,
+        layouts,
+        losses_in_parallel,
+        versions,
     )
-}  # fmt: skip
+}
