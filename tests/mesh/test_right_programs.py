@@ -274,12 +274,7 @@ def test_a_wrong_twin_is_refused_on_every_rank(pool: Pool, twin: str, times: int
         # Every rank gets the same error, and gets it again from its next call.
         assert len({text for of_rank in errors for text in of_rank}) == 1, errors
         assert all(len(of_rank) == 2 for of_rank in errors)
-        # If two sizes do not fit each other, either may be wrong.
-        who = (
-            "ranks 0 1 2 do not agree"
-            if twin == more_than_a_rank_sends.__name__
-            else f"rank {turn % 3} is mismatched"
-        )
+        who = f"rank {turn % 3} is mismatched"
         assert 'along "group' in errors[0][0] and f"{who}; this group" in errors[0][0]
 
 

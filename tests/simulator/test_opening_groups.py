@@ -64,6 +64,7 @@ def on_gloo(name: str) -> str:
         ),
     ],
 )
+@pytest.mark.deep_cases("crossed")
 def test_a_program_that_hangs_while_it_creates_groups_is_a_circle(
     name: str, circle: set[int], what: list[str], pool: Pool
 ) -> None:
