@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeAlias
 
 # Code can read the table without importing torch.
@@ -35,14 +35,13 @@ class WireOp:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reduction:
-    """One operation, under the name that users pass. No argument has a default, so every row must give all of them.
+    """One operation, under the name that users pass. No field has a default, so every row must set all fields.
 
     wire:    the operation that backends, and further levels of a hierarchy, apply to the prepared values.
     prepare: changes this rank's values in place before they are sent, given the call's factor; None to send them unchanged.
     factor:  whether the call takes a factor.
     refuses: the kinds of dtypes that the operation rejects, each with the expected dtype and a hint.
     partial: whether a pattern may name the operation.
-    linear:  whether the operation is a plain sum or average, whose gradients are implemented.
     """
 
     name: str
@@ -51,10 +50,11 @@ class Reduction:
     factor: bool
     refuses: Mapping[Kind, tuple[str, str]]
     partial: bool
-    linear: bool = field(init=False)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "linear", self.prepare is None and self.wire.combine == "add")
+    @property
+    def linear(self) -> bool:
+        """Whether the operation is a plain sum or average, whose gradients are implemented."""
+        return self.prepare is None and self.wire.combine == "add"
 
 
 # name, combine, reduce_op, divided, rounds, nan, lacking
@@ -67,7 +67,7 @@ _BAND: Final = WireOp("band", "bitwise_and", "BAND", False, False, None, ("nccl"
 _BOR: Final = WireOp("bor", "bitwise_or", "BOR", False, False, None, ("nccl",))
 _BXOR: Final = WireOp("bxor", "bitwise_xor", "BXOR", False, False, None, ("nccl",))
 
-# Backends reduce bool with sum and product. The mesh asks for a name that says what is meant.
+# Backends reduce bool with sum and product. Calls of the mesh have to name any or all.
 ANY_ALL: Final = "max or bor (any), min or band (all) for bool", 'op="max" for "any", op="min" for "all"'
 _FRACTION = "a dtype that can hold a fraction", 'op="sum", then divide, or x.float()'
 _ORDER = "a dtype whose values have an order", "torch.view_as_real(x), if that is meant"

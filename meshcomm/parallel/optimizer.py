@@ -78,7 +78,7 @@ def decay_groups(
         names.setdefault(parameter, []).append(name)
     for name, parameter in sorted(learning, key=lambda pair: vectors[pair[0]]):
         matching = next(
-            (p for p in patterns or () if any(fnmatchcase(alias, p) for alias in names.get(parameter, ()))),
+            (p for p in patterns or () if any(fnmatchcase(alias, p) for alias in names[parameter])),
             "",
         )
         vector = vectors[name]

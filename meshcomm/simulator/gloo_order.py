@@ -33,7 +33,7 @@ def reduced(parts: Sequence[Tensor], op: str) -> Tensor:
 
     Gloo reduces around a ring. It splits the elements into one chunk per rank. Chunk c starts with rank c-1's values.
     The values of ranks c-2, c-3 and so on are then added. all_reduce, reduce and reduce_scatter use the same order, and an average
-    divides the sum. Tested with torch 2.13.
+    divides the sum. Tested with torch 2.15.
     """
     if parts[0].is_complex():
         return torch.view_as_complex(

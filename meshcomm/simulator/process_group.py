@@ -29,9 +29,9 @@ from meshcomm.collectives import (
 )
 from meshcomm.errors import UnsupportedOp
 from meshcomm.layout.sizes import fold
-from meshcomm.simulator.forms import check_shapes, check_tensors
 from meshcomm.simulator.gloo_order import reduced, reduced_apart
 from meshcomm.simulator.python_group import Method, PythonGroup
+from meshcomm.simulator.refusals import check_shapes, check_tensors
 from meshcomm.simulator.scheduler import Actor
 from meshcomm.simulator.start_order import Start, StartOrder
 from meshcomm.simulator.torch_private import name_group, reduction_of
@@ -291,7 +291,7 @@ class SimulatedProcessGroup(PythonGroup):
             return [self._memory(row, x) for x in data]
         if data is None or data.layout is not torch.strided or data.is_contiguous():
             return data
-        if not _is_dense(data):
+        if not torch.ops.aten.is_non_overlapping_and_dense(data):
             raise UnsupportedOp(
                 f"{self._actor.name}: {row.name} on {self.members.label} of a tensor whose memory has gaps or overlaps",
                 given=f"shape {tuple(data.shape)}, strides {data.stride()}",
@@ -410,16 +410,6 @@ def label_of(described: str, ranks: Sequence[int]) -> str:
     if described in ("", "undefined"):
         return f"group of ranks {fold(ranks)}"
     return f"{described.removeprefix('mesh_')} of ranks {fold(ranks)}"
-
-
-def _is_dense(x: Tensor) -> bool:
-    """Return whether the elements of `x` fill its memory without gaps or overlaps, in any order of axes."""
-    filled = 1
-    for stride, length in sorted(zip(x.stride(), x.shape, strict=True)):
-        if length > 1 and stride != filled:
-            return False
-        filled *= length
-    return True
 
 
 def _alone(tensors: list[Tensor]) -> Tensor:

@@ -42,9 +42,9 @@ _PATIENCE_S: Final = 3.0
 class RankLocals:
     """The state of a rank that is not running.
 
-    It contains torch's, Python's and NumPy's random generators, torch's default dtype, whether torch's loss_parallel is active, RANK and LOCAL_RANK in the
-    environment, and, for a script, sys.argv and `__main__`. A real process seeds its generators from the host's entropy.
-    A simulated rank seeds them by rank, so that ranks differ but every simulation is the same.
+    It contains torch's, Python's and NumPy's random generators, torch's default dtype, whether torch's loss_parallel is active,
+    RANK and LOCAL_RANK in the environment, and, for a script, sys.argv and `__main__`. A real process seeds its generators from
+    the host's entropy. A simulated rank seeds them by rank, so that ranks differ but every simulation is the same.
 
     argv: a script's path and arguments; empty for a function, whose ranks share `__main__`.
     """

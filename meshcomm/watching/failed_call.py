@@ -44,7 +44,8 @@ class FailedCall:
         who = list(ranks) if len(ranks) <= 16 else fold(ranks)
         self._first = f"{which} on {label}, ranks {who}, {made_at(call)}"
         self.facts: dict[str, Any] = {
-            **call,
+            # `waiting` has the parts of a message.
+            **{key: call[key] for key in call if key != "parts"},
             "label": label,
             "error": [self._error_line],
             "call": call_text(call),

@@ -1,4 +1,4 @@
-"""Fits of links to times: known constants are recovered, and what is written predicts what was measured."""
+"""Fits of links to times recover known constants, and the written file predicts the measured times."""
 
 from __future__ import annotations
 

@@ -247,7 +247,7 @@ def difference(found: Any, expected: Any) -> Any:
     return off
 
 
-# On four ranks, one model whose parts are split, one whose loss communicates, and what is refused. Of similar models, one is
+# On four ranks: one model with split parts, one with a loss that communicates, and the refused ones. Of similar models, one is
 # sharded and split.
 @pytest.mark.parametrize("dims", MESHES)
 @pytest.mark.parametrize("name", CASES)

@@ -1,4 +1,4 @@
-"""An example shows what is computed otherwise, and what fails in a split module is explained."""
+"""Examples find parts of a split module that compute other values, and explain failures in it."""
 
 from __future__ import annotations
 

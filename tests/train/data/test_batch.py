@@ -1,4 +1,4 @@
-"""Batches as dictionaries: what is input, target and document, and what would be misread."""
+"""Batches as dictionaries: which entries are inputs, targets and documents, and which are refused."""
 
 from __future__ import annotations
 
