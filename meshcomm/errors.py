@@ -156,6 +156,39 @@ class RankLost(CommunicationError):
     missing: tuple[int, ...] = ()
 
 
+class TransferMismatch(MeshcommError):
+    """The two sides of a link do not fit together. Raised on every rank of both sides, before any bytes are sent.
+
+    `problems` lists every difference as text.
+    """
+
+    problems: tuple[str, ...] = ()
+
+
+class TransferFailed(CommunicationError):
+    """A version of weights did not arrive, because a rank of either side was lost or did not come.
+
+    `version` is the version, if the ranks had agreed on it. `missing` lists the ranks that are lost or have not come, as (side,
+    rank) pairs with side "source" or "target".
+    """
+
+    version: int | None = None
+    missing: tuple[tuple[str, int], ...] = ()
+
+
+class SourceChanged(MeshcommError):
+    """A source tensor changed while it was sent. Raised on every rank of both sides; no target has the version.
+
+    `names` lists the tensors.
+    """
+
+    names: tuple[str, ...] = ()
+
+
+class WeightsTorn(MeshcommError):
+    """The weights on this rank are not those of one version: none has arrived, or the last one was interrupted."""
+
+
 class BarrierTimeout(CommunicationError):
     """Some ranks did not reach a barrier in time. `missing` lists the global ranks that did not arrive."""
 

@@ -1,0 +1,432 @@
+"""Where the parts of a tensor lie: the dims that split each axis, written as text such as `n/tp/fsdp k`.
+
+`n/tp/fsdp k` splits the axis n along tp, and each of these parts along fsdp. Every other dim of the mesh holds copies. A split
+follows torch.chunk's rule, as DTensor does, so the last parts may be smaller or empty. `n/tp:4` has four different parts,
+each on a run of neighbors along tp, as for key and value heads that are fewer than the ranks. `(q+k+v)/tp d` splits each
+section of an axis separately: a rank holds its part of q, then of k, then of v. The notation with slashes is that of
+[seqax](https://github.com/MatX-inc/seqax).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Final, NamedTuple, TypeAlias, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshcomm.errors import PatternError, ShapeError
+from meshcomm.layout import Layout
+from meshcomm.layout.layout import Digits
+from meshcomm.layout.names import listed
+
+Ints: TypeAlias = NDArray[np.int64]
+
+_AXES: Final = re.compile(r"\s*((?:\([^()]*\)|[^\s()])+)")
+_NAMED: Final = re.compile(r"(?:(?P<name>[^\W\d]\w*)|\((?P<sections>[^()]+)\))(?P<splits>(?:/[^/]+)*)")
+_SPLIT: Final = re.compile(r"(?P<dim>[^\W\d]\w*)(?::(?P<distinct>[1-9]\d*))?")
+
+
+class Split(NamedTuple):
+    """A split of an axis along a dim. distinct: the number of different parts, or 0 for one on each rank along the dim."""
+
+    dim: str
+    distinct: int = 0
+
+    def __str__(self) -> str:
+        return f"/{self.dim}" + (f":{self.distinct}" if self.distinct else "")
+
+
+class Section(NamedTuple):
+    """A run of an axis that is split by itself. An ordinary axis has one section.
+
+    size: the number of elements along the axis. splits: outermost first. unit: a split only cuts at multiples of it.
+    """
+
+    name: str
+    size: int
+    splits: tuple[Split, ...] = ()
+    unit: int = 1
+
+    def __str__(self) -> str:
+        return self.name + "".join(map(str, self.splits))
+
+
+Axis: TypeAlias = tuple[Section, ...]
+
+
+@final
+@dataclass(frozen=True)
+class Placement:
+    """How a tensor is split over a mesh.
+
+    axes: the sections of each axis of the full tensor.
+    at:   the coords at which ranks hold the tensor at all, by dim. Along all other dims, every rank holds its part.
+    """
+
+    axes: tuple[Axis, ...]
+    at: tuple[tuple[str, tuple[int, ...]], ...] = ()
+
+    @classmethod
+    def read(
+        cls,
+        text: str,
+        shape: Sequence[int] | None = None,
+        sizes: Mapping[str, int] | None = None,
+        at: Mapping[str, Sequence[int]] | None = None,
+    ) -> Placement:
+        """Return the placement that a text describes.
+
+        shape: of the full tensor. sizes: of sections and axes by name, which `shape` may leave out.
+        Raises PatternError for a text that is not a placement, and ShapeError if shape and sizes do not determine it.
+
+        >>> Placement.read("n/tp/fsdp k", (8, 3)).splits
+        (Split(dim='tp', distinct=0), Split(dim='fsdp', distinct=0))
+        """
+        axes = _sized(text, axes_of(text), shape, dict(sizes or {}))
+        return cls(axes, tuple((dim, tuple(coords)) for dim, coords in (at or {}).items()))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the full tensor."""
+        return tuple(sum(section.size for section in axis) for axis in self.axes)
+
+    @property
+    def splits(self) -> tuple[Split, ...]:
+        """All splits, in order."""
+        return tuple(split for axis in self.axes for section in axis for split in section.splits)
+
+    @property
+    def dims(self) -> tuple[str, ...]:
+        """The dims along which ranks hold different parts or none, each once."""
+        return tuple(dict.fromkeys([*(split.dim for split in self.splits), *(dim for dim, _ in self.at)]))
+
+    def split_further(self, axis: int, dims: Sequence[str]) -> Placement:
+        """Return the placement in which the parts of an axis are split along more dims."""
+        more = tuple(Split(dim) for dim in dims)
+        axes = [*self.axes]
+        axes[axis] = tuple(section._replace(splits=(*section.splits, *more)) for section in axes[axis])
+        return Placement(tuple(axes), self.at)
+
+    def __str__(self) -> str:
+        text = " ".join(_axis_text(axis) for axis in self.axes)
+        where = ", ".join(f"{dim}={','.join(map(str, coords))}" for dim, coords in self.at)
+        return f"{text} at {where}" if where else text
+
+    def facts(self) -> list[Any]:
+        """Return the placement as lists, text and numbers, for another process. See `of_facts`."""
+        axes = [
+            [[name, size, [[*split] for split in splits], unit] for name, size, splits, unit in axis] for axis in self.axes
+        ]
+        return [axes, [[dim, [*coords]] for dim, coords in self.at]]
+
+    @classmethod
+    def of_facts(cls, facts: Any) -> Placement:
+        """Return the placement from its `facts`."""
+        axes, at = facts
+        return cls(
+            tuple(
+                tuple(
+                    Section(name, size, tuple(Split(*split) for split in splits), unit)
+                    for name, size, splits, unit in axis
+                )
+                for axis in axes
+            ),
+            tuple((dim, tuple(coords)) for dim, coords in at),
+        )
+
+
+def axes_of(text: object) -> tuple[Axis, ...]:
+    """Return the axes that a text names, with sizes of -1. Raises PatternError."""
+    if not isinstance(text, str):
+        raise _fault(text, f"it is a {type(text).__name__}")
+    axes, at = [], 0
+    while text[at:].strip():
+        match = _AXES.match(text, at)
+        named = match and _NAMED.fullmatch(match[1])
+        if match is None or named is None:
+            raise _fault(text, f"{text[at:].strip()!r} is not an axis")
+        splits = _splits(text, named["splits"])
+        if named["name"]:
+            axes.append((Section(named["name"], -1, splits),))
+        else:
+            sections = [_NAMED.fullmatch(part.strip()) for part in named["sections"].split("+")]
+            if not all(section and section["name"] for section in sections):
+                raise _fault(text, f"({named['sections']}) does not list sections")
+            axes.append(
+                tuple(
+                    Section(section["name"], -1, (*_splits(text, section["splits"]), *splits))
+                    for section in sections
+                    if section
+                )
+            )
+        at = match.end()
+    names = Counter(section.name for axis in axes for section in axis)
+    if twice := [name for name, count in names.items() if count > 1]:
+        raise _fault(text, f"{twice[0]} is named twice")
+    for axis, others in ((axis, axes[:number]) for number, axis in enumerate(axes)):
+        earlier = {split.dim for other in others for section in other for split in section.splits}
+        again = [split.dim for section in axis for split in section.splits if split.dim in earlier]
+        doubled = [
+            dim
+            for section in axis
+            for dim, count in Counter(split.dim for split in section.splits).items()
+            if count > 1
+        ]
+        if again or doubled:
+            raise _fault(text, f"{(again or doubled)[0]} splits it twice")
+    return tuple(axes)
+
+
+def _splits(text: str, listed_splits: str) -> tuple[Split, ...]:
+    splits = []
+    for part in listed_splits.split("/")[1:]:
+        match = _SPLIT.fullmatch(part.strip())
+        if match is None:
+            raise _fault(text, f"/{part} is not a dim")
+        splits.append(Split(match["dim"], int(match["distinct"] or 0)))
+    return tuple(splits)
+
+
+def _fault(text: object, what: str) -> PatternError:
+    return PatternError(
+        f"not a placement: {what}",
+        given=repr(text),
+        expected='the axes of the full tensor, each with the dims that split it, as in "n/tp/fsdp k"',
+        hint="n: a whole axis; n/tp: split along tp; n/tp:4: in four different parts; (q+k+v)/tp: each section split",
+    )
+
+
+def _sized(
+    text: str, axes: tuple[Axis, ...], shape: Sequence[int] | None, sizes: dict[str, int]
+) -> tuple[Axis, ...]:
+    """Return axes with the sizes of their sections. Raises ShapeError."""
+    names = [section.name for axis in axes for section in axis]
+    if unknown := [name for name in sizes if name not in names]:
+        raise ShapeError(
+            f'"{text}" has no axis or section {unknown[0]}',
+            given=f"{unknown[0]}={sizes[unknown[0]]}",
+            expected=f"sizes of {listed(names) or 'no axis'}",
+        )
+    if shape is not None and len(shape) != len(axes):
+        raise ShapeError(
+            f'"{text}" does not fit the tensor',
+            given=f"shape {tuple(shape)}, {len(shape)} axes",
+            expected=f"a full tensor of {len(axes)} axes",
+        )
+    sized = []
+    for number, axis in enumerate(axes):
+        known = [sizes.get(section.name, -1) for section in axis]
+        length = -1 if shape is None else int(shape[number])
+        if known.count(-1) == 1 and length >= 0:
+            known[known.index(-1)] = length - sum(size for size in known if size != -1)
+        wrong = length >= 0 and -1 not in known and sum(known) != length
+        if min(known) < 0 or wrong:
+            lacking = [section.name for section, size in zip(axis, known, strict=True) if size < 0]
+            raise ShapeError(
+                f'the sizes along {_axis_text(axis)} of "{text}" do not determine its sections',
+                given=f"length {length if length >= 0 else 'unknown'}, sizes {sizes}",
+                expected=f"a size for {' and '.join(lacking)}" if lacking and not wrong else f"sizes that add up to {length}",
+                hint=f"{(lacking or [axis[0].name])[0]}=...",
+            )
+        sized.append(tuple(section._replace(size=size) for section, size in zip(axis, known, strict=True)))
+    return tuple(sized)
+
+
+def _axis_text(axis: Axis) -> str:
+    if len(axis) == 1:
+        return str(axis[0])
+    first = axis[0].splits
+    if all(section.splits == first for section in axis):
+        return f"({'+'.join(section.name for section in axis)}){''.join(map(str, first))}"
+    return f"({'+'.join(map(str, axis))})"
+
+
+# -- on a layout --------------------------------------------------------------------------------------
+
+
+class Box(NamedTuple):
+    """A part of a tensor. begin, end: in the full tensor. local: where it begins in the memory of the rank that holds it."""
+
+    begin: tuple[int, ...]
+    end: tuple[int, ...]
+    local: tuple[int, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(end - begin for begin, end in zip(self.begin, self.end, strict=True))
+
+
+class Cuts(NamedTuple):
+    """The parts of one section of one axis, in the order of their coords.
+
+    begins, ends: in the full axis, neither ever decreases.  offsets: what each part's coords add to a rank's position.
+    digits: of the splits, outermost first.
+    """
+
+    begins: Ints
+    ends: Ints
+    offsets: Ints
+    digits: tuple[Digits, ...]
+
+    def index(self, position: int) -> int:
+        """Return the number of the part that the rank at a position holds."""
+        number = 0
+        for digits in self.digits:
+            number = number * digits.size + digits.coord(position)
+        return number
+
+    def only(self, number: int) -> Cuts:
+        """Return one of the parts."""
+        one = slice(number, number + 1)
+        return self._replace(begins=self.begins[one], ends=self.ends[one], offsets=self.offsets[one])
+
+
+class Block(NamedTuple):
+    """A section of each axis: a box of the full tensor, cut along each axis by itself.
+
+    cuts:   for each axis.
+    copies: what the coords along the other dims add to the position of a rank that holds a part, for each copy.
+    """
+
+    cuts: tuple[Cuts, ...]
+    copies: Ints
+
+
+@final
+@dataclass(frozen=True)
+class Located:
+    """A placement on a layout. Raises UnknownDim, and ShapeError for parts that the dim's size does not allow."""
+
+    placement: Placement
+    layout: Layout
+
+    @cached_property
+    def blocks(self) -> tuple[Block, ...]:
+        """The blocks of the tensor, which do not overlap and cover it."""
+        blocks: list[tuple[Cuts, ...]] = [()]
+        for axis in self.placement.axes:
+            begins = np.cumsum([0, *(section.size for section in axis)])
+            cuts = [self._cuts(section, int(begin)) for section, begin in zip(axis, begins, strict=False)]
+            blocks = [(*block, cut) for block in blocks for cut in cuts]
+        return tuple(Block(cuts, self._copies(cuts)) for cuts in blocks)
+
+    def _digits(self, split: Split) -> Digits:
+        digits = self.layout.digits(split.dim)
+        return outer(digits, split.distinct, f"{split.dim} has {digits.size} ranks") if split.distinct else digits
+
+    def _cuts(self, section: Section, begin: int) -> Cuts:
+        digits = tuple(self._digits(split) for split in section.splits)
+        begins, sizes = np.array([begin], dtype=np.int64), np.array([section.size], dtype=np.int64)
+        offsets = np.zeros(1, dtype=np.int64)
+        for digit in digits:
+            most = -(-(sizes // section.unit) // digit.size) * section.unit
+            inside = np.minimum(sizes[:, None], np.arange(digit.size) * most[:, None])
+            begins = (begins[:, None] + inside).ravel()
+            sizes = np.minimum(most[:, None], sizes[:, None] - inside).ravel()
+            offsets = (offsets[:, None] + digit.offsets()).ravel()
+        return Cuts(begins, begins + sizes, offsets, digits)
+
+    def _copies(self, cuts: Sequence[Cuts]) -> Ints:
+        self.layout.home(self.placement.dims) if self.placement.dims else None
+        present = [(self.layout.digits(dim), coords) for dim, coords in self.placement.at]
+        used = [digits for cut in cuts for digits in cut.digits] + [digits for digits, _ in present]
+        offsets = rest(used, self.layout.world_size).offsets()
+        for digits, coords in present:
+            held = digits.offset(np.array(coords, dtype=np.int64))
+            offsets = (held[:, None] + offsets).ravel()
+        return offsets
+
+    @cached_property
+    def home(self) -> str:
+        """The view whose coords say where the parts lie."""
+        return self.layout.home(self.placement.dims) if self.placement.dims else ""
+
+    def holds(self, position: int) -> bool:
+        """Return whether the rank at a position holds a part, which may be empty."""
+        return all(self.layout.digits(dim).coord(position) in coords for dim, coords in self.placement.at)
+
+    def boxes(self, position: int) -> list[Box]:
+        """Return the boxes that the rank at a position holds, one for each block. A rank that holds none has no box."""
+        if not self.holds(position):
+            return []
+        spans: list[list[tuple[int, int, int]]] = []
+        for axis in self.placement.axes:
+            begin = local = 0
+            spans.append([])
+            for section in axis:
+                cuts = self._cuts(section, begin)
+                part = cuts.only(cuts.index(position))
+                first, last = int(part.begins[0]), int(part.ends[0])
+                spans[-1].append((first, last, local))
+                begin, local = begin + section.size, local + last - first
+        corners: list[list[tuple[int, int, int]]] = [[]]
+        for axis_spans in spans:
+            corners = [[*corner, span] for corner in corners for span in axis_spans]
+        return [
+            Box(*(tuple(values) for values in zip(*corner, strict=True))) if corner else Box((), (), ())
+            for corner in corners
+        ]
+
+    def local_shape(self, position: int) -> tuple[int, ...]:
+        """Return the shape of the memory of the rank at a position, which holds its boxes without gaps."""
+        boxes = self.boxes(position)
+        if not boxes:
+            return ()
+        ends = [[at + size for at, size in zip(box.local, box.shape, strict=True)] for box in boxes]
+        return tuple(max(axis_ends) for axis_ends in zip(*ends, strict=True))
+
+    @property
+    def most(self) -> int:
+        """The largest number of elements that a rank holds."""
+        return sum(math.prod(int((cut.ends - cut.begins).max()) for cut in block.cuts) for block in self.blocks)
+
+
+def outer(digits: Digits, distinct: int, what: str) -> Digits:
+    """Return the outer digits that take `distinct` values together.
+
+    >>> outer(Digits([(8, 1)]), 4, "")
+    ((4, 2),)
+    """
+    outermost, left = [], distinct
+    for size, stride in digits:
+        if left == 1:
+            break
+        if left % size == 0:
+            outermost.append((size, stride))
+            left //= size
+        elif size % left == 0:
+            outermost.append((left, stride * (size // left)))
+            left = 1
+        else:
+            break
+    if left != 1:
+        raise ShapeError(
+            f"{distinct} different parts do not divide the ranks evenly",
+            given=f"{distinct} parts, but {what}",
+            expected="a number of parts that divides the number of ranks",
+        )
+    return Digits(outermost)
+
+
+def rest(used: Sequence[Digits], positions: int) -> Digits:
+    """Return the digits of a position that are not among the used ones, outermost first.
+
+    >>> rest([Digits([(2, 2)])], 8)
+    ((2, 4), (2, 1))
+    """
+    free, stride = [], 1
+    for size, place in sorted((digit for digits in used for digit in digits), key=lambda digit: digit[1]):
+        if size == 1:
+            continue
+        if place > stride:
+            free.append((place // stride, stride))
+        stride = place * size
+    if positions > stride:
+        free.append((positions // stride, stride))
+    return Digits(reversed(free))

@@ -1,0 +1,176 @@
+"""The placement of a torch tensor on a mesh, and this rank's memory for its boxes, whatever order the memory has."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from meshcomm.errors import LayoutError, ShapeError
+from meshcomm.layout import Layout
+from meshcomm.parallel.tensor import local
+from meshcomm.parallel.tensor.parameters import Kept
+from meshcomm.transfer.placement import Axis, Box, Located, Placement, Section, Split
+
+# Names of the axes of a tensor whose placement nobody wrote.
+_NAMES = "nkabcdefgh"
+
+
+def placement_of(tensor: Tensor | Kept, layout: Layout, rank: int) -> Placement:
+    """Return how a tensor of this rank is split over the mesh. A plain tensor is whole on every rank.
+
+    Raises LayoutError for a DTensor on other dims than the layout's, and ShapeError for one that is a partial sum.
+    """
+    held = tensor.tensor if isinstance(tensor, Kept) else tensor
+    splits: list[list[Split]] = [[] for _ in held.shape]
+    if isinstance(held, DTensor):
+        _read_splits(held, layout, rank, splits)
+    axes: list[Axis] = []
+    axis = 0
+    while axis < held.ndim:
+        name, size, own = _NAMES[len(axes) % len(_NAMES)] + str(len(axes) // len(_NAMES) or ""), held.shape[axis], tuple(splits[axis])
+        if isinstance(tensor, Kept) and axis == tensor.parts.axis:
+            units = tensor.parts.units
+            axes.append(
+                tuple(
+                    Section(f"{name}{number}", rows, own, rows // units)
+                    for number, rows in enumerate(tensor.parts.sizes)
+                )
+            )
+            axis += 1
+        else:
+            axes.append((Section(name, size, own),))
+        axis += 1
+    placement = Placement(tuple(axes))
+    regions(tensor, Located(placement, layout), layout.position(rank))
+    return placement
+
+
+def _read_splits(tensor: DTensor, layout: Layout, rank: int, splits: list[list[Split]]) -> None:
+    """Add the splits of a DTensor to those of each axis."""
+    mesh = tensor.device_mesh
+    # A shard with a split factor splits parts that dims to its right have split before, FSDP's of tensor parallel parts. Going
+    # from right to left, each dim's place among the splits so far is known.
+    for number in reversed(range(mesh.ndim)):
+        placement = tensor.placements[number]
+        if placement.is_replicate() or mesh.size(number) == 1:
+            continue
+        if placement.is_partial():
+            raise ShapeError(
+                "a DTensor of partial sums has no parts to transfer",
+                given=f"placements {tensor.placements}",
+                expected="placements Shard and Replicate",
+                hint="tensor.redistribute(...) to one of these first",
+            )
+        axis, factor = placement.dim % tensor.ndim, getattr(placement, "split_factor", 1)  # type: ignore[attr-defined]
+        earlier, place = 1, 0
+        while earlier < factor and place < len(splits[axis]):
+            earlier *= layout.size(splits[axis][place].dim)
+            place += 1
+        splits[axis].insert(place, Split(_dim_of(tensor, number, layout, rank)))
+        if earlier != factor:
+            raise LayoutError(
+                "the shards of a DTensor do not follow the dims of its DeviceMesh",
+                given=f"placements {tensor.placements} on {mesh}",
+                expected="a split factor that is the number of parts along the dims to its right",
+            )
+
+
+def _dim_of(tensor: DTensor, number: int, layout: Layout, rank: int) -> str:
+    """Return the name in the layout of a dim of a DTensor's DeviceMesh. Raises LayoutError."""
+    mesh = tensor.device_mesh
+    name = (mesh.mesh_dim_names or ("",) * mesh.ndim)[number]
+    ranks = mesh.get_group(number)
+    names = [name] if name in layout.names else [*layout.names]
+    members = dist.get_process_group_ranks(ranks)
+    for known in names:
+        if layout.size(known) == len(members) and layout.group_of(rank, known).tolist() == members:
+            return known
+    raise LayoutError(
+        "a DTensor is split along a dim that the mesh does not have",
+        given=f"{f'dim {name}' if name else f'dim {number}'} of {mesh}, ranks {members}",
+        expected=f"a dim of the mesh with these ranks: {', '.join(layout.names)}",
+        hint='a DeviceMesh of the mesh, such as mesh["tp"]; or write the placement: link.transfer(x, out, "n/tp k -> n k")',
+    )
+
+
+
+
+class Region(NamedTuple):
+    """The memory of one box.
+
+    held:  of the box's shape; if `units` is given, the axis `units` of the box is two axes of `held`, (units, rows of a unit).
+    """
+
+    box: Box
+    held: Tensor
+    units: int | None = None
+
+    def read(self, begin: Sequence[int], end: Sequence[int]) -> Tensor:
+        """Return the values of a box within this one. They may share its memory."""
+        held, first = self._covering(begin, end)
+        return held[first]
+
+    def write(self, begin: Sequence[int], end: Sequence[int], values: Tensor) -> None:
+        """Write the values of a box within this one."""
+        if self.units is None:
+            held, inside = self._covering(begin, end)
+            held[inside].copy_(values)
+            return
+        whole, inside = self._covering(begin, end)
+        whole[inside].copy_(values)
+        first, last = self._units(begin, end)
+        self.held.narrow(self.units, first, last - first).copy_(
+            whole.unflatten(self.units, (last - first, self.held.shape[self.units + 1]))
+        )
+
+    def _units(self, begin: Sequence[int], end: Sequence[int]) -> tuple[int, int]:
+        """Return the first unit that a box touches, and the one after the last."""
+        assert self.units is not None
+        rows, origin = self.held.shape[self.units + 1], self.box.begin[self.units]
+        return (begin[self.units] - origin) // rows, -(-(end[self.units] - origin) // rows)
+
+    def _covering(self, begin: Sequence[int], end: Sequence[int]) -> tuple[Tensor, tuple[slice, ...]]:
+        """Return memory that covers a box, and where the box lies in it. With `units`, the memory is a copy."""
+        origin, held = [*self.box.begin], self.held
+        if self.units is not None:
+            first, last = self._units(begin, end)
+            held = held.narrow(self.units, first, last - first).flatten(self.units, self.units + 1)
+            origin[self.units] += first * self.held.shape[self.units + 1]
+        return held, tuple(slice(a - o, b - o) for a, b, o in zip(begin, end, origin, strict=True))
+
+
+def memory_of(tensor: Tensor | Kept) -> Tensor:
+    """Return this rank's memory for a tensor, without a copy."""
+    return local((tensor.tensor if isinstance(tensor, Kept) else tensor).detach())
+
+
+def regions(tensor: Tensor | Kept, where: Located, position: int) -> list[Region]:
+    """Return the regions of the tensor of the rank at a position. Raises ShapeError if its shape does not fit the placement."""
+    boxes = where.boxes(position)
+    if isinstance(tensor, Kept):
+        pieces = tensor.pieces()
+        held = [(piece.at, piece.shape) for piece in pieces]
+        if held != [(box.begin, box.shape) for box in boxes]:
+            raise _unfit(held, where, position)
+        return [Region(box, piece.held, piece.axis) for box, piece in zip(boxes, pieces, strict=True)]
+    memory = memory_of(tensor)
+    if tuple(memory.shape) != where.local_shape(position) or not boxes:
+        raise _unfit(tuple(memory.shape), where, position)
+    return [
+        Region(box, memory[tuple(slice(a, a + n) for a, n in zip(box.local, box.shape, strict=True))]) for box in boxes
+    ]
+
+
+def _unfit(given: object, where: Located, position: int) -> ShapeError:
+    coords = ", ".join(f"{dim}={coord}" for dim, coord in where.layout.coords(where.layout.rank_of(position)).items())
+    expected = f"a part of shape {where.local_shape(position)}" if where.holds(position) else "no part"
+    return ShapeError(
+        f'this rank\'s part does not fit the placement "{where.placement}"',
+        given=f"{given}, of the full shape {where.placement.shape}",
+        expected=f"{expected} at {coords}",
+        hint="uneven parts follow torch.chunk; the text names the dims that split each axis, outermost first",
+    )
