@@ -44,7 +44,9 @@ def agree_on_tensor(sides: Sides, mine: Mapping[SideName, TensorFacts | str]) ->
 
     mine: this rank's facts by side, or why it has none. Raises TransferMismatch on every rank.
     """
-    records = sides.of_all({side: facts if isinstance(facts, str) else [*facts] for side, facts in mine.items()})
+    records = sides.of_all(
+        {side: facts if isinstance(facts, str) else [*facts] for side, facts in mine.items()}
+    )
     problems: list[str] = []
     placements: dict[SideName, Placement] = {}
     dtypes: dict[SideName, torch.dtype] = {}
@@ -55,7 +57,10 @@ def agree_on_tensor(sides: Sides, mine: Mapping[SideName, TensorFacts | str]) ->
         problems += [f"{sides.ranks_of(side, at)} {why}" for why, at in wrong.items()]
         if wrong:
             continue
-        facts = [TensorFacts(text, placement, tuple(shape), dtype, sizes) for text, placement, shape, dtype, sizes in held]
+        facts = [
+            TensorFacts(text, placement, tuple(shape), dtype, sizes)
+            for text, placement, shape, dtype, sizes in held
+        ]
         try:
             placements[side] = _placement(sides, side, facts, problems)
         except MeshcommError as error:
@@ -81,7 +86,10 @@ def _placement(sides: Sides, side: SideName, facts: Sequence[TensorFacts], probl
         ("sizes", by_value(facts, lambda fact: tuple(sorted(fact.sizes.items())))),
     ):
         if len(differing) > 1:
-            listed = [f"{key if isinstance(key, str) else repr(key)} on {sides.ranks_of(side, at)}" for key, at in differing.items()]
+            listed = [
+                f"{key if isinstance(key, str) else repr(key)} on {sides.ranks_of(side, at)}"
+                for key, at in differing.items()
+            ]
             problems.append(f"{what} differs: {', '.join(listed)}")
     first = facts[0]
     if first.text:
@@ -159,7 +167,9 @@ class Agreement(NamedTuple):
     dtypes: list[torch.dtype]
 
 
-def agree_on_weights(sides: Sides, mine: Mapping[SideName, Manifest], settings: Mapping[str, Any]) -> Agreement:
+def agree_on_weights(
+    sides: Sides, mine: Mapping[SideName, Manifest], settings: Mapping[str, Any]
+) -> Agreement:
     """Return the tensors that both sides transfer. Called by: every rank of the link.
 
     settings: what must be equal on all ranks. Equal manifests are sent once.
@@ -182,13 +192,17 @@ def agree_on_weights(sides: Sides, mine: Mapping[SideName, Manifest], settings: 
                 problems.append(f"{sides.ranks_of(side, positions)} brought no model for this side")
                 continue
             giver = numbers[positions[0]]
-            plain = sides.mesh.objects.broadcast(LINK, mine[side].plain() if giver == sides.me else None, src=giver)
+            plain = sides.mesh.objects.broadcast(
+                LINK, mine[side].plain() if giver == sides.me else None, src=giver
+            )
             manifests[side].append((Manifest.of_plain(plain), positions))
     tensors = {side: _of_side(sides, side, manifests[side], problems) for side in BOTH}
     if not problems:
         entries = _matched(manifests, tensors, problems)
     if problems:
-        raise sides.refuse("the two sides of a link's weights do not fit together", problems, _HINTS["weights"])
+        raise sides.refuse(
+            "the two sides of a link's weights do not fit together", problems, _HINTS["weights"]
+        )
     return entries
 
 
@@ -272,8 +286,8 @@ def _held_at(
             if len(coords) < size:
                 at.append((dim, tuple(coords)))
         count = layout.world_size
-        for dim, coords in at:
-            count = count // sizes[dim] * len(coords)
+        for dim, held in at:
+            count = count // sizes[dim] * len(held)
         if count == len(positions) and not any(dim in split for dim, _ in at):
             try:
                 layout.home((*placement.dims, *(dim for dim, _ in at)))
@@ -298,7 +312,9 @@ def _matched(
             for only, skip in filters
         )
 
-    source, target = ({name: tensor for name, tensor in tensors[side].items() if chosen(name)} for side in BOTH)
+    source, target = (
+        {name: tensor for name, tensor in tensors[side].items() if chosen(name)} for side in BOTH
+    )
     problems += [f"{name} of the target is missing in the source" for name in target if name not in source]
     problems += [f"{name} of the source is missing in the target" for name in source if name not in target]
     for (only, skip), side in product(filters, BOTH):

@@ -30,7 +30,9 @@ if TYPE_CHECKING:
 _BUCKET_BYTES = 64 << 20
 
 
-def link(source: Mesh, target: Mesh, *, stripes: Sequence[str] | None = None, bucket_bytes: int = _BUCKET_BYTES) -> Link:
+def link(
+    source: Mesh, target: Mesh, *, stripes: Sequence[str] | None = None, bucket_bytes: int = _BUCKET_BYTES
+) -> Link:
     """Connect the ranks of two meshes, so that tensors can be sent from any split on one to any split on the other.
 
         trainer = meshcomm.init(dims={"fsdp": 2, "tp": 2}, ranks=range(4))
@@ -61,10 +63,12 @@ def link(source: Mesh, target: Mesh, *, stripes: Sequence[str] | None = None, bu
         backend=defaults.backend,
         timeout_s=max(defaults.timeout_s, target.plan.defaults.timeout_s),
     )
-    numbers = [np.searchsorted(ranks, [layout.rank_of(at) for at in range(layout.world_size)]) for layout in layouts]
+    numbers = [
+        np.searchsorted(ranks, [layout.rank_of(at) for at in range(layout.world_size)]) for layout in layouts
+    ]
     per_node = mesh.topology.ranks_per_node
     nodes = None if per_node is None else np.array(ranks) // per_node
-    ends = Ends(*layouts, *numbers, nodes)
+    ends = Ends(*layouts, numbers[0], numbers[1], nodes)
     members = [side if side.is_member else None for side in (source, target)]
     return Link(Sides(mesh, ends, *members), stripes, bucket_bytes)
 
@@ -128,9 +132,10 @@ class Link:
         for side, tensor in zip(BOTH, (x, out), strict=True):
             position, layout = self._sides.position(side), self._sides.layout(side)
             where = located(entry.source if side == "source" else entry.target, layout)
-            held = position is not None and tensor is not None and where.holds(position)
-            rooms.append({0: Room(regions(tensor, where, position), dtype)} if held else {})
-        self._run(plan, *rooms)()
+            rooms.append({})
+            if position is not None and tensor is not None and where.holds(position):
+                rooms[-1][0] = Room(regions(tensor, where, position), dtype)
+        Run(plan, self._sides, *rooms)()
         return out
 
     def weights(
@@ -174,10 +179,6 @@ class Link:
         lazy = WORLD.get() is not None
         plan = self._plan(agreement.entries)
         return Weights(self._sides, plan, agreement, models, staging, atomic, on_commit, lazy)
-
-    def _run(self, plan: Plan, sources: Mapping[int, Room], targets: Mapping[int, Room]) -> Run:
-        positions = [self._sides.position(side) for side in BOTH]
-        return Run(plan, self.mesh, *positions, sources, targets)
 
     def _facts(
         self, side: SideName, tensor: Tensor | None, text: str | None, sizes: dict[str, int]

@@ -121,7 +121,8 @@ class Placement:
     def facts(self) -> list[Any]:
         """Return the placement as lists, text and numbers, for another process. See `of_facts`."""
         axes = [
-            [[name, size, [[*split] for split in splits], unit] for name, size, splits, unit in axis] for axis in self.axes
+            [[name, size, [[*split] for split in splits], unit] for name, size, splits, unit in axis]
+            for axis in self.axes
         ]
         return [axes, [[dim, [*coords]] for dim, coords in self.at]]
 
@@ -145,7 +146,8 @@ def axes_of(text: object) -> tuple[Axis, ...]:
     """Return the axes that a text names, with sizes of -1. Raises PatternError."""
     if not isinstance(text, str):
         raise _fault(text, f"it is a {type(text).__name__}")
-    axes, at = [], 0
+    axes: list[Axis] = []
+    at = 0
     while text[at:].strip():
         match = _AXES.match(text, at)
         named = match and _NAMED.fullmatch(match[1])
@@ -231,7 +233,9 @@ def _sized(
             raise ShapeError(
                 f'the sizes along {_axis_text(axis)} of "{text}" do not determine its sections',
                 given=f"length {length if length >= 0 else 'unknown'}, sizes {sizes}",
-                expected=f"a size for {' and '.join(lacking)}" if lacking and not wrong else f"sizes that add up to {length}",
+                expected=f"a size for {' and '.join(lacking)}"
+                if lacking and not wrong
+                else f"sizes that add up to {length}",
                 hint=f"{(lacking or [axis[0].name])[0]}=...",
             )
         sized.append(tuple(section._replace(size=size) for section, size in zip(axis, known, strict=True)))
@@ -274,7 +278,7 @@ class Cuts(NamedTuple):
     offsets: Ints
     digits: tuple[Digits, ...]
 
-    def index(self, position: int) -> int:
+    def number(self, position: int) -> int:
         """Return the number of the part that the rank at a position holds."""
         number = 0
         for digits in self.digits:
@@ -318,7 +322,11 @@ class Located:
 
     def _digits(self, split: Split) -> Digits:
         digits = self.layout.digits(split.dim)
-        return outer(digits, split.distinct, f"{split.dim} has {digits.size} ranks") if split.distinct else digits
+        return (
+            outer(digits, split.distinct, f"{split.dim} has {digits.size} ranks")
+            if split.distinct
+            else digits
+        )
 
     def _cuts(self, section: Section, begin: int) -> Cuts:
         digits = tuple(self._digits(split) for split in section.splits)
@@ -361,7 +369,7 @@ class Located:
             spans.append([])
             for section in axis:
                 cuts = self._cuts(section, begin)
-                part = cuts.only(cuts.index(position))
+                part = cuts.only(cuts.number(position))
                 first, last = int(part.begins[0]), int(part.ends[0])
                 spans[-1].append((first, last, local))
                 begin, local = begin + section.size, local + last - first
@@ -384,7 +392,9 @@ class Located:
     @property
     def most(self) -> int:
         """The largest number of elements that a rank holds."""
-        return sum(math.prod(int((cut.ends - cut.begins).max()) for cut in block.cuts) for block in self.blocks)
+        return sum(
+            math.prod(int((cut.ends - cut.begins).max()) for cut in block.cuts) for block in self.blocks
+        )
 
 
 def outer(digits: Digits, distinct: int, what: str) -> Digits:

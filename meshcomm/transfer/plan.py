@@ -8,7 +8,6 @@ its holders, so that each holder sends the same.
 from __future__ import annotations
 
 import math
-import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -118,7 +117,10 @@ def _pairs(a: Block, b: Block) -> _Pairs:
     count = math.prod(counts)
     grid = np.indices(counts).reshape(len(counts), count)
     source, target = np.zeros(count, dtype=np.int64), np.zeros(count, dtype=np.int64)
-    begin, end = np.zeros((count, len(overlaps)), dtype=np.int64), np.zeros((count, len(overlaps)), dtype=np.int64)
+    begin, end = (
+        np.zeros((count, len(overlaps)), dtype=np.int64),
+        np.zeros((count, len(overlaps)), dtype=np.int64),
+    )
     for axis, ((i, j, begins, ends), at) in enumerate(zip(overlaps, grid, strict=True)):
         source += a.cuts[axis].offsets[i][at]
         target += b.cuts[axis].offsets[j][at]
@@ -130,7 +132,7 @@ def _of_position(block: Block, position: int | None) -> Block:
     """Return the part of a block that the rank at a position holds, if it holds any."""
     if position is None:
         return block
-    return block._replace(cuts=tuple(cut.only(cut.index(position)) for cut in block.cuts))
+    return block._replace(cuts=tuple(cut.only(cut.number(position)) for cut in block.cuts))
 
 
 def pieces(
@@ -156,7 +158,11 @@ def pieces(
     ]
     axes = len(source.placement.axes)
     none = np.zeros(0, dtype=np.int64)
-    every = Pieces(*map(np.concatenate, zip(*parts, strict=True))) if parts else Pieces(none, none, *(none.reshape(0, axes),) * 2)
+    every = (
+        Pieces(*map(np.concatenate, zip(*parts, strict=True)))
+        if parts
+        else Pieces(none, none, *(none.reshape(0, axes),) * 2)
+    )
     if sender is not None:
         every = every.of(every.source == ends.source_ranks[sender])
     if receiver is not None:
@@ -196,11 +202,13 @@ def _assigned(pairs: _Pairs, ends: Ends, align: int) -> Pieces:
     row, reader, turn, parts = row[again], reader[again], turn[again], parts[again]
     begin, end = sliced(pairs.begin[row], pairs.end[row], j, parts, align)
     sent = Pieces(holders[row, (turn * parts + j) % count], readers[row, reader], begin, end)
-    sent = sent.of((end > begin).all(axis=1))
+    sent = sent.of(np.all(end > begin, axis=1))
     return Pieces(*map(np.concatenate, zip(kept, neighbors, sent, strict=True)))
 
 
-def sliced(begin: Ints, end: Ints, number: Ints, count: Ints, align: int = 1) -> tuple[Ints, Ints]:
+def sliced(
+    begin: Ints, end: Ints, number: Ints | int, count: Ints | int, align: int = 1
+) -> tuple[Ints, Ints]:
     """Return slice `number` of `count` of each box, along its longest axis. Slices may be empty. A box without axes has one."""
     if not begin.shape[1]:
         return begin, end
@@ -209,7 +217,10 @@ def sliced(begin: Ints, end: Ints, number: Ints, count: Ints, align: int = 1) ->
     first, last = begin[rows, axis], end[rows, axis]
     cuts = [first + (last - first) * at // count for at in (number, number + 1)]
     if align > 1:
-        cuts = [np.where((cut > first) & (cut < last), np.clip(cut // align * align, first, last), cut) for cut in cuts]
+        cuts = [
+            np.where((cut > first) & (cut < last), np.clip(cut // align * align, first, last), cut)
+            for cut in cuts
+        ]
     begin[rows, axis], end[rows, axis] = cuts
     return begin, end
 
@@ -298,7 +309,10 @@ class Plan:
         free = [dim for dim in self.stripes if dim not in entry.target.dims]
         if not free or not entry.target.axes or target.most * entry.itemsize < _LEAST_STRIPED_BYTES:
             return (Leg(source, target, self.ends),)
-        lengths = [max(int((cut.ends - cut.begins).max()) for cut in cuts) for cuts in zip(*(b.cuts for b in target.blocks), strict=True)]
+        lengths = [
+            max(int((cut.ends - cut.begins).max()) for cut in cuts)
+            for cuts in zip(*(b.cuts for b in target.blocks), strict=True)
+        ]
         striped = located(entry.target.split_further(lengths.index(max(lengths)), free), self.ends.target)
         return (Leg(source, striped, self.ends), Leg(striped, target, self._within_target))
 

@@ -5,18 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, final
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from meshcomm.comm import Handle
-from meshcomm.mesh import Mesh
-from meshcomm.transfer.placement import Ints
 from meshcomm.transfer.plan import Leg, Pieces, Plan, Slice, pieces, sliced
+from meshcomm.transfer.sides import LINK, Sides
 from meshcomm.transfer.tensors import Region
 
-# The single dim of a link's mesh.
-LINK = "link"
 # Where a piece may begin in a bucket: torch reads no element at an odd address.
 _ALIGNED_BYTES = 16
 
@@ -40,23 +36,19 @@ class _Piece(NamedTuple):
 class Run:
     """One transfer on this rank.
 
-    mesh: the link's mesh. sender, receiver: this rank's position in the source's and the target's layout, if it is in it.
     sources, targets: this rank's memory, by the number of the entry.
     """
 
     def __init__(
         self,
         plan: Plan,
-        mesh: Mesh,
-        sender: int | None,
-        receiver: int | None,
+        sides: Sides,
         sources: Mapping[int, Room],
         targets: Mapping[int, Room],
     ) -> None:
-        self._plan, self._mesh = plan, mesh
-        self._sender, self._receiver = sender, receiver
+        self._plan, self._mesh, self._me = plan, sides.mesh, sides.me
+        self._sender, self._receiver = sides.position("source"), sides.position("target")
         self._sources, self._targets = sources, targets
-        self._me = mesh.coord(LINK)
         # Two send and two receive buckets, for rounds in turn.
         self._buckets: dict[tuple[str, int], Tensor] = {}
 
@@ -107,7 +99,7 @@ class Run:
                 continue
             begin, end = mine.begin, mine.end
             if part.chunks > 1:
-                begin, end = sliced(begin, end, *(_all(n, begin) for n in (part.chunk, part.chunks)))
+                begin, end = sliced(begin, end, part.chunk, part.chunks)
             peers = mine.target if sends else mine.source
             for peer, first, last in zip(peers.tolist(), begin.tolist(), end.tolist(), strict=True):
                 if all(a < b for a, b in zip(first, last, strict=True)):
@@ -174,10 +166,6 @@ class Run:
     def _write(self, piece: _Piece, values: Tensor) -> None:
         room = self._room(piece, "recv")
         _region(room, piece).write(piece.begin, piece.end, values)
-
-
-def _all(number: int, begin: Ints) -> Ints:
-    return np.full(len(begin), number, dtype=np.int64)
 
 
 def _region(room: Room, piece: _Piece) -> Region:

@@ -31,7 +31,11 @@ def placement_of(tensor: Tensor | Kept, layout: Layout, rank: int) -> Placement:
     axes: list[Axis] = []
     axis = 0
     while axis < held.ndim:
-        name, size, own = _NAMES[len(axes) % len(_NAMES)] + str(len(axes) // len(_NAMES) or ""), held.shape[axis], tuple(splits[axis])
+        name, size, own = (
+            _NAMES[len(axes) % len(_NAMES)] + str(len(axes) // len(_NAMES) or ""),
+            held.shape[axis],
+            tuple(splits[axis]),
+        )
         if isinstance(tensor, Kept) and axis == tensor.parts.axis:
             units = tensor.parts.units
             axes.append(
@@ -97,8 +101,6 @@ def _dim_of(tensor: DTensor, number: int, layout: Layout, rank: int) -> str:
     )
 
 
-
-
 class Region(NamedTuple):
     """The memory of one box.
 
@@ -161,12 +163,15 @@ def regions(tensor: Tensor | Kept, where: Located, position: int) -> list[Region
     if tuple(memory.shape) != where.local_shape(position) or not boxes:
         raise _unfit(tuple(memory.shape), where, position)
     return [
-        Region(box, memory[tuple(slice(a, a + n) for a, n in zip(box.local, box.shape, strict=True))]) for box in boxes
+        Region(box, memory[tuple(slice(a, a + n) for a, n in zip(box.local, box.shape, strict=True))])
+        for box in boxes
     ]
 
 
 def _unfit(given: object, where: Located, position: int) -> ShapeError:
-    coords = ", ".join(f"{dim}={coord}" for dim, coord in where.layout.coords(where.layout.rank_of(position)).items())
+    coords = ", ".join(
+        f"{dim}={coord}" for dim, coord in where.layout.coords(where.layout.rank_of(position)).items()
+    )
     expected = f"a part of shape {where.local_shape(position)}" if where.holds(position) else "no part"
     return ShapeError(
         f'this rank\'s part does not fit the placement "{where.placement}"',

@@ -23,7 +23,7 @@ from meshcomm.errors import (
 from meshcomm.layout.names import listed
 from meshcomm.layout.sizes import whole
 from meshcomm.parallel.tensor.parameters import Kept, fused_parts
-from meshcomm.transfer.agree import Agreement, Manifest, Row, agree_on_weights
+from meshcomm.transfer.agree import Agreement, Manifest, Row
 from meshcomm.transfer.plan import Plan, located
 from meshcomm.transfer.run import Room, Run
 from meshcomm.transfer.sides import BOTH, LINK, SideName, Sides
@@ -58,7 +58,7 @@ def manifest_of(
     mesh = sides.own(side)
     assert mesh is not None
     rows: list[Row] = []
-    first_of: dict[tuple[int, int, tuple[int, ...]], str] = {}
+    first_of: dict[tuple[Any, ...], str] = {}
     for name, tensor in tensors.items():
         memory = memory_of(tensor)
         # Two tensors without elements, or without memory, are not tied.
@@ -152,10 +152,14 @@ class Weights:
         self._sources = self._rooms("source", models)
         self._targets = self._rooms("target", models)
         # Where arriving values wait until all ranks of the copy have theirs.
-        self._spare = {number: _spare(room) for number, room in self._targets.items()} if staging == "whole" else {}
+        self._spare = (
+            {number: _spare(room) for number, room in self._targets.items()} if staging == "whole" else {}
+        )
         self._whole_copy = self._copy_dims(atomic)
 
-    def _rooms(self, side: SideName, models: Mapping[SideName, Mapping[str, Tensor | Kept]]) -> dict[int, Room]:
+    def _rooms(
+        self, side: SideName, models: Mapping[SideName, Mapping[str, Tensor | Kept]]
+    ) -> dict[int, Room]:
         position = self._sides.position(side)
         if position is None:
             return {}
@@ -170,7 +174,7 @@ class Weights:
     def _copy_dims(self, atomic: Atomic) -> tuple[str, ...]:
         """Return the dims of the target along which ranks hold the parts of one copy."""
         layout = self._sides.ends.target
-        used = {dim for entry in self._plan.entries for dim in layout.expand(entry.target.dims or ()) }
+        used = {dim for entry in self._plan.entries for dim in layout.expand(entry.target.dims or ())}
         if atomic == "all" or not used <= layout.dims.keys():
             return tuple(layout.dims)
         # Copies that gather stripes from each other have a version together.
@@ -307,10 +311,13 @@ class Weights:
         if most != least:
             versions = self._sides.of_all(number)
             problems = [
-                f"version {versions[n]} on {self._sides.label(n)}" for n in self._sides.numbers("source").tolist()
+                f"version {versions[n]} on {self._sides.label(n)}"
+                for n in self._sides.numbers("source").tolist()
             ]
             raise self._sides.refuse(
-                "the ranks of the source push different versions", problems, "push(version=step) with the same step"
+                "the ranks of the source push different versions",
+                problems,
+                "push(version=step) with the same step",
             )
         return most
 
@@ -321,9 +328,7 @@ class Weights:
         return greatest
 
     def _run(self) -> None:
-        positions = [self._sides.position(side) for side in BOTH]
-        targets = self._spare or self._targets
-        Run(self._plan, self._sides.mesh, *positions, self._sources, targets)()
+        Run(self._plan, self._sides, self._sources, self._spare or self._targets)()
 
     def _unchanged(self, version: int) -> None:
         """Raise SourceChanged on every rank if a source tensor is another than when it was pushed."""
@@ -417,7 +422,9 @@ def _spare(room: Room) -> Room:
     """Return newly allocated memory for arriving values."""
     return Room(
         [
-            Region(region.box, torch.empty(region.box.shape, dtype=region.held.dtype, device=region.held.device))
+            Region(
+                region.box, torch.empty(region.box.shape, dtype=region.held.dtype, device=region.held.device)
+            )
             for region in room.regions
         ],
         room.dtype,

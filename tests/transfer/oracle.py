@@ -46,11 +46,13 @@ class Case(NamedTuple):
 
         def section_text(section: Sectioned) -> str:
             return section.name + "".join(
-                f"/{dim}" + ("" if parts == self.grid.dims[dim] else f":{parts}") for dim, parts in section.splits
+                f"/{dim}" + ("" if parts == self.grid.dims[dim] else f":{parts}")
+                for dim, parts in section.splits
             )
 
         texts = (
-            section_text(axis[0]) if len(axis) == 1 else f"({'+'.join(map(section_text, axis))})" for axis in self.axes
+            section_text(axis[0]) if len(axis) == 1 else f"({'+'.join(map(section_text, axis))})"
+            for axis in self.axes
         )
         return " ".join(texts)
 
@@ -81,7 +83,9 @@ class Case(NamedTuple):
 def random_grid(draw: random.Random, names: str, first: int, most: int = 8) -> Grid:
     """Return a grid of at most `most` ranks, from rank `first` on, in a random order."""
     while True:
-        dims = {name: draw.choice([1, 2, 2, 3, 4]) for name in draw.sample(names, draw.randint(1, len(names)))}
+        dims = {
+            name: draw.choice([1, 2, 2, 3, 4]) for name in draw.sample(names, draw.randint(1, len(names)))
+        }
         if prod(dims.values()) <= most:
             break
     order = list(range(first, first + prod(dims.values())))
@@ -95,7 +99,12 @@ def random_axes(draw: random.Random, ndim: int) -> list[list[tuple[str, int]]]:
     axes = []
     for number in range(ndim):
         count = draw.choice([1, 1, 1, 2, 3])
-        axes.append([(f"{'abcd'[number]}{section}", draw.choice([0, 1, 2, 3, 4, 5, 7, 8, 12])) for section in range(count)])
+        axes.append(
+            [
+                (f"{'abcd'[number]}{section}", draw.choice([0, 1, 2, 3, 4, 5, 7, 8, 12]))
+                for section in range(count)
+            ]
+        )
     return axes
 
 

@@ -17,7 +17,8 @@ from tests.transfer.oracle import Case, random_axes, random_case, random_grid
 
 def located(case: Case) -> Located:
     return Located(
-        Placement.read(case.text, None, case.sizes, case.at), Layout(case.grid.dims, rank_order=case.grid.order)
+        Placement.read(case.text, None, case.sizes, case.at),
+        Layout(case.grid.dims, rank_order=case.grid.order),
     )
 
 
@@ -42,9 +43,7 @@ def test_every_element_arrives_once(block: int) -> None:
         shape = tuple(sum(size for _, size, _ in axis) for axis in source.axes)
         whole = torch.arange(1, 1 + prod(shape)).reshape(shape)
         parts = pieces(located(source), located(target), ends)
-        held = {
-            int(ends.source_ranks[at]): source.part(whole, at) for at in range(len(source.grid.order))
-        }
+        held = {int(ends.source_ranks[at]): source.part(whole, at) for at in range(len(source.grid.order))}
         for at in range(len(target.grid.order)):
             number, wanted = int(ends.target_ranks[at]), target.part(whole, at)
             arrived = []
@@ -101,10 +100,15 @@ def test_holders_send_the_same() -> None:
     """Copies of the source share the sending, for any number of copies on both sides."""
     for holders in range(1, 7):
         for readers in range(1, 7):
-            source, target = Layout({"dp": holders}), Layout({"copy": readers}, rank_order=range(10, 10 + readers))
+            source, target = (
+                Layout({"dp": holders}),
+                Layout({"copy": readers}, rank_order=range(10, 10 + readers)),
+            )
             ends = Ends(source, target, np.arange(holders), holders + np.arange(readers))
             every = pieces(
-                Located(Placement.read("n", (840,)), source), Located(Placement.read("n", (840,)), target), ends
+                Located(Placement.read("n", (840,)), source),
+                Located(Placement.read("n", (840,)), target),
+                ends,
             )
             sent = np.bincount(every.source, every.elements, holders)
             assert (sent == 840 * readers / holders).all(), (holders, readers)
