@@ -1,0 +1,1 @@
+"""Moving tensors between two meshes, of one job or of two."""
