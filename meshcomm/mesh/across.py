@@ -75,6 +75,29 @@ def across(
                 or version of meshcomm differ; LaunchError if two processes have one rank, if the name was used before, or if
                 this host lacks the backend; StoreError; CommunicationError; UnsupportedOp in the simulator.
     """
+    refuse_simulated(name)
+    plan = Plan(Layout({DIM: world_size}), GroupOptions(backend, timeout_s), device=device.type)
+    prefix, resources = f"meshcomm/across/{name}", ExitStack()
+    held = Held(prefixed(prefix, store), prefix, None, resources, [])
+    try:
+        with ExitStack() as opening:
+            opening.enter_context(resources)
+            put_back = changed()
+            resources.callback(put_back)
+            # Of a mesh that is dropped without `close`, too.
+            finalize(resources, put_back).atexit = False
+            _claimed(held.store, name, rank)
+            agreed = _agreed(held.store, name, rank, plan)
+            state = _created(held, name, rank, plan, device, agreed, _host(store, held.store))
+            opening.pop_all()
+    except MeshcommError as error:
+        error.of_job = False
+        raise
+    return Mesh(state)
+
+
+def refuse_simulated(name: str) -> None:
+    """Raise UnsupportedOp in the simulator, whose ranks are those of one job."""
     if WORLD.get() is not None:
         raise UnsupportedOp(
             "a link between two jobs cannot be simulated",
@@ -82,20 +105,6 @@ def across(
             expected="processes of two jobs",
             hint="a link between two meshes of one job",
         )
-    plan = Plan(Layout({DIM: world_size}), GroupOptions(backend, timeout_s), device=device.type)
-    prefix, resources = f"meshcomm/across/{name}", ExitStack()
-    held = Held(prefixed(prefix, store), prefix, None, resources, [])
-    with ExitStack() as opening:
-        opening.enter_context(resources)
-        put_back = changed()
-        resources.callback(put_back)
-        # Of a mesh that is dropped without `close`, too.
-        finalize(resources, put_back).atexit = False
-        _claimed(held.store, name, rank)
-        agreed = _agreed(held.store, name, rank, plan)
-        state = _created(held, name, rank, plan, device, agreed, _host(store, held.store))
-        opening.pop_all()
-    return Mesh(state)
 
 
 def _claimed(store: Any, name: str, rank: int) -> None:
@@ -138,7 +147,6 @@ def _agreed(store: Any, name: str, rank: int, plan: Plan) -> Agreed:
         blame(error, store)
         leave_together(of_agreement, stays=rank == 0)
         if problem is None:
-            error.of_job = False
             raise
     if problem is not None:
         # The others have received this error.

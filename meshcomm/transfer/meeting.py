@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import json
+import os
 import re
 import secrets
 import threading
@@ -30,12 +32,13 @@ from meshcomm.errors import (
 from meshcomm.layout import Layout
 from meshcomm.layout.sizes import ranks_text
 from meshcomm.mesh import Mesh
-from meshcomm.mesh.across import across
+from meshcomm.mesh.across import across, refuse_simulated
 from meshcomm.rendezvous.exposure import ExposedRendezvous, is_loopback
 from meshcomm.rendezvous.job_store import find_common_store, is_serving
 from meshcomm.rendezvous.processes import is_running, process_name, process_of_rank
 from meshcomm.rendezvous.signed import SignedStore
-from meshcomm.rendezvous.store import prefixed, store_failed, wait_for
+from meshcomm.rendezvous.store import prefixed, store_failed, wait_for, within
+from meshcomm.transport.torch_private import await_at_exit
 
 SideName: TypeAlias = Literal["source", "target"]
 _OTHER: Final[Mapping[SideName, SideName]] = {"source": "target", "target": "source"}
@@ -45,6 +48,8 @@ _ADDRESS: Final = re.compile(r"tcp://(.+):(\d+)")
 _BEAT_S: Final = 0.5
 _SILENT_S: Final = 5.0
 _POLL_S: Final = 0.02
+# How long a store that may be lost is told that a link has closed.
+_LEAVES_S: Final = 2.0
 # How much longer than the announcing rank the other ranks of its side wait for its result.
 _GRACE_S: Final = 5.0
 # The errors that the announcing rank passes on to its side.
@@ -142,6 +147,7 @@ def meet(
     twice a second. A newcomer takes the key if this process has closed its link, has ended on this host, has called `meet`
     again itself, or has not counted for five seconds. Otherwise the newcomer is refused.
     """
+    refuse_simulated(name)
     mesh._state.usable()
     timeout_s = seconds_of(timeout_s, lambda: f"meet on {mesh.label}")
     host, port = _parsed(address)
@@ -211,7 +217,7 @@ class _Call:
     def tell(self, own: Any, facts: Mapping[str, Any]) -> None:
         """Tell the ranks of this side whom it has met, or an error, if no rank has told either."""
         with suppress(RuntimeError):
-            own.compare_set("met", "", json.dumps(facts))
+            own.compare_set("met", "", json.dumps(facts, default=str))
 
     def _lost(self, error: BaseException) -> StoreError:
         return store_failed(f'{self.mesh.label} lost the job\'s store in the link "{self.name}"', error)
@@ -379,16 +385,22 @@ class _Presence:
         self._answered = ""
         self._stop = threading.Event()
         beats = partial(prefixed(f"meshcomm/link/{name}", store.clone()).add, f"beat/{self.number}", 1)
-        threading.Thread(
+        thread = threading.Thread(
             target=_beat, args=(beats, self._stop), name="meshcomm-presence", daemon=True
-        ).start()
+        )
+        thread.start()
+        await_at_exit(thread)
+        self._process = os.getpid()
+        atexit.register(self.end)
 
     def end(self) -> None:
         """Free the side's key. Calling it twice is harmless."""
-        if not self._stop.is_set():
+        atexit.unregister(self.end)
+        if not self._stop.is_set() and os.getpid() == self._process:
             self._stop.set()
-            with suppress(RuntimeError):
-                self._store.set(f"left/{self.number}", "")
+            # The store may be stopped.
+            with suppress(RuntimeError, TimeoutError):
+                within(_LEAVES_S, partial(self._store.set, f"left/{self.number}", ""))
 
     def holder(self, side: SideName) -> _Holder | None:
         """Return the holder of a side's key, which may be dead; None if it has left or nobody has taken the key."""
