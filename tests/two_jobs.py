@@ -67,7 +67,7 @@ def run(
     with ExitStack() as stores:
         ports = {job: stores.enter_context(served()) for job in (*sizes, "shared")}
         call = partial(_body, sizes, ports, str(folder), body, *args)
-        return pool.call(call, ranks=sum(sizes.values()), limits=Limits(timeout_s, settle_s=timeout_s))
+        return pool.call(call, ranks=sum(sizes.values()), limits=Limits(timeout_s, settle_s=40.0))
 
 
 @contextmanager

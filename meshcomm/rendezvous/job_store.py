@@ -7,7 +7,7 @@ import hashlib
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -149,14 +149,16 @@ def find_job(
         pause_s = min(2 * pause_s, _PAUSES_S)
 
 
-def find_common_store(host: str, port: int, job: str, timeout: timedelta, *, serves: bool) -> dist.TCPStore:
+def find_common_store(
+    host: str, port: int, job: str, timeout: timedelta, *, serves: bool, in_vain: Callable[[], bool]
+) -> dist.TCPStore:
     """Return a store that several jobs use. serves: this process serves it if no program listens at the address.
 
-    It is then served until this process exits, and three seconds longer at most. job: as in Owner.
+    It is then served until this process exits, and three seconds longer at most. job: as in Owner. in_vain: whether to give up.
 
     Raises LaunchError if this process cannot serve it, and TimeoutError, with the reason, if no store answers within the timeout.
     """
-    deadline = time.monotonic() + timeout.total_seconds()
+    deadline, pause_s = time.monotonic() + timeout.total_seconds(), _PAUSE_S
     while True:
         left_s = max(deadline - time.monotonic(), 0.1)
         try:
@@ -179,9 +181,10 @@ def find_common_store(host: str, port: int, job: str, timeout: timedelta, *, ser
                 expected="an address of this host, or a store that runs there already",
                 hint="the address of the host of the source's lowest rank",
             )
-        if time.monotonic() >= deadline:
+        if time.monotonic() >= deadline or in_vain():
             raise TimeoutError(why)
-        time.sleep(_PAUSE_S)
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, _PAUSES_S)
 
 
 def _look(host: str, port: int, within_s: float, agents: bool) -> _Answer:

@@ -151,26 +151,27 @@ def meet(
     mesh._state.usable()
     timeout_s = seconds_of(timeout_s, lambda: f"meet on {mesh.label}")
     host, port = _parsed(address)
-    call = _Call(side, mesh, name, address, timeout_s, time.monotonic() + timeout_s)
-    own, presence = call.of_job(), None
+    deadline = time.monotonic() + timeout_s
+    call = _Call(side, mesh, name, address, timeout_s, deadline, _of_call(side, mesh, name))
+    presence: _Presence | None = None
     try:
         try:
             store: Any = call.store(host, port)
             if secret:
                 store = SignedStore(store, secret)
-            if call.leads(own):
+            if call.leads():
                 presence = _Presence(store, name, side)
-                call.tell(own, call.pair(presence))
+                call.tell(call.pair(presence))
         except RuntimeError as error:
             raise store_failed(f'the store of the link "{name}" is lost, on {mesh.label}', error) from error
-        met = call.result(own)
+        met = call.result()
         source, target = (_side(met[each]) for each in ("source", "target"))
         link = call.open(store, met["link"], source, target, backend or mesh.plan.defaults.backend)
     except BaseException as error:
         if presence is not None:
             presence.end()
         if isinstance(error, MeshcommError):
-            call.tell(own, {"kind": type(error).__name__, **vars(error)})
+            call.tell({"kind": type(error).__name__, **vars(error)})
         raise
     if presence is not None:
         link._state.held.resources.callback(presence.end)
@@ -186,7 +187,7 @@ def meet(
 
 @dataclass(frozen=True)
 class _Call:
-    """The arguments of `meet`."""
+    """The arguments of `meet`. own: the store of the own job, under a prefix that only the ranks of this call use."""
 
     side: SideName
     mesh: Mesh
@@ -194,33 +195,28 @@ class _Call:
     address: str
     timeout_s: float
     deadline: float
+    own: Any
 
     @property
     def left_s(self) -> float:
         return max(self.deadline - time.monotonic(), 0.001)
 
-    def of_job(self) -> Any:
-        """Return the own job's store, under a prefix that the ranks of the mesh have in common in this call."""
-        store = prefixed(f"links/{self.side}/{self.name}", self.mesh._state.held.store)
-        try:
-            return prefixed(str(store.add(f"calls/{self.mesh.rank}", 1)), store)
-        except RuntimeError as error:
-            raise self._lost(error) from error
-
-    def leads(self, own: Any) -> bool:
+    def leads(self) -> bool:
         """Return whether this rank is the first of its side, which announces it."""
+        rank = str(self.mesh.rank)
         try:
-            return bool(own.compare_set("leads", "", str(self.mesh.rank)).decode() == str(self.mesh.rank))
+            return bool(self.own.compare_set("leads", "", rank).decode() == rank)
         except RuntimeError as error:
-            raise self._lost(error) from error
+            raise _lost(self.mesh, self.name, error) from error
 
-    def tell(self, own: Any, facts: Mapping[str, Any]) -> None:
+    def tell(self, facts: Mapping[str, Any]) -> None:
         """Tell the ranks of this side whom it has met, or an error, if no rank has told either."""
         with suppress(RuntimeError):
-            own.compare_set("met", "", json.dumps(facts, default=str))
+            self.own.compare_set("met", "", json.dumps(facts, default=str))
 
-    def _lost(self, error: BaseException) -> StoreError:
-        return store_failed(f'{self.mesh.label} lost the job\'s store in the link "{self.name}"', error)
+    def is_told(self) -> bool:
+        """Return whether a rank of this side has told the others something."""
+        return bool(self.own.check(["met"]))
 
     def store(self, host: str, port: int) -> dist.TCPStore:
         """Return a client of the store at the address, which this process may have to serve."""
@@ -228,8 +224,10 @@ class _Call:
         serves = self.side == "source" and self.mesh.rank == lowest
         job, timeout = self.mesh._state.launch.job, timedelta(seconds=self.timeout_s)
         try:
-            return find_common_store(host, port, job, timeout, serves=serves)
+            return find_common_store(host, port, job, timeout, serves=serves, in_vain=self.is_told)
         except TimeoutError as error:
+            if self.is_told():
+                self.result()
             which = (
                 f"its rank {lowest}, which serves the store," if self.side == "source" else "its lowest rank"
             )
@@ -260,6 +258,8 @@ class _Call:
         while (theirs := presence.answered(other)) is None:
             if time.monotonic() > self.deadline:
                 raise self._alone(presence, other)
+            if self.is_told():
+                return {}
             presence.refuse_loss()
             time.sleep(_POLL_S)
         number, offer = theirs
@@ -278,11 +278,11 @@ class _Call:
             of_job=False,
         )
 
-    def result(self, own: Any) -> dict[str, Any]:
+    def result(self) -> dict[str, Any]:
         """Return what the announcing rank has learnt. Raises the error that it has got."""
         try:
-            if not wait_for(own, ["met"], self.left_s + _GRACE_S):
-                leads = int(own.compare_set("leads", "", ""))
+            if not wait_for(self.own, ["met"], self.left_s + _GRACE_S):
+                leads = int(self.own.compare_set("leads", "", ""))
                 raise TransferTimeout(
                     f'rank {leads} of the {self.side} of the link "{self.name}" has not come back, on {self.mesh.label}',
                     given=f"it came first, and has not told the others of its job for {self.timeout_s:g} s whom it has met",
@@ -292,9 +292,9 @@ class _Call:
                     missing=(leads,),
                     of_job=False,
                 )
-            met: dict[str, Any] = json.loads(own.get("met"))
+            met: dict[str, Any] = json.loads(self.own.get("met"))
         except RuntimeError as error:
-            raise self._lost(error) from error
+            raise _lost(self.mesh, self.name, error) from error
         if (kind := met.pop("kind", None)) is not None:
             lists = {each: tuple(met[each]) for each in ("missing", "mismatched_ranks") if each in met}
             raise _KINDS.get(kind, MeshcommError)(**{**met, **lists})
@@ -337,6 +337,19 @@ class _Call:
             missing=() if missing[side] == whole[side] else tuple(missing[side]),
             of_job=False,
         ) from None
+
+
+def _of_call(side: SideName, mesh: Mesh, name: str) -> Any:
+    """Return the own job's store, under a prefix that the ranks of the mesh have in common in this call of `meet`."""
+    store = prefixed(f"links/{side}/{name}", mesh._state.held.store)
+    try:
+        return prefixed(str(store.add(f"calls/{mesh.rank}", 1)), store)
+    except RuntimeError as error:
+        raise _lost(mesh, name, error) from error
+
+
+def _lost(mesh: Mesh, name: str, error: BaseException) -> StoreError:
+    return store_failed(f'{mesh.label} lost the job\'s store in the link "{name}"', error)
 
 
 def _parsed(address: str) -> tuple[str, int]:

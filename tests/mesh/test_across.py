@@ -44,9 +44,9 @@ def exchanged(place: Place) -> None:
             out = torch.empty(5)
             if place.number < 2:
                 link.send("link", mine + turn, peer)
-                link.recv("link", out, peer)
+                link.recv("link", out, src=peer)
             else:
-                link.recv("link", out, peer)
+                link.recv("link", out, src=peer)
                 link.send("link", mine + turn, peer)
             assert torch.equal(out, torch.arange(5.0) + 10 * peer + turn)
             assert sum_along(own, "dp", 1.0 + place.number) == (3.0 if place.number < 2 else 7.0)
@@ -91,7 +91,9 @@ def lost(place: Place, victim: int, sign: int, timeout_s: float, port: int) -> A
     own.warm_up()
     store = place.shared
     if port:
-        store = find_common_store("127.0.0.1", port, "", store.timeout, serves=place.number == 0)
+        store = find_common_store(
+            "127.0.0.1", port, "", store.timeout, serves=place.number == 0, in_vain=bool
+        )
     link = across(store, "policy/1", place.number, 4, timeout_s)
     link.warm_up()
     place.tell("warm")
