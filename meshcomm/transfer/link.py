@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from meshcomm.errors import LayoutError, MeshcommError, PatternError
+from meshcomm.errors import LaunchError, LayoutError, MeshcommError, PatternError
 from meshcomm.layout.sizes import fold
 from meshcomm.mesh import Mesh, init
 from meshcomm.mesh.runtime import WORLD
@@ -31,22 +31,74 @@ _BUCKET_BYTES = 64 << 20
 
 
 def link(
-    source: Mesh, target: Mesh, *, stripes: Sequence[str] | None = None, bucket_bytes: int = _BUCKET_BYTES
+    source: Mesh | None = None,
+    target: Mesh | None = None,
+    *,
+    name: str | None = None,
+    store: str | None = None,
+    timeout_s: float | None = None,
+    secret: str = "",
+    stripes: Sequence[str] | None = None,
+    bucket_bytes: int = _BUCKET_BYTES,
 ) -> Link:
     """Connect the ranks of two meshes, so that tensors can be sent from any split on one to any split on the other.
 
-        trainer = meshcomm.init(dims={"fsdp": 2, "tp": 2}, ranks=range(4))
+        trainer = meshcomm.init(dims={"fsdp": 2, "tp": 2}, ranks=range(4))           # one job
         generator = meshcomm.init(dims={"copy": 2, "tp": 2}, ranks=range(4, 8))
         link = meshcomm.link(trainer, generator)
 
-    source, target: open meshes of one job, with different ranks, some ranks in both, or the same. They may be one mesh.
+        link = meshcomm.link(source=mesh, name="policy", store="tcp://10.0.0.7:29700")   # two jobs: the trainer's
+        link = meshcomm.link(target=mesh, name="policy", store="tcp://10.0.0.7:29700")   # and the generator's
+
+    source, target: open meshes. Of one job, both: with different ranks, some ranks in both, or the same; they may be one mesh. Of
+                    two jobs, which have their own launchers, stores and default groups, each job gives its own.
+    name, store:    of two jobs: the link's name, and where they meet. The process of the source's lowest rank serves a TCPStore
+                    there, unless a program already listens.
+    timeout_s:      seconds to wait for the ranks of both sides, and the timeout of each call. By default, the larger one of both
+                    meshes; of two jobs, that of the own mesh.
+    secret:         of two jobs: a text that both know, with which the values in the store are signed.
     stripes:        dims of the target along which copies receive different stripes of a tensor, which they then gather from
                     each other. By default, dims within a node, and all dims with copies if the target has more ranks than the
                     source; none if all ranks are on one node.
     bucket_bytes:   how many bytes a rank sends, and receives, at once. A rank allocates at most two such buckets for each.
-    Called by:      every process of the job, including ranks outside both meshes, whose `is_member` is False.
-    Raises:         what `init` raises.
+    Called by:      of one job, every process, including ranks outside both meshes, whose `is_member` is False; of two jobs, every
+                    rank of both meshes, in any order.
+    Raises:         TransferTimeout, with the side or the ranks that did not come; LaunchError, MeshMismatchError.
     """
+    if name is None and store is None and source is not None and target is not None:
+        sides = _of_one_job(source, target, timeout_s)
+        return Link(sides, stripes, bucket_bytes)
+    mesh = source if target is None else target
+    if name is None or store is None or mesh is None or (source is not None and target is not None):
+        raise LaunchError(
+            "link was not told what to connect",
+            given=", ".join(
+                f"{key}={value!r}"
+                for key, value in {"source": source, "target": target, "name": name, "store": store}.items()
+                if value is not None
+            )
+            or "nothing",
+            expected="both meshes of one job; or one mesh, the name of the link and the store where two jobs meet",
+            hint='meshcomm.link(trainer, generator); meshcomm.link(source=mesh, name="policy", store="tcp://HOST:PORT")',
+        )
+    side: SideName = "source" if target is None else "target"
+    limit_s = mesh.plan.defaults.timeout_s if timeout_s is None else timeout_s
+
+    def reopen() -> Sides:
+        from meshcomm.transfer.meeting import meet
+
+        meeting = meet(side, mesh, name, store, limit_s, secret=secret)
+        layouts = meeting.source.layout, meeting.target.layout
+        numbers = [
+            np.array([meeting.link_rank(of, rank) for rank in layout.ranks.flat])
+            for of, layout in zip(BOTH, layouts, strict=True)
+        ]
+        return Sides(meeting.mesh, Ends(*layouts, *numbers), source, target)
+
+    return Link(reopen(), stripes, bucket_bytes, reopen)
+
+
+def _of_one_job(source: Mesh, target: Mesh, timeout_s: float | None) -> Sides:
     if source.device.type != target.device.type:
         raise LayoutError(
             "the two meshes of a link are on different types of devices",
@@ -55,22 +107,19 @@ def link(
         )
     layouts = source.layout, target.layout
     ranks = sorted({int(rank) for layout in layouts for rank in layout.ranks.flat})
-    defaults = source.plan.defaults
+    defaults = [side.plan.defaults for side in (source, target)]
     mesh = init(
         dims={LINK: len(ranks)},
         ranks=ranks,
         device=source.device.type,
-        backend=defaults.backend,
-        timeout_s=max(defaults.timeout_s, target.plan.defaults.timeout_s),
+        backend=defaults[0].backend,
+        timeout_s=max(options.timeout_s for options in defaults) if timeout_s is None else timeout_s,
     )
-    numbers = [
-        np.searchsorted(ranks, [layout.rank_of(at) for at in range(layout.world_size)]) for layout in layouts
-    ]
+    numbers = [np.searchsorted(ranks, [int(rank) for rank in layout.ranks.flat]) for layout in layouts]
     per_node = mesh.topology.ranks_per_node
     nodes = None if per_node is None else np.array(ranks) // per_node
-    ends = Ends(*layouts, numbers[0], numbers[1], nodes)
     members = [side if side.is_member else None for side in (source, target)]
-    return Link(Sides(mesh, ends, *members), stripes, bucket_bytes)
+    return Sides(mesh, Ends(*layouts, numbers[0], numbers[1], nodes), *members)
 
 
 @final
@@ -82,9 +131,19 @@ class Link:
         is_member: whether this rank is on a side.
     """
 
-    def __init__(self, sides: Sides, stripes: Sequence[str] | None, bucket_bytes: int) -> None:
-        self.mesh, self.is_member = sides.mesh, sides.mesh.is_member
-        self._sides, self._bucket_bytes = sides, bucket_bytes
+    def __init__(
+        self,
+        sides: Sides,
+        stripes: Sequence[str] | None,
+        bucket_bytes: int,
+        reopen: Callable[[], Sides] | None = None,
+    ) -> None:
+        self._bucket_bytes, self._asked_stripes, self._reopen = bucket_bytes, stripes, reopen
+        self._connect(sides)
+
+    def _connect(self, sides: Sides) -> None:
+        stripes = self._asked_stripes
+        self.mesh, self.is_member, self._sides = sides.mesh, sides.mesh.is_member, sides
         self._stripes = _default_stripes(sides.ends) if stripes is None else tuple(stripes)
         for dim in self._stripes:
             sides.ends.target.digits(dim)
