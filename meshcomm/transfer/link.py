@@ -24,7 +24,6 @@ from meshcomm.transfer.tensors import placement_of, regions
 
 if TYPE_CHECKING:
     from meshcomm.mesh.stats import Stats
-    from meshcomm.parallel.tensor.parameters import Kept
     from meshcomm.transfer.weights import Atomic, Model, Staging, Weights
 
 _BUCKET_BYTES = 64 << 20
@@ -185,6 +184,13 @@ class Link:
                     given=f"a tensor of shape {tuple(tensor.shape)} as {'x' if side == 'source' else 'out'}",
                     expected="None",
                 )
+        with self._sides.calling():
+            self._transfer(mine, x, out)
+        return out
+
+    def _transfer(
+        self, mine: Mapping[SideName, TensorFacts | str], x: Tensor | None, out: Tensor | None
+    ) -> None:
         plan, dtype = self._plan_for(mine)
         rooms: list[dict[int, Room]] = []
         entry = plan.entries[0]
@@ -195,7 +201,6 @@ class Link:
             if position is not None and tensor is not None and where.holds(position):
                 rooms[-1][0] = Room(regions(tensor, where, position), dtype)
         Run(plan, self._sides, *rooms)()
-        return out
 
     def weights(
         self,
@@ -224,20 +229,23 @@ class Link:
         """
         from meshcomm.transfer.weights import Weights, manifest_of, tensors_of
 
-        models: dict[SideName, dict[str, Tensor | Kept]] = {}
+        models: dict[SideName, Model] = {}
         for side in BOTH:
             if self._sides.position(side) is not None:
                 given = into if side == "target" and self._sides.source is not None else model
-                models[side] = {} if given is None else tensors_of(given)
+                models[side] = {} if given is None else given
         manifests = {
-            side: manifest_of(self._sides, side, tensors, only, skip, cast if side == "source" else None)
-            for side, tensors in models.items()
+            side: manifest_of(
+                self._sides, side, tensors_of(given), only, skip, cast if side == "source" else None
+            )
+            for side, given in models.items()
         }
         settings = {"bucket_bytes": self._bucket_bytes, "stripes": " ".join(self._stripes), "atomic": atomic}
-        agreement = agree_on_weights(self._sides, manifests, settings)
         lazy = WORLD.get() is not None
-        plan = self._plan(agreement.entries)
-        return Weights(self._sides, plan, agreement, models, staging, atomic, on_commit, lazy)
+        with self._sides.calling():
+            agreement = agree_on_weights(self._sides, manifests, settings)
+            plan = self._plan(agreement.entries)
+            return Weights(self._sides, plan, agreement, models, staging, atomic, on_commit, lazy)
 
     def _facts(
         self, side: SideName, tensor: Tensor | None, text: str | None, sizes: dict[str, int]
@@ -281,8 +289,16 @@ class Link:
         return self.mesh.stats()
 
     def close(self) -> None:
-        """Close the link; both meshes stay open. Called by: every process that opened it."""
-        self.mesh.close()
+        """Close the link, once a push under way has ended; both meshes stay open. Called by: every process that opened it.
+
+        Raises: the error of the last push, if nobody has waited for it.
+        """
+        push = self._sides.use.push
+        try:
+            if push is not None:
+                push.end()
+        finally:
+            self.mesh.close()
 
     def __enter__(self) -> Link:
         return self

@@ -51,9 +51,19 @@ class Run:
         self._sources, self._targets = sources, targets
         # Two send and two receive buckets, for rounds in turn.
         self._buckets: dict[tuple[str, int], Tensor] = {}
+        self._handles: list[Handle[Any]] = []
 
     def __call__(self) -> None:
         """Send and receive every round. Called by: every rank of the link. Raises CommunicationError."""
+        try:
+            self._rounds()
+        except BaseException:
+            # Other messages under way have no more use.
+            for handle in self._handles:
+                handle.abandon()
+            raise
+
+    def _rounds(self) -> None:
         under_way: tuple[list[Slice], Callable[[], None]] | None = None
         for number, parts in enumerate(self._plan.rounds()):
             if under_way is not None and _needs(parts, under_way[0]):
@@ -77,6 +87,7 @@ class Run:
         handle: Handle[Any] | None = None
         if sends or recvs:
             handle = self._mesh.exchange(LINK, sends=sends, recvs=recvs, async_op=True)
+            self._handles.append(handle)
         for piece in coming:
             if piece.peer == self._me:
                 self._write(piece, self._read(piece))
@@ -84,6 +95,7 @@ class Run:
         def finish() -> None:
             if handle is not None:
                 handle.wait()
+                self._handles.remove(handle)
             for piece, room in arriving:
                 self._write(piece, room)
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, Final, Literal, TypeAlias, TypeVar, final
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from threading import RLock
+from typing import Any, Final, Literal, Protocol, TypeAlias, TypeVar, final
 
 import numpy as np
 
-from meshcomm.errors import TransferMismatch
+from meshcomm.errors import SourceChanged, TransferFailed, TransferMismatch
 from meshcomm.layout import Layout
 from meshcomm.layout.sizes import ranks_text
 from meshcomm.mesh import Mesh
@@ -21,6 +23,30 @@ SideName: TypeAlias = Literal["source", "target"]
 BOTH: Final[tuple[SideName, SideName]] = ("source", "target")
 
 T = TypeVar("T")
+
+
+class UnderWay(Protocol):
+    """A push that may still use the link."""
+
+    def settle(self) -> None:
+        """Return once it no longer does."""
+
+    def end(self) -> None:
+        """The same; raise its error, if nobody has seen it."""
+
+
+@final
+class Use:
+    """What this rank does with a link. Ranks make its calls in the same order, so only one at a time.
+
+    push:   the last push, which may be under way in a thread of its own.
+    failed: the error after which this rank and the others may no longer be at the same call; None while they are.
+    """
+
+    def __init__(self) -> None:
+        self.lock = RLock()
+        self.push: UnderWay | None = None
+        self.failed: BaseException | None = None
 
 
 @final
@@ -37,6 +63,34 @@ class Sides:
     ends: Ends
     source: Mesh | None
     target: Mesh | None
+    use: Use = field(default_factory=Use)
+
+    @contextmanager
+    def calling(self, by: UnderWay | None = None) -> Iterator[None]:
+        """In this context, this rank makes calls that every rank of the link makes. Waits for another push than `by`.
+
+        Raises TransferFailed at once if an earlier call failed. An error that only some ranks may have makes all later calls fail.
+        """
+        use = self.use
+        if use.push is not None and use.push is not by:
+            use.push.settle()
+        with use.lock:
+            if use.failed is not None:
+                raise TransferFailed(
+                    "the link cannot be used any more, because an earlier transfer failed",
+                    given=str(use.failed) or type(use.failed).__name__,
+                    expected="a link whose ranks have all made the same calls",
+                    hint="link.reopen() connects the ranks that are left; the meshes of both sides remain open",
+                    version=getattr(use.failed, "version", None),
+                    missing=getattr(use.failed, "missing", ()),
+                ) from use.failed
+            try:
+                yield
+            except (TransferMismatch, SourceChanged):
+                raise  # on every rank, at the same call
+            except BaseException as error:
+                use.failed = error
+                raise
 
     @property
     def me(self) -> int:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -118,16 +120,16 @@ class Region(NamedTuple):
 
     def write(self, begin: Sequence[int], end: Sequence[int], values: Tensor) -> None:
         """Write the values of a box within this one."""
-        if self.units is None:
-            held, inside = self._covering(begin, end)
-            held[inside].copy_(values)
-            return
-        whole, inside = self._covering(begin, end)
-        whole[inside].copy_(values)
-        first, last = self._units(begin, end)
-        self.held.narrow(self.units, first, last - first).copy_(
-            whole.unflatten(self.units, (last - first, self.held.shape[self.units + 1]))
-        )
+        # torch refuses to write an inference tensor outside of inference mode.
+        with torch.inference_mode() if self.held.is_inference() else nullcontext():
+            whole, inside = self._covering(begin, end)
+            whole[inside].copy_(values)
+            if self.units is None:
+                return
+            first, last = self._units(begin, end)
+            self.held.narrow(self.units, first, last - first).copy_(
+                whole.unflatten(self.units, (last - first, self.held.shape[self.units + 1]))
+            )
 
     def _units(self, begin: Sequence[int], end: Sequence[int]) -> tuple[int, int]:
         """Return the first unit that a box touches, and the one after the last."""
