@@ -25,7 +25,7 @@ from meshcomm.layout.sizes import whole
 from meshcomm.parallel.tensor.parameters import Kept, fused_parts
 from meshcomm.transfer.agree import Agreement, Manifest, Row
 from meshcomm.transfer.plan import Plan, located
-from meshcomm.transfer.run import Room, Run
+from meshcomm.transfer.run import Room, Run, Schedule
 from meshcomm.transfer.sides import BOTH, LINK, SideName, Sides
 from meshcomm.transfer.tensors import Region, memory_of, placement_of, regions
 
@@ -139,9 +139,10 @@ class Weights:
         atomic: Atomic,
         on_commit: Callable[[int], object] | None,
         lazy: bool,
+        call: str,
     ) -> None:
         self._sides, self._plan, self._staging, self._on_commit = sides, plan, staging, on_commit
-        self._lazy = lazy
+        self._lazy, self._call = lazy, call
         self.names = tuple(entry.name for entry in agreement.entries)
         self.version: int | None = None
         self._torn = "no version has arrived"
@@ -155,6 +156,7 @@ class Weights:
         self._spare = (
             {number: _spare(room) for number, room in self._targets.items()} if staging == "whole" else {}
         )
+        self._run = Run(Schedule(plan, sides), self._sources, self._spare or self._targets)
         self._whole_copy = self._copy_dims(atomic)
 
     def _rooms(
@@ -305,9 +307,7 @@ class Weights:
         """Return the version that all sources push. Raises TransferMismatch."""
         number = -1 if push is None else push.version
         source = self._sides.source is not None
-        ours = [number, -number] if source else [-1, -(2**62)]
-        reduced = self._reduced(ours)
-        most, least = reduced[0], -reduced[1]
+        least, most = self._sides.meet(self._call, *((number, number) if source else (2**62, -1)))
         if most != least:
             versions = self._sides.of_all(number)
             problems = [
@@ -326,9 +326,6 @@ class Weights:
         x = torch.tensor(values, dtype=torch.int64, device=mesh.device)
         greatest: list[int] = mesh.all_reduce(LINK, x, op="max").tolist()
         return greatest
-
-    def _run(self) -> None:
-        Run(self._plan, self._sides, self._sources, self._spare or self._targets)()
 
     def _unchanged(self, version: int) -> None:
         """Raise SourceChanged on every rank if a source tensor is another than when it was pushed."""
