@@ -190,6 +190,8 @@ class SourceChanged(MeshcommError):
 
 class WeightsTorn(MeshcommError):
     """The weights on this rank are not those of one version: none has arrived, or the last one was interrupted."""
+
+
 class TransferTimeout(CommunicationError):
     """One side of a link did not come in time: the whole `side`, "source" or "target", or some of its ranks.
 

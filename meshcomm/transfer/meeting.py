@@ -296,8 +296,11 @@ class _Call:
         except RuntimeError as error:
             raise _lost(self.mesh, self.name, error) from error
         if (kind := met.pop("kind", None)) is not None:
-            lists = {each: tuple(met[each]) for each in ("missing", "mismatched_ranks") if each in met}
-            raise _KINDS.get(kind, MeshcommError)(**{**met, **lists})
+            lists: dict[str, Any] = {
+                each: tuple(met[each]) for each in ("missing", "mismatched_ranks") if each in met
+            }
+            met.update(lists)
+            raise _KINDS.get(kind, MeshcommError)(**met)
         return met
 
     def open(self, store: Any, link: str, source: Side, target: Side, backend: str) -> Mesh:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -9,6 +10,7 @@ from threading import RLock
 from typing import Any, Final, Literal, Protocol, TypeAlias, TypeVar, final
 
 import numpy as np
+import torch
 
 from meshcomm.errors import SourceChanged, TransferFailed, TransferMismatch
 from meshcomm.layout import Layout
@@ -126,6 +128,24 @@ class Sides:
                 names.append(f"rank {rank} of the {side} ({coords})")
         return " and ".join(names)
 
+    def meet(self, call: str, least: int, most: int, flag: bool = False) -> tuple[int, int, bool]:
+        """Return the least `least` and the greatest `most` of all ranks, and whether any rank has the flag. Every call along the
+        link begins with this.
+
+        call: equal on all ranks. Called by: every rank of the link. Raises TransferMismatch on all ranks that make different calls.
+        """
+        code = int.from_bytes(hashlib.sha256(call.encode()).digest()[:7])
+        ours = torch.tensor([code, -code, least, -most, -flag], dtype=torch.int64, device=self.mesh.device)
+        first, last, lowest, highest, flagged = self.mesh.all_reduce(LINK, ours, op="min").tolist()
+        if first != -last:
+            calls = by_value(self.of_all(call))
+            raise self.refuse(
+                "the ranks of a link make different calls",
+                [f"{call} on {self.ranks(numbers)}" for call, numbers in calls.items()],
+                "all ranks of both sides make the same calls in the same order; push() on one side meets pull() on the other",
+            )
+        return lowest, -highest, flagged < 0
+
     def of_all(self, mine: Any) -> list[Any]:
         """Return each rank's plain data, by coord along `link`. Called by: every rank of the link."""
         return self.mesh.objects.all_gather(LINK, mine)
@@ -141,6 +161,21 @@ class Sides:
             problems=tuple(problems),
             **facts,
         )
+
+    def ranks(self, numbers: Iterable[int]) -> str:
+        """Return ranks as text, from their coords along `link`."""
+        numbers = [*numbers]
+        return "; ".join(
+            self.ranks_of(side, positions)
+            for side in BOTH
+            if (positions := [at for n in numbers if (at := self.position(side, n)) is not None])
+        )
+
+    def differences(self, what: str, values: Sequence[Any]) -> list[str]:
+        """Return a text if not all values are equal, which are listed by the coord along `link`."""
+        by_rank = by_value(values, repr)
+        listed = (f"{value} on {self.ranks(numbers)}" for value, numbers in by_rank.items())
+        return [f"{what} differs: {', '.join(listed)}"] if len(by_rank) > 1 else []
 
     def ranks_of(self, side: SideName, positions: Iterable[int]) -> str:
         """Return ranks of a side as text, from their positions."""

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from meshcomm.comm.checks import value_of
 from meshcomm.errors import LayoutError, ShapeError
 from meshcomm.layout import Layout
 from meshcomm.parallel.tensor import local
@@ -58,6 +59,12 @@ def placement_of(tensor: Tensor | Kept, layout: Layout, rank: int) -> Placement:
 def _read_splits(tensor: DTensor, layout: Layout, rank: int, splits: list[list[Split]]) -> None:
     """Add the splits of a DTensor to those of each axis."""
     mesh = tensor.device_mesh
+    if mesh.get_coordinate() is None:
+        raise LayoutError(
+            "a DTensor lies on a DeviceMesh without this rank",
+            given=f"{mesh} on rank {rank}",
+            expected="a DeviceMesh of the mesh, which all its ranks are on",
+        )
     # A shard with a split factor splits parts that dims to its right have split before, FSDP's of tensor parallel parts. Going
     # from right to left, each dim's place among the splits so far is known.
     for number in reversed(range(mesh.ndim)):
@@ -149,7 +156,8 @@ class Region(NamedTuple):
 
 def memory_of(tensor: Tensor | Kept) -> Tensor:
     """Return this rank's memory for a tensor, without a copy."""
-    return local((tensor.tensor if isinstance(tensor, Kept) else tensor).detach())
+    held: Tensor = value_of(local((tensor.tensor if isinstance(tensor, Kept) else tensor).detach()))
+    return held
 
 
 def regions(tensor: Tensor | Kept, where: Located, position: int) -> list[Region]:

@@ -35,7 +35,7 @@ from meshcomm.transfer.changes import mark_of, places_of
 from meshcomm.transfer.decisions import Cause, Decisions
 from meshcomm.transfer.plan import Plan, located
 from meshcomm.transfer.readers import Readers
-from meshcomm.transfer.run import Room, Run
+from meshcomm.transfer.run import Room, Run, Schedule
 from meshcomm.transfer.sides import BOTH, LINK, SideName, Sides
 from meshcomm.transfer.tensors import Region, memory_of, placement_of, regions
 
@@ -60,8 +60,8 @@ def manifest_of(
     sides: Sides,
     side: SideName,
     tensors: Mapping[str, Tensor | Kept],
-    only: Sequence[str] | None,
-    skip: Sequence[str],
+    only: tuple[str, ...] | None,
+    skip: tuple[str, ...],
     cast: torch.dtype | None,
 ) -> Manifest:
     """Return what this rank brings to a side."""
@@ -80,7 +80,7 @@ def manifest_of(
         except MeshcommError as error:
             problem = f"{error.what}: {error.given}"
         rows.append(Row(name, memory.dtype, facts, tied, problem))
-    return Manifest(rows, None if only is None else tuple(only), tuple(skip), cast)
+    return Manifest(rows, only, skip, cast)
 
 
 @final
@@ -179,36 +179,52 @@ class Weights:
 
     def __init__(
         self,
-        sides: Sides,
-        plan: Plan,
-        agreement: Agreement,
         models: Mapping[SideName, Model],
+        filters: tuple[tuple[str, ...] | None, tuple[str, ...]],
+        cast: torch.dtype | None,
         staging: Staging,
         atomic: Atomic,
         on_commit: Callable[[int], object] | None,
         lazy: bool,
     ) -> None:
-        self._sides, self._plan, self._staging, self._on_commit = sides, plan, staging, on_commit
-        self._lazy, self._models, self._agreement = lazy, models, agreement
-        self.names = tuple(entry.name for entry in agreement.entries)
+        self._models, self._filters, self._cast, self._staging = models, filters, cast, staging
+        self.atomic, self._on_commit, self._lazy = atomic, on_commit, lazy
         self.version: int | None = None
         self._torn = "no version has arrived"
         self._readers = Readers()
+        # Where arriving values wait until all ranks of the copy have theirs, and where those of a snapshot are sent from.
+        self._spare: dict[int, Room] = {}
+        self._copied: dict[int, Room] = {}
+        self._before: dict[str, Any] = {}
+
+    def manifests(self, sides: Sides) -> dict[SideName, Manifest]:
+        """Return what this rank brings to each side that it is on."""
+        return {
+            side: manifest_of(
+                sides, side, tensors_of(model), *self._filters, self._cast if side == "source" else None
+            )
+            for side, model in self._models.items()
+        }
+
+    def connect(self, sides: Sides, plan: Plan, agreement: Agreement, call: str) -> None:
+        """Use a link, on which all ranks have agreed on these tensors. Called by: every rank of it."""
+        self._sides, self._plan, self._agreement, self._call = sides, plan, agreement, call
+        self.names = tuple(entry.name for entry in agreement.entries)
         # The tensors that are sent from or written to their own memory, and where this lies.
         self._tensors: dict[SideName, dict[str, Tensor | Kept]] = {}
         self._places: dict[SideName, dict[str, Any]] = {}
-        for side in models:
+        for side in self._models:
             self._look(side)
             self._places[side] = places_of(self._tensors[side])
         self._sources, self._targets = self._rooms("source"), self._rooms("target")
-        # Where arriving values wait until all ranks of the copy have theirs, and where those of a snapshot are sent from.
-        self._spare = _spare(self._targets) if staging == "whole" else {}
-        self._copied: dict[int, Room] = {}
-        self._before: dict[str, Any] = {}
+        self._spare = _spare(self._targets) if self._staging == "whole" else {}
+        self._copied = {}
+        self._schedule = Schedule(plan, sides)
+        self._run = Run(self._schedule, self._sources, self._spare or self._targets)
         first = int(sides.numbers("target")[0])
         token = sides.mesh.objects.broadcast(LINK, uuid4().hex if sides.me == first else None, src=first)
         self._timeout_s = sides.mesh.plan.defaults.timeout_s
-        self._decisions = Decisions(sides, token, self._copies(atomic), self._timeout_s)
+        self._decisions = Decisions(sides, token, self._copies(self.atomic), self._timeout_s)
 
     def _look(self, side: SideName) -> str:
         """Read the tensors of this rank's model; return what is wrong if their memory is another than at first, or ""."""
@@ -377,9 +393,9 @@ class Weights:
         problem = "" if push is None else push._problem
         if self._sides.target is not None:
             problem = problem or self._look("target")
-        ours = [number, -number] if self._sides.source is not None else [-1, -(2**62)]
-        most, least, is_wrong = self._reduced([*ours, bool(problem)])
-        if most == -least and not is_wrong:
+        versions = (number, number) if self._sides.source is not None else (2**62, -1)
+        least, most, is_wrong = self._sides.meet(self._call, *versions, bool(problem))
+        if most == least and not is_wrong:
             return most
         told = self._sides.of_all([number, problem])
         labels = [self._sides.label(at) for at in range(len(told))]
@@ -405,7 +421,10 @@ class Weights:
         if self._targets and self._staging == "buckets":
             with self._readers.writing(self._timeout_s):
                 self._tear(f"version {version} was interrupted")
-        Run(self._plan, self._sides, self._copied or self._sources, self._spare or self._targets)()
+        run = self._run
+        if self._copied:
+            run = Run(self._schedule, self._copied, self._spare or self._targets)
+        run()
 
     def _unchanged(self, version: int) -> None:
         """Raise SourceChanged on every rank if a source tensor is another than when it was pushed."""

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from contextlib import ExitStack
 from math import prod
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import meshcomm
+from meshcomm.transfer import plan
 from tests.transfer.oracle import Case, Grid, random_axes, random_case, random_grid
 
 DTYPES = (
@@ -65,7 +69,7 @@ def random_pair(seed: int, world: int) -> Pair:
 def _mesh_keys(draw: random.Random, grid: Grid) -> dict[str, Any]:
     """Return a mesh in which the dims of a grid are dims, dims of a view, or merged dims."""
     keys: dict[str, Any] = {"ranks": sorted(grid.order), "rank_order": grid.order}
-    dims = {name: size for name, size in grid.dims.items()}
+    dims = dict(grid.dims)
     kind = draw.random()
     if kind < 0.2:
         return {**keys, "dims": {"all": prod(dims.values())}, "views": {"grid": dims}}
@@ -74,9 +78,7 @@ def _mesh_keys(draw: random.Random, grid: Grid) -> dict[str, Any]:
         parts = {
             part: size
             for name, of_name in dims.items()
-            for part, size in (
-                [(f"{name}a", 2), (f"{name}b", 2)] if name == merged else [(name, of_name)]
-            )
+            for part, size in ([(f"{name}a", 2), (f"{name}b", 2)] if name == merged else [(name, of_name)])
         }
         return {**keys, "dims": parts, "merge": {merged: [f"{merged}a", f"{merged}b"]}}
     return {**keys, "dims": dims}
@@ -96,7 +98,9 @@ def strided(values: Tensor, draw: random.Random) -> Tensor:
     """Return equal values, often in memory with other strides."""
     kind = draw.random()
     if values.ndim and kind < 0.25:
-        return values.T.contiguous().T if values.ndim == 2 else values.movedim(0, -1).contiguous().movedim(-1, 0)
+        return (
+            values.T.contiguous().T if values.ndim == 2 else values.movedim(0, -1).contiguous().movedim(-1, 0)
+        )
     if values.ndim and kind < 0.5:
         room = torch.empty([2 * size + 1 for size in values.shape], dtype=values.dtype)
         held = room[tuple(slice(1, None, 2) for _ in values.shape)]
@@ -109,41 +113,52 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
     """Return whether two tensors have the same dtype, shape and bits."""
     if one.dtype != other.dtype or one.shape != other.shape:
         return False
-    return torch.equal(*(each.contiguous().reshape(-1).view(torch.uint8) for each in (one, other)))
+    return torch.equal(*(_bytes(each.clone(memory_format=torch.contiguous_format)) for each in (one, other)))
+
+
+def _bytes(contiguous: Tensor) -> Tensor:
+    return contiguous.as_strided((contiguous.numel(),), (1,)).view(torch.uint8)
 
 
 def poisoned(values: Tensor, draw: random.Random) -> Tensor:
     """Return memory for `values`, filled with ones bits: NaN for floats."""
     blank = torch.ones_like(values, memory_format=torch.contiguous_format)
     if values.dtype != torch.bool:
-        blank.reshape(-1).view(torch.uint8).fill_(255)
+        _bytes(blank).fill_(255)
     return strided(blank, draw)
 
 
 def check_pair(seed: int, world: int, rank: int) -> None:
-    """Transfer a pair's tensor twice and compare. Called by: every rank of the job."""
+    """Transfer a pair's tensor three times and compare. Called by: every rank of the job."""
     pair = random_pair(seed, world)
     shape = [sum(size for _, size, _ in axis) for axis in pair.source.axes]
     draw = random.Random(seed * 1000 + rank)
-    with meshcomm.init(**pair.source_mesh, device="cpu") as source:
-        with source if pair.reused else meshcomm.init(**pair.target_mesh, device="cpu") as target:
-            with meshcomm.link(source, target, stripes=pair.stripes, bucket_bytes=pair.bucket_bytes) as link:
-                if not link.is_member:
-                    return
-                for turn in range(2):
-                    whole = random_whole(shape, pair.dtype, seed + turn)
-                    x = out = wanted = None
-                    if rank in pair.source.grid.order:
-                        own = pair.source.part(whole, pair.source.grid.order.index(rank))
-                        assert own is not None
-                        x = strided(own, draw)
-                    if rank in pair.target.grid.order:
-                        wanted = pair.target.part(whole, pair.target.grid.order.index(rank))
-                        assert wanted is not None
-                        out = poisoned(wanted, draw)
-                    result = link.transfer(x, out, pair.pattern, **pair.source.sizes)
-                    assert result is out
-                    if out is not None and wanted is not None:
-                        assert same_bits(out, wanted), (seed, pair, out, wanted)
-                    if x is not None:
-                        assert same_bits(x, own), seed
+    with ExitStack() as stack:
+        source = target = stack.enter_context(meshcomm.init(**pair.source_mesh, device="cpu"))
+        if not pair.reused:
+            target = stack.enter_context(meshcomm.init(**pair.target_mesh, device="cpu"))
+        link = stack.enter_context(
+            meshcomm.link(source, target, stripes=pair.stripes, bucket_bytes=pair.bucket_bytes)
+        )
+        for turn in range(3 if link.is_member else 0):
+            whole = random_whole(shape, pair.dtype, seed + turn)
+            own, wanted = (
+                case.part(whole, case.grid.order.index(rank)) if rank in case.grid.order else None
+                for case in (pair.source, pair.target)
+            )
+            x = None if own is None else strided(own, draw)
+            out = None if wanted is None else poisoned(wanted, draw)
+            assert link.transfer(x, out, pair.pattern, **pair.source.sizes) is out
+            assert wanted is None or same_bits(out, wanted), f"{seed}: {pair}\n{out}\n{wanted}"
+            assert own is None or same_bits(x, own), f"{seed}: x changed"
+
+
+def check_pairs_on_process(seeds: Sequence[int], least_striped_bytes: int) -> None:
+    """Transfer pairs on a rank of a job of processes. least_striped_bytes: see plan.py; small tensors have stripes only with 0."""
+    dist.init_process_group("gloo")
+    try:
+        with patch.object(plan, "_LEAST_STRIPED_BYTES", least_striped_bytes):
+            for seed in seeds:
+                check_pair(seed, dist.get_world_size(), dist.get_rank())
+    finally:
+        dist.destroy_process_group()

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import meshcomm
@@ -18,12 +18,18 @@ from tests.two_jobs import Place, run, values
 
 def whole(seed: int = 0) -> dict[str, Tensor]:
     draw = torch.Generator().manual_seed(seed)
-    return {"a": torch.randn(7, 5, generator=draw), "b": torch.randn(3, generator=draw), "c": torch.randn((), generator=draw)}
+    return {
+        "a": torch.randn(7, 5, generator=draw),
+        "b": torch.randn(3, generator=draw),
+        "c": torch.randn((), generator=draw),
+    }
 
 
 def linked(place: Place, mesh: meshcomm.Mesh, port: int, **keys: Any) -> Link:
     side = {"trainer": "source", "generator": "target"}[place.job]
-    return meshcomm.link(**{side: mesh}, name="policy", store=f"tcp://127.0.0.1:{port}", timeout_s=30.0, **keys)
+    return meshcomm.link(
+        **{side: mesh}, name="policy", store=f"tcp://127.0.0.1:{port}", timeout_s=30.0, **keys
+    )
 
 
 def model_of(mesh: meshcomm.Mesh, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -47,7 +53,9 @@ def _versions(place: Place, port: int) -> list[int]:
         link.transfer(x, out, "n/dp k -> n k/dp")
         if out is not None:
             assert torch.equal(out, full.chunk(2, 1)[place.rank])
-        model = model_of(mesh, whole() if place.job == "trainer" else {n: x * torch.nan for n, x in whole().items()})
+        model = model_of(
+            mesh, whole() if place.job == "trainer" else {n: x * torch.nan for n, x in whole().items()}
+        )
         weights, seen = link.weights(model), []
         for version in (1, 5):
             if place.job == "trainer":
