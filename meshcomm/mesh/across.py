@@ -25,6 +25,7 @@ from meshcomm.mesh.devices import check_backends
 from meshcomm.mesh.groups import GroupMaker
 from meshcomm.mesh.mesh import Mesh
 from meshcomm.mesh.rank_failure import end_by
+from meshcomm.mesh.rank_record import RankRecord
 from meshcomm.mesh.runtime import WORLD
 from meshcomm.mesh.state import Held, State
 from meshcomm.mesh.watchdog import Watchdog, WatchOptions
@@ -194,6 +195,7 @@ def _created(
             host=host,
         )
         watch = Watchdog(prefixed("mesh/watch", held.store), rank, mine.coords, world_size, options)
+        held.resources.callback(_cut_after_failure, watch.own, connections)
     else:
         transports[DIM] = SoloTransport(device, plan.defaults.backend)
     return State(
@@ -216,6 +218,12 @@ def _created(
         reopen=None,
         of_job=False,
     )
+
+
+def _cut_after_failure(own: RankRecord, connections: Connections) -> None:
+    """Let the others know at once that this process has left: an error that is kept may keep the group, and its connections."""
+    if own.failed is not None:
+        connections.cut()
 
 
 def _launch(of_job: Launch, rank: int, world_size: int, agreed: Agreed) -> Launch:

@@ -115,7 +115,8 @@ def lost(place: Place, victim: int, sign: int, timeout_s: float, port: int) -> A
     if place.number == others[0]:
         place.until("over", *others)
         (process,) = place.until("warm", victim)
-        os.kill(process, signal.SIGKILL)
+        if sign == signal.SIGSTOP:
+            os.kill(process, signal.SIGKILL)
     return found
 
 
@@ -124,10 +125,11 @@ def test_a_loss_on_either_side_is_named_on_both(
     pool: Pool, tmp_path: Path, victim: int, served: bool
 ) -> None:
     port = free_port() if served else 0
-    ended = run(pool, tmp_path, lost, victim, signal.SIGKILL, OPENS_S, port, source=2, target=2)
+    ended = run(pool, tmp_path, lost, victim, signal.SIGKILL, 20.0, port, source=2, target=2)
     assert ended.pop(victim).state == "died"
     for kind, text, missing, seconds in values(ended):
-        assert kind == "PeerLost" and missing == (victim,) and seconds < 20, text
+        # Gloo may lose a call whose connection breaks while it is written: it ends at the timeout.
+        assert kind == "PeerLost" and missing == (victim,) and seconds < 40, text
         assert f"rank {victim}" in text and "(link=" in text
 
 
@@ -163,7 +165,7 @@ def test_a_process_that_does_not_come_is_named(pool: Pool, tmp_path: Path) -> No
         assert "rank 2 of 4 never arrived to agree on the link policy/1" in text
 
 
-def refused_here() -> None:
+def refused_here(mesh: Mesh) -> None:
     with pytest.raises(UnsupportedOp, match="cannot be simulated"):
         across(dist.HashStore(), "policy/1", 0, 2, 1.0)
 
