@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple, final
 
 import numpy as np
 
-from meshcomm.errors import MeshcommError, RankLost, StoreError, StoreTimeout
+from meshcomm.errors import MeshcommError, RankLost, StoreTimeout
 from meshcomm.transfer.sides import Sides
 
 _COMMIT: Final = b"commit"
@@ -53,18 +53,26 @@ class Decisions:
         return f"transfer/{self._token}/{self._number if number is None else number}/{what}"
 
     def begin(self) -> None:
-        """Begin with the next version. Called by: every rank of the link, once all know that the last one has ended."""
-        if self._own is not None and self._number:
-            keys = [f"{self._copy}/voted/{self._position}", f"done/{self._position}"]
-            if self._position == self._members[0]:
-                keys += [f"{self._copy}/votes", f"{self._copy}/decision"]
-            for store, names in ((self._own, keys[:1] + keys[2:]), (self._link, keys[1:2])):
-                for name in names:
-                    store.delete_key(self._key(name))
-            if self._position == 0:
-                for name in ("reports", "problems", "outcome"):
-                    self._link.delete_key(self._key(name))
+        """Begin with the next version."""
         self._number += 1
+
+    def tidy(self) -> None:
+        """Remove what was stored about the last version. Called by: every rank of the link, once all have begun the next one."""
+        last = self._number - 1
+        if self._position is None or not last:
+            return
+        of_copy, of_link = [f"{self._copy}/voted/{self._position}"], [f"done/{self._position}"]
+        if self._position == self._members[0]:
+            of_copy += [f"{self._copy}/{what}" for what in ("votes", "decision", "written")]
+        if self._position == 0:
+            of_link += ["reports", "problems", "outcome"]
+        for store, names in ((self._own, of_copy), (self._link, of_link)):
+            for name in names:
+                store.delete_key(self._key(name, last))
+
+    def write(self) -> Cause | None:
+        """Tell the copy that this rank overwrites its weights; return None, or why it must not any more."""
+        return _cause(self._own.compare_set(self._key(f"{self._copy}/written"), "", _COMMIT))
 
     def vote(self) -> Cause | None:
         """Tell the copy that this rank has every byte; return None if the copy's ranks use the version, or why not.
@@ -86,13 +94,19 @@ class Decisions:
         except RankLost as lost:
             return self._decide(self.lost(lost.missing))
 
-    def abort(self, cause: Cause) -> Cause:
-        """Record that the version is not used, before this rank has voted. Return the first cause that a rank has recorded."""
-        with suppress(StoreError):
+    def abort(self, cause: Cause) -> tuple[Cause, bool]:
+        """Record that the version is not used, before this rank has voted.
+
+        Return the first cause that a rank has recorded, and whether ranks of this copy may have overwritten their weights.
+        """
+        is_written = self._own is not None
+        with suppress(MeshcommError):
             if self._own is not None:
+                written = self._key(f"{self._copy}/written")
+                is_written = self._own.compare_set(written, "", _text(cause)) == _COMMIT
                 self._decide(cause)
-            return self._outcome(cause) or cause
-        return cause
+            return self._outcome(cause) or cause, is_written
+        return cause, is_written
 
     def report(self, problem: str) -> None:
         """Tell all ranks of the link that this rank of the target uses the version. problem: what failed afterwards, or ""."""

@@ -365,9 +365,10 @@ class Weights:
         """Carry out a transfer on this rank, in whatever roles it has."""
         with self._sides.calling(push):
             version: int | None = None
+            self._decisions.begin()
             try:
                 version = self._agreed(push)
-                self._decisions.begin()
+                self._decisions.tidy()
                 self._move(version)
                 self._unchanged(version)
             except (SourceChanged, TransferMismatch):
@@ -418,8 +419,10 @@ class Weights:
         return greatest
 
     def _move(self, version: int) -> None:
-        if self._targets and self._staging == "buckets":
+        if self._sides.target is not None and self._staging == "buckets":
             with self._readers.writing(self._timeout_s):
+                if (cause := self._decisions.write()) is not None:
+                    raise self._failure(cause, version)
                 self._tear(f"version {version} was interrupted")
         run = self._run
         if self._copied:
@@ -501,7 +504,9 @@ class Weights:
     def _abort(self, error: BaseException, version: int | None) -> NoReturn:
         """Let no rank use the version, and raise the error that says why: that of the first rank that failed."""
         cause = self._cause(error)
-        first = self._decisions.abort(cause)
+        first, is_written = self._decisions.abort(cause)
+        if is_written and self._staging == "buckets":
+            self._tear(f"{cause.what}, when ranks of this copy may have begun to write the next version")
         if not isinstance(error, MeshcommError | TimeoutError):
             raise error
         raise self._failure(first if first.missing else cause, version, str(error)) from error
@@ -509,6 +514,8 @@ class Weights:
     def _cause(self, error: BaseException) -> Cause:
         me, missing = self._sides.me, getattr(error, "missing", ())
         if isinstance(error, CommunicationError):
+            if isinstance(error, TransferFailed):
+                return Cause(error.what)
             lost = isinstance(error, PeerLost | RankLost)
             who = "was lost" if lost else f"did not come within {self._timeout_s:g} s"
             return self._decisions.lost(missing, who) if missing else Cause(error.what)
