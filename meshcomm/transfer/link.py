@@ -251,8 +251,7 @@ class Link:
             settings = {**self._settings, "atomic": weights.atomic}
             agreement = agree_on_weights(self._sides, weights.manifests(self._sides), settings)
             self._count += 1
-            call = f"push() or pull() of link.weights() number {self._count}"
-            weights.connect(self._sides, self._plan(agreement.entries), agreement, call)
+            weights.connect(self._sides, self._plan(agreement.entries), agreement, self._count)
 
     def reopen(self) -> None:
         """Connect again after ranks were lost, with the jobs that are there now, and agree again on all `weights` of this link.

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import copy_context
 from typing import Any, Literal, NoReturn, TypeAlias, final
-from uuid import uuid4
 from weakref import WeakSet
 
 import numpy as np
@@ -206,9 +205,10 @@ class Weights:
             for side, model in self._models.items()
         }
 
-    def connect(self, sides: Sides, plan: Plan, agreement: Agreement, call: str) -> None:
-        """Use a link, on which all ranks have agreed on these tensors. Called by: every rank of it."""
-        self._sides, self._plan, self._agreement, self._call = sides, plan, agreement, call
+    def connect(self, sides: Sides, plan: Plan, agreement: Agreement, number: int) -> None:
+        """Use a link, on which all ranks have agreed on these tensors. number: of the agreement, among those on the link."""
+        self._sides, self._plan, self._agreement = sides, plan, agreement
+        self._call = f"push() or pull() of link.weights() number {number}"
         self.names = tuple(entry.name for entry in agreement.entries)
         # The tensors that are sent from or written to their own memory, and where this lies.
         self._tensors: dict[SideName, dict[str, Tensor | Kept]] = {}
@@ -221,8 +221,7 @@ class Weights:
         self._copied = {}
         self._schedule = Schedule(plan, sides)
         self._run = Run(self._schedule, self._sources, self._spare or self._targets)
-        first = int(sides.numbers("target")[0])
-        token = sides.mesh.objects.broadcast(LINK, uuid4().hex if sides.me == first else None, src=first)
+        token = f"{sides.mesh._state.held.prefix}/{number}"
         self._timeout_s = sides.mesh.plan.defaults.timeout_s
         self._decisions = Decisions(sides, token, self._copies(self.atomic), self._timeout_s)
 
