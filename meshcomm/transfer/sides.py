@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from threading import RLock
 from typing import Any, Final, Literal, Protocol, TypeAlias, TypeVar, final
@@ -12,7 +12,7 @@ from typing import Any, Final, Literal, Protocol, TypeAlias, TypeVar, final
 import numpy as np
 import torch
 
-from meshcomm.errors import SourceChanged, TransferFailed, TransferMismatch
+from meshcomm.errors import MeshcommError, SourceChanged, TransferFailed, TransferMismatch
 from meshcomm.layout import Layout
 from meshcomm.layout.sizes import ranks_text
 from meshcomm.mesh import Mesh
@@ -92,6 +92,9 @@ class Sides:
                 raise  # on every rank, at the same call
             except BaseException as error:
                 use.failed = error
+                # Its connections break, so that no other rank waits for this one until the timeout.
+                with suppress(MeshcommError, RuntimeError):
+                    self.mesh._state.close(compare=False)
                 raise
 
     @property
