@@ -38,6 +38,7 @@ ORDER = [
     "simulator",
     "parallel",
     "models",
+    "transfer",
     "train",
     "dryrun",
     "testing",

@@ -6,18 +6,17 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, final
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from meshcomm.errors import LayoutError, MeshcommError, PatternError
+from meshcomm.errors import LayoutError, MeshcommError
 from meshcomm.layout.sizes import fold
 from meshcomm.mesh import Mesh, init
 from meshcomm.mesh.runtime import WORLD
 from meshcomm.transfer.agree import TensorFacts, agree_on_tensor, agree_on_weights
-from meshcomm.transfer.placement import axes_of
-from meshcomm.transfer.plan import Ends, Plan, located
+from meshcomm.transfer.placement import axes_of, placements_of
+from meshcomm.transfer.plan import BUCKET_BYTES, Ends, Plan, located
 from meshcomm.transfer.run import Room, Run
 from meshcomm.transfer.sides import BOTH, LINK, SideName, Sides
 from meshcomm.transfer.tensors import placement_of, regions
@@ -27,11 +26,9 @@ if TYPE_CHECKING:
     from meshcomm.parallel.tensor.parameters import Kept
     from meshcomm.transfer.weights import Atomic, Model, Staging, Weights
 
-_BUCKET_BYTES = 64 << 20
-
 
 def link(
-    source: Mesh, target: Mesh, *, stripes: Sequence[str] | None = None, bucket_bytes: int = _BUCKET_BYTES
+    source: Mesh, target: Mesh, *, stripes: Sequence[str] | None = None, bucket_bytes: int = BUCKET_BYTES
 ) -> Link:
     """Connect the ranks of two meshes, so that tensors can be sent from any split on one to any split on the other.
 
@@ -63,12 +60,8 @@ def link(
         backend=defaults.backend,
         timeout_s=max(defaults.timeout_s, target.plan.defaults.timeout_s),
     )
-    numbers = [
-        np.searchsorted(ranks, [layout.rank_of(at) for at in range(layout.world_size)]) for layout in layouts
-    ]
     per_node = mesh.topology.ranks_per_node
-    nodes = None if per_node is None else np.array(ranks) // per_node
-    ends = Ends(*layouts, numbers[0], numbers[1], nodes)
+    ends = Ends.of(*layouts, None if per_node is None else lambda ranks: ranks // per_node)
     members = [side if side.is_member else None for side in (source, target)]
     return Link(Sides(mesh, ends, *members), stripes, bucket_bytes)
 
@@ -85,7 +78,7 @@ class Link:
     def __init__(self, sides: Sides, stripes: Sequence[str] | None, bucket_bytes: int) -> None:
         self.mesh, self.is_member = sides.mesh, sides.mesh.is_member
         self._sides, self._bucket_bytes = sides, bucket_bytes
-        self._stripes = _default_stripes(sides.ends) if stripes is None else tuple(stripes)
+        self._stripes = sides.ends.default_stripes if stripes is None else tuple(stripes)
         for dim in self._stripes:
             sides.ends.target.digits(dim)
         # Agreements by this rank's call, and the number that all ranks know each of them by.
@@ -190,7 +183,7 @@ class Link:
             return f"passed {'x' if side == 'source' else 'out'}={tensor!r}"
         try:
             if text is not None:
-                own = _side_of(text, side)
+                own = placements_of(text)[BOTH.index(side)]
                 local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
                 names = {section.name for axis in axes_of(own) for section in axis}
                 known = {name: size for name, size in sizes.items() if name in names}
@@ -236,39 +229,3 @@ class Link:
     def __repr__(self) -> str:
         sizes = [self._sides.layout(side).dims for side in BOTH]
         return f"Link({' -> '.join(str(dict(dims)) for dims in sizes)}; ranks {fold(self.mesh.layout.ranks)})"
-
-
-def _side_of(text: str, side: SideName) -> str:
-    """Return one side of `left -> right`. Raises PatternError."""
-    sides = text.split("->") if isinstance(text, str) else []
-    if len(sides) != 2:
-        raise PatternError(
-            "a transfer needs two placements",
-            given=repr(text),
-            expected='the placement on the source, "->", and the placement on the target, as in "n/tp/fsdp k -> n/tp k"',
-        )
-    names = [[section.name for axis in axes_of(part) for section in axis] for part in sides]
-    if names[0] != names[1]:
-        raise PatternError(
-            "the two placements have different axes",
-            given=f"{' '.join(names[0])} -> {' '.join(names[1])}",
-            expected="the same axes and sections in the same order: a transfer only changes where parts lie",
-            hint="rearrange the tensor before or after it",
-        )
-    return sides[0 if side == "source" else 1].strip()
-
-
-def _default_stripes(ends: Ends) -> tuple[str, ...]:
-    """Return the dims of the target along which copies share what they receive: see `link`."""
-    nodes, layout = ends.nodes, ends.target
-    if nodes is None or len(set(nodes.tolist())) == 1 or ends.overlap:
-        return ()
-    if ends.source.world_size < layout.world_size:
-        return tuple(layout.dims)
-    groups = {dim: nodes[ends.target_ranks[_positions(layout, dim)]] for dim in layout.dims}
-    return tuple(dim for dim, places in groups.items() if (places == places[:, :1]).all())
-
-
-def _positions(layout: Any, dim: str) -> Any:
-    """Return the positions of each group along a dim, of shape (groups, size)."""
-    return layout.others(dim).offsets()[:, None] + layout.digits(dim).offsets()

@@ -185,6 +185,26 @@ def axes_of(text: object) -> tuple[Axis, ...]:
     return tuple(axes)
 
 
+def placements_of(text: object) -> tuple[str, str]:
+    """Return both sides of `placement -> placement`, with the same axes. Raises PatternError."""
+    sides = text.split("->") if isinstance(text, str) else []
+    if len(sides) != 2:
+        raise PatternError(
+            "a transfer needs two placements",
+            given=repr(text),
+            expected='the placement on the source, "->", and the placement on the target, as in "n/tp/fsdp k -> n/tp k"',
+        )
+    names = [[section.name for axis in axes_of(part) for section in axis] for part in sides]
+    if names[0] != names[1]:
+        raise PatternError(
+            "the two placements have different axes",
+            given=f"{' '.join(names[0])} -> {' '.join(names[1])}",
+            expected="the same axes and sections in the same order: a transfer only changes where parts lie",
+            hint="rearrange the tensor before or after it",
+        )
+    return sides[0].strip(), sides[1].strip()
+
+
 def _splits(text: str, listed_splits: str) -> tuple[Split, ...]:
     splits = []
     for part in listed_splits.split("/")[1:]:
