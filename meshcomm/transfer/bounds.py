@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from meshcomm.layout.layout import Ranks
 from meshcomm.transfer.placement import Block, Ints, Placement
-from meshcomm.transfer.plan import Ends, Entry, Leg, held_by_reader, located
+from meshcomm.transfer.plan import Ends, Entry, Leg, elements_of, held_by_reader, located
 
 Sums = NDArray[np.float64]
 
@@ -44,7 +44,7 @@ def received(entries: Sequence[Entry], ends: Ends, units: Ranks | None = None) -
             # Rows are told apart by adding a multiple of the number of units.
             row = np.arange(len(readers))[:, None] * len(need)
             readers[np.isin(readers + row, holders + row) & (readers >= 0)] = -1
-            _add(need, readers, (pairs.end - pairs.begin).prod(axis=1, dtype=np.int64) * nbytes)
+            _add(need, readers, elements_of(pairs.begin, pairs.end) * nbytes)
     return need
 
 
@@ -64,7 +64,7 @@ def leaving(entries: Sequence[Entry], ends: Ends, units: Ranks) -> Sums:
             holders = units[ends.source_ranks[pairs.source[:, None] + pairs.source_copies]]
             readers = units[ends.target_ranks[pairs.target[:, None] + pairs.target_copies]]
             alone = (holders == holders[:, :1]).all(axis=1) & (readers != holders[:, :1]).any(axis=1)
-            elements = (pairs.end - pairs.begin).prod(axis=1, dtype=np.int64)
+            elements = elements_of(pairs.begin, pairs.end)
             _add(held, holders[alone, :1], elements[alone] * nbytes)
     return held
 
@@ -88,7 +88,7 @@ def sent(entries: Sequence[Entry], ends: Ends) -> SendBound:
         for leg, nbytes in _legs(entries, ends):
             for pairs in leg.pairs():
                 needed = ~held_by_reader(pairs, ends).all(axis=1)
-                elements = (pairs.end - pairs.begin).prod(axis=1, dtype=np.int64)
+                elements = elements_of(pairs.begin, pairs.end)
                 add(pairs.source_copies, pairs.source, elements * needed * nbytes)
     else:
         for (itemsize, source), count in Counter((entry.itemsize, entry.source) for entry in entries).items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -19,8 +20,18 @@ from meshcomm.predict.links import Machine, machine, places_of
 from meshcomm.show.page import Facts, View, as_text
 from meshcomm.show.transfer import transfer_view
 from meshcomm.transfer import bounds
-from meshcomm.transfer.placement import Placement, placements_of
-from meshcomm.transfer.plan import BUCKET_BYTES, Ends, Entry, Leg, Loads, Plan, Slice, assigned, sliced
+from meshcomm.transfer.placement import Ints, Placement, placements_of
+from meshcomm.transfer.plan import (
+    BUCKET_BYTES,
+    Ends,
+    Entry,
+    Leg,
+    Loads,
+    Plan,
+    assigned,
+    is_box,
+    sliced,
+)
 
 if TYPE_CHECKING:
     from meshcomm.layout import Plan as MeshPlan
@@ -149,8 +160,8 @@ def cost(
     ends = Ends.of(source, target, None if links is None else partial(_nodes, topology, links))
     chosen = ends.default_stripes if stripes is None else tuple(stripes)
     plan = Plan(ends, entries, stripes=chosen, bucket_bytes=bucket_bytes)
-    direct = Plan(ends, entries, bucket_bytes=bucket_bytes)
-    rounds, loads = plan.rounds(), plan.loads()
+    direct = Plan(ends, entries, bucket_bytes=bucket_bytes) if chosen else plan
+    loads, (messages, pieces) = plan.loads(), _counts(plan)
     need, least = bounds.received(entries, ends), bounds.sent(entries, ends)
     both = np.isin(ends.target_ranks, ends.source_ranks)
     nbytes = sum(int(np.prod(entry.source.shape, dtype=np.int64)) * entry.itemsize for entry in entries)
@@ -168,17 +179,17 @@ def cost(
             _load("target", "receives", target, loads.received[ends.target_ranks], float(need.max())),
         ],
         "kept_bytes": float(direct.loads().copied.sum()) if ends.overlap else 0.0,
-        "messages": _messages(plan, rounds),
-        "pieces": loads.pieces,
-        "rounds": len(rounds),
+        "messages": messages,
+        "pieces": pieces,
+        "rounds": len(plan.rounds()),
         "bucket_bytes": bucket_bytes,
-        "buffers_bytes": _buffers(plan, rounds),
+        "buffers_bytes": _buffers(plan),
         "links": [] if links is None else [str(level) for level in links.levels],
         "seconds": None,
     }
     if links is not None:
         others = [dim for dim in target.dims if target.size(dim) > 1]
-        striped = Plan(ends, entries, stripes=chosen or others, bucket_bytes=bucket_bytes)
+        striped = plan if chosen else Plan(ends, entries, stripes=others, bucket_bytes=bucket_bytes)
         along = _stripes(striped)
         places = places_of(topology, np.union1d(source.ranks, target.ranks))
         slowest = links.levels[-1] if len(np.unique(places // links.ranks_per_node)) > 1 else links.levels[0]
@@ -227,14 +238,14 @@ def _load(side: str, direction: str, layout: Layout, nbytes: Sums, bound: float 
 # -- messages and buffers -------------------------------------------------------------------------------
 
 
-def _messages(plan: Plan, rounds: Sequence[Sequence[Slice]]) -> int:
-    """Return how many messages all ranks send. What a rank sends another in a round is one message."""
+def _counts(plan: Plan) -> tuple[int, int]:
+    """Return how many messages and pieces all ranks send. What a rank sends another in a round is one message."""
     # Pairs of ranks only move with the coords at which a disjoint source holds a tensor, so they are counted once.
     numbers: dict[Any, int] = {}
     kinds: dict[Leg, tuple[int, Any]] = {}
-    known: dict[Any, int] = {}
-    total = 0
-    for parts in rounds:
+    known: dict[Any, tuple[int, int]] = {}
+    messages = pieces = 0
+    for parts in plan.rounds():
         legs = [plan.legs(plan.entries[part.entry])[part.leg] for part in parts]
         for leg in legs:
             if leg not in kinds:
@@ -243,30 +254,38 @@ def _messages(plan: Plan, rounds: Sequence[Sequence[Slice]]) -> int:
                 key = axes, leg.target.placement, () if moves else at, leg.ends.overlap
                 kinds[leg] = numbers.setdefault(key, len(numbers)), at if moves else ()
         places = {kinds[leg][1] for leg in legs}
-        slices = sorted({(kinds[leg][0], *part[2:]) for leg, part in zip(legs, parts, strict=True)})
-        key = tuple(slices) if len(places) == 1 else (tuple(slices), tuple(sorted({id(leg) for leg in legs})))
+        times = Counter(zip(legs, (part[2:] for part in parts), strict=True))
+        key = tuple(sorted((kinds[leg][0], *part, count) for (leg, part), count in times.items()))
+        if len(places) > 1:
+            key = (*key, *sorted((kinds[leg][0], kinds[leg][1]) for leg, _ in times))
         if key not in known:
-            known[key] = _pairs_of_ranks(dict(zip(legs, parts, strict=True)))
-        total += known[key]
-    return total
+            known[key] = _count(times)
+        messages, pieces = messages + known[key][0], pieces + known[key][1]
+    return messages, pieces
 
 
-def _pairs_of_ranks(legs: Mapping[Leg, Slice]) -> int:
-    """Return how many pairs of ranks exchange slices of pieces."""
-    keys = []
-    for leg, part in legs.items():
+def _count(times: Mapping[tuple[Leg, tuple[int, int]], int]) -> tuple[int, int]:
+    """Return how many messages and pieces ranks send in a round. times: how many tensors take each leg, in which chunk."""
+    keys: list[Ints] = []
+    pieces = 0
+    for (leg, (chunk, chunks)), count in times.items():
         for pairs in leg.pairs():
             every = assigned(pairs, leg.ends, leg.align)
-            begin, end = sliced(every.begin, every.end, part.chunk, part.chunks)
-            sent = ~every.is_local & (begin < end).all(axis=1)
-            keys.append(np.unique(every.source[sent] * leg.ends.size + every.target[sent]))
-    return len(np.unique(np.concatenate(keys))) if len(keys) > 1 else sum(map(len, keys))
+            begin, end = sliced(every.begin, every.end, chunk, chunks)
+            sent = ~every.is_local & is_box(begin, end)
+            keys.append(every.source[sent] * leg.ends.size + every.target[sent])
+            pieces += count * len(keys[-1])
+    if len(keys) == 1:
+        # What two parts have in common has a separate sender for each slice.
+        return len(keys[0]), pieces
+    together = np.sort(np.concatenate(keys)) if keys else np.zeros(0, dtype=np.int64)
+    return int((np.diff(together, prepend=-1) > 0).sum()), pieces
 
 
-def _buffers(plan: Plan, rounds: Sequence[Sequence[Slice]]) -> Facts:
+def _buffers(plan: Plan) -> Facts:
     """Return how many bytes of buckets a rank of each side allocates at most: two for each direction that it uses."""
     largest = [0, 0]
-    for parts in rounds:
+    for parts in plan.rounds():
         by_leg = [0, 0]
         for part in parts:
             entry = plan.entries[part.entry]

@@ -36,8 +36,7 @@ class Pieces(NamedTuple):
     @property
     def elements(self) -> Ints:
         """The number of elements of each piece."""
-        sizes: Ints = (self.end - self.begin).prod(axis=1, dtype=np.int64)
-        return sizes
+        return elements_of(self.begin, self.end)
 
     def of(self, chosen: NDArray[np.bool_]) -> Pieces:
         """Return some of the pieces."""
@@ -48,6 +47,33 @@ class Pieces(NamedTuple):
         """Whether a piece stays on its rank."""
         local: NDArray[np.bool_] = self.source == self.target
         return local
+
+
+def elements_of(begin: Ints, end: Ints) -> Ints:
+    """Return the number of elements of each box. begin, end: of shape (boxes, axes)."""
+    # Reducing over a short axis of an array is slow.
+    elements = np.ones(len(begin), dtype=np.int64)
+    for axis in range(begin.shape[1]):
+        elements *= end[:, axis] - begin[:, axis]
+    return elements
+
+
+def is_box(begin: Ints, end: Ints) -> NDArray[np.bool_]:
+    """Return whether each box has elements."""
+    some = np.ones(len(begin), dtype=bool)
+    for axis in range(begin.shape[1]):
+        some &= begin[:, axis] < end[:, axis]
+    return some
+
+
+def _longest(begin: Ints, end: Ints) -> tuple[Ints, Ints]:
+    """Return the longest axis of each box, the first of several, and its length. Boxes have axes."""
+    axis, length = np.zeros(len(begin), dtype=np.int64), end[:, 0] - begin[:, 0]
+    for other in range(1, begin.shape[1]):
+        lengths = end[:, other] - begin[:, other]
+        axis[lengths > length] = other
+        length = np.maximum(length, lengths)
+    return axis, length
 
 
 @final
@@ -244,7 +270,7 @@ def assigned(pairs: Pairs, ends: Ends, align: int) -> Pieces:
     row, reader, turn, parts = row[again], reader[again], turn[again], parts[again]
     begin, end = sliced(pairs.begin[row], pairs.end[row], j, parts, align)
     sent = Pieces(holders[row, (turn * parts + j) % count], readers[row, reader], begin, end)
-    sent = sent.of(np.all(end > begin, axis=1))
+    sent = sent.of(is_box(begin, end))
     return Pieces(*map(np.concatenate, zip(kept, neighbors, sent, strict=True)))
 
 
@@ -255,7 +281,7 @@ def sliced(
     if not begin.shape[1]:
         return begin, end
     begin, end, rows = begin.copy(), end.copy(), np.arange(len(begin))
-    axis = (end - begin).argmax(axis=1)
+    axis, _ = _longest(begin, end)
     first, last = begin[rows, axis], end[rows, axis]
     cuts = [first + (last - first) * at // count for at in (number, number + 1)]
     if align > 1:
@@ -329,6 +355,26 @@ class Leg:
         return most[0], most[1], length
 
 
+def _stripe_axis(source: Located, target: Located, free: Sequence[str]) -> int:
+    """Return the axis along which stripes have the fewest pieces, of those along which they are about equally long."""
+    stripes = math.prod(target.layout.size(dim) for dim in free)
+    lengths = [
+        max(int((cut.ends - cut.begins).max()) for cut in cuts)
+        for cuts in zip(*(block.cuts for block in target.blocks), strict=True)
+    ]
+    even = [axis for axis, length in enumerate(lengths) if -(-length // stripes) * stripes <= 1.05 * length]
+
+    def count(axis: int) -> int:
+        striped = located(target.placement.split_further(axis, free), target.layout)
+        return sum(
+            math.prod(len(_overlaps(*cuts)[0]) for cuts in zip(a.cuts, b.cuts, strict=True))
+            for a in source.blocks
+            for b in striped.blocks
+        )
+
+    return min(even, key=count) if even else lengths.index(max(lengths))
+
+
 class Slice(NamedTuple):
     """A slice of one leg of an entry: number `chunk` of `chunks`."""
 
@@ -371,7 +417,8 @@ class Plan:
         self.bucket_bytes, self.align = bucket_bytes, align
         self._within_target = ends.within_target
         self._legs: dict[tuple[int, Placement, Placement], tuple[Leg, ...]] = {}
-        self._gathers: dict[Placement, Leg] = {}
+        self._rounds: list[list[Slice]] | None = None
+        self._gathers: dict[tuple[Placement, int], Leg] = {}
 
     def legs(self, entry: Entry) -> tuple[Leg, ...]:
         """Return the legs of an entry, in order. Entries with equal placements share them."""
@@ -386,19 +433,20 @@ class Plan:
         free = [dim for dim in self.stripes if dim not in entry.target.dims]
         if not free or not entry.target.axes or target.most * entry.itemsize < _LEAST_STRIPED_BYTES:
             return (Leg(source, target, self.ends, self.align),)
-        gather = self._gathers.get(entry.target)
+        axis = _stripe_axis(source, target, free)
+        gather = self._gathers.get((entry.target, axis))
         if gather is None:
-            lengths = [
-                max(int((cut.ends - cut.begins).max()) for cut in cuts)
-                for cuts in zip(*(b.cuts for b in target.blocks), strict=True)
-            ]
-            striped = entry.target.split_further(lengths.index(max(lengths)), free)
-            gather = Leg(located(striped, self.ends.target), target, self._within_target, self.align)
-            self._gathers[entry.target] = gather
+            striped = located(entry.target.split_further(axis, free), self.ends.target)
+            gather = self._gathers[entry.target, axis] = Leg(striped, target, self._within_target, self.align)
         return (Leg(source, gather.source, self.ends, self.align), gather)
 
     def rounds(self) -> list[list[Slice]]:
         """Return what is sent at once, in order. No two neighbors need each other, unless there are only two."""
+        if self._rounds is None:
+            self._rounds = self._find_rounds()
+        return self._rounds
+
+    def _find_rounds(self) -> list[list[Slice]]:
         firsts: list[list[Slice]] = []
         used = self.bucket_bytes
         sizes: dict[tuple[int, Placement, Placement], tuple[int, int]] = {}
@@ -500,14 +548,13 @@ class Loads:
                 copies = pairs.source_copies[number::cycle]
                 sent = _values(first, last, rows) * (nbytes * times)
                 _spread(self.sent, ends.source_ranks, source, copies, sent)
-                self.pieces += count * times * len(copies) * int((last > first).all(axis=1).sum())
+                self.pieces += count * times * len(copies) * int(is_box(first, last).sum())
 
 
 def _values(begin: Ints, end: Ints, rows: bool) -> Ints:
     """Return the elements of each box, or of one row of it."""
-    sizes = end - begin
-    elements: Ints = sizes.prod(axis=1, dtype=np.int64)
-    return elements // np.maximum(sizes.max(axis=1), 1) if rows and sizes.shape[1] else elements
+    elements = elements_of(begin, end)
+    return elements // np.maximum(_longest(begin, end)[1], 1) if rows and begin.shape[1] else elements
 
 
 def _spread(sums: NDArray[np.float64], ranks: Ints, parts: Ints, copies: Ints, values: Ints) -> None:
