@@ -160,7 +160,8 @@ def cost(
     ends = Ends.of(source, target, None if links is None else partial(_nodes, topology, links))
     chosen = ends.default_stripes if stripes is None else tuple(stripes)
     plan = Plan(ends, entries, stripes=chosen, bucket_bytes=bucket_bytes)
-    direct = Plan(ends, entries, bucket_bytes=bucket_bytes) if chosen else plan
+    along = _stripes(plan)
+    direct = Plan(ends, entries, bucket_bytes=bucket_bytes) if along else plan
     loads, (messages, pieces) = plan.loads(), _counts(plan)
     need, least = bounds.received(entries, ends), bounds.sent(entries, ends)
     both = np.isin(ends.target_ranks, ends.source_ranks)
@@ -171,7 +172,7 @@ def cost(
         "ranks_on_both": int(both.sum()),
         "tensors": len(entries),
         "bytes": nbytes,
-        "stripes": _stripes(plan),
+        "stripes": along,
         "loads": [
             _load("source", "sends", source, loads.sent[ends.source_ranks], least.most),
             _load("source", "receives", source, loads.received[ends.source_ranks], None),
@@ -189,7 +190,7 @@ def cost(
     }
     if links is not None:
         others = [dim for dim in target.dims if target.size(dim) > 1]
-        striped = plan if chosen else Plan(ends, entries, stripes=others, bucket_bytes=bucket_bytes)
+        striped = plan if along else Plan(ends, entries, stripes=others, bucket_bytes=bucket_bytes)
         along = _stripes(striped)
         places = places_of(topology, np.union1d(source.ranks, target.ranks))
         slowest = links.levels[-1] if len(np.unique(places // links.ranks_per_node)) > 1 else links.levels[0]

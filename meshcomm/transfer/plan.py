@@ -120,7 +120,9 @@ class Ends:
     @property
     def within_target(self) -> Ends:
         """The ends of a transfer from the target to itself."""
-        return Ends(self.target, self.target, self.target_ranks, self.target_ranks, self.nodes)
+        ends = Ends(self.target, self.target, self.target_ranks, self.target_ranks, self.nodes)
+        ends.__dict__["size"] = self.size
+        return ends
 
     @property
     def default_stripes(self) -> tuple[str, ...]:
@@ -448,7 +450,7 @@ class Plan:
 
     def _find_rounds(self) -> list[list[Slice]]:
         firsts: list[list[Slice]] = []
-        used = self.bucket_bytes
+        full = used = self.bucket_bytes + 1
         sizes: dict[tuple[int, Placement, Placement], tuple[int, int]] = {}
         for number, entry in enumerate(self.entries):
             size = sizes.get(entry[1:])
@@ -459,7 +461,7 @@ class Plan:
             chunks, most = size
             if chunks > 1:
                 firsts += [[Slice(number, 0, chunk, chunks)] for chunk in range(chunks)]
-                used = self.bucket_bytes
+                used = full
                 continue
             if used + most > self.bucket_bytes:
                 firsts.append([])

@@ -1,0 +1,198 @@
+"""What a transfer costs: ten transfers of models beside their lower bounds, and bounds beside brute force."""
+
+from __future__ import annotations
+
+import random
+from itertools import combinations
+from math import prod
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+from meshcomm.config import TopologyConfig
+from meshcomm.layout import Layout
+from meshcomm.transfer import bounds
+from meshcomm.transfer.explain import cost
+from meshcomm.transfer.placement import Placement
+from meshcomm.transfer.plan import Ends, Entry
+from tests.transfer.oracle import Case
+from tests.transfer.test_plan import random_ends
+
+GB = 1e9
+
+
+class Model(NamedTuple):
+    """A decoder of Llama's shape. layers, hidden, feed-forward, q, kv, vocabulary."""
+
+    layers: int
+    d: int
+    f: int
+    q: int
+    kv: int
+    vocab: int
+
+
+LLAMA_8B = Model(32, 4096, 14336, 4096, 1024, 128256)
+LLAMA_70B = Model(80, 8192, 28672, 8192, 1024, 128256)
+# Splits by the kind of weight: the projections in and out, the embedding, and the norms.
+FSDP = {"in": "n/fsdp k", "out": "n/fsdp k", "embed": "n/fsdp k", "norm": "n/fsdp"}
+FSDP_TP = {"in": "n/tp/fsdp k", "out": "n/fsdp k/tp", "embed": "n/tp/fsdp k", "norm": "n/fsdp"}
+TP = {"in": "n/tp k", "out": "n k/tp", "embed": "n/tp k", "norm": "n"}
+
+
+def llama(model: Model, source: dict[str, str], target: dict[str, str], stages: int = 1) -> list[Entry]:
+    """The weights of a model in bfloat16. stages: of the source, along pp."""
+    layers, d, f, q, kv, vocab = model
+    kinds = {
+        "q": ("in", (q, d)), "k": ("in", (kv, d)), "v": ("in", (kv, d)), "o": ("out", (d, q)), "gate": ("in", (f, d)),
+        "up": ("in", (f, d)), "down": ("out", (d, f)), "norm1": ("norm", (d,)), "norm2": ("norm", (d,)),
+    }  # fmt: skip
+    ends = {
+        "embed": ("embed", (vocab, d), 0),
+        "head": ("embed", (vocab, d), stages - 1),
+        "norm": ("norm", (d,), stages - 1),
+    }
+
+    def entry(name: str, kind: str, shape: tuple[int, ...], stage: int) -> Entry:
+        at = {"pp": [stage]} if stages > 1 else None
+        return Entry(name, 2, Placement.read(source[kind], shape, at=at), Placement.read(target[kind], shape))
+
+    return [entry(name, *rest) for name, rest in ends.items()] + [
+        entry(f"{layer}.{name}", kind, shape, stage_of(layer, layers, stages))
+        for layer in range(layers)
+        for name, (kind, shape) in kinds.items()
+    ]
+
+
+def stage_of(layer: int, layers: int, stages: int) -> int:
+    return layer // -(-layers // stages)
+
+
+def qwen_235b(
+    experts: tuple[str, str], target_experts: tuple[str, str], source: dict[str, str], stages: int = 1
+) -> list[Entry]:
+    """Qwen3-235B in bfloat16. experts: splits of the projections in and out of all experts of a layer."""
+    d, f, count, q, kv, vocab = 4096, 1536, 128, 8192, 512, 151936
+    kinds = {
+        "q": (source["in"], "n/tp k", (q, d)), "k": (source["in"], "n/tp:4 k", (kv, d)), "v": (source["in"], "n/tp:4 k", (kv, d)),
+        "o": (source["out"], "n k/tp", (d, q)), "router": (source["router"], "n k", (count, d)),
+        "gate": (experts[0], target_experts[0], (count, f, d)), "up": (experts[0], target_experts[0], (count, f, d)),
+        "down": (experts[1], target_experts[1], (count, d, f)), "norm1": (source["norm"], "n", (d,)), "norm2": (source["norm"], "n", (d,)),
+    }  # fmt: skip
+
+    def entry(name: str, given: str, wanted: str, shape: tuple[int, ...], stage: int) -> Entry:
+        at = {"pp": [stage]} if stages > 1 else None
+        return Entry(name, 2, Placement.read(given, shape, at=at), Placement.read(wanted, shape))
+
+    embed = source["embed"], "n/tp k", (vocab, d)
+    return [entry("embed", *embed, 0), entry("head", *embed, stages - 1)] + [
+        entry(f"{layer}.{name}", *kind, stage_of(layer, 94, stages))
+        for layer in range(94)
+        for name, kind in kinds.items()
+    ]
+
+
+def side(first: int, views: dict[str, dict[str, int]] | None = None, /, **dims: int) -> Layout:
+    return Layout(dims, rank_order=range(first, first + prod(dims.values())), views=views)
+
+
+MEGATRON = {**TP, "router": "n k"}
+SHARDED = {**FSDP, "router": "n/fsdp k"}
+EP16 = side(0, {"expert": {"pp": 4, "ep": 16}}, pp=4, dp=8, tp=2)
+EFSDP = side(0, {"expert": {"efsdp": 8, "ep": 8}}, fsdp=64)
+# The transfer, and in GB what a rank has to receive and to send at least, and what a rank sends directly.
+ROWS: dict[str, tuple[Any, float, float, float]] = {
+    "8B fsdp8 -> tp4 x 2": ((side(0, fsdp=8), side(8, copy=2, tp=4), llama(LLAMA_8B, FSDP, TP)), 4.02, 2.01, 4.02),
+    "the same, on the same ranks": ((side(0, fsdp=8), side(0, copy=2, tp=4), llama(LLAMA_8B, FSDP, TP)), 3.86, 2.01, 3.86),
+    "8B fsdp4 tp2 -> 32 copies": ((side(0, fsdp=4, tp=2), side(8, copy=32, tp=1), llama(LLAMA_8B, FSDP_TP, TP)), 16.1, 2.01, 64.2),
+    "70B fsdp16 tp4 -> tp4 x 16": ((side(0, fsdp=16, tp=4), side(64, copy=16, tp=4), llama(LLAMA_70B, FSDP_TP, TP)), 35.3, 2.20, 35.3),
+    "70B pp4 dp2 tp8 -> tp8 x 8": ((side(0, pp=4, dp=2, tp=8), side(64, copy=8, tp=8), llama(LLAMA_70B, TP, TP, 4)), 17.6, 2.27, 18.2),
+    "70B fsdp32 -> tp8 x 16": ((side(0, fsdp=32), side(32, copy=16, tp=8), llama(LLAMA_70B, FSDP, TP)), 17.6, 4.41, 70.6),
+    "235B pp4 ep16 -> tp8 x 8": ((EP16, side(64, copy=8, tp=8), qwen_235b(("e/ep n k",) * 2, ("e n/tp k", "e n k/tp"), MEGATRON, 4)), 59.0, 7.54, 60.5),
+    "235B pp4 ep16 -> tp8 ep8 x 8": ((EP16, side(64, copy=8, tp=8), qwen_235b(("e/ep n k",) * 2, ("e/tp n k",) * 2, MEGATRON, 4)), 59.0, 7.54, 60.5),
+    "235B fsdp64 ep8 -> tp8 ep8 x 4": ((EFSDP, side(64, copy=4, tp=8), qwen_235b(("e/ep n/efsdp k",) * 2, ("e/tp n k",) * 2, SHARDED)), 59.0, 7.35, 29.5),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_models_arrive_with_the_least_bytes(row: str) -> None:
+    (source, target, entries), receive, send, direct = ROWS[row]
+    plain = cost(source, target, entries, TopologyConfig(ranks_per_node=8), ()).facts()
+    striped = cost(source, target, entries, TopologyConfig(ranks_per_node=8), ("copy",)).facts()
+    for facts in (plain, striped):
+        by_name = {f"{load['side']} {load['direction']}": load for load in facts["loads"]}
+        assert by_name["target receives"]["bound_bytes"] / GB == pytest.approx(receive, rel=4e-3)
+        assert by_name["source sends"]["bound_bytes"] / GB == pytest.approx(send, rel=4e-3)
+        if row == "the same, on the same ranks" and facts is striped:
+            # Ranks of both sides send the stripes on: what they receive is the limit.
+            assert by_name["source sends"]["max_bytes"] <= by_name["target receives"]["bound_bytes"]
+            continue
+        assert by_name["target receives"]["ratio"] == pytest.approx(1, abs=1e-9)
+        if facts is striped:
+            assert by_name["source sends"]["ratio"] <= 1.1
+        else:
+            assert by_name["source sends"]["max_bytes"] / GB == pytest.approx(direct, rel=4e-3)
+
+
+# -- bounds, by enumeration -----------------------------------------------------------------------------
+
+
+class Element(NamedTuple):
+    """Who holds and who wants an element, by number in the transfer."""
+
+    holders: frozenset[int]
+    readers: frozenset[int]
+
+
+def elements(source: Case, target: Case, ends: Ends) -> list[Element]:
+    """Each element of the tensor, by torch.chunk."""
+    whole = torch.arange(prod(sum(section.size for section in axis) for axis in source.axes)).reshape(
+        [sum(section.size for section in axis) for axis in source.axes]
+    )
+    of: list[list[set[int]]] = []
+    for case, numbers in ((source, ends.source_ranks), (target, ends.target_ranks)):
+        of.append([set() for _ in range(whole.numel())])
+        for at, number in enumerate(numbers.tolist()):
+            part = case.part(whole, at)
+            for element in [] if part is None else part.flatten().tolist():
+                of[-1][element].add(number)
+    return [Element(frozenset(a), frozenset(b)) for a, b in zip(*of, strict=True)]
+
+
+@pytest.mark.parametrize("block", range(4))
+def test_bounds_are_those_of_every_element(block: int) -> None:
+    exact = 0
+    for seed in range(block * 50, (block + 1) * 50):
+        source, target, ends = random_ends(seed)
+        held = elements(source, target, ends)
+        entry = Entry(
+            "x",
+            2,
+            Placement.read(source.text, None, source.sizes, source.at),
+            Placement.read(target.text, None, target.sizes, target.at),
+        )
+        need = [2 * sum(n in x.readers and n not in x.holders for x in held) for n in range(ends.size)]
+        assert bounds.received([entry], ends).tolist() == need, seed
+        units = np.arange(ends.size) // random.Random(seed).choice([1, 2, 3])
+        of_unit = units.tolist()
+        entering, leaving = [0.0] * (of_unit[-1] + 1), [0.0] * (of_unit[-1] + 1)
+        for x in held:
+            wanted, given = {of_unit[n] for n in x.readers}, {of_unit[n] for n in x.holders}
+            for unit in wanted - given:
+                entering[unit] += 2
+            if len(given) == 1 and wanted - given:
+                leaving[min(given)] += 2
+        assert bounds.received([entry], ends, units).tolist() == entering, seed
+        assert bounds.leaving([entry], ends, units).tolist() == leaving, seed
+        # No set of sources sends less than what only they hold.
+        needed = [x.holders for x in held if x.readers - x.holders]
+        numbers = ends.source_ranks.tolist()
+        sets = [frozenset(q) for n in range(1, len(numbers) + 1) for q in combinations(numbers, n)]
+        most = max(2 * sum(x <= q for x in needed) / len(q) for q in sets)
+        bound = bounds.sent([entry], ends)
+        assert bound.most <= most + 1e-9, seed
+        assert bound.mean == pytest.approx(2 * len(needed) / len(numbers)), seed
+        exact += bound.most == pytest.approx(most)
+    assert exact >= 45
