@@ -28,8 +28,8 @@ from meshcomm.transfer.plan import (
     Leg,
     Loads,
     Plan,
-    assigned,
     is_box,
+    pieces_of,
     sliced,
 )
 
@@ -208,8 +208,13 @@ def cost(
 
 def _stripes(plan: Plan) -> list[str]:
     """Return the dims along which copies of some tensor receive stripes."""
-    striped = [entry.target for entry in plan.entries if len(plan.legs(entry)) > 1]
-    return [dim for dim in plan.stripes if any(dim not in target.dims for target in set(striped))]
+    used = {
+        dim
+        for legs in map(plan.legs, plan.entries)
+        if len(legs) > 1
+        for dim in {*legs[0].target.placement.dims} - {*legs[1].target.placement.dims}
+    }
+    return [dim for dim in plan.stripes if dim in used]
 
 
 def _nodes(topology: TopologyConfig, links: Machine, ranks: Ranks) -> Ranks:
@@ -271,7 +276,7 @@ def _count(times: Mapping[tuple[Leg, tuple[int, int]], int]) -> tuple[int, int]:
     pieces = 0
     for (leg, (chunk, chunks)), count in times.items():
         for pairs in leg.pairs():
-            every = assigned(pairs, leg.ends, leg.align)
+            every = pieces_of(pairs, leg.ends, leg.align)
             begin, end = sliced(every.begin, every.end, chunk, chunks)
             sent = ~every.is_local & is_box(begin, end)
             keys.append(every.source[sent] * leg.ends.size + every.target[sent])
@@ -312,7 +317,7 @@ def _seconds(plan: Plan, links: Machine, places: Ranks) -> float:
             received[-1] += loads.received
             continue
         for pairs in leg.pairs():
-            every = assigned(pairs, leg.ends, leg.align)
+            every = pieces_of(pairs, leg.ends, leg.align)
             every = every.of(~every.is_local)
             level = sum(
                 ((unit[every.source] != unit[every.target]).astype(np.int64) for unit in units),

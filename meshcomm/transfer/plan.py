@@ -209,7 +209,7 @@ def pieces(
     align: pieces are divided among holders at multiples of this index only.
     """
     parts = [
-        assigned(pairs, ends, align)
+        pieces_of(pairs, ends, align)
         for a in source.blocks
         for b in target.blocks
         if len((pairs := pairs_of(_of_position(a, sender), _of_position(b, receiver))).begin)
@@ -242,7 +242,7 @@ def held_by_reader(pairs: Pairs, ends: Ends) -> NDArray[np.bool_]:
     return held
 
 
-def assigned(pairs: Pairs, ends: Ends, align: int) -> Pieces:
+def pieces_of(pairs: Pairs, ends: Ends, align: int) -> Pieces:
     """Decide which holder of each pair sends which part of it to which reader."""
     holders = ends.source_ranks[pairs.source[:, None] + pairs.source_copies]
     readers = ends.target_ranks[pairs.target[:, None] + pairs.target_copies]
@@ -520,7 +520,7 @@ class Loads:
         ends, holders, readers = leg.ends, len(pairs.source_copies), len(pairs.target_copies)
         if ends.overlap and ends.nodes is not None and holders > 1:
             # Readers choose the nearest of several holders.
-            every = assigned(pairs, ends, leg.align)
+            every = pieces_of(pairs, ends, leg.align)
             values, local = _values(every.begin, every.end, rows) * nbytes, every.is_local
             self.sent += np.bincount(every.source[~local], values[~local], ends.size)
             self.received += np.bincount(every.target[~local], values[~local], ends.size)
@@ -538,7 +538,7 @@ class Loads:
             takers -= local.sum(axis=1)
         else:
             _spread(self.received, ends.target_ranks, pairs.target, pairs.target_copies, values)
-        # As in `assigned`, slice number q % slices goes out from holder q % holders.
+        # As in `pieces_of`, slice number q % slices goes out from holder q % holders.
         for turns in np.unique(takers[takers > 0]).tolist():
             at = takers == turns
             begin, end, source = pairs.begin[at], pairs.end[at], pairs.source[at]
