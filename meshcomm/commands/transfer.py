@@ -127,10 +127,12 @@ def transfer(
 
 
 def _model(settings: Config, folder: Path | None) -> dict[str, Any]:
+    from meshcomm.config.pretrained import dropouts_of
     from meshcomm.config.write import plain
 
     if folder is not None:
-        return {"pretrained": str(folder), "random_weights": True}
+        dropout = {"dropout": 0.0} if dropouts_of(str(folder)) else {}
+        return {"pretrained": str(folder), "random_weights": True, **dropout}
     assert settings.model is not None
     described: dict[str, Any] = plain(settings.model.model_dump(exclude_unset=True))
     return described
@@ -184,7 +186,10 @@ def _dtype(name: str) -> Any:
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise ConfigError(
-            f"{name!r} is not a floating-point dtype", given=f"--cast {name}", expected="such as bfloat16"
+            f"{name!r} is not a floating-point dtype",
+            given=f"--cast {name}",
+            expected="a dtype of torch",
+            hint="--cast bfloat16",
         )
     return dtype
 

@@ -7,7 +7,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from meshcomm.config import Config, DataConfig, ModelConfig, ParallelConfig, TrainConfig, load_config
+from meshcomm.config import Config, DataConfig, ModelConfig, ParallelConfig, TrainConfig
 from meshcomm.config.write import plain
 from meshcomm.dryrun.hollow import Hollow
 from meshcomm.dryrun.rank import Passes, alone, pretended_world
@@ -21,8 +21,8 @@ from meshcomm.transfer.placement import Placement
 from meshcomm.transfer.tensors import memory_of, placement_of
 
 # The settings of a training that do not change how weights are split, where a configuration leaves them out.
-_DATA: Final = {"seq_len": 4096}
-_TRAIN: Final = {"steps": 1, "micro_batch_size": 1}
+_DATA: Final[Mapping[str, Any]] = {"seq_len": 4096}
+_TRAIN: Final[Mapping[str, Any]] = {"steps": 1, "micro_batch_size": 1}
 
 
 class SplitWeight(NamedTuple):
@@ -70,39 +70,33 @@ def split_model(settings: Config, world: int, model: Mapping[str, Any], like: Co
 
 def _training(settings: Config, world: int, model: dict[str, Any], like: Config) -> tuple[Config, Sections]:
     """Return the configuration whose mesh is opened, and the sections of the training."""
-    given = plain(settings.model_dump(exclude_unset=True))
-    data, train = (
-        {**defaults, **plain(getattr(source, name).model_dump(exclude_unset=True))}
-        if (source := next((each for each in (settings, like) if getattr(each, name) is not None), None))
-        else dict(defaults)
-        for name, defaults in (("data", _DATA), ("train", _TRAIN))
-    )
-    if settings.parallel is None:
-        train["global_batch_size"] = train["micro_batch_size"]
-        roles = {
-            "tensor": next((dim for dim in ("tp", "tensor") if dim in settings.mesh.dims), None),
-            "expert": next(
-                (dim for view in settings.mesh.views.values() for dim in ("ep", "expert") if dim in view),
-                None,
-            ),
-        }
-        parallel = ParallelConfig(**{role: dim for role, dim in roles.items() if dim is not None})
-        sections = Sections(parallel, ModelConfig(**model), DataConfig(**data), TrainConfig(**train))
-        return load_config({"mesh": given["mesh"]}), sections
+    data, train = dict(_DATA), dict(_TRAIN)
+    for name, values in (("data", data), ("train", train)):
+        section = getattr(settings, name) or getattr(like, name)
+        values.update({} if section is None else plain(section.model_dump(exclude_unset=True)))
+    parallel = settings.parallel or ParallelConfig(**_usual_roles(settings))
     if settings.train is None:
-        sizes = settings.mesh.sizes(world, settings.source)
-        stages = settings.parallel.stages(sizes)
-        train["global_batch_size"] = settings.parallel.copies(sizes) * train["micro_batch_size"] * 2 * stages
-    parts = {
-        "mesh": given["mesh"],
-        "parallel": given["parallel"],
-        "model": model,
-        "data": data,
-        "train": train,
-    }
-    config = load_config(parts).resolved(world)
-    assert config.parallel and config.model and config.data and config.train
-    return config, Sections(config.parallel, config.model, config.data, config.train)
+        sizes = {**settings.mesh.sizes(world, settings.source)}
+        batches = parallel.copies(sizes) * (1 if settings.parallel is None else 2 * parallel.stages(sizes))
+        train["global_batch_size"] = batches * train["micro_batch_size"]
+    sections = Sections(parallel, ModelConfig(**model), DataConfig(**data), TrainConfig(**train))
+    if settings.parallel is None:
+        # A training has no dims along which all ranks do the same, but a mesh has.
+        return settings.model_copy(update=dict.fromkeys(sections._fields)), sections
+    return settings.model_copy(update=sections._asdict()).resolved(world), sections
+
+
+def _usual_roles(settings: Config) -> dict[str, str]:
+    """Return the roles of dims whose names say that they split weights, where there is no [parallel]."""
+    in_views = [dim for view in settings.mesh.views.values() for dim in view]
+    roles = {}
+    for role, names, dims in (
+        ("tensor", ("tp", "tensor"), [*settings.mesh.dims]),
+        ("expert", ("ep", "expert"), in_views),
+    ):
+        if known := [name for name in names if name in dims]:
+            roles[role] = known[0]
+    return roles
 
 
 def _of_rank(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from itertools import combinations
 from math import prod
 from typing import Any, NamedTuple
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+import meshcomm
 from meshcomm.config import TopologyConfig
 from meshcomm.layout import Layout
 from meshcomm.transfer import bounds
@@ -196,3 +198,60 @@ def test_bounds_are_those_of_every_element(block: int) -> None:
         assert bound.mean == pytest.approx(2 * len(needed) / len(numbers)), seed
         exact += bound.most == pytest.approx(most)
     assert exact >= 45
+
+
+# -- what ranks send, and mistakes ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stripes", [(), ("copy",)])
+def test_what_is_explained_is_what_ranks_send(stripes: tuple[str, ...]) -> None:
+    text = "n/tp/fsdp k -> n k/tp"
+    a, b = {"fsdp": 2, "tp": 2}, {"copy": 2, "tp": 2}
+
+    def program(_: Any) -> int:
+        source, target = meshcomm.init(dims=a, ranks=range(4)), meshcomm.init(dims=b, ranks=range(4, 8))
+        link = meshcomm.link(source, target, stripes=stripes)
+        whole = torch.arange(256 * 256.0).view(256, 256)
+        x = out = None
+        if source.is_member:
+            x = whole.chunk(2)[source.coord("tp")].chunk(2)[source.coord("fsdp")]
+        else:
+            out = torch.empty(256, 128)
+        before = link.stats()
+        link.transfer(x, out, text)
+        if out is not None:
+            assert torch.equal(out, whole.chunk(2, 1)[target.coord("tp")])
+        return sum(row.nbytes for row in link.stats().since(before).rows if row.call == "exchange")
+
+    sent = meshcomm.simulate(program, dims={"all": 8})
+    sides = Layout(a), Layout(b, rank_order=range(4, 8))
+    facts = meshcomm.explain_transfer(
+        *sides, {"w": ((256, 256), torch.float32, text)}, stripes=stripes
+    ).facts()
+    sends, _, resends, receives = facts["loads"]
+    assert sent[:4] == [sends["max_bytes"]] * 4
+    assert sends["mean_bytes"] == sends["max_bytes"] and receives["mean_bytes"] == receives["max_bytes"]
+    # A rank's exchange counts what it sends or receives, whichever is more.
+    assert sent[4:] == [receives["max_bytes"]] * 4 and resends["max_bytes"] == (65536 if stripes else 0)
+
+
+def test_what_is_wrong_is_told() -> None:
+    mesh = Layout({"tp": 2})
+    for tensor, said in {
+        ((4, 4),): "is not described by a shape, a dtype and placements",
+        ((4, 4), "float32", "n k -> n k"): "is not described by a shape, a dtype and placements",
+        ((4, 4), torch.float32, "n k"): "a transfer needs two placements",
+        ((4, 4), torch.float32, "n k -> k n"): "the two placements have different axes",
+        ((4, 4), torch.float32, "n/dp k -> n k"): "the mesh has no dim 'dp'",
+        ((4,), torch.float32, "n k -> n k"): "does not fit the tensor",
+    }.items():
+        with pytest.raises(meshcomm.MeshcommError, match=re.escape(said)):
+            meshcomm.explain_transfer(mesh, mesh, {"w": tensor})
+    good = {"w": ((4, 4), torch.float32, "n/tp k -> n k/tp")}
+    with pytest.raises(meshcomm.MeshcommError, match="needs two meshes"):
+        meshcomm.explain_transfer({"tp": 2}, mesh, good)  # type: ignore[arg-type]
+    with pytest.raises(meshcomm.MeshcommError, match="the mesh has no dim 'x'"):
+        meshcomm.explain_transfer(mesh, mesh, good, stripes=("x",))
+    fused = {"w": ((6, 2), torch.float32, "(q+k)/tp d -> (q+k) d", {"q": 4})}
+    assert meshcomm.explain_transfer(mesh, mesh, fused).facts()["loads"][3]["max_bytes"] == 24
+    assert "no times: they need [topology]" in str(meshcomm.explain_transfer(mesh, mesh, good))
