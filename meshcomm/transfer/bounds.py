@@ -126,7 +126,7 @@ def _within(groups: Sequence[tuple[Ints, Sums]], sets: Ints, world: int) -> Sums
 def _connected(groups: Sequence[Ints], world: int) -> Ints:
     """Return the lowest position that each position is connected with by groups."""
     lowest = np.arange(world)
-    before = np.zeros(0)
+    before = lowest[:0]
     while not np.array_equal(before, lowest):
         before = lowest.copy()
         for members in groups:

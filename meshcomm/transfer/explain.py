@@ -162,7 +162,7 @@ def cost(
     plan = Plan(ends, entries, stripes=chosen, bucket_bytes=bucket_bytes)
     along = _stripes(plan)
     direct = Plan(ends, entries, bucket_bytes=bucket_bytes) if along else plan
-    loads, (messages, pieces) = plan.loads(), _counts(plan)
+    loads, (messages, pieces) = plan.loads(), counts(plan)
     need, least = bounds.received(entries, ends), bounds.sent(entries, ends)
     both = np.isin(ends.target_ranks, ends.source_ranks)
     nbytes = sum(int(np.prod(entry.source.shape, dtype=np.int64)) * entry.itemsize for entry in entries)
@@ -244,7 +244,7 @@ def _load(side: str, direction: str, layout: Layout, nbytes: Sums, bound: float 
 # -- messages and buffers -------------------------------------------------------------------------------
 
 
-def _counts(plan: Plan) -> tuple[int, int]:
+def counts(plan: Plan) -> tuple[int, int]:
     """Return how many messages and pieces all ranks send. What a rank sends another in a round is one message."""
     # Pairs of ranks only move with the coords at which a disjoint source holds a tensor, so they are counted once.
     numbers: dict[Any, int] = {}
@@ -264,28 +264,40 @@ def _counts(plan: Plan) -> tuple[int, int]:
         key = tuple(sorted((kinds[leg][0], *part, count) for (leg, part), count in times.items()))
         if len(places) > 1:
             key = (*key, *sorted((kinds[leg][0], kinds[leg][1]) for leg, _ in times))
-        if key not in known:
-            known[key] = _count(times)
-        messages, pieces = messages + known[key][0], pieces + known[key][1]
+        # All chunks of long pieces have the same pieces.
+        chunked = (kinds[legs[0]][0], parts[0].chunks) if parts[0].chunks > 1 else key
+        if chunked in known or key in known:
+            sent = known[chunked if chunked in known else key]
+        else:
+            first, second, shortest = _count(times)
+            sent = first, second
+            known[chunked if shortest >= parts[0].chunks else key] = sent
+        messages, pieces = messages + sent[0], pieces + sent[1]
     return messages, pieces
 
 
-def _count(times: Mapping[tuple[Leg, tuple[int, int]], int]) -> tuple[int, int]:
-    """Return how many messages and pieces ranks send in a round. times: how many tensors take each leg, in which chunk."""
+def _count(times: Mapping[tuple[Leg, tuple[int, int]], int]) -> tuple[int, int, int]:
+    """Return how many messages and pieces ranks send in a round, and the length of the shortest piece.
+
+    times: how many tensors take each leg, in which chunk.
+    """
     keys: list[Ints] = []
-    pieces = 0
+    pieces, shortest = 0, 1 << 62
     for (leg, (chunk, chunks)), count in times.items():
         for pairs in leg.pairs():
             every = pieces_of(pairs, leg.ends, leg.align)
-            begin, end = sliced(every.begin, every.end, chunk, chunks)
-            sent = ~every.is_local & is_box(begin, end)
+            sent = ~every.is_local
+            if chunks > 1:
+                begin, end = sliced(every.begin, every.end, chunk, chunks)
+                sent &= is_box(begin, end)
+                shortest = min(shortest, int((every.end - every.begin).max(axis=1).min(initial=shortest)))
             keys.append(every.source[sent] * leg.ends.size + every.target[sent])
             pieces += count * len(keys[-1])
     if len(keys) == 1:
         # What two parts have in common has a separate sender for each slice.
-        return len(keys[0]), pieces
+        return len(keys[0]), pieces, shortest
     together = np.sort(np.concatenate(keys)) if keys else np.zeros(0, dtype=np.int64)
-    return int((np.diff(together, prepend=-1) > 0).sum()), pieces
+    return int((np.diff(together, prepend=-1) > 0).sum()), pieces, shortest
 
 
 def _buffers(plan: Plan) -> Facts:

@@ -98,7 +98,7 @@ class Ends:
         """Return the ends of a transfer within one job, where equal ranks are one rank. nodes: from ranks to their nodes."""
         ranks = np.union1d(source.ranks, target.ranks)
         numbers = [np.searchsorted(ranks, layout.ranks) for layout in (source, target)]
-        return cls(source, target, *numbers, None if nodes is None else nodes(ranks))
+        return cls(source, target, numbers[0], numbers[1], None if nodes is None else nodes(ranks))
 
     @cached_property
     def size(self) -> int:
@@ -265,14 +265,17 @@ def pieces_of(pairs: Pairs, ends: Ends, align: int) -> Pieces:
     # Reader i of n takes piece j of m from holder i * m + j, counted around. With m = h / gcd(h, n), the h holders send the same.
     far = ~(local | near)
     row, reader = np.nonzero(far)
-    turn, count = (far.cumsum(axis=1) - 1)[row, reader], holders.shape[1]
-    parts = (count // np.gcd(count, far.sum(axis=1)))[row] if pairs.begin.shape[1] else np.ones_like(row)
-    again = np.repeat(np.arange(len(row)), parts)
-    j = np.arange(len(again)) - np.repeat(np.cumsum(parts) - parts, parts)
-    row, reader, turn, parts = row[again], reader[again], turn[again], parts[again]
-    begin, end = sliced(pairs.begin[row], pairs.end[row], j, parts, align)
-    sent = Pieces(holders[row, (turn * parts + j) % count], readers[row, reader], begin, end)
-    sent = sent.of(is_box(begin, end))
+    if holders.shape[1] == 1:
+        sent = Pieces(holders[row, 0], readers[row, reader], pairs.begin[row], pairs.end[row])
+    else:
+        turn, count = (far.cumsum(axis=1) - 1)[row, reader], holders.shape[1]
+        parts = (count // np.gcd(count, far.sum(axis=1)))[row] if pairs.begin.shape[1] else np.ones_like(row)
+        again = np.repeat(np.arange(len(row)), parts)
+        j = np.arange(len(again)) - np.repeat(np.cumsum(parts) - parts, parts)
+        row, reader, turn, parts = row[again], reader[again], turn[again], parts[again]
+        begin, end = sliced(pairs.begin[row], pairs.end[row], j, parts, align)
+        sent = Pieces(holders[row, (turn * parts + j) % count], readers[row, reader], begin, end)
+        sent = sent.of(is_box(begin, end))
     return Pieces(*map(np.concatenate, zip(kept, neighbors, sent, strict=True)))
 
 
@@ -324,7 +327,13 @@ class Leg:
                 pairs = pairs_of(a, b)
                 rows = max(1, _MOST_ROWS // (len(a.copies) * len(b.copies)))
                 for at in range(0, len(pairs.source), rows):
-                    yield Pairs(*(values[at : at + rows] for values in pairs[:4]), *pairs[4:])
+                    part = slice(at, at + rows)
+                    yield pairs._replace(
+                        source=pairs.source[part],
+                        target=pairs.target[part],
+                        begin=pairs.begin[part],
+                        end=pairs.end[part],
+                    )
 
     def chunks(self, itemsize: int, bucket_bytes: int) -> int:
         """Return in how many chunks the pieces are sent, so that a rank sends and receives at most `bucket_bytes` at once.

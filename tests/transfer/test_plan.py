@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from meshcomm.layout import Layout
+from meshcomm.transfer.explain import counts
 from meshcomm.transfer.placement import Located, Placement
 from meshcomm.transfer.plan import Ends, Entry, Loads, Pieces, Plan, pieces, sliced
 from tests.transfer.oracle import Case, random_axes, random_case, random_grid
@@ -130,8 +131,12 @@ def test_loads_and_rounds_are_what_all_ranks_send(block: int, monkeypatch: pytes
     for seed in range(block * 60, (block + 1) * 60):
         draw = random.Random(-seed - 1)
         source, target, ends = random_ends(seed)
-        placements = [Placement.read(case.text, None, case.sizes, case.at) for case in (source, target)]
-        entries = [Entry(str(n), draw.choice([1, 2, 4]), *placements) for n in range(draw.randint(1, 3))]
+        axes = [[(section.name, section.size) for section in axis] for axis in source.axes]
+        entries = []
+        for number in range(draw.randint(1, 3)):
+            cases = [random_case(draw, case.grid, axes, at=True) for case in (source, target)]
+            placements = [Placement.read(case.text, None, case.sizes, case.at) for case in cases]
+            entries += [Entry(str(number), draw.choice([1, 2, 4]), *placements)] * draw.choice([1, 1, 2])
         stripes = draw.sample(list(target.grid.dims), draw.randint(0, len(target.grid.dims)))
         bucket = draw.choice([8, 40, 100, 1000])
         plan = Plan(ends, entries, stripes=stripes, bucket_bytes=bucket, align=draw.choice([1, 1, 4]))
@@ -156,9 +161,10 @@ def test_loads_and_rounds_are_what_all_ranks_send(block: int, monkeypatch: pytes
         for name in ("sent", "received", "copied"):
             assert getattr(planned, name).tolist() == getattr(loads, name).tolist(), (seed, name)
         assert planned.pieces == loads.pieces, seed
-        arrived = dict.fromkeys(every, 0)
+        arrived, messages, sent = dict.fromkeys(every, 0), 0, 0
         for parts_of_round in plan.rounds():
             sums, rows = np.zeros((2, ends.size)), np.zeros((2, ends.size))
+            peers = set()
             for part in parts_of_round:
                 of_leg = every[part.entry, part.leg]
                 begin, end = sliced(of_leg.begin, of_leg.end, part.chunk, part.chunks)
@@ -170,8 +176,12 @@ def test_loads_and_rounds_are_what_all_ranks_send(block: int, monkeypatch: pytes
                     slices.source, slices.target, slices.elements, row, strict=True
                 ):
                     if giver != taker and elements:
+                        peers.add((giver, taker))
+                        sent += 1
                         for direction, rank in enumerate((giver, taker)):
                             sums[direction, rank] += elements * itemsize
                             rows[direction, rank] += in_row * itemsize
+            messages += len(peers)
             assert ((sums <= bucket) | (sums <= rows)).all(), seed
+        assert counts(plan) == (messages, sent), seed
         assert arrived == {key: int(of_leg.elements.sum()) for key, of_leg in every.items()}, seed
