@@ -43,6 +43,7 @@ def simulated(
         source, target, link = opened(mesh.plan.defaults.timeout_s)
         model = model_of(source, target)
         weights = link.weights(model, staging=staging)
+        mesh.barrier("all")
         begin = world._actor.operations
         outcome = transfers(source, weights, model)
         spans[mesh.rank] = begin + 1, world._actor.operations
