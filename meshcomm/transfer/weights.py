@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from meshcomm.errors import (
     CommunicationError,
+    LayoutError,
     MeshcommError,
     PeerLost,
     RankLost,
@@ -264,6 +265,12 @@ class Weights:
                 hint="pull() on ranks of the target",
             )
         number = whole(version, "version")
+        if not 0 <= number < 1 << 62:
+            raise LayoutError(
+                "a version is not negative",
+                given=f"version {number}",
+                expected="an integer of 0 or more, such as the training step",
+            )
         if (last := self._sides.use.push) is not None:
             last.end()
         if self._sides.use.failed is not None:

@@ -5,19 +5,25 @@ from __future__ import annotations
 import os
 import random
 import signal
+import socket
+import subprocess
+import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
-from functools import partial
+from functools import partial, partialmethod
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import pytest
 import torch
 
+from meshcomm.errors import TransferFailed
 from meshcomm.mesh import Mesh
 from meshcomm.testing.pool import Held, Limits, Pool
 from meshcomm.transfer.link import Link
+from meshcomm.transfer.run import Run
 from meshcomm.transfer.weights import Staging
 from tests.transfer.deaths import Said, complaints, model_of, opened, transfers
 
@@ -141,3 +147,129 @@ def test_deaths_at_random_messages(pool: Pool, block: int, record_property: Any)
         outcomes += ended
         slowest = max(slowest, seconds)
     record_property("measured", f"{dict(outcomes)}, slowest {slowest:.1f} s")
+
+
+# -- ranks that live, and leave -----------------------------------------------------------------------------
+
+
+def _interrupted(staging: Staging) -> Held:
+    """Rank 5 gets a KeyboardInterrupt in the second round of version 2."""
+    source, target, link = opened(_TIMEOUT_S)
+    weights = link.weights(model := model_of(source, target), staging=staging)
+
+    def now(version: int) -> None:
+        if version == 2 and target.is_member and target.rank == 5:
+            rounds = iter(range(2))
+            patch.object(Run, "_start", partialmethod(_start_or_raise, rounds, Run._start)).start()
+
+    try:
+        said: Any = transfers(source, weights, model, now)
+    except KeyboardInterrupt as error:
+        began = time.monotonic()
+        with pytest.raises(TransferFailed, match=r"KeyboardInterrupt[^$]*reopen"):
+            weights.pull()
+        said = type(error).__name__, weights.version, time.monotonic() - began
+    finally:
+        patch.stopall()
+    return Held(said, (source, target, link), reusable=False)
+
+
+def _start_or_raise(run: Run, rounds: Iterator[int], start: Any, *args: Any) -> Any:
+    if next(rounds, None) is None:
+        raise KeyboardInterrupt
+    return start(run, *args)
+
+
+@pytest.mark.parametrize("staging", ["whole", "buckets"])
+def test_an_interrupt_in_a_pull_names_the_rank(pool: Pool, staging: Staging) -> None:
+    """Its copy keeps the old version, or refuses; every other rank says who left, and why."""
+    said = pool.run(partial(_interrupted, staging), ranks=8, timeout_s=90)
+    kept = 1 if staging == "whole" else None
+    kind, version, seconds = said.pop(5)
+    assert (kind, version) == ("KeyboardInterrupt", kept) and seconds < 1
+    for survivor in said:
+        assert survivor.error[0] == "TransferFailed" and ("target", 5) in survivor.error[2], survivor.error
+        assert "rank 5 of the target (copy=0 tp=1)" in survivor.error[1]
+        assert "reopen" in survivor.again[1]
+    assert [survivor.version for survivor in said[4:]] == [kept] * 3
+
+
+def _held_up() -> Held:
+    """The target never pulls the second version."""
+    source, target, link = opened(_TIMEOUT_S)
+    weights = link.weights(model_of(source, target))
+    said: Any = None
+    if target.is_member:
+        weights.pull()
+        time.sleep(_TIMEOUT_S + 5)  # it generates
+    else:
+        weights.push(1)
+        weights.push(2)
+        with pytest.raises(TransferFailed) as raised:
+            weights.push(3)
+        said = str(raised.value), raised.value.missing
+    pushes = sum(thread.name == "meshcomm-push" for thread in threading.enumerate())
+    return Held((said, pushes), (source, target, link), reusable=False)
+
+
+def test_the_next_push_names_who_holds_it_up(pool: Pool) -> None:
+    said = pool.run(_held_up, ranks=8, timeout_s=90)
+    for text, missing in (words for words, _ in said[:4]):
+        assert missing == tuple(("target", rank) for rank in range(4, 8))
+        assert "rank 6 of the target (copy=1 tp=0)" in text and "within 5 s" in text
+    assert not any(pushes for _, pushes in said)
+
+
+_EXITS = """
+import sys, time, torch, meshcomm
+how = sys.argv[1]
+source = meshcomm.init(dims={"a": 1}, ranks=[0], timeout_s=20, device="cpu")
+target = meshcomm.init(dims={"b": 1}, ranks=[1], timeout_s=20, device="cpu")
+link = meshcomm.link(source, target, bucket_bytes=4096)
+weights = link.weights({"x": torch.full((100_000,), float(source.is_member))})
+if target.is_member:
+    if how != "changed":
+        time.sleep(1)
+    try:
+        print("pulled", weights.pull())
+    except meshcomm.MeshcommError as error:
+        print(type(error).__name__)
+else:
+    weights.push(3)
+    if how == "changed":
+        weights._before["x"] = "other"
+    if how == "raises":
+        raise ValueError("the program's own")
+"""
+
+
+@pytest.mark.parametrize("how", ["returns", "changed", "raises"])
+def test_a_program_ends_while_a_push_is_under_way(how: str) -> None:
+    """The push is carried out, and an error that nobody has waited for is printed. After an error of the program, nothing waits."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    common = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", _EXITS, how],
+            env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        (_, told), (out, _) = [rank.communicate(timeout=80) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    codes = [rank.returncode for rank in ranks]
+    if how == "raises":
+        assert "the program's own" in told and codes[0] == 1, (codes, told)
+        return
+    assert codes == [0, 0], (codes, told)
+    assert out.strip() == ("pulled 3" if how == "returns" else "SourceChanged")
+    assert ("nobody waited for the push of version 3" in told) == (how == "changed"), told
