@@ -23,6 +23,7 @@ from meshcomm.errors import (
     PeerLost,
     RankLost,
     SourceChanged,
+    StoreError,
     TransferFailed,
     TransferMismatch,
     UnsupportedOp,
@@ -501,7 +502,7 @@ class Weights:
 
     def _cause(self, error: BaseException) -> Cause:
         me, missing = self._sides.me, getattr(error, "missing", ())
-        if isinstance(error, CommunicationError):
+        if isinstance(error, CommunicationError | StoreError):
             if isinstance(error, TransferFailed):
                 return Cause(error.what)
             lost = isinstance(error, PeerLost | RankLost)
