@@ -40,6 +40,7 @@ from meshcomm.transfer.readers import Readers
 from meshcomm.transfer.run import Room, Run
 from meshcomm.transfer.sides import BOTH, LINK, SideName, Sides
 from meshcomm.transfer.tensors import Region, memory_of, placement_of, regions
+from meshcomm.transport.torch_private import await_at_exit
 
 Staging: TypeAlias = Literal["whole", "buckets"]
 Atomic: TypeAlias = Literal["copy", "all"]
@@ -160,9 +161,12 @@ _PUSHES: WeakSet[Push] = WeakSet()
 @atexit.register
 def _settle_at_exit() -> None:
     """Wait for the pushes under way, and print the error of one that nobody has waited for."""
-    if getattr(sys, "last_value", None) is not None:
-        return  # the program has failed, and its targets may never pull
+    has_failed = getattr(sys, "last_value", None) is not None
     for push in list(_PUSHES):
+        if has_failed and push._thread is not None:
+            # The targets may never pull.
+            await_at_exit(push._thread)
+            continue
         push.settle()
         if push._error is not None and not push._raised:
             what = f"nobody waited for the push of version {push.version}, which failed"
@@ -206,6 +210,7 @@ class Weights:
         # Where arriving values wait until all ranks of the copy have theirs, and where those of a snapshot are sent from.
         self._spare = _spare(self._targets) if staging == "whole" else {}
         self._copied: dict[int, Room] = {}
+        # What the tensors were like when they were pushed.
         self._before: dict[str, Any] = {}
         first = int(sides.numbers("target")[0])
         token = sides.mesh.objects.broadcast(LINK, uuid4().hex if sides.me == first else None, src=first)
@@ -278,6 +283,7 @@ class Weights:
             with self._sides.calling():  # raises
                 pass
         problem = self._look("source")
+        self._before = {}
         if snapshot:
             self._copied = self._copied or _spare(self._sources, wire=True)
             for number_of, room in self._copied.items():
