@@ -243,33 +243,92 @@ else:
 """
 
 
-@pytest.mark.parametrize("how", ["returns", "changed", "raises"])
-def test_a_program_ends_while_a_push_is_under_way(how: str) -> None:
-    """The push is carried out, and an error that nobody has waited for is printed. After an error of the program, nothing waits."""
+def _run(script: str, count: int, *arguments: str) -> list[Any]:
+    """Run a script as a job whose store is in rank 0. Return each rank's stdout and stderr, and the exit codes."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
-    common = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    common = {
+        **os.environ,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(count),
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+    }
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-c", _EXITS, how],
+            [sys.executable, "-c", script, *arguments],
             env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
-        for rank in range(2)
+        for rank in range(count)
     ]
     try:
-        (_, told), (out, _) = [rank.communicate(timeout=80) for rank in ranks]
+        texts: list[Any] = [rank.communicate(timeout=80) for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
             rank.wait()
-    codes = [rank.returncode for rank in ranks]
+    return [*texts, [rank.returncode for rank in ranks]]
+
+
+@pytest.mark.parametrize("how", ["returns", "changed", "raises"])
+def test_a_program_ends_while_a_push_is_under_way(how: str) -> None:
+    """The push is carried out, and an error that nobody has waited for is printed. After an error of the program, nothing waits."""
+    (_, told), (out, _), codes = _run(_EXITS, 2, how)
     if how == "raises":
         assert "the program's own" in told and codes[0] == 1, (codes, told)
         return
     assert codes == [0, 0], (codes, told)
     assert out.strip() == ("pulled 3" if how == "returns" else "SourceChanged")
     assert ("nobody waited for the push of version 3" in told) == (how == "changed"), told
+
+
+_STORE = """
+import os, sys, time, torch, meshcomm
+from functools import partial
+source = meshcomm.init(dims={"a": 2}, ranks=[0, 1], timeout_s=5, device="cpu")
+target = meshcomm.init(dims={"b": 2}, ranks=[2, 3], timeout_s=5, device="cpu")
+link = meshcomm.link(source, target, bucket_bytes=64)
+x = torch.full((100,), 1.0 if source.is_member else -1.0)
+weights = link.weights({"x": x}, staging=sys.argv[1])
+
+def counted(call, left, *args, **keys):
+    left[0] -= 1
+    if not left[0]:
+        os.kill(os.getpid(), 9)
+    return call(*args, **keys)
+
+try:
+    for version in (1, 2):
+        if target.is_member:
+            weights.pull()
+            continue
+        x.fill_(version)
+        if version == 2 and source.rank == 0:
+            transport, store, left = link.mesh._state.transports["link"], link.mesh.store, [int(sys.argv[2])]
+            for owner, name in ((transport, "start"), (transport, "start_p2p"), (store, "_guarded")):
+                setattr(owner, name, partial(counted, getattr(owner, name), left))
+        weights.push(version).wait()
+    print("no error")
+except meshcomm.MeshcommError as error:
+    print(type(error).__name__)
+print(weights.version, x.unique().tolist())
+os._exit(0)
+"""
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("message", [1, 3, 6, 9])
+@pytest.mark.parametrize("staging", ["whole", "buckets"])
+def test_the_store_is_lost_with_a_rank(staging: Staging, message: int) -> None:
+    """Nobody can be asked what was decided: every rank has an error, and a whole version or refuses to be read."""
+    *texts, codes = _run(_STORE, 4, staging, str(message))
+    assert codes == [-signal.SIGKILL, 0, 0, 0], texts
+    for number, (out, told) in enumerate(texts[1:], start=1):
+        kind, held = out.splitlines()
+        assert kind == "TransferFailed", (number, out, told)
+        allowed = ["1 [1.0]", "2 [2.0]", "None"] if number > 1 else ["1 [2.0]"]
+        assert held.startswith(tuple(allowed)), (number, held)
