@@ -366,6 +366,9 @@ class Link:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if error is None:
+            self.close()
+        # After an error, the other side may never take part in a push under way.
         self.mesh.__exit__(kind, error, trace)
 
     def __repr__(self) -> str:
