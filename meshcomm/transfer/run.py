@@ -178,7 +178,7 @@ class Run:
             _Ready(
                 self._messages(sends, True),
                 self._messages(recvs, False),
-                [(self._place(piece, True), self._place(piece, False)) for piece in local],
+                [places for piece in local if not _same_memory(*(places := self._both_places(piece)))],
                 reads_last,
             )
             for sends, recvs, local, reads_last in schedule.rounds
@@ -254,9 +254,16 @@ class Run:
             ready.append(_Message(message[0].peer, None, places, at))
         return ready
 
+    def _both_places(self, piece: _Piece) -> tuple[_Place, _Place]:
+        return self._place(piece, reads=True), self._place(piece, reads=False)
+
     def _place(self, piece: _Piece, reads: bool) -> _Place:
         room = (self._sources if reads and piece.leg == 0 else self._targets)[piece.entry]
         # A piece lies in one block of each side.
         region = next(region for region in room.regions if region.box.contains(piece.begin, piece.end))
         held = region.read(piece.begin, piece.end) if region.units is None else None
         return _Place(piece, region, room.dtype, held)
+
+
+def _same_memory(source: _Place, target: _Place) -> bool:
+    return source.held is not None and target.held is not None and source.held.is_set_to(target.held)

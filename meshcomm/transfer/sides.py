@@ -110,7 +110,7 @@ class Sides:
     def ranks(self, numbers: Iterable[int]) -> str:
         """Return ranks as text, from their coords along `link`."""
         numbers = [*numbers]
-        return "; ".join(
+        return " and ".join(
             self.ranks_of(side, positions)
             for side in BOTH
             if (positions := [at for n in numbers if (at := self.position(side, n)) is not None])
