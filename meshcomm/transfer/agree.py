@@ -114,6 +114,7 @@ def _placement(
         text = facts.pattern.split("->")[side == "target"].strip()
         placement = Placement.read(text, _full_shape(text, layout, parts), facts.sizes)
     where = located(placement, layout)
+    _ = where.blocks  # raises for dims that do not go together
     unfit = by_value([(part.shape, where.local_shape(at)) for at, part in enumerate(parts)])
     problems += [
         f'{sides.ranks_of(side, at)}: a part of shape {shape}; "{placement}" of {placement.shape} gives {expected}'

@@ -21,7 +21,7 @@ from typing import Any, Final, NamedTuple, TypeAlias, final
 import numpy as np
 from numpy.typing import NDArray
 
-from meshcomm.errors import PatternError, ShapeError
+from meshcomm.errors import LayoutError, PatternError, ShapeError
 from meshcomm.layout import Layout
 from meshcomm.layout.layout import Digits
 from meshcomm.layout.names import listed
@@ -457,7 +457,7 @@ def outer(digits: Digits, distinct: int, what: str) -> Digits:
 
 
 def rest(used: Sequence[Digits], positions: int) -> Digits:
-    """Return the digits of a position that are not among the used ones, outermost first.
+    """Return the digits of a position that are not among the used ones, outermost first. Raises LayoutError if these overlap.
 
     >>> rest([Digits([(2, 2)])], 8)
     ((2, 4), (2, 1))
@@ -466,6 +466,12 @@ def rest(used: Sequence[Digits], positions: int) -> Digits:
     for size, place in sorted((digit for digits in used for digit in digits), key=lambda digit: digit[1]):
         if size == 1:
             continue
+        if place < stride:
+            raise LayoutError(
+                "dims that split the same tensor overlap",
+                given=f"digits {', '.join(str(digits) for digits in used)} of a rank's position, as (size, stride)",
+                expected="dims that share no coords, not a merged dim and one of its own dims",
+            )
         if place > stride:
             free.append((place // stride, stride))
         stride = place * size

@@ -151,6 +151,24 @@ def test_memory_of_both_sides() -> None:
     meshcomm.simulate(program, dims={"all": 8})
 
 
+def test_dims_that_do_not_go_together() -> None:
+    """A merged dim and one of its own dims split no tensor together, nor do dims of a view and of the base."""
+
+    def program(mesh: Mesh) -> None:
+        one = meshcomm.init(
+            dims={"xa": 2, "xb": 2}, merge={"x": ["xa", "xb"]}, views={"v": {"all": 4}}, device="cpu"
+        )
+        with one, meshcomm.link(one, one) as link:
+            for pattern, text in (
+                ("n/x k/xa -> n k", "dims that split the same tensor overlap"),
+                ("n/xa k/all -> n k", "do not belong to one factorization"),
+            ):
+                with pytest.raises(TransferMismatch, match=f"source: .*{text}"):
+                    link.transfer(torch.zeros(1, 2), torch.zeros(4, 4), pattern)
+
+    meshcomm.simulate(program, dims={"all": 4})
+
+
 def test_tensors_of_autograd() -> None:
     """Values are sent without their graph. A parameter is written without gradients, as by an optimizer."""
 
