@@ -244,8 +244,8 @@ class Link:
         """Return the plan for a tensor. Calls like an earlier one of all ranks need only compare its number."""
         key = repr(mine)
         number = self._agreed[key][0] if key in self._agreed else 0
-        least, most = self._sides.meet("link.transfer()", number, number)
-        if not least == most == number > 0:
+        most, least = self._sides.meet("link.transfer()", number, -number)
+        if not -least == most == number > 0:
             entry, dtype = agree_on_tensor(self._sides, mine)
             plan = self._plan([entry])
             self._count += 1

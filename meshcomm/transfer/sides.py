@@ -74,14 +74,16 @@ class Sides:
                 names.append(f"rank {rank} of the {side} ({coords})")
         return " and ".join(names)
 
-    def meet(self, call: str, least: int, most: int) -> tuple[int, int]:
-        """Return the least `least` and the greatest `most` of all ranks. Every call along the link begins with this.
+    def meet(self, call: str, *values: int) -> list[int]:
+        """Return the greatest of each value on all ranks. Every call along the link begins with this.
 
-        call: equal on all ranks. Called by: every rank of the link. Raises TransferMismatch on all ranks that make different calls.
+        call: equal on all ranks. values: at most three, each of 64 bits.
+        Called by: every rank of the link. Raises TransferMismatch on all ranks if their calls differ.
         """
         code = int.from_bytes(hashlib.sha256(call.encode()).digest()[:7])
-        ours = torch.tensor([code, -code, least, -most], dtype=torch.int64, device=self.mesh.device)
-        first, last, lowest, highest = self.mesh.all_reduce(LINK, ours, op="min").tolist()
+        ours = torch.zeros(5, dtype=torch.int64)
+        ours[: 2 + len(values)] = torch.tensor([code, -code, *values])
+        last, first, *greatest = self.mesh.all_reduce(LINK, ours.to(self.mesh.device), op="max").tolist()
         if first != -last:
             calls = by_value(self.of_all(call))
             raise self.refuse(
@@ -89,7 +91,7 @@ class Sides:
                 [f"{call} on {self.ranks(numbers)}" for call, numbers in calls.items()],
                 "all ranks of both sides make the same calls in the same order; push() on one side meets pull() on the other",
             )
-        return lowest, -highest
+        return greatest[: len(values)]
 
     def of_all(self, mine: Any) -> list[Any]:
         """Return each rank's plain data, by coord along `link`. Called by: every rank of the link."""

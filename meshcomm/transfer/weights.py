@@ -307,7 +307,9 @@ class Weights:
         """Return the version that all sources push. Raises TransferMismatch."""
         number = -1 if push is None else push.version
         source = self._sides.source is not None
-        least, most = self._sides.meet(self._call, *((number, number) if source else (2**62, -1)))
+        ours = [number, -number] if source else [-1, -(2**62)]
+        reduced = self._sides.meet(self._call, *ours)
+        most, least = reduced[0], -reduced[1]
         if most != least:
             versions = self._sides.of_all(number)
             problems = [
