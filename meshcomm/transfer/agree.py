@@ -47,6 +47,11 @@ class TensorFacts(NamedTuple):
     problems: tuple[str, ...]
     shared: str = ""
 
+    def plain(self) -> list[Any]:
+        """Return the facts as lists, for other processes."""
+        pattern, sizes, settings, parts, problems, shared = self
+        return [pattern, sizes, settings, {side: [*part] for side, part in parts.items()}, problems, shared]
+
     @classmethod
     def of_plain(cls, plain: Any) -> TensorFacts:
         """Return the facts from lists, which another process has sent."""
@@ -59,12 +64,7 @@ class TensorFacts(NamedTuple):
 
 def agree_on_tensor(sides: Sides, mine: TensorFacts) -> tuple[Entry, torch.dtype]:
     """Return the entry for one tensor. Called by: every rank of the link. Raises TransferMismatch on every rank."""
-    facts = [
-        TensorFacts.of_plain(plain)
-        for plain in sides.of_all(
-            [*mine._replace(parts={side: [*part] for side, part in mine.parts.items()})]
-        )
-    ]
+    facts = [TensorFacts.of_plain(plain) for plain in sides.of_all(mine.plain())]
     reasons = by_value([fact.problems for fact in facts])
     problems = [
         f"{sides.ranks(numbers)}: {problem}" for reason, numbers in reasons.items() for problem in reason

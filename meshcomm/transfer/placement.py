@@ -14,7 +14,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from operator import le
 from typing import Any, Final, NamedTuple, TypeAlias, final
 
@@ -188,13 +188,28 @@ def axes_of(text: object) -> tuple[Axis, ...]:
 
 def check_pattern(pattern: object, sizes: Mapping[str, object]) -> None:
     """Raise PatternError unless a text is two placements of the same axes, and ShapeError for sizes of anything else."""
-    sides = pattern.split("->") if isinstance(pattern, str) else []
-    if len(sides) != 2:
+    names = _names_of(pattern) if isinstance(pattern, str) else None
+    if names is None:
         raise PatternError(
             "a transfer needs two placements",
             given=repr(pattern),
             expected='the placement on the source, "->", and the placement on the target, as in "n/tp/fsdp k -> n/tp k"',
         )
+    for name, size in sizes.items():
+        if name not in names or not isinstance(size, int) or isinstance(size, bool) or size < 0:
+            raise ShapeError(
+                f"{name} is not an axis or section with a size",
+                given=f"{name}={size!r}",
+                expected=f"integers of 0 or more for {listed(names) or 'no axis'}",
+            )
+
+
+@lru_cache(maxsize=1024)
+def _names_of(pattern: str) -> tuple[str, ...] | None:
+    """Return the names of the axes and sections of `left -> right`, or None if there are not two sides. Raises PatternError."""
+    sides = pattern.split("->")
+    if len(sides) != 2:
+        return None
     names = [[[section.name for section in axis] for axis in axes_of(side)] for side in sides]
     if names[0] != names[1]:
         raise PatternError(
@@ -203,14 +218,7 @@ def check_pattern(pattern: object, sizes: Mapping[str, object]) -> None:
             expected="the same axes and sections in the same order: a transfer only changes where parts lie",
             hint="rearrange the tensor before or after it",
         )
-    known = [name for axis in names[0] for name in axis]
-    for name, size in sizes.items():
-        if name not in known or not isinstance(size, int) or isinstance(size, bool) or size < 0:
-            raise ShapeError(
-                f"{name} is not an axis or section with a size",
-                given=f"{name}={size!r}",
-                expected=f"integers of 0 or more for {listed(known) or 'no axis'}",
-            )
+    return tuple(name for axis in names[0] for name in axis)
 
 
 def _splits(text: str, listed_splits: str) -> tuple[Split, ...]:
@@ -393,6 +401,15 @@ class Located:
 
     def boxes(self, position: int) -> list[Box]:
         """Return the boxes that the rank at a position holds, one for each block. A rank that holds none has no box."""
+        if position not in self._boxes:
+            self._boxes[position] = self._boxes_of(position)
+        return self._boxes[position]
+
+    @cached_property
+    def _boxes(self) -> dict[int, list[Box]]:
+        return {}
+
+    def _boxes_of(self, position: int) -> list[Box]:
         if not self.holds(position):
             return []
         spans: list[list[tuple[int, int, int]]] = []

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import product
 from math import prod
 from statistics import median
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -116,8 +116,8 @@ class Gathered:
                 room[key] = BUCKET_BYTES
             room[key] -= nbytes
             next(names for ranks, names in reversed(self.batches) if ranks == holders).append(name)
-        self.groups = {}
-        for ranks in sorted({key for key, _ in ((tuple(ranks), 0) for ranks, _ in self.batches)}):
+        self.groups: dict[tuple[int, ...], tuple[Any, Any]] = {}
+        for ranks in sorted(room):
             self.groups[ranks] = dist.new_group([*ranks]), dist.new_group([ranks[0], *target.coords()])
 
     def __call__(self, mine: Mapping[str, Tensor]) -> None:
@@ -189,24 +189,25 @@ def measured(case: str, rounds: int, hidden: int) -> Measured:
         def ours(version: int) -> None:
             moved.push(version=version).wait() if side is source else moved.pull()
 
+        ways: tuple[Callable[[int], None], ...] = ours, lambda version: plain(mine)
         times: list[list[float]] = [[], []]
         ratio = 0.0
         for number in range(rounds + 1):
-            for column, move in zip(times, (lambda: ours(number), lambda: plain(mine)), strict=True):
+            for column, move in zip(times, ways, strict=True):
                 if side is target:
                     for part in mine.values():
                         part.fill_(torch.nan)
                 before = _exchanged(link)
                 every.barrier()
                 began = time.perf_counter()
-                move()
+                move(number)
                 # The first round creates what later rounds reuse.
                 column += [time.perf_counter() - began] * (number > 0)
                 assert all(torch.equal(mine[name], part) for name, part in expected.items())
                 if side is target and (received := _exchanged(link) - before):
                     ratio = received / needed
-        ((ratio,),) = slowest(every, [[ratio]])
-        return Measured(*slowest(every, times), ratio)
+        ours_s, theirs_s = slowest(every, times)
+        return Measured(ours_s, theirs_s, slowest(every, [[ratio]])[0][0])
 
 
 def _exchanged(link: meshcomm.transfer.link.Link) -> int:
