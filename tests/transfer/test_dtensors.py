@@ -15,6 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import meshcomm
 from meshcomm import Mesh
+from meshcomm.parallel.tensor.parameters import Kept, Parts, kept
 from tests.transfer.pairs import random_whole, same_bits
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.float64)
@@ -123,5 +124,60 @@ def test_parameters_of_fsdp_and_tensor_parallel(dims: dict[str, int], first: int
                     back.transfer(columns, into=x)
                 if isinstance(x, DTensor) and part is not None:
                     assert same_bits(x.to_local(), part)
+
+    meshcomm.simulate(program, dims={"all": 8})
+
+
+def test_names_on_some_ranks_and_fused_weights() -> None:
+    """Stages hold different names on both sides; a fused weight, whose rows have another order in memory, has its own on arrival."""
+    parts = Parts((8, 4, 4))
+    wholes = {f"{number}": random_whole([7, 6], torch.bfloat16, number) for number in range(5)}
+    fused = torch.arange(16 * 3.0).view(16, 3)
+
+    def held(mesh: Mesh, stages: dict[str, int], axis: int, blank: bool) -> dict[str, Any]:
+        tensors: dict[str, Any] = {}
+        for name, whole in wholes.items():
+            if stages[name] in (mesh.coord("pp"), -1):
+                values = torch.full_like(whole, torch.nan) if blank else whole
+                tensors[name] = distribute_tensor(values, mesh["tp"], [Shard(axis)], src_data_rank=None)
+        rows = kept(torch.full_like(fused, torch.nan) if blank else fused, parts)
+        split = distribute_tensor(rows, mesh["tp"], [Shard(0)], src_data_rank=None)
+        return {**tensors, "qkv": Kept(split, parts)}
+
+    def program(_: Mesh) -> None:
+        source = meshcomm.init(dims={"pp": 2, "tp": 2}, ranks=range(4), device="cpu")
+        target = meshcomm.init(dims={"tp": 2, "pp": 2}, ranks=range(4, 8), device="cpu")
+        whole = meshcomm.init(dims={"copy": 3}, ranks=range(3, 6), device="cpu")
+        first, second = {"0": 0, "1": 0, "2": 1, "3": 1, "4": -1}, {"0": 1, "1": 0, "2": 0, "3": -1, "4": 0}
+        with (
+            source,
+            target,
+            whole,
+            meshcomm.link(source, target) as link,
+            meshcomm.link(source, whole) as last,
+        ):
+            given = held(source, first, 0, False) if source.is_member else {}
+            if link.is_member:
+                model = given if source.is_member else held(target, second, 1, True)
+                weights = link.weights(model)
+                if source.is_member:
+                    weights.push(version=1).wait()
+                else:
+                    assert weights.pull() == 1
+                    for name, tensor in held(target, second, 1, False).items():
+                        mine = model[name]
+                        if isinstance(tensor, Kept):
+                            tensor, mine = tensor.tensor, mine.tensor
+                        assert same_bits(mine.to_local(), tensor.to_local()), name
+            if last.is_member:
+                plain = {"qkv": torch.full_like(fused, torch.nan)}
+                into = plain if whole.is_member and source.is_member else None
+                weights = last.weights(given if source.is_member else plain, into=into, only=["qkv"])
+                if source.is_member:
+                    push = weights.push(version=2)
+                if whole.is_member:
+                    assert weights.pull() == 2 and same_bits(plain["qkv"], fused)
+                if source.is_member:
+                    push.wait()
 
     meshcomm.simulate(program, dims={"all": 8})
