@@ -21,7 +21,7 @@ from typing import Any, Final, NamedTuple, TypeAlias, final
 import numpy as np
 from numpy.typing import NDArray
 
-from meshcomm.errors import PatternError, ShapeError
+from meshcomm.errors import LayoutError, PatternError, ShapeError
 from meshcomm.layout import Layout
 from meshcomm.layout.layout import Digits
 from meshcomm.layout.names import listed
@@ -206,7 +206,7 @@ def placements_of(text: object) -> tuple[str, str]:
     return sides[0].strip(), sides[1].strip()
 
 
-def check_pattern(pattern: object, sizes: Mapping[str, object]) -> None:
+def check_pattern(pattern: Any, sizes: Mapping[str, object]) -> None:
     """Raise PatternError unless a text is two placements of the same axes, and ShapeError for sizes of anything else."""
     known = [section.name for axis in axes_of(placements_of(pattern)[0]) for section in axis]
     for name, size in sizes.items():
@@ -398,6 +398,15 @@ class Located:
 
     def boxes(self, position: int) -> list[Box]:
         """Return the boxes that the rank at a position holds, one for each block. A rank that holds none has no box."""
+        if position not in self._boxes:
+            self._boxes[position] = self._boxes_of(position)
+        return self._boxes[position]
+
+    @cached_property
+    def _boxes(self) -> dict[int, list[Box]]:
+        return {}
+
+    def _boxes_of(self, position: int) -> list[Box]:
         if not self.holds(position):
             return []
         spans: list[list[tuple[int, int, int]]] = []
@@ -462,7 +471,7 @@ def outer(digits: Digits, distinct: int, what: str) -> Digits:
 
 
 def rest(used: Sequence[Digits], positions: int) -> Digits:
-    """Return the digits of a position that are not among the used ones, outermost first.
+    """Return the digits of a position that are not among the used ones, outermost first. Raises LayoutError if these overlap.
 
     >>> rest([Digits([(2, 2)])], 8)
     ((2, 4), (2, 1))
@@ -471,6 +480,12 @@ def rest(used: Sequence[Digits], positions: int) -> Digits:
     for size, place in sorted((digit for digits in used for digit in digits), key=lambda digit: digit[1]):
         if size == 1:
             continue
+        if place < stride:
+            raise LayoutError(
+                "dims that split the same tensor overlap",
+                given=f"digits {', '.join(str(digits) for digits in used)} of a rank's position, as (size, stride)",
+                expected="dims that share no coords, not a merged dim and one of its own dims",
+            )
         if place > stride:
             free.append((place // stride, stride))
         stride = place * size

@@ -406,9 +406,9 @@ class Weights:
         problem = "" if push is None else push._problem
         if self._sides.target is not None:
             problem = problem or self._look("target")
-        versions = (number, number) if self._sides.source is not None else (2**62, -1)
-        least, most, is_wrong = self._sides.meet(self._call, *versions, bool(problem))
-        if most == least and not is_wrong:
+        ours = [number, -number] if self._sides.source is not None else [-1, -(2**62)]
+        most, least, is_wrong = self._sides.meet(self._call, *ours, bool(problem))
+        if most == -least and not is_wrong:
             return most
         told = self._sides.of_all([number, problem])
         labels = [self._sides.label(at) for at in range(len(told))]
