@@ -20,7 +20,7 @@ pytestmark = pytest.mark.long
 pytest.importorskip("transformers")
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "reinforce"
-CHANCE = 1 / 24
+CHANCE = 1 / 16
 
 
 @contextmanager
