@@ -11,6 +11,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterator
+from itertools import count
 
 import torch
 from policy import EPOCHS, LEARNING_RATE, advantages, loss, new_policy, sample
@@ -21,8 +22,7 @@ def train(seed: int, shares: int = 1) -> Iterator[float]:
     """Yield the mean reward of each step's samples. shares: the number of generators that sample a part of the prompts each."""
     policy = new_policy(seed)
     optimizer = torch.optim.AdamW(policy.parameters(), LEARNING_RATE, weight_decay=0.0)
-    step = 0
-    while True:
+    for step in count():
         parts = [sample(policy, seed, step, share, shares) for share in range(shares)]
         sequences, log_probs = map(torch.cat, zip(*parts, strict=True))
         reward = rewards(sequences)
@@ -32,13 +32,12 @@ def train(seed: int, shares: int = 1) -> Iterator[float]:
             torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
             optimizer.step()
         yield reward.mean().item()
-        step += 1
 
 
-def report(rewards: Iterator[float], *, prints: bool = True) -> None:
-    """Train until the mean reward of ten steps is at least 0.9, and print this mean every ten steps."""
+def report(steps: Iterator[float], *, prints: bool = True) -> None:
+    """Train until the mean reward of ten steps is at least 0.9, and print this mean every ten steps. steps: from `train`."""
     start, recent = time.monotonic(), deque[float](maxlen=10)
-    for step, reward in enumerate(rewards, 1):
+    for step, reward in enumerate(steps, 1):
         recent.append(reward)
         mean = sum(recent) / len(recent)
         done = step >= 10 and mean >= 0.9

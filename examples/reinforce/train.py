@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from itertools import count
 from typing import Any
 
 import torch
@@ -51,8 +52,7 @@ def train(mesh: meshcomm.Mesh, seed: int) -> Iterator[float]:
     policy, generator = parallel_policy(mesh, seed), new_policy(seed)
     optimizer = torch.optim.AdamW(policy.parameters(), LEARNING_RATE, weight_decay=0.0)
     norm = GradientNorm(mesh, policy)
-    step = 0
-    while True:
+    for step in count():
         new_weights(policy, generator)
         part = sample(generator, seed, step, mesh.rank, mesh.world_size)
         # Ranks along tp train on the same samples.
@@ -64,7 +64,6 @@ def train(mesh: meshcomm.Mesh, seed: int) -> Iterator[float]:
             norm.clip_(1.0)
             optimizer.step()
         yield mesh.all_reduce("fsdp", reward.mean(), op="avg").item()
-        step += 1
 
 
 def main(seed: int) -> None:
