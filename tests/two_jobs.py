@@ -61,7 +61,7 @@ def client(port: int) -> dist.TCPStore:
 
 
 def run(
-    pool: Pool, folder: Path, body: Callable[..., Any], *args: Any, timeout_s: float = 45.0, **sizes: int
+    pool: Pool, folder: Path, body: Callable[..., Any], *args: Any, timeout_s: float = 100.0, **sizes: int
 ) -> list[Ended]:
     """Call `body(place, *args)` on the processes of jobs of these sizes. Returns how each call ended, in the order of the jobs."""
     with ExitStack() as stores:
