@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from meshcomm.comm.checks import value_of
 from meshcomm.errors import LayoutError, ShapeError
 from meshcomm.layout import Layout
 from meshcomm.parallel.tensor import local
@@ -56,6 +59,12 @@ def placement_of(tensor: Tensor | Kept, layout: Layout, rank: int) -> Placement:
 def _read_splits(tensor: DTensor, layout: Layout, rank: int, splits: list[list[Split]]) -> None:
     """Add the splits of a DTensor to those of each axis."""
     mesh = tensor.device_mesh
+    if mesh.get_coordinate() is None:
+        raise LayoutError(
+            "a DTensor lies on a DeviceMesh without this rank",
+            given=f"{mesh} on rank {rank}",
+            expected="a DeviceMesh of the mesh, which all its ranks are on",
+        )
     # A shard with a split factor splits parts that dims to its right have split before, FSDP's of tensor parallel parts. Going
     # from right to left, each dim's place among the splits so far is known.
     for number in reversed(range(mesh.ndim)):
@@ -118,16 +127,16 @@ class Region(NamedTuple):
 
     def write(self, begin: Sequence[int], end: Sequence[int], values: Tensor) -> None:
         """Write the values of a box within this one."""
-        if self.units is None:
-            held, inside = self._covering(begin, end)
-            held[inside].copy_(values)
-            return
-        whole, inside = self._covering(begin, end)
-        whole[inside].copy_(values)
-        first, last = self._units(begin, end)
-        self.held.narrow(self.units, first, last - first).copy_(
-            whole.unflatten(self.units, (last - first, self.held.shape[self.units + 1]))
-        )
+        # torch refuses to write an inference tensor outside of inference mode.
+        with torch.inference_mode() if self.held.is_inference() else nullcontext():
+            whole, inside = self._covering(begin, end)
+            whole[inside].copy_(values)
+            if self.units is None:
+                return
+            first, last = self._units(begin, end)
+            self.held.narrow(self.units, first, last - first).copy_(
+                whole.unflatten(self.units, (last - first, self.held.shape[self.units + 1]))
+            )
 
     def _units(self, begin: Sequence[int], end: Sequence[int]) -> tuple[int, int]:
         """Return the first unit that a box touches, and the one after the last."""
@@ -147,7 +156,8 @@ class Region(NamedTuple):
 
 def memory_of(tensor: Tensor | Kept) -> Tensor:
     """Return this rank's memory for a tensor, without a copy."""
-    return local((tensor.tensor if isinstance(tensor, Kept) else tensor).detach())
+    held: Tensor = value_of(local((tensor.tensor if isinstance(tensor, Kept) else tensor).detach()))
+    return held
 
 
 def regions(tensor: Tensor | Kept, where: Located, position: int) -> list[Region]:
