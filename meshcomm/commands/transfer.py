@@ -157,7 +157,8 @@ def _entries(source: SplitModel, target: SplitModel, cast: str | None) -> tuple[
             given=f"{', '.join(different[:8])}, on one side only",
             expected="the same names on both sides",
         )
-    entries, rows = [], {}
+    entries: list[Entry] = []
+    rows: dict[Any, Any] = {}
     for name, weight in source.weights.items():
         dtype = _dtype(cast) if cast and weight.dtype.is_floating_point else weight.dtype
         given, wanted = weight.placement, target.weights[name].placement

@@ -12,7 +12,7 @@ import torch
 
 from meshcomm.errors import LayoutError, MeshcommError
 from meshcomm.layout import Layout
-from meshcomm.transfer.placement import Placement, axes_of
+from meshcomm.transfer.placement import Placement, axes_of, placements_of
 from meshcomm.transfer.plan import Entry, located
 from meshcomm.transfer.sides import BOTH, LINK, SideName, Sides, by_value
 
@@ -47,6 +47,11 @@ class TensorFacts(NamedTuple):
     problems: tuple[str, ...]
     shared: str = ""
 
+    def plain(self) -> list[Any]:
+        """Return the facts as lists, for other processes."""
+        pattern, sizes, settings, parts, problems, shared = self
+        return [pattern, sizes, settings, {side: [*part] for side, part in parts.items()}, problems, shared]
+
     @classmethod
     def of_plain(cls, plain: Any) -> TensorFacts:
         """Return the facts from lists, which another process has sent."""
@@ -59,12 +64,7 @@ class TensorFacts(NamedTuple):
 
 def agree_on_tensor(sides: Sides, mine: TensorFacts) -> tuple[Entry, torch.dtype]:
     """Return the entry for one tensor. Called by: every rank of the link. Raises TransferMismatch on every rank."""
-    facts = [
-        TensorFacts.of_plain(plain)
-        for plain in sides.of_all(
-            [*mine._replace(parts={side: tuple(part) for side, part in mine.parts.items()})]  # type: ignore[misc]
-        )
-    ]
+    facts = [TensorFacts.of_plain(plain) for plain in sides.of_all(mine.plain())]
     reasons = by_value([fact.problems for fact in facts])
     problems = [
         f"{sides.ranks(numbers)}: {problem}" for reason, numbers in reasons.items() for problem in reason
@@ -111,9 +111,10 @@ def _placement(
     if facts.pattern is None:
         placement = Placement.of_facts(parts[0].placement)
     else:
-        text = facts.pattern.split("->")[side == "target"].strip()
+        text = placements_of(facts.pattern)[side == "target"]
         placement = Placement.read(text, _full_shape(text, layout, parts), facts.sizes)
     where = located(placement, layout)
+    _ = where.blocks  # raises for dims that do not go together
     unfit = by_value([(part.shape, where.local_shape(at)) for at, part in enumerate(parts)])
     problems += [
         f'{sides.ranks_of(side, at)}: a part of shape {shape}; "{placement}" of {placement.shape} gives {expected}'
@@ -207,7 +208,7 @@ def agree_on_weights(
     settings: what must be equal on all ranks. Equal manifests are sent once.
     Raises TransferMismatch on every rank.
     """
-    sides.meet("link.weights()", 0, 0)
+    sides.meet("link.weights()")
     hashes = {
         side: hashlib.sha256(repr(manifest.plain()).encode()).hexdigest() for side, manifest in mine.items()
     }

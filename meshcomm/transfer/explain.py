@@ -20,7 +20,7 @@ from meshcomm.predict.links import Machine, machine, places_of
 from meshcomm.show.page import Facts, View, as_text
 from meshcomm.show.transfer import transfer_view
 from meshcomm.transfer import bounds
-from meshcomm.transfer.placement import Ints, Placement, check_pattern
+from meshcomm.transfer.placement import Ints, Placement, check_pattern, placements_of
 from meshcomm.transfer.plan import (
     BUCKET_BYTES,
     PACKED_BYTES,
@@ -127,7 +127,7 @@ def _entry(name: str, tensor: Any) -> Entry:
         )
     shape, _, text, sizes = (*parts, {})[:4]
     check_pattern(text, sizes)
-    return Entry(name, itemsize, *(Placement.read(side.strip(), shape, sizes) for side in text.split("->")))
+    return Entry(name, itemsize, *(Placement.read(side, shape, sizes) for side in placements_of(text)))
 
 
 @final

@@ -179,10 +179,14 @@ class Link:
             link.transfer(x, out, "n/tp/fsdp k -> n/tp k")     parts of this rank; None on the other side
             link.transfer(dtensor, into=other)                 DTensors know their own splits
 
-        x:         this rank's part on the source, or a DTensor; None on a rank that is only on the target.
-        out, into: where this rank's part on the target is written, or a DTensor; None on a rank that is only on the source.
+        x:         this rank's part on the source, or a DTensor; None on a rank that is only on the target. Values are sent without
+                   their autograd graph.
+        out, into: where this rank's part on the target is written, or a DTensor; None on a rank that is only on the source. It
+                   must not require gradients, except under torch.no_grad(). On a rank of both sides, x and out may be the same
+                   memory if they are the same part; they must not overlap otherwise. Both may have any strides.
         placement: the axes of the full tensor on both sides, each with the dims that split it, outermost first. Ranks along
-                   other dims hold copies. Uneven parts follow torch.chunk. See docs/guide/transfer.md.
+                   other dims hold copies. Uneven parts follow torch.chunk. See docs/guide/transfer.md. Without it, DTensors say
+                   how they are split, and a plain tensor is whole on every rank.
         sizes:     sizes of the sections of an axis such as (q+k+v)/tp.
         Called by: every rank of both sides, in the same order. The first call with new arguments agrees on them.
         Raises:    TransferMismatch, on every rank of both sides; CommunicationError.
@@ -331,8 +335,8 @@ class Link:
         """Return the plan for a tensor. Calls like an earlier one of all ranks need only compare its number."""
         key = repr(mine)
         number = self._agreed[key][0] if key in self._agreed else 0
-        least, most, _ = self._sides.meet("link.transfer()", number, number)
-        if not least == most == number > 0:
+        most, least = self._sides.meet("link.transfer()", number, -number)
+        if not -least == most == number > 0:
             entry, dtype = agree_on_tensor(self._sides, mine)
             plan = self._plan([entry])
             self._count += 1
@@ -366,6 +370,9 @@ class Link:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if error is None:
+            self.close()
+        # After an error, the other side may never take part in a push under way.
         self.mesh.__exit__(kind, error, trace)
 
     def __repr__(self) -> str:

@@ -21,7 +21,7 @@ from typing import Any, Final, NamedTuple, TypeAlias, final
 import numpy as np
 from numpy.typing import NDArray
 
-from meshcomm.errors import PatternError, ShapeError
+from meshcomm.errors import LayoutError, PatternError, ShapeError
 from meshcomm.layout import Layout
 from meshcomm.layout.layout import Digits
 from meshcomm.layout.names import listed
@@ -186,24 +186,29 @@ def axes_of(text: object) -> tuple[Axis, ...]:
     return tuple(axes)
 
 
-def check_pattern(pattern: object, sizes: Mapping[str, object]) -> None:
-    """Raise PatternError unless a text is two placements of the same axes, and ShapeError for sizes of anything else."""
-    sides = pattern.split("->") if isinstance(pattern, str) else []
+def placements_of(text: object) -> tuple[str, str]:
+    """Return both sides of `placement -> placement`, with the same axes. Raises PatternError."""
+    sides = text.split("->") if isinstance(text, str) else []
     if len(sides) != 2:
         raise PatternError(
             "a transfer needs two placements",
-            given=repr(pattern),
+            given=repr(text),
             expected='the placement on the source, "->", and the placement on the target, as in "n/tp/fsdp k -> n/tp k"',
         )
-    names = [[[section.name for section in axis] for axis in axes_of(side)] for side in sides]
+    names = [[[section.name for section in axis] for axis in axes_of(part)] for part in sides]
     if names[0] != names[1]:
         raise PatternError(
             "the two placements have different axes",
-            given=str(pattern),
+            given=str(text),
             expected="the same axes and sections in the same order: a transfer only changes where parts lie",
             hint="rearrange the tensor before or after it",
         )
-    known = [name for axis in names[0] for name in axis]
+    return sides[0].strip(), sides[1].strip()
+
+
+def check_pattern(pattern: Any, sizes: Mapping[str, object]) -> None:
+    """Raise PatternError unless a text is two placements of the same axes, and ShapeError for sizes of anything else."""
+    known = [section.name for axis in axes_of(placements_of(pattern)[0]) for section in axis]
     for name, size in sizes.items():
         if name not in known or not isinstance(size, int) or isinstance(size, bool) or size < 0:
             raise ShapeError(
@@ -393,6 +398,15 @@ class Located:
 
     def boxes(self, position: int) -> list[Box]:
         """Return the boxes that the rank at a position holds, one for each block. A rank that holds none has no box."""
+        if position not in self._boxes:
+            self._boxes[position] = self._boxes_of(position)
+        return self._boxes[position]
+
+    @cached_property
+    def _boxes(self) -> dict[int, list[Box]]:
+        return {}
+
+    def _boxes_of(self, position: int) -> list[Box]:
         if not self.holds(position):
             return []
         spans: list[list[tuple[int, int, int]]] = []
@@ -457,7 +471,7 @@ def outer(digits: Digits, distinct: int, what: str) -> Digits:
 
 
 def rest(used: Sequence[Digits], positions: int) -> Digits:
-    """Return the digits of a position that are not among the used ones, outermost first.
+    """Return the digits of a position that are not among the used ones, outermost first. Raises LayoutError if these overlap.
 
     >>> rest([Digits([(2, 2)])], 8)
     ((2, 4), (2, 1))
@@ -466,6 +480,12 @@ def rest(used: Sequence[Digits], positions: int) -> Digits:
     for size, place in sorted((digit for digits in used for digit in digits), key=lambda digit: digit[1]):
         if size == 1:
             continue
+        if place < stride:
+            raise LayoutError(
+                "dims that split the same tensor overlap",
+                given=f"digits {', '.join(str(digits) for digits in used)} of a rank's position, as (size, stride)",
+                expected="dims that share no coords, not a merged dim and one of its own dims",
+            )
         if place > stride:
             free.append((place // stride, stride))
         stride = place * size

@@ -17,6 +17,7 @@ from typing import Final, NamedTuple, final
 import numpy as np
 from numpy.typing import NDArray
 
+from meshcomm.errors import UnknownDim
 from meshcomm.layout import Layout
 from meshcomm.transfer.placement import Block, Cuts, Ints, Located, Placement
 
@@ -443,8 +444,7 @@ class Plan:
 
     def _legs_of(self, entry: Entry) -> tuple[Leg, ...]:
         source, target = located(entry.source, self.ends.source), located(entry.target, self.ends.target)
-        used = entry.target.dims
-        free = [dim for dim in self.stripes if not used or dim in self.ends.target.rest(used)]
+        free = self._free(entry.target)
         if not free or not entry.target.axes or target.most * entry.itemsize < _LEAST_STRIPED_BYTES:
             return (Leg(source, target, self.ends, self.align),)
         axis = _stripe_axis(source, target, free)
@@ -453,6 +453,17 @@ class Plan:
             striped = located(entry.target.split_further(axis, free), self.ends.target)
             gather = self._gathers[entry.target, axis] = Leg(striped, target, self._within_target, self.align)
         return (Leg(source, gather.source, self.ends, self.align), gather)
+
+    def _free(self, target: Placement) -> list[str]:
+        """Return the dims of `stripes` along which ranks have copies, if the dims of the target can be split along them as well."""
+        layout = self.ends.target
+        used = {*layout.expand(target.dims)}
+        free = [dim for dim in self.stripes if used.isdisjoint(layout.expand(dim))]
+        try:
+            layout.home((*used, *free))
+        except UnknownDim:
+            return []
+        return free
 
     def rounds(self) -> list[list[Slice]]:
         """Return what is sent at once, in order. A round needs what the one before it sends only if nothing else is left."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import sub
 from typing import Any, Final, NamedTuple, final
 
 import torch
 from torch import Tensor
 
 from meshcomm.comm import Handle
-from meshcomm.transfer.plan import PACKED_BYTES, Pieces, Plan, Slice, pieces, sliced
+from meshcomm.transfer.plan import PACKED_BYTES, Entry, Pieces, Plan, Slice, pieces, sliced
 from meshcomm.transfer.sides import LINK, Sides
 from meshcomm.transfer.tensors import Region
 
@@ -53,6 +54,8 @@ class Schedule:
         self.mesh = sides.mesh
         self._plan, self._me = plan, sides.me
         self._sender, self._receiver = sides.position("source"), sides.position("target")
+        # The layers of a model have equal placements.
+        self._known: dict[tuple[Entry, int, bool], Pieces] = {}
         rounds = plan.rounds()
         self.rounds = [
             self._round(parts, before) for parts, before in zip(rounds, [[], *rounds], strict=False)
@@ -88,9 +91,13 @@ class Schedule:
         position = self._receiver if part.leg or not sends else self._sender
         if position is None:
             return None
-        leg = self._plan.legs(self._plan.entries[part.entry])[part.leg]
-        whose = {"sender" if sends else "receiver": position}
-        return pieces(leg.source, leg.target, leg.ends, align=leg.align, **whose)
+        entry = self._plan.entries[part.entry]
+        key = entry._replace(name=""), part.leg, sends
+        if key not in self._known:
+            leg = self._plan.legs(entry)[part.leg]
+            whose = {"sender" if sends else "receiver": position}
+            self._known[key] = pieces(leg.source, leg.target, leg.ends, align=leg.align, **whose)
+        return self._known[key]
 
     def _messages(self, listed: Sequence[_Piece]) -> list[list[_Piece]]:
         """Return the pieces of each message. Both ends list the same messages of a pair of ranks, in the same order."""
@@ -114,6 +121,7 @@ class _Place(NamedTuple):
     """A piece in this rank's memory. held: its values; None if the region's memory has another order."""
 
     piece: _Piece
+    shape: tuple[int, ...]
     region: Region
     dtype: torch.dtype
     held: Tensor | None
@@ -128,8 +136,7 @@ class _Place(NamedTuple):
             self.held.copy_(values)
 
     def in_bucket(self, bucket: Tensor, at: int) -> Tensor:
-        shape = [b - a for a, b in zip(self.piece.begin, self.piece.end, strict=True)]
-        return bucket[at : at + self.piece.nbytes].view(self.dtype).view(shape)
+        return bucket[at : at + self.piece.nbytes].view(self.dtype).view(self.shape)
 
     def as_bytes(self, device: torch.device) -> Tensor | None:
         """Return the memory itself as bytes, or None if it cannot be sent, or received into, as it is."""
@@ -177,7 +184,7 @@ class Run:
             _Ready(
                 self._messages(sends, True),
                 self._messages(recvs, False),
-                [(self._place(piece, True), self._place(piece, False)) for piece in local],
+                [places for piece in local if not _same_memory(*(places := self._both_places(piece)))],
                 reads_last,
             )
             for sends, recvs, local, reads_last in schedule.rounds
@@ -191,7 +198,7 @@ class Run:
         except BaseException:
             # Other messages under way have no more use.
             for handle in self._handles:
-                handle.abandon()
+                handle._abandon()
             raise
 
     def _run(self) -> None:
@@ -265,9 +272,17 @@ class Run:
             ready.append(_Message(message[0].peer, None, places, at))
         return ready
 
+    def _both_places(self, piece: _Piece) -> tuple[_Place, _Place]:
+        return self._place(piece, reads=True), self._place(piece, reads=False)
+
     def _place(self, piece: _Piece, reads: bool) -> _Place:
         room = (self._sources if reads and piece.leg == 0 else self._targets)[piece.entry]
         # A piece lies in one block of each side.
         region = next(region for region in room.regions if region.box.contains(piece.begin, piece.end))
         held = region.read(piece.begin, piece.end) if region.units is None else None
-        return _Place(piece, region, room.dtype, held)
+        shape = tuple(map(sub, piece.end, piece.begin))
+        return _Place(piece, shape, region, room.dtype, held)
+
+
+def _same_memory(source: _Place, target: _Place) -> bool:
+    return source.held is not None and target.held is not None and source.held.is_set_to(target.held)

@@ -84,7 +84,7 @@ class Sides:
                     expected="a link whose ranks have all made the same calls",
                     hint="link.reopen() connects the ranks that are left; the meshes of both sides remain open",
                     version=getattr(use.failed, "version", None),
-                    missing=getattr(use.failed, "missing", ()),
+                    missing=use.failed.missing if isinstance(use.failed, TransferFailed) else (),
                 ) from use.failed
             try:
                 yield
@@ -131,15 +131,16 @@ class Sides:
                 names.append(f"rank {rank} of the {side} ({coords})")
         return " and ".join(names)
 
-    def meet(self, call: str, least: int, most: int, flag: bool = False) -> tuple[int, int, bool]:
-        """Return the least `least` and the greatest `most` of all ranks, and whether any rank has the flag. Every call along the
-        link begins with this.
+    def meet(self, call: str, *values: int) -> list[int]:
+        """Return the greatest of each value on all ranks. Every call along the link begins with this.
 
-        call: equal on all ranks. Called by: every rank of the link. Raises TransferMismatch on all ranks that make different calls.
+        call: equal on all ranks. values: at most three, each of 64 bits.
+        Called by: every rank of the link. Raises TransferMismatch on all ranks if their calls differ.
         """
         code = int.from_bytes(hashlib.sha256(call.encode()).digest()[:7])
-        ours = torch.tensor([code, -code, least, -most, -flag], dtype=torch.int64, device=self.mesh.device)
-        first, last, lowest, highest, flagged = self.mesh.all_reduce(LINK, ours, op="min").tolist()
+        ours = torch.zeros(5, dtype=torch.int64)
+        ours[: 2 + len(values)] = torch.tensor([code, -code, *values])
+        last, first, *greatest = self.mesh.all_reduce(LINK, ours.to(self.mesh.device), op="max").tolist()
         if first != -last:
             calls = by_value(self.of_all(call))
             raise self.refuse(
@@ -147,7 +148,7 @@ class Sides:
                 [f"{call} on {self.ranks(numbers)}" for call, numbers in calls.items()],
                 "all ranks of both sides make the same calls in the same order; push() on one side meets pull() on the other",
             )
-        return lowest, -highest, flagged < 0
+        return greatest[: len(values)]
 
     def of_all(self, mine: Any) -> list[Any]:
         """Return each rank's plain data, by coord along `link`. Called by: every rank of the link."""
@@ -168,7 +169,7 @@ class Sides:
     def ranks(self, numbers: Iterable[int]) -> str:
         """Return ranks as text, from their coords along `link`."""
         numbers = [*numbers]
-        return "; ".join(
+        return " and ".join(
             self.ranks_of(side, positions)
             for side in BOTH
             if (positions := [at for n in numbers if (at := self.position(side, n)) is not None])

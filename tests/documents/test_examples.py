@@ -25,11 +25,10 @@ pytestmark = pytest.mark.long
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "examples"
-# finetune_llama and finetune_chat have several commands, so test_finetune_llama.py tests them.
+# These have several commands or files, so test_finetune_llama.py and test_reinforce.py test them.
+SEVERAL = ("finetune_llama", "finetune_chat", "reinforce")
 NAMES = sorted(
-    str(path.relative_to(FOLDER))
-    for path in FOLDER.rglob("*.py")
-    if not path.parent.name.startswith("finetune_")
+    str(path.relative_to(FOLDER)) for path in FOLDER.rglob("*.py") if path.parent.name not in SEVERAL
 )
 
 FORM = re.compile(

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
+import torch
 
 import meshcomm
 from meshcomm.testing import Pool
 from meshcomm.transfer import plan
-from tests.transfer.pairs import check_pair, check_pairs_on_process
+from tests.transfer.oracle import Case, Grid, Sectioned
+from tests.transfer.pairs import check_pair, check_pairs_on_process, poisoned, random_whole, same_bits
 
 
 @pytest.mark.parametrize("least_striped_bytes", [0, 64 << 10])
@@ -32,3 +36,46 @@ def test_many_pairs_on_processes(pool: Pool, ranks: int) -> None:
     """300 pairs, each set on ranks that are forked once."""
     seeds = range(ranks * 10_000, ranks * 10_000 + 100)
     pool.run(check_pairs_on_process, seeds, 0 if ranks == 8 else 64 << 10, ranks=ranks, timeout_s=1000)
+
+
+def _case(dims: dict[str, int], order: list[int], n: list[str], k: list[str]) -> Case:
+    """Return a tensor of shape (11, 4), whose axes are split along some dims."""
+    rows, columns = ([(dim, dims[dim]) for dim in split] for split in (n, k))
+    return Case(Grid(dims, order), [[Sectioned("n", 11, rows)], [Sectioned("k", 4, columns)]], {})
+
+
+CIRCLE = [
+    _case({"tp": 2, "fsdp": 2}, [2, 0, 3, 1], ["tp", "fsdp"], []),
+    _case({"copy": 2, "ep": 3}, [2, 3, 4, 5, 6, 7], [], ["ep"]),
+    _case({"tp": 5}, [7, 6, 5, 1, 0], ["tp"], []),
+]
+
+
+def test_three_links_at_once_and_back() -> None:
+    """A -> B -> C -> A returns what A had, in poisoned memory; the same meshes have a link each way."""
+
+    def program(mesh: meshcomm.Mesh) -> None:
+        meshes = [
+            meshcomm.init(dims=dims, ranks=sorted(order), rank_order=order, device="cpu")
+            for dims, order in (case.grid for case in CIRCLE)
+        ]
+        ways = [(0, 1), (1, 2), (2, 0), (1, 0)]
+        links = [meshcomm.link(meshes[at], meshes[to], bucket_bytes=20) for at, to in ways]
+        draw = random.Random(mesh.rank)
+        for turn in range(3):
+            whole = random_whole([11, 4], torch.bfloat16, turn)
+            parts = [
+                case.part(whole, case.grid.order.index(mesh.rank)) if mesh.rank in case.grid.order else None
+                for case in CIRCLE
+            ]
+            held = [*parts]
+            for link, (at, to) in zip(links, ways, strict=True):
+                if link.is_member:
+                    wanted = parts[to]
+                    out = None if wanted is None else poisoned(wanted, draw)
+                    held[to] = link.transfer(held[at], out, f"{CIRCLE[at].text} -> {CIRCLE[to].text}")
+                    assert wanted is None or (out is not None and same_bits(out, wanted))
+        for each in (*links, *meshes):
+            each.close()
+
+    meshcomm.simulate(program, dims={"all": 8})
