@@ -398,6 +398,8 @@ class Slice(NamedTuple):
 
 # How many bytes a rank sends, and receives, at once by default.
 BUCKET_BYTES: Final = 64 << 20
+# A larger piece is a message of its own.
+PACKED_BYTES: Final = 128 << 10
 # How many rows of an array are computed at once.
 _MOST_ROWS: Final = 1 << 22
 # A smaller part is not worth a second message.
@@ -484,7 +486,7 @@ class Plan:
                 firsts += [[Slice(number, 0, chunk, chunks)] for chunk in range(chunks)]
                 used = full
                 continue
-            if not firsts or used + most > self.bucket_bytes:
+            if used + most > self.bucket_bytes:
                 firsts.append([])
                 used = 0
             firsts[-1].append(Slice(number, 0, 0, 1))

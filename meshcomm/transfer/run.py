@@ -10,14 +10,12 @@ import torch
 from torch import Tensor
 
 from meshcomm.comm import Handle
-from meshcomm.transfer.plan import Entry, Pieces, Plan, Slice, pieces, sliced
+from meshcomm.transfer.plan import PACKED_BYTES, Entry, Pieces, Plan, Slice, pieces, sliced
 from meshcomm.transfer.sides import LINK, Sides
 from meshcomm.transfer.tensors import Region
 
 # Where a piece may begin in a bucket: torch reads no element at an odd address.
 _ALIGNED_BYTES: Final = 16
-# A larger piece is a message of its own. It is sent from its place, and received into it, where its memory is contiguous.
-_PACKED_BYTES: Final = 128 << 10
 
 
 class Room(NamedTuple):
@@ -108,7 +106,8 @@ class Schedule:
         for piece in listed:
             if piece.peer == self._me:
                 continue
-            if piece.nbytes > _PACKED_BYTES:
+            # It is sent from its place, and received into it, where its memory is contiguous.
+            if piece.nbytes > PACKED_BYTES:
                 alone.setdefault(piece.peer, []).append([piece])
             else:
                 packed.setdefault(piece.peer, []).append(piece)
