@@ -230,7 +230,8 @@ class Link:
         staging:   "whole": a version arrives in memory of its own, as large as this rank's parts, and the old one can be read in
                    the meantime. "buckets": a version is written in place, and the weights are torn until it is complete.
         atomic:    "copy": each copy of the model on the target has a version as a whole. "all": all copies together.
-        on_commit: called on ranks of the target with each version that has arrived, for caches that depend on the weights.
+        on_commit: called on ranks of the target with each version that has arrived, for caches that depend on the weights. Readers
+                   wait for its end. If it raises an error, that rank refuses to be read, and every rank raises TransferFailed.
         Called by: every rank of both sides.
         Raises:    TransferMismatch on every rank, which lists missing and extra names, shapes, dtypes, splits and ties.
         """
