@@ -37,6 +37,7 @@ ORDER = [
     "doctor",
     "simulator",
     "parallel",
+    "transfer",
     "models",
     "train",
     "dryrun",

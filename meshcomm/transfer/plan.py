@@ -150,12 +150,14 @@ def pieces(
     are computed. A piece that a rank of both sides holds already stays local.
     align: pieces are divided among holders at multiples of this index only.
     """
-    parts = [
-        _assigned(pairs, ends, align)
-        for a in source.blocks
-        for b in target.blocks
-        if len((pairs := _pairs(_of_position(a, sender), _of_position(b, receiver))).begin)
-    ]
+    parts = []
+    for a in source.blocks:
+        for b in target.blocks:
+            pairs = _pairs(_of_position(a, sender), _of_position(b, receiver))
+            holders = ends.source_ranks[pairs.source[:, None] + pairs.source_copies]
+            readers = ends.target_ranks[pairs.target[:, None] + pairs.target_copies]
+            if len(holders):
+                parts.append(assigned(holders, readers, pairs.begin, pairs.end, ends, align))
     axes = len(source.placement.axes)
     none = np.zeros(0, dtype=np.int64)
     every = (
@@ -170,39 +172,40 @@ def pieces(
     return every
 
 
-def _assigned(pairs: _Pairs, ends: Ends, align: int) -> Pieces:
-    """Decide which holder of each pair sends which part of it to which reader."""
-    holders = ends.source_ranks[pairs.source[:, None] + pairs.source_copies]
-    readers = ends.target_ranks[pairs.target[:, None] + pairs.target_copies]
+def assigned(holders: Ints, readers: Ints, begin: Ints, end: Ints, ends: Ends, align: int = 1) -> Pieces:
+    """Decide which holder of each box sends which part of it to which reader.
+
+    holders, readers: the ranks, of shape (boxes, most ranks of a box). A row may end in -1, for no rank. Each box has a holder.
+    """
     local = np.zeros(readers.shape, dtype=bool)
     near = local
     if ends.overlap:
-        local = (holders[:, None, :] == readers[:, :, None]).any(axis=2)
+        local = (holders[:, None, :] == readers[:, :, None]).any(axis=2) & (readers >= 0)
         if ends.nodes is not None:
             same = ends.nodes[holders][:, None, :] == ends.nodes[readers][:, :, None]
             near = same.any(axis=2) & ~local
     row, reader = np.nonzero(local)
     ranks = readers[row, reader]
-    kept = Pieces(ranks, ranks, pairs.begin[row], pairs.end[row])
+    kept = Pieces(ranks, ranks, begin[row], end[row])
     if near.any():
         row, reader = np.nonzero(near)
         beside = same[row, reader]
         turn = (near.cumsum(axis=1) - 1)[row, reader] % beside.sum(axis=1)
         nearest = np.argsort(~beside, axis=1, kind="stable")[np.arange(len(row)), turn]
-        neighbors = Pieces(holders[row, nearest], readers[row, reader], pairs.begin[row], pairs.end[row])
+        neighbors = Pieces(holders[row, nearest], readers[row, reader], begin[row], end[row])
     else:
         neighbors = Pieces(*(values[:0] for values in kept))
     # Reader i of n takes piece j of m from holder i * m + j, counted around. With m = h / gcd(h, n), the h holders send the same.
-    far = ~(local | near)
+    far = ~(local | near) & (readers >= 0)
     row, reader = np.nonzero(far)
-    turn, count = (far.cumsum(axis=1) - 1)[row, reader], holders.shape[1]
-    parts = (count // np.gcd(count, far.sum(axis=1)))[row] if pairs.begin.shape[1] else np.ones_like(row)
+    turn, count = (far.cumsum(axis=1) - 1)[row, reader], (holders >= 0).sum(axis=1)
+    parts = (count // np.gcd(count, far.sum(axis=1)))[row] if begin.shape[1] else np.ones_like(row)
     again = np.repeat(np.arange(len(row)), parts)
     j = np.arange(len(again)) - np.repeat(np.cumsum(parts) - parts, parts)
     row, reader, turn, parts = row[again], reader[again], turn[again], parts[again]
-    begin, end = sliced(pairs.begin[row], pairs.end[row], j, parts, align)
-    sent = Pieces(holders[row, (turn * parts + j) % count], readers[row, reader], begin, end)
-    sent = sent.of(np.all(end > begin, axis=1))
+    first, last = sliced(begin[row], end[row], j, parts, align)
+    sent = Pieces(holders[row, (turn * parts + j) % count[row]], readers[row, reader], first, last)
+    sent = sent.of(np.all(last > first, axis=1))
     return Pieces(*map(np.concatenate, zip(kept, neighbors, sent, strict=True)))
 
 
@@ -265,6 +268,24 @@ class Slice(NamedTuple):
     chunks: int
 
 
+def packed(most: Sequence[int], bucket_bytes: int) -> list[list[Slice]]:
+    """Divide entries into rounds, none of which fills more than a bucket. most: the bytes that an entry takes up in one."""
+    rounds: list[list[Slice]] = []
+    used = bucket_bytes
+    for number, nbytes in enumerate(most):
+        chunks = max(1, -(-nbytes // bucket_bytes))
+        if chunks > 1:
+            rounds += [[Slice(number, 0, chunk, chunks)] for chunk in range(chunks)]
+            used = bucket_bytes
+            continue
+        if used + nbytes > bucket_bytes:
+            rounds.append([])
+            used = 0
+        rounds[-1].append(Slice(number, 0, 0, 1))
+        used += nbytes
+    return rounds
+
+
 # A smaller part is not worth a second message.
 _LEAST_STRIPED_BYTES: Final = 64 << 10
 
@@ -318,22 +339,10 @@ class Plan:
 
     def rounds(self) -> list[list[Slice]]:
         """Return what is sent at once, in order. No two neighbors need each other, unless there are only two."""
-        firsts: list[list[Slice]] = []
-        used = self.bucket_bytes
-        for number, entry in enumerate(self.entries):
-            most = self._most.get(entry[1:])
-            if most is None:
-                most = self._most[entry[1:]] = max(leg.most(entry.itemsize) for leg in self.legs(entry))
-            chunks = max(1, -(-most // self.bucket_bytes))
-            if chunks > 1:
-                firsts += [[Slice(number, 0, chunk, chunks)] for chunk in range(chunks)]
-                used = self.bucket_bytes
-                continue
-            if used + most > self.bucket_bytes:
-                firsts.append([])
-                used = 0
-            firsts[-1].append(Slice(number, 0, 0, 1))
-            used += most
+        for entry in self.entries:
+            if entry[1:] not in self._most:
+                self._most[entry[1:]] = max(leg.most(entry.itemsize) for leg in self.legs(entry))
+        firsts = packed([self._most[entry[1:]] for entry in self.entries], self.bucket_bytes)
         # A round's second leg comes after the first leg of the next round.
         rounds: list[list[Slice]] = []
         waiting: list[Slice] = []
@@ -342,6 +351,12 @@ class Plan:
             rounds += [waiting] if waiting else []
             waiting = [part._replace(leg=1) for part in first if len(self.legs(self.entries[part.entry])) > 1]
         return rounds
+
+    def own(self, part: Slice, position: int, sends: bool) -> Pieces:
+        """Return the pieces of a slice's leg that the rank at a position sends, or receives."""
+        leg = self.legs(self.entries[part.entry])[part.leg]
+        ends: dict[str, int] = {"sender" if sends else "receiver": position}
+        return pieces(leg.source, leg.target, leg.ends, align=self.align, **ends)
 
     def loads(self) -> Loads:
         """Return what each rank sends and receives."""

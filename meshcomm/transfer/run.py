@@ -1,4 +1,4 @@
-"""Carries out a plan: packs pieces into buckets, exchanges them along the link, and writes them to their places."""
+"""Carries out a plan: packs pieces into buckets, exchanges them, and writes them to their places."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from meshcomm.comm import Handle
-from meshcomm.transfer.plan import Leg, Pieces, Plan, Slice, pieces, sliced
-from meshcomm.transfer.sides import LINK, Sides
+from meshcomm.transfer.boxes import BoxPlan
+from meshcomm.transfer.plan import Plan, Slice, sliced
+from meshcomm.transfer.sides import Sides
 from meshcomm.transfer.tensors import Region
 
 # Where a piece may begin in a bucket: torch reads no element at an odd address.
@@ -41,12 +42,12 @@ class Run:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: Plan | BoxPlan,
         sides: Sides,
         sources: Mapping[int, Room],
         targets: Mapping[int, Room],
     ) -> None:
-        self._plan, self._mesh, self._me = plan, sides.mesh, sides.me
+        self._plan, self._mesh, self._dims, self._me = plan, sides.mesh, sides.dims, sides.me
         self._sender, self._receiver = sides.position("source"), sides.position("target")
         self._sources, self._targets = sources, targets
         # Two send and two receive buckets, for rounds in turn.
@@ -76,7 +77,7 @@ class Run:
         recvs, arriving = self._messages("recv", turn, [piece for piece in coming if piece.peer != self._me])
         handle: Handle[Any] | None = None
         if sends or recvs:
-            handle = self._mesh.exchange(LINK, sends=sends, recvs=recvs, async_op=True)
+            handle = self._mesh.exchange(self._dims, sends=sends, recvs=recvs, async_op=True)
         for piece in coming:
             if piece.peer == self._me:
                 self._write(piece, self._read(piece))
@@ -92,11 +93,10 @@ class Run:
     def _pieces(self, parts: Sequence[Slice], sends: bool) -> Iterator[_Piece]:
         """Yield this rank's pieces of a round, by peer in the order of the plan."""
         for part in parts:
-            entry = self._plan.entries[part.entry]
-            leg = self._plan.legs(entry)[part.leg]
-            mine = self._own(leg, part.leg, sends)
-            if mine is None or not len(mine.begin):
+            position = self._receiver if part.leg or not sends else self._sender
+            if position is None:
                 continue
+            mine = self._plan.own(part, position, sends)
             begin, end = mine.begin, mine.end
             if part.chunks > 1:
                 begin, end = sliced(begin, end, part.chunk, part.chunks)
@@ -104,17 +104,6 @@ class Run:
             for peer, first, last in zip(peers.tolist(), begin.tolist(), end.tolist(), strict=True):
                 if all(a < b for a, b in zip(first, last, strict=True)):
                     yield _Piece(peer, part.entry, part.leg, tuple(first), tuple(last))
-
-    def _own(self, leg: Leg, number: int, sends: bool) -> Pieces | None:
-        align = self._plan.align
-        position = self._receiver if number or not sends else self._sender
-        if position is None:
-            return None
-        return (
-            pieces(leg.source, leg.target, leg.ends, sender=position, align=align)
-            if sends
-            else pieces(leg.source, leg.target, leg.ends, receiver=position, align=align)
-        )
 
     def _messages(
         self, direction: str, turn: int, listed: Sequence[_Piece]
@@ -126,19 +115,19 @@ class Run:
         places: list[tuple[_Piece, int]] = []
         spans: list[tuple[int, int, int]] = []
         used = 0
-        size = self._plan.ends.size
+        size = self._mesh.size(self._dims)
         # Each rank begins with the rank after itself, so that not all send to the same.
         for peer in sorted(by_peer, key=lambda peer: (peer - self._me) % size):
             begin = used
             for piece in by_peer[peer]:
                 places.append((piece, used))
-                used += -(-self._nbytes(piece) // _ALIGNED_BYTES) * _ALIGNED_BYTES
+                used += -(-self._nbytes(piece, direction) // _ALIGNED_BYTES) * _ALIGNED_BYTES
             spans.append((peer, begin, used))
         bucket = self._bucket(direction, turn, used)
         messages = [(bucket[begin:end], peer) for peer, begin, end in spans]
         rooms = []
         for piece, at in places:
-            values = bucket[at : at + self._nbytes(piece)].view(self._room(piece, direction).dtype)
+            values = bucket[at : at + self._nbytes(piece, direction)].view(self._room(piece, direction).dtype)
             rooms.append((piece, values.view([b - a for a, b in zip(piece.begin, piece.end, strict=True)])))
         return messages, rooms
 
@@ -153,8 +142,8 @@ class Run:
         reads_source = direction == "send" and piece.leg == 0
         return (self._sources if reads_source else self._targets)[piece.entry]
 
-    def _nbytes(self, piece: _Piece) -> int:
-        size = self._plan.entries[piece.entry].itemsize
+    def _nbytes(self, piece: _Piece, direction: str) -> int:
+        size = self._room(piece, direction).dtype.itemsize
         for begin, end in zip(piece.begin, piece.end, strict=True):
             size *= end - begin
         return size

@@ -9,7 +9,7 @@ from typing import Any, Final, Literal, TypeAlias, TypeVar, final
 import numpy as np
 
 from meshcomm.errors import TransferMismatch
-from meshcomm.layout import Layout
+from meshcomm.layout import Dims, Layout
 from meshcomm.layout.sizes import ranks_text
 from meshcomm.mesh import Mesh
 from meshcomm.transfer.plan import Ends
@@ -28,7 +28,7 @@ T = TypeVar("T")
 class Sides:
     """The sides of a link, as this rank sees them.
 
-    mesh:           the link's mesh, with the dim `link` over all ranks of both sides.
+    mesh, dims:     a mesh and its dims over all ranks of both sides; of a link, one dim named `link`.
     ends:           the layouts of both sides, and the coord along `link` of each of their ranks.
     source, target: this process's own mesh on each side; None on a side that this process is not on.
     """
@@ -37,11 +37,12 @@ class Sides:
     ends: Ends
     source: Mesh | None
     target: Mesh | None
+    dims: Dims = LINK
 
     @property
     def me(self) -> int:
-        """This rank's coord along `link`."""
-        return self.mesh.coord(LINK)
+        """This rank's coord along `dims`."""
+        return self.mesh.coord(self.dims)
 
     def own(self, side: SideName) -> Mesh | None:
         """Return this process's mesh on a side."""

@@ -13,6 +13,7 @@ from meshcomm.errors import LayoutError, ShapeError
 from meshcomm.layout import Layout
 from meshcomm.parallel.tensor import local
 from meshcomm.parallel.tensor.parameters import Kept
+from meshcomm.parallel.torch_private import offsets
 from meshcomm.transfer.placement import Axis, Box, Located, Placement, Section, Split
 
 # Names of the axes of a tensor whose placement nobody wrote.
@@ -150,15 +151,29 @@ def memory_of(tensor: Tensor | Kept) -> Tensor:
     return local((tensor.tensor if isinstance(tensor, Kept) else tensor).detach())
 
 
+def own_regions(tensor: Tensor | Kept) -> list[Region]:
+    """Return the regions of this rank's tensor, from the offsets of a DTensor. A plain tensor is one region."""
+    if isinstance(tensor, Kept):
+        parts = [(piece.at, piece.shape, piece.held, piece.axis) for piece in tensor.pieces()]
+    else:
+        held = memory_of(tensor)
+        at = offsets(tensor) if isinstance(tensor, DTensor) else (0,) * held.ndim
+        parts = [(at, tuple(held.shape), held, None)]
+    return [
+        Region(Box(at, tuple(map(sum, zip(at, shape, strict=True))), (0,) * len(at)), held, units)
+        for at, shape, held, units in parts
+    ]
+
+
 def regions(tensor: Tensor | Kept, where: Located, position: int) -> list[Region]:
     """Return the regions of the tensor of the rank at a position. Raises ShapeError if its shape does not fit the placement."""
     boxes = where.boxes(position)
     if isinstance(tensor, Kept):
-        pieces = tensor.pieces()
-        held = [(piece.at, piece.shape) for piece in pieces]
+        own = own_regions(tensor)
+        held = [(region.box.begin, region.box.shape) for region in own]
         if held != [(box.begin, box.shape) for box in boxes]:
             raise _unfit(held, where, position)
-        return [Region(box, piece.held, piece.axis) for box, piece in zip(boxes, pieces, strict=True)]
+        return own
     memory = memory_of(tensor)
     if tuple(memory.shape) != where.local_shape(position) or not boxes:
         raise _unfit(tuple(memory.shape), where, position)
