@@ -39,12 +39,13 @@ def box_pieces(
 
     source, target: ranks below `ranks`, each with a box. Returns None if no rank has some element.
     """
-    spans = np.array([span for _, span in source + target], dtype=np.int64)
-    spans = spans.reshape(len(source) + len(target), 2, len(target[0][1][0]))
+    axes = len(target[0][1][0])
+    numbers = np.array([rank for rank, _ in source + target])
+    spans = np.array([span for _, span in source + target], dtype=np.int64).reshape(len(numbers), 2, axes)
     # The corners of all boxes cut the tensor into cells. A box has all of a cell or nothing of it.
-    cuts = [np.unique(corners) for corners in spans.reshape(-1, spans.shape[2]).T]
+    cuts = [np.unique(corners) for corners in spans.reshape(2 * len(numbers), axes).T]
     counts = [len(cut) - 1 for cut in cuts]
-    cells = np.indices(counts).reshape(len(counts), math.prod(counts))
+    cells = np.indices(counts).reshape(axes, math.prod(counts))
     begin, end = (
         np.array([cut[cell + last] for cut, cell in zip(cuts, cells, strict=True)], dtype=np.int64)
         .reshape(cells.shape)
@@ -52,7 +53,6 @@ def box_pieces(
         for last in (0, 1)
     )
     inside = ((spans[:, 0] <= begin[:, None]) & (end[:, None] <= spans[:, 1])).all(axis=2)
-    numbers = np.array([rank for rank, _ in source + target])
     holders, readers = (
         _first(inside[:, side], numbers[side]) for side in (slice(len(source)), slice(len(source), None))
     )
