@@ -15,7 +15,6 @@ from typing import Any, Final, final
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from meshcomm.errors import TrainingError, UnsupportedOp
 from meshcomm.mesh import Mesh
@@ -24,10 +23,9 @@ from meshcomm.parallel.compose import Engine
 from meshcomm.parallel.data import GradientSync
 from meshcomm.parallel.shard import Sharded
 from meshcomm.parallel.state import Kinds
-from meshcomm.parallel.tensor import local
-from meshcomm.parallel.tensor.parameters import Kept
-from meshcomm.parallel.torch_private import offsets
-from meshcomm.train.checkpoint.parts import kind_of, memory_of
+from meshcomm.train.checkpoint.parts import kind_of
+from meshcomm.transfer.fused import Kept
+from meshcomm.transfer.tensors import memory_of, own_regions
 
 _AT_ONCE_BYTES: Final = 32 << 20
 
@@ -79,11 +77,7 @@ class Held:
 def parts_held(engine: Engine) -> str:
     """Return a string that is equal on ranks that hold the same parts of the model."""
     parts = [
-        (
-            name,
-            tuple(local(parameter.detach()).shape),
-            offsets(parameter) if isinstance(parameter, DTensor) else (),
-        )
+        (name, [region.box for region in own_regions(parameter)])
         for name, parameter in engine.named_parameters()
     ]
     return hashlib.sha256(repr(parts).encode()).hexdigest()

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from meshcomm.comm import Handle
 from meshcomm.transfer.plan import Leg, Pieces, Plan, Slice, pieces, sliced
-from meshcomm.transfer.sides import LINK, Sides
-from meshcomm.transfer.tensors import Region
+from meshcomm.transfer.sides import Sides
+from meshcomm.transfer.tensors import CutRegion, Region
 
 # Where a piece may begin in a bucket: torch reads no element at an odd address.
 _ALIGNED_BYTES = 16
@@ -20,7 +20,7 @@ _ALIGNED_BYTES = 16
 class Room(NamedTuple):
     """This rank's memory for an entry. dtype: of the elements on their way, to which the source converts them."""
 
-    regions: Sequence[Region]
+    regions: Sequence[Region | CutRegion]
     dtype: torch.dtype
 
 
@@ -47,6 +47,7 @@ class Run:
         targets: Mapping[int, Room],
     ) -> None:
         self._plan, self._mesh, self._me = plan, sides.mesh, sides.me
+        self._dim = sides.dim
         self._sender, self._receiver = sides.position("source"), sides.position("target")
         self._sources, self._targets = sources, targets
         # Two send and two receive buckets, for rounds in turn.
@@ -76,7 +77,7 @@ class Run:
         recvs, arriving = self._messages("recv", turn, [piece for piece in coming if piece.peer != self._me])
         handle: Handle[Any] | None = None
         if sends or recvs:
-            handle = self._mesh.exchange(LINK, sends=sends, recvs=recvs, async_op=True)
+            handle = self._mesh.exchange(self._dim, sends=sends, recvs=recvs, async_op=True)
         for piece in coming:
             if piece.peer == self._me:
                 self._write(piece, self._read(piece))
@@ -168,7 +169,7 @@ class Run:
         _region(room, piece).write(piece.begin, piece.end, values)
 
 
-def _region(room: Room, piece: _Piece) -> Region:
+def _region(room: Room, piece: _Piece) -> Region | CutRegion:
     """Return the region that contains a piece. A piece lies in one block of each side."""
     return next(
         region
