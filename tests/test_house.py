@@ -36,6 +36,7 @@ ORDER = [
     "job",
     "doctor",
     "simulator",
+    "transfer",
     "parallel",
     "transfer",
     "models",

@@ -28,7 +28,8 @@ from meshcomm.comm.codec import decode, encode
 from meshcomm.errors import ObjectError, TrainingError
 from meshcomm.parallel.narrow_state import is_moment
 from meshcomm.parallel.sparse import members_of, optimizers_in
-from meshcomm.parallel.tensor.parameters import Kept, Parts, fused_parts, local, split_dims
+from meshcomm.parallel.tensor.parameters import local, split_dims
+from meshcomm.transfer.fused import Kept, Parts, fused_parts
 
 # The dtype and the shape of each tensor in a checkpoint, by name.
 Kinds: TypeAlias = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]

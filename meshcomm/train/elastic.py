@@ -8,77 +8,65 @@ A new engine gets its parts of the state, or of a copy of an earlier step, from 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, final
+from itertools import starmap
+from typing import Any, NamedTuple, TypeAlias, final
 
 import torch
 from torch import Tensor
 
 from meshcomm.errors import TrainingError, UnsupportedOp
-from meshcomm.layout import Dims
 from meshcomm.mesh import Mesh
 from meshcomm.mesh.all_ranks import of_every_rank, ranks_of
 from meshcomm.parallel.compose import Engine
 from meshcomm.parallel.data import GradientSync
 from meshcomm.parallel.shard import Sharded
-from meshcomm.parallel.splits import along
-from meshcomm.parallel.tensor.parameters import Kept
-from meshcomm.transfer.boxes import Boxes, BoxPlan, Key, Span, ends_of
+from meshcomm.train.checkpoint.parts import kind_of
+from meshcomm.transfer.boxes import BoxPlan, Key, Spans
+from meshcomm.transfer.fused import Kept
 from meshcomm.transfer.placement import Box
 from meshcomm.transfer.run import Room, Run
-from meshcomm.transfer.sides import Sides
-from meshcomm.transfer.tensors import Region, memory_of, own_regions
+from meshcomm.transfer.sides import Sides, dim_of_all
+from meshcomm.transfer.tensors import Region, own_regions
+
+# A rank's parts of each tensor.
+Regions: TypeAlias = dict[Key, list[Region]]
 
 
-@final
-@dataclass(frozen=True)
-class Held:
+class Held(NamedTuple):
     """State of a rank after a step: its own, or a copy of another rank's.
 
-    regions: the rank's parts of each tensor.
-    facts:   the rank's own facts about the run, see `Steps.facts`.
+    regions: the rank's parts of each tensor. facts: the rank's own facts about the run, see `Steps.facts`.
     """
 
     step: int
-    regions: dict[Key, list[Region]]
+    regions: Regions
     facts: Any = None
 
     @classmethod
-    def of(cls, engine: Engine, facts: Any, on: torch.device | None = None) -> Held:
+    def of(cls, engine: Engine, facts: Callable[[], Any] | None, on: torch.device | None = None) -> Held:
         """Return the state of an engine, either its own tensors or copies of them on a device."""
         regions = _regions(engine.saved_state())
         if on is not None:
-            regions = {
-                key: [region._replace(held=region.held.to(on, copy=True)) for region in held]
-                for key, held in regions.items()
-            }
-        return cls(engine.reached.applied, regions, facts)
+            for key, held in regions.items():
+                regions[key] = [region._replace(held=region.held.to(on, copy=True)) for region in held]
+        return cls(engine.reached.applied, regions, None if facts is None else facts())
 
 
-def _regions(state: Mapping[str, Tensor | Kept]) -> dict[Key, list[Region]]:
-    return {
-        (name, memory_of(tensor).dtype, tuple(tensor.shape)): own_regions(tensor)
-        for name, tensor in state.items()
-    }
+def _regions(state: Mapping[str, Tensor | Kept]) -> Regions:
+    return {(name, *kind_of(tensor)): own_regions(tensor) for name, tensor in state.items()}
 
 
-def _spans(regions: Mapping[Key, Sequence[Region]]) -> dict[Key, list[Span]]:
+def _spans(regions: Regions) -> Spans:
     return {key: [region.box[:2] for region in held] for key, held in regions.items()}
 
 
-def _run(
-    plan: BoxPlan,
-    mesh: Mesh,
-    dims: Dims,
-    sources: Mapping[Key, Sequence[Region]],
-    targets: Mapping[Key, Sequence[Region]],
-) -> None:
-    """Send this rank's boxes of a plan, and receive others. Called by: every rank along `dims`."""
-    rooms = (
+def _run(plan: BoxPlan, mesh: Mesh, dim: str, *regions: Regions) -> None:
+    """Carry out a plan. regions: this rank's, of the source and of the target. Called by: every rank along the dim."""
+    rooms = [
         {number: Room(held[key], key[1]) for number, key in enumerate(plan.keys) if key in held}
-        for held in (sources, targets)
-    )
-    Run(plan, Sides(mesh, ends_of(mesh.size(dims)), mesh, mesh, dims), *rooms)()
+        for held in regions
+    ]
+    Run(plan, Sides.along(mesh, dim), *rooms)()
 
 
 @final
@@ -123,22 +111,19 @@ class Copies:
         step = engine.reached.applied
         if not (self._first or due or step % self.every == 0):
             return
-        mine = Held.of(engine, None if facts is None else facts(), torch.device("cpu"))
-        spans: list[Boxes] = engine.mesh.objects.all_gather(dim, _spans(mine.regions))
+        mine = Held.of(engine, facts, torch.device("cpu"))
+        spans = engine.mesh.objects.all_gather(dim, _spans(mine.regions))
         before = [spans[-1], *spans[:-1]]
-        room = {
-            key: [
-                Region(box, torch.empty(box.shape, dtype=key[1]))
-                for box in (Box(begin, end, begin) for begin, end in boxes)
-            ]
+        copy = {
+            key: [Region(box, torch.empty(box.shape, dtype=key[1])) for box in starmap(Box, boxes)]
             for key, boxes in before[engine.mesh.coord(dim)].items()
         }
-        _run(BoxPlan(spans, before), engine.mesh, dim, mine.regions, room)
+        _run(BoxPlan(spans, before), engine.mesh, dim, mine.regions, copy)
         if engine.mesh.is_async and (lost := engine.mesh.elastic.lost()) is not None:
             # The data received may be invalid.
             raise lost
         self._of.pop(step, None)
-        self._of[step], self._first = [mine, Held(step, room)], False
+        self._of[step], self._first = [mine, Held(step, copy)], False
 
 
 def _along(engine: Engine) -> str | None:
@@ -202,9 +187,8 @@ class Survivor:
             else:
                 engine.undo()
             self._step = reached.applied
-            facts = None if self._facts_of is None else self._facts_of()
             # A new engine that is filled through the same module needs copies.
-            self._held = Held.of(engine, facts, engine.mesh.device if self._shared else None)
+            self._held = Held.of(engine, self._facts_of, engine.mesh.device if self._shared else None)
             if self._shared:
                 for gradient in engine.gradients:
                     if isinstance(gradient, GradientSync):
@@ -222,7 +206,7 @@ class Survivor:
         """
         mesh = engine.mesh
         states = [*([] if self._held is None else [self._held]), *copies]
-        regions: dict[int, dict[Key, list[Region]]] = {}
+        regions: dict[int, Regions] = {}
         for state in states:
             for key, held in state.regions.items():
                 regions.setdefault(state.step, {}).setdefault(key, []).extend(held)
@@ -231,7 +215,7 @@ class Survivor:
         of_ranks = of_every_rank(mesh, mine)
         for step in sorted({step for held in of_ranks for step in held}, reverse=True):
             of_step = [held.get(step, (False, {})) for held in of_ranks]
-            if _filled(engine, step, [boxes for _, boxes in of_step], regions.get(step, {})):
+            if _filled(engine, step, [spans for _, spans in of_step], regions.get(step, {})):
                 # The first rank that was present after the step tells the others.
                 first = next(
                     (rank for rank, (knows, _) in zip(ranks_of(mesh), of_step, strict=True) if knows), None
@@ -245,22 +229,20 @@ class _Lacking(Exception):
     """No rank has some element of the state."""
 
 
-def _filled(
-    engine: Engine, step: int, sources: Sequence[Boxes], mine: Mapping[Key, Sequence[Region]]
-) -> bool:
+def _filled(engine: Engine, step: int, sources: Sequence[Spans], mine: Regions) -> bool:
     """Load the state of a step into the engine. Return False on every rank if it is not complete.
 
     sources: the boxes that each rank has. mine: this rank's.
     """
     mesh = engine.mesh
-    dims = along(mesh, mesh.layout.dims) or next(iter(mesh.layout.dims))
-    kinds = {name: (dtype, shape) for boxes in reversed(sources) for name, dtype, shape in boxes}
+    dim = dim_of_all(mesh)
+    kinds = {name: (dtype, shape) for spans in reversed(sources) for name, dtype, shape in spans}
     asked = False
 
     def fill(room: Mapping[str, Tensor | Kept]) -> None:
         nonlocal asked
         asked, wanted = True, _regions(room)
-        targets = mesh.objects.all_gather(dims, _spans(wanted))
+        targets = mesh.objects.all_gather(dim, _spans(wanted))
         plan = None if None in targets else BoxPlan(sources, targets)
         if plan is None or plan.lacking:
             raise _Lacking
@@ -270,7 +252,7 @@ def _filled(
                 given=f"{len(kinds)} tensors in the state, {len(plan.keys)} in the engine",
                 expected="the same model and optimizer as before the rank was lost",
             )
-        _run(plan, mesh, dims, mine, wanted)
+        _run(plan, mesh, dim, mine, wanted)
 
     try:
         engine.put_back(kinds, fill, step)
@@ -280,7 +262,7 @@ def _filled(
         if asked:
             raise
         # The state lacks what this rank alone needs. The others wait in `fill`.
-        mesh.objects.all_gather(dims, None)
+        mesh.objects.all_gather(dim, None)
         return False
     return True
 

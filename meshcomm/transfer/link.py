@@ -15,16 +15,15 @@ from meshcomm.errors import LayoutError, MeshcommError, PatternError
 from meshcomm.layout.sizes import fold
 from meshcomm.mesh import Mesh, init
 from meshcomm.mesh.runtime import WORLD
-from meshcomm.transfer.agree import TensorFacts, agree_on_tensor, agree_on_weights
+from meshcomm.transfer.agree import Manifest, TensorFacts, agree_on_tensor, agree_on_weights
 from meshcomm.transfer.placement import axes_of
 from meshcomm.transfer.plan import Ends, Plan, located
 from meshcomm.transfer.run import Room, Run
 from meshcomm.transfer.sides import BOTH, LINK, SideName, Sides
-from meshcomm.transfer.tensors import placement_of, regions
+from meshcomm.transfer.tensors import Parted, placement_of, regions
 
 if TYPE_CHECKING:
     from meshcomm.mesh.stats import Stats
-    from meshcomm.parallel.tensor.parameters import Kept
     from meshcomm.transfer.weights import Atomic, Model, Staging, Weights
 
 _BUCKET_BYTES = 64 << 20
@@ -163,17 +162,17 @@ class Link:
         Called by: every rank of both sides.
         Raises:    TransferMismatch on every rank, which lists missing and extra names, shapes, dtypes, splits and ties.
         """
-        from meshcomm.transfer.weights import Weights, manifest_of, tensors_of
+        from meshcomm.transfer.weights import Weights, rows_of, tensors_of
 
-        models: dict[SideName, dict[str, Tensor | Kept]] = {}
+        models: dict[SideName, dict[str, Parted]] = {}
+        manifests: dict[SideName, Manifest] = {}
+        patterns = None if only is None else tuple(only), tuple(skip)
         for side in BOTH:
-            if self._sides.position(side) is not None:
+            if (mesh := self._sides.own(side)) is not None:
                 given = into if side == "target" and self._sides.source is not None else model
                 models[side] = {} if given is None else tensors_of(given)
-        manifests = {
-            side: manifest_of(self._sides, side, tensors, only, skip, cast if side == "source" else None)
-            for side, tensors in models.items()
-        }
+                rows = rows_of(models[side], mesh)
+                manifests[side] = Manifest(rows, *patterns, cast if side == "source" else None)
         settings = {"bucket_bytes": self._bucket_bytes, "stripes": " ".join(self._stripes), "atomic": atomic}
         agreement = agree_on_weights(self._sides, manifests, settings)
         lazy = WORLD.get() is not None

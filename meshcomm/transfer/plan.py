@@ -157,7 +157,9 @@ def pieces(
             holders = ends.source_ranks[pairs.source[:, None] + pairs.source_copies]
             readers = ends.target_ranks[pairs.target[:, None] + pairs.target_copies]
             if len(holders):
-                parts.append(assigned(holders, readers, pairs.begin, pairs.end, ends, align))
+                parts.append(
+                    assigned(holders, readers, pairs.begin, pairs.end, ends.overlap, ends.nodes, align)
+                )
     axes = len(source.placement.axes)
     none = np.zeros(0, dtype=np.int64)
     every = (
@@ -172,17 +174,26 @@ def pieces(
     return every
 
 
-def assigned(holders: Ints, readers: Ints, begin: Ints, end: Ints, ends: Ends, align: int = 1) -> Pieces:
+def assigned(
+    holders: Ints,
+    readers: Ints,
+    begin: Ints,
+    end: Ints,
+    overlap: bool,
+    nodes: Ints | None = None,
+    align: int = 1,
+) -> Pieces:
     """Decide which holder of each box sends which part of it to which reader.
 
-    holders, readers: the ranks, of shape (boxes, most ranks of a box). A row may end in -1, for no rank. Each box has a holder.
+    holders, readers: the ranks, of shape (boxes, most ranks of a box). Each box has a holder. Without `nodes`, rows may end in -1,
+    for no rank. overlap: whether a rank may be both. nodes: see Ends.
     """
     local = np.zeros(readers.shape, dtype=bool)
     near = local
-    if ends.overlap:
+    if overlap:
         local = (holders[:, None, :] == readers[:, :, None]).any(axis=2) & (readers >= 0)
-        if ends.nodes is not None:
-            same = ends.nodes[holders][:, None, :] == ends.nodes[readers][:, :, None]
+        if nodes is not None:
+            same = nodes[holders][:, None, :] == nodes[readers][:, :, None]
             near = same.any(axis=2) & ~local
     row, reader = np.nonzero(local)
     ranks = readers[row, reader]

@@ -12,7 +12,7 @@ from meshcomm.comm import Handle
 from meshcomm.transfer.boxes import BoxPlan
 from meshcomm.transfer.plan import Plan, Slice, sliced
 from meshcomm.transfer.sides import Sides
-from meshcomm.transfer.tensors import Region
+from meshcomm.transfer.tensors import CutRegion, Region
 
 # Where a piece may begin in a bucket: torch reads no element at an odd address.
 _ALIGNED_BYTES = 16
@@ -21,7 +21,7 @@ _ALIGNED_BYTES = 16
 class Room(NamedTuple):
     """This rank's memory for an entry. dtype: of the elements on their way, to which the source converts them."""
 
-    regions: Sequence[Region]
+    regions: Sequence[Region | CutRegion]
     dtype: torch.dtype
 
 
@@ -47,7 +47,8 @@ class Run:
         sources: Mapping[int, Room],
         targets: Mapping[int, Room],
     ) -> None:
-        self._plan, self._mesh, self._dims, self._me = plan, sides.mesh, sides.dims, sides.me
+        self._plan, self._mesh, self._me = plan, sides.mesh, sides.me
+        self._dim = sides.dim
         self._sender, self._receiver = sides.position("source"), sides.position("target")
         self._sources, self._targets = sources, targets
         # Two send and two receive buckets, for rounds in turn.
@@ -77,7 +78,7 @@ class Run:
         recvs, arriving = self._messages("recv", turn, [piece for piece in coming if piece.peer != self._me])
         handle: Handle[Any] | None = None
         if sends or recvs:
-            handle = self._mesh.exchange(self._dims, sends=sends, recvs=recvs, async_op=True)
+            handle = self._mesh.exchange(self._dim, sends=sends, recvs=recvs, async_op=True)
         for piece in coming:
             if piece.peer == self._me:
                 self._write(piece, self._read(piece))
@@ -115,7 +116,7 @@ class Run:
         places: list[tuple[_Piece, int]] = []
         spans: list[tuple[int, int, int]] = []
         used = 0
-        size = self._mesh.size(self._dims)
+        size = self._mesh.size(self._dim)
         # Each rank begins with the rank after itself, so that not all send to the same.
         for peer in sorted(by_peer, key=lambda peer: (peer - self._me) % size):
             begin = used
@@ -157,7 +158,7 @@ class Run:
         _region(room, piece).write(piece.begin, piece.end, values)
 
 
-def _region(room: Room, piece: _Piece) -> Region:
+def _region(room: Room, piece: _Piece) -> Region | CutRegion:
     """Return the region that contains a piece. A piece lies in one block of each side."""
     return next(
         region

@@ -3,28 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from meshcomm.errors import LayoutError, ShapeError
 from meshcomm.layout import Layout
-from meshcomm.parallel.tensor import local
-from meshcomm.parallel.tensor.parameters import Kept
-from meshcomm.parallel.torch_private import offsets
+from meshcomm.transfer.fused import Kept
 from meshcomm.transfer.placement import Axis, Box, Located, Placement, Section, Split
 
 # Names of the axes of a tensor whose placement nobody wrote.
 _NAMES = "nkabcdefgh"
 
 
-def placement_of(tensor: Tensor | Kept, layout: Layout, rank: int) -> Placement:
+def placement_of(tensor: Parted, layout: Layout, rank: int) -> Placement:
     """Return how a tensor of this rank is split over the mesh. A plain tensor is whole on every rank.
 
     Raises LayoutError for a DTensor on other dims than the layout's, and ShapeError for one that is a partial sum.
     """
+    if isinstance(tensor, Cutout):
+        placement = placement_of(tensor.tensor, layout, rank).cut(*tensor.cut)
+        regions(tensor, Located(placement, layout), layout.position(rank))
+        return placement
     held = tensor.tensor if isinstance(tensor, Kept) else tensor
     splits: list[list[Split]] = [[] for _ in held.shape]
     if isinstance(held, DTensor):
@@ -146,33 +149,128 @@ class Region(NamedTuple):
         return held, tuple(slice(a - o, b - o) for a, b, o in zip(begin, end, origin, strict=True))
 
 
-def memory_of(tensor: Tensor | Kept) -> Tensor:
-    """Return this rank's memory for a tensor, without a copy."""
-    return local((tensor.tensor if isinstance(tensor, Kept) else tensor).detach())
+class CutRegion(NamedTuple):
+    """The memory of one box of a `Cutout`: a part of a region of the tensor that it is cut from."""
+
+    box: Box
+    region: Region
+    cut: Cut
+
+    @property
+    def held(self) -> Tensor:
+        """The memory of the whole region."""
+        return self.region.held
+
+    def read(self, begin: Sequence[int], end: Sequence[int]) -> Tensor:
+        """See Region."""
+        return self.cut.inside(self.region.read(*self.cut.outside(begin, end)))
+
+    def write(self, begin: Sequence[int], end: Sequence[int], values: Tensor) -> None:
+        """See Region."""
+        first, last = self.cut.outside(begin, end)
+        # `inside` of an empty tensor of the outer shape is a view that says where each value belongs.
+        outer = values.new_empty([b - a for a, b in zip(first, last, strict=True)])
+        self.cut.inside(outer).copy_(values)
+        self.region.write(first, last, outer)
+
+
+class Cut(NamedTuple):
+    """A box of a tensor, without the axes of length 1 that are not in `axes`, and with the others in this order."""
+
+    begin: tuple[int, ...]
+    end: tuple[int, ...]
+    axes: tuple[int, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.end[axis] - self.begin[axis] for axis in self.axes)
+
+    def outside(self, begin: Sequence[int], end: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Return the box of the tensor that is this box of the cut."""
+        first, last = [*self.begin], [*self.end]
+        for axis, a, b in zip(self.axes, begin, end, strict=True):
+            first[axis], last[axis] = self.begin[axis] + a, self.begin[axis] + b
+        return first, last
+
+    def part(self, box: Box) -> Box | None:
+        """Return what a box of the tensor has of the cut, as a box of the cut."""
+        common = box.common(Box(self.begin, self.end))
+        if common is None:
+            return None
+        ends = ([at[axis] - self.begin[axis] for axis in self.axes] for at in common[:2])
+        return Box(*map(tuple, ends))
+
+    def inside(self, values: Tensor) -> Tensor:
+        """Return values of a box of the tensor with the axes of the cut, in the same memory."""
+        rest = [axis for axis in range(values.ndim) if axis not in self.axes]
+        return values.permute(*self.axes, *rest)[(..., *[0] * len(rest))]
+
+
+class Cutout(NamedTuple):
+    """A tensor that lies in a part of another one's memory, such as the weight of an expert, or the rows of one of two weights."""
+
+    tensor: Tensor | Kept
+    cut: Cut
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.cut.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.tensor.dtype
+
+    def regions(self) -> list[CutRegion]:
+        """Return the regions on this rank, none of which is empty."""
+        parts = [(self.cut.part(region.box), region) for region in own_regions(self.tensor)]
+        return [CutRegion(box, region, self.cut) for box, region in parts if box is not None]
+
+
+Parted: TypeAlias = Tensor | Kept | Cutout
+"""A tensor that knows where this rank's part of it lies. A plain tensor is whole."""
+
+
+def memory_of(tensor: Parted) -> Tensor:
+    """Return this rank's memory for a tensor, without a copy; of a cutout, for the tensor that it is cut from."""
+    while not isinstance(tensor, Tensor):
+        tensor = tensor.tensor
+    held = tensor.detach()
+    return held.to_local() if isinstance(held, DTensor) else held
 
 
 def own_regions(tensor: Tensor | Kept) -> list[Region]:
-    """Return the regions of this rank's tensor, from the offsets of a DTensor. A plain tensor is one region."""
-    if isinstance(tensor, Kept):
-        parts = [(piece.at, piece.shape, piece.held, piece.axis) for piece in tensor.pieces()]
-    else:
-        held = memory_of(tensor)
-        at = offsets(tensor) if isinstance(tensor, DTensor) else (0,) * held.ndim
-        parts = [(at, tuple(held.shape), held, None)]
-    return [
-        Region(Box(at, tuple(map(sum, zip(at, shape, strict=True))), (0,) * len(at)), held, units)
-        for at, shape, held, units in parts
-    ]
+    """Return the regions of a tensor on this rank, as the tensor knows them. A rank outside a DTensor's DeviceMesh has none."""
+    held, whole = memory_of(tensor), tensor if isinstance(tensor, Tensor) else tensor.tensor
+    begin: Sequence[int] = (0,) * held.ndim
+    if isinstance(whole, DTensor):
+        chunks = whole.__create_chunk_list__()
+        if whole.device_mesh.get_coordinate() is None:
+            return []
+        begin = chunks[0].offsets if chunks else begin
+    if isinstance(tensor, Tensor):
+        return [Region(Box.at(begin, held.shape), held)]
+    # Within a part, the rows of the rank's units are adjacent.
+    axis, regions, first, column = tensor.parts.axis, [], 0, 0
+    for size in tensor.parts.sizes:
+        rows = size // tensor.parts.units
+        at = (*begin[:axis], first + begin[axis] * rows, *begin[axis + 2 :])
+        shape = (*held.shape[:axis], held.shape[axis] * rows, *held.shape[axis + 2 :])
+        regions.append(Region(Box.at(at, shape), held.narrow(axis + 1, column, rows), axis))
+        first, column = first + size, column + rows
+    return regions
 
 
-def regions(tensor: Tensor | Kept, where: Located, position: int) -> list[Region]:
+def regions(tensor: Parted, where: Located, position: int) -> Sequence[Region | CutRegion]:
     """Return the regions of the tensor of the rank at a position. Raises ShapeError if its shape does not fit the placement."""
     boxes = where.boxes(position)
-    if isinstance(tensor, Kept):
-        own = own_regions(tensor)
-        held = [(region.box.begin, region.box.shape) for region in own]
-        if held != [(box.begin, box.shape) for box in boxes]:
-            raise _unfit(held, where, position)
+    if not isinstance(tensor, Tensor):
+        own: Sequence[Region | CutRegion] = (
+            tensor.regions() if isinstance(tensor, Cutout) else own_regions(tensor)
+        )
+        if {region.box[:2] for region in own if 0 not in region.box.shape} != {
+            box[:2] for box in boxes if 0 not in box.shape
+        }:
+            raise _unfit([region.box for region in own], where, position)
         return own
     memory = memory_of(tensor)
     if tuple(memory.shape) != where.local_shape(position) or not boxes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import copy_context
 from typing import Any, Literal, TypeAlias, final
@@ -22,47 +22,37 @@ from meshcomm.errors import (
 )
 from meshcomm.layout.names import listed
 from meshcomm.layout.sizes import whole
-from meshcomm.parallel.tensor.parameters import Kept, fused_parts
-from meshcomm.transfer.agree import Agreement, Manifest, Row
+from meshcomm.mesh import Mesh
+from meshcomm.transfer.agree import Agreement, Row
+from meshcomm.transfer.fused import Kept
+from meshcomm.transfer.naming import stored_parts
 from meshcomm.transfer.plan import Plan, located
 from meshcomm.transfer.run import Room, Run
 from meshcomm.transfer.sides import BOTH, LINK, SideName, Sides
-from meshcomm.transfer.tensors import Region, memory_of, placement_of, regions
+from meshcomm.transfer.tensors import Cutout, Parted, Region, memory_of, placement_of, regions
 
 Staging: TypeAlias = Literal["whole", "buckets"]
 Atomic: TypeAlias = Literal["copy", "all"]
-Model: TypeAlias = nn.Module | Mapping[str, Tensor | Kept]
+Model: TypeAlias = nn.Module | Mapping[str, Parted]
 
 
-def tensors_of(model: Model) -> dict[str, Tensor | Kept]:
-    """Return the tensors of a model by name: its parameters and persistent buffers, or the entries of a dict."""
-    if not isinstance(model, nn.Module):
-        return {name: tensor for name, tensor in model.items() if isinstance(tensor, Tensor | Kept)}
-    fused = fused_parts(model)
-    return {
-        name: Kept(tensor, fused[name]) if name in fused else tensor
-        for name, tensor in model.state_dict(keep_vars=True).items()
-        if isinstance(tensor, Tensor)
-    }
+def tensors_of(model: Model) -> dict[str, Parted]:
+    """Return the tensors of a model by name: its parameters and persistent buffers, see `stored_parts`, or the entries of a dict."""
+    if isinstance(model, nn.Module):
+        return stored_parts(model)
+    return {name: tensor for name, tensor in model.items() if isinstance(tensor, Tensor | Kept | Cutout)}
 
 
-def manifest_of(
-    sides: Sides,
-    side: SideName,
-    tensors: Mapping[str, Tensor | Kept],
-    only: Sequence[str] | None,
-    skip: Sequence[str],
-    cast: torch.dtype | None,
-) -> Manifest:
-    """Return what this rank brings to a side."""
-    mesh = sides.own(side)
-    assert mesh is not None
+def rows_of(tensors: Mapping[str, Parted], mesh: Mesh) -> list[Row]:
+    """Return what this rank of a mesh says about its tensors."""
     rows: list[Row] = []
     first_of: dict[tuple[Any, ...], str] = {}
     for name, tensor in tensors.items():
         memory = memory_of(tensor)
         # Two tensors without elements, or without memory, are not tied.
         place = memory.data_ptr(), memory.storage_offset(), (*memory.shape, *memory.stride())
+        if isinstance(tensor, Cutout):
+            place = *place, tensor.cut
         tied = first_of.setdefault(place, name) if memory.numel() else name
         facts, problem = None, ""
         try:
@@ -70,7 +60,7 @@ def manifest_of(
         except MeshcommError as error:
             problem = f"{error.what}: {error.given}"
         rows.append(Row(name, memory.dtype, facts, tied, problem))
-    return Manifest(rows, None if only is None else tuple(only), tuple(skip), cast)
+    return rows
 
 
 @final
@@ -134,7 +124,7 @@ class Weights:
         sides: Sides,
         plan: Plan,
         agreement: Agreement,
-        models: Mapping[SideName, Mapping[str, Tensor | Kept]],
+        models: Mapping[SideName, Mapping[str, Parted]],
         staging: Staging,
         atomic: Atomic,
         on_commit: Callable[[int], object] | None,
@@ -157,9 +147,7 @@ class Weights:
         )
         self._whole_copy = self._copy_dims(atomic)
 
-    def _rooms(
-        self, side: SideName, models: Mapping[SideName, Mapping[str, Tensor | Kept]]
-    ) -> dict[int, Room]:
+    def _rooms(self, side: SideName, models: Mapping[SideName, Mapping[str, Parted]]) -> dict[int, Room]:
         position = self._sides.position(side)
         if position is None:
             return {}
