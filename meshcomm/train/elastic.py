@@ -80,14 +80,9 @@ class Copies:
     def __init__(self) -> None:
         # elastic.copy_every, or 0 if no rank is replaced.
         self.every = 0
-        # Copies by step, in the order in which they were created.
-        self._of: dict[int, list[Held]] = {}
+        # A copy of the own state and one of the previous rank's, for up to two steps.
+        self.held: list[Held] = []
         self._first = True
-
-    @property
-    def held(self) -> list[Held]:
-        """All copies."""
-        return [held for states in self._of.values() for held in states]
 
     def begin_again(self) -> None:
         """Make a copy at the next step, because some ranks are new and have no copies."""
@@ -95,8 +90,7 @@ class Copies:
 
     def clear(self) -> None:
         """Drop all copies, because a different training run follows."""
-        self._of.clear()
-        self._first = True
+        self.held, self._first = [], True
 
     def after_step(self, engine: Engine, facts: Callable[[], Any] | None = None, due: bool = False) -> None:
         """Make a copy if `elastic.copy_every` requests one after this step, or if `due` is set.
@@ -106,8 +100,7 @@ class Copies:
         dim = _along(engine) if self.every else None
         if dim is None:
             return
-        while len(self._of) > 1:
-            del self._of[next(iter(self._of))]
+        self.held = self.held[-2:]
         step = engine.reached.applied
         if not (self._first or due or step % self.every == 0):
             return
@@ -122,8 +115,8 @@ class Copies:
         if engine.mesh.is_async and (lost := engine.mesh.elastic.lost()) is not None:
             # The data received may be invalid.
             raise lost
-        self._of.pop(step, None)
-        self._of[step], self._first = [mine, Held(step, copy)], False
+        self.held = [*(held for held in self.held if held.step != step), mine, Held(step, copy)]
+        self._first = False
 
 
 def _along(engine: Engine) -> str | None:
@@ -171,17 +164,10 @@ class Survivor:
         }
         every = of_every_rank(mesh, mine)
         latest = max(report["step"] for report in every)
+        outcomes = dict(report["outcome"] for report in every if report["outcome"])
         if engine is not None and reached is not None and self._held is None:
-            latest_outcome = next(
-                (
-                    report["outcome"]
-                    for report in every
-                    if report["outcome"] and report["outcome"][0] == latest
-                ),
-                None,
-            )
-            if reached.applied == latest - 1 and reached.summed == latest and latest_outcome is not None:
-                engine.complete(latest, latest_outcome[1])
+            if reached.applied == latest - 1 and reached.summed == latest and latest in outcomes:
+                engine.complete(latest, outcomes[latest])
                 if engine.scheduler is not None:
                     engine.scheduler.step()
             else:
@@ -211,16 +197,15 @@ class Survivor:
             for key, held in state.regions.items():
                 regions.setdefault(state.step, {}).setdefault(key, []).extend(held)
         facts = {state.step: state.facts for state in states if state.facts}
-        mine = {step: (step in facts, _spans(held)) for step, held in regions.items()}
-        of_ranks = of_every_rank(mesh, mine)
-        for step in sorted({step for held in of_ranks for step in held}, reverse=True):
+        of_ranks = of_every_rank(
+            mesh, {step: (step in facts, _spans(held)) for step, held in regions.items()}
+        )
+        for step in sorted(set().union(*of_ranks), reverse=True):
             of_step = [held.get(step, (False, {})) for held in of_ranks]
             if _filled(engine, step, [spans for _, spans in of_step], regions.get(step, {})):
                 # The first rank that was present after the step tells the others.
-                first = next(
-                    (rank for rank, (knows, _) in zip(ranks_of(mesh), of_step, strict=True) if knows), None
-                )
-                told = of_every_rank(mesh, facts[step] if mesh.rank == first else None)
+                present = [rank for rank, (knows, _) in zip(ranks_of(mesh), of_step, strict=True) if knows]
+                told = of_every_rank(mesh, facts[step] if present[:1] == [mesh.rank] else None)
                 return next(filter(None, told), {})
         return None
 

@@ -48,7 +48,7 @@ def box_pieces(source: tuple[tuple[int, Span], ...], target: tuple[tuple[int, Sp
     wanted, held = ((ranks >= 0).any(axis=1) for ranks in (readers, holders))
     if (wanted & ~held).any():
         return None
-    return assigned(holders[wanted], readers[wanted], begin[wanted], end[wanted], overlap=True)
+    return assigned(holders[wanted], readers[wanted], begin[wanted], end[wanted])
 
 
 @final

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import product
 from typing import Final, NamedTuple, final
 
 import numpy as np
@@ -100,15 +101,12 @@ class _Pairs(NamedTuple):
     """What the parts of a block of the source and a block of the target have in common.
 
     source, target: what the coords of both parts add to a rank's position. begin, end: of shape (pairs, axes).
-    source_copies, target_copies: see Block.copies.
     """
 
     source: Ints
     target: Ints
     begin: Ints
     end: Ints
-    source_copies: Ints
-    target_copies: Ints
 
 
 def _pairs(a: Block, b: Block) -> _Pairs:
@@ -125,7 +123,7 @@ def _pairs(a: Block, b: Block) -> _Pairs:
         source += a.cuts[axis].offsets[i][at]
         target += b.cuts[axis].offsets[j][at]
         begin[:, axis], end[:, axis] = begins[at], ends[at]
-    return _Pairs(source, target, begin, end, a.copies, b.copies)
+    return _Pairs(source, target, begin, end)
 
 
 def _of_position(block: Block, position: int | None) -> Block:
@@ -151,15 +149,12 @@ def pieces(
     align: pieces are divided among holders at multiples of this index only.
     """
     parts = []
-    for a in source.blocks:
-        for b in target.blocks:
-            pairs = _pairs(_of_position(a, sender), _of_position(b, receiver))
-            holders = ends.source_ranks[pairs.source[:, None] + pairs.source_copies]
-            readers = ends.target_ranks[pairs.target[:, None] + pairs.target_copies]
-            if len(holders):
-                parts.append(
-                    assigned(holders, readers, pairs.begin, pairs.end, ends.overlap, ends.nodes, align)
-                )
+    for a, b in product(source.blocks, target.blocks):
+        pairs = _pairs(_of_position(a, sender), _of_position(b, receiver))
+        if len(pairs.begin):
+            holders = ends.source_ranks[pairs.source[:, None] + a.copies]
+            readers = ends.target_ranks[pairs.target[:, None] + b.copies]
+            parts.append(assigned(holders, readers, pairs.begin, pairs.end, ends, align))
     axes = len(source.placement.axes)
     none = np.zeros(0, dtype=np.int64)
     every = (
@@ -175,25 +170,19 @@ def pieces(
 
 
 def assigned(
-    holders: Ints,
-    readers: Ints,
-    begin: Ints,
-    end: Ints,
-    overlap: bool,
-    nodes: Ints | None = None,
-    align: int = 1,
+    holders: Ints, readers: Ints, begin: Ints, end: Ints, ends: Ends | None = None, align: int = 1
 ) -> Pieces:
     """Decide which holder of each box sends which part of it to which reader.
 
-    holders, readers: the ranks, of shape (boxes, most ranks of a box). Each box has a holder. Without `nodes`, rows may end in -1,
-    for no rank. overlap: whether a rank may be both. nodes: see Ends.
+    holders, readers: the ranks, of shape (boxes, most ranks of a box). Without `ends`, a row may end in -1, for no rank, but not
+    begin with it.
     """
     local = np.zeros(readers.shape, dtype=bool)
     near = local
-    if overlap:
+    if ends is None or ends.overlap:
         local = (holders[:, None, :] == readers[:, :, None]).any(axis=2) & (readers >= 0)
-        if nodes is not None:
-            same = nodes[holders][:, None, :] == nodes[readers][:, :, None]
+        if ends is not None and ends.nodes is not None:
+            same = ends.nodes[holders][:, None, :] == ends.nodes[readers][:, :, None]
             near = same.any(axis=2) & ~local
     row, reader = np.nonzero(local)
     ranks = readers[row, reader]
@@ -261,12 +250,11 @@ class Leg(NamedTuple):
     def most(self, itemsize: int) -> int:
         """Return the largest number of bytes that a rank sends or receives, rounded up; local pieces count as well."""
         sent = 0.0
-        for a in self.source.blocks:
-            for b in self.target.blocks:
-                pairs = _pairs(a, b)
-                elements = (pairs.end - pairs.begin).prod(axis=1)
-                shares = np.bincount(pairs.source, elements, minlength=1)
-                sent += float(shares.max()) * max(1.0, len(pairs.target_copies) / len(pairs.source_copies))
+        for a, b in product(self.source.blocks, self.target.blocks):
+            pairs = _pairs(a, b)
+            elements = (pairs.end - pairs.begin).prod(axis=1)
+            shares = np.bincount(pairs.source, elements, minlength=1)
+            sent += float(shares.max()) * max(1.0, len(b.copies) / len(a.copies))
         return math.ceil(max(sent, self.target.most)) * itemsize
 
 
