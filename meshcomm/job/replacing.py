@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from math import prod
 from typing import Any, Final, NamedTuple, final
 
@@ -37,11 +38,15 @@ _FINAL: Final = (2, 130, SAVED)
 
 
 class Sizes(NamedTuple):
-    """The sizes that a mesh may have: `dims`, with the size of `dim` optionally replaced by one of `fewer`, largest first."""
+    """The sizes that a mesh may have: `dims`, with the size of `dim` optionally replaced by one of `fewer`, largest first.
+
+    shards: whether ranks with different coords along `dim` hold different parts of the model.
+    """
 
     dims: Mapping[str, int]
     dim: str
     fewer: Sequence[int]
+    shards: bool = False
 
     @property
     def axis(self) -> int:
@@ -55,6 +60,12 @@ class Sizes(NamedTuple):
         """
         ranks = np.reshape(processes, [*{**self.dims, self.dim: size}.values()])
         return np.moveaxis(ranks, self.axis, 0).reshape(size, -1)
+
+    def in_rank_order(self, replicas: NDArray[np.int_]) -> tuple[int, ...]:
+        """Return the processes in rank order: the inverse of `replicas`."""
+        others = [size for dim, size in self.dims.items() if dim != self.dim]
+        ranks = np.moveaxis(replicas.reshape(-1, *others), 0, self.axis)
+        return tuple(ranks.ravel().tolist())
 
 
 def sizes_of(settings: Config, world_size: int) -> Sizes | None:
@@ -83,7 +94,8 @@ def sizes_of(settings: Config, world_size: int) -> Sizes | None:
             expected=f"a smaller {dim} that fits the rest of the configuration",
             hint="use a train.global_batch_size that smaller sizes divide, use -1 in a view, or remove elastic.min",
         )
-    return Sizes(dims, dim, fewer)
+    parallel = settings.parallel
+    return Sizes(dims, dim, fewer, parallel is not None and parallel.shard == dim)
 
 
 @final
@@ -127,6 +139,14 @@ class Places:
         if not size:
             return None
         replicas = sizes.replicas(self.processes, self.size)
+        if sizes.shards:
+            # At least one process of each coord, if possible: only those with the same coord hold the same shards.
+            turns = zip_longest(*([each for each in row if each in alive] for row in replicas.tolist()))
+            chosen = dict.fromkeys(
+                each for turn in (*turns, sorted(alive)) for each in turn if each is not None
+            )
+            filled = np.reshape([*chosen][: size * per_index], (size, per_index))
+            return Places(self.count, sizes, sizes.in_rank_order(filled), size)
         lost = ~np.isin(replicas, [*alive])
         indices = np.sort(np.argsort(lost.sum(axis=1), kind="stable")[:size])
         filled = np.full((size, per_index), -1)
@@ -138,10 +158,7 @@ class Places:
             same = [process for process in free if process in first[:, position]]
             filled[replica, position] = (same or free)[0]
             free.remove(filled[replica, position])
-        # Back to the order of ranks.
-        shape = [size for dim, size in sizes.dims.items() if dim != sizes.dim]
-        ranks = np.moveaxis(filled.reshape(size, *shape), 0, sizes.axis)
-        return Places(self.count, sizes, tuple(ranks.ravel().tolist()), size)
+        return Places(self.count, sizes, sizes.in_rank_order(filled), size)
 
 
 @final
