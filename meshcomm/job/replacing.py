@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 from math import prod
 from typing import Any, Final, NamedTuple, final
 
@@ -40,7 +39,7 @@ _FINAL: Final = (2, 130, SAVED)
 class Sizes(NamedTuple):
     """The sizes that a mesh may have: `dims`, with the size of `dim` optionally replaced by one of `fewer`, largest first.
 
-    shards: whether ranks with different coords along `dim` hold different parts of the model.
+    shards: whether ranks with different coords along `dim` hold different parts of the model, and not copies of it.
     """
 
     dims: Mapping[str, int]
@@ -60,12 +59,6 @@ class Sizes(NamedTuple):
         """
         ranks = np.reshape(processes, [*{**self.dims, self.dim: size}.values()])
         return np.moveaxis(ranks, self.axis, 0).reshape(size, -1)
-
-    def in_rank_order(self, replicas: NDArray[np.int_]) -> tuple[int, ...]:
-        """Return the processes in rank order: the inverse of `replicas`."""
-        others = [size for dim, size in self.dims.items() if dim != self.dim]
-        ranks = np.moveaxis(replicas.reshape(-1, *others), 0, self.axis)
-        return tuple(ranks.ravel().tolist())
 
 
 def sizes_of(settings: Config, world_size: int) -> Sizes | None:
@@ -127,7 +120,8 @@ class Places:
     def filled(self, alive: Collection[int]) -> Places | None:
         """Return the largest mesh that the processes in `alive` can form; None if there are too few.
 
-        The replicas of the model that lack the fewest processes are kept. Processes from the other replicas fill the gaps.
+        The replicas of the model that lack the fewest processes are kept; of shards, as many different ones as possible. Other
+        processes fill the gaps.
         """
         sizes, alive = self.sizes, {*alive}
         if len(alive) == self.count:
@@ -139,18 +133,19 @@ class Places:
         if not size:
             return None
         replicas = sizes.replicas(self.processes, self.size)
-        if sizes.shards:
-            # At least one process of each coord, if possible: only those with the same coord hold the same shards.
-            turns = zip_longest(*([each for each in row if each in alive] for row in replicas.tolist()))
-            chosen = dict.fromkeys(
-                each for turn in (*turns, sorted(alive)) for each in turn if each is not None
-            )
-            filled = np.reshape([*chosen][: size * per_index], (size, per_index))
-            return Places(self.count, sizes, sizes.in_rank_order(filled), size)
         lost = ~np.isin(replicas, [*alive])
-        indices = np.sort(np.argsort(lost.sum(axis=1), kind="stable")[:size])
         filled = np.full((size, per_index), -1)
-        filled[: len(indices)] = np.where(lost[indices], -1, replicas[indices])
+        if sizes.shards:
+            # Processes of as many coords as possible, so that each shard is left. Positions with few processes choose first.
+            used = np.zeros(len(replicas))
+            for position in np.argsort(-lost.sum(axis=0), kind="stable"):
+                coords = np.flatnonzero(~lost[:, position])
+                coords = np.sort(coords[np.argsort(used[coords], kind="stable")[:size]])
+                used[coords] += 1
+                filled[: len(coords), position] = replicas[coords, position]
+        else:
+            indices = np.sort(np.argsort(lost.sum(axis=1), kind="stable")[:size])
+            filled[: len(indices)] = np.where(lost[indices], -1, replicas[indices])
         free = sorted(alive - {*filled.flat})
         first = sizes.replicas(range(self.count), sizes.dims[sizes.dim])
         for replica, position in np.argwhere(filled < 0):
@@ -158,7 +153,10 @@ class Places:
             same = [process for process in free if process in first[:, position]]
             filled[replica, position] = (same or free)[0]
             free.remove(filled[replica, position])
-        return Places(self.count, sizes, sizes.in_rank_order(filled), size)
+        # Back to the order of ranks.
+        shape = [size for dim, size in sizes.dims.items() if dim != sizes.dim]
+        ranks = np.moveaxis(filled.reshape(size, *shape), 0, sizes.axis)
+        return Places(self.count, sizes, tuple(ranks.ravel().tolist()), size)
 
 
 @final

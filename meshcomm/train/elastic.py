@@ -45,14 +45,14 @@ class Held(NamedTuple):
     @classmethod
     def of(cls, engine: Engine, facts: Callable[[], Any] | None, on: torch.device | None = None) -> Held:
         """Return the state of an engine, either its own tensors or copies of them on a device."""
-        regions = _regions(engine.saved_state())
+        regions = regions_of(engine.saved_state())
         if on is not None:
             for key, held in regions.items():
                 regions[key] = [region._replace(held=region.held.to(on, copy=True)) for region in held]
         return cls(engine.reached.applied, regions, None if facts is None else facts())
 
 
-def _regions(state: Mapping[str, Tensor | Kept]) -> Regions:
+def regions_of(state: Mapping[str, Tensor | Kept]) -> Regions:
     return {(name, *kind_of(tensor)): own_regions(tensor) for name, tensor in state.items()}
 
 
@@ -105,18 +105,24 @@ class Copies:
         if not (self._first or due or step % self.every == 0):
             return
         mine = Held.of(engine, facts, torch.device("cpu"))
-        spans = engine.mesh.objects.all_gather(dim, _spans(mine.regions))
-        before = [spans[-1], *spans[:-1]]
-        copy = {
-            key: [Region(box, torch.empty(box.shape, dtype=key[1])) for box in starmap(Box, boxes)]
-            for key, boxes in before[engine.mesh.coord(dim)].items()
-        }
-        _run(BoxPlan(spans, before), engine.mesh, dim, mine.regions, copy)
+        copy = copy_of_previous(engine.mesh, dim, mine.regions)
         if engine.mesh.is_async and (lost := engine.mesh.elastic.lost()) is not None:
             # The data received may be invalid.
             raise lost
         self.held = [*(held for held in self.held if held.step != step), mine, Held(step, copy)]
         self._first = False
+
+
+def copy_of_previous(mesh: Mesh, dim: str, mine: Regions) -> Regions:
+    """Return a copy, in host memory, of what the previous rank along a dim passes as `mine`. Called by: every rank along it."""
+    spans = mesh.objects.all_gather(dim, _spans(mine))
+    before = [spans[-1], *spans[:-1]]
+    copy = {
+        key: [Region(box, torch.empty(box.shape, dtype=key[1])) for box in starmap(Box, boxes)]
+        for key, boxes in before[mesh.coord(dim)].items()
+    }
+    _run(BoxPlan(spans, before), mesh, dim, mine, copy)
+    return copy
 
 
 def _along(engine: Engine) -> str | None:
@@ -226,7 +232,7 @@ def _filled(engine: Engine, step: int, sources: Sequence[Spans], mine: Regions) 
 
     def fill(room: Mapping[str, Tensor | Kept]) -> None:
         nonlocal asked
-        asked, wanted = True, _regions(room)
+        asked, wanted = True, regions_of(room)
         targets = mesh.objects.all_gather(dim, _spans(wanted))
         plan = None if None in targets else BoxPlan(sources, targets)
         if plan is None or plan.lacking:

@@ -16,6 +16,8 @@ import torch
 from meshcomm.transfer.placement import Ints
 from meshcomm.transfer.plan import Pieces, Slice, assigned, packed
 
+# How much a rank sends, and receives, at once.
+BUCKET_BYTES = 32 << 20
 # The name, dtype and full shape of a tensor.
 Key: TypeAlias = tuple[str, torch.dtype, tuple[int, ...]]
 # Where a box begins and ends in the full tensor.
@@ -60,13 +62,8 @@ class BoxPlan:
     lacking: those of which no rank has some element. If there are any, the plan cannot be carried out.
     """
 
-    def __init__(
-        self, sources: Sequence[Spans], targets: Sequence[Spans], bucket_bytes: int = 32 << 20
-    ) -> None:
-        self.keys, self._bucket_bytes = (
-            [*dict.fromkeys(key for spans in targets for key in spans)],
-            bucket_bytes,
-        )
+    def __init__(self, sources: Sequence[Spans], targets: Sequence[Spans]) -> None:
+        self.keys = [*dict.fromkeys(key for spans in targets for key in spans)]
         pieces = {key: box_pieces(_of_key(sources, key), _of_key(targets, key)) for key in self.keys}
         self.lacking = [key for key, every in pieces.items() if every is None]
         self._pieces = [every for every in pieces.values() if every is not None]
@@ -78,7 +75,7 @@ class BoxPlan:
             * key[1].itemsize
             for key, every in zip(self.keys, self._pieces, strict=True)
         ]
-        return packed(most, self._bucket_bytes)
+        return packed(most, BUCKET_BYTES)
 
     def own(self, part: Slice, position: int, sends: bool) -> Pieces:
         """Return the pieces of a slice's tensor that a rank sends, or receives."""
