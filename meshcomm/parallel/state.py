@@ -313,9 +313,6 @@ class State:
             if _extra(name) in kinds:
                 dtype, shape = kinds[_extra(name)]
                 room[_extra(name)] = torch.empty(shape, dtype=dtype)
-            elif OF_MODULE + name not in kinds:
-                what = f"the extra state of {name or 'the model'}"
-                raise _unfit(what, "none in the checkpoint", "the value of get_extra_state")
         held_of = self._room_for_optimizer(kinds)
         parameters = dict(named)
         for name, held in held_of.items():
@@ -324,6 +321,11 @@ class State:
                 room[f"optimizer.{name}.{key}"] = self._before(name, each) if fits else each
         fill(room)
 
+        # Ranks fill in together, so what only some of them would raise comes afterwards.
+        for name, _ in extra:
+            if room.keys().isdisjoint((_extra(name), OF_MODULE + name)):
+                what = f"the extra state of {name or 'the model'}"
+                raise _unfit(what, "none in the checkpoint", "the value of get_extra_state")
         for name, part in extra:
             text = room.get(OF_MODULE + name)
             part.set_extra_state(room[_extra(name)] if text is None else decode(text, _device(part)))

@@ -163,14 +163,9 @@ class Survivor:
         outcome = None
         if engine is not None and reached is not None and 0 < reached.decided == reached.applied:
             outcome = (reached.decided, engine.outcome())
-        mine = {
-            "step": self._step,
-            "outcome": outcome,
-            "broken": bool(reached and reached.decided > reached.applied),
-        }
-        every = of_every_rank(mesh, mine)
-        latest = max(report["step"] for report in every)
-        outcomes = dict(report["outcome"] for report in every if report["outcome"])
+        is_broken = bool(reached and reached.decided > reached.applied)
+        steps, known, broken = zip(*of_every_rank(mesh, (self._step, outcome, is_broken)), strict=True)
+        latest, outcomes = max(steps), dict(filter(None, known))
         if engine is not None and reached is not None and self._held is None:
             if reached.applied == latest - 1 and reached.summed == latest and latest in outcomes:
                 engine.complete(latest, outcomes[latest])
@@ -186,7 +181,7 @@ class Survivor:
                     if isinstance(gradient, GradientSync):
                         gradient.close()
         # The state is unusable if this rank is behind, or if any rank failed while applying a step.
-        if self._step != latest or any(report["broken"] for report in every):
+        if self._step != latest or any(broken):
             self._step, self._held = -1, None
 
     def restore(self, engine: Engine, copies: Collection[Held]) -> Any:
@@ -228,14 +223,11 @@ def _filled(engine: Engine, step: int, sources: Sequence[Spans], mine: Regions) 
     mesh = engine.mesh
     dim = dim_of_all(mesh)
     kinds = {name: (dtype, shape) for spans in reversed(sources) for name, dtype, shape in spans}
-    asked = False
 
     def fill(room: Mapping[str, Tensor | Kept]) -> None:
-        nonlocal asked
-        asked, wanted = True, regions_of(room)
-        targets = mesh.objects.all_gather(dim, _spans(wanted))
-        plan = None if None in targets else BoxPlan(sources, targets)
-        if plan is None or plan.lacking:
+        wanted = regions_of(room)
+        plan = BoxPlan(sources, mesh.objects.all_gather(dim, _spans(wanted)))
+        if plan.lacking:
             raise _Lacking
         if unused := sorted(kinds.keys() - {name for name, _, _ in plan.keys}):
             raise TrainingError(
@@ -248,12 +240,6 @@ def _filled(engine: Engine, step: int, sources: Sequence[Spans], mine: Regions) 
     try:
         engine.put_back(kinds, fill, step)
     except _Lacking:
-        return False
-    except TrainingError:
-        if asked:
-            raise
-        # The state lacks what this rank alone needs. The others wait in `fill`.
-        mesh.objects.all_gather(dim, None)
         return False
     return True
 
