@@ -277,7 +277,7 @@ def packed(most: Sequence[int], bucket_bytes: int) -> list[list[Slice]]:
             rounds += [[Slice(number, 0, chunk, chunks)] for chunk in range(chunks)]
             used = bucket_bytes
             continue
-        if used + nbytes > bucket_bytes:
+        if not rounds or used + nbytes > bucket_bytes:
             rounds.append([])
             used = 0
         rounds[-1].append(Slice(number, 0, 0, 1))

@@ -117,8 +117,9 @@ def test_two_ranks_at_any_two_operations(sizes: Mapping[str, int], tmp_path: Pat
         assert all(each.losses == whole[0].losses for each in found), (lose, seed)
 
 
-def test_without_copies_it_goes_back_to_the_beginning(tmp_path: Path) -> None:
-    settings = settings_of(tmp_path, {"tp": 2}, "[elastic]\nreplace = 9\n")
+@pytest.mark.parametrize("sizes", [{"tp": 2}, {"pp": 2}], ids=" ".join)
+def test_without_copies_it_goes_back_to_the_beginning(sizes: Mapping[str, int], tmp_path: Path) -> None:
+    settings = settings_of(tmp_path, sizes, "[elastic]\nreplace = 9\n")
     whole = trained(settings, 2, {}, 0)
     found = trained(settings, 2, {1: whole[1].steps[-2][1] + 3}, 0)
     assert [each.losses for each in found] == [whole[0].losses] * 2
