@@ -27,8 +27,11 @@ def stored_parts(model: nn.Module) -> dict[str, Parted]:
 
     These are the parameters and persistent buffers. A stage of a ModelSpec and a model of transformers have the names of their
     folder, in which each expert may have tensors of its own, and all other modules their own names. A parameter from which a
-    tensor of the folder has to be computed keeps its name in the module.
+    tensor of the folder has to be computed keeps its name in the module. A ModuleList has the stages of this rank, as
+    `Trainer.modules` does.
     """
+    if isinstance(model, nn.ModuleList):
+        return {name: part for stage in model for name, part in stored_parts(stage).items()}
     state = model.state_dict(keep_vars=True)
     naming: Naming | None = getattr(model, "meshcomm_stored", None) or _of_transformers(model)
     own = unfused({name: tensor for name, tensor in state.items() if isinstance(tensor, Tensor)}, model)
