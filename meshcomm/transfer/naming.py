@@ -96,7 +96,7 @@ def _cut_of(view: Tensor, whole: Tensor) -> Cut | None:
 
 def _of_transformers(model: Any) -> Naming | None:
     """Return the naming of a model of transformers; None for any other module."""
-    library = sys.modules.get("transformers")
+    library: Any = sys.modules.get("transformers.modeling_utils")
     if library is None or not isinstance(model, library.PreTrainedModel):
         return None
     return lambda name, value: reverted(model, name, value)

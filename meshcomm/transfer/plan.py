@@ -329,7 +329,7 @@ class Plan:
                 firsts += [[Slice(number, 0, chunk, chunks)] for chunk in range(chunks)]
                 used = self.bucket_bytes
                 continue
-            if used + most > self.bucket_bytes:
+            if not firsts or used + most > self.bucket_bytes:
                 firsts.append([])
                 used = 0
             firsts[-1].append(Slice(number, 0, 0, 1))
