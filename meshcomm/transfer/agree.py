@@ -208,7 +208,8 @@ def agree_on_source(sides: Sides, mine: Manifest) -> dict[str, tuple[torch.dtype
     manifests = _manifests(sides, "source", sides.of_all(mine.hash()), {"source": mine}, problems)
     tensors = _of_side(sides, "source", manifests, problems)
     if problems:
-        raise sides.refuse("the ranks of a mesh have tensors that do not fit together", problems, "")
+        hint = "ranks that have a tensor of the same name have parts of the same tensor"
+        raise sides.refuse("the ranks of a mesh have tensors that do not fit together", problems, hint)
     return {name: (tensor.row.dtype, tensor.placement) for name, tensor in tensors.items()}
 
 

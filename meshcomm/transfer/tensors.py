@@ -203,7 +203,7 @@ class Cut(NamedTuple):
     def inside(self, values: Tensor) -> Tensor:
         """Return values of a box of the tensor with the axes of the cut, in the same memory."""
         rest = [axis for axis in range(values.ndim) if axis not in self.axes]
-        return values.permute(*self.axes, *rest)[(..., *[0] * len(rest))]
+        return values.permute((*self.axes, *rest))[(..., *[0] * len(rest))]
 
 
 class Cutout(NamedTuple):
