@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from meshcomm.transfer.fused import unfused
-from meshcomm.transfer.tensors import Cut, Cutout, Parted
+from meshcomm.transfer.placement import Box
+from meshcomm.transfer.tensors import Cut, Cutout, Parted, Region
 
 Naming: TypeAlias = Callable[[str, Tensor], Mapping[str, Tensor]]
 """The tensors, by name, that store a parameter of this name and value, also if the value has no memory."""
@@ -46,8 +47,8 @@ def stored_parts(model: nn.Module) -> dict[str, Parted]:
         for stored_name, cut in cuts.items():
             whole = cut == Cut((0,) * len(tensor.shape), tuple(tensor.shape), tuple(range(len(tensor.shape))))
             part = Cutout(tensor, cut)
-            # A rank without any of it does not name it, like a stage without the parameter.
-            if whole or part.regions():
+            # A rank without the expert does not name it, like a stage without the parameter.
+            if whole or part.here:
                 parts[stored_name] = tensor if whole else part
     return parts
 
@@ -89,9 +90,9 @@ def _cut_of(view: Tensor, whole: Tensor) -> Cut | None:
     if -1 in axes or any(at > size for at, size in zip(end, whole.shape, strict=True)):
         return None
     cut = Cut(tuple(begin), tuple(end), tuple(axes))
-    same = cut.inside(whole[tuple(map(slice, begin, end))])
-    facts = [(x.shape, x.stride(), x.storage_offset()) for x in (same, view)]
-    return cut if facts[0] == facts[1] else None
+    same = cut.of(Region(Box.at((0,) * whole.ndim, whole.shape), whole))
+    facts = [(x.shape, x.stride(), x.storage_offset()) for x in (view, *([same.held] if same else []))]
+    return cut if facts[0] == facts[-1] else None
 
 
 def _of_transformers(model: Any) -> Naming | None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from meshcomm.comm import Handle
 from meshcomm.transfer.plan import Leg, Pieces, Plan, Slice, pieces, sliced
 from meshcomm.transfer.sides import Sides
-from meshcomm.transfer.tensors import CutRegion, Region
+from meshcomm.transfer.tensors import Region
 
 # Where a piece may begin in a bucket: torch reads no element at an odd address.
 _ALIGNED_BYTES = 16
@@ -20,7 +20,7 @@ _ALIGNED_BYTES = 16
 class Room(NamedTuple):
     """This rank's memory for an entry. dtype: of the elements on their way, to which the source converts them."""
 
-    regions: Sequence[Region | CutRegion]
+    regions: Sequence[Region]
     dtype: torch.dtype
 
 
@@ -169,7 +169,7 @@ class Run:
         _region(room, piece).write(piece.begin, piece.end, values)
 
 
-def _region(room: Room, piece: _Piece) -> Region | CutRegion:
+def _region(room: Room, piece: _Piece) -> Region:
     """Return the region that contains a piece. A piece lies in one block of each side."""
     return next(
         region

@@ -149,31 +149,6 @@ class Region(NamedTuple):
         return held, tuple(slice(a - o, b - o) for a, b, o in zip(begin, end, origin, strict=True))
 
 
-class CutRegion(NamedTuple):
-    """The memory of one box of a `Cutout`: a part of a region of the tensor that it is cut from."""
-
-    box: Box
-    region: Region
-    cut: Cut
-
-    @property
-    def held(self) -> Tensor:
-        """The memory of the whole region."""
-        return self.region.held
-
-    def read(self, begin: Sequence[int], end: Sequence[int]) -> Tensor:
-        """See Region."""
-        return self.cut.inside(self.region.read(*self.cut.outside(begin, end)))
-
-    def write(self, begin: Sequence[int], end: Sequence[int], values: Tensor) -> None:
-        """See Region."""
-        first, last = self.cut.outside(begin, end)
-        # `inside` of an empty tensor of the outer shape is a view that says where each value belongs.
-        outer = values.new_empty([b - a for a, b in zip(first, last, strict=True)])
-        self.cut.inside(outer).copy_(values)
-        self.region.write(first, last, outer)
-
-
 class Cut(NamedTuple):
     """A box of a tensor, without the axes of length 1 that are not in `axes`, and with the others in this order."""
 
@@ -185,25 +160,32 @@ class Cut(NamedTuple):
     def shape(self) -> tuple[int, ...]:
         return tuple(self.end[axis] - self.begin[axis] for axis in self.axes)
 
-    def outside(self, begin: Sequence[int], end: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Return the box of the tensor that is this box of the cut."""
-        first, last = [*self.begin], [*self.end]
-        for axis, a, b in zip(self.axes, begin, end, strict=True):
-            first[axis], last[axis] = self.begin[axis] + a, self.begin[axis] + b
-        return first, last
+    def of(self, region: Region) -> Region | None:
+        """Return what a region of the tensor has of the cut, in the same memory; None if it has no element of it.
 
-    def part(self, box: Box) -> Box | None:
-        """Return what a box of the tensor has of the cut, as a box of the cut."""
-        common = box.common(Box(self.begin, self.end))
+        Raises LayoutError if the cut would divide the rows of a unit.
+        """
+        common, units = region.box.common(Box(self.begin, self.end)), region.units
         if common is None:
             return None
-        ends = ([at[axis] - self.begin[axis] for axis in self.axes] for at in common[:2])
-        return Box(*map(tuple, ends))
-
-    def inside(self, values: Tensor) -> Tensor:
-        """Return values of a box of the tensor with the axes of the cut, in the same memory."""
-        rest = [axis for axis in range(values.ndim) if axis not in self.axes]
-        return values.permute((*self.axes, *rest))[(..., *[0] * len(rest))]
+        slices = [slice(a - o, b - o) for a, b, o in zip(*common[:2], region.box.begin, strict=True)]
+        order = [*self.axes]
+        if units is not None:
+            if units not in order or common.shape[units] != region.box.shape[units]:
+                raise LayoutError(
+                    "a tensor is cut from a weight of several parts, but not along these parts",
+                    given=f"rows {self.begin[units]} to {self.end[units]} of its axis {units}",
+                    expected="all rows of one or several parts",
+                )
+            # In memory, this axis is two axes.
+            slices[units : units + 1] = [slice(None)] * 2
+            order = [axis + (axis > units) for axis in order]
+            order.insert(order.index(units) + 1, units + 1)
+        held = region.held[tuple(slices)]
+        rest = [axis for axis in range(held.ndim) if axis not in order]
+        held = held.permute((*order, *rest))[(..., *[0] * len(rest))]
+        ends = (tuple(at[axis] - self.begin[axis] for axis in self.axes) for at in common[:2])
+        return Region(Box(*ends), held, None if units is None else self.axes.index(units))
 
 
 class Cutout(NamedTuple):
@@ -220,10 +202,17 @@ class Cutout(NamedTuple):
     def dtype(self) -> torch.dtype:
         return self.tensor.dtype
 
-    def regions(self) -> list[CutRegion]:
-        """Return the regions on this rank, none of which is empty."""
-        parts = [(self.cut.part(region.box), region) for region in own_regions(self.tensor)]
-        return [CutRegion(box, region, self.cut) for box, region in parts if box is not None]
+    @property
+    def here(self) -> bool:
+        """Whether this rank has the index of the axes that are left out, such as the expert. Its part may be empty."""
+        begin, _, axes = self.cut
+        return any(
+            all(
+                region.box.begin[axis] <= begin[axis] < region.box.end[axis] or axis in axes
+                for axis in range(len(begin))
+            )
+            for region in own_regions(self.tensor)
+        )
 
 
 Parted: TypeAlias = Tensor | Kept | Cutout
@@ -238,8 +227,11 @@ def memory_of(tensor: Parted) -> Tensor:
     return held.to_local() if isinstance(held, DTensor) else held
 
 
-def own_regions(tensor: Tensor | Kept) -> list[Region]:
+def own_regions(tensor: Parted) -> list[Region]:
     """Return the regions of a tensor on this rank, as the tensor knows them. A rank outside a DTensor's DeviceMesh has none."""
+    if isinstance(tensor, Cutout):
+        parts = map(tensor.cut.of, own_regions(tensor.tensor))
+        return [part for part in parts if part is not None]
     held, whole = memory_of(tensor), tensor if isinstance(tensor, Tensor) else tensor.tensor
     begin: Sequence[int] = (0,) * held.ndim
     if isinstance(whole, DTensor):
@@ -260,13 +252,11 @@ def own_regions(tensor: Tensor | Kept) -> list[Region]:
     return regions
 
 
-def regions(tensor: Parted, where: Located, position: int) -> Sequence[Region | CutRegion]:
+def regions(tensor: Parted, where: Located, position: int) -> list[Region]:
     """Return the regions of the tensor of the rank at a position. Raises ShapeError if its shape does not fit the placement."""
     boxes = where.boxes(position)
     if not isinstance(tensor, Tensor):
-        own: Sequence[Region | CutRegion] = (
-            tensor.regions() if isinstance(tensor, Cutout) else own_regions(tensor)
-        )
+        own = own_regions(tensor)
         if {region.box[:2] for region in own if 0 not in region.box.shape} != {
             box[:2] for box in boxes if 0 not in box.shape
         }:

@@ -14,7 +14,7 @@ from meshcomm.errors import TransferMismatch
 from meshcomm.transfer.fused import Kept, Parts, kept
 from meshcomm.transfer.gather import Gathered
 from meshcomm.transfer.placement import Located
-from meshcomm.transfer.tensors import own_regions, placement_of
+from meshcomm.transfer.tensors import Cut, Cutout, Parted, own_regions, placement_of
 
 SHAPES = [(7, 5), (4, 3), (1, 9), (0, 4), (3,), ()]
 
@@ -23,9 +23,9 @@ def values_of(number: int) -> Tensor:
     return torch.randn(SHAPES[number], generator=torch.Generator().manual_seed(number))
 
 
-def parts(mesh: Any) -> dict[str, Tensor | Kept]:
+def parts(mesh: Any) -> dict[str, Parted]:
     """Tensors in every layout, of which each rank along pp has others."""
-    tensors: dict[str, Tensor | Kept] = {}
+    tensors: dict[str, Parted] = {}
     for number, shape in enumerate(SHAPES):
         splits = [Shard(0) if shape else Replicate(), Shard(len(shape) - 1) if shape else Replicate()]
         stage = f"stage {mesh.coord('pp')}, {number}"
@@ -33,6 +33,12 @@ def parts(mesh: Any) -> dict[str, Tensor | Kept]:
     fused = kept(torch.arange(36.0).view(12, 3), Parts((8, 4)))
     tensors["fused"] = Kept(distribute_tensor(fused, mesh["tp"], [Shard(0)]), Parts((8, 4)))
     tensors["plain"] = torch.arange(3)
+    stacked = distribute_tensor(torch.arange(40.0).view(5, 4, 2), mesh["dp", "tp"], [Shard(0), Shard(1)])
+    for index in range(5):
+        for name, first, last in (("up", 0, 1), ("gate", 1, 4)):
+            cutout = Cutout(stacked, Cut((index, first, 0), (index + 1, last, 2), (2, 1)))
+            if cutout.here:
+                tensors[f"{index} {name}"] = cutout
     return tensors
 
 
@@ -58,6 +64,8 @@ def test_each_tensor_arrives_whole_on_one_rank(rank: int, bucket_bytes: int) -> 
         f"stage {pp}, {number}": values_of(number) for pp in range(2) for number in range(len(SHAPES))
     }
     expected |= {"fused": torch.arange(36.0).view(12, 3), "plain": torch.arange(3)}
+    for index, value in enumerate(torch.arange(40.0).view(5, 4, 2)):
+        expected |= {f"{index} up": value[:1].T, f"{index} gate": value[1:].T}
     for at, arrived in enumerate(ranks):
         assert arrived.keys() == expected.keys()
         if at == rank:

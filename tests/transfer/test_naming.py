@@ -17,7 +17,7 @@ from meshcomm.models.spec import ModelSpec
 from meshcomm.train import Trainer, save_pretrained
 from meshcomm.transfer.naming import cuts_of, stored_parts
 from meshcomm.transfer.placement import Box, Located, Placement
-from meshcomm.transfer.tensors import Cut, Cutout
+from meshcomm.transfer.tensors import Cut, Cutout, own_regions
 from tests.models.families import FAMILIES, config_of, folder_of
 from tests.models.table import smallest
 
@@ -114,7 +114,7 @@ def test_names_of_a_spec_are_cuts_of_its_parameters() -> None:
     assert cuts_of(spec.stored_tensors, "b", ()) == {"stored.b": Cut((), (), ())}
     value = torch.arange(60.0).view(2, 6, 5)
     for name, tensor in spec.stored_tensors("experts", value).items():
-        (region,) = Cutout(value, cuts[name]).regions()
+        (region,) = own_regions(Cutout(value, cuts[name]))
         assert region.box == Box.at((0, 0), tensor.shape)
         assert torch.equal(region.read((0, 0), tensor.shape), tensor)
         region.write((1, 1), (3, 2), tensor[1:3, 1:2] + 100)
