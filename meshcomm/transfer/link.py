@@ -68,8 +68,8 @@ def link(
     per_node = mesh.topology.ranks_per_node
     nodes = None if per_node is None else np.array(ranks) // per_node
     ends = Ends(*layouts, numbers[0], numbers[1], nodes)
-    members = [side if side.is_member else None for side in (source, target)]
-    return Link(Sides(mesh, ends, *members), stripes, bucket_bytes)
+    own_source, own_target = (side if side.is_member else None for side in (source, target))
+    return Link(Sides(mesh, ends, own_source, own_target), stripes, bucket_bytes)
 
 
 @final

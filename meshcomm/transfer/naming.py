@@ -77,7 +77,8 @@ def _cut_of(view: Tensor, whole: Tensor) -> Cut | None:
     """Return where a view lies in a contiguous tensor, or None if it is none."""
     if view.untyped_storage() is not whole.untyped_storage():
         return None
-    begin, rest = [], view.storage_offset()
+    begin: list[int] = []
+    rest = int(view.storage_offset())
     for stride in whole.stride():
         begin.append(rest // stride if stride else 0)
         rest -= begin[-1] * stride

@@ -183,7 +183,9 @@ class Cut(NamedTuple):
             order.insert(order.index(units) + 1, units + 1)
         held = region.held[tuple(slices)]
         rest = [axis for axis in range(held.ndim) if axis not in order]
-        held = held.permute((*order, *rest))[(..., *[0] * len(rest))]
+        held = held.permute((*order, *rest))
+        for _ in rest:
+            held = held[..., 0]
         ends = (tuple(at[axis] - self.begin[axis] for axis in self.axes) for at in common[:2])
         return Region(Box(*ends), held, None if units is None else self.axes.index(units))
 

@@ -50,9 +50,8 @@ def rows_of(tensors: Mapping[str, Parted], mesh: Mesh) -> list[Row]:
     for name, tensor in tensors.items():
         memory = memory_of(tensor)
         # Two tensors without elements, or without memory, are not tied.
-        place = memory.data_ptr(), memory.storage_offset(), (*memory.shape, *memory.stride())
-        if isinstance(tensor, Cutout):
-            place = *place, tensor.cut
+        cut = tensor.cut if isinstance(tensor, Cutout) else None
+        place = memory.data_ptr(), memory.storage_offset(), (*memory.shape, *memory.stride()), cut
         tied = first_of.setdefault(place, name) if memory.numel() else name
         facts, problem = None, ""
         try:
