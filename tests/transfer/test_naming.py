@@ -63,7 +63,7 @@ def held(path: Path) -> dict[str, Tensor]:
 
 def sent(mesh: Any, config: Any, source: Path, written: Path) -> dict[str, Any]:
     """Send a trainer's weights to copies of transformers' own model, and to a folder's tensors. Return what has arrived."""
-    trains = meshcomm.init(config, ranks=range(4))
+    trains = meshcomm.init(config, overrides=["mesh.ranks=[0,1,2,3]"])
     generates = meshcomm.init(dims={"copy": 2}, ranks=range(4, 6))
     link = meshcomm.link(trains, generates, bucket_bytes=20_000)
     if trains.is_member:
