@@ -70,7 +70,9 @@ def sent(mesh: Any, config: Any, source: Path, written: Path) -> dict[str, Any]:
         trainer = Trainer(trains, config)
         save_pretrained(trainer, written)
         link.weights(trainer.modules).push(version=1).wait()
-        link.weights(trainer.modules, skip=["lm_head.weight"]).push(version=2).wait()
+        # A folder has a tied weight once.
+        skip = [] if "lm_head.weight" in held(source) else ["lm_head.weight"]
+        link.weights(trainer.modules, skip=skip).push(version=2).wait()
         return {}
     model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(source))
     with torch.no_grad():
