@@ -48,7 +48,7 @@ def stored_parts(model: nn.Module) -> dict[str, Parted]:
             whole = cut == Cut((0,) * len(tensor.shape), tuple(tensor.shape), tuple(range(len(tensor.shape))))
             part = Cutout(tensor, cut)
             # A rank without the expert does not name it, like a stage without the parameter.
-            if whole or part.here:
+            if whole or part.is_held:
                 parts[stored_name] = tensor if whole else part
     return parts
 

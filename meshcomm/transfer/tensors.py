@@ -205,7 +205,7 @@ class Cutout(NamedTuple):
         return self.tensor.dtype
 
     @property
-    def here(self) -> bool:
+    def is_held(self) -> bool:
         """Whether this rank has the index of the axes that are left out, such as the expert. Its part may be empty."""
         begin, _, axes = self.cut
         return any(
@@ -237,21 +237,21 @@ def own_regions(tensor: Parted) -> list[Region]:
     held, whole = memory_of(tensor), tensor if isinstance(tensor, Tensor) else tensor.tensor
     begin: Sequence[int] = (0,) * held.ndim
     if isinstance(whole, DTensor):
-        chunks = whole.__create_chunk_list__()
         if whole.device_mesh.get_coordinate() is None:
             return []
+        chunks = whole.__create_chunk_list__()
         begin = chunks[0].offsets if chunks else begin
     if isinstance(tensor, Tensor):
         return [Region(Box.at(begin, held.shape), held)]
     # Within a part, the rows of the rank's units are adjacent.
-    axis, regions, first, column = tensor.parts.axis, [], 0, 0
+    axis, pieces, first, column = tensor.parts.axis, [], 0, 0
     for size in tensor.parts.sizes:
         rows = size // tensor.parts.units
         at = (*begin[:axis], first + begin[axis] * rows, *begin[axis + 2 :])
         shape = (*held.shape[:axis], held.shape[axis] * rows, *held.shape[axis + 2 :])
-        regions.append(Region(Box.at(at, shape), held.narrow(axis + 1, column, rows), axis))
+        pieces.append(Region(Box.at(at, shape), held.narrow(axis + 1, column, rows), axis))
         first, column = first + size, column + rows
-    return regions
+    return pieces
 
 
 def regions(tensor: Parted, where: Located, position: int) -> list[Region]:

@@ -37,7 +37,7 @@ def parts(mesh: Any) -> dict[str, Parted]:
     for index in range(5):
         for name, first, last in (("up", 0, 1), ("gate", 1, 4)):
             cutout = Cutout(stacked, Cut((index, first, 0), (index + 1, last, 2), (2, 1)))
-            if cutout.here:
+            if cutout.is_held:
                 tensors[f"{index} {name}"] = cutout
     return tensors
 

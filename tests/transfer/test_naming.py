@@ -89,7 +89,9 @@ def sent(mesh: Any, config: Any, source: Path, written: Path) -> dict[str, Any]:
 )
 def test_a_split_model_feeds_the_published_names(family: str, tmp_path: Path) -> None:
     source = published(family, tmp_path / "from")
-    config = config_of({"pretrained": str(source), "dropout": 0.0}, train={"dtype": "float32"}, **SOURCES[family])
+    config = config_of(
+        {"pretrained": str(source), "dropout": 0.0}, train={"dtype": "float32"}, **SOURCES[family]
+    )
     ranks = meshcomm.simulate(
         lambda mesh: sent(mesh, config, source, tmp_path / "to"), dims={"all": 6}, timeout_s=60.0
     )
