@@ -9,7 +9,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeAlias, final
+from typing import Any, Final, TypeAlias, final
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,10 @@ from meshcomm.transfer.tensors import Cut, Cutout, Parted, Region
 
 Naming: TypeAlias = Callable[[str, Tensor], Mapping[str, Tensor]]
 """The tensors, by name, that store a parameter of this name and value, also if the value has no memory."""
+
+
+# The cuts of the parameters of each model, by name and shape. They do not change, and are asked for with each version of weights.
+_CUTS: Final[WeakKeyDictionary[nn.Module, dict[Any, dict[str, Cut] | None]]] = WeakKeyDictionary()
 
 
 def stored_parts(model: nn.Module) -> dict[str, Parted]:
@@ -39,13 +44,17 @@ def stored_parts(model: nn.Module) -> dict[str, Parted]:
     if naming is None:
         return dict(own)
     parts: dict[str, Parted] = {}
+    known = _CUTS.setdefault(model, {})
     for name, tensor in own.items():
-        cuts = cuts_of(naming, name, tuple(tensor.shape))
+        shape = tuple(tensor.shape)
+        cuts = known[name, shape] = (
+            known[name, shape] if (name, shape) in known else cuts_of(naming, name, shape)
+        )
         if cuts is None:
             parts[name] = tensor
             continue
         for stored_name, cut in cuts.items():
-            whole = cut == Cut((0,) * len(tensor.shape), tuple(tensor.shape), tuple(range(len(tensor.shape))))
+            whole = cut == Cut((0,) * len(shape), shape, tuple(range(len(shape))))
             part = Cutout(tensor, cut)
             # A rank without the expert does not name it, like a stage without the parameter.
             if whole or part.is_held:

@@ -306,7 +306,8 @@ class Plan:
 
     def _legs_of(self, entry: Entry) -> tuple[Leg, ...]:
         source, target = located(entry.source, self.ends.source), located(entry.target, self.ends.target)
-        free = [dim for dim in self.stripes if dim not in entry.target.dims]
+        used = entry.target.dims
+        free = [dim for dim in self.stripes if not used or dim in self.ends.target.rest(used)]
         if not free or not entry.target.axes or target.most * entry.itemsize < _LEAST_STRIPED_BYTES:
             return (Leg(source, target, self.ends),)
         lengths = [
@@ -317,9 +318,9 @@ class Plan:
         return (Leg(source, striped, self.ends), Leg(striped, target, self._within_target))
 
     def rounds(self) -> list[list[Slice]]:
-        """Return what is sent at once, in order. No two neighbors need each other, unless there are only two."""
+        """Return what is sent at once, in order. A round needs what the one before it sends only if nothing else is left."""
         firsts: list[list[Slice]] = []
-        used = self.bucket_bytes
+        used = 0
         for number, entry in enumerate(self.entries):
             most = self._most.get(entry[1:])
             if most is None:
@@ -334,14 +335,21 @@ class Plan:
                 used = 0
             firsts[-1].append(Slice(number, 0, 0, 1))
             used += most
-        # A round's second leg comes after the first leg of the next round.
+        # A round's second leg comes after the first leg of the next round. The legs of a large tensor are cut at different
+        # elements, so its second leg begins after the whole first leg.
         rounds: list[list[Slice]] = []
-        waiting: list[Slice] = []
-        for first in [*firsts, []]:
-            rounds += [first] if first else []
-            rounds += [waiting] if waiting else []
-            waiting = [part._replace(leg=1) for part in first if len(self.legs(self.entries[part.entry])) > 1]
-        return rounds
+        waiting: list[list[Slice]] = []
+        for first in firsts:
+            rounds += [first, *waiting]
+            seconds = [part._replace(leg=1) for part in first if len(self.legs(self.entries[part.entry])) > 1]
+            if seconds and first[0].chunks > 1:
+                last = first[0].chunk == first[0].chunks - 1
+                waiting = (
+                    [[seconds[0]._replace(chunk=chunk)] for chunk in range(first[0].chunks)] if last else []
+                )
+            else:
+                waiting = [seconds] if seconds else []
+        return rounds + waiting
 
     def loads(self) -> Loads:
         """Return what each rank sends and receives."""

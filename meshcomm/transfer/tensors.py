@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from meshcomm.comm.checks import value_of
 from meshcomm.errors import LayoutError, ShapeError
 from meshcomm.layout import Layout
 from meshcomm.transfer.fused import Kept
@@ -60,6 +62,12 @@ def placement_of(tensor: Parted, layout: Layout, rank: int) -> Placement:
 def _read_splits(tensor: DTensor, layout: Layout, rank: int, splits: list[list[Split]]) -> None:
     """Add the splits of a DTensor to those of each axis."""
     mesh = tensor.device_mesh
+    if mesh.get_coordinate() is None:
+        raise LayoutError(
+            "a DTensor lies on a DeviceMesh without this rank",
+            given=f"{mesh} on rank {rank}",
+            expected="a DeviceMesh of the mesh, which all its ranks are on",
+        )
     # A shard with a split factor splits parts that dims to its right have split before, FSDP's of tensor parallel parts. Going
     # from right to left, each dim's place among the splits so far is known.
     for number in reversed(range(mesh.ndim)):
@@ -122,16 +130,16 @@ class Region(NamedTuple):
 
     def write(self, begin: Sequence[int], end: Sequence[int], values: Tensor) -> None:
         """Write the values of a box within this one."""
-        if self.units is None:
-            held, inside = self._covering(begin, end)
-            held[inside].copy_(values)
-            return
-        whole, inside = self._covering(begin, end)
-        whole[inside].copy_(values)
-        first, last = self._units(begin, end)
-        self.held.narrow(self.units, first, last - first).copy_(
-            whole.unflatten(self.units, (last - first, self.held.shape[self.units + 1]))
-        )
+        # torch refuses to write an inference tensor outside of inference mode.
+        with torch.inference_mode() if self.held.is_inference() else nullcontext():
+            whole, inside = self._covering(begin, end)
+            whole[inside].copy_(values)
+            if self.units is None:
+                return
+            first, last = self._units(begin, end)
+            self.held.narrow(self.units, first, last - first).copy_(
+                whole.unflatten(self.units, (last - first, self.held.shape[self.units + 1]))
+            )
 
     def _units(self, begin: Sequence[int], end: Sequence[int]) -> tuple[int, int]:
         """Return the first unit that a box touches, and the one after the last."""
@@ -221,12 +229,18 @@ Parted: TypeAlias = Tensor | Kept | Cutout
 """A tensor that knows where this rank's part of it lies. A plain tensor is whole."""
 
 
-def memory_of(tensor: Parted) -> Tensor:
-    """Return this rank's memory for a tensor, without a copy; of a cutout, for the tensor that it is cut from."""
+def base_of(tensor: Parted) -> Tensor:
+    """Return the torch tensor that has the values."""
     while not isinstance(tensor, Tensor):
         tensor = tensor.tensor
-    held = tensor.detach()
-    return held.to_local() if isinstance(held, DTensor) else held
+    return tensor
+
+
+def memory_of(tensor: Parted) -> Tensor:
+    """Return this rank's memory for a tensor, without a copy; of a cutout, for the tensor that it is cut from."""
+    held = base_of(tensor).detach()
+    memory: Tensor = value_of(held.to_local() if isinstance(held, DTensor) else held)
+    return memory
 
 
 def own_regions(tensor: Parted) -> list[Region]:
@@ -234,7 +248,7 @@ def own_regions(tensor: Parted) -> list[Region]:
     if isinstance(tensor, Cutout):
         parts = map(tensor.cut.of, own_regions(tensor.tensor))
         return [part for part in parts if part is not None]
-    held, whole = memory_of(tensor), tensor if isinstance(tensor, Tensor) else tensor.tensor
+    held, whole = memory_of(tensor), base_of(tensor)
     begin: Sequence[int] = (0,) * held.ndim
     if isinstance(whole, DTensor):
         if whole.device_mesh.get_coordinate() is None:
