@@ -13,7 +13,10 @@ class MeshcommError(Exception):
     expected value and a fix.
 
     facts: attributes that the error's class documents.
+    of_job: whether the ranks that these attributes name are those of this job; False for the ranks of a link between two jobs.
     """
+
+    of_job = True
 
     def __init__(
         self,
@@ -187,6 +190,16 @@ class SourceChanged(MeshcommError):
 
 class WeightsTorn(MeshcommError):
     """The weights on this rank are not those of one version: none has arrived, or the last one was interrupted."""
+
+
+class TransferTimeout(CommunicationError):
+    """One side of a link did not come in time: the whole `side`, "source" or "target", or some of its ranks.
+
+    `missing` lists the global ranks of that side's job that did not come. It is empty if the whole side did not come.
+    """
+
+    side: str = ""
+    missing: tuple[int, ...] = ()
 
 
 class BarrierTimeout(CommunicationError):

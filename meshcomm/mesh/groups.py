@@ -49,13 +49,17 @@ if TYPE_CHECKING:
 @final
 @dataclass(frozen=True, slots=True)
 class GroupMaker:
-    """Creates this rank's groups of one mesh, while the mesh opens and later. prefix: begins the groups' names."""
+    """Creates this rank's groups of one mesh, while the mesh opens and later.
+
+    prefix: begins the groups' names. of_job: whether the ranks are those of the job, and not those of a link between two jobs.
+    """
 
     meeting: Meeting
     device: torch.device
     prefix: str
     world: World | None
     held: Held
+    of_job: bool = True
     # Clients of the store, by whether they are separate ones.
     clients: dict[bool, Any] = field(default_factory=dict)
 
@@ -150,7 +154,9 @@ class GroupMaker:
             client = unsigned(client)
         store = dist.PrefixStore("groups", client)
         with self._recovering(), with_variables(variables, keep=True):
-            transport = open_group(group, rank, store, self.prefix, self.device, is_queued, split)
+            transport = open_group(
+                group, rank, store, self.prefix, self.device, is_queued, split, of_job=self.of_job
+            )
         self.held.resources.callback(transport.close)
         if is_queued:
             self.held.aborts.append(transport.abort)
@@ -193,7 +199,15 @@ _AWAITED: Final = re.compile(r"wait timeout after .*, keys: \S*/(\d+)\s*$", re.M
 
 
 def open_group(
-    group: Group, rank: int, store: dist.Store, prefix: str, device: torch.device, ordered: bool, split: bool
+    group: Group,
+    rank: int,
+    store: dist.Store,
+    prefix: str,
+    device: torch.device,
+    ordered: bool,
+    split: bool,
+    *,
+    of_job: bool = True,
 ) -> ProcessGroupTransport:
     """Create one group of the plan. Called by the group's ranks. ordered: whether its backend on `device` queues calls."""
     options = group.options
@@ -209,6 +223,7 @@ def open_group(
             options=_backend_options(options, split),
             label=group.label,
             split=split,
+            of_job=of_job,
         )
     except (RuntimeError, ValueError, AssertionError) as error:
         awaited = _AWAITED.search(str(error))

@@ -393,9 +393,16 @@ class Mesh(AlongDims):
         """`mesh["tp"]`, `mesh["dp", "tp"]`: a torch DeviceMesh with these dims, in this order.
 
         Accepts dims, merged dims, or dims of one view. Slices that keep the order of the base dims share one root
-        mesh.
+        mesh. Raises UnsupportedOp for a link between two jobs, whose ranks are not those of torch's default group.
         """
         self._state.usable()
+        if not self._state.of_job:
+            raise UnsupportedOp(
+                f"a link between two jobs has no DeviceMesh, on {self.label}",
+                given=f"mesh[{names!r}]",
+                expected="a mesh of one job: torch counts the ranks of a DeviceMesh in its default group",
+                hint="mesh.group(dims), or the job's own mesh",
+            )
         return self._state.torch.device_mesh((names,) if isinstance(names, str) else names)
 
     # -- life -----------------------------------------------------------------------------------

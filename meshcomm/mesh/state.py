@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, final
 from weakref import WeakMethod, WeakSet, ref
 
 import torch
+import torch.distributed as dist
 
 from meshcomm.comm import Communicator, CommunicatorCache
 from meshcomm.comm.checks import seconds_of
@@ -41,7 +42,7 @@ from meshcomm.rendezvous.store import MeshStore, prefixed, within
 from meshcomm.transport import ProcessGroupTransport, SoloTransport, Transport
 from meshcomm.transport.connections import Connections, abort_all
 from meshcomm.transport.torch_changes import held_calls
-from meshcomm.transport.torch_private import default_group, group_named, keep_for_good
+from meshcomm.transport.torch_private import default_group, keep_for_good
 from meshcomm.watching.compare import CallCheck
 from meshcomm.watching.hooks import observe
 
@@ -86,6 +87,7 @@ class State:
     generations: None if lost ranks are not replaced.
     data_dims: the dims along which samples differ, if the configuration has [parallel].
     is_fake: whether this is torch's fake backend: no other ranks exist, and results have a shape but no values.
+    of_job: whether the ranks are those of the job, and not those of a link between two jobs.
     """
 
     plan: Plan
@@ -105,6 +107,7 @@ class State:
     held: Held
     create: Callable[[Group, bool], Transport]
     reopen: Callable[[], State] | None
+    of_job: bool = True
 
     def __post_init__(self) -> None:
         self.layout: Layout = self.plan.layout
@@ -133,7 +136,7 @@ class State:
         _ALL.add(self)
         if self.mine is not None:
             self._connect(self.mine)
-            if self.watch is not None and self.watch.timed and not self.is_fake:
+            if self.watch is not None and self.watch.timed and not self.is_fake and self.of_job:
                 ranks = self.layout.ranks.tolist()
                 self._outside = OutsideGroups(self.watch, ranks, self.device, self.label, self.validate_calls)
 
@@ -315,12 +318,12 @@ class State:
         recorders = [*self.metrics.recorders.values()]
         captured = any(recorder.captured for recorder in recorders)
         # Destroying a group waits for its calls, and calls that differ may never complete.
-        apart = [
+        apart = {
             recorder.group_name
             for recorder in recorders
             if recorder.check is not None and recorder.check.is_apart()
-        ]
-        keep_for_good([group_named(name) for name in apart])
+        }
+        keep_for_good([group for group in self._own_groups() if str(group.group_name) in apart])
         self.metrics.recorders.clear()
         if watch is not None:
             watch.close()
@@ -355,15 +358,14 @@ class State:
         self._abort()
         self.torch.close()
         if held_calls:
-            own = [
-                transport
-                for transport in self.transports.values()
-                if isinstance(transport, ProcessGroupTransport)
-            ]
-            keep_for_good([*(transport.group for transport in own), default_group()])
+            keep_for_good([*self._own_groups(), default_group()])
             held_calls.clear()
         self.held.resources.close()
         self._let_go()
+
+    def _own_groups(self) -> list[dist.ProcessGroup]:
+        transports = self.transports.values()
+        return [transport.group for transport in transports if isinstance(transport, ProcessGroupTransport)]
 
     def _let_go(self) -> None:
         """Release the connections to the store: what refers to a closed mesh must not keep them."""

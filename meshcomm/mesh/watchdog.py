@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, Final, NamedTuple, final
+from typing import Any, Final, NamedTuple, TypeVar, final
 from weakref import WeakValueDictionary, ref
 
 import torch.distributed as dist
@@ -53,6 +53,8 @@ from meshcomm.watching.recorder import FlightRecorder
 from meshcomm.watching.timer import GRACE_S, CallTimer, is_held, queued_in
 from meshcomm.watching.verdict import Diagnosis, diagnose, find_hung, places_of, unasked
 from meshcomm.watching.words import BARRIER, UNKNOWN, activity, failure, made_at
+
+M = TypeVar("M", MeshcommError, MeshcommError | None)
 
 # The part of a group's timeout after which the ranks that a call waits for are hung. Backends do not wait to the millisecond.
 _LEAST: Final = 0.9
@@ -96,6 +98,9 @@ class WatchOptions:
     refused:    returns the error if this rank may belong to another job. Called at each check.
     lost:       (call, whether a peer is gone, whether a value is used) -> the error if the launcher has replaced lost ranks.
     hung:       reports hung ranks, with what each does, to a launcher that replaces them; None if none does.
+    of_job:     whether the ranks are those of the job. If not, those of a link between two jobs, the job's launcher hears nothing
+                of them, and errors are marked; see `MeshcommError.of_job`.
+    host:       the rank whose process serves the store; None if none of these ranks does.
     """
 
     timeout_s: float
@@ -108,6 +113,8 @@ class WatchOptions:
     refused: Callable[[], MeshcommError | None] = lambda: None
     lost: Callable[[str, bool, bool], MeshcommError | None] = lambda what, waits, confirms: None
     hung: Callable[[Mapping[int, str]], None] | None = None
+    of_job: bool = True
+    host: int | None = None
 
 
 @final
@@ -128,6 +135,7 @@ class Watchdog(Watching):
         self._store = store
         self._world_size = world_size
         self._options = options
+        self.of_job = options.of_job
         self._recorders: list[FlightRecorder] = []
         self._interval_s = look_interval_s(world_size)
         self.own = RankRecord(rank, coords, self._recorders, options.reports)
@@ -156,8 +164,9 @@ class Watchdog(Watching):
         atexit.register(self._at_exit)
         if options.alone:
             return
-        forget_seen()
-        expect_question(True)
+        if self.of_job:
+            forget_seen()
+            expect_question(True)
         # If the store has failed, the answering thread reports it.
         with contextlib.suppress(RuntimeError):
             store.add(_CREATED, 1)
@@ -178,10 +187,11 @@ class Watchdog(Watching):
             store = prefixed("messages", self._store)
             timeout_s = transport.timeout_s or options.timeout_s
             check = MessageCheck(store, label, ranks, self.own.rank, options.compared, timeout_s)
+            check.of_job = self.of_job
         # A weak reference, because a group outlives a mesh that is dropped without being closed, and a transport holds the
         # group's sockets.
         recorder = FlightRecorder(label, ranks, partial(_inquire, ref(self)), check)
-        recorder.ordered = transport.ordered
+        recorder.of_job, recorder.ordered = self.of_job, transport.ordered
         recorder.group_name = transport.group_name
         recorder.lost = self._options.lost
         recorder.timeout_s = partial(_timeout_s, ref(transport), options.timeout_s)
@@ -193,12 +203,25 @@ class Watchdog(Watching):
         self._recorders[:] = [other for other in self._recorders if other is not recorder]
 
     def noted(self, step: int) -> None:
-        self._desync.noted(step)
+        try:
+            self._desync.noted(step)
+        except MeshcommError as error:
+            error.of_job = self.of_job
+            raise
 
     def before_leaving(self) -> MeshcommError | None:
-        return None if self._options.alone else self._desync.before_leaving()
+        return None if self._options.alone else self._marked(self._desync.before_leaving())
 
     def explain(self, error: BaseException) -> MeshcommError | None:
+        return self._marked(self._explanation(error))
+
+    def _marked(self, error: M) -> M:
+        """Mark an error that names ranks of a link."""
+        if error is not None:
+            error.of_job = self.of_job
+        return error
+
+    def _explanation(self, error: BaseException) -> MeshcommError | None:
         cause = backend_error(error)
         if cause is None or self._stop.is_set() or os.getpid() != self._process or capturing():
             return None
@@ -238,10 +261,10 @@ class Watchdog(Watching):
             # The store may close when this rank exits, and the other ranks still have to read the result.
             time.sleep(self._desync.linger_s)
         self._stop.set()
-        if not self._options.alone:
-            expect_question(any(other is not self for other in _latest()[:1]))
+        if not self._options.alone and self.of_job:
+            expect_question(any(other is not self for other in _of_job()[:1]))
         error = sys.exception()
-        if error is not None and not abandons and not isinstance(error, SystemExit):
+        if error is not None and not abandons and self.of_job and not isinstance(error, SystemExit):
             leave_seen(error, self.own.label)
             show_hidden(error)
         last = {**self.status(), "closed": True, "raised": error_under_way()}
@@ -290,7 +313,7 @@ class Watchdog(Watching):
 
     def _answer(self) -> bool:
         """Answer the pending questions. Return whether to check again."""
-        if not self._placed and _latest()[:1] == [self]:
+        if not self._placed and _of_job()[:1] == [self]:
             self._placed = answer_place(self.status)
         try:
             if self._exchange.answer(self.status):
@@ -319,9 +342,10 @@ class Watchdog(Watching):
         # If ranks were replaced, the call is interrupted, and the program goes on.
         ends = error is not None and not isinstance(error, RankLost)
         if error is not None and ends:
-            self._options.end(error)
+            self._options.end(self._marked(error))
         self._tell(now)
-        self._tell_raised(now)
+        if self.of_job:
+            self._tell_raised(now)
         return not ends
 
     def _tell_raised(self, now: float) -> None:
@@ -523,7 +547,7 @@ class Watchdog(Watching):
             # Drop the rest of the text, a C++ stack trace, and the traceback, whose frames are meshcomm's.
             error.args = (first_line(error),)
         error.__traceback__ = None
-        return self._diagnosed(failed)
+        return self._marked(self._diagnosed(failed))
 
     def _diagnosed(self, failed: FailedCall) -> MeshcommError:
         # If the store was cut off while a group connected through it, the error states no reason.
@@ -554,7 +578,7 @@ class Watchdog(Watching):
         if cause is not None:
             return cause
         if not shared:
-            return failed.error_unasked(self._silent)
+            return failed.error_unasked(self._silent, self._options.host)
         diagnosis = Diagnosis(**shared["diagnosis"])
         own.failed.setdefault("waited_for", [*diagnosis.missing, *diagnosis.mismatched])
         return failed.error(diagnosis, own.reports if written else "")
@@ -672,7 +696,8 @@ def _explain(watchdog: ref[Watchdog], error: BaseException, thread: str) -> Mesh
     alive = watchdog()
     if alive is not None and thread:
         alive.own.thread_ended(error, thread)
-        leave_seen(error, f"{alive.own.label}, thread {thread}")
+        if alive.of_job:
+            leave_seen(error, f"{alive.own.label}, thread {thread}")
     return None if alive is None else alive.explain(error)
 
 
@@ -714,9 +739,14 @@ def leave_all() -> None:
 
 def latest_label() -> str | None:
     """Return this rank's name in errors, with its coords in the last mesh opened, or None if there is no mesh."""
-    return next((watchdog.own.label for watchdog in _latest()), None)
+    return next((watchdog.own.label for watchdog in _of_job()), None)
 
 
 def _latest() -> list[Watchdog]:
     """Return the watchdogs that still exist, the last one that started first."""
     return [watchdog for _, watchdog in sorted(_ALL.items(), reverse=True)]
+
+
+def _of_job() -> list[Watchdog]:
+    """Return `_latest` without the watchdogs of links between two jobs."""
+    return [watchdog for watchdog in _latest() if watchdog.of_job]

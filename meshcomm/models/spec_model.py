@@ -541,7 +541,7 @@ class _Stage:
         if facts.stage.count == 1 or name not in tied:
             return facts.spec.stored_tensors(name, value)
         # Of a weight that the embedding and the head share, the last stage has a copy.
-        names = tied if name == tied[0] else ()
+        names = [*tied] if name == next(iter(tied)) else []
         return {key: part for alias in names for key, part in facts.spec.stored_tensors(alias, value).items()}
 
     def forward(

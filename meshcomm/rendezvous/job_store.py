@@ -7,7 +7,7 @@ import hashlib
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -149,6 +149,44 @@ def find_job(
         pause_s = min(2 * pause_s, _PAUSES_S)
 
 
+def find_common_store(
+    host: str, port: int, job: str, timeout: timedelta, *, serves: bool, in_vain: Callable[[], bool]
+) -> dist.TCPStore:
+    """Return a store that several jobs use. serves: this process serves it if no program listens at the address.
+
+    It is then served until this process exits, and three seconds longer at most. job: as in Owner. in_vain: whether to give up.
+
+    Raises LaunchError if this process cannot serve it, and TimeoutError, with the reason, if no store answers within the timeout.
+    """
+    deadline, pause_s = time.monotonic() + timeout.total_seconds(), _PAUSE_S
+    while True:
+        left_s = max(deadline - time.monotonic(), 0.1)
+        try:
+            try:
+                _knock(host, port, min(left_s, _LOOK_S))
+            except OSError as error:
+                why = _reason(host, error)
+                if serves and isinstance(error, ConnectionRefusedError):
+                    return _serve(host, port, Owner(job, process_name()), timeout, _FAILED_S)
+            else:
+                client = find_tcp_store(host, port, hosts=False, timeout=timedelta(seconds=left_s))
+                client.set_timeout(timeout)
+                return client
+        except (OSError, RuntimeError, ValueError) as error:
+            why = first_line(error)
+        if serves and (elsewhere := _elsewhere(host)):
+            raise LaunchError(
+                f"this process cannot serve the store at {host}:{port}",
+                given=f"{why}{elsewhere}",
+                expected="an address of this host, or a store that runs there already",
+                hint="the address of the host of the source's lowest rank",
+            )
+        if time.monotonic() >= deadline or in_vain():
+            raise TimeoutError(why)
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, _PAUSES_S)
+
+
 def _look(host: str, port: int, within_s: float, agents: bool) -> _Answer:
     """Probe an address for a store. agents: see `find_job`."""
     deadline = time.monotonic() + within_s
@@ -262,15 +300,18 @@ class _Served:
 _SERVED: Final[dict[int, _Served]] = {}
 
 
-def _serve(host: str, port: int, me: Owner, timeout: timedelta) -> dist.TCPStore:
-    """Serve the store of this process's job at `port`."""
+def _serve(
+    host: str, port: int, me: Owner, timeout: timedelta, stays_s: float | None = None
+) -> dist.TCPStore:
+    """Serve the store of this process's job at `port`. stays_s: how long to serve it at exit; None for `timeout`."""
     # `find_tcp_store` finds this server by port.
     server = serve_on_loopback(host, port, timeout)
     store = find_tcp_store(host, port, hosts=True, timeout=timeout)
     del server
     own(store, me.job)
     # Last, after the end of processes that this one has started.
-    at_exit = Finalize(None, _serve_to_the_end, (store, port, timeout.total_seconds()), exitpriority=-100)
+    stays_s = timeout.total_seconds() if stays_s is None else stays_s
+    at_exit = Finalize(None, _serve_to_the_end, (store, port, stays_s), exitpriority=-100)
     _SERVED[port] = _Served(me, at_exit)
     return store
 

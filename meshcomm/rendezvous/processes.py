@@ -152,7 +152,7 @@ def claim(store: Any, rank: int, *, kept: bool) -> None:
 
 def state_of_rank(store: Any, rank: int) -> str:
     """Return the state of the process that has claimed `rank`: "ended", "stopped" or "runs"; "" if this host cannot tell."""
-    name = _claimed(store, rank)
+    name = process_of_rank(store, rank)
     runs = is_running(name)
     if not runs:
         return "" if runs is None else "ended"
@@ -161,10 +161,10 @@ def state_of_rank(store: Any, rank: int) -> str:
 
 def is_claimed(store: Any, rank: int) -> bool:
     """Return whether a process has claimed `rank`, on this host or another one."""
-    return bool(_claimed(store, rank))
+    return bool(process_of_rank(store, rank))
 
 
-def _claimed(store: Any, rank: int) -> str:
+def process_of_rank(store: Any, rank: int) -> str:
     """Return the name of the process that has claimed `rank`, or "" if none has."""
     key = keys.OWNER.format(rank)
     return store.get(key).decode() if store.check([key]) else ""
@@ -206,7 +206,7 @@ def _twice(store: Any) -> list[_Twice]:
     """Return the processes that were refused because another process has their rank, except processes of earlier attempts."""
     lines = store.get(keys.TWICE).decode().splitlines() if store.check([keys.TWICE]) else []
     refused = [_Twice(int(rank), *names) for rank, *names in (line.split("\t") for line in lines)]
-    return [refusal for refusal in refused if _claimed(store, refusal.rank) == refusal.first]
+    return [refusal for refusal in refused if process_of_rank(store, refusal.rank) == refusal.first]
 
 
 def blame(error: MeshMismatchError, store: Any) -> None:

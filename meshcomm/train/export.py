@@ -28,20 +28,18 @@ from meshcomm.train.checkpoint.parts import Kind
 from meshcomm.train.checkpoint.reader import Saved
 from meshcomm.train.export_files import (
     CONFIG,
+    Parameters,
     Piece,
-    Values,
     check_new,
     copy_beside,
     could_not,
     new_folder,
-    pieces_of,
     shards_of,
     write_beside,
     write_file,
 )
 from meshcomm.train.trainer import Trainer
 from meshcomm.transfer.gather import Gathered
-from meshcomm.transfer.naming import Naming
 
 SHARD_BYTES: Final = 5_000_000_000
 ADAPTER_FILE: Final = "adapter_model.safetensors"
@@ -99,14 +97,13 @@ def export_weights(source: Path, target: Path) -> Exported:
         facts = decode(saved.load(about), torch.device("cpu")) if about in saved.kinds else {}
         names_of[name] = (name, *facts.get("also", []))
 
-    def stored(name: str, value: Tensor) -> Mapping[str, Tensor]:
-        return dict.fromkeys(names_of[name], value)
-
-    pieces = [piece for name, kind in saved.weights.items() for piece in pieces_of(stored, name, kind)]
+    parameters = Parameters(
+        saved.weights, _loaded(saved), lambda name, value: dict.fromkeys(names_of[name], value)
+    )
     # Larger elements first, so that each tensor is aligned.
-    pieces.sort(key=lambda piece: (-piece.kind.dtype.itemsize, piece.name))
+    pieces = sorted(parameters.pieces(), key=lambda piece: (-piece.kind.dtype.itemsize, piece.name))
     with could_not(f"export {folder} to {target}"):
-        write_file(target, pieces, Values(_loaded(saved), stored))
+        write_file(target, pieces, parameters)
     return Exported(folder, target, lock.step, len(pieces), target.stat().st_size)
 
 
@@ -131,7 +128,8 @@ def export_pretrained(
     if not settings or not pretrained:
         raise _not_pretrained(f"the model of {folder}")
     stored = _adapter if lock.config["model"].get("lora") else _model(settings).spec.stored_tensors
-    pieces = _write_folder(target, lock, saved.weights, _loaded(saved), stored, dtype, shard_bytes)
+    kinds = {name: Kind(dtype or kind.dtype, kind.shape) for name, kind in saved.weights.items()}
+    pieces = _write_folder(target, lock, Parameters(kinds, _loaded(saved), stored), shard_bytes)
     return Exported(folder, target, lock.step, len(pieces), sum(piece.nbytes for piece in pieces))
 
 
@@ -144,24 +142,14 @@ def _adapter(name: str, value: Tensor) -> Mapping[str, Tensor]:
     return {_PREFIX + name.replace(f".{ADAPTER}.", "."): value}
 
 
-def _write_folder(
-    target: Path,
-    lock: Lock,
-    weights: Mapping[str, Kind],
-    load: Callable[[str], Tensor],
-    stored: Naming,
-    dtype: torch.dtype | None,
-    shard_bytes: int,
-) -> list[Piece]:
-    """Write a new folder in transformers' or peft's format. load: returns a parameter; it is called once for each, in order."""
-    kinds = {name: Kind(dtype or kind.dtype, kind.shape) for name, kind in weights.items()}
-    pieces = [piece for name, kind in kinds.items() for piece in pieces_of(stored, name, kind)]
+def _write_folder(target: Path, lock: Lock, parameters: Parameters, shard_bytes: int) -> list[Piece]:
+    """Write a new folder in transformers' or peft's format. Parameters are loaded once, in their order."""
+    kinds, pieces = parameters.kinds, parameters.pieces()
     lora, pretrained = lock.config["model"].get("lora"), lock.config["model"]["pretrained"]
     shards = {ADAPTER_FILE: pieces} if lora else shards_of(pieces, shard_bytes)
-    values = Values(load, stored)
     with new_folder(target) as draft:
         for file, shard in shards.items():
-            write_file(draft / file, shard, values)
+            write_file(draft / file, shard, parameters)
         if lora:
             _write_adapter_config(draft, pretrained, lora, kinds)
         else:
@@ -238,9 +226,10 @@ def save_pretrained(
         arriving = iter(weights)
         try:
             if is_first(mesh):
-                kinds = {name: Kind(*kind) for name, kind in weights.kinds.items()}
-                load = partial(_next_of, arriving)
-                _write_folder(target, lock, kinds, load, stored, dtype, shard_bytes)
+                kinds = {name: Kind(dtype or held, shape) for name, (held, shape) in weights.kinds.items()}
+                _write_folder(
+                    target, lock, Parameters(kinds, partial(_next_of, arriving), stored), shard_bytes
+                )
         finally:
             # Ranks that send wait for this one, also if it cannot write.
             for _ in arriving:

@@ -64,20 +64,29 @@ class Piece(NamedTuple):
 
 
 @final
-class Values:
-    """The values of pieces. Adjacent pieces of a parameter share one load of that parameter. None is kept once it is taken.
+class Parameters:
+    """Parameters to write, of which only one is in memory at a time.
 
-    load:   returns a full parameter in host memory.
-    stored: returns all tensors in the files that store a parameter.
+    kinds:  of the full parameters, by name.
+    load:   returns a full parameter in host memory. It is called once for adjacent pieces of a parameter.
+    stored: returns the tensors that store a parameter, by their names in the files.
     """
 
-    def __init__(self, load: Callable[[str], Tensor], stored: Naming) -> None:
-        self._load, self._stored = load, stored
+    def __init__(self, kinds: Mapping[str, Kind], load: Callable[[str], Tensor], stored: Naming) -> None:
+        self.kinds, self._load, self._stored = kinds, load, stored
         self._of = ""
         self._left: dict[str, Tensor] = {}
 
+    def pieces(self) -> list[Piece]:
+        """Return the tensors in the files, in the order of the parameters."""
+        return [
+            Piece(stored_name, Kind(dtype, tuple(tensor.shape)), name)
+            for name, (dtype, shape) in self.kinds.items()
+            for stored_name, tensor in self._stored(name, torch.empty(shape, device="meta")).items()
+        ]
+
     def take(self, piece: Piece) -> Tensor:
-        """Return the values of a piece, contiguous and in its dtype."""
+        """Return the values of a piece, contiguous and in its dtype. They are not kept."""
         if piece.of != self._of:
             self._of = piece.of
             self._left.clear()
@@ -85,7 +94,7 @@ class Values:
         return self._left.pop(piece.name).to(piece.kind.dtype).contiguous()
 
 
-def write_file(path: Path, pieces: Sequence[Piece], values: Values) -> None:
+def write_file(path: Path, pieces: Sequence[Piece], parameters: Parameters) -> None:
     """Write pieces to a safetensors file.
 
     The file appears under its name once it is complete and on disk. An existing file is replaced.
@@ -115,19 +124,13 @@ def write_file(path: Path, pieces: Sequence[Piece], values: Values) -> None:
             file.write(len(header).to_bytes(8, "little") + header)
             for piece in pieces:
                 if piece.nbytes:
-                    file.write(values.take(piece).reshape(-1).view(torch.uint8).numpy().data)
+                    file.write(parameters.take(piece).reshape(-1).view(torch.uint8).numpy().data)
             file.flush()
             os.fsync(file.fileno())
         draft.replace(path)
     except BaseException:
         draft.unlink(missing_ok=True)
         raise
-
-
-def pieces_of(stored: Naming, name: str, kind: Kind) -> list[Piece]:
-    """Return the tensors that store a parameter in the folder."""
-    tensors = stored(name, torch.empty(kind.shape, dtype=kind.dtype, device="meta"))
-    return [Piece(stored_name, Kind(kind.dtype, tuple(x.shape)), name) for stored_name, x in tensors.items()]
 
 
 def shards_of(pieces: Sequence[Piece], most: int) -> dict[str, list[Piece]]:

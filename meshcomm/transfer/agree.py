@@ -25,92 +25,124 @@ _HINTS: Final = {
 # -- one tensor -----------------------------------------------------------------------------------------
 
 
-class TensorFacts(NamedTuple):
-    """What a rank brings to `Link.transfer` on one side.
+class Part(NamedTuple):
+    """A rank's tensor on one side. placement: its facts, if they follow from the tensor; else None. shape: of this rank's part."""
 
-    text: the side's placement as it was written; "" if it follows from the tensor, see `placement`.
-    placement: the facts of the placement, or None. shape: of this rank's part. sizes: as given.
-    """
-
-    text: str
     placement: Any
     shape: tuple[int, ...]
     dtype: torch.dtype
-    sizes: dict[str, int]
 
 
-def agree_on_tensor(sides: Sides, mine: Mapping[SideName, TensorFacts | str]) -> tuple[Entry, torch.dtype]:
-    """Return the entry for one tensor. Called by: every rank of the link.
+class TensorFacts(NamedTuple):
+    """What a rank brings to `Link.transfer`.
 
-    mine: this rank's facts by side, or why it has none. Raises TransferMismatch on every rank.
+    pattern, sizes: as given. settings: of the link. parts: by side. problems: why this rank cannot take part.
+    shared: whether x and out have the same memory ("all") or overlap in another way ("some"), else "".
     """
-    records = sides.of_all(
-        {side: facts if isinstance(facts, str) else [*facts] for side, facts in mine.items()}
-    )
-    problems: list[str] = []
+
+    pattern: str | None
+    sizes: dict[str, int]
+    settings: dict[str, Any]
+    parts: dict[SideName, Part]
+    problems: tuple[str, ...]
+    shared: str = ""
+
+    @classmethod
+    def of_plain(cls, plain: Any) -> TensorFacts:
+        """Return the facts from lists, which another process has sent."""
+        pattern, sizes, settings, parts, problems, shared = plain
+        by_side = {
+            side: Part(placement, tuple(shape), dtype) for side, (placement, shape, dtype) in parts.items()
+        }
+        return cls(pattern, sizes, settings, by_side, tuple(problems), shared)
+
+
+def agree_on_tensor(sides: Sides, mine: TensorFacts) -> tuple[Entry, torch.dtype]:
+    """Return the entry for one tensor. Called by: every rank of the link. Raises TransferMismatch on every rank."""
+    facts = [
+        TensorFacts.of_plain(plain)
+        for plain in sides.of_all(
+            [*mine._replace(parts={side: tuple(part) for side, part in mine.parts.items()})]  # type: ignore[misc]
+        )
+    ]
+    reasons = by_value([fact.problems for fact in facts])
+    problems = [
+        f"{sides.ranks(numbers)}: {problem}" for reason, numbers in reasons.items() for problem in reason
+    ]
+    if not problems:
+        problems += sides.differences("the pattern", [fact.pattern for fact in facts])
+        problems += sides.differences("sizes", [sorted(fact.sizes.items()) for fact in facts])
+    for setting in mine.settings:
+        problems += sides.differences(setting, [fact.settings[setting] for fact in facts])
     placements: dict[SideName, Placement] = {}
     dtypes: dict[SideName, torch.dtype] = {}
-    for side in BOTH:
-        held = [records[number].get(side, "has no tensor") for number in sides.numbers(side)]
-        wrong = by_value([fact if isinstance(fact, str) else "" for fact in held])
-        wrong.pop("", None)
-        problems += [f"{sides.ranks_of(side, at)} {why}" for why, at in wrong.items()]
-        if wrong:
-            continue
-        facts = [
-            TensorFacts(text, placement, tuple(shape), dtype, sizes)
-            for text, placement, shape, dtype, sizes in held
-        ]
+    for side in BOTH if not problems else ():
+        parts = [facts[number].parts[side] for number in sides.numbers(side)]
         try:
-            placements[side] = _placement(sides, side, facts, problems)
+            placements[side] = _placement(sides, side, facts[0], parts, problems)
         except MeshcommError as error:
             problems.append(f"{side}: {error.what}: {error.given}")
-        dtypes[side] = facts[0].dtype
+        dtypes[side] = parts[0].dtype
     if len(placements) == 2 and placements["source"].shape != placements["target"].shape:
         shapes = (f"{placements[side].shape} of the {side} ({placements[side]})" for side in BOTH)
-        problems.append(f"shape {', but '.join(shapes)}")
+        problems.append(f"the full shape is {', but '.join(shapes)}")
     if len(dtypes) == 2 and dtypes["source"] != dtypes["target"]:
         problems.append(f"{dtypes['source']} of the source, but {dtypes['target']} of the target")
+    if not problems:
+        entry = Entry("", dtypes["source"].itemsize, placements["source"], placements["target"])
+        problems += _overlapping(sides, entry, facts)
     if problems:
         raise sides.refuse("the two sides of a transfer do not fit together", problems, _HINTS["tensor"])
-    dtype = dtypes["source"]
-    return Entry("", dtype.itemsize, placements["source"], placements["target"]), dtype
+    return entry, dtypes["source"]
 
 
-def _placement(sides: Sides, side: SideName, facts: Sequence[TensorFacts], problems: list[str]) -> Placement:
+def _placement(
+    sides: Sides, side: SideName, facts: TensorFacts, parts: Sequence[Part], problems: list[str]
+) -> Placement:
     """Return the placement of a side's tensor; add what its ranks differ in to `problems`."""
     layout = sides.layout(side)
     for what, differing in (
-        ("the placement", by_value(facts, lambda fact: fact.text or repr(fact.placement))),
-        ("the dtype", by_value(facts, lambda fact: fact.dtype)),
-        ("sizes", by_value(facts, lambda fact: tuple(sorted(fact.sizes.items())))),
+        ("the placement", by_value(parts, lambda part: repr(part.placement))),
+        ("the dtype", by_value(parts, lambda part: part.dtype)),
     ):
         if len(differing) > 1:
-            listed = [
-                f"{key if isinstance(key, str) else repr(key)} on {sides.ranks_of(side, at)}"
-                for key, at in differing.items()
-            ]
+            listed = [f"{value} on {sides.ranks_of(side, at)}" for value, at in differing.items()]
             problems.append(f"{what} differs: {', '.join(listed)}")
-    first = facts[0]
-    if first.text:
-        placement = Placement.read(first.text, _full_shape(first.text, layout, facts), first.sizes)
+    if facts.pattern is None:
+        placement = Placement.of_facts(parts[0].placement)
     else:
-        placement = Placement.of_facts(first.placement)
+        text = facts.pattern.split("->")[side == "target"].strip()
+        placement = Placement.read(text, _full_shape(text, layout, parts), facts.sizes)
     where = located(placement, layout)
-    unfit = [at for at, fact in enumerate(facts) if where.local_shape(at) != fact.shape]
-    if unfit:
-        problems.append(
-            f"{sides.ranks_of(side, unfit)}: a part of shape {facts[unfit[0]].shape}; "
-            f'"{placement}" gives {where.local_shape(unfit[0])}'
-        )
+    unfit = by_value([(part.shape, where.local_shape(at)) for at, part in enumerate(parts)])
+    problems += [
+        f'{sides.ranks_of(side, at)}: a part of shape {shape}; "{placement}" of {placement.shape} gives {expected}'
+        for (shape, expected), at in unfit.items()
+        if shape != expected
+    ]
     return placement
 
 
-def _full_shape(text: str, layout: Layout, facts: Sequence[TensorFacts]) -> tuple[int, ...]:
+def _overlapping(sides: Sides, entry: Entry, facts: Sequence[TensorFacts]) -> list[str]:
+    """Return a text for the ranks whose x and out share memory, but are not the same part of the tensor."""
+    source, target = located(entry.source, sides.ends.source), located(entry.target, sides.ends.target)
+
+    def clash(number: int) -> bool:
+        at, to = sides.position("source", number), sides.position("target", number)
+        if at is None or to is None or not facts[number].shared:
+            return False
+        return facts[number].shared == "some" or {*source.boxes(at)} != {*target.boxes(to)}
+
+    numbers = [number for number in range(len(facts)) if clash(number)]
+    text = "x and out share memory, but are not the same part of the tensor"
+    return [f"{sides.ranks(numbers)}: {text}"] if numbers else []
+
+
+def _full_shape(text: str, layout: Layout, parts: Sequence[Part]) -> tuple[int, ...]:
     """Return the shape of the full tensor, from the shape of each rank's part."""
     axes = axes_of(text)
-    if any(len(fact.shape) != len(axes) for fact in facts):
-        return facts[0].shape
+    if any(len(part.shape) != len(axes) for part in parts):
+        return parts[0].shape
     shape = []
     for axis, sections in enumerate(axes):
         if any(section.splits != sections[0].splits for section in sections):
@@ -118,7 +150,7 @@ def _full_shape(text: str, layout: Layout, facts: Sequence[TensorFacts]) -> tupl
             continue
         # One rank for each part along the axis.
         (cuts,) = located(Placement(((sections[0]._replace(size=0),),)), layout).blocks[0].cuts
-        shape.append(sum(facts[int(offset)].shape[axis] for offset in cuts.offsets))
+        shape.append(sum(parts[int(offset)].shape[axis] for offset in cuts.offsets))
     return tuple(shape)
 
 
@@ -179,12 +211,11 @@ def agree_on_weights(
     settings: what must be equal on all ranks. Equal manifests are sent once.
     Raises TransferMismatch on every rank.
     """
+    sides.meet("link.weights()", 0, 0)
     hashes = {side: manifest.hash() for side, manifest in mine.items()}
     records = sides.of_all([hashes, dict(settings)])
     problems = [
-        f"{name}={', '.join(f'{value!r} on {_ranks(sides, at)}' for value, at in values.items())}"
-        for name in settings
-        if len(values := by_value(records, lambda record: record[1].get(name))) > 1  # noqa: B023
+        text for name in settings for text in sides.differences(name, [record[1][name] for record in records])
     ]
     manifests = {
         side: _manifests(sides, side, [record[0].get(side, "") for record in records], mine, problems)
@@ -208,7 +239,8 @@ def agree_on_source(sides: Sides, mine: Manifest) -> dict[str, tuple[torch.dtype
     manifests = _manifests(sides, "source", sides.of_all(mine.hash()), {"source": mine}, problems)
     tensors = _of_side(sides, "source", manifests, problems)
     if problems:
-        raise sides.refuse("the ranks of a mesh have tensors that do not fit together", problems, "")
+        hint = "ranks that have a tensor of the same name have parts of the same tensor"
+        raise sides.refuse("the ranks of a mesh have tensors that do not fit together", problems, hint)
     return {name: (tensor.row.dtype, tensor.placement) for name, tensor in tensors.items()}
 
 
@@ -231,14 +263,6 @@ def _manifests(
         plain = sides.mesh.objects.broadcast(sides.dim, plain, src=giver)
         manifests.append((Manifest.of_plain(plain), positions))
     return manifests
-
-
-def _ranks(sides: Sides, numbers: Sequence[int]) -> str:
-    return "; ".join(
-        sides.ranks_of(side, positions)
-        for side in BOTH
-        if (positions := [at for n in numbers if (at := sides.position(side, n)) is not None])
-    )
 
 
 class _Tensor(NamedTuple):

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from itertools import pairwise, product
-from typing import TypeAlias, final
+from typing import NamedTuple, TypeAlias, final
 
 import numpy as np
 import torch
@@ -18,10 +18,23 @@ from meshcomm.transfer.plan import Pieces, Slice, assigned, packed
 
 # How much a rank sends, and receives, at once.
 BUCKET_BYTES = 32 << 20
-# The name, dtype and full shape of a tensor.
-Key: TypeAlias = tuple[str, torch.dtype, tuple[int, ...]]
 # Where a box begins and ends in the full tensor.
 Span: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+class Key(NamedTuple):
+    """A tensor. shape: of the full tensor."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def itemsize(self) -> int:
+        """The bytes of an element."""
+        return self.dtype.itemsize
+
+
 # The boxes of one rank.
 Spans: TypeAlias = Mapping[Key, Sequence[Span]]
 
@@ -58,13 +71,13 @@ class BoxPlan:
     """A transfer of tensors between listed boxes, which Run carries out like a Plan. Equal on all ranks.
 
     sources, targets: the boxes of each rank.
-    keys:    the tensors of the target, in the order in which they are sent.
+    entries: the tensors of the target, in the order in which they are sent.
     lacking: those of which no rank has some element. If there are any, the plan cannot be carried out.
     """
 
     def __init__(self, sources: Sequence[Spans], targets: Sequence[Spans]) -> None:
-        self.keys = [*dict.fromkeys(key for spans in targets for key in spans)]
-        pieces = {key: box_pieces(_of_key(sources, key), _of_key(targets, key)) for key in self.keys}
+        self.entries = [Key(*key) for key in dict.fromkeys(key for spans in targets for key in spans)]
+        pieces = {key: box_pieces(_of_key(sources, key), _of_key(targets, key)) for key in self.entries}
         self.lacking = [key for key, every in pieces.items() if every is None]
         self._pieces = [every for every in pieces.values() if every is not None]
 
@@ -72,8 +85,8 @@ class BoxPlan:
         """Return what is sent at once, in order."""
         most = [
             int(max(np.bincount(ranks, every.elements).max(initial=0) for ranks in every[:2]))
-            * key[1].itemsize
-            for key, every in zip(self.keys, self._pieces, strict=True)
+            * entry.itemsize
+            for entry, every in zip(self.entries, self._pieces, strict=True)
         ]
         return packed(most, BUCKET_BYTES)
 

@@ -12,7 +12,7 @@ from meshcomm.mesh import Mesh
 from meshcomm.transfer.agree import Manifest, agree_on_source
 from meshcomm.transfer.placement import Box, Placement, Section
 from meshcomm.transfer.plan import Entry, Plan, located
-from meshcomm.transfer.run import Room, Run
+from meshcomm.transfer.run import Room, Run, Schedule
 from meshcomm.transfer.sides import Sides
 from meshcomm.transfer.tensors import Parted, Region, regions
 from meshcomm.transfer.weights import rows_of
@@ -76,7 +76,8 @@ class Gathered:
             arrived.insert(0, torch.empty(shape, dtype=dtype))
             if sides.target is not None:
                 targets[number] = Room([Region(Box.at((0,) * len(shape), shape), arrived[0])], dtype)
-        Run(Plan(sides.ends, entries, bucket_bytes=self._bucket_bytes), sides, sources, targets)()
+        plan = Plan(sides.ends, entries, bucket_bytes=self._bucket_bytes)
+        Run(Schedule(plan, sides), sources, targets)()
         # A tensor that has been yielded is not kept.
         targets.clear()
         for entry in entries:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, final
 
@@ -11,41 +13,105 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from meshcomm.errors import LayoutError, MeshcommError, PatternError
-from meshcomm.layout.sizes import fold
+from meshcomm.comm.checks import check_in_place, check_input, share_memory
+from meshcomm.errors import LaunchError, LayoutError, MeshcommError, ShapeError, UnsupportedOp
+from meshcomm.layout.sizes import fold, whole
 from meshcomm.mesh import Mesh, init
 from meshcomm.mesh.runtime import WORLD
-from meshcomm.transfer.agree import Manifest, TensorFacts, agree_on_tensor, agree_on_weights
-from meshcomm.transfer.placement import axes_of
+from meshcomm.transfer.agree import Part, TensorFacts, agree_on_tensor, agree_on_weights
+from meshcomm.transfer.placement import check_pattern
 from meshcomm.transfer.plan import Ends, Plan, located
-from meshcomm.transfer.run import Room, Run
+from meshcomm.transfer.run import Room, Run, Schedule
 from meshcomm.transfer.sides import BOTH, LINK, SideName, Sides
-from meshcomm.transfer.tensors import Parted, placement_of, regions
+from meshcomm.transfer.tensors import memory_of, placement_of, regions
 
 if TYPE_CHECKING:
     from meshcomm.mesh.stats import Stats
     from meshcomm.transfer.weights import Atomic, Model, Staging, Weights
 
 _BUCKET_BYTES = 64 << 20
+# How many agreements a rank remembers. A call like a forgotten one agrees again.
+_MOST_AGREED = 1000
 
 
 def link(
-    source: Mesh, target: Mesh, *, stripes: Sequence[str] | None = None, bucket_bytes: int = _BUCKET_BYTES
+    source: Mesh | None = None,
+    target: Mesh | None = None,
+    *,
+    name: str | None = None,
+    store: str | None = None,
+    timeout_s: float | None = None,
+    secret: str = "",
+    stripes: Sequence[str] | None = None,
+    bucket_bytes: int = _BUCKET_BYTES,
 ) -> Link:
     """Connect the ranks of two meshes, so that tensors can be sent from any split on one to any split on the other.
 
-        trainer = meshcomm.init(dims={"fsdp": 2, "tp": 2}, ranks=range(4))
+        trainer = meshcomm.init(dims={"fsdp": 2, "tp": 2}, ranks=range(4))           # one job
         generator = meshcomm.init(dims={"copy": 2, "tp": 2}, ranks=range(4, 8))
         link = meshcomm.link(trainer, generator)
 
-    source, target: open meshes of one job, with different ranks, some ranks in both, or the same. They may be one mesh.
+        link = meshcomm.link(source=mesh, name="policy", store="tcp://10.0.0.7:29700")   # two jobs: the trainer's
+        link = meshcomm.link(target=mesh, name="policy", store="tcp://10.0.0.7:29700")   # and the generator's
+
+    source, target: open meshes. Of one job, both: with different ranks, some ranks in both, or the same; they may be one mesh. Of
+                    two jobs, which have their own launchers, stores and default groups, each job gives its own.
+    name, store:    of two jobs: the link's name, and where they meet. The process of the source's lowest rank serves a TCPStore
+                    there, unless a program already listens.
+    timeout_s:      seconds to wait for the ranks of both sides, and the timeout of each call. By default, the larger one of both
+                    meshes; of two jobs, that of the own mesh.
+    secret:         of two jobs: a text that both know, with which the values in the store are signed.
     stripes:        dims of the target along which copies receive different stripes of a tensor, which they then gather from
                     each other. By default, dims within a node, and all dims with copies if the target has more ranks than the
                     source; none if all ranks are on one node.
     bucket_bytes:   how many bytes a rank sends, and receives, at once. A rank allocates at most two such buckets for each.
-    Called by:      every process of the job, including ranks outside both meshes, whose `is_member` is False.
-    Raises:         what `init` raises.
+    Called by:      of one job, every process, including ranks outside both meshes, whose `is_member` is False; of two jobs, every
+                    rank of both meshes, in any order.
+    Raises:         TransferTimeout, with the side or the ranks that did not come; LaunchError, MeshMismatchError.
     """
+    if whole(bucket_bytes, "bucket_bytes") < 1:
+        raise LayoutError(
+            "a link without room for a byte",
+            given=f"bucket_bytes={bucket_bytes}",
+            expected="1 or more bytes; some megabytes are fast",
+        )
+    if target is not None:
+        for dim in stripes or ():
+            target.layout.digits(dim)
+    if name is None and store is None and source is not None and target is not None:
+        sides = _of_one_job(source, target, timeout_s)
+        return Link(sides, stripes, bucket_bytes)
+    mesh = source if target is None else target
+    if name is None or store is None or mesh is None or (source is not None and target is not None):
+        raise LaunchError(
+            "link was not told what to connect",
+            given=", ".join(
+                f"{key}={value!r}"
+                for key, value in {"source": source, "target": target, "name": name, "store": store}.items()
+                if value is not None
+            )
+            or "nothing",
+            expected="both meshes of one job; or one mesh, the name of the link and the store where two jobs meet",
+            hint='meshcomm.link(trainer, generator); meshcomm.link(source=mesh, name="policy", store="tcp://HOST:PORT")',
+        )
+    side: SideName = "source" if target is None else "target"
+    limit_s = mesh.plan.defaults.timeout_s if timeout_s is None else timeout_s
+
+    def reopen() -> Sides:
+        from meshcomm.transfer.meeting import meet
+
+        meeting = meet(side, mesh, name, store, limit_s, secret=secret)
+        layouts = meeting.source.layout, meeting.target.layout
+        numbers = [
+            np.array([meeting.link_rank(of, int(rank)) for rank in layout.ranks.flat])
+            for of, layout in zip(BOTH, layouts, strict=True)
+        ]
+        return Sides(meeting.mesh, Ends(*layouts, numbers[0], numbers[1]), source, target)
+
+    return Link(reopen(), stripes, bucket_bytes, reopen)
+
+
+def _of_one_job(source: Mesh, target: Mesh, timeout_s: float | None) -> Sides:
     if source.device.type != target.device.type:
         raise LayoutError(
             "the two meshes of a link are on different types of devices",
@@ -54,22 +120,19 @@ def link(
         )
     layouts = source.layout, target.layout
     ranks = sorted({int(rank) for layout in layouts for rank in layout.ranks.flat})
-    defaults = source.plan.defaults
+    defaults = [side.plan.defaults for side in (source, target)]
     mesh = init(
         dims={LINK: len(ranks)},
         ranks=ranks,
         device=source.device.type,
-        backend=defaults.backend,
-        timeout_s=max(defaults.timeout_s, target.plan.defaults.timeout_s),
+        backend=defaults[0].backend,
+        timeout_s=max(options.timeout_s for options in defaults) if timeout_s is None else timeout_s,
     )
-    numbers = [
-        np.searchsorted(ranks, [layout.rank_of(at) for at in range(layout.world_size)]) for layout in layouts
-    ]
+    numbers = [np.searchsorted(ranks, [int(rank) for rank in layout.ranks.flat]) for layout in layouts]
     per_node = mesh.topology.ranks_per_node
     nodes = None if per_node is None else np.array(ranks) // per_node
     ends = Ends(*layouts, numbers[0], numbers[1], nodes)
-    members = [side if side.is_member else None for side in (source, target)]
-    return Link(Sides(mesh, ends, *members), stripes, bucket_bytes)
+    return Sides(mesh, ends, source if source.is_member else None, target if target.is_member else None)
 
 
 @final
@@ -81,14 +144,27 @@ class Link:
         is_member: whether this rank is on a side.
     """
 
-    def __init__(self, sides: Sides, stripes: Sequence[str] | None, bucket_bytes: int) -> None:
-        self.mesh, self.is_member = sides.mesh, sides.mesh.is_member
-        self._sides, self._bucket_bytes = sides, bucket_bytes
+    def __init__(
+        self,
+        sides: Sides,
+        stripes: Sequence[str] | None,
+        bucket_bytes: int,
+        reopen: Callable[[], Sides] | None = None,
+    ) -> None:
+        self._bucket_bytes, self._asked_stripes, self._meet_again = bucket_bytes, stripes, reopen
+        self._weights: list[Weights] = []
+        self._connect(sides)
+
+    def _connect(self, sides: Sides) -> None:
+        stripes = self._asked_stripes
+        self.mesh, self.is_member, self._sides = sides.mesh, sides.mesh.is_member, sides
         self._stripes = _default_stripes(sides.ends) if stripes is None else tuple(stripes)
         for dim in self._stripes:
             sides.ends.target.digits(dim)
+        # Compared with each first transfer.
+        self._settings = {"bucket_bytes": self._bucket_bytes, "stripes": [*self._stripes]}
         # Agreements by this rank's call, and the number that all ranks know each of them by.
-        self._agreed: dict[Any, tuple[int, Plan, torch.dtype]] = {}
+        self._agreed: dict[str, tuple[int, Plan, Schedule, torch.dtype]] = {}
         self._count = 0
 
     def transfer(
@@ -114,28 +190,23 @@ class Link:
         Called by: every rank of both sides, in the same order. The first call with new arguments agrees on them.
         Raises:    TransferMismatch, on every rank of both sides; CommunicationError.
         """
+        given = self._facts(x, out, into, placement, sizes)
         out = into if out is None else out
-        mine: dict[SideName, TensorFacts | str] = {}
-        for side, tensor in zip(BOTH, (x, out), strict=True):
-            if self._sides.position(side) is not None:
-                mine[side] = self._facts(side, tensor, placement, sizes)
-            elif tensor is not None:
-                raise LayoutError(
-                    f"this rank is not on the {side}, and has no part there",
-                    given=f"a tensor of shape {tuple(tensor.shape)} as {'x' if side == 'source' else 'out'}",
-                    expected="None",
-                )
-        plan, dtype = self._plan_for(mine)
+        with self._sides.calling():
+            self._transfer(given, x, out)
+        return out
+
+    def _transfer(self, given: TensorFacts, x: Tensor | None, out: Tensor | None) -> None:
+        plan, schedule, dtype = self._agreed_on(given)
         rooms: list[dict[int, Room]] = []
         entry = plan.entries[0]
         for side, tensor in zip(BOTH, (x, out), strict=True):
-            position, layout = self._sides.position(side), self._sides.layout(side)
-            where = located(entry.source if side == "source" else entry.target, layout)
+            position = self._sides.position(side)
             rooms.append({})
-            if position is not None and tensor is not None and where.holds(position):
+            if position is not None and tensor is not None:
+                where = located(entry.source if side == "source" else entry.target, self._sides.layout(side))
                 rooms[-1][0] = Room(regions(tensor, where, position), dtype)
-        Run(plan, self._sides, *rooms)()
-        return out
+        Run(schedule, *rooms)()
 
     def weights(
         self,
@@ -151,7 +222,9 @@ class Link:
     ) -> Weights:
         """Agree on the tensors of a model, by name, and plan their transfer.
 
-        model:     this rank's model: a module, whose parameters and persistent buffers are transferred, or tensors by name.
+        model:     this rank's model: a module, whose parameters and persistent buffers are transferred, `Trainer.modules`, or tensors
+                   by name. A ModelSpec's module and a model of transformers have the names of their folder: an expert may have
+                   tensors of its own there. See `meshcomm.transfer.naming`.
         into:      on a rank of both sides, the target's model; `model` is then the source's.
         cast:      the dtype to which the source converts floating-point tensors before they are sent.
         only, skip: patterns of names to transfer, and not to transfer. Those of both sides count.
@@ -162,56 +235,116 @@ class Link:
         Called by: every rank of both sides.
         Raises:    TransferMismatch on every rank, which lists missing and extra names, shapes, dtypes, splits and ties.
         """
-        from meshcomm.transfer.weights import Weights, rows_of, tensors_of
+        from meshcomm.transfer.weights import Weights
 
-        models: dict[SideName, dict[str, Parted]] = {}
-        manifests: dict[SideName, Manifest] = {}
-        patterns = None if only is None else tuple(only), tuple(skip)
+        models: dict[SideName, Model] = {}
         for side in BOTH:
-            if (mesh := self._sides.own(side)) is not None:
+            if self._sides.position(side) is not None:
                 given = into if side == "target" and self._sides.source is not None else model
-                models[side] = {} if given is None else tensors_of(given)
-                rows = rows_of(models[side], mesh)
-                manifests[side] = Manifest(rows, *patterns, cast if side == "source" else None)
-        settings = {"bucket_bytes": self._bucket_bytes, "stripes": " ".join(self._stripes), "atomic": atomic}
-        agreement = agree_on_weights(self._sides, manifests, settings)
-        lazy = WORLD.get() is not None
-        plan = self._plan(agreement.entries)
-        return Weights(self._sides, plan, agreement, models, staging, atomic, on_commit, lazy)
+                models[side] = {} if given is None else given
+        filters = None if only is None else tuple(only), tuple(skip)
+        weights = Weights(models, filters, cast, staging, atomic, on_commit, lazy=WORLD.get() is not None)
+        self._agree(weights)
+        self._weights.append(weights)
+        return weights
+
+    def _agree(self, weights: Weights) -> None:
+        with self._sides.calling():
+            settings = {**self._settings, "atomic": weights.atomic}
+            agreement = agree_on_weights(self._sides, weights.manifests(self._sides), settings)
+            self._count += 1
+            weights.connect(self._sides, self._plan(agreement.entries), agreement, self._count)
+
+    def reopen(self) -> None:
+        """Connect again after ranks were lost, with the jobs that are there now, and agree again on all `weights` of this link.
+
+        A target keeps the version that it has. A process that started again calls `link` and `weights` instead, in the same order.
+
+        Called by: every rank of both sides that is left, of two jobs.
+        Raises:    what `link` and `weights` raise; UnsupportedOp for a link within one job.
+        """
+        if self._meet_again is None:
+            raise UnsupportedOp(
+                "a link within one job cannot be reopened",
+                given=repr(self),
+                expected="two jobs, of which one can start again: link(source=mesh, name=..., store=...)",
+                hint="after mesh.elastic.reopen(), meshcomm.link(source, target) again",
+            )
+        with suppress(MeshcommError):
+            self.close()
+        self._connect(self._meet_again())
+        for weights in self._weights:
+            self._agree(weights)
 
     def _facts(
-        self, side: SideName, tensor: Tensor | None, text: str | None, sizes: dict[str, int]
-    ) -> TensorFacts | str:
-        """Return what this rank brings to a transfer on a side it is on, or why it cannot."""
-        mesh = self._sides.own(side)
-        assert mesh is not None
-        if not isinstance(tensor, Tensor):
-            return f"passed {'x' if side == 'source' else 'out'}={tensor!r}"
+        self, x: object, out: object, into: object, pattern: object, sizes: dict[str, int]
+    ) -> TensorFacts:
+        """Return what this rank brings to a transfer, or why it cannot take part, which all ranks learn."""
+        problems = []
+        parts: dict[SideName, Part] = {}
+        memory: list[Tensor] = []
+        if out is not None and into is not None:
+            problems.append("passed both out and into, which are the same argument")
+        target = into if out is None else out
+        for side, name, tensor in zip(BOTH, ("x", "out"), (x, target), strict=True):
+            mesh = self._sides.own(side)
+            try:
+                if mesh is None and tensor is not None:
+                    problems.append(f"passed {name}, but is not on the {side}: pass None there")
+                elif mesh is not None:
+                    memory.append(self._memory(name, tensor, pattern))
+                    facts = None
+                    if pattern is None and isinstance(tensor, Tensor):
+                        facts = placement_of(tensor, mesh.layout, mesh.rank).facts()
+                    parts[side] = Part(facts, tuple(memory[-1].shape), memory[-1].dtype)
+            except MeshcommError as error:
+                problems.append(f"{error.what}: {error.given}")
         try:
-            if text is not None:
-                own = _side_of(text, side)
-                local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-                names = {section.name for axis in axes_of(own) for section in axis}
-                known = {name: size for name, size in sizes.items() if name in names}
-                return TensorFacts(own, None, tuple(local.shape), tensor.dtype, known)
-            placement = placement_of(tensor, mesh.layout, mesh.rank)
-            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            return TensorFacts("", placement.facts(), tuple(local.shape), tensor.dtype, {})
+            if pattern is not None:
+                check_pattern(pattern, sizes)
+            elif sizes:
+                problems.append(f"passed the sizes {sizes}, but no pattern")
         except MeshcommError as error:
-            return f"{error.what}: {error.given}"
+            problems.append(f"{error.what}: {error.given}")
+        shared = ""
+        if len(memory) == 2 and all(held.numel() for held in memory) and share_memory(*memory):
+            places = [(held.data_ptr(), held.shape, held.stride(), held.dtype) for held in memory]
+            shared = "all" if places[0] == places[1] else "some"
+        # Sizes of an unknown type are a problem, which is text.
+        known = {} if problems else sizes
+        text = None if pattern is None else str(pattern)
+        return TensorFacts(text, known, self._settings, parts, tuple(problems), shared)
 
-    def _plan_for(self, mine: Mapping[SideName, TensorFacts | str]) -> tuple[Plan, torch.dtype]:
+    def _memory(self, name: str, tensor: Any, pattern: object) -> Tensor:
+        """Return this rank's memory for a tensor. Raises ShapeError, AutogradError and LayoutError."""
+        if pattern is not None and isinstance(tensor, DTensor):
+            raise ShapeError(
+                f"{name} is a DTensor, which knows its splits, but a pattern is given, too",
+                given=f"placements {tensor.placements} and {pattern!r}",
+                expected="a DTensor without a pattern, or its to_local() with one",
+            )
+        kinds = (self.mesh.device.type,)
+        held = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        if isinstance(held, Tensor):
+            if name == "out":
+                check_in_place(tensor, partial(str, f"link.transfer into {name}"), "")
+            held = held.detach()
+        check_input(held, kinds, partial(str, f"link.transfer of {name}"), None, written=name == "out")
+        return memory_of(tensor)
+
+    def _agreed_on(self, mine: TensorFacts) -> tuple[Plan, Schedule, torch.dtype]:
         """Return the plan for a tensor. Calls like an earlier one of all ranks need only compare its number."""
-        key = repr(sorted(mine.items()))
-        number, plan, dtype = self._agreed.get(key, (0, None, None))
-        ours = torch.tensor([number, -number], dtype=torch.int64, device=self.mesh.device)
-        least, most = self.mesh.all_reduce(LINK, ours, op="min").tolist()
-        if plan is None or dtype is None or least != number or -most != number:
+        key = repr(mine)
+        number = self._agreed[key][0] if key in self._agreed else 0
+        least, most, _ = self._sides.meet("link.transfer()", number, number)
+        if not least == most == number > 0:
             entry, dtype = agree_on_tensor(self._sides, mine)
             plan = self._plan([entry])
             self._count += 1
-            self._agreed[key] = self._count, plan, dtype
-        return plan, dtype
+            self._agreed[key] = self._count, plan, Schedule(plan, self._sides), dtype
+            if len(self._agreed) > _MOST_AGREED:
+                del self._agreed[next(iter(self._agreed))]
+        return self._agreed[key][1:]
 
     def _plan(self, entries: Sequence[Any]) -> Plan:
         return Plan(self._sides.ends, entries, stripes=self._stripes, bucket_bytes=self._bucket_bytes)
@@ -221,8 +354,16 @@ class Link:
         return self.mesh.stats()
 
     def close(self) -> None:
-        """Close the link; both meshes stay open. Called by: every process that opened it."""
-        self.mesh.close()
+        """Close the link, once a push under way has ended; both meshes stay open. Called by: every process that opened it.
+
+        Raises: the error of the last push, if nobody has waited for it.
+        """
+        push = self._sides.use.push
+        try:
+            if push is not None:
+                push.end()
+        finally:
+            self.mesh.close()
 
     def __enter__(self) -> Link:
         return self
@@ -235,26 +376,6 @@ class Link:
     def __repr__(self) -> str:
         sizes = [self._sides.layout(side).dims for side in BOTH]
         return f"Link({' -> '.join(str(dict(dims)) for dims in sizes)}; ranks {fold(self.mesh.layout.ranks)})"
-
-
-def _side_of(text: str, side: SideName) -> str:
-    """Return one side of `left -> right`. Raises PatternError."""
-    sides = text.split("->") if isinstance(text, str) else []
-    if len(sides) != 2:
-        raise PatternError(
-            "a transfer needs two placements",
-            given=repr(text),
-            expected='the placement on the source, "->", and the placement on the target, as in "n/tp/fsdp k -> n/tp k"',
-        )
-    names = [[section.name for axis in axes_of(part) for section in axis] for part in sides]
-    if names[0] != names[1]:
-        raise PatternError(
-            "the two placements have different axes",
-            given=f"{' '.join(names[0])} -> {' '.join(names[1])}",
-            expected="the same axes and sections in the same order: a transfer only changes where parts lie",
-            hint="rearrange the tensor before or after it",
-        )
-    return sides[0 if side == "source" else 1].strip()
 
 
 def _default_stripes(ends: Ends) -> tuple[str, ...]:

@@ -9,17 +9,23 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeAlias, final
+from typing import Any, Final, TypeAlias, final
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from meshcomm.transfer.fused import unfused
-from meshcomm.transfer.tensors import Cut, Cutout, Parted
+from meshcomm.transfer.placement import Box
+from meshcomm.transfer.tensors import Cut, Cutout, Parted, Region
 
 Naming: TypeAlias = Callable[[str, Tensor], Mapping[str, Tensor]]
 """The tensors, by name, that store a parameter of this name and value, also if the value has no memory."""
+
+
+# The cuts of the parameters of each model, by name and shape. They do not change, and are asked for with each version of weights.
+_CUTS: Final[WeakKeyDictionary[nn.Module, dict[Any, dict[str, Cut] | None]]] = WeakKeyDictionary()
 
 
 def stored_parts(model: nn.Module) -> dict[str, Parted]:
@@ -38,16 +44,20 @@ def stored_parts(model: nn.Module) -> dict[str, Parted]:
     if naming is None:
         return dict(own)
     parts: dict[str, Parted] = {}
+    known = _CUTS.setdefault(model, {})
     for name, tensor in own.items():
-        cuts = cuts_of(naming, name, tuple(tensor.shape))
+        shape = tuple(tensor.shape)
+        cuts = known[name, shape] = (
+            known[name, shape] if (name, shape) in known else cuts_of(naming, name, shape)
+        )
         if cuts is None:
             parts[name] = tensor
             continue
         for stored_name, cut in cuts.items():
-            whole = cut == Cut((0,) * len(tensor.shape), tuple(tensor.shape), tuple(range(len(tensor.shape))))
+            whole = cut == Cut((0,) * len(shape), shape, tuple(range(len(shape))))
             part = Cutout(tensor, cut)
-            # A rank without any of it does not name it, like a stage without the parameter.
-            if whole or part.regions():
+            # A rank without the expert does not name it, like a stage without the parameter.
+            if whole or part.is_held:
                 parts[stored_name] = tensor if whole else part
     return parts
 
@@ -76,7 +86,8 @@ def _cut_of(view: Tensor, whole: Tensor) -> Cut | None:
     """Return where a view lies in a contiguous tensor, or None if it is none."""
     if view.untyped_storage() is not whole.untyped_storage():
         return None
-    begin, rest = [], view.storage_offset()
+    begin: list[int] = []
+    rest = int(view.storage_offset())
     for stride in whole.stride():
         begin.append(rest // stride if stride else 0)
         rest -= begin[-1] * stride
@@ -89,14 +100,14 @@ def _cut_of(view: Tensor, whole: Tensor) -> Cut | None:
     if -1 in axes or any(at > size for at, size in zip(end, whole.shape, strict=True)):
         return None
     cut = Cut(tuple(begin), tuple(end), tuple(axes))
-    same = cut.inside(whole[tuple(map(slice, begin, end))])
-    facts = [(x.shape, x.stride(), x.storage_offset()) for x in (same, view)]
-    return cut if facts[0] == facts[1] else None
+    same = cut.of(Region(Box.at((0,) * whole.ndim, whole.shape), whole))
+    facts = [(x.shape, x.stride(), x.storage_offset()) for x in (view, *([same.held] if same else []))]
+    return cut if facts[0] == facts[-1] else None
 
 
 def _of_transformers(model: Any) -> Naming | None:
     """Return the naming of a model of transformers; None for any other module."""
-    library = sys.modules.get("transformers")
+    library: Any = sys.modules.get("transformers.modeling_utils")
     if library is None or not isinstance(model, library.PreTrainedModel):
         return None
     return lambda name, value: reverted(model, name, value)

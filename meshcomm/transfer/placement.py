@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from operator import add, sub
+from operator import add, le, sub
 from typing import Any, Final, NamedTuple, TypeAlias, final
 
 import numpy as np
@@ -207,6 +207,33 @@ def axes_of(text: object) -> tuple[Axis, ...]:
     return tuple(axes)
 
 
+def check_pattern(pattern: object, sizes: Mapping[str, object]) -> None:
+    """Raise PatternError unless a text is two placements of the same axes, and ShapeError for sizes of anything else."""
+    sides = pattern.split("->") if isinstance(pattern, str) else []
+    if len(sides) != 2:
+        raise PatternError(
+            "a transfer needs two placements",
+            given=repr(pattern),
+            expected='the placement on the source, "->", and the placement on the target, as in "n/tp/fsdp k -> n/tp k"',
+        )
+    names = [[[section.name for section in axis] for axis in axes_of(side)] for side in sides]
+    if names[0] != names[1]:
+        raise PatternError(
+            "the two placements have different axes",
+            given=str(pattern),
+            expected="the same axes and sections in the same order: a transfer only changes where parts lie",
+            hint="rearrange the tensor before or after it",
+        )
+    known = [name for axis in names[0] for name in axis]
+    for name, size in sizes.items():
+        if name not in known or not isinstance(size, int) or isinstance(size, bool) or size < 0:
+            raise ShapeError(
+                f"{name} is not an axis or section with a size",
+                given=f"{name}={size!r}",
+                expected=f"integers of 0 or more for {listed(known) or 'no axis'}",
+            )
+
+
 def _splits(text: str, listed_splits: str) -> tuple[Split, ...]:
     splits = []
     for part in listed_splits.split("/")[1:]:
@@ -305,6 +332,10 @@ class Box(NamedTuple):
         """Return what two boxes have in common; None if they have no element in common."""
         begin, end = tuple(map(max, self.begin, other.begin)), tuple(map(min, self.end, other.end))
         return Box(begin, end) if all(a < b for a, b in zip(begin, end, strict=True)) else None
+
+    def contains(self, begin: Sequence[int], end: Sequence[int]) -> bool:
+        """Return whether a box of the full tensor lies in this one."""
+        return all(map(le, self.begin, begin)) and all(map(le, end, self.end))
 
 
 class Cuts(NamedTuple):

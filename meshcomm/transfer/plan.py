@@ -270,7 +270,7 @@ class Slice(NamedTuple):
 def packed(most: Sequence[int], bucket_bytes: int) -> list[list[Slice]]:
     """Divide entries into rounds, none of which fills more than a bucket. most: the bytes that an entry takes up in one."""
     rounds: list[list[Slice]] = []
-    used = bucket_bytes
+    used = 0
     for number, nbytes in enumerate(most):
         chunks = max(1, -(-nbytes // bucket_bytes))
         if chunks > 1:
@@ -326,7 +326,8 @@ class Plan:
 
     def _legs_of(self, entry: Entry) -> tuple[Leg, ...]:
         source, target = located(entry.source, self.ends.source), located(entry.target, self.ends.target)
-        free = [dim for dim in self.stripes if dim not in entry.target.dims]
+        used = entry.target.dims
+        free = [dim for dim in self.stripes if not used or dim in self.ends.target.rest(used)]
         if not free or not entry.target.axes or target.most * entry.itemsize < _LEAST_STRIPED_BYTES:
             return (Leg(source, target, self.ends),)
         lengths = [
@@ -337,25 +338,32 @@ class Plan:
         return (Leg(source, striped, self.ends), Leg(striped, target, self._within_target))
 
     def rounds(self) -> list[list[Slice]]:
-        """Return what is sent at once, in order. No two neighbors need each other, unless there are only two."""
+        """Return what is sent at once, in order. A round needs what the one before it sends only if nothing else is left."""
         for entry in self.entries:
             if entry[1:] not in self._most:
                 self._most[entry[1:]] = max(leg.most(entry.itemsize) for leg in self.legs(entry))
         firsts = packed([self._most[entry[1:]] for entry in self.entries], self.bucket_bytes)
-        # A round's second leg comes after the first leg of the next round.
+        # A round's second leg comes after the first leg of the next round. The legs of a large tensor are cut at different
+        # elements, so its second leg begins after the whole first leg.
         rounds: list[list[Slice]] = []
-        waiting: list[Slice] = []
-        for first in [*firsts, []]:
-            rounds += [first] if first else []
-            rounds += [waiting] if waiting else []
-            waiting = [part._replace(leg=1) for part in first if len(self.legs(self.entries[part.entry])) > 1]
-        return rounds
+        waiting: list[list[Slice]] = []
+        for first in firsts:
+            rounds += [first, *waiting]
+            seconds = [part._replace(leg=1) for part in first if len(self.legs(self.entries[part.entry])) > 1]
+            if seconds and first[0].chunks > 1:
+                last = first[0].chunk == first[0].chunks - 1
+                waiting = (
+                    [[seconds[0]._replace(chunk=chunk)] for chunk in range(first[0].chunks)] if last else []
+                )
+            else:
+                waiting = [seconds] if seconds else []
+        return rounds + waiting
 
     def own(self, part: Slice, position: int, sends: bool) -> Pieces:
         """Return the pieces of a slice's leg that the rank at a position sends, or receives."""
         leg = self.legs(self.entries[part.entry])[part.leg]
-        ends: dict[str, int] = {"sender" if sends else "receiver": position}
-        return pieces(leg.source, leg.target, leg.ends, align=self.align, **ends)
+        whose = {"sender" if sends else "receiver": position}
+        return pieces(leg.source, leg.target, leg.ends, align=self.align, **whose)
 
     def loads(self) -> Loads:
         """Return what each rank sends and receives."""

@@ -1,9 +1,9 @@
-"""Carries out a plan: packs pieces into buckets, exchanges them, and writes them to their places."""
+"""Carries out a plan: packs pieces into buckets, exchanges them along the link, and writes them to their places."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, final
+from typing import Any, Final, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -12,16 +12,18 @@ from meshcomm.comm import Handle
 from meshcomm.transfer.boxes import BoxPlan
 from meshcomm.transfer.plan import Plan, Slice, sliced
 from meshcomm.transfer.sides import Sides
-from meshcomm.transfer.tensors import CutRegion, Region
+from meshcomm.transfer.tensors import Region
 
 # Where a piece may begin in a bucket: torch reads no element at an odd address.
-_ALIGNED_BYTES = 16
+_ALIGNED_BYTES: Final = 16
+# A larger piece is a message of its own. It is sent from its place, and received into it, where its memory is contiguous.
+_PACKED_BYTES: Final = 128 << 10
 
 
 class Room(NamedTuple):
     """This rank's memory for an entry. dtype: of the elements on their way, to which the source converts them."""
 
-    regions: Sequence[Region | CutRegion]
+    regions: Sequence[Region]
     dtype: torch.dtype
 
 
@@ -31,69 +33,46 @@ class _Piece(NamedTuple):
     leg: int
     begin: tuple[int, ...]
     end: tuple[int, ...]
+    nbytes: int
+
+
+class _Round(NamedTuple):
+    """What this rank sends and receives at once: the pieces of each message, and those that stay on this rank.
+
+    reads_last: whether the round sends what the one before it receives.
+    """
+
+    sends: list[list[_Piece]]
+    recvs: list[list[_Piece]]
+    local: list[_Piece]
+    reads_last: bool
 
 
 @final
-class Run:
-    """One transfer on this rank.
+class Schedule:
+    """The messages of one rank in a transfer. They follow from the plan alone, so transfers of the same plan share them."""
 
-    sources, targets: this rank's memory, by the number of the entry.
-    """
-
-    def __init__(
-        self,
-        plan: Plan | BoxPlan,
-        sides: Sides,
-        sources: Mapping[int, Room],
-        targets: Mapping[int, Room],
-    ) -> None:
-        self._plan, self._mesh, self._me = plan, sides.mesh, sides.me
-        self._dim = sides.dim
+    def __init__(self, plan: Plan | BoxPlan, sides: Sides) -> None:
+        self.mesh, self.dim = sides.mesh, sides.dim
+        self._plan, self._me = plan, sides.me
         self._sender, self._receiver = sides.position("source"), sides.position("target")
-        self._sources, self._targets = sources, targets
-        # Two send and two receive buckets, for rounds in turn.
-        self._buckets: dict[tuple[str, int], Tensor] = {}
+        rounds = plan.rounds()
+        self.rounds = [
+            self._round(parts, before) for parts, before in zip(rounds, [[], *rounds], strict=False)
+        ]
 
-    def __call__(self) -> None:
-        """Send and receive every round. Called by: every rank of the link. Raises CommunicationError."""
-        under_way: tuple[list[Slice], Callable[[], None]] | None = None
-        for number, parts in enumerate(self._plan.rounds()):
-            if under_way is not None and _needs(parts, under_way[0]):
-                under_way[1]()
-                under_way = None
-            finish = self._start(parts, number % 2)
-            if under_way is not None:
-                under_way[1]()
-            under_way = parts, finish
-        if under_way is not None:
-            under_way[1]()
-
-    def _start(self, parts: Sequence[Slice], turn: int) -> Callable[[], None]:
-        """Start a round; return a function that waits for it and writes what has arrived."""
-        going = [*self._pieces(parts, sends=True)]
-        coming = [*self._pieces(parts, sends=False)]
-        sends, packed = self._messages("send", turn, [piece for piece in going if piece.peer != self._me])
-        for piece, room in packed:
-            room.copy_(self._read(piece))
-        recvs, arriving = self._messages("recv", turn, [piece for piece in coming if piece.peer != self._me])
-        handle: Handle[Any] | None = None
-        if sends or recvs:
-            handle = self._mesh.exchange(self._dim, sends=sends, recvs=recvs, async_op=True)
-        for piece in coming:
-            if piece.peer == self._me:
-                self._write(piece, self._read(piece))
-
-        def finish() -> None:
-            if handle is not None:
-                handle.wait()
-            for piece, room in arriving:
-                self._write(piece, room)
-
-        return finish
+    def _round(self, parts: Sequence[Slice], before: Sequence[Slice]) -> _Round:
+        going, coming = [*self._pieces(parts, sends=True)], [*self._pieces(parts, sends=False)]
+        # What a copy already has of its second leg stays where it is.
+        local = [piece for piece in coming if piece.peer == self._me and piece.leg == 0]
+        written = {part.entry for part in before if part.leg == 0}
+        reads_last = any(part.leg == 1 and part.entry in written for part in parts)
+        return _Round(self._messages(going), self._messages(coming), local, reads_last)
 
     def _pieces(self, parts: Sequence[Slice], sends: bool) -> Iterator[_Piece]:
-        """Yield this rank's pieces of a round, by peer in the order of the plan."""
+        """Yield this rank's pieces of a round, in the order of the plan."""
         for part in parts:
+            entry = self._plan.entries[part.entry]
             position = self._receiver if part.leg or not sends else self._sender
             if position is None:
                 continue
@@ -101,76 +80,190 @@ class Run:
             begin, end = mine.begin, mine.end
             if part.chunks > 1:
                 begin, end = sliced(begin, end, part.chunk, part.chunks)
+            nbytes = (end - begin).prod(axis=1) * entry.itemsize
             peers = mine.target if sends else mine.source
-            for peer, first, last in zip(peers.tolist(), begin.tolist(), end.tolist(), strict=True):
-                if all(a < b for a, b in zip(first, last, strict=True)):
-                    yield _Piece(peer, part.entry, part.leg, tuple(first), tuple(last))
+            for peer, first, last, size in zip(
+                peers.tolist(), begin.tolist(), end.tolist(), nbytes.tolist(), strict=True
+            ):
+                if size:
+                    yield _Piece(peer, part.entry, part.leg, tuple(first), tuple(last), size)
 
-    def _messages(
-        self, direction: str, turn: int, listed: Sequence[_Piece]
-    ) -> tuple[list[tuple[Tensor, int]], list[tuple[_Piece, Tensor]]]:
-        """Return a message for each peer, and the memory of each piece in it."""
-        by_peer: dict[int, list[_Piece]] = {}
+    def _messages(self, listed: Sequence[_Piece]) -> list[list[_Piece]]:
+        """Return the pieces of each message. Both ends list the same messages of a pair of ranks, in the same order."""
+        packed: dict[int, list[_Piece]] = {}
+        alone: dict[int, list[list[_Piece]]] = {}
         for piece in listed:
-            by_peer.setdefault(piece.peer, []).append(piece)
-        places: list[tuple[_Piece, int]] = []
-        spans: list[tuple[int, int, int]] = []
-        used = 0
-        size = self._mesh.size(self._dim)
+            if piece.peer == self._me:
+                continue
+            if piece.nbytes > _PACKED_BYTES:
+                alone.setdefault(piece.peer, []).append([piece])
+            else:
+                packed.setdefault(piece.peer, []).append(piece)
+        messages = [*packed.values(), *(message for of_peer in alone.values() for message in of_peer)]
         # Each rank begins with the rank after itself, so that not all send to the same.
-        for peer in sorted(by_peer, key=lambda peer: (peer - self._me) % size):
-            begin = used
-            for piece in by_peer[peer]:
-                places.append((piece, used))
-                used += -(-self._nbytes(piece, direction) // _ALIGNED_BYTES) * _ALIGNED_BYTES
-            spans.append((peer, begin, used))
-        bucket = self._bucket(direction, turn, used)
-        messages = [(bucket[begin:end], peer) for peer, begin, end in spans]
-        rooms = []
-        for piece, at in places:
-            values = bucket[at : at + self._nbytes(piece, direction)].view(self._room(piece, direction).dtype)
-            rooms.append((piece, values.view([b - a for a, b in zip(piece.begin, piece.end, strict=True)])))
-        return messages, rooms
+        size = self.mesh.size(self.dim)
+        return sorted(messages, key=lambda message: (message[0].peer - self._me) % size)
 
-    def _bucket(self, direction: str, turn: int, nbytes: int) -> Tensor:
-        bucket = self._buckets.get((direction, turn))
-        if bucket is None or bucket.numel() < nbytes:
-            bucket = torch.empty(nbytes, dtype=torch.uint8, device=self._mesh.device)
-            self._buckets[direction, turn] = bucket
+
+class _Place(NamedTuple):
+    """A piece in this rank's memory. held: its values; None if the region's memory has another order."""
+
+    piece: _Piece
+    region: Region
+    dtype: torch.dtype
+    held: Tensor | None
+
+    def read(self) -> Tensor:
+        return self.region.read(self.piece.begin, self.piece.end) if self.held is None else self.held
+
+    def write(self, values: Tensor) -> None:
+        if self.held is None:
+            self.region.write(self.piece.begin, self.piece.end, values)
+        else:
+            self.held.copy_(values)
+
+    def in_bucket(self, bucket: Tensor, at: int) -> Tensor:
+        shape = [b - a for a, b in zip(self.piece.begin, self.piece.end, strict=True)]
+        return bucket[at : at + self.piece.nbytes].view(self.dtype).view(shape)
+
+    def as_bytes(self, device: torch.device) -> Tensor | None:
+        """Return the memory itself as bytes, or None if it cannot be sent, or received into, as it is."""
+        held = self.held
+        if held is None or held.dtype != self.dtype or held.device != device or type(held) is not Tensor:
+            return None
+        if not held.is_contiguous() or held.is_conj() or held.is_neg():
+            return None
+        return held.as_strided((held.numel(),), (1,)).view(torch.uint8)
+
+
+class _Message(NamedTuple):
+    """memory: what is sent, or received into; None if the places are packed in the bucket, each at its byte of `at`."""
+
+    peer: int
+    memory: Tensor | None
+    places: list[_Place]
+    at: list[int]
+
+    def tensor(self, bucket: Tensor) -> Tensor:
+        if self.memory is not None:
+            return self.memory
+        return bucket[self.at[0] : self.at[-1] + self.places[-1].piece.nbytes]
+
+
+class _Ready(NamedTuple):
+    """A round with this rank's memory. local: pairs of what is read and where it is written."""
+
+    sends: list[_Message]
+    recvs: list[_Message]
+    local: list[tuple[_Place, _Place]]
+    reads_last: bool
+
+
+@final
+class Run:
+    """A schedule with this rank's memory. May be called any number of times.
+
+    sources, targets: this rank's memory, by the number of the entry.
+    """
+
+    def __init__(self, schedule: Schedule, sources: Mapping[int, Room], targets: Mapping[int, Room]) -> None:
+        self._mesh, self._dim = schedule.mesh, schedule.dim
+        self._sources, self._targets = sources, targets
+        self._rounds = [
+            _Ready(
+                self._messages(sends, True),
+                self._messages(recvs, False),
+                [(self._place(piece, True), self._place(piece, False)) for piece in local],
+                reads_last,
+            )
+            for sends, recvs, local, reads_last in schedule.rounds
+        ]
+
+    def __call__(self) -> None:
+        """Send and receive every round. Called by: every rank of the link. Raises CommunicationError."""
+        self._handles: list[Handle[Any]] = []
+        try:
+            self._run()
+        except BaseException:
+            # Other messages under way have no more use.
+            for handle in self._handles:
+                handle.abandon()
+            raise
+
+    def _run(self) -> None:
+        # Two send and two receive buckets, for rounds in turn.
+        buckets: dict[tuple[str, int], Tensor] = {}
+        finish: Callable[[], None] | None = None
+        for number, ready in enumerate(self._rounds):
+            if finish is not None and ready.reads_last:
+                finish()
+                finish = None
+            before, finish = finish, self._start(ready, buckets, number % 2)
+            if before is not None:
+                before()
+        if finish is not None:
+            finish()
+
+    def _start(self, ready: _Ready, buckets: dict[tuple[str, int], Tensor], turn: int) -> Callable[[], None]:
+        """Start a round; return a function that waits for it and writes what has arrived."""
+        going, coming = (
+            self._bucket(messages, buckets, (direction, turn))
+            for direction, messages in (("send", ready.sends), ("recv", ready.recvs))
+        )
+        for message in ready.sends:
+            for place, at in zip(message.places, message.at, strict=True):
+                place.in_bucket(going, at).copy_(place.read())
+        handle: Handle[Any] | None = None
+        if ready.sends or ready.recvs:
+            handle = self._mesh.exchange(
+                self._dim,
+                sends=[(message.tensor(going), message.peer) for message in ready.sends],
+                recvs=[(message.tensor(coming), message.peer) for message in ready.recvs],
+                async_op=True,
+            )
+            self._handles.append(handle)
+        for source, target in ready.local:
+            target.write(source.read().to(source.dtype))
+
+        def finish() -> None:
+            if handle is not None:
+                handle.wait()
+                self._handles.remove(handle)
+            for message in ready.recvs:
+                for place, at in zip(message.places, message.at, strict=True):
+                    place.write(place.in_bucket(coming, at))
+
+        return finish
+
+    def _bucket(
+        self, messages: Sequence[_Message], buckets: dict[tuple[str, int], Tensor], key: tuple[str, int]
+    ) -> Tensor:
+        used = [message.at[-1] + message.places[-1].piece.nbytes for message in messages if message.at]
+        bucket = buckets.get(key)
+        if bucket is None or bucket.numel() < max(used, default=0):
+            bucket = torch.empty(max(used, default=0), dtype=torch.uint8, device=self._mesh.device)
+            buckets[key] = bucket
         return bucket
 
-    def _room(self, piece: _Piece, direction: str) -> Room:
-        reads_source = direction == "send" and piece.leg == 0
-        return (self._sources if reads_source else self._targets)[piece.entry]
+    def _messages(self, messages: Sequence[Sequence[_Piece]], sends: bool) -> list[_Message]:
+        ready = []
+        used = 0
+        for message in messages:
+            places = [self._place(piece, sends) for piece in message]
+            memory = places[0].as_bytes(self._mesh.device) if len(places) == 1 else None
+            if memory is not None:
+                ready.append(_Message(message[0].peer, memory, [], []))
+                continue
+            at = []
+            for piece in message:
+                at.append(used)
+                used += -(-piece.nbytes // _ALIGNED_BYTES) * _ALIGNED_BYTES
+            ready.append(_Message(message[0].peer, None, places, at))
+        return ready
 
-    def _nbytes(self, piece: _Piece, direction: str) -> int:
-        size = self._room(piece, direction).dtype.itemsize
-        for begin, end in zip(piece.begin, piece.end, strict=True):
-            size *= end - begin
-        return size
-
-    def _read(self, piece: _Piece) -> Tensor:
-        room = self._room(piece, "send")
-        return _region(room, piece).read(piece.begin, piece.end).to(room.dtype)
-
-    def _write(self, piece: _Piece, values: Tensor) -> None:
-        room = self._room(piece, "recv")
-        _region(room, piece).write(piece.begin, piece.end, values)
-
-
-def _region(room: Room, piece: _Piece) -> Region | CutRegion:
-    """Return the region that contains a piece. A piece lies in one block of each side."""
-    return next(
-        region
-        for region in room.regions
-        if all(
-            a >= begin and b <= end
-            for a, b, begin, end in zip(piece.begin, piece.end, region.box.begin, region.box.end, strict=True)
-        )
-    )
-
-
-def _needs(parts: Sequence[Slice], before: Sequence[Slice]) -> bool:
-    """Return whether a round reads what the one before it writes."""
-    written = {part._replace(leg=part.leg + 1) for part in before}
-    return any(part in written for part in parts)
+    def _place(self, piece: _Piece, reads: bool) -> _Place:
+        room = (self._sources if reads and piece.leg == 0 else self._targets)[piece.entry]
+        # A piece lies in one block of each side.
+        region = next(region for region in room.regions if region.box.contains(piece.begin, piece.end))
+        held = region.read(piece.begin, piece.end) if region.units is None else None
+        return _Place(piece, region, room.dtype, held)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, Final, Literal, TypeAlias, TypeVar, final
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from threading import RLock
+from typing import Any, Final, Literal, Protocol, TypeAlias, TypeVar, final
 
 import numpy as np
+import torch
 
-from meshcomm.errors import TransferMismatch
+from meshcomm.errors import MeshcommError, SourceChanged, TransferFailed, TransferMismatch
 from meshcomm.layout import Layout
 from meshcomm.layout.sizes import ranks_text
 from meshcomm.mesh import Mesh
@@ -22,6 +26,30 @@ SideName: TypeAlias = Literal["source", "target"]
 BOTH: Final[tuple[SideName, SideName]] = ("source", "target")
 
 T = TypeVar("T")
+
+
+class UnderWay(Protocol):
+    """A push that may still use the link."""
+
+    def settle(self) -> None:
+        """Return once it no longer does."""
+
+    def end(self) -> None:
+        """The same; raise its error, if nobody has seen it."""
+
+
+@final
+class Use:
+    """What this rank does with a link. Ranks make its calls in the same order, so only one at a time.
+
+    push:   the last push, which may be under way in a thread of its own.
+    failed: the error after which this rank and the others may no longer be at the same call; None while they are.
+    """
+
+    def __init__(self) -> None:
+        self.lock = RLock()
+        self.push: UnderWay | None = None
+        self.failed: BaseException | None = None
 
 
 @final
@@ -40,6 +68,7 @@ class Sides:
     source: Mesh | None
     target: Mesh | None
     dim: str = LINK
+    use: Use = field(default_factory=Use)
 
     @classmethod
     def to_rank(cls, mesh: Mesh, rank: int) -> Sides:
@@ -50,10 +79,9 @@ class Sides:
         own dims, a piece would be passed on from dim to dim, and ranks would hold what others want.
         """
         dim = dim_of_all(mesh)
-        positions = np.arange(mesh.layout.world_size)
-        ends = Ends(
-            mesh.layout, Layout({"rank": 1}, [rank]), positions, positions[[mesh.layout.position(rank)]]
-        )
+        source, target = mesh.layout, Layout({"rank": 1}, [rank])
+        positions = np.arange(source.world_size)
+        ends = Ends(source, target, positions, positions[[source.position(rank)]])
         return cls(mesh, ends, mesh, mesh if mesh.rank == rank else None, dim)
 
     @classmethod
@@ -61,6 +89,36 @@ class Sides:
         """Return the sides of a transfer among the ranks along a dim of a mesh, which are all on both sides."""
         layout, numbers = Layout({dim: mesh.size(dim)}), np.arange(mesh.size(dim))
         return cls(mesh, Ends(layout, layout, numbers, numbers), mesh, mesh, dim)
+
+    @contextmanager
+    def calling(self, by: UnderWay | None = None) -> Iterator[None]:
+        """In this context, this rank makes calls that every rank of the link makes. Waits for another push than `by`.
+
+        Raises TransferFailed at once if an earlier call failed. An error that only some ranks may have makes all later calls fail.
+        """
+        use = self.use
+        if use.push is not None and use.push is not by:
+            use.push.settle()
+        with use.lock:
+            if use.failed is not None:
+                raise TransferFailed(
+                    "the link cannot be used any more, because an earlier transfer failed",
+                    given=str(use.failed) or type(use.failed).__name__,
+                    expected="a link whose ranks have all made the same calls",
+                    hint="link.reopen() connects the ranks that are left; the meshes of both sides remain open",
+                    version=getattr(use.failed, "version", None),
+                    missing=getattr(use.failed, "missing", ()),
+                ) from use.failed
+            try:
+                yield
+            except (TransferMismatch, SourceChanged):
+                raise  # on every rank, at the same call
+            except BaseException as error:
+                use.failed = error
+                # Its connections break, so that no other rank waits for this one until the timeout.
+                with suppress(MeshcommError, RuntimeError):
+                    self.mesh._state.close(compare=False)
+                raise
 
     @property
     def me(self) -> int:
@@ -96,6 +154,24 @@ class Sides:
                 names.append(f"rank {rank} of the {side} ({coords})")
         return " and ".join(names)
 
+    def meet(self, call: str, least: int, most: int, flag: bool = False) -> tuple[int, int, bool]:
+        """Return the least `least` and the greatest `most` of all ranks, and whether any rank has the flag. Every call along the
+        link begins with this.
+
+        call: equal on all ranks. Called by: every rank of the link. Raises TransferMismatch on all ranks that make different calls.
+        """
+        code = int.from_bytes(hashlib.sha256(call.encode()).digest()[:7])
+        ours = torch.tensor([code, -code, least, -most, -flag], dtype=torch.int64, device=self.mesh.device)
+        first, last, lowest, highest, flagged = self.mesh.all_reduce(LINK, ours, op="min").tolist()
+        if first != -last:
+            calls = by_value(self.of_all(call))
+            raise self.refuse(
+                "the ranks of a link make different calls",
+                [f"{call} on {self.ranks(numbers)}" for call, numbers in calls.items()],
+                "all ranks of both sides make the same calls in the same order; push() on one side meets pull() on the other",
+            )
+        return lowest, -highest, flagged < 0
+
     def of_all(self, mine: Any) -> list[Any]:
         """Return each rank's plain data, by coord along the dim. Called by: every rank of both sides."""
         return self.mesh.objects.all_gather(self.dim, mine)
@@ -111,6 +187,21 @@ class Sides:
             problems=tuple(problems),
             **facts,
         )
+
+    def ranks(self, numbers: Iterable[int]) -> str:
+        """Return ranks as text, from their coords along `link`."""
+        numbers = [*numbers]
+        return "; ".join(
+            self.ranks_of(side, positions)
+            for side in BOTH
+            if (positions := [at for n in numbers if (at := self.position(side, n)) is not None])
+        )
+
+    def differences(self, what: str, values: Sequence[Any]) -> list[str]:
+        """Return a text if not all values are equal, which are listed by the coord along `link`."""
+        by_rank = by_value(values, repr)
+        listed = (f"{value} on {self.ranks(numbers)}" for value, numbers in by_rank.items())
+        return [f"{what} differs: {', '.join(listed)}"] if len(by_rank) > 1 else []
 
     def ranks_of(self, side: SideName, positions: Iterable[int]) -> str:
         """Return ranks of a side as text, from their positions."""

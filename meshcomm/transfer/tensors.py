@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from meshcomm.comm.checks import value_of
 from meshcomm.errors import LayoutError, ShapeError
 from meshcomm.layout import Layout
 from meshcomm.transfer.fused import Kept
@@ -60,6 +62,12 @@ def placement_of(tensor: Parted, layout: Layout, rank: int) -> Placement:
 def _read_splits(tensor: DTensor, layout: Layout, rank: int, splits: list[list[Split]]) -> None:
     """Add the splits of a DTensor to those of each axis."""
     mesh = tensor.device_mesh
+    if mesh.get_coordinate() is None:
+        raise LayoutError(
+            "a DTensor lies on a DeviceMesh without this rank",
+            given=f"{mesh} on rank {rank}",
+            expected="a DeviceMesh of the mesh, which all its ranks are on",
+        )
     # A shard with a split factor splits parts that dims to its right have split before, FSDP's of tensor parallel parts. Going
     # from right to left, each dim's place among the splits so far is known.
     for number in reversed(range(mesh.ndim)):
@@ -122,16 +130,16 @@ class Region(NamedTuple):
 
     def write(self, begin: Sequence[int], end: Sequence[int], values: Tensor) -> None:
         """Write the values of a box within this one."""
-        if self.units is None:
-            held, inside = self._covering(begin, end)
-            held[inside].copy_(values)
-            return
-        whole, inside = self._covering(begin, end)
-        whole[inside].copy_(values)
-        first, last = self._units(begin, end)
-        self.held.narrow(self.units, first, last - first).copy_(
-            whole.unflatten(self.units, (last - first, self.held.shape[self.units + 1]))
-        )
+        # torch refuses to write an inference tensor outside of inference mode.
+        with torch.inference_mode() if self.held.is_inference() else nullcontext():
+            whole, inside = self._covering(begin, end)
+            whole[inside].copy_(values)
+            if self.units is None:
+                return
+            first, last = self._units(begin, end)
+            self.held.narrow(self.units, first, last - first).copy_(
+                whole.unflatten(self.units, (last - first, self.held.shape[self.units + 1]))
+            )
 
     def _units(self, begin: Sequence[int], end: Sequence[int]) -> tuple[int, int]:
         """Return the first unit that a box touches, and the one after the last."""
@@ -149,31 +157,6 @@ class Region(NamedTuple):
         return held, tuple(slice(a - o, b - o) for a, b, o in zip(begin, end, origin, strict=True))
 
 
-class CutRegion(NamedTuple):
-    """The memory of one box of a `Cutout`: a part of a region of the tensor that it is cut from."""
-
-    box: Box
-    region: Region
-    cut: Cut
-
-    @property
-    def held(self) -> Tensor:
-        """The memory of the whole region."""
-        return self.region.held
-
-    def read(self, begin: Sequence[int], end: Sequence[int]) -> Tensor:
-        """See Region."""
-        return self.cut.inside(self.region.read(*self.cut.outside(begin, end)))
-
-    def write(self, begin: Sequence[int], end: Sequence[int], values: Tensor) -> None:
-        """See Region."""
-        first, last = self.cut.outside(begin, end)
-        # `inside` of an empty tensor of the outer shape is a view that says where each value belongs.
-        outer = values.new_empty([b - a for a, b in zip(first, last, strict=True)])
-        self.cut.inside(outer).copy_(values)
-        self.region.write(first, last, outer)
-
-
 class Cut(NamedTuple):
     """A box of a tensor, without the axes of length 1 that are not in `axes`, and with the others in this order."""
 
@@ -185,25 +168,34 @@ class Cut(NamedTuple):
     def shape(self) -> tuple[int, ...]:
         return tuple(self.end[axis] - self.begin[axis] for axis in self.axes)
 
-    def outside(self, begin: Sequence[int], end: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Return the box of the tensor that is this box of the cut."""
-        first, last = [*self.begin], [*self.end]
-        for axis, a, b in zip(self.axes, begin, end, strict=True):
-            first[axis], last[axis] = self.begin[axis] + a, self.begin[axis] + b
-        return first, last
+    def of(self, region: Region) -> Region | None:
+        """Return what a region of the tensor has of the cut, in the same memory; None if it has no element of it.
 
-    def part(self, box: Box) -> Box | None:
-        """Return what a box of the tensor has of the cut, as a box of the cut."""
-        common = box.common(Box(self.begin, self.end))
+        Raises LayoutError if the cut would divide the rows of a unit.
+        """
+        common, units = region.box.common(Box(self.begin, self.end)), region.units
         if common is None:
             return None
-        ends = ([at[axis] - self.begin[axis] for axis in self.axes] for at in common[:2])
-        return Box(*map(tuple, ends))
-
-    def inside(self, values: Tensor) -> Tensor:
-        """Return values of a box of the tensor with the axes of the cut, in the same memory."""
-        rest = [axis for axis in range(values.ndim) if axis not in self.axes]
-        return values.permute(*self.axes, *rest)[(..., *[0] * len(rest))]
+        slices = [slice(a - o, b - o) for a, b, o in zip(*common[:2], region.box.begin, strict=True)]
+        order = [*self.axes]
+        if units is not None:
+            if units not in order or common.shape[units] != region.box.shape[units]:
+                raise LayoutError(
+                    "a tensor is cut from a weight of several parts, but not along these parts",
+                    given=f"rows {self.begin[units]} to {self.end[units]} of its axis {units}",
+                    expected="all rows of one or several parts",
+                )
+            # In memory, this axis is two axes.
+            slices[units : units + 1] = [slice(None)] * 2
+            order = [axis + (axis > units) for axis in order]
+            order.insert(order.index(units) + 1, units + 1)
+        held = region.held[tuple(slices)]
+        rest = [axis for axis in range(held.ndim) if axis not in order]
+        held = held.permute((*order, *rest))
+        for _ in rest:
+            held = held[..., 0]
+        ends = (tuple(at[axis] - self.begin[axis] for axis in self.axes) for at in common[:2])
+        return Region(Box(*ends), held, None if units is None else self.axes.index(units))
 
 
 class Cutout(NamedTuple):
@@ -220,53 +212,67 @@ class Cutout(NamedTuple):
     def dtype(self) -> torch.dtype:
         return self.tensor.dtype
 
-    def regions(self) -> list[CutRegion]:
-        """Return the regions on this rank, none of which is empty."""
-        parts = [(self.cut.part(region.box), region) for region in own_regions(self.tensor)]
-        return [CutRegion(box, region, self.cut) for box, region in parts if box is not None]
+    @property
+    def is_held(self) -> bool:
+        """Whether this rank has the index of the axes that are left out, such as the expert. Its part may be empty."""
+        begin, _, axes = self.cut
+        return any(
+            all(
+                region.box.begin[axis] <= begin[axis] < region.box.end[axis] or axis in axes
+                for axis in range(len(begin))
+            )
+            for region in own_regions(self.tensor)
+        )
 
 
 Parted: TypeAlias = Tensor | Kept | Cutout
 """A tensor that knows where this rank's part of it lies. A plain tensor is whole."""
 
 
-def memory_of(tensor: Parted) -> Tensor:
-    """Return this rank's memory for a tensor, without a copy; of a cutout, for the tensor that it is cut from."""
+def base_of(tensor: Parted) -> Tensor:
+    """Return the torch tensor that has the values."""
     while not isinstance(tensor, Tensor):
         tensor = tensor.tensor
-    held = tensor.detach()
-    return held.to_local() if isinstance(held, DTensor) else held
+    return tensor
 
 
-def own_regions(tensor: Tensor | Kept) -> list[Region]:
+def memory_of(tensor: Parted) -> Tensor:
+    """Return this rank's memory for a tensor, without a copy; of a cutout, for the tensor that it is cut from."""
+    held = base_of(tensor).detach()
+    memory: Tensor = value_of(held.to_local() if isinstance(held, DTensor) else held)
+    return memory
+
+
+def own_regions(tensor: Parted) -> list[Region]:
     """Return the regions of a tensor on this rank, as the tensor knows them. A rank outside a DTensor's DeviceMesh has none."""
-    held, whole = memory_of(tensor), tensor if isinstance(tensor, Tensor) else tensor.tensor
+    if isinstance(tensor, Cutout):
+        parts = map(tensor.cut.of, own_regions(tensor.tensor))
+        return [part for part in parts if part is not None]
+    held, whole = memory_of(tensor), base_of(tensor)
     begin: Sequence[int] = (0,) * held.ndim
     if isinstance(whole, DTensor):
-        chunks = whole.__create_chunk_list__()
         if whole.device_mesh.get_coordinate() is None:
             return []
+        chunks = whole.__create_chunk_list__()
         begin = chunks[0].offsets if chunks else begin
     if isinstance(tensor, Tensor):
         return [Region(Box.at(begin, held.shape), held)]
     # Within a part, the rows of the rank's units are adjacent.
-    axis, regions, first, column = tensor.parts.axis, [], 0, 0
+    axis, pieces, first, column = tensor.parts.axis, [], 0, 0
     for size in tensor.parts.sizes:
         rows = size // tensor.parts.units
         at = (*begin[:axis], first + begin[axis] * rows, *begin[axis + 2 :])
         shape = (*held.shape[:axis], held.shape[axis] * rows, *held.shape[axis + 2 :])
-        regions.append(Region(Box.at(at, shape), held.narrow(axis + 1, column, rows), axis))
+        pieces.append(Region(Box.at(at, shape), held.narrow(axis + 1, column, rows), axis))
         first, column = first + size, column + rows
-    return regions
+    return pieces
 
 
-def regions(tensor: Parted, where: Located, position: int) -> Sequence[Region | CutRegion]:
+def regions(tensor: Parted, where: Located, position: int) -> list[Region]:
     """Return the regions of the tensor of the rank at a position. Raises ShapeError if its shape does not fit the placement."""
     boxes = where.boxes(position)
     if not isinstance(tensor, Tensor):
-        own: Sequence[Region | CutRegion] = (
-            tensor.regions() if isinstance(tensor, Cutout) else own_regions(tensor)
-        )
+        own = own_regions(tensor)
         if {region.box[:2] for region in own if 0 not in region.box.shape} != {
             box[:2] for box in boxes if 0 not in box.shape
         }:

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import atexit
+import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from contextvars import copy_context
-from typing import Any, Literal, TypeAlias, final
+from typing import Any, Literal, NoReturn, TypeAlias, final
+from weakref import WeakSet
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from meshcomm.errors import (
     CommunicationError,
     MeshcommError,
+    PeerLost,
+    RankLost,
     SourceChanged,
     TransferFailed,
     TransferMismatch,
@@ -23,11 +29,14 @@ from meshcomm.errors import (
 from meshcomm.layout.names import listed
 from meshcomm.layout.sizes import whole
 from meshcomm.mesh import Mesh
-from meshcomm.transfer.agree import Agreement, Row
+from meshcomm.transfer.agree import Agreement, Manifest, Row
+from meshcomm.transfer.changes import marks_of, places_of
+from meshcomm.transfer.decisions import Cause, Decisions
 from meshcomm.transfer.fused import Kept
 from meshcomm.transfer.naming import stored_parts
 from meshcomm.transfer.plan import Plan, located
-from meshcomm.transfer.run import Room, Run
+from meshcomm.transfer.readers import Readers
+from meshcomm.transfer.run import Room, Run, Schedule
 from meshcomm.transfer.sides import BOTH, LINK, SideName, Sides
 from meshcomm.transfer.tensors import Cutout, Parted, Region, memory_of, placement_of, regions
 
@@ -50,9 +59,8 @@ def rows_of(tensors: Mapping[str, Parted], mesh: Mesh) -> list[Row]:
     for name, tensor in tensors.items():
         memory = memory_of(tensor)
         # Two tensors without elements, or without memory, are not tied.
-        place = memory.data_ptr(), memory.storage_offset(), (*memory.shape, *memory.stride())
-        if isinstance(tensor, Cutout):
-            place = *place, tensor.cut
+        cut = tensor.cut if isinstance(tensor, Cutout) else None
+        place = memory.data_ptr(), memory.storage_offset(), (*memory.shape, *memory.stride()), cut
         tied = first_of.setdefault(place, name) if memory.numel() else name
         facts, problem = None, ""
         try:
@@ -65,11 +73,16 @@ def rows_of(tensors: Mapping[str, Parted], mesh: Mesh) -> list[Row]:
 
 @final
 class Push:
-    """A version on its way to the target. The source's weights must not change before `wait` returns."""
+    """A version on its way to the target. The source's weights must not change before `wait` returns, unless they were copied.
 
-    def __init__(self, weights: Weights, version: int, lazy: bool) -> None:
-        self.version = version
-        self._weights, self._error = weights, None
+    A push that nobody waits for is carried out all the same: the next push, the end of the link and Python's exit wait for it.
+    """
+
+    def __init__(self, weights: Weights, version: int, problem: str, lazy: bool) -> None:
+        self.version, self._problem = version, problem
+        self._weights = weights
+        self._error: BaseException | None = None
+        self._raised = False
         self._done = False
         self._thread: threading.Thread | None = None
         if not lazy:
@@ -77,17 +90,28 @@ class Push:
             self._thread = threading.Thread(
                 target=run, args=(self._carry,), name="meshcomm-push", daemon=True
             )
+            _PUSHES.add(self)
             self._thread.start()
-
-    _error: BaseException | None
 
     def _carry(self) -> None:
         try:
             self._weights._carry(self)
         except BaseException as error:  # raised by `wait`
-            self._error = error
-        finally:
-            self._done = True
+            self._end(error)
+        else:
+            self._end(None)
+
+    def _end(self, error: BaseException | None) -> None:
+        self._error, self._done = error, True
+
+    def settle(self) -> None:
+        """Block until the push no longer uses the link."""
+        if self._thread is not None:
+            if self._thread is not threading.current_thread():
+                self._thread.join()
+        elif not self._done:
+            self._weights._check_alone()
+            self._carry()
 
     def wait(self) -> None:
         """Block until the target has the version, or the transfer has failed.
@@ -95,12 +119,18 @@ class Push:
         Called by: every rank of the source.
         Raises:    SourceChanged, TransferFailed, TransferMismatch. May be called again, and raises the same.
         """
-        if self._thread is not None:
-            self._thread.join()
-        elif not self._done:
-            self._weights._check_alone()
-            self._carry()
+        self.settle()
+        self._raise()
+
+    def end(self) -> None:
+        """Block like `wait`, and raise an error only if nobody has seen it yet."""
+        self.settle()
+        if not self._raised:
+            self._raise()
+
+    def _raise(self) -> None:
         if self._error is not None:
+            self._raised = True
             raise self._error
 
     @property
@@ -109,49 +139,97 @@ class Push:
         return self._done
 
 
+# The pushes whose threads Python waits for at exit.
+_PUSHES: WeakSet[Push] = WeakSet()
+
+
+@atexit.register
+def _settle_at_exit() -> None:
+    """Wait for the pushes under way, and print the error of one that nobody has waited for."""
+    if getattr(sys, "last_value", None) is not None:
+        return  # the program has failed, and its targets may never pull
+    for push in list(_PUSHES):
+        push.settle()
+        if push._error is not None and not push._raised:
+            what = f"nobody waited for the push of version {push.version}, which failed"
+            sys.stderr.write(f"meshcomm: {what}: {' '.join(str(push._error).split())}\n")
+
+
 @final
 class Weights:
     """The weights of a model on both sides of a link. Created by `Link.weights`.
 
     Attributes:
         version: on the target, the version of the weights; None if they are not of one version. On the source, the last version
-                 that has arrived.
+                 that every copy of the target has.
         names:   the names of the tensors that are sent.
     """
 
     def __init__(
         self,
-        sides: Sides,
-        plan: Plan,
-        agreement: Agreement,
-        models: Mapping[SideName, Mapping[str, Parted]],
+        models: Mapping[SideName, Model],
+        filters: tuple[tuple[str, ...] | None, tuple[str, ...]],
+        cast: torch.dtype | None,
         staging: Staging,
         atomic: Atomic,
         on_commit: Callable[[int], object] | None,
         lazy: bool,
     ) -> None:
-        self._sides, self._plan, self._staging, self._on_commit = sides, plan, staging, on_commit
-        self._lazy = lazy
-        self.names = tuple(entry.name for entry in agreement.entries)
+        self._models, self._filters, self._cast, self._staging = models, filters, cast, staging
+        self.atomic, self._on_commit, self._lazy = atomic, on_commit, lazy
         self.version: int | None = None
         self._torn = "no version has arrived"
-        self._push: Push | None = None
-        self._readers = threading.Condition()
-        self._reading = 0
-        self._agreement = agreement
-        self._sources = self._rooms("source", models)
-        self._targets = self._rooms("target", models)
-        # Where arriving values wait until all ranks of the copy have theirs.
-        self._spare = (
-            {number: _spare(room) for number, room in self._targets.items()} if staging == "whole" else {}
-        )
-        self._whole_copy = self._copy_dims(atomic)
+        self._readers = Readers()
+        # Where arriving values wait until all ranks of the copy have theirs, and where those of a snapshot are sent from.
+        self._spare: dict[int, Room] = {}
+        self._copied: dict[int, Room] = {}
+        self._before: dict[str, Any] = {}
 
-    def _rooms(self, side: SideName, models: Mapping[SideName, Mapping[str, Parted]]) -> dict[int, Room]:
+    def manifests(self, sides: Sides) -> dict[SideName, Manifest]:
+        """Return what this rank brings to each side that it is on."""
+        return {
+            side: Manifest(
+                rows_of(tensors_of(model), mesh), *self._filters, self._cast if side == "source" else None
+            )
+            for side, model in self._models.items()
+            if (mesh := sides.own(side)) is not None
+        }
+
+    def connect(self, sides: Sides, plan: Plan, agreement: Agreement, number: int) -> None:
+        """Use a link, on which all ranks have agreed on these tensors. number: of the agreement, among those on the link."""
+        self._sides, self._plan, self._agreement = sides, plan, agreement
+        self._call = f"push() or pull() of link.weights() number {number}"
+        self.names = tuple(entry.name for entry in agreement.entries)
+        # The tensors that are sent from or written to their own memory, and where this lies.
+        self._tensors: dict[SideName, dict[str, Parted]] = {}
+        self._places: dict[SideName, dict[str, Any]] = {}
+        for side in self._models:
+            self._look(side)
+            self._places[side] = places_of(self._tensors[side])
+        self._sources, self._targets = self._rooms("source"), self._rooms("target")
+        self._spare = _spare(self._targets) if self._staging == "whole" else {}
+        self._copied = {}
+        self._schedule = Schedule(plan, sides)
+        self._run = Run(self._schedule, self._sources, self._spare or self._targets)
+        token = f"{sides.mesh._state.held.prefix}/{number}"
+        self._timeout_s = sides.mesh.plan.defaults.timeout_s
+        self._decisions = Decisions(sides, token, self._copies(self.atomic), self._timeout_s)
+
+    def _look(self, side: SideName) -> str:
+        """Read the tensors of this rank's model; return what is wrong if their memory is another than at first, or ""."""
+        every, names = tensors_of(self._models[side]), {*self.names}
+        tensors = self._tensors[side] = {name: tensor for name, tensor in every.items() if name in names}
+        if side not in self._places:
+            return ""
+        places, before = places_of(tensors), self._places[side]
+        moved = [name for name, place in before.items() if places.get(name) != place]
+        return f"{listed(moved)} of the {side}'s model" if moved else ""
+
+    def _rooms(self, side: SideName) -> dict[int, Room]:
         position = self._sides.position(side)
         if position is None:
             return {}
-        layout, tensors = self._sides.layout(side), models[side]
+        layout, tensors = self._sides.layout(side), self._tensors[side]
         rooms = {}
         for number, (entry, dtype) in enumerate(zip(*self._agreement, strict=True)):
             where = located(entry.source if side == "source" else entry.target, layout)
@@ -159,26 +237,31 @@ class Weights:
                 rooms[number] = Room(regions(tensors[entry.name], where, position), dtype)
         return rooms
 
-    def _copy_dims(self, atomic: Atomic) -> tuple[str, ...]:
-        """Return the dims of the target along which ranks hold the parts of one copy."""
+    def _copies(self, atomic: Atomic) -> Any:
+        """Return the number of the copy to which each position on the target belongs: copies have versions by themselves."""
         layout = self._sides.ends.target
+        positions = np.arange(layout.world_size)
         used = {dim for entry in self._plan.entries for dim in layout.expand(entry.target.dims or ())}
         if atomic == "all" or not used <= layout.dims.keys():
-            return tuple(layout.dims)
+            return positions * 0
         # Copies that gather stripes from each other have a version together.
-        return tuple(dim for dim in layout.dims if dim in used or dim in self._plan.stripes)
+        dims = tuple(dim for dim in layout.dims if dim in used or dim in self._plan.stripes)
+        return layout.others(dims).coord(positions) if dims else positions
 
     # -- the source ---------------------------------------------------------------------------------
 
-    def push(self, version: int) -> Push:
+    def push(self, version: int, *, snapshot: bool = False) -> Push:
         """Begin to send this rank's weights as a version. Returns at once; `Push.wait` waits until the target has it.
 
-        The next push first waits for this one. Change the weights only after `wait`; a change in between raises SourceChanged on
-        all ranks of both sides. On a rank of both sides, `pull` carries the push out.
+        The next push first waits for this one, and raises its error if nobody has waited for it. Change the weights only after
+        `wait`; a change in between raises SourceChanged on all ranks of both sides. On a rank of both sides, `pull` carries the
+        push out.
 
+        snapshot:  copy this rank's weights first, into memory of their size that is kept. They may then change at once. Needed
+                   for changes that torch does not count: those through `.data`.
         Called by: every rank of the source, with the same version: an integer of 0 or more.
         """
-        if not self._sources and self._sides.source is None:
+        if self._sides.source is None:
             raise UnsupportedOp(
                 "push on a rank that is not on the source",
                 given=self._sides.label(self._sides.me),
@@ -186,19 +269,24 @@ class Weights:
                 hint="pull() on ranks of the target",
             )
         number = whole(version, "version")
-        if self._push is not None:
-            self._push.wait()
-        self._before = self._marks()
-        self._push = Push(self, number, self._lazy or self._sides.target is not None)
-        return self._push
+        if (last := self._sides.use.push) is not None:
+            last.end()
+        if self._sides.use.failed is not None:
+            with self._sides.calling():  # raises
+                pass
+        problem = self._look("source")
+        if snapshot:
+            self._copied = self._copied or _spare(self._sources, wire=True)
+            for number_of, room in self._copied.items():
+                _copy(self._sources[number_of], room)
+        else:
+            self._copied, self._before = {}, self._marks()
+        push = Push(self, number, problem, self._lazy or self._sides.target is not None)
+        self._sides.use.push = push
+        return push
 
-    def _marks(self) -> dict[int, int]:
-        """Return the version counter of each source tensor, which torch increases with each change in place."""
-        return {
-            number: -1 if region.held.is_inference() else region.held._version
-            for number, room in self._sources.items()
-            for region in room.regions[:1]
-        }
+    def _marks(self) -> dict[str, Any]:
+        return marks_of(self._tensors["source"])
 
     def _check_alone(self) -> None:
         if self._sides.target is not None:
@@ -215,7 +303,8 @@ class Weights:
 
         Called by: every rank of the target.
         Raises:    TransferFailed, SourceChanged, TransferMismatch. With `staging="whole"`, the weights are then those of before;
-                   with "buckets", they are torn unless the error came before the first byte.
+                   with "buckets", they are torn unless the error came before the first byte. An error of `on_commit` raises
+                   TransferFailed on every rank of both sides: the version counts, but not on the rank where it was raised.
         """
         if self._sides.target is None:
             raise UnsupportedOp(
@@ -224,8 +313,10 @@ class Weights:
                 expected="a rank of the target",
                 hint="push(version=...) on ranks of the source",
             )
-        push = self._push if self._sides.source is not None else None
-        if self._sides.source is not None and (push is None or push.done):
+        self._readers.check()
+        last = self._sides.use.push if self._sides.source is not None else None
+        push = last if isinstance(last, Push) and last._weights is self and not last.done else None
+        if self._sides.source is not None and push is None:
             raise UnsupportedOp(
                 "this rank is on both sides, and pull() came before push()",
                 given="pull()",
@@ -235,20 +326,19 @@ class Weights:
             version = self._carry(push)
         except BaseException as error:
             if push is not None:
-                push._error = error
+                push._end(error)
             raise
-        finally:
-            if push is not None:
-                push._done = True
+        if push is not None:
+            push._end(None)
         return version
 
     @contextmanager
     def reading(self) -> Iterator[int]:
         """In this context, the target's weights are those of one version, which is the context's value; a pull waits for its end.
 
-        Raises WeightsTorn if no version has arrived, or if the last one was interrupted.
+        Waits while a version is being put into use. Raises WeightsTorn if none has arrived, or if the last one was interrupted.
         """
-        with self._readers:
+        with self._readers.reading():
             if self.version is None:
                 raise WeightsTorn(
                     f"the weights on {self._sides.label(self._sides.me)} are not those of one version",
@@ -256,164 +346,215 @@ class Weights:
                     expected="a version that all ranks of this copy have received",
                     hint="pull() until it returns a version",
                 )
-            self._reading += 1
-            version = self.version
-        try:
-            yield version
-        finally:
-            with self._readers:
-                self._reading -= 1
-                self._readers.notify_all()
+            yield self.version
 
     # -- a transfer -----------------------------------------------------------------------------------
 
     def _carry(self, push: Push | None) -> int:
         """Carry out a transfer on this rank, in whatever roles it has."""
-        arrived, version, error = False, None, None
-        try:
-            version = self._agreed(push)
-            if self._targets and self._staging == "buckets":
-                self._tear(f"version {version} was interrupted")
-            self._run()
-            self._unchanged(version)
-            arrived = True
-        except MeshcommError as failure:
-            error = self._told(failure, version)
-        if self._sides.target is not None and version is not None:
-            self._commit(version, arrived, error)
-        if error is not None:
-            raise error from error.__cause__
-        assert version is not None
-        self._confirmed(version)
-        if self._sides.source is not None and self._sides.target is None:
-            self.version = version
+        with self._sides.calling(push):
+            version: int | None = None
+            self._decisions.begin()
+            try:
+                version = self._agreed(push)
+                self._decisions.tidy()
+                self._move(version)
+                self._unchanged(version)
+            except (SourceChanged, TransferMismatch):
+                raise
+            except BaseException as error:
+                self._abort(error, version)
+            problem = None if self._sides.target is None else self._commit(version)
+            problems = self._outcome(version, problem)
+        if problems:
+            # On all ranks, which remain at the same call.
+            raise TransferFailed(
+                f"version {version} arrived, but on_commit failed",
+                given=problems,
+                expected="on_commit to return on every rank of the target",
+                hint="these ranks refuse to be read until the next version; all others have this one",
+                version=version,
+            ) from problem
         return version
 
     def _agreed(self, push: Push | None) -> int:
-        """Return the version that all sources push. Raises TransferMismatch."""
+        """Return the version that all sources push. Raises TransferMismatch, on all ranks."""
         number = -1 if push is None else push.version
-        source = self._sides.source is not None
-        ours = [number, -number] if source else [-1, -(2**62)]
-        reduced = self._reduced(ours)
-        most, least = reduced[0], -reduced[1]
-        if most != least:
-            versions = self._sides.of_all(number)
-            problems = [
-                f"version {versions[n]} on {self._sides.label(n)}"
-                for n in self._sides.numbers("source").tolist()
-            ]
+        problem = "" if push is None else push._problem
+        if self._sides.target is not None:
+            problem = problem or self._look("target")
+        versions = (number, number) if self._sides.source is not None else (2**62, -1)
+        least, most, is_wrong = self._sides.meet(self._call, *versions, bool(problem))
+        if most == least and not is_wrong:
+            return most
+        told = self._sides.of_all([number, problem])
+        labels = [self._sides.label(at) for at in range(len(told))]
+        if is_wrong:
             raise self._sides.refuse(
-                "the ranks of the source push different versions",
-                problems,
-                "push(version=step) with the same step",
+                "tensors have other memory than when weights() was called",
+                [f"{text} on {label}" for (_, text), label in zip(told, labels, strict=True) if text],
+                "link.weights(...) again on all ranks, after load_state_dict(assign=True) and what else replaces tensors",
             )
-        return most
+        raise self._sides.refuse(
+            "the ranks of the source push different versions",
+            [f"version {told[at][0]} on {labels[at]}" for at in self._sides.numbers("source").tolist()],
+            "push(version=step) with the same step",
+        )
 
-    def _reduced(self, values: list[int]) -> list[int]:
+    def _reduced(self, values: Sequence[int]) -> list[int]:
         mesh = self._sides.mesh
         x = torch.tensor(values, dtype=torch.int64, device=mesh.device)
         greatest: list[int] = mesh.all_reduce(LINK, x, op="max").tolist()
         return greatest
 
-    def _run(self) -> None:
-        Run(self._plan, self._sides, self._sources, self._spare or self._targets)()
+    def _move(self, version: int) -> None:
+        if self._sides.target is not None and self._staging == "buckets":
+            with self._readers.writing(self._timeout_s):
+                if (cause := self._decisions.write()) is not None:
+                    raise self._failure(cause, version)
+                self._tear(f"version {version} was interrupted")
+        run = self._run
+        if self._copied:
+            run = Run(self._schedule, self._copied, self._spare or self._targets)
+        run()
 
     def _unchanged(self, version: int) -> None:
         """Raise SourceChanged on every rank if a source tensor is another than when it was pushed."""
         changed = []
-        if self._sources:
+        if self._before:
             now = self._marks()
-            changed = [self.names[number] for number, mark in self._before.items() if now[number] != mark]
+            changed = [name for name, mark in self._before.items() if now[name] != mark]
         if self._reduced([len(changed)])[0]:
             names = sorted({name for names in self._sides.of_all(changed) for name in names})
             raise SourceChanged(
                 f"the weights of version {version} changed while they were sent",
                 given=listed(names),
                 expected="no change before Push.wait() returns",
-                hint="handle.wait() before the optimizer's step",
+                hint="handle.wait() before the optimizer's step, or push(version, snapshot=True)",
                 names=tuple(names),
             )
 
-    def _commit(self, version: int, arrived: bool, error: MeshcommError | None) -> None:
-        """Make a version that all ranks of this copy have received theirs. The votes are exchanged on the target's own mesh."""
-        mesh = self._sides.target
-        assert mesh is not None
-        votes: list[Any] = [[mesh.rank, arrived]]
+    def _commit(self, version: int) -> Exception | None:
+        """Use a version if all ranks of this copy have received theirs. Return the error of `on_commit`, if it raised one."""
         try:
-            for dim in reversed(self._whole_copy):
-                votes = [vote for part in mesh.objects.all_gather(dim, votes) for vote in part]
-        except MeshcommError as failure:
-            self._tear(f"the ranks of this copy could not tell each other whether version {version} arrived")
-            raise self._told(error or failure, version) from failure
-        without = [rank for rank, has in votes if not has]
-        if without:
-            if error is None:
-                raise TransferFailed(
-                    f"version {version} did not arrive on all ranks of this copy",
-                    given=f"not on ranks {listed([mesh.layout.label(rank) for rank in without])}",
-                    expected="all ranks of a copy to receive it, or none to use it",
-                    hint="look at the errors of those ranks",
-                    version=version,
-                    missing=tuple(("target", rank) for rank in without),
-                )
-            return
-        with self._readers:
-            self._readers.wait_for(lambda: not self._reading)
+            stack = ExitStack()
+            stack.enter_context(self._readers.writing(self._timeout_s))
+        except BaseException as error:
+            self._abort(error, version)
+        with stack:
+            try:
+                cause = self._decisions.vote()
+            except BaseException as error:
+                self._tear(f"it is unknown whether all ranks of this copy have version {version}")
+                self._abort(error, version)
+            if cause is not None:
+                raise self._failure(cause, version)
+            # An exception from here on leaves no mixture that can be read.
+            self._tear(f"version {version} was interrupted when it was put into use")
             for number, room in self._spare.items():
-                for region, values in zip(self._targets[number].regions, room.regions, strict=True):
-                    region.write(region.box.begin, region.box.end, values.held)
+                _copy(room, self._targets[number])
             self.version = version
-        if self._on_commit is not None:
-            self._on_commit(version)
+            if self._on_commit is None:
+                return None
+            try:
+                self._on_commit(version)
+            except BaseException as error:
+                self._tear(f"on_commit of version {version} raised {_text(error)}")
+                if not isinstance(error, Exception):
+                    self._decisions.report(f"{_text(error)} on {self._sides.label(self._sides.me)}")
+                    raise
+                return error
+        return None
 
-    def _confirmed(self, version: int) -> None:
-        """Tell the source that the target has the version."""
+    def _outcome(self, version: int, problem: Exception | None) -> str:
+        """Wait until every copy has the version. Return what failed in `on_commit`, on any rank, or ""."""
         try:
-            self._reduced([version])
-        except MeshcommError as failure:
-            if self._sides.target is None:
-                raise self._told(failure, version) from failure
+            if self._sides.target is not None:
+                where = self._sides.label(self._sides.me)
+                self._decisions.report("" if problem is None else f"{_text(problem)} on {where}")
+            cause, problems = self._decisions.outcome()
+        except MeshcommError as error:
+            cause, problems = self._cause(error), ""
+        if cause is not None:
+            failure = self._failure(cause, version)
+            if self._sides.source is not None or problem is not None:
+                raise failure from problem
+            # This copy has the version. The next call says that the link has failed.
+            self._sides.use.failed = failure
+        elif self._sides.target is None:
+            self.version = version
+        return problems
 
     def _tear(self, why: str) -> None:
-        with self._readers:
-            self._readers.wait_for(lambda: not self._reading)
-            self.version, self._torn = None, why
+        self.version, self._torn = None, why
 
-    def _told(self, failure: MeshcommError, version: int | None) -> MeshcommError:
-        """Return the error of a transfer, from an error of the link's mesh."""
-        numbers = tuple(getattr(failure, "missing", ()))
-        if isinstance(failure, TransferFailed | TransferMismatch | SourceChanged) or not isinstance(
-            failure, CommunicationError
-        ):
-            return failure
-        ranks = self._sides.mesh.layout.ranks.tolist()
-        missing = [ranks.index(rank) for rank in numbers if rank in ranks]
-        what = "the next version" if version is None else f"version {version}"
-        error = TransferFailed(
-            f"{what} was not transferred: {', '.join(map(self._sides.label, missing)) or failure.what}",
-            given=str(failure),
+    # -- failures ---------------------------------------------------------------------------------------
+
+    def _abort(self, error: BaseException, version: int | None) -> NoReturn:
+        """Let no rank use the version, and raise the error that says why: that of the first rank that failed."""
+        cause = self._cause(error)
+        first, is_written = self._decisions.abort(cause)
+        if is_written and self._staging == "buckets":
+            self._tear(f"{cause.what}, when ranks of this copy may have begun to write the next version")
+        if not isinstance(error, MeshcommError | TimeoutError):
+            raise error
+        raise self._failure(first if first.missing else cause, version, str(error)) from error
+
+    def _cause(self, error: BaseException) -> Cause:
+        me, missing = self._sides.me, getattr(error, "missing", ())
+        if isinstance(error, CommunicationError):
+            if isinstance(error, TransferFailed):
+                return Cause(error.what)
+            lost = isinstance(error, PeerLost | RankLost)
+            who = "was lost" if lost else f"did not come within {self._timeout_s:g} s"
+            return self._decisions.lost(missing, who) if missing else Cause(error.what)
+        if isinstance(error, TimeoutError):
+            return Cause(f"{self._sides.label(me)} could not be written: {error}", (me,))
+        return Cause(f"{self._sides.label(me)} left the transfer: {_text(error)}", (me,))
+
+    def _failure(self, cause: Cause, version: int | None, given: str | None = None) -> TransferFailed:
+        """Return the error of a transfer that failed."""
+        return TransferFailed(
+            f"{'the next version' if version is None else f'version {version}'} was not transferred: {cause.what}",
+            given=given or "this rank's own part did not fail",
             expected="every rank of both sides to take part until all copies have it",
             hint="the meshes of both sides remain open; link.reopen() connects the ranks that are left",
             version=version,
             missing=tuple(
                 (side, self._sides.layout(side).rank_of(position))
-                for number in missing
+                for number in cause.missing
                 for side in BOTH
                 if (position := self._sides.position(side, number)) is not None
             ),
         )
-        error.__cause__ = failure
-        return error
 
 
-def _spare(room: Room) -> Room:
-    """Return newly allocated memory for arriving values."""
-    return Room(
-        [
-            Region(
-                region.box, torch.empty(region.box.shape, dtype=region.held.dtype, device=region.held.device)
-            )
-            for region in room.regions
-        ],
-        room.dtype,
-    )
+def _text(error: BaseException) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+
+
+def _copy(room: Room, into: Room) -> None:
+    for region, values in zip(into.regions, room.regions, strict=True):
+        box = region.box
+        region.write(box.begin, box.end, values.read(box.begin, box.end))
+
+
+def _spare(rooms: Mapping[int, Room], wire: bool = False) -> dict[int, Room]:
+    """Return newly allocated memory for the same boxes. wire: of the dtypes that are sent."""
+    return {
+        number: Room(
+            [
+                Region(
+                    region.box,
+                    torch.empty(
+                        region.box.shape,
+                        dtype=room.dtype if wire else region.held.dtype,
+                        device=region.held.device,
+                    ),
+                )
+                for region in room.regions
+            ],
+            room.dtype,
+        )
+        for number, room in rooms.items()
+    }

@@ -8,6 +8,7 @@ group never meet. In this module, the caller passes a name that is the same on a
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import inspect
 import json
@@ -394,22 +395,26 @@ def create_group(
     options: Any = None,
     label: str,
     split: bool,
+    of_job: bool = True,
 ) -> dist.ProcessGroup:
     """Create a group of `ranks`, in which this process has group rank `coord`. A group rank is a position in `ranks`.
 
     Called by: exactly the ranks in `ranks`. If the default group has a bound device and `split` is true, NCCL splits the
     default group's communicator. In that case, every rank of the default group must be creating a group at this point.
+    of_job: whether `ranks` are ranks of the default group. If not, there may be no default group, and torch neither finds the
+        group by its ranks nor destroys it with the default group.
     """
-    default = c10d._get_default_group()
-    bound = default.bound_device_id
-    if not split:
+    default: Any = c10d._get_default_group() if of_job or dist.is_initialized() else None
+    bound = None if default is None else default.bound_device_id
+    if bound is not None and not split:
         default.bound_device_id = None
     group: Any
     try:
         group, _ = c10d._new_process_group_helper(
             len(ranks),
             coord,
-            list(ranks),
+            # Torch looks up ranks in the default group unless there are none.
+            list(ranks) if of_job else [],
             dist.Backend(backend),
             store,
             group_name=_NAME(name),
@@ -419,8 +424,15 @@ def create_group(
             **{OPTIONS_KEY: options},
         )
     finally:
-        default.bound_device_id = bound
-    c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
+        if bound is not None:
+            default.bound_device_id = bound
+    world = c10d._world
+    world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
+    if not of_job:
+        _OF_LINKS.add(group)
+        del world.pg_names[group]
+        for tag in ("", world.pg_to_tag.pop(group)):
+            world.tags_to_pg[tag].remove(group)
     created: dist.ProcessGroup = group
     return created
 
@@ -428,6 +440,8 @@ def create_group(
 _RETURNS_S = 10.0
 # Groups whose calls were dropped.
 _ABORTED: WeakSet[Any] = WeakSet()
+# Groups over the processes of two jobs.
+_OF_LINKS: WeakSet[Any] = WeakSet()
 
 
 def abort(group: Any) -> None:
@@ -442,6 +456,9 @@ def give_back(group: Any) -> None:
     An aborted group is shut down in a separate thread, because the shutdown waits for torch's watchdog. After a rank on
     another host is lost, the watchdog first reads the stack of the failed call, which takes seconds (torch 2.11).
     """
+    if group in _OF_LINKS:
+        _give_back_link(group)
+        return
     if group not in c10d._world.pg_map:
         return
     if group not in _ABORTED:
@@ -459,9 +476,27 @@ def give_back(group: Any) -> None:
             warnings.filterwarnings("ignore", "Some coalesced collectives")
             c10d._abort_process_group(group)
     for each in every:
-        thread = threading.Thread(target=each.shutdown, name="meshcomm-shutdown", daemon=True)
-        thread.start()
-        await_at_exit(thread)
+        _shut_down(each)
+
+
+def _give_back_link(group: Any) -> None:
+    world = c10d._world
+    _OF_LINKS.discard(group)
+    for registry in (world.pg_map, world.pg_group_ranks, world.pg_backend_config):
+        registry.pop(group, None)
+    # The end of the default group has removed all names.
+    with contextlib.suppress(RuntimeError):
+        c10d._unregister_process_group(group.group_name)
+    if group in _ABORTED:
+        _shut_down(group)
+    else:
+        group.shutdown()
+
+
+def _shut_down(group: Any) -> None:
+    thread = threading.Thread(target=group.shutdown, name="meshcomm-shutdown", daemon=True)
+    thread.start()
+    await_at_exit(thread)
 
 
 # Threads that are executing C++ code.

@@ -425,7 +425,7 @@ class MessageCheck:
 
     pairs: the number of compared messages in each direction with each peer. store: a store used for nothing else.
     ranks: the group's ranks, in coord order. timeout_s: the group's timeout. limit: the number of messages to
-    compare, at most 4; None to compare all messages.
+    compare, at most 4; None to compare all messages. of_job: as in MeshcommError.
 
     Messages outside the mesh are compared by their sizes in bytes, without an answer: the end that arrives second raises.
     As in torch, a receive may have room for more than comes.
@@ -441,6 +441,7 @@ class MessageCheck:
         self._limit = math.inf if limit is None else min(limit, _MOST_COMPARED)
         self._timeout_s = timeout_s
         self._any = self._uncounted = False
+        self.of_job = True
         self.pairs: Counter[tuple[Direction, int]] = Counter()
 
     def is_compared(self, direction: Direction, peer: int) -> bool:
@@ -613,4 +614,5 @@ class MessageCheck:
             expected="the same dtype and number of elements at both ends; outside the mesh, room for all bytes that are sent",
             hint="handshake=True on mesh.send and no out on mesh.recv, if the receiver cannot know the shape",
             mismatched_ranks=(src, dst),
+            of_job=self.of_job,
         )

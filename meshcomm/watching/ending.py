@@ -92,8 +92,8 @@ def failure_of(error: BaseException, rank: int, who: str) -> Failure:
     # The error itself, or the one of a group that no other rank explains.
     main = error if of_others or not isinstance(error, BaseExceptionGroup) else first
     misused = isinstance(main, MeshcommError) and not isinstance(main, CommunicationError)
-    # In other libraries' errors, attributes with these names may have a different meaning.
-    facts = vars(first) if isinstance(first, MeshcommError) else {}
+    # In other libraries' errors, attributes with these names may have a different meaning, and a link counts other ranks.
+    facts = vars(first) if isinstance(first, MeshcommError) and first.of_job else {}
     mismatched = facts.get("mismatched_ranks", ())
     frames = frames_of(main)
     text = (

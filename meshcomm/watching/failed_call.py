@@ -105,13 +105,14 @@ class FailedCall:
             reason = Reason.TIMEOUT
         return self._error(reason, lines, expected, hint, diagnosis.missing, diagnosis.chain)
 
-    def error_unasked(self, silent: bool) -> MeshcommError:
+    def error_unasked(self, silent: bool, host: int | None = None) -> MeshcommError:
         """Return the error if no rank could be asked: only the backend's error is known.
 
-        silent: whether the job's store did not answer, although it has not failed.
+        silent: whether the job's store did not answer, although it has not failed. host: the rank whose process serves the
+            store, which is lost with it; None if it is no rank of the group.
         """
         others = [rank for rank in self.blocked.ranks if rank != self.blocked.rank]
-        reason = Reason.CLOSED if silent else self.reason
+        reason = Reason.CLOSED if silent or host in others else self.reason
         # With two ranks, it is clear which rank broke the connection.
         clear = silent or (reason is Reason.CLOSED and len(others) == 1)
         why = "the host of the store is down or cannot be reached from this host"
@@ -119,6 +120,9 @@ class FailedCall:
             self._error_line,
             f"{ranks_text(others)} could not be asked: the job's store does not answer; {why}",
         ]
+        if host is not None and host in others:
+            others, clear = [host], True
+            lines.append(f"rank {host} serves the store: its process has ended or is stopped")
         expected = "a store that lives as long as the job, in the launcher or in rank 0"
         hint = "look for the first error reported by the process that hosts the store"
         return self._error(reason, lines, expected, hint, others if clear else ())

@@ -61,6 +61,7 @@ class FlightRecorder:
     counters:  the counters of all calls. messages: the group's messages, counted by peer.
     refused:   sequence numbers of calls that sent nothing because the ranks were about to make different calls.
     hooks:     the group's hooks. check: compares the first collectives between the ranks; None afterward.
+    of_job:    as in MeshcommError.
     difference: returns the error if such a comparison has found a difference; see CallCheck.difference.
     steps:     the calls of each step, if the program calls `mesh.step`.
     group_name, timeout_s: the name and timeout of the backend's group, if a watchdog created the recorder.
@@ -83,6 +84,7 @@ class FlightRecorder:
         check: MessageCheck | None = None,
     ) -> None:
         self.label = label
+        self.of_job = True
         self.plan = self.group_name = ""
         self.timeout_s: Callable[[], float] = partial(float, "inf")
         self.lost: Callable[[str, bool, bool], MeshcommError | None] = lambda what, waits, confirms: None
@@ -184,6 +186,8 @@ class FlightRecorder:
     ) -> None:
         try:
             if error is not None:
+                if isinstance(error, MeshcommError):
+                    error.of_job = self.of_job
                 self._failed(error, trace)
         finally:
             self.end()

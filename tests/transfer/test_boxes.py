@@ -98,7 +98,7 @@ def test_rounds_fit_into_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
         for rank, sends in product(range(RANKS), (True, False)):
             nbytes = sum(
                 int(plan.own(part, rank, sends).elements.sum())
-                * plan.keys[part.entry][1].itemsize
+                * plan.entries[part.entry].itemsize
                 / part.chunks
                 for part in parts
             )

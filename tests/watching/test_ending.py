@@ -232,6 +232,15 @@ def test_calls_that_are_no_mismatch_blame_nobody() -> None:
     assert told([*two, failure(5, 9.5)])[0][0].startswith("rank 5 ")
 
 
+def test_the_ranks_of_a_link_between_jobs_are_no_ranks_of_the_job() -> None:
+    facts: dict[str, Any] = {"missing": (1,), "chain": [place(1)], "call": {"label": "link"}}
+    own, link = (
+        failure_of(PeerLost("lost", of_job=of_job, **facts), 0, "rank 0") for of_job in (True, False)
+    )
+    assert (own.missing, own.chain[0][0], own.call) == ([1], 1, {"label": "link"})
+    assert (link.missing, link.chain, link.call) == ([], [], None) and link.follows
+
+
 def raised(error: BaseException) -> BaseException:
     try:
         raise error

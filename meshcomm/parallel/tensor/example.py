@@ -118,12 +118,9 @@ class Seen:
             parts = [local(grad) for grad in marked if grad is not None]
             if parts:
                 split.mesh.all_reduce(split.dim, parts)
-        grad_of = {
-            name: torch.zeros_like(parameter) if (grad := grad_of[name]) is None else grad
-            for name, parameter in named.items()
-        }
-        for name, grad in unfused(grad_of, module).items():
-            self.values[f"gradient of {name}"] = whole(grad)
+        known = {name: torch.zeros_like(named[name]) if g is None else g for name, g in grad_of.items()}
+        for name, gradient in unfused(known, module).items():
+            self.values[f"gradient of {name}"] = whole(gradient)
 
     def _run(self, module: nn.Module, example: Example) -> Any:
         """Run forward in eval mode and record the calls to every part."""

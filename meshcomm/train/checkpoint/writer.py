@@ -237,7 +237,11 @@ class Save:
         self._mesh, self._folder, self._complete = mesh, folder, complete
         self._what = f"save into {folder}"
         # With copies, this object keeps none of the state's memory: another engine may need the room.
-        self._parts = self._together(lambda: [_copied(part) for part in parts]) if copy else parts
+        self._parts = (
+            self._together(lambda: [p._replace(region=Region(p.box, p.on_host(True))) for p in parts])
+            if copy
+            else parts
+        )
         self._left = [self._write, self._finish]
 
     def now(self) -> None:
@@ -352,10 +356,6 @@ class Save:
             expected="a folder that every rank can write to, with space for its part",
             hint=f"{'make space' if full else 'repair the disk'}, then {go_on_without(self._folder)}",
         )
-
-
-def _copied(part: Part) -> Part:
-    return part._replace(region=Region(part.box, part.on_host(True)))
 
 
 def _written(folder: Path, rank: int) -> Path:

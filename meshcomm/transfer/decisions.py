@@ -1,0 +1,172 @@
+"""Whether a version counts: decided once for each copy of the target, in a store, so that all ranks of the copy do the same.
+
+A rank of the target that has every byte votes. The last vote of a copy commits the version. A rank that fails, or that waits too
+long for the others, aborts it. Whichever comes first counts. No group takes part, so neither side's own groups can break, and a
+rank whose peers are lost still learns what was decided. A rank that cannot reach the store does not know, and refuses its weights.
+"""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from typing import Any, Final, NamedTuple, final
+
+import numpy as np
+
+from meshcomm.errors import MeshcommError, RankLost, StoreTimeout
+from meshcomm.transfer.sides import Sides
+
+_COMMIT: Final = b"commit"
+# How much longer a rank waits for the outcome of all copies than each copy waits for its own ranks.
+_GRACE_S: Final = 5.0
+
+
+class Cause(NamedTuple):
+    """Why a version is aborted. what: in words. missing: the ranks that are to blame, by their coords along `link`."""
+
+    what: str
+    missing: tuple[int, ...] = ()
+
+
+@final
+class Decisions:
+    """The decisions about the versions of one model.
+
+    token: a name that all ranks of the link know, and no other link has.
+    copies: the number of the copy of each position on the target.
+    """
+
+    def __init__(self, sides: Sides, token: str, copies: Any, timeout_s: float) -> None:
+        self._sides, self._token, self._timeout_s = sides, token, timeout_s
+        self._number = 0
+        self._link = sides.mesh.store
+        self._position = sides.position("target")
+        self._size = len(copies)
+        self._own: Any = None
+        if sides.target is not None and self._position is not None:
+            # The target's own store outlives the source.
+            self._own = sides.target.store
+            self._copy = int(copies[self._position])
+            self._members = np.flatnonzero(copies == self._copy).tolist()
+
+    def _key(self, what: str, number: int | None = None) -> str:
+        return f"transfer/{self._token}/{self._number if number is None else number}/{what}"
+
+    def begin(self) -> None:
+        """Begin with the next version."""
+        self._number += 1
+
+    def tidy(self) -> None:
+        """Remove what was stored about the last version. Called by: every rank of the link, once all have begun the next one."""
+        last = self._number - 1
+        if self._position is None or not last:
+            return
+        of_copy, of_link = [f"{self._copy}/voted/{self._position}"], [f"done/{self._position}"]
+        if self._position == self._members[0]:
+            of_copy += [f"{self._copy}/{what}" for what in ("votes", "decision", "written")]
+        if self._position == 0:
+            of_link += ["reports", "problems", "outcome"]
+        for store, names in ((self._own, of_copy), (self._link, of_link)):
+            for name in names:
+                store.delete_key(self._key(name, last))
+
+    def write(self) -> Cause | None:
+        """Tell the copy that this rank overwrites its weights; return None, or why it must not any more."""
+        return _cause(self._own.compare_set(self._key(f"{self._copy}/written"), "", _COMMIT))
+
+    def vote(self) -> Cause | None:
+        """Tell the copy that this rank has every byte; return None if the copy's ranks use the version, or why not.
+
+        Raises MeshcommError if it remains unknown.
+        """
+        decision = self._key(f"{self._copy}/decision")
+        votes = self._key(f"{self._copy}/votes")
+        self._own.set(self._key(f"{self._copy}/voted/{self._position}"), "")
+        if self._own.add(votes, 1) == len(self._members):
+            return self._decide(_COMMIT)
+        try:
+            self._own.wait([decision], self._timeout_s)
+            return _cause(self._own.get(decision))
+        except StoreTimeout:
+            absent = self._without(self._own, f"{self._copy}/voted", self._members)
+            who = f"did not confirm it within {self._timeout_s:g} s"
+            return self._decide(self._of(absent, who))
+        except RankLost as lost:
+            return self._decide(self.lost(lost.missing))
+
+    def abort(self, cause: Cause) -> tuple[Cause, bool]:
+        """Record that the version is not used, before this rank has voted.
+
+        Return the first cause that a rank has recorded, and whether ranks of this copy may have overwritten their weights.
+        """
+        is_written = self._own is not None
+        with suppress(MeshcommError):
+            if self._own is not None:
+                written = self._key(f"{self._copy}/written")
+                is_written = self._own.compare_set(written, "", _text(cause)) == _COMMIT
+                self._decide(cause)
+            return self._outcome(cause) or cause, is_written
+        return cause, is_written
+
+    def report(self, problem: str) -> None:
+        """Tell all ranks of the link that this rank of the target uses the version. problem: what failed afterwards, or ""."""
+        self._link.set(self._key(f"done/{self._position}"), problem)
+        if problem:
+            self._link.add(self._key("problems"), 1)
+        if self._link.add(self._key("reports"), 1) == self._size:
+            self._outcome(_COMMIT)
+
+    def outcome(self) -> tuple[Cause | None, str]:
+        """Wait until every rank of the target has reported; return why not all use the version, and what failed afterwards."""
+        key = self._key("outcome")
+        try:
+            self._link.wait([key], self._timeout_s + _GRACE_S)
+            cause = _cause(self._link.get(key))
+        except StoreTimeout:
+            absent = self._without(self._link, "done", range(self._size))
+            cause = self._outcome(
+                self._of(absent, f"did not report it within {self._timeout_s + _GRACE_S:g} s")
+            )
+        except RankLost as lost:
+            cause = self._outcome(self.lost(lost.missing))
+        if cause is not None or self._link.add(self._key("problems"), 0) == 0:
+            return cause, ""
+        texts = [self._link.get(self._key(f"done/{at}")).decode() for at in range(self._size)]
+        return None, "\n".join(filter(None, texts))
+
+    def lost(self, ranks: tuple[int, ...], who: str = "was lost") -> Cause:
+        """Return the cause that blames global ranks of the link's mesh."""
+        known = self._sides.mesh.layout.ranks.tolist()
+        numbers = tuple(known.index(rank) for rank in ranks if rank in known)
+        labels = [self._sides.label(number) for number in numbers]
+        others = [f"rank {rank}" for rank in ranks if rank not in known]
+        return Cause(f"{', '.join([*labels, *others])} {who}", numbers)
+
+    def _of(self, positions: list[int], who: str) -> Cause:
+        numbers = self._sides.numbers("target")[positions].tolist()
+        return Cause(f"{', '.join(map(self._sides.label, numbers))} {who}", tuple(numbers))
+
+    def _without(self, store: Any, what: str, positions: Any) -> list[int]:
+        return [at for at in positions if not store.check([self._key(f"{what}/{at}")])]
+
+    def _decide(self, value: Cause | bytes) -> Cause | None:
+        decided = self._own.compare_set(self._key(f"{self._copy}/decision"), "", _text(value))
+        cause = _cause(decided)
+        if cause is not None:
+            with suppress(MeshcommError):
+                self._outcome(cause)
+        return cause
+
+    def _outcome(self, value: Cause | bytes) -> Cause | None:
+        return _cause(self._link.compare_set(self._key("outcome"), "", _text(value)))
+
+
+def _text(value: Cause | bytes) -> bytes:
+    return value if isinstance(value, bytes) else json.dumps(value).encode()
+
+
+def _cause(text: bytes) -> Cause | None:
+    if text == _COMMIT:
+        return None
+    what, missing = json.loads(text)
+    return Cause(what, tuple(missing))

@@ -1,0 +1,108 @@
+"""A rank is lost at any operation of a transfer of weights: each copy has a whole version, or refuses to be read."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from typing import Any
+
+import pytest
+
+import meshcomm
+from meshcomm.errors import RankFailed
+from meshcomm.mesh import Mesh
+from meshcomm.mesh.runtime import WORLD
+from meshcomm.transfer.weights import Staging
+from tests.transfer.deaths import (
+    COPIES,
+    TARGET,
+    VERSIONS,
+    Said,
+    complaints,
+    equal,
+    model_of,
+    opened,
+    transfers,
+    wanted,
+)
+
+STAGINGS: tuple[Staging, ...] = ("whole", "buckets")
+_POLLS = 20_000
+
+
+def simulated(
+    staging: Staging, lose: dict[int, int], seed: int = 0
+) -> tuple[dict[int, Said], dict[int, tuple[int, int]]]:
+    """Return what each rank says, and the first and the last operation of its transfers."""
+    said: dict[int, Said] = {}
+    spans: dict[int, tuple[int, int]] = {}
+    survivors = {*range(8)} - {*lose}
+
+    def program(mesh: Mesh) -> None:
+        world: Any = WORLD.get()
+        source, target, link = opened(mesh.plan.defaults.timeout_s)
+        model = model_of(source, target)
+        weights = link.weights(model, staging=staging)
+        begin = world._actor.operations
+        outcome = transfers(source, weights, model)
+        spans[mesh.rank] = begin + 1, world._actor.operations
+        said[mesh.rank] = outcome
+        # A rank that ends makes the simulator end the others.
+        for _ in range(_POLLS):
+            if survivors <= said.keys():
+                break
+            time.sleep(1e-6)
+        else:
+            raise AssertionError(f"ranks {survivors - said.keys()} hang")
+
+    try:
+        meshcomm.simulate(program, dims={"all": 8}, lose=lose or None, schedule_seed=seed)
+    except RankFailed as error:
+        if "cannot be replaced" not in str(error):
+            raise
+    return said, spans
+
+
+@pytest.fixture(scope="module")
+def spans() -> dict[Staging, dict[int, tuple[int, int]]]:
+    """The operations of each rank's transfers, by staging. The same schedule has the same operations until a rank is lost."""
+    return {staging: simulated(staging, {})[1] for staging in STAGINGS}
+
+
+@pytest.mark.parametrize("staging", STAGINGS)
+def test_without_a_death_all_have_the_last_version(staging: Staging) -> None:
+    """The comparison itself, without a death: nothing is wrong, and all ranks have the last version."""
+    said, _ = simulated(staging, {})
+    assert {rank: one.version for rank, one in said.items()} == dict.fromkeys(range(8), VERSIONS[-1])
+    assert all(equal(said[rank].values, wanted(rank, VERSIONS[-1])) for rank in TARGET)
+
+
+def _check(lost: int, staging: Staging, operations: range, seed: int = 0) -> Counter[str]:
+    """Lose a rank at each of some operations; return how often the copies ended in which versions."""
+    outcomes: Counter[str] = Counter()
+    for operation in operations:
+        said, _ = simulated(staging, {lost: operation}, seed)
+        wrong = complaints(said, lost, staging)
+        assert not wrong, f"rank {lost} was lost at operation {operation}, seed {seed}: " + "\n".join(wrong)
+        for copy in COPIES:
+            outcomes[str([said[rank].version if rank in said else "lost" for rank in copy])] += 1
+    return outcomes
+
+
+@pytest.mark.parametrize("lost", range(8))
+def test_some_deaths(lost: int, spans: dict[Staging, dict[int, tuple[int, int]]]) -> None:
+    """Each rank is lost at a few operations, with both stagings."""
+    for number, staging in enumerate(STAGINGS):
+        begin, end = spans[staging][lost]
+        _check(lost, staging, range(begin + (lost + number) % 7, end + 1, 13))
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("staging", STAGINGS)
+@pytest.mark.parametrize("lost", range(8))
+@pytest.mark.parametrize("seed", range(2))
+def test_every_death(lost: int, staging: Staging, seed: int, record_property: Any) -> None:
+    """Each rank is lost at each operation."""
+    begin, end = simulated(staging, {}, seed)[1][lost]
+    outcomes = _check(lost, staging, range(begin, end + 1), seed)
+    record_property("measured", f"rank {lost}, {staging}, {end + 1 - begin} deaths: {dict(outcomes)}")

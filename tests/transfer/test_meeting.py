@@ -1,0 +1,211 @@
+"""Two jobs meet by an address: whichever comes first, after losses and restarts, and never with what a dead job has left."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from meshcomm.errors import LaunchError, TransferTimeout
+from meshcomm.layout import Layout
+from meshcomm.testing import Pool
+from meshcomm.transfer.meeting import Meeting, SideName, meet
+from tests.ports import free_port
+from tests.two_jobs import OPENS_S, Place, client, error_of, run, served, values
+
+pytestmark = pytest.mark.long
+
+SIDES: tuple[SideName, ...] = ("source", "target")
+SOURCE: dict[str, Any] = {"dims": {"fsdp": 2, "tp": 1}, "merge": {"all": ("fsdp", "tp")}}
+TARGET: dict[str, Any] = {"dims": {"tp": 2}, "rank_order": (1, 0)}
+
+
+def adds_up(meeting: Meeting, size: int) -> None:
+    x = torch.tensor([float(meeting.mesh.rank)])
+    assert meeting.mesh.all_reduce("link", x).item() == sum(range(size))
+
+
+def met(place: Place, port: int, first: SideName) -> None:
+    """Each side learns the layout of the other, whichever comes first, and again after the link was closed."""
+    side: SideName = "source" if place.job == "source" else "target"
+    with place.mesh(**(SOURCE if side == "source" else TARGET)) as own:
+        numbers = []
+        for _ in range(2):
+            if side != first:
+                place.until("first", *((0, 1) if first == "source" else (2, 3)))
+                time.sleep(0.5)
+            place.tell("first")
+            meeting = meet(side, own, "policy", f"tcp://127.0.0.1:{port}", OPENS_S)
+            assert meeting.side == side and meeting.mesh.rank == place.number
+            assert meeting.source.layout == Layout(SOURCE["dims"], merge=SOURCE["merge"])
+            assert meeting.target.layout == Layout(TARGET["dims"], rank_order=TARGET["rank_order"])
+            assert meeting.target.ranks == [0, 1] and meeting["source"].torch == torch.__version__
+            assert [meeting.link_rank(*meeting.place(rank)) for rank in range(4)] == [0, 1, 2, 3]
+            assert meeting.place(meeting.mesh.rank) == (side, own.rank)
+            adds_up(meeting, 4)
+            assert own.all_reduce(next(iter(own.dims)), torch.ones(1)).item() == 2.0
+            numbers = [meeting.process_of(rank) for rank in range(4)]
+            assert f"process {os.getpid()} of" in numbers[place.number] and len({*numbers}) == 4
+            meeting.close()
+
+
+@pytest.mark.parametrize("first", ["source", "target"])
+def test_two_jobs_meet_whichever_comes_first_and_meet_again(
+    pool: Pool, tmp_path: Path, first: SideName
+) -> None:
+    values(run(pool, tmp_path, met, free_port(), first, source=2, target=2))
+
+
+def waits(place: Place, port: int) -> Any:
+    side: SideName = "source" if place.job == "source" else "target"
+    with place.mesh() as own:
+        found = error_of(lambda: meet(side, own, "policy", f"tcp://127.0.0.1:{port}", 2.0))
+        assert own.all_reduce("dp", torch.ones(1)).item() == 2.0
+    return found
+
+
+@pytest.mark.parametrize(("side", "other"), [("source", "target"), ("target", "source")])
+def test_a_side_that_never_comes_is_named(pool: Pool, tmp_path: Path, side: SideName, other: str) -> None:
+    for kind, text, missing, seconds in values(run(pool, tmp_path, waits, free_port(), **{side: 2})):
+        assert kind == "TransferTimeout" and missing == () and seconds < 12, text
+        assert f'the {other} of the link "policy" has not come' in text
+
+
+def incomplete(place: Place, port: int, absent: int) -> Any:
+    side: SideName = "source" if place.job == "source" else "target"
+    with place.mesh() as own:
+        own.barrier()
+        place.tell("here")
+        place.until("here", *range(4))
+        if place.number == absent:
+            place.until("over", *(number for number in range(4) if number != absent))
+            return None
+        with pytest.raises(TransferTimeout) as raised:
+            meet(side, own, "policy", f"tcp://127.0.0.1:{port}", 5.0)
+        place.tell("over")
+    return raised.value.side, raised.value.missing, str(raised.value)
+
+
+@pytest.mark.parametrize("absent", [1, 2])
+def test_a_rank_that_never_comes_is_named_with_its_side(pool: Pool, tmp_path: Path, absent: int) -> None:
+    found = values(run(pool, tmp_path, incomplete, free_port(), absent, source=2, target=2))
+    assert found.pop(absent) is None
+    side, rank = ("source", 1) if absent == 1 else ("target", 0)
+    for of_side, missing, text in found:
+        assert (of_side, missing) == (side, (rank,)) and f"rank {rank} of the {side} did not come" in text
+
+
+def third(place: Place, port: int) -> None:
+    """A third job is refused on both sides as long as the link is open, and then takes the target's place."""
+    address = f"tcp://127.0.0.1:{port}"
+    with place.mesh() as own:
+        if place.job == "third":
+            place.until("open", 0, 1)
+            for side in SIDES:
+                with pytest.raises(LaunchError, match=f'the link "policy" has another {side} already'):
+                    meet(side, own, "policy", address, OPENS_S)
+            place.tell("refused")
+            place.until("closed", 0, 1)
+        else:
+            meeting = meet("source" if place.job == "source" else "target", own, "policy", address, OPENS_S)
+            place.tell("open")
+            place.until("refused", 2)
+            adds_up(meeting, 2)
+            meeting.close()
+            place.tell("closed")
+        if place.job != "target":
+            meeting = meet("source" if place.job == "source" else "target", own, "policy", address, OPENS_S)
+            adds_up(meeting, 2)
+            meeting.close()
+
+
+def test_a_third_job_is_refused_until_the_link_is_closed(pool: Pool, tmp_path: Path) -> None:
+    values(run(pool, tmp_path, third, free_port(), source=1, target=1, third=1))
+
+
+def restarted(place: Place, port: int) -> Any:
+    """The first target dies before the source comes; the second while the link is open; the third stays."""
+    address, found = f"tcp://127.0.0.1:{port}", []
+    own = place.mesh()
+    if place.job == "first":
+        place.tell("announces")
+        meet("target", own, "policy", address, OPENS_S)
+    if place.job == "source":
+        (process,) = place.until("announces", 2)
+        while not client(port).check(["meshcomm/link/policy/side/target"]):
+            time.sleep(0.02)
+        if place.rank == 0:
+            os.kill(process, signal.SIGKILL)
+        found.append(error_of(lambda: meet("source", own, "policy", address, 4.0)))
+        place.tell("alone")
+        meeting = meet("source", own, "policy", address, OPENS_S)
+        adds_up(meeting, 3)
+        found.append(error_of(lambda: adds_up(meeting, 3)))
+        meeting.close()
+        assert own.all_reduce("dp", torch.ones(1)).item() == 2.0
+        place.tell("lost")
+        meeting = meet("source", own, "policy", address, OPENS_S)
+        adds_up(meeting, 4)
+        meeting.close()
+        assert own.all_reduce("dp", torch.ones(1)).item() == 2.0
+        own.close()
+    if place.job == "second":
+        place.until("alone", 0, 1)
+        meeting = meet("target", own, "policy", address, OPENS_S)
+        adds_up(meeting, 3)
+        os.kill(os.getpid(), signal.SIGKILL)
+    if place.job == "third":
+        place.until("lost", 0, 1)
+        meeting = meet("target", own, "policy", address, OPENS_S)
+        adds_up(meeting, 4)
+        meeting.close()
+        own.close()
+    return found
+
+
+def test_a_target_that_was_restarted_is_met_and_what_a_dead_one_left_is_not(
+    pool: Pool, tmp_path: Path
+) -> None:
+    """The store at the address is served by another process, here that of the test."""
+    with served() as port:
+        ended = run(pool, tmp_path, restarted, port, source=2, first=1, second=1, third=2)
+    assert [end.state for end in ended[2:4]] == ["died", "died"]
+    (alone, lost), *others = values(ended[:2] + ended[4:])
+    assert alone[0] == "TransferTimeout" and "has announced it, but does not answer" in alone[1]
+    assert (lost[0], lost[2]) == ("PeerLost", (2,)), lost[1]
+    assert others[0][1][2] == (2,)
+
+
+def wrong(place: Place, port: int) -> None:
+    with place.mesh() as own:
+        with pytest.raises(LaunchError, match="no address to meet at"):
+            meet("source", own, "policy", "127.0.0.1:29700", 2.0)
+        with pytest.raises(LaunchError, match=r"cannot serve the store at 192\.0\.2\.1"):
+            meet("source", own, "policy", f"tcp://192.0.2.1:{port}", 2.0)
+
+
+def test_wrong_addresses(pool: Pool, tmp_path: Path) -> None:
+    values(run(pool, tmp_path, wrong, free_port(), source=1))
+
+
+def signed(place: Place, port: int) -> bytes:
+    """Returns what a program without the secret reads."""
+    side: SideName = "source" if place.job == "source" else "target"
+    with place.mesh() as own:
+        meeting = meet(side, own, "policy", f"tcp://127.0.0.1:{port}", OPENS_S, secret="s")
+        adds_up(meeting, 2)
+        content: bytes = client(port).get(f"meshcomm/link/policy/side/{side}")
+        adds_up(meeting, 2)
+        meeting.close()
+    return content
+
+
+def test_values_are_signed_with_a_common_secret(pool: Pool, tmp_path: Path) -> None:
+    found = values(run(pool, tmp_path, signed, free_port(), source=1, target=1))
+    assert all(re.match(rb"[0-9a-f]{34}\n[0-9a-f]{16} process", content) for content in found), found

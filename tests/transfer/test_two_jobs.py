@@ -1,0 +1,131 @@
+"""Links between two jobs: tensors, versions of weights, and a target that dies and comes again."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+import meshcomm
+from meshcomm.errors import CommunicationError, WeightsTorn
+from meshcomm.testing import Pool
+from meshcomm.transfer.link import Link
+from tests.ports import free_port
+from tests.two_jobs import OPENS_S, Place, run, values
+
+
+def whole(seed: int = 0) -> dict[str, Tensor]:
+    draw = torch.Generator().manual_seed(seed)
+    return {
+        "a": torch.randn(7, 5, generator=draw),
+        "b": torch.randn(3, generator=draw),
+        "c": torch.randn((), generator=draw),
+    }
+
+
+def linked(place: Place, mesh: meshcomm.Mesh, port: int, **keys: Any) -> Link:
+    side = "source" if place.job == "trainer" else "target"
+    address = f"tcp://127.0.0.1:{port}"
+    return meshcomm.link(**{side: mesh}, name="policy", store=address, timeout_s=OPENS_S, **keys)
+
+
+def model_of(mesh: meshcomm.Mesh, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors, the first of them split along the mesh's only dim."""
+    split = distribute_tensor(tensors["a"].clone(), mesh.device_mesh, [Shard(0)])
+    return {"a": split, "b": tensors["b"].clone(), "c": tensors["c"].clone()}
+
+
+def parts(model: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in model.items()}
+
+
+def _versions(place: Place, port: int) -> list[int]:
+    with place.mesh() as mesh, linked(place, mesh, port) as link:
+        x = out = None
+        full = torch.arange(12.0).view(6, 2)
+        if place.job == "trainer":
+            x = full.chunk(2)[place.rank]
+        else:
+            out = torch.full((6, 1), torch.nan)
+        link.transfer(x, out, "n/dp k -> n k/dp")
+        if out is not None:
+            assert torch.equal(out, full.chunk(2, 1)[place.rank])
+        model = model_of(
+            mesh, whole() if place.job == "trainer" else {n: x * torch.nan for n, x in whole().items()}
+        )
+        weights, seen = link.weights(model), []
+        for version in (1, 5):
+            if place.job == "trainer":
+                weights.push(version=version).wait()
+                seen.append(weights.version)
+                with torch.no_grad():
+                    for tensor in model.values():
+                        tensor.add_(1)
+                continue
+            seen.append(weights.pull())
+            for name, tensor in parts(model).items():
+                assert torch.equal(tensor, whole()[name] + (version > 1))
+        return seen
+
+
+def test_versions_go_from_one_job_to_another(pool: Pool, tmp_path: Path) -> None:
+    """Both jobs see the same versions, bit-equal on the target."""
+    ended = run(pool, tmp_path, _versions, free_port(), trainer=2, generator=2)
+    assert values(ended) == [[1, 5]] * 4
+
+
+def _killed(place: Place, port: int) -> Any:
+    """The generator loses a rank between two versions, and starts again as a job of one process."""
+    mesh = place.mesh()
+    if place.job == "again":
+        place.until("failed", 0, 1)
+    link = linked(place, mesh, port)
+    model = model_of(mesh, whole())
+    weights = link.weights(model)
+    if place.job == "generator":
+        assert weights.pull() == 1
+        if place.rank == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        with pytest.raises(CommunicationError, match=r"rank 0 of the target \(dp=0\)"):
+            weights.pull()
+        link.close()
+        with weights.reading() as version:
+            return version
+    if place.job == "again":
+        with pytest.raises(WeightsTorn), weights.reading():
+            pass
+        assert weights.pull() == 3
+        for name, tensor in parts(model).items():
+            assert torch.equal(tensor, whole()[name] + 1)
+        link.close()
+        return mesh.close()
+    weights.push(version=1).wait()
+    with pytest.raises(CommunicationError, match=r"rank 0 of the target \(dp=0\)"):
+        weights.push(version=2).wait()
+    with torch.no_grad():
+        for tensor in model.values():
+            tensor.add_(1)
+    assert mesh.all_reduce("dp", torch.ones(1)).item() == 2.0
+    place.tell("failed")
+    began = time.monotonic()
+    link.reopen()
+    weights.push(version=3).wait()
+    link.close()
+    mesh.close()
+    return time.monotonic() - began
+
+
+def test_a_generator_that_dies_comes_again(pool: Pool, tmp_path: Path) -> None:
+    """The trainer learns who died, trains on, and sends the next version to the job that comes next."""
+    ended = run(pool, tmp_path, _killed, free_port(), trainer=2, generator=2, again=1)
+    assert [end.state for end in ended] == ["returned", "returned", "died", "returned", "returned"], (
+        "\n".join(end.text for end in ended)
+    )
+    assert ended[3].value == 1
