@@ -90,9 +90,9 @@ class Schedule:
         position = self._receiver if part.leg or not sends else self._sender
         if position is None:
             return None
-        source, target, ends = self._plan.legs(self._plan.entries[part.entry])[part.leg]
+        leg = self._plan.legs(self._plan.entries[part.entry])[part.leg]
         whose = {"sender" if sends else "receiver": position}
-        return pieces(source, target, ends, align=self._plan.align, **whose)
+        return pieces(leg.source, leg.target, leg.ends, align=leg.align, **whose)
 
     def _messages(self, listed: Sequence[_Piece]) -> list[list[_Piece]]:
         """Return the pieces of each message. Both ends list the same messages of a pair of ranks, in the same order."""
@@ -193,7 +193,7 @@ class Run:
         except BaseException:
             # Other messages under way have no more use.
             for handle in self._handles:
-                handle.abandon()
+                handle._abandon()
             raise
 
     def _run(self) -> None:
