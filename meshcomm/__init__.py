@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from meshcomm.pattern import explain_pattern as explain_pattern
     from meshcomm.simulator import simulate as simulate
     from meshcomm.train import Trainer as Trainer
+    from meshcomm.transfer.explain import explain_transfer as explain_transfer
     from meshcomm.transfer.link import link as link
 
 __version__ = "0.1.0"
@@ -41,6 +42,7 @@ _FOLDERS = {
     "pattern": ("explain_pattern",),
     "simulator": ("simulate",),
     "train": ("Trainer",),
+    "transfer.explain": ("explain_transfer",),
     "transfer.link": ("link",),
 }
 _PUBLIC = {name: f"meshcomm.{folder}" for folder, names in _FOLDERS.items() for name in names}

@@ -74,6 +74,11 @@ PAGES: Final[Mapping[str, tuple[str, str, str]]] = {
         "The steps of `Mesh.rearrange`, as data. Guide: [patterns](../../guide/patterns.md).",
         "explain_pattern pattern.*",
     ),
+    "transfer": (
+        "Transfer between two meshes",
+        "Tensors and weights from the ranks of one mesh to the ranks of another. Guide: [costs](../../guide/costs.md#transfer).",
+        "link transfer.link.Link transfer.weights.Weights transfer.weights.Push explain_transfer transfer.explain.TransferCost",
+    ),
     "layout": (
         "Layout and Plan",
         "The positions of the ranks and the resulting groups, computed without starting processes.",

@@ -141,7 +141,7 @@ class Handle(Generic[T]):
         # Set last, so that other threads continue only after the wait, and an interrupted wait can be repeated.
         self._works = self._finish = self._confirm = None
 
-    def abandon(self) -> None:
+    def _abandon(self) -> None:
         """Let the call go without a wait, because its group has failed. Its tensors stay alive as long as the backend has it."""
         if self._works is not None:
             self._works, self._finish, self._confirm = None, None, None

@@ -40,7 +40,7 @@ GROUPS: Final = {
     "Start ranks": ("run", "train", "simulate"),
     "Look at a mesh": ("plan", "lint", "view", "schema"),
     "Find out what went wrong": ("report", "doctor", "parity"),
-    "Measure and predict": ("bench", "costs", "tune", "dryrun"),
+    "Measure and predict": ("bench", "costs", "tune", "dryrun", "transfer"),
     "Export weights": ("export",),
 }
 
@@ -165,7 +165,7 @@ Overrides = Annotated[
 ]
 
 
-def _checked_world(world: int | None) -> int | None:
+def checked_world(world: int | None) -> int | None:
     from meshcomm.config.mesh import check_world
 
     check_world(world)
@@ -177,7 +177,7 @@ World = Annotated[
     typer.Option(
         "--world-size",
         "--world",
-        callback=_checked_world,
+        callback=checked_world,
         help="Number of processes; required if a size is -1.",
     ),
 ]

@@ -12,7 +12,7 @@ import torch
 
 from meshcomm.errors import LayoutError, MeshcommError
 from meshcomm.layout import Layout
-from meshcomm.transfer.placement import Placement, axes_of
+from meshcomm.transfer.placement import Placement, axes_of, placements_of
 from meshcomm.transfer.plan import Entry, located
 from meshcomm.transfer.sides import BOTH, SideName, Sides, by_value
 
@@ -111,7 +111,7 @@ def _placement(
     if facts.pattern is None:
         placement = Placement.of_facts(parts[0].placement)
     else:
-        text = facts.pattern.split("->")[side == "target"].strip()
+        text = placements_of(facts.pattern)[side == "target"]
         placement = Placement.read(text, _full_shape(text, layout, parts), facts.sizes)
     where = located(placement, layout)
     unfit = by_value([(part.shape, where.local_shape(at)) for at, part in enumerate(parts)])

@@ -14,10 +14,8 @@ import numpy as np
 import torch
 
 from meshcomm.transfer.placement import Ints
-from meshcomm.transfer.plan import Pieces, Slice, assigned, packed
+from meshcomm.transfer.plan import BUCKET_BYTES, Pieces, Slice, assigned, packed
 
-# How much a rank sends, and receives, at once.
-BUCKET_BYTES = 32 << 20
 # Where a box begins and ends in the full tensor.
 Span: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
 
@@ -63,7 +61,9 @@ def box_pieces(source: tuple[tuple[int, Span], ...], target: tuple[tuple[int, Sp
     wanted, held = ((ranks >= 0).any(axis=1) for ranks in (readers, holders))
     if (wanted & ~held).any():
         return None
-    return assigned(holders[wanted], readers[wanted], begin[wanted], end[wanted])
+    holders, readers = holders[wanted], readers[wanted]
+    local = (holders[:, None] == readers[:, :, None]).any(axis=2) & (readers >= 0)
+    return assigned(holders, readers, local, begin[wanted], end[wanted])
 
 
 @final
@@ -88,7 +88,7 @@ class BoxPlan:
             * entry.itemsize
             for entry, every in zip(self.entries, self._pieces, strict=True)
         ]
-        return packed(most, BUCKET_BYTES)
+        return packed([(max(1, -(-nbytes // BUCKET_BYTES)), nbytes) for nbytes in most], BUCKET_BYTES)
 
     def own(self, part: Slice, position: int, sends: bool) -> Pieces:
         """Return the pieces of a slice's tensor that a rank sends, or receives."""

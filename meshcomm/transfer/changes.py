@@ -41,12 +41,15 @@ def marks_of(tensors: Mapping[str, Parted]) -> dict[str, tuple[object, ...]]:
 def fingerprint(memory: Tensor) -> int:
     """Return a hash of the bytes of a tensor, which reads them once."""
     data = memory.detach().contiguous().view(-1).view(torch.uint8)
-    data = pad(data, (0, -data.numel() % _WORD_BYTES))
-    if data.storage_offset() % _WORD_BYTES:
+    weights, total = _weights(data.device), data.numel()
+    if data.data_ptr() % _WORD_BYTES or data.storage_offset() % _WORD_BYTES:
         data = data.clone()
-    weights = _weights(data.device)
-    sums = [(run * weights[: len(run)]).sum() for run in data.view(torch.int64).split(_WORDS)]
-    total = data.numel()
+    last = total - total % _WORD_BYTES
+    words = [
+        run.view(torch.int64)
+        for run in (*data[:last].split(_WORDS * _WORD_BYTES), pad(data[last:], (0, -total % _WORD_BYTES)))
+    ]
+    sums = [(run * weights[: len(run)]).sum() for run in words]
     for run in torch.stack(sums).tolist():
         total = (total * _FACTOR + run) % (1 << 64)
     return total

@@ -61,7 +61,8 @@ class Decisions:
         last = self._number - 1
         if self._position is None or not last:
             return
-        of_copy, of_link = [f"{self._copy}/voted/{self._position}"], [f"done/{self._position}"]
+        of_copy = [f"{self._copy}/voted/{self._position}"]
+        of_link = [f"done/{self._position}", f"problem/{self._position}"]
         if self._position == self._members[0]:
             of_copy += [f"{self._copy}/{what}" for what in ("votes", "decision", "written")]
         if self._position == 0:
@@ -81,8 +82,10 @@ class Decisions:
         """
         decision = self._key(f"{self._copy}/decision")
         votes = self._key(f"{self._copy}/votes")
+        count = self._own.add(votes, 1)
+        # Set last: a rank that is lost in between is one that others miss.
         self._own.set(self._key(f"{self._copy}/voted/{self._position}"), "")
-        if self._own.add(votes, 1) == len(self._members):
+        if count == len(self._members):
             return self._decide(_COMMIT)
         try:
             self._own.wait([decision], self._timeout_s)
@@ -110,10 +113,12 @@ class Decisions:
 
     def report(self, problem: str) -> None:
         """Tell all ranks of the link that this rank of the target uses the version. problem: what failed afterwards, or ""."""
-        self._link.set(self._key(f"done/{self._position}"), problem)
         if problem:
+            self._link.set(self._key(f"problem/{self._position}"), problem)
             self._link.add(self._key("problems"), 1)
-        if self._link.add(self._key("reports"), 1) == self._size:
+        count = self._link.add(self._key("reports"), 1)
+        self._link.set(self._key(f"done/{self._position}"), "")
+        if count == self._size:
             self._outcome(_COMMIT)
 
     def outcome(self) -> tuple[Cause | None, str]:
@@ -131,8 +136,8 @@ class Decisions:
             cause = self._outcome(self.lost(lost.missing))
         if cause is not None or self._link.add(self._key("problems"), 0) == 0:
             return cause, ""
-        texts = [self._link.get(self._key(f"done/{at}")).decode() for at in range(self._size)]
-        return None, "\n".join(filter(None, texts))
+        keys = [self._key(f"problem/{at}") for at in range(self._size)]
+        return None, "\n".join(self._link.get(key).decode() for key in keys if self._link.check([key]))
 
     def lost(self, ranks: tuple[int, ...], who: str = "was lost") -> Cause:
         """Return the cause that blames global ranks of the link's mesh."""

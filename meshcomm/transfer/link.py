@@ -20,7 +20,7 @@ from meshcomm.mesh import Mesh, init
 from meshcomm.mesh.runtime import WORLD
 from meshcomm.transfer.agree import Part, TensorFacts, agree_on_tensor, agree_on_weights
 from meshcomm.transfer.placement import check_pattern
-from meshcomm.transfer.plan import Ends, Plan, located
+from meshcomm.transfer.plan import BUCKET_BYTES, Ends, Plan, located
 from meshcomm.transfer.run import Room, Run, Schedule
 from meshcomm.transfer.sides import BOTH, LINK, SideName, Sides
 from meshcomm.transfer.tensors import memory_of, placement_of, regions
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from meshcomm.mesh.stats import Stats
     from meshcomm.transfer.weights import Atomic, Model, Staging, Weights
 
-_BUCKET_BYTES = 64 << 20
 # How many agreements a rank remembers. A call like a forgotten one agrees again.
 _MOST_AGREED = 1000
 
@@ -43,7 +42,7 @@ def link(
     timeout_s: float | None = None,
     secret: str = "",
     stripes: Sequence[str] | None = None,
-    bucket_bytes: int = _BUCKET_BYTES,
+    bucket_bytes: int = BUCKET_BYTES,
 ) -> Link:
     """Connect the ranks of two meshes, so that tensors can be sent from any split on one to any split on the other.
 
@@ -128,10 +127,8 @@ def _of_one_job(source: Mesh, target: Mesh, timeout_s: float | None) -> Sides:
         backend=defaults[0].backend,
         timeout_s=max(options.timeout_s for options in defaults) if timeout_s is None else timeout_s,
     )
-    numbers = [np.searchsorted(ranks, [int(rank) for rank in layout.ranks.flat]) for layout in layouts]
     per_node = mesh.topology.ranks_per_node
-    nodes = None if per_node is None else np.array(ranks) // per_node
-    ends = Ends(*layouts, numbers[0], numbers[1], nodes)
+    ends = Ends.of(*layouts, None if per_node is None else lambda ranks: ranks // per_node)
     return Sides(mesh, ends, source if source.is_member else None, target if target.is_member else None)
 
 
@@ -158,7 +155,7 @@ class Link:
     def _connect(self, sides: Sides) -> None:
         stripes = self._asked_stripes
         self.mesh, self.is_member, self._sides = sides.mesh, sides.mesh.is_member, sides
-        self._stripes = _default_stripes(sides.ends) if stripes is None else tuple(stripes)
+        self._stripes = sides.ends.default_stripes if stripes is None else tuple(stripes)
         for dim in self._stripes:
             sides.ends.target.digits(dim)
         # Compared with each first transfer.
@@ -371,24 +368,11 @@ class Link:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if error is None:
+            self.close()
+        # After an error, the other side may never take part in a push under way.
         self.mesh.__exit__(kind, error, trace)
 
     def __repr__(self) -> str:
         sizes = [self._sides.layout(side).dims for side in BOTH]
         return f"Link({' -> '.join(str(dict(dims)) for dims in sizes)}; ranks {fold(self.mesh.layout.ranks)})"
-
-
-def _default_stripes(ends: Ends) -> tuple[str, ...]:
-    """Return the dims of the target along which copies share what they receive: see `link`."""
-    nodes, layout = ends.nodes, ends.target
-    if nodes is None or len(set(nodes.tolist())) == 1 or ends.overlap:
-        return ()
-    if ends.source.world_size < layout.world_size:
-        return tuple(layout.dims)
-    groups = {dim: nodes[ends.target_ranks[_positions(layout, dim)]] for dim in layout.dims}
-    return tuple(dim for dim, places in groups.items() if (places == places[:, :1]).all())
-
-
-def _positions(layout: Any, dim: str) -> Any:
-    """Return the positions of each group along a dim, of shape (groups, size)."""
-    return layout.others(dim).offsets()[:, None] + layout.digits(dim).offsets()

@@ -207,24 +207,29 @@ def axes_of(text: object) -> tuple[Axis, ...]:
     return tuple(axes)
 
 
-def check_pattern(pattern: object, sizes: Mapping[str, object]) -> None:
-    """Raise PatternError unless a text is two placements of the same axes, and ShapeError for sizes of anything else."""
-    sides = pattern.split("->") if isinstance(pattern, str) else []
+def placements_of(text: object) -> tuple[str, str]:
+    """Return both sides of `placement -> placement`, with the same axes. Raises PatternError."""
+    sides = text.split("->") if isinstance(text, str) else []
     if len(sides) != 2:
         raise PatternError(
             "a transfer needs two placements",
-            given=repr(pattern),
+            given=repr(text),
             expected='the placement on the source, "->", and the placement on the target, as in "n/tp/fsdp k -> n/tp k"',
         )
-    names = [[[section.name for section in axis] for axis in axes_of(side)] for side in sides]
+    names = [[[section.name for section in axis] for axis in axes_of(part)] for part in sides]
     if names[0] != names[1]:
         raise PatternError(
             "the two placements have different axes",
-            given=str(pattern),
+            given=str(text),
             expected="the same axes and sections in the same order: a transfer only changes where parts lie",
             hint="rearrange the tensor before or after it",
         )
-    known = [name for axis in names[0] for name in axis]
+    return sides[0].strip(), sides[1].strip()
+
+
+def check_pattern(pattern: object, sizes: Mapping[str, object]) -> None:
+    """Raise PatternError unless a text is two placements of the same axes, and ShapeError for sizes of anything else."""
+    known = [section.name for axis in axes_of(placements_of(pattern)[0]) for section in axis]
     for name, size in sizes.items():
         if name not in known or not isinstance(size, int) or isinstance(size, bool) or size < 0:
             raise ShapeError(

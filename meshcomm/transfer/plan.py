@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from itertools import product
+from functools import cached_property, lru_cache
 from typing import Final, NamedTuple, final
 
 import numpy as np
@@ -37,8 +36,7 @@ class Pieces(NamedTuple):
     @property
     def elements(self) -> Ints:
         """The number of elements of each piece."""
-        sizes: Ints = (self.end - self.begin).prod(axis=1, dtype=np.int64)
-        return sizes
+        return elements_of(self.begin, self.end)
 
     def of(self, chosen: NDArray[np.bool_]) -> Pieces:
         """Return some of the pieces."""
@@ -49,6 +47,33 @@ class Pieces(NamedTuple):
         """Whether a piece stays on its rank."""
         local: NDArray[np.bool_] = self.source == self.target
         return local
+
+
+def elements_of(begin: Ints, end: Ints) -> Ints:
+    """Return the number of elements of each box. begin, end: of shape (boxes, axes)."""
+    # Reducing over a short axis of an array is slow.
+    elements = np.ones(len(begin), dtype=np.int64)
+    for axis in range(begin.shape[1]):
+        elements *= end[:, axis] - begin[:, axis]
+    return elements
+
+
+def is_box(begin: Ints, end: Ints) -> NDArray[np.bool_]:
+    """Return whether each box has elements."""
+    some = np.ones(len(begin), dtype=bool)
+    for axis in range(begin.shape[1]):
+        some &= begin[:, axis] < end[:, axis]
+    return some
+
+
+def _longest(begin: Ints, end: Ints) -> tuple[Ints, Ints]:
+    """Return the longest axis of each box, the first of several, and its length. Boxes have axes."""
+    axis, length = np.zeros(len(begin), dtype=np.int64), end[:, 0] - begin[:, 0]
+    for other in range(1, begin.shape[1]):
+        lengths = end[:, other] - begin[:, other]
+        axis[lengths > length] = other
+        length = np.maximum(length, lengths)
+    return axis, length
 
 
 @final
@@ -68,20 +93,52 @@ class Ends:
     target_ranks: Ints
     nodes: Ints | None = None
 
-    @property
+    @classmethod
+    def of(cls, source: Layout, target: Layout, nodes: Callable[[Ints], Ints] | None = None) -> Ends:
+        """Return the ends of a transfer within one job, where equal ranks are one rank. nodes: from ranks to their nodes."""
+        ranks = np.union1d(source.ranks, target.ranks)
+        numbers = [np.searchsorted(ranks, layout.ranks) for layout in (source, target)]
+        return cls(source, target, numbers[0], numbers[1], None if nodes is None else nodes(ranks))
+
+    @cached_property
     def size(self) -> int:
         """How many ranks take part."""
         return int(max(self.source_ranks.max(), self.target_ranks.max())) + 1
 
-    @property
+    @cached_property
+    def source_positions(self) -> Ints:
+        """The position on the source of each number, or -1."""
+        positions = np.full(self.size, -1, dtype=np.int64)
+        positions[self.source_ranks] = np.arange(len(self.source_ranks))
+        return positions
+
+    @cached_property
     def overlap(self) -> bool:
         """Whether a rank is on both sides."""
-        return bool(np.isin(self.source_ranks, self.target_ranks).any())
+        return bool((self.source_positions[self.target_ranks] >= 0).any())
 
     @property
     def within_target(self) -> Ends:
         """The ends of a transfer from the target to itself."""
-        return Ends(self.target, self.target, self.target_ranks, self.target_ranks, self.nodes)
+        ends = Ends(self.target, self.target, self.target_ranks, self.target_ranks, self.nodes)
+        ends.__dict__["size"] = self.size
+        return ends
+
+    @property
+    def default_stripes(self) -> tuple[str, ...]:
+        """The dims of the target along which copies receive different stripes by default: see `meshcomm.link`."""
+        nodes, layout = self.nodes, self.target
+        if nodes is None or len(np.unique(nodes)) == 1 or self.overlap:
+            return ()
+        if self.source.world_size < layout.world_size:
+            return tuple(layout.dims)
+        groups = {
+            dim: nodes[
+                self.target_ranks[layout.others(dim).offsets()[:, None] + layout.digits(dim).offsets()]
+            ]
+            for dim in layout.dims
+        }
+        return tuple(dim for dim, places in groups.items() if (places == places[:, :1]).all())
 
 
 def _overlaps(a: Cuts, b: Cuts) -> tuple[Ints, Ints, Ints, Ints]:
@@ -97,19 +154,22 @@ def _overlaps(a: Cuts, b: Cuts) -> tuple[Ints, Ints, Ints, Ints]:
     return i[some], j[some], begins[some], ends[some]
 
 
-class _Pairs(NamedTuple):
+class Pairs(NamedTuple):
     """What the parts of a block of the source and a block of the target have in common.
 
     source, target: what the coords of both parts add to a rank's position. begin, end: of shape (pairs, axes).
+    source_copies, target_copies: see Block.copies.
     """
 
     source: Ints
     target: Ints
     begin: Ints
     end: Ints
+    source_copies: Ints
+    target_copies: Ints
 
 
-def _pairs(a: Block, b: Block) -> _Pairs:
+def pairs_of(a: Block, b: Block) -> Pairs:
     overlaps = [_overlaps(*cuts) for cuts in zip(a.cuts, b.cuts, strict=True)]
     counts = [len(i) for i, _, _, _ in overlaps]
     count = math.prod(counts)
@@ -123,7 +183,7 @@ def _pairs(a: Block, b: Block) -> _Pairs:
         source += a.cuts[axis].offsets[i][at]
         target += b.cuts[axis].offsets[j][at]
         begin[:, axis], end[:, axis] = begins[at], ends[at]
-    return _Pairs(source, target, begin, end)
+    return Pairs(source, target, begin, end, a.copies, b.copies)
 
 
 def _of_position(block: Block, position: int | None) -> Block:
@@ -148,13 +208,12 @@ def pieces(
     are computed. A piece that a rank of both sides holds already stays local.
     align: pieces are divided among holders at multiples of this index only.
     """
-    parts = []
-    for a, b in product(source.blocks, target.blocks):
-        pairs = _pairs(_of_position(a, sender), _of_position(b, receiver))
-        if len(pairs.begin):
-            holders = ends.source_ranks[pairs.source[:, None] + a.copies]
-            readers = ends.target_ranks[pairs.target[:, None] + b.copies]
-            parts.append(assigned(holders, readers, pairs.begin, pairs.end, ends, align))
+    parts = [
+        pieces_of(pairs, ends, align)
+        for a in source.blocks
+        for b in target.blocks
+        if len((pairs := pairs_of(_of_position(a, sender), _of_position(b, receiver))).begin)
+    ]
     axes = len(source.placement.axes)
     none = np.zeros(0, dtype=np.int64)
     every = (
@@ -169,21 +228,46 @@ def pieces(
     return every
 
 
+def held_by_reader(pairs: Pairs, ends: Ends) -> NDArray[np.bool_]:
+    """Return whether a reader holds what it reads, of shape (pairs, target copies)."""
+    readers = ends.target_ranks[pairs.target[:, None] + pairs.target_copies]
+    if not ends.overlap:
+        return np.zeros(readers.shape, dtype=bool)
+    # A position is that of a part plus that of a copy, in one way only.
+    is_copy = np.zeros(ends.source.world_size, dtype=bool)
+    is_copy[pairs.source_copies] = True
+    positions = ends.source_positions[readers]
+    within = positions - pairs.source[:, None]
+    held: NDArray[np.bool_] = (positions >= 0) & (within >= 0) & is_copy[np.maximum(within, 0)]
+    return held
+
+
+def pieces_of(pairs: Pairs, ends: Ends, align: int) -> Pieces:
+    """Decide which holder of each pair sends which part of it to which reader."""
+    holders = ends.source_ranks[pairs.source[:, None] + pairs.source_copies]
+    readers = ends.target_ranks[pairs.target[:, None] + pairs.target_copies]
+    nodes = ends.nodes if ends.overlap else None
+    return assigned(holders, readers, held_by_reader(pairs, ends), pairs.begin, pairs.end, nodes, align)
+
+
 def assigned(
-    holders: Ints, readers: Ints, begin: Ints, end: Ints, ends: Ends | None = None, align: int = 1
+    holders: Ints,
+    readers: Ints,
+    local: NDArray[np.bool_],
+    begin: Ints,
+    end: Ints,
+    nodes: Ints | None = None,
+    align: int = 1,
 ) -> Pieces:
     """Decide which holder of each box sends which part of it to which reader.
 
-    holders, readers: the ranks, of shape (boxes, most ranks of a box). Without `ends`, a row may end in -1, for no rank, but not
-    begin with it.
+    holders, readers: the ranks, of shape (boxes, most ranks of a box). Without `nodes`, a row may end in -1, for no rank, but not
+    begin with it. local: whether a reader holds what it reads.
     """
-    local = np.zeros(readers.shape, dtype=bool)
-    near = local
-    if ends is None or ends.overlap:
-        local = (holders[:, None, :] == readers[:, :, None]).any(axis=2) & (readers >= 0)
-        if ends is not None and ends.nodes is not None:
-            same = ends.nodes[holders][:, None, :] == ends.nodes[readers][:, :, None]
-            near = same.any(axis=2) & ~local
+    near = np.zeros_like(local)
+    if nodes is not None:
+        same = nodes[holders][:, None, :] == nodes[readers][:, :, None]
+        near = same.any(axis=2) & ~local
     row, reader = np.nonzero(local)
     ranks = readers[row, reader]
     kept = Pieces(ranks, ranks, begin[row], end[row])
@@ -198,14 +282,17 @@ def assigned(
     # Reader i of n takes piece j of m from holder i * m + j, counted around. With m = h / gcd(h, n), the h holders send the same.
     far = ~(local | near) & (readers >= 0)
     row, reader = np.nonzero(far)
-    turn, count = (far.cumsum(axis=1) - 1)[row, reader], (holders >= 0).sum(axis=1)
-    parts = (count // np.gcd(count, far.sum(axis=1)))[row] if begin.shape[1] else np.ones_like(row)
-    again = np.repeat(np.arange(len(row)), parts)
-    j = np.arange(len(again)) - np.repeat(np.cumsum(parts) - parts, parts)
-    row, reader, turn, parts = row[again], reader[again], turn[again], parts[again]
-    first, last = sliced(begin[row], end[row], j, parts, align)
-    sent = Pieces(holders[row, (turn * parts + j) % count[row]], readers[row, reader], first, last)
-    sent = sent.of(np.all(last > first, axis=1))
+    if holders.shape[1] == 1:
+        sent = Pieces(holders[row, 0], readers[row, reader], begin[row], end[row])
+    else:
+        turn, count = (far.cumsum(axis=1) - 1)[row, reader], (holders >= 0).sum(axis=1)
+        parts = (count // np.gcd(count, far.sum(axis=1)))[row] if begin.shape[1] else np.ones_like(row)
+        again = np.repeat(np.arange(len(row)), parts)
+        j = np.arange(len(again)) - np.repeat(np.cumsum(parts) - parts, parts)
+        row, reader, turn, parts = row[again], reader[again], turn[again], parts[again]
+        first, last = sliced(begin[row], end[row], j, parts, align)
+        sent = Pieces(holders[row, (turn * parts + j) % count[row]], readers[row, reader], first, last)
+        sent = sent.of(is_box(first, last))
     return Pieces(*map(np.concatenate, zip(kept, neighbors, sent, strict=True)))
 
 
@@ -216,7 +303,7 @@ def sliced(
     if not begin.shape[1]:
         return begin, end
     begin, end, rows = begin.copy(), end.copy(), np.arange(len(begin))
-    axis = (end - begin).argmax(axis=1)
+    axis, _ = _longest(begin, end)
     first, last = begin[rows, axis], end[rows, axis]
     cuts = [first + (last - first) * at // count for at in (number, number + 1)]
     if align > 1:
@@ -240,22 +327,80 @@ class Entry(NamedTuple):
     target: Placement
 
 
-class Leg(NamedTuple):
+@final
+@dataclass(frozen=True, eq=False)
+class Leg:
     """The way of a tensor from one placement to another. A tensor has two legs if copies of the target gather it from stripes."""
 
     source: Located
     target: Located
     ends: Ends
+    align: int = 1
 
-    def most(self, itemsize: int) -> int:
-        """Return the largest number of bytes that a rank sends or receives, rounded up; local pieces count as well."""
-        sent = 0.0
-        for a, b in product(self.source.blocks, self.target.blocks):
-            pairs = _pairs(a, b)
-            elements = (pairs.end - pairs.begin).prod(axis=1)
-            shares = np.bincount(pairs.source, elements, minlength=1)
-            sent += float(shares.max()) * max(1.0, len(b.copies) / len(a.copies))
-        return math.ceil(max(sent, self.target.most)) * itemsize
+    def pairs(self) -> Iterator[Pairs]:
+        """Yield what parts of both sides have in common, in arrays of a bounded size."""
+        for a in self.source.blocks:
+            for b in self.target.blocks:
+                pairs = pairs_of(a, b)
+                rows = max(1, _MOST_ROWS // (len(a.copies) * len(b.copies)))
+                for at in range(0, len(pairs.source), rows):
+                    part = slice(at, at + rows)
+                    yield pairs._replace(
+                        source=pairs.source[part],
+                        target=pairs.target[part],
+                        begin=pairs.begin[part],
+                        end=pairs.end[part],
+                    )
+
+    def chunks(self, itemsize: int, bucket_bytes: int) -> int:
+        """Return in how many chunks the pieces are sent, so that a rank sends and receives at most `bucket_bytes` at once.
+
+        If one row of each piece is more than that, the pieces are sent row by row.
+        """
+        elements, rows, length = self._sizes
+        if elements * itemsize <= bucket_bytes:
+            return 1
+        # Chunks of a piece differ by one row.
+        room = bucket_bytes // itemsize - rows
+        return min(length, -(-elements // room)) if room > 0 else length
+
+    def most(self, itemsize: int, chunks: int) -> int:
+        """Return the largest number of bytes that a rank sends or receives of one of `chunks` chunks, or a bound of it."""
+        elements, rows, _ = self._sizes
+        return (elements if chunks == 1 else min(elements, -(-elements // chunks) + rows)) * itemsize
+
+    @cached_property
+    def _sizes(self) -> tuple[int, int, int]:
+        """The most elements that a rank sends or receives, the most in one row of each of its pieces, and the longest piece.
+
+        A row is what lies at one index of a piece's longest axis.
+        """
+        elements, rows = Loads.none(self.ends.size), Loads.none(self.ends.size)
+        elements.add(self, 1, 1)
+        rows.add(self, 1, 1, rows=True)
+        most = [int(max(loads.sent.max(), loads.received.max())) for loads in (elements, rows)]
+        length = max((int((pairs.end - pairs.begin).max(initial=1)) for pairs in self.pairs()), default=1)
+        return most[0], most[1], length
+
+
+def _stripe_axis(source: Located, target: Located, free: Sequence[str]) -> int:
+    """Return the axis along which stripes have the fewest pieces, of those along which they are about equally long."""
+    stripes = math.prod(target.layout.size(dim) for dim in free)
+    lengths = [
+        max(int((cut.ends - cut.begins).max()) for cut in cuts)
+        for cuts in zip(*(block.cuts for block in target.blocks), strict=True)
+    ]
+    even = [axis for axis, length in enumerate(lengths) if -(-length // stripes) * stripes <= 1.05 * length]
+
+    def count(axis: int) -> int:
+        striped = located(target.placement.split_further(axis, free), target.layout)
+        return sum(
+            math.prod(len(_overlaps(*cuts)[0]) for cuts in zip(a.cuts, b.cuts, strict=True))
+            for a in source.blocks
+            for b in striped.blocks
+        )
+
+    return min(even, key=count) if even else lengths.index(max(lengths))
 
 
 class Slice(NamedTuple):
@@ -267,24 +412,27 @@ class Slice(NamedTuple):
     chunks: int
 
 
-def packed(most: Sequence[int], bucket_bytes: int) -> list[list[Slice]]:
-    """Divide entries into rounds, none of which fills more than a bucket. most: the bytes that an entry takes up in one."""
+def packed(sizes: Sequence[tuple[int, int]], bucket_bytes: int) -> list[list[Slice]]:
+    """Divide entries into rounds that fill a bucket. sizes: the number of chunks and the bytes in a bucket of each entry."""
     rounds: list[list[Slice]] = []
-    used = 0
-    for number, nbytes in enumerate(most):
-        chunks = max(1, -(-nbytes // bucket_bytes))
+    full = used = bucket_bytes + 1
+    for number, (chunks, most) in enumerate(sizes):
         if chunks > 1:
             rounds += [[Slice(number, 0, chunk, chunks)] for chunk in range(chunks)]
-            used = bucket_bytes
+            used = full
             continue
-        if not rounds or used + nbytes > bucket_bytes:
+        if used + most > bucket_bytes:
             rounds.append([])
             used = 0
         rounds[-1].append(Slice(number, 0, 0, 1))
-        used += nbytes
+        used += most
     return rounds
 
 
+# How many bytes a rank sends, and receives, at once by default.
+BUCKET_BYTES: Final = 64 << 20
+# How many rows of an array are computed at once.
+_MOST_ROWS: Final = 1 << 22
 # A smaller part is not worth a second message.
 _LEAST_STRIPED_BYTES: Final = 64 << 10
 
@@ -307,18 +455,19 @@ class Plan:
         entries: Sequence[Entry],
         *,
         stripes: Sequence[str] = (),
-        bucket_bytes: int = 64 << 20,
+        bucket_bytes: int = BUCKET_BYTES,
         align: int = 1,
     ) -> None:
         self.ends, self.entries, self.stripes = ends, tuple(entries), tuple(stripes)
         self.bucket_bytes, self.align = bucket_bytes, align
         self._within_target = ends.within_target
         self._legs: dict[tuple[int, Placement, Placement], tuple[Leg, ...]] = {}
-        self._most: dict[tuple[int, Placement, Placement], int] = {}
+        self._rounds: list[list[Slice]] | None = None
+        self._gathers: dict[tuple[Placement, int], Leg] = {}
 
     def legs(self, entry: Entry) -> tuple[Leg, ...]:
         """Return the legs of an entry, in order. Entries with equal placements share them."""
-        key = entry.itemsize, entry.source, entry.target
+        key = entry[1:]
         legs = self._legs.get(key)
         if legs is None:
             legs = self._legs[key] = self._legs_of(entry)
@@ -329,20 +478,28 @@ class Plan:
         used = entry.target.dims
         free = [dim for dim in self.stripes if not used or dim in self.ends.target.rest(used)]
         if not free or not entry.target.axes or target.most * entry.itemsize < _LEAST_STRIPED_BYTES:
-            return (Leg(source, target, self.ends),)
-        lengths = [
-            max(int((cut.ends - cut.begins).max()) for cut in cuts)
-            for cuts in zip(*(b.cuts for b in target.blocks), strict=True)
-        ]
-        striped = located(entry.target.split_further(lengths.index(max(lengths)), free), self.ends.target)
-        return (Leg(source, striped, self.ends), Leg(striped, target, self._within_target))
+            return (Leg(source, target, self.ends, self.align),)
+        axis = _stripe_axis(source, target, free)
+        gather = self._gathers.get((entry.target, axis))
+        if gather is None:
+            striped = located(entry.target.split_further(axis, free), self.ends.target)
+            gather = self._gathers[entry.target, axis] = Leg(striped, target, self._within_target, self.align)
+        return (Leg(source, gather.source, self.ends, self.align), gather)
 
     def rounds(self) -> list[list[Slice]]:
         """Return what is sent at once, in order. A round needs what the one before it sends only if nothing else is left."""
+        if self._rounds is None:
+            self._rounds = self._find_rounds()
+        return self._rounds
+
+    def _find_rounds(self) -> list[list[Slice]]:
+        sizes: dict[tuple[int, Placement, Placement], tuple[int, int]] = {}
         for entry in self.entries:
-            if entry[1:] not in self._most:
-                self._most[entry[1:]] = max(leg.most(entry.itemsize) for leg in self.legs(entry))
-        firsts = packed([self._most[entry[1:]] for entry in self.entries], self.bucket_bytes)
+            if entry[1:] not in sizes:
+                legs, itemsize = self.legs(entry), entry.itemsize
+                chunks = max(leg.chunks(itemsize, self.bucket_bytes) for leg in legs)
+                sizes[entry[1:]] = chunks, max(leg.most(itemsize, chunks) for leg in legs)
+        firsts = packed([sizes[entry[1:]] for entry in self.entries], self.bucket_bytes)
         # A round's second leg comes after the first leg of the next round. The legs of a large tensor are cut at different
         # elements, so its second leg begins after the whole first leg.
         rounds: list[list[Slice]] = []
@@ -363,15 +520,23 @@ class Plan:
         """Return the pieces of a slice's leg that the rank at a position sends, or receives."""
         leg = self.legs(self.entries[part.entry])[part.leg]
         whose = {"sender" if sends else "receiver": position}
-        return pieces(leg.source, leg.target, leg.ends, align=self.align, **whose)
+        return pieces(leg.source, leg.target, leg.ends, align=leg.align, **whose)
 
     def loads(self) -> Loads:
         """Return what each rank sends and receives."""
         total = Loads.none(self.ends.size)
+        for leg, (nbytes, count) in self.weighted_legs().items():
+            total.add(leg, nbytes, count)
+        return total
+
+    def weighted_legs(self) -> dict[Leg, tuple[int, int]]:
+        """Return all legs, each with the bytes of an element of all its tensors together, and how many tensors there are."""
+        weights: dict[Leg, tuple[int, int]] = {}
         for (itemsize, source, target), count in Counter(entry[1:] for entry in self.entries).items():
             for leg in self.legs(Entry("", itemsize, source, target)):
-                total.add(leg, itemsize * count, count)
-        return total
+                nbytes, tensors = weights.get(leg, (0, 0))
+                weights[leg] = nbytes + itemsize * count, tensors + count
+        return weights
 
 
 @final
@@ -388,27 +553,59 @@ class Loads:
     def none(cls, size: int) -> Loads:
         return cls(np.zeros(size), np.zeros(size), np.zeros(size))
 
-    def add(self, leg: Leg, nbytes: int, count: int) -> None:
-        """Add the pieces of `count` tensors. nbytes: of an element of all of them together."""
-        ends = leg.ends
-        if ends.overlap:
-            every = pieces(leg.source, leg.target, ends)
-            local, elements = every.is_local, every.elements * nbytes
-            self.sent += np.bincount(every.source[~local], elements[~local], ends.size)
-            self.received += np.bincount(every.target[~local], elements[~local], ends.size)
-            self.copied += np.bincount(every.target[local], elements[local], ends.size)
+    def add(self, leg: Leg, nbytes: int, count: int, *, rows: bool = False) -> None:
+        """Add the pieces of `count` tensors.
+
+        nbytes: of an element of all tensors together. rows: count only what lies at one index of each piece's longest axis.
+        """
+        for pairs in leg.pairs():
+            self._add(pairs, leg, nbytes, count, rows)
+
+    def _add(self, pairs: Pairs, leg: Leg, nbytes: int, count: int, rows: bool) -> None:
+        ends, holders, readers = leg.ends, len(pairs.source_copies), len(pairs.target_copies)
+        if ends.overlap and ends.nodes is not None and holders > 1:
+            # Readers choose the nearest of several holders.
+            every = pieces_of(pairs, ends, leg.align)
+            values, local = _values(every.begin, every.end, rows) * nbytes, every.is_local
+            self.sent += np.bincount(every.source[~local], values[~local], ends.size)
+            self.received += np.bincount(every.target[~local], values[~local], ends.size)
+            self.copied += np.bincount(every.target[local], values[local], ends.size)
             self.pieces += count * int((~local).sum())
             return
-        for a in leg.source.blocks:
-            for b in leg.target.blocks:
-                pairs = _pairs(a, b)
-                elements = (pairs.end - pairs.begin).prod(axis=1, dtype=np.int64) * nbytes
-                holders, readers = len(a.copies), len(b.copies)
-                for copies, ranks, positions, sums, share in (
-                    (a.copies, ends.source_ranks, pairs.source, self.sent, readers / holders),
-                    (b.copies, ends.target_ranks, pairs.target, self.received, 1.0),
-                ):
-                    by_part = np.bincount(positions, elements * share, minlength=1)
-                    parts = np.flatnonzero(by_part)
-                    np.add.at(sums, ranks[parts[:, None] + copies], by_part[parts, None])
-                self.pieces += count * len(elements) * readers * (holders // math.gcd(holders, readers))
+        values = _values(pairs.begin, pairs.end, rows) * nbytes
+        takers = np.full(len(values), readers)
+        if ends.overlap:
+            local = held_by_reader(pairs, ends)
+            ranks = ends.target_ranks[pairs.target[:, None] + pairs.target_copies]
+            every_value = np.broadcast_to(values[:, None], ranks.shape)
+            self.received += np.bincount(ranks[~local], every_value[~local], ends.size)
+            self.copied += np.bincount(ranks[local], every_value[local], ends.size)
+            takers -= local.sum(axis=1)
+        else:
+            _spread(self.received, ends.target_ranks, pairs.target, pairs.target_copies, values)
+        # As in `pieces_of`, slice number q % slices goes out from holder q % holders.
+        for turns in np.unique(takers[takers > 0]).tolist():
+            at = takers == turns
+            begin, end, source = pairs.begin[at], pairs.end[at], pairs.source[at]
+            slices = holders // math.gcd(holders, turns) if begin.shape[1] else 1
+            cycle = slices if begin.shape[1] else holders
+            for number in range(cycle):
+                first, last = sliced(begin, end, number % slices, slices, leg.align)
+                times = len(range(number, turns * slices, holders))
+                copies = pairs.source_copies[number::cycle]
+                sent = _values(first, last, rows) * (nbytes * times)
+                _spread(self.sent, ends.source_ranks, source, copies, sent)
+                self.pieces += count * times * len(copies) * int(is_box(first, last).sum())
+
+
+def _values(begin: Ints, end: Ints, rows: bool) -> Ints:
+    """Return the elements of each box, or of one row of it."""
+    elements = elements_of(begin, end)
+    return elements // np.maximum(_longest(begin, end)[1], 1) if rows and begin.shape[1] else elements
+
+
+def _spread(sums: NDArray[np.float64], ranks: Ints, parts: Ints, copies: Ints, values: Ints) -> None:
+    """Add values of parts to the ranks at all their copies."""
+    by_part = np.bincount(parts, values, minlength=1)
+    held = np.flatnonzero(by_part)
+    sums[ranks[held[:, None] + copies]] += by_part[held, None]

@@ -187,7 +187,7 @@ class Run:
         except BaseException:
             # Other messages under way have no more use.
             for handle in self._handles:
-                handle.abandon()
+                handle._abandon()
             raise
 
     def _run(self) -> None:

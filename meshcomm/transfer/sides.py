@@ -107,7 +107,7 @@ class Sides:
                     expected="a link whose ranks have all made the same calls",
                     hint="link.reopen() connects the ranks that are left; the meshes of both sides remain open",
                     version=getattr(use.failed, "version", None),
-                    missing=getattr(use.failed, "missing", ()),
+                    missing=use.failed.missing if isinstance(use.failed, TransferFailed) else (),
                 ) from use.failed
             try:
                 yield

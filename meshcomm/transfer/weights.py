@@ -17,10 +17,12 @@ from torch import Tensor, nn
 
 from meshcomm.errors import (
     CommunicationError,
+    LayoutError,
     MeshcommError,
     PeerLost,
     RankLost,
     SourceChanged,
+    StoreError,
     TransferFailed,
     TransferMismatch,
     UnsupportedOp,
@@ -39,6 +41,7 @@ from meshcomm.transfer.readers import Readers
 from meshcomm.transfer.run import Room, Run, Schedule
 from meshcomm.transfer.sides import BOTH, LINK, SideName, Sides
 from meshcomm.transfer.tensors import Cutout, Parted, Region, memory_of, placement_of, regions
+from meshcomm.transport.torch_private import await_at_exit
 
 Staging: TypeAlias = Literal["whole", "buckets"]
 Atomic: TypeAlias = Literal["copy", "all"]
@@ -146,9 +149,12 @@ _PUSHES: WeakSet[Push] = WeakSet()
 @atexit.register
 def _settle_at_exit() -> None:
     """Wait for the pushes under way, and print the error of one that nobody has waited for."""
-    if getattr(sys, "last_value", None) is not None:
-        return  # the program has failed, and its targets may never pull
+    has_failed = getattr(sys, "last_value", None) is not None
     for push in list(_PUSHES):
+        if has_failed and push._thread is not None:
+            # The targets may never pull.
+            await_at_exit(push._thread)
+            continue
         push.settle()
         if push._error is not None and not push._raised:
             what = f"nobody waited for the push of version {push.version}, which failed"
@@ -269,12 +275,19 @@ class Weights:
                 hint="pull() on ranks of the target",
             )
         number = whole(version, "version")
+        if not 0 <= number < 1 << 62:
+            raise LayoutError(
+                "a version is not negative",
+                given=f"version {number}",
+                expected="an integer of 0 or more, such as the training step",
+            )
         if (last := self._sides.use.push) is not None:
             last.end()
         if self._sides.use.failed is not None:
             with self._sides.calling():  # raises
                 pass
         problem = self._look("source")
+        self._before = {}
         if snapshot:
             self._copied = self._copied or _spare(self._sources, wire=True)
             for number_of, room in self._copied.items():
@@ -502,7 +515,7 @@ class Weights:
 
     def _cause(self, error: BaseException) -> Cause:
         me, missing = self._sides.me, getattr(error, "missing", ())
-        if isinstance(error, CommunicationError):
+        if isinstance(error, CommunicationError | StoreError):
             if isinstance(error, TransferFailed):
                 return Cause(error.what)
             lost = isinstance(error, PeerLost | RankLost)

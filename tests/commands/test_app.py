@@ -107,6 +107,7 @@ SHOWN: dict[str, list[tuple[str, ...]]] = {
     "parity": [(QUICK, "--world-size", "8")],
     "costs": [(GPT, "--world-size", "64", "--bytes", "1MiB")],
     "tune": [(QUICK, "--world-size", "8", "--top", "2", *NODES)],
+    "transfer": [(QUICK, MESH, *NODES), (QUICK, QUICK, "--same-ranks")],
     "dryrun": [(QUICK, "--world-size", "8", "--sample", "0", "--set", "topology.memory_gbytes=1", *NODES)],
 }  # fmt: skip
 # Ranks show the results of these commands, and test_bench.py checks them.
@@ -288,7 +289,7 @@ def test_world_is_a_second_name_of_world_size_in_every_command_that_takes_it() -
 
 def test_a_shell_completes_commands_and_options() -> None:
     for words, offered in {
-        "meshcomm t": ["train", "tune"],
+        "meshcomm t": ["train", "tune", "transfer"],
         "meshcomm plan configs/mesh.toml --expo": ["--export"],
     }.items():
         asked = {"COMP_WORDS": words, "COMP_CWORD": str(len(words.split()) - 1)}

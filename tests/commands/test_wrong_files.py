@@ -38,6 +38,7 @@ WORDS: dict[str, list[list[str]]] = {
     "costs": [["FILE"]],
     "tune": [["FILE", "--world-size", "8"], [QUICK, "--world-size", "8", "--write", "FILE"]],
     "dryrun": [["FILE"], ["--world-size", "2", "FILE"], [QUICK, "FILE"]],
+    "transfer": [["FILE", QUICK], [QUICK, "FILE"], [QUICK, QUICK, "--model", "FILE"]],
     "export": [["FILE", "out.safetensors"], ["FILE", "out", "--pretrained"]],
 }
 

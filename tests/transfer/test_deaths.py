@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import meshcomm
-from meshcomm.errors import RankFailed
+from meshcomm.errors import PeerLost, RankFailed
 from meshcomm.mesh import Mesh
 from meshcomm.mesh.runtime import WORLD
 from meshcomm.transfer.weights import Staging
@@ -43,6 +43,7 @@ def simulated(
         source, target, link = opened(mesh.plan.defaults.timeout_s)
         model = model_of(source, target)
         weights = link.weights(model, staging=staging)
+        mesh.barrier("all")
         begin = world._actor.operations
         outcome = transfers(source, weights, model)
         spans[mesh.rank] = begin + 1, world._actor.operations
@@ -95,6 +96,31 @@ def test_some_deaths(lost: int, spans: dict[Staging, dict[int, tuple[int, int]]]
     for number, staging in enumerate(STAGINGS):
         begin, end = spans[staging][lost]
         _check(lost, staging, range(begin + (lost + number) % 7, end + 1, 13))
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("staging", STAGINGS)
+def test_one_rank_fails_when_all_others_have_every_byte(staging: Staging, seed: int) -> None:
+    """Its copy keeps the old version, or refuses; the other copy may have the new one. Every rank names it."""
+    said: dict[int, Said] = {}
+
+    def program(mesh: Mesh) -> None:
+        source, target, link = opened(mesh.plan.defaults.timeout_s)
+        weights = link.weights(model := model_of(source, target), staging=staging)
+        confirm = weights._unchanged
+
+        def fail(version: int) -> None:
+            confirm(version)
+            if mesh.rank == 5 and version == 2:
+                raise PeerLost("lost a peer", missing=(5,))
+
+        weights._unchanged = fail
+        said[mesh.rank] = transfers(source, weights, model)
+
+    meshcomm.simulate(program, dims={"all": 8}, schedule_seed=seed)
+    wrong = complaints({rank: one for rank, one in said.items() if rank != 5}, 5, staging)
+    assert not wrong, "\n".join(wrong)
+    assert {said[4].version, said[5].version} == {1 if staging == "whole" else None}
 
 
 @pytest.mark.faults

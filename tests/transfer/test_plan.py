@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from meshcomm.layout import Layout
+from meshcomm.transfer.explain import counts
 from meshcomm.transfer.placement import Located, Placement
-from meshcomm.transfer.plan import Ends, Pieces, pieces
+from meshcomm.transfer.plan import Ends, Entry, Loads, Pieces, Plan, pieces, sliced
 from tests.transfer.oracle import Case, random_axes, random_case, random_grid
 
 
@@ -121,3 +122,66 @@ def _rows(parts: Pieces, number: int) -> list[tuple[int, list[int], list[int]]]:
 
 def _same(mine: Pieces, rows: Pieces, seed: int) -> None:
     assert all(np.array_equal(x, y) for x, y in zip(mine, rows, strict=True)), seed
+
+
+@pytest.mark.parametrize("block", range(4))
+def test_loads_and_rounds_are_what_all_ranks_send(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What each rank computes for itself adds up to the loads; a round keeps to the bucket, or sends one row of each piece."""
+    monkeypatch.setattr("meshcomm.transfer.plan._LEAST_STRIPED_BYTES", 0)
+    for seed in range(block * 60, (block + 1) * 60):
+        draw = random.Random(-seed - 1)
+        source, target, ends = random_ends(seed)
+        axes = [[(section.name, section.size) for section in axis] for axis in source.axes]
+        entries = []
+        for number in range(draw.randint(1, 3)):
+            cases = [random_case(draw, case.grid, axes, at=True) for case in (source, target)]
+            placements = [Placement.read(case.text, None, case.sizes, case.at) for case in cases]
+            entries += [Entry(str(number), draw.choice([1, 2, 4]), *placements)] * draw.choice([1, 1, 2])
+        stripes = draw.sample(list(target.grid.dims), draw.randint(0, len(target.grid.dims)))
+        bucket = draw.choice([8, 40, 100, 1000])
+        plan = Plan(ends, entries, stripes=stripes, bucket_bytes=bucket, align=draw.choice([1, 1, 4]))
+        loads, every = Loads.none(ends.size), {}
+        for number, entry in enumerate(entries):
+            for turn, leg in enumerate(plan.legs(entry)):
+                parts = [
+                    pieces(leg.source, leg.target, leg.ends, receiver=at, align=plan.align)
+                    for at in range(len(ends.target_ranks))
+                ]
+                of_leg = every[number, turn] = Pieces(*map(np.concatenate, zip(*parts, strict=True)))
+                for giver, taker, nbytes in zip(
+                    of_leg.source, of_leg.target, of_leg.elements * entry.itemsize, strict=True
+                ):
+                    if giver == taker:
+                        loads.copied[giver] += nbytes
+                    else:
+                        loads.sent[giver] += nbytes
+                        loads.received[taker] += nbytes
+                        loads.pieces += 1
+        planned = plan.loads()
+        for name in ("sent", "received", "copied"):
+            assert getattr(planned, name).tolist() == getattr(loads, name).tolist(), (seed, name)
+        assert planned.pieces == loads.pieces, seed
+        arrived, messages, sent = dict.fromkeys(every, 0), 0, 0
+        for parts_of_round in plan.rounds():
+            sums, rows = np.zeros((2, ends.size)), np.zeros((2, ends.size))
+            peers = set()
+            for part in parts_of_round:
+                of_leg = every[part.entry, part.leg]
+                begin, end = sliced(of_leg.begin, of_leg.end, part.chunk, part.chunks)
+                slices = Pieces(of_leg.source, of_leg.target, begin, end)
+                arrived[part.entry, part.leg] += int(slices.elements.sum())
+                itemsize = entries[part.entry].itemsize
+                row = of_leg.elements // np.maximum((of_leg.end - of_leg.begin).max(axis=1, initial=1), 1)
+                for giver, taker, elements, in_row in zip(
+                    slices.source, slices.target, slices.elements, row, strict=True
+                ):
+                    if giver != taker and elements:
+                        peers.add((giver, taker))
+                        sent += 1
+                        for direction, rank in enumerate((giver, taker)):
+                            sums[direction, rank] += elements * itemsize
+                            rows[direction, rank] += in_row * itemsize
+            messages += len(peers)
+            assert ((sums <= bucket) | (sums <= rows)).all(), seed
+        assert counts(plan) == (messages, sent), seed
+        assert arrived == {key: int(of_leg.elements.sum()) for key, of_leg in every.items()}, seed

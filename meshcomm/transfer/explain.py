@@ -1,0 +1,364 @@
+"""`meshcomm.explain_transfer`: what a transfer between two meshes sends, and how near it is to the least possible."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeAlias, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshcomm.config import Config, TopologyConfig
+from meshcomm.errors import LayoutError, PatternError
+from meshcomm.layout import Layout
+from meshcomm.layout.layout import Ranks
+from meshcomm.layout.sizes import whole
+from meshcomm.predict.links import Machine, machine, places_of
+from meshcomm.show.page import Facts, View, as_text
+from meshcomm.show.transfer import transfer_view
+from meshcomm.transfer import bounds
+from meshcomm.transfer.placement import Ints, Placement, placements_of
+from meshcomm.transfer.plan import (
+    BUCKET_BYTES,
+    Ends,
+    Entry,
+    Leg,
+    Loads,
+    Plan,
+    is_box,
+    pieces_of,
+    sliced,
+)
+
+if TYPE_CHECKING:
+    from meshcomm.layout import Plan as MeshPlan
+    from meshcomm.mesh import Mesh
+
+    Side: TypeAlias = Layout | MeshPlan | Config | Mesh
+
+Sums: TypeAlias = NDArray[np.float64]
+
+
+def explain_transfer(
+    source: Side,
+    target: Side,
+    tensors: Mapping[str, tuple[Any, ...]],
+    /,
+    *,
+    stripes: Sequence[str] | None = None,
+    topology: TopologyConfig | int | None = None,
+    bucket_bytes: int = BUCKET_BYTES,
+) -> TransferCost:
+    """Return what a transfer of tensors between two meshes sends, beside the least possible, and how long it takes.
+
+        a = meshcomm.Layout({"fsdp": 8})
+        b = meshcomm.Layout({"copy": 2, "tp": 4}, rank_order=range(8, 16))
+        print(meshcomm.explain_transfer(a, b, {"w": ((4096, 4096), torch.bfloat16, "n/fsdp k -> n/tp k")}, topology=8))
+
+    Requires neither processes nor tensors. Print the result to read it; `facts()` returns it as data.
+
+    Args:
+        source, target: a Layout, Plan, Config or open Mesh. Equal ranks of both are the same rank.
+        tensors:      by name: the full shape, the dtype (torch's or numpy's) in which it is sent, and the placements of both sides,
+                      as for `Link.transfer`. A fourth item, sizes by name, gives the sections of an axis such as (q+k+v)/tp.
+        stripes:      dims of the target along which copies receive different stripes and gather them from each other. By default
+                      those that `meshcomm.link` chooses.
+        topology:     the number of ranks on each node, or a [topology]. By default that of the source, if it is a Config or Mesh.
+        bucket_bytes: as for `meshcomm.link`.
+
+    The bound of receiving is what a rank needs and does not hold. The bound of sending counts each element that another rank
+    needs once: what only a set of ranks holds is sent by them, so one of them sends at least its share.
+
+    Seconds are computed from the bytes and latencies of [topology], and are None without ranks_per_node. Each rank sends and
+    receives at the same time, by each class of links at the same time.
+
+        bound              no plan is faster: a node's ranks together receive what the node needs and does not hold, and send what
+                           only they hold, through one port each; a rank's own bounds at the speed of the fastest link. No latency.
+        direct, striped    the rank, direction and class of links with the most bytes times seconds per byte, and one latency of
+                           the slowest link for each round
+        gather, broadcast  every rank of the target receives all bytes through its slowest link, while a rank of the source gathers
+                           them; two latencies for each bucket
+
+    Raises: PatternError and ShapeError for placements; UnknownDim for a dim that a mesh does not have; LayoutError.
+    """
+    layouts = _layout_of(source), _layout_of(target)
+    for dim in stripes or ():
+        layouts[1].digits(dim)
+    entries = [_entry(name, tensor) for name, tensor in tensors.items()]
+    return cost(*layouts, entries, _topology(topology, source), stripes, bucket_bytes)
+
+
+def _layout_of(side: Any) -> Layout:
+    if isinstance(side, Config):
+        return side.plan(None).layout
+    layout = getattr(side, "layout", side)
+    if not isinstance(layout, Layout):
+        raise LayoutError(
+            "explain_transfer needs two meshes",
+            given=f"a {type(side).__name__}",
+            expected="a Layout, Plan, Config or Mesh",
+            hint='meshcomm.Layout({"dp": 2, "tp": 4})',
+        )
+    return layout
+
+
+def _topology(given: TopologyConfig | int | None, source: Any) -> TopologyConfig:
+    if isinstance(given, TopologyConfig):
+        return given
+    if given is not None:
+        return TopologyConfig(ranks_per_node=whole(given, "topology"))
+    own = getattr(source, "topology", None)
+    return own if isinstance(own, TopologyConfig) else TopologyConfig()
+
+
+def _entry(name: str, tensor: Any) -> Entry:
+    parts = tuple(tensor) if isinstance(tensor, tuple | list) else ()
+    itemsize = getattr(parts[1], "itemsize", None) if len(parts) in (3, 4) else None
+    if not isinstance(itemsize, int):
+        raise PatternError(
+            f"{name} is not described by a shape, a dtype and placements",
+            given=repr(tensor),
+            expected='(shape, dtype, "placement -> placement"), and sizes of sections if there are any',
+            hint='{"w": ((4096, 4096), torch.bfloat16, "n/tp/fsdp k -> n/tp k")}',
+        )
+    shape, _, text, sizes = (*parts, {})[:4]
+    return Entry(name, itemsize, *(Placement.read(side, shape, sizes) for side in placements_of(text)))
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class TransferCost:
+    """The result of `explain_transfer`."""
+
+    _facts: Facts
+
+    def facts(self) -> Facts:
+        """Return JSON-serializable data: bytes, seconds, and the coords of the busiest ranks."""
+        return self._facts
+
+    def __rich__(self) -> View:
+        """Return tables of the bytes and of the seconds."""
+        return transfer_view(self._facts)
+
+    def __str__(self) -> str:
+        return as_text(self.__rich__())
+
+
+def cost(
+    source: Layout,
+    target: Layout,
+    entries: Sequence[Entry],
+    topology: TopologyConfig,
+    stripes: Sequence[str] | None = None,
+    bucket_bytes: int = BUCKET_BYTES,
+) -> TransferCost:
+    """Return the cost of a transfer. See `explain_transfer`."""
+    links = machine(topology)
+    ends = Ends.of(source, target, None if links is None else partial(_nodes, topology, links))
+    chosen = ends.default_stripes if stripes is None else tuple(stripes)
+    plan = Plan(ends, entries, stripes=chosen, bucket_bytes=bucket_bytes)
+    along = _stripes(plan)
+    direct = Plan(ends, entries, bucket_bytes=bucket_bytes) if along else plan
+    loads, (messages, pieces) = plan.loads(), counts(plan)
+    need, least = bounds.received(entries, ends), bounds.sent(entries, ends)
+    both = np.isin(ends.target_ranks, ends.source_ranks)
+    nbytes = sum(int(np.prod(entry.source.shape, dtype=np.int64)) * entry.itemsize for entry in entries)
+    facts: Facts = {
+        "source": _side(source),
+        "target": _side(target),
+        "ranks_on_both": int(both.sum()),
+        "tensors": len(entries),
+        "bytes": nbytes,
+        "stripes": along,
+        "loads": [
+            _load("source", "sends", source, loads.sent[ends.source_ranks], least.most),
+            _load("source", "receives", source, loads.received[ends.source_ranks], None),
+            _load("target", "sends", target, loads.sent[ends.target_ranks], None),
+            _load("target", "receives", target, loads.received[ends.target_ranks], float(need.max())),
+        ],
+        "kept_bytes": float(direct.loads().copied.sum()) if ends.overlap else 0.0,
+        "messages": messages,
+        "pieces": pieces,
+        "rounds": len(plan.rounds()),
+        "bucket_bytes": bucket_bytes,
+        "buffers_bytes": _buffers(plan),
+        "links": [] if links is None else [str(level) for level in links.levels],
+        "seconds": None,
+    }
+    if links is not None:
+        others = [dim for dim in target.dims if target.size(dim) > 1]
+        striped = plan if along else Plan(ends, entries, stripes=others, bucket_bytes=bucket_bytes)
+        along = _stripes(striped)
+        places = places_of(topology, np.union1d(source.ranks, target.ranks))
+        slowest = links.levels[-1] if len(np.unique(places // links.ranks_per_node)) > 1 else links.levels[0]
+        facts["seconds"] = {
+            "bound": _least_seconds(entries, ends, links, places, need, least),
+            "direct": _seconds(direct, links, places),
+            "striped": _seconds(striped, links, places) if along else None,
+            "striped_along": along,
+            "gather_broadcast": float(
+                nbytes * slowest.beta_s + 2 * -(-nbytes // bucket_bytes) * (slowest.alpha_s + links.call_s)
+            ),
+        }
+    return TransferCost(facts)
+
+
+def _stripes(plan: Plan) -> list[str]:
+    """Return the dims along which copies of some tensor receive stripes."""
+    used = {
+        dim
+        for legs in map(plan.legs, plan.entries)
+        if len(legs) > 1
+        for dim in {*legs[0].target.placement.dims} - {*legs[1].target.placement.dims}
+    }
+    return [dim for dim in plan.stripes if dim in used]
+
+
+def _nodes(topology: TopologyConfig, links: Machine, ranks: Ranks) -> Ranks:
+    return places_of(topology, ranks) // links.ranks_per_node
+
+
+def _side(layout: Layout) -> Facts:
+    return {"dims": dict(layout.dims), "ranks": layout.world_size}
+
+
+def _load(side: str, direction: str, layout: Layout, nbytes: Sums, bound: float | None) -> Facts:
+    """Return what the ranks of a side send or receive. nbytes: by position."""
+    busiest = layout.rank_of(int(nbytes.argmax()))
+    most = float(nbytes.max())
+    return {
+        "side": side,
+        "direction": direction,
+        "max_bytes": most,
+        "mean_bytes": float(nbytes.mean()),
+        "bound_bytes": bound,
+        "ratio": most / bound if bound else None,
+        "rank": busiest,
+        "coords": layout.coords(busiest),
+    }
+
+
+# -- messages and buffers -------------------------------------------------------------------------------
+
+
+def counts(plan: Plan) -> tuple[int, int]:
+    """Return how many messages and pieces all ranks send. What a rank sends another in a round is one message."""
+    # Pairs of ranks only move with the coords at which a disjoint source holds a tensor, so they are counted once.
+    numbers: dict[Any, int] = {}
+    kinds: dict[Leg, tuple[int, Any]] = {}
+    known: dict[Any, tuple[int, int]] = {}
+    messages = pieces = 0
+    for parts in plan.rounds():
+        legs = [plan.legs(plan.entries[part.entry])[part.leg] for part in parts]
+        for leg in legs:
+            if leg not in kinds:
+                axes, at = leg.source.placement.axes, leg.source.placement.at
+                moves = not leg.ends.overlap and all(len(coords) == 1 for _, coords in at)
+                key = axes, leg.target.placement, () if moves else at, leg.ends.overlap
+                kinds[leg] = numbers.setdefault(key, len(numbers)), at if moves else ()
+        places = {kinds[leg][1] for leg in legs}
+        times = Counter(zip(legs, (part[2:] for part in parts), strict=True))
+        key = tuple(sorted((kinds[leg][0], *part, count) for (leg, part), count in times.items()))
+        if len(places) > 1:
+            key = (*key, *sorted((kinds[leg][0], kinds[leg][1]) for leg, _ in times))
+        # All chunks of long pieces have the same pieces.
+        chunked = (kinds[legs[0]][0], parts[0].chunks) if parts[0].chunks > 1 else key
+        if chunked in known or key in known:
+            sent = known[chunked if chunked in known else key]
+        else:
+            first, second, shortest = _count(times)
+            sent = first, second
+            known[chunked if shortest >= parts[0].chunks else key] = sent
+        messages, pieces = messages + sent[0], pieces + sent[1]
+    return messages, pieces
+
+
+def _count(times: Mapping[tuple[Leg, tuple[int, int]], int]) -> tuple[int, int, int]:
+    """Return how many messages and pieces ranks send in a round, and the length of the shortest piece.
+
+    times: how many tensors take each leg, in which chunk.
+    """
+    keys: list[Ints] = []
+    pieces, shortest = 0, 1 << 62
+    for (leg, (chunk, chunks)), count in times.items():
+        for pairs in leg.pairs():
+            every = pieces_of(pairs, leg.ends, leg.align)
+            sent = ~every.is_local
+            if chunks > 1:
+                begin, end = sliced(every.begin, every.end, chunk, chunks)
+                sent &= is_box(begin, end)
+                shortest = min(shortest, int((every.end - every.begin).max(axis=1).min(initial=shortest)))
+            keys.append(every.source[sent] * leg.ends.size + every.target[sent])
+            pieces += count * len(keys[-1])
+    if len(keys) == 1:
+        # What two parts have in common has a separate sender for each slice.
+        return len(keys[0]), pieces, shortest
+    together = np.sort(np.concatenate(keys)) if keys else np.zeros(0, dtype=np.int64)
+    return int((np.diff(together, prepend=-1) > 0).sum()), pieces, shortest
+
+
+def _buffers(plan: Plan) -> Facts:
+    """Return how many bytes of buckets a rank of each side allocates at most: two for each direction that it uses."""
+    largest = [0, 0]
+    for parts in plan.rounds():
+        by_leg = [0, 0]
+        for part in parts:
+            entry = plan.entries[part.entry]
+            by_leg[part.leg] += plan.legs(entry)[part.leg].most(entry.itemsize, part.chunks)
+        largest = [max(pair) for pair in zip(largest, by_leg, strict=True)]
+    return {"source": 2 * largest[0], "target": 2 * max(largest) + 2 * largest[1]}
+
+
+# -- seconds --------------------------------------------------------------------------------------------
+
+
+def _seconds(plan: Plan, links: Machine, places: Ranks) -> float:
+    """Return the seconds of a plan. See `explain_transfer`."""
+    ends, levels = plan.ends, links.levels
+    units = [places // level.ranks for level in levels[:-1]]
+    sent, received = (np.zeros((len(levels), ends.size)) for _ in range(2))
+    apart = not np.isin(units[-1][ends.target_ranks], units[-1][ends.source_ranks]).any()
+    for leg, (nbytes, count) in plan.weighted_legs().items():
+        if leg.ends is ends and apart:
+            loads = Loads.none(ends.size)
+            loads.add(leg, nbytes, count)
+            sent[-1] += loads.sent
+            received[-1] += loads.received
+            continue
+        for pairs in leg.pairs():
+            every = pieces_of(pairs, leg.ends, leg.align)
+            every = every.of(~every.is_local)
+            level = sum(
+                ((unit[every.source] != unit[every.target]).astype(np.int64) for unit in units),
+                start=np.zeros(len(every.source), dtype=np.int64),
+            )
+            for sums, ranks in ((sent, every.source), (received, every.target)):
+                sums += np.bincount(
+                    level * ends.size + ranks, every.elements * nbytes, len(levels) * ends.size
+                ).reshape(sums.shape)
+    most = np.maximum(sent, received).max(axis=1).tolist()
+    used = [level for level, nbytes in zip(levels, most, strict=True) if nbytes]
+    latency = (used[-1].alpha_s + links.call_s) * len(plan.rounds()) if used else 0
+    return float(max(n * float(level.beta_s) for n, level in zip(most, levels, strict=True)) + float(latency))
+
+
+def _least_seconds(
+    entries: Sequence[Entry],
+    ends: Ends,
+    links: Machine,
+    places: Ranks,
+    need: Sums,
+    least: bounds.SendBound,
+) -> float:
+    """Return the seconds that no plan goes below. See `explain_transfer`."""
+    fastest = min(float(level.beta_s) for level in links.levels)
+    seconds = max(float(need.max()), least.most) * fastest
+    for inner, outer in zip(links.levels, links.levels[1:], strict=False):
+        units = np.unique(places // inner.ranks, return_inverse=True)[1]
+        ports = np.bincount(units)
+        for crossing in (bounds.received(entries, ends, units), bounds.leaving(entries, ends, units)):
+            seconds = max(seconds, float((crossing / ports).max()) * float(outer.beta_s))
+    return seconds

@@ -1,0 +1,519 @@
+"""Versions of weights: what a change, a reader, a second push, an error and replaced memory do, on all ranks of both sides."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+import meshcomm
+from meshcomm.errors import MeshcommError, SourceChanged, TransferFailed, UnsupportedOp, WeightsTorn
+from meshcomm.mesh import Mesh
+from meshcomm.transfer.changes import fingerprint
+from meshcomm.transfer.link import Link
+from meshcomm.transfer.weights import Weights
+
+
+def simulated(program: Callable[[Mesh, Mesh, Link], Any]) -> list[Any]:
+    """Call a program with a source of ranks 0 and 1, a target of ranks 2 and 3, and a link. Return the results by rank."""
+
+    def opened(mesh: Mesh) -> Any:
+        with (
+            meshcomm.init(dims={"fsdp": 2}, ranks=[0, 1]) as source,
+            meshcomm.init(dims={"tp": 2}, ranks=[2, 3]) as target,
+            meshcomm.link(source, target, bucket_bytes=256) as link,
+        ):
+            return program(source, target, link)
+
+    return meshcomm.simulate(opened, dims={"all": 4})
+
+
+def raised(call: Callable[[], object]) -> MeshcommError | None:
+    try:
+        call()
+    except MeshcommError as error:
+        return error
+    return None
+
+
+def plain(value: float = 1.0) -> nn.Linear:
+    """Return a layer with known weights, which every rank holds whole."""
+    layer = nn.Linear(5, 3)
+    with torch.no_grad():
+        layer.weight.copy_(torch.arange(15.0).view(3, 5) + value)
+        layer.bias.fill_(value)
+    return layer
+
+
+def split(layer: nn.Linear, source: Mesh, target: Mesh) -> nn.Linear:
+    """Split a layer with FSDP2 on the source, by columns on the target."""
+    if source.is_member:
+        fully_shard(layer, mesh=source["fsdp"])
+    else:
+        parallelize_module(layer, target["tp"], ColwiseParallel())
+    return layer
+
+
+def full(layer: nn.Module) -> dict[str, Tensor]:
+    """Return the whole parameters."""
+    return {
+        name: (x.full_tensor() if isinstance(x, DTensor) else x).detach().clone()
+        for name, x in layer.named_parameters()
+    }
+
+
+def is_equal(layer: nn.Module, other: nn.Module) -> bool:
+    parameters = full(other)
+    return all(torch.equal(x, parameters[name]) for name, x in full(layer).items())
+
+
+# -- changes of the source ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.parametrize("is_split", [False, True], ids=["plain", "FSDP2"])
+@pytest.mark.parametrize("staging", ["whole", "buckets"])
+def test_a_step_during_a_push_is_an_error_on_every_rank(foreach: bool, is_split: bool, staging: Any) -> None:
+    """Of every kind of optimizer, for plain parameters and for FSDP2's; the next push works, and old weights stay readable."""
+
+    def program(source: Mesh, target: Mesh, link: Link) -> Any:
+        layer = plain(float(source.is_member))
+        if is_split:
+            split(layer, source, target)
+        weights = link.weights(layer, staging=staging)
+        before = after = None
+        if source.is_member:
+            optimizer = torch.optim.SGD(layer.parameters(), lr=0.5, momentum=0.9, foreach=foreach)
+            weights.push(1).wait()
+            layer(torch.ones(2, 5)).sum().backward()
+            push = weights.push(2)
+            if source.rank == 1 or is_split:
+                optimizer.step()
+            error = raised(push.wait)
+            assert raised(push.wait) is error
+            weights.push(3).wait()
+        else:
+            assert weights.pull() == 1
+            before = full(layer)
+            error = raised(weights.pull)
+            after = weights.version
+            torn = raised(lambda: ExitStack().enter_context(weights.reading()))
+            assert isinstance(torn, WeightsTorn) == (staging == "buckets")
+            assert staging == "buckets" or all(
+                torch.equal(x, before[name]) for name, x in full(layer).items()
+            )
+            assert weights.pull() == 3
+        assert isinstance(error, SourceChanged)
+        return error.names, after, full(layer)
+
+    results = simulated(program)
+    assert {names for names, _, _ in results} == {("bias", "weight")}
+    assert {version for _, version, _ in results[2:]} == {1 if staging == "whole" else None}
+    if is_split:
+        assert all(torch.equal(x, results[3][2][name]) for name, x in results[0][2].items())
+
+
+def test_a_snapshot_may_change_at_once() -> None:
+    """Also through `.data`, which torch does not count; the copy is of the push, not of the transfer."""
+
+    def program(source: Mesh, target: Mesh, link: Link) -> bool:
+        layer = plain(float(source.is_member))
+        weights = link.weights(layer, cast=torch.float32)
+        for version in (0, 1, 2):
+            if source.is_member:
+                push = weights.push(version, snapshot=version > 0)
+                if not version:
+                    push.wait()
+                    continue
+                layer.weight.data.fill_(-float(version))
+                with torch.no_grad():
+                    layer.bias.fill_(7.0)
+                push.wait()
+            else:
+                assert weights.pull() == version
+                first = plain(1.0)
+                if version == 1:
+                    assert is_equal(layer, first)
+        return source.is_member or bool((layer.weight == -1).all() and (layer.bias == 7).all())
+
+    assert all(simulated(program))
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.int8, torch.float64, torch.complex64, torch.bool]
+)
+def test_a_fingerprint_sees_every_change(dtype: torch.dtype) -> None:
+    """One element, two that change by opposite amounts, two that change places; of any memory."""
+    for size in (1, 2, 7, 1000, 140_000):
+        x = (torch.arange(size) % 2).to(dtype)
+        assert fingerprint(x) == fingerprint(x.clone())
+        for at in {0, size // 2, size - 1}:
+            y = x.clone()
+            y[at] = ~y[at] if dtype == torch.bool else y[at] + 1
+            assert fingerprint(x) != fingerprint(y), (size, at)
+        if size > 2:
+            y = x.clone()
+            y[0], y[1] = x[1], x[0]
+            assert fingerprint(x) != fingerprint(y)
+    z = torch.arange(24.0).view(4, 6)
+    assert fingerprint(z.t()) == fingerprint(z.t().contiguous()) != fingerprint(z)
+    assert fingerprint(z[1:, 3:]) == fingerprint(z[1:, 3:].clone())
+
+
+# -- pushes in a row -----------------------------------------------------------------------------------------
+
+
+def test_a_second_push_waits_for_a_deferred_pull() -> None:
+    def program(source: Mesh, target: Mesh, link: Link) -> Any:
+        layer = plain(float(source.is_member))
+        weights = link.weights(layer)
+        if not source.is_member:
+            return [weights.pull(), weights.pull()]
+        first = weights.push(1)
+        assert not first.done
+        second = weights.push(2)
+        assert first.done
+        second.wait()
+        return [first.version, second.version]
+
+    assert simulated(program) == [[1, 2]] * 4
+
+
+def test_an_error_that_nobody_has_waited_for_is_raised_once() -> None:
+    """By the next push, or by the end of the link; a failed push leaves nothing behind."""
+
+    def program(source: Mesh, target: Mesh, link: Link) -> Any:
+        layer = plain(float(source.is_member))
+        weights = link.weights(layer)
+        if not source.is_member:
+            errors = [raised(weights.pull), raised(weights.pull)]
+            return [type(error).__name__ for error in errors], weights.pull()
+        changed = []
+        weights.push(1)
+        with torch.no_grad():
+            layer.bias.add_(1)
+        changed.append(raised(lambda: weights.push(2)))
+        weights.push(2)
+        with torch.no_grad():
+            layer.bias.add_(1)
+        changed.append(raised(lambda: weights.push(3)))
+        weights.push(3)
+        return [type(error).__name__ for error in changed], 3
+
+    assert simulated(program) == [(["SourceChanged"] * 2, 3)] * 4
+
+
+def test_the_link_carries_a_push_out_before_it_closes_and_before_another_call() -> None:
+    def program(source: Mesh, target: Mesh, link: Link) -> Any:
+        layer, x = plain(float(source.is_member)), torch.full((4,), float(source.is_member))
+        weights = link.weights(layer)
+        if source.is_member:
+            weights.push(1)
+            link.transfer(x, None, "n -> n")
+            weights.push(2)
+            return 2
+        assert weights.pull() == 1
+        link.transfer(None, x, "n -> n")
+        assert (x == 1).all()
+        return weights.pull()
+
+    assert simulated(program) == [2] * 4
+
+
+def test_different_versions_are_an_error_on_every_rank() -> None:
+    """The link remains usable."""
+
+    def program(source: Mesh, target: Mesh, link: Link) -> Any:
+        weights = link.weights(plain())
+        if source.is_member:
+            error = raised(weights.push(5 + source.rank).wait)
+            weights.push(7).wait()
+        else:
+            error = raised(weights.pull)
+            assert weights.version is None
+            assert weights.pull() == 7
+        return str(error)
+
+    texts = simulated(program)
+    assert all("version 5 on rank 0 of the source (fsdp=0)" in text for text in texts)
+    assert all("version 6 on rank 1 of the source (fsdp=1)" in text for text in texts)
+
+
+# -- readers ------------------------------------------------------------------------------------------------
+
+
+def test_a_reader_keeps_its_version_until_it_ends() -> None:
+    """The swap waits for it; a reader that comes later has the next version."""
+
+    def program(source: Mesh, target: Mesh, link: Link) -> Any:
+        layer = plain(float(source.is_member))
+        weights = link.weights(layer)
+        if source.is_member:
+            for version in (1, 2):
+                with torch.no_grad():
+                    layer.weight.fill_(version)
+                weights.push(version).wait()
+            return True
+        weights.pull()
+        begun, versions = threading.Event(), []
+
+        def read() -> None:
+            with weights.reading() as version:
+                begun.set()
+                threading.Event().wait(0.3)
+                versions.append((version, layer.weight.unique().tolist()))
+
+        reader = threading.Thread(target=read)
+        reader.start()
+        begun.wait()
+        assert weights.pull() == 2
+        reader.join()
+        assert versions == [(1, [1.0])]
+        with weights.reading() as version, weights.reading():
+            return version == 2 and bool((layer.weight == 2).all())
+
+    assert all(simulated(program))
+
+
+def alone(program: Callable[[Link], Any], **keys: Any) -> Any:
+    """Call a program on a rank that is both sides."""
+
+    def opened(mesh: Mesh) -> Any:
+        with meshcomm.link(mesh, mesh) as link:
+            return program(link)
+
+    return meshcomm.simulate(opened, dims={"dp": 1}, **keys)[0]
+
+
+def test_a_reader_that_never_ends_is_named() -> None:
+    """The version is not used, and the link says why at once afterwards."""
+
+    def program(link: Link) -> None:
+        weights = link.weights(plain(), into=(layer := plain(2.0)))
+        weights.push(1)
+        weights.pull()
+        end = threading.Event()
+        begun = threading.Event()
+
+        def read() -> None:
+            with weights.reading():
+                begun.set()
+                end.wait()
+
+        reader = threading.Thread(target=read, daemon=True)
+        reader.start()
+        begun.wait()
+        push = weights.push(2)
+        error = raised(weights.pull)
+        assert isinstance(error, TransferFailed)
+        assert "rank 0 of the target (dp=0)" in str(error) and "reading()" in str(error)
+        assert error.missing == (("source", 0), ("target", 0))
+        assert raised(push.wait) is error
+        assert weights.version == 1 and is_equal(layer, plain())
+        again = raised(lambda: weights.push(3))
+        assert "reopen" in str(again) and "reading()" in str(again)
+        end.set()
+        reader.join()
+
+    alone(program, timeout_s=0.5)
+
+
+def test_pull_inside_reading_is_refused() -> None:
+    def program(link: Link) -> None:
+        weights = link.weights(plain(), into=plain(2.0))
+        weights.push(1)
+        weights.pull()
+        weights.push(2)
+        with weights.reading():
+            assert "inside reading()" in str(raised(weights.pull))
+        assert weights.pull() == 2
+
+    alone(program)
+
+
+# -- on_commit ------------------------------------------------------------------------------------------------
+
+
+def test_an_error_of_on_commit_reaches_every_rank() -> None:
+    """The version counts, but not where it was raised, and the link remains usable."""
+
+    def program(source: Mesh, target: Mesh, link: Link) -> Any:
+        def quantize(version: int) -> None:
+            with weights.reading() as read:
+                assert read == version
+            if version == 1 and target.is_member and target.rank == 3:
+                raise ValueError("no scale")
+
+        weights = link.weights(plain(), on_commit=quantize)
+        transfer = (lambda v: weights.push(v).wait()) if source.is_member else (lambda v: weights.pull())
+        error = raised(lambda: transfer(1))
+        version = weights.version
+        refused = target.is_member and raised(lambda: ExitStack().enter_context(weights.reading()))
+        cause = error.__cause__ if error is not None else None
+        transfer(2)
+        return str(error), version, str(refused), type(cause).__name__, weights.version
+
+    results = simulated(program)
+    assert all("ValueError: no scale on rank 3 of the target (tp=1)" in text for text, *_ in results)
+    assert [version for _, version, *_ in results] == [1, 1, 1, None]
+    assert "on_commit of version 1 raised ValueError: no scale" in results[3][2]
+    assert results[3][3] == "ValueError"
+    assert {last for *_, last in results} == {2}
+
+
+def test_a_reader_waits_for_on_commit() -> None:
+    def program(link: Link) -> None:
+        order = []
+
+        def clear(version: int) -> None:
+            reader.start()
+            threading.Event().wait(0.2)
+            order.append("cleared")
+
+        def read() -> None:
+            with weights.reading():
+                order.append("read")
+
+        reader = threading.Thread(target=read)
+        weights = link.weights(plain(), into=plain(2.0), on_commit=clear)
+        weights.push(1)
+        weights.pull()
+        reader.join()
+        assert order == ["cleared", "read"]
+
+    alone(program)
+
+
+# -- memory ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("side", ["source", "target"])
+def test_replaced_memory_is_an_error_on_every_rank(side: str) -> None:
+    """load_state_dict(assign=True) makes tensors of other memory. After weights() again, all is well."""
+
+    def program(source: Mesh, target: Mesh, link: Link) -> Any:
+        layer = plain(float(source.is_member))
+        weights = link.weights(layer)
+        transfer = (lambda v: weights.push(v).wait()) if source.is_member else (lambda v: weights.pull())
+        transfer(1)
+        if (source if side == "source" else target).is_member:
+            layer.load_state_dict(plain(4.0).state_dict(), assign=True)
+        error = raised(lambda: transfer(2))
+        weights = link.weights(layer)
+        transfer(3)
+        return str(error), is_equal(layer, plain(4.0 if side == "source" else 1.0))
+
+    for text, as_source in simulated(program):
+        assert f"weight, bias of the {side}'s model on rank {0 if side == 'source' else 2}" in text
+        assert "load_state_dict(assign=True)" in text
+        assert as_source
+
+
+def test_a_reshard_of_fsdp_is_not_a_replacement() -> None:
+    """FSDP2 shows other parameters between unshard and reshard; weights are sent from the sharded ones."""
+
+    def program(source: Mesh, target: Mesh, link: Link) -> Any:
+        layer = split(plain(float(source.is_member)), source, target)
+        weights = link.weights(layer)
+        for version in (1, 2):
+            if source.is_member:
+                unsharded: Any = layer
+                unsharded.unshard()
+                weights.push(version).wait()
+                unsharded.reshard()
+            else:
+                weights.pull()
+        return is_equal(layer, plain())
+
+    assert all(simulated(program))
+
+
+def test_parameters_stay_what_they_are() -> None:
+    """They require grad, are tied, are not contiguous, and have an optimizer's state: only their values change."""
+
+    def program(source: Mesh, target: Mesh, link: Link) -> Any:
+        layer = nn.Module()
+        start = float(source.is_member)
+        layer.weight = nn.Parameter((torch.arange(12.0).view(3, 4) * start).t())
+        layer.tied = layer.weight
+        layer.scale = nn.Parameter(torch.tensor(3.0 * start))
+        weights = link.weights(layer)
+        optimizer = torch.optim.Adam(layer.parameters(), lr=0.1)
+        (layer.weight * layer.scale).sum().backward()
+        if source.is_member:
+            weights.push(1).wait()
+            return True
+        optimizer.step()
+        before = layer.weight
+        weights.pull()
+        optimizer.step()
+        fits = layer.weight is before and layer.tied is before and before.requires_grad and before.is_leaf
+        return fits and before.stride() == (1, 4) and len(optimizer.state) == 2
+
+    assert all(simulated(program))
+
+
+@pytest.mark.parametrize("staging", ["whole", "buckets"])
+@pytest.mark.parametrize("mode", ["plan", "pull", "model", "all"])
+def test_inference_mode(staging: Any, mode: str) -> None:
+    """Inference tensors are sent and written; their changes, which torch does not count, are seen."""
+
+    def program(source: Mesh, target: Mesh, link: Link) -> Any:
+        with torch.inference_mode(mode in ("model", "all")):
+            tensors = {"x": torch.full((40,), float(source.is_member)), "y": torch.zeros(3, 3) + 2}
+        with torch.inference_mode(mode in ("plan", "all")):
+            weights = link.weights(tensors, staging=staging)
+        errors = []
+        for version in (1, 2, 3):
+            with torch.inference_mode(mode in ("pull", "all")):
+                if not source.is_member:
+                    errors.append(raised(weights.pull))
+                    continue
+                push = weights.push(version)
+                if version == 2:
+                    with torch.inference_mode():
+                        tensors["x"].add_(1)
+                errors.append(raised(push.wait))
+        return [type(error).__name__ for error in errors], tensors["x"].unique().tolist(), weights.version
+
+    assert simulated(program) == [(["NoneType", "SourceChanged", "NoneType"], [2.0], 3)] * 4
+
+
+def test_a_rank_of_both_sides() -> None:
+    """pull carries the push out; each order of calls but this one is refused."""
+
+    def program(link: Link) -> None:
+        source, target = plain(), plain(2.0)
+        weights = link.weights(source, into=target)
+        assert isinstance(raised(weights.pull), UnsupportedOp)
+        push = weights.push(1)
+        assert isinstance(raised(push.wait), UnsupportedOp)
+        assert weights.pull() == 1
+        push.wait()
+        assert is_equal(target, source)
+        push = weights.push(2)
+        with torch.no_grad():
+            source.bias.add_(1)
+        error = raised(weights.pull)
+        assert isinstance(error, SourceChanged) and raised(push.wait) is error
+        weights.push(3)
+        assert weights.pull() == 3 and is_equal(target, source)
+
+    alone(program)
+
+
+def test_methods_of_the_other_side_are_refused() -> None:
+    def program(source: Mesh, target: Mesh, link: Link) -> Any:
+        weights: Weights = link.weights(plain())
+        error = raised(weights.pull if source.is_member else lambda: weights.push(1))
+        return type(error), source.is_member and raised(lambda: weights.push(-1)) is not None
+
+    assert [kind for kind, _ in simulated(program)] == [UnsupportedOp] * 4
