@@ -53,18 +53,17 @@ class Held(NamedTuple):
 
 
 def regions_of(state: Mapping[str, Tensor | Kept]) -> Regions:
-    return {Key(name, *kind_of(tensor)): own_regions(tensor) for name, tensor in state.items()}
+    return {(name, *kind_of(tensor)): own_regions(tensor) for name, tensor in state.items()}
 
 
-def _spans(regions: Regions) -> Any:
-    """Return the boxes, which are Spans, as plain data."""
-    return {(*key,): [region.box[:2] for region in held] for key, held in regions.items()}
+def _spans(regions: Regions) -> Spans:
+    return {key: [region.box[:2] for region in held] for key, held in regions.items()}
 
 
 def _run(plan: BoxPlan, mesh: Mesh, dim: str, *regions: Regions) -> None:
     """Carry out a plan. regions: this rank's, of the source and of the target. Called by: every rank along the dim."""
     rooms = [
-        {number: Room(held[key], key.dtype) for number, key in enumerate(plan.entries) if key in held}
+        {number: Room(held[key], key[1]) for number, key in enumerate(plan.keys) if key in held}
         for held in regions
     ]
     Run(Schedule(plan, Sides.along(mesh, dim)), *rooms)()
@@ -119,7 +118,7 @@ def copy_of_previous(mesh: Mesh, dim: str, mine: Regions) -> Regions:
     spans = mesh.objects.all_gather(dim, _spans(mine))
     before = [spans[-1], *spans[:-1]]
     copy = {
-        Key(*key): [Region(box, torch.empty(box.shape, dtype=key[1])) for box in starmap(Box, boxes)]
+        key: [Region(box, torch.empty(box.shape, dtype=key[1])) for box in starmap(Box, boxes)]
         for key, boxes in before[mesh.coord(dim)].items()
     }
     _run(BoxPlan(spans, before), mesh, dim, mine, copy)
@@ -230,10 +229,10 @@ def _filled(engine: Engine, step: int, sources: Sequence[Spans], mine: Regions) 
         plan = BoxPlan(sources, mesh.objects.all_gather(dim, _spans(wanted)))
         if plan.lacking:
             raise _Lacking
-        if unused := sorted(kinds.keys() - {name for name, _, _ in plan.entries}):
+        if unused := sorted(kinds.keys() - {name for name, _, _ in plan.keys}):
             raise TrainingError(
                 f"the state of a rank does not fit the new engine: {unused[0]}",
-                given=f"{len(kinds)} tensors in the state, {len(plan.entries)} in the engine",
+                given=f"{len(kinds)} tensors in the state, {len(plan.keys)} in the engine",
                 expected="the same model and optimizer as before the rank was lost",
             )
         _run(plan, mesh, dim, mine, wanted)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from itertools import pairwise, product
-from typing import NamedTuple, TypeAlias, final
+from typing import TypeAlias, final
 
 import numpy as np
 import torch
@@ -16,23 +16,10 @@ import torch
 from meshcomm.transfer.placement import Ints
 from meshcomm.transfer.plan import BUCKET_BYTES, Pieces, Slice, assigned, packed
 
+# The name, dtype and full shape of a tensor.
+Key: TypeAlias = tuple[str, torch.dtype, tuple[int, ...]]
 # Where a box begins and ends in the full tensor.
 Span: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
-
-
-class Key(NamedTuple):
-    """A tensor. shape: of the full tensor."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    @property
-    def itemsize(self) -> int:
-        """The bytes of an element."""
-        return self.dtype.itemsize
-
-
 # The boxes of one rank.
 Spans: TypeAlias = Mapping[Key, Sequence[Span]]
 
@@ -63,7 +50,7 @@ def box_pieces(source: tuple[tuple[int, Span], ...], target: tuple[tuple[int, Sp
         return None
     holders, readers = holders[wanted], readers[wanted]
     local = (holders[:, None] == readers[:, :, None]).any(axis=2) & (readers >= 0)
-    return assigned(holders, readers, local, begin[wanted], end[wanted])
+    return assigned(holders, readers, local, begin[wanted], end[wanted], None, 1)
 
 
 @final
@@ -71,24 +58,26 @@ class BoxPlan:
     """A transfer of tensors between listed boxes, which Run carries out like a Plan. Equal on all ranks.
 
     sources, targets: the boxes of each rank.
-    entries: the tensors of the target, in the order in which they are sent.
+    keys:    the tensors of the target, in the order in which they are sent.
     lacking: those of which no rank has some element. If there are any, the plan cannot be carried out.
     """
 
     def __init__(self, sources: Sequence[Spans], targets: Sequence[Spans]) -> None:
-        self.entries = [Key(*key) for key in dict.fromkeys(key for spans in targets for key in spans)]
-        pieces = {key: box_pieces(_of_key(sources, key), _of_key(targets, key)) for key in self.entries}
+        self.keys = [*dict.fromkeys(key for spans in targets for key in spans)]
+        self.itemsizes = [dtype.itemsize for _, dtype, _ in self.keys]
+        pieces = {key: box_pieces(_of_key(sources, key), _of_key(targets, key)) for key in self.keys}
         self.lacking = [key for key, every in pieces.items() if every is None]
         self._pieces = [every for every in pieces.values() if every is not None]
 
     def rounds(self) -> list[list[Slice]]:
         """Return what is sent at once, in order."""
-        most = [
-            int(max(np.bincount(ranks, every.elements).max(initial=0) for ranks in every[:2]))
-            * entry.itemsize
-            for entry, every in zip(self.entries, self._pieces, strict=True)
-        ]
-        return packed([(max(1, -(-nbytes // BUCKET_BYTES)), nbytes) for nbytes in most], BUCKET_BYTES)
+        sizes = []
+        for every, itemsize in zip(self._pieces, self.itemsizes, strict=True):
+            most = (
+                int(max(np.bincount(ranks, every.elements).max(initial=0) for ranks in every[:2])) * itemsize
+            )
+            sizes.append((max(1, -(-most // BUCKET_BYTES)), most))
+        return packed(sizes, BUCKET_BYTES)
 
     def own(self, part: Slice, position: int, sends: bool) -> Pieces:
         """Return the pieces of a slice's tensor that a rank sends, or receives."""

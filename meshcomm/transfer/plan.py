@@ -256,8 +256,8 @@ def assigned(
     local: NDArray[np.bool_],
     begin: Ints,
     end: Ints,
-    nodes: Ints | None = None,
-    align: int = 1,
+    nodes: Ints | None,
+    align: int,
 ) -> Pieces:
     """Decide which holder of each box sends which part of it to which reader.
 
@@ -459,6 +459,7 @@ class Plan:
         align: int = 1,
     ) -> None:
         self.ends, self.entries, self.stripes = ends, tuple(entries), tuple(stripes)
+        self.itemsizes = [entry.itemsize for entry in entries]
         self.bucket_bytes, self.align = bucket_bytes, align
         self._within_target = ends.within_target
         self._legs: dict[tuple[int, Placement, Placement], tuple[Leg, ...]] = {}

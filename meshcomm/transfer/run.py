@@ -72,7 +72,6 @@ class Schedule:
     def _pieces(self, parts: Sequence[Slice], sends: bool) -> Iterator[_Piece]:
         """Yield this rank's pieces of a round, in the order of the plan."""
         for part in parts:
-            entry = self._plan.entries[part.entry]
             position = self._receiver if part.leg or not sends else self._sender
             if position is None:
                 continue
@@ -80,7 +79,7 @@ class Schedule:
             begin, end = mine.begin, mine.end
             if part.chunks > 1:
                 begin, end = sliced(begin, end, part.chunk, part.chunks)
-            nbytes = (end - begin).prod(axis=1) * entry.itemsize
+            nbytes = (end - begin).prod(axis=1) * self._plan.itemsizes[part.entry]
             peers = mine.target if sends else mine.source
             for peer, first, last, size in zip(
                 peers.tolist(), begin.tolist(), end.tolist(), nbytes.tolist(), strict=True

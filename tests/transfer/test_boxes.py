@@ -97,9 +97,7 @@ def test_rounds_fit_into_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     for parts in plan.rounds():
         for rank, sends in product(range(RANKS), (True, False)):
             nbytes = sum(
-                int(plan.own(part, rank, sends).elements.sum())
-                * plan.entries[part.entry].itemsize
-                / part.chunks
+                int(plan.own(part, rank, sends).elements.sum()) * plan.itemsizes[part.entry] / part.chunks
                 for part in parts
             )
             assert nbytes <= 64
