@@ -223,7 +223,9 @@ class Link:
     ) -> Weights:
         """Agree on the tensors of a model, by name, and plan their transfer.
 
-        model:     this rank's model: a module, whose parameters and persistent buffers are transferred, or tensors by name.
+        model:     this rank's model: a module, whose parameters and persistent buffers are transferred, `Trainer.modules`, or tensors
+                   by name. A ModelSpec's module and a model of transformers have the names of their folder: an expert may have
+                   tensors of its own there. See `meshcomm.transfer.naming`.
         into:      on a rank of both sides, the target's model; `model` is then the source's.
         cast:      the dtype to which the source converts floating-point tensors before they are sent.
         only, skip: patterns of names to transfer, and not to transfer. Those of both sides count.
