@@ -117,7 +117,7 @@ class _Place(NamedTuple):
         return self.region.read(self.piece.begin, self.piece.end) if self.held is None else self.held
 
     def write(self, values: Tensor) -> None:
-        if self.held is None:
+        if self.held is None or self.held.is_inference():
             self.region.write(self.piece.begin, self.piece.end, values)
         else:
             self.held.copy_(values)

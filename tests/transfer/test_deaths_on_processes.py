@@ -26,6 +26,7 @@ from meshcomm.testing.pool import Held, Limits, Pool
 from meshcomm.transfer.link import Link
 from meshcomm.transfer.run import Run
 from meshcomm.transfer.weights import Staging
+from meshcomm.transport.torch_private import default_store
 from tests.transfer.deaths import Said, complaints, model_of, opened, transfers
 
 _TIMEOUT_S = 5.0
@@ -92,7 +93,7 @@ def _live(case: Case) -> Held:
             if total.tolist() != [mesh.size(dim)] * 3:
                 own.append(dim)
     pushes = sum(thread.name == "meshcomm-push" for thread in threading.enumerate())
-    if link.mesh.store.add("survivors", 1) == 7:
+    if default_store().add("survivors", 1) == 7:
         # The pool need not wait for a stopped process.
         with suppress(ProcessLookupError):
             os.kill(int(link.mesh.store.get("process")), signal.SIGKILL)
