@@ -79,7 +79,7 @@ def _live(case: Case) -> Held:
         mesh.barrier(dim)
     link.mesh.barrier("link")
     if mesh.rank == case.rank:
-        link.mesh.store.set("process", str(os.getpid()))
+        default_store().set("process", str(os.getpid()))
         _arm(case, link, target)
     began = time.monotonic()
     said = transfers(source, weights, model)
@@ -96,7 +96,7 @@ def _live(case: Case) -> Held:
     if default_store().add("survivors", 1) == 7:
         # The pool need not wait for a stopped process.
         with suppress(ProcessLookupError):
-            os.kill(int(link.mesh.store.get("process")), signal.SIGKILL)
+            os.kill(int(default_store().get("process")), signal.SIGKILL)
     return Held(Survived(said, own, pushes, seconds), (source, target, link), reusable=False)
 
 
