@@ -266,16 +266,18 @@ def counts(plan: Plan) -> tuple[int, int]:
         places = {kinds[leg][1] for leg in legs}
         sizes = (plan.entries[part.entry].itemsize for part in parts)
         times = Counter(zip(legs, sizes, (part[2:] for part in parts), strict=True))
-        key = tuple(sorted((kinds[leg][0], size, *part, count) for (leg, size, part), count in times.items()))
+        shape: tuple[Any, ...] = tuple(
+            sorted((kinds[leg][0], size, *part, count) for (leg, size, part), count in times.items())
+        )
         if len(places) > 1:
-            key = (*key, *sorted((kinds[leg][0], kinds[leg][1]) for leg, _, _ in times))
+            shape = (*shape, *sorted((kinds[leg][0], kinds[leg][1]) for leg, _, _ in times))
         # Chunks differ by one row of each piece, so most have as many messages.
         itemsize, chunks = plan.entries[parts[0].entry].itemsize, parts[0].chunks
-        chunked = (kinds[legs[0]][0], itemsize, chunks) if chunks > 1 else key
-        sent = known.get(chunked) or known.get(key)
+        chunked = (kinds[legs[0]][0], itemsize, chunks) if chunks > 1 else shape
+        sent = known.get(chunked) or known.get(shape)
         if sent is None:
             *sent, alike = _count(times)
-            known[chunked if alike else key] = sent
+            known[chunked if alike else shape] = sent
         messages, pieces = messages + sent[0], pieces + sent[1]
     return messages, pieces
 
