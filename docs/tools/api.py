@@ -76,7 +76,8 @@ PAGES: Final[Mapping[str, tuple[str, str, str]]] = {
     ),
     "transfer": (
         "Transfer between two meshes",
-        "Tensors and weights from the ranks of one mesh to the ranks of another. Guide: [costs](../../guide/costs.md#transfer).",
+        "Tensors and weights from the ranks of one mesh to the ranks of another. Guides: "
+        "[from one mesh to another](../../guide/transfer.md), [costs](../../guide/costs.md#transfer).",
         "link transfer.link.Link transfer.weights.Weights transfer.weights.Push explain_transfer transfer.explain.TransferCost",
     ),
     "layout": (

@@ -103,8 +103,9 @@ def _of_rank(
     config: Config, sections: Sections, rank: int, world: int
 ) -> tuple[Layout, dict[str, SplitWeight]]:
     assert sections.model is not None and sections.data is not None
-    passes = Passes()
-    with pretended_world(rank, world), init(alone(config)) as mesh, Hollow(passes.ledger(True), passes):
+    passes, opened = Passes(), alone(config)
+    assert isinstance(opened, Config)
+    with pretended_world(rank, world), init(opened) as mesh, Hollow(passes.ledger(True), passes):
         built = LocalModel(
             mesh, sections, model_of(sections.model, sections.data, sections.train), filled=False
         )

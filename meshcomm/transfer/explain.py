@@ -261,8 +261,8 @@ def counts(plan: Plan) -> tuple[int, int]:
             if leg not in kinds:
                 axes, at = leg.source.placement.axes, leg.source.placement.at
                 moves = not leg.ends.overlap and all(len(coords) == 1 for _, coords in at)
-                key = axes, leg.target.placement, () if moves else at, leg.ends.overlap
-                kinds[leg] = numbers.setdefault(key, len(numbers)), at if moves else ()
+                kind = axes, leg.target.placement, () if moves else at, leg.ends.overlap
+                kinds[leg] = numbers.setdefault(kind, len(numbers)), at if moves else ()
         places = {kinds[leg][1] for leg in legs}
         sizes = (plan.entries[part.entry].itemsize for part in parts)
         times = Counter(zip(legs, sizes, (part[2:] for part in parts), strict=True))
