@@ -12,6 +12,7 @@ import meshcomm
 from meshcomm.errors import PeerLost, RankFailed
 from meshcomm.mesh import Mesh
 from meshcomm.mesh.runtime import WORLD
+from meshcomm.transfer.run import Run
 from meshcomm.transfer.weights import Staging
 from tests.transfer.deaths import (
     COPIES,
@@ -121,6 +122,44 @@ def test_one_rank_fails_when_all_others_have_every_byte(staging: Staging, seed: 
     wrong = complaints({rank: one for rank, one in said.items() if rank != 5}, 5, staging)
     assert not wrong, "\n".join(wrong)
     assert {said[4].version, said[5].version} == {1 if staging == "whole" else None}
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("staging", STAGINGS)
+def test_one_rank_fails_before_others_write(staging: Staging, seed: int, monkeypatch: Any) -> None:
+    """Ranks of a copy either all refuse to be read, or none has begun to write. All others fail among the messages."""
+    said: dict[int, Said] = {}
+    versions: dict[int, int] = {}
+    carry = Run.__call__
+
+    def fail(run: Run) -> None:
+        if versions[run._me] == 2:
+            raise PeerLost("lost a peer", missing=(5,))
+        carry(run)
+
+    monkeypatch.setattr(Run, "__call__", fail)
+
+    def program(mesh: Mesh) -> None:
+        source, target, link = opened(mesh.plan.defaults.timeout_s)
+        weights = link.weights(model := model_of(source, target), staging=staging)
+        if mesh.rank == 5:
+            agree = weights._agreed
+
+            def fail_early(push: Any) -> int:
+                if agree(push) == 2:
+                    raise PeerLost("lost a peer", missing=(5,))
+                return 1
+
+            weights._agreed = fail_early
+        said[mesh.rank] = transfers(
+            source, weights, model, lambda version: versions.update({mesh.rank: version})
+        )
+
+    meshcomm.simulate(program, dims={"all": 8}, schedule_seed=seed)
+    wrong = complaints({rank: one for rank, one in said.items() if rank != 5}, 5, staging)
+    assert not wrong, "\n".join(wrong)
+    assert said[4].version == said[5].version
+    assert said[4].version == 1 or staging == "buckets"
 
 
 @pytest.mark.faults

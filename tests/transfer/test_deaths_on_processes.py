@@ -20,7 +20,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from meshcomm.errors import TransferFailed
+from meshcomm.errors import MeshcommError, TransferFailed
 from meshcomm.mesh import Mesh
 from meshcomm.testing.pool import Held, Limits, Pool
 from meshcomm.transfer.link import Link
@@ -34,6 +34,7 @@ _TIMEOUT_S = 5.0
 _BUSY_S = 25.0
 # What it may take them to open their meshes there.
 _STARTS_S = 90.0
+_TRIES = 3
 
 
 class Case(NamedTuple):
@@ -71,13 +72,16 @@ def _arm(case: Case, link: Link, target: Mesh) -> None:
 
 
 def _live(case: Case) -> Held:
-    source, target, link = opened(_TIMEOUT_S)
-    mesh = source if source.is_member else target
-    model = model_of(source, target)
-    weights = link.weights(model, staging=case.staging)
-    for dim in mesh.dims:
-        mesh.barrier(dim)
-    link.mesh.barrier("link")
+    try:
+        source, target, link = opened(_TIMEOUT_S)
+        mesh = source if source.is_member else target
+        model = model_of(source, target)
+        weights = link.weights(model, staging=case.staging)
+        for dim in mesh.dims:
+            mesh.barrier(dim)
+        link.mesh.barrier("link")
+    except MeshcommError:
+        return Held(None, reusable=False)  # on a busy machine, before the death
     if mesh.rank == case.rank:
         default_store().set("process", str(os.getpid()))
         _arm(case, link, target)
@@ -103,7 +107,10 @@ def _live(case: Case) -> Held:
 def _check(pool: Pool, case: Case) -> tuple[Counter[str], float]:
     """Return how often copies ended with which versions, and after how many seconds the last survivor had its error."""
     limits = Limits(_STARTS_S + _TIMEOUT_S + _BUSY_S, _TIMEOUT_S + _BUSY_S)
-    ended = pool.call(partial(_live, case), ranks=8, limits=limits, failed=lambda value: True)
+    for _ in range(_TRIES):
+        ended = pool.call(partial(_live, case), ranks=8, limits=limits, failed=lambda value: True)
+        if not any(end.state == "returned" and end.value is None for end in ended):
+            break
     lives: dict[int, Survived] = {r: end.value for r, end in enumerate(ended) if end.state == "returned"}
     others = {r: (end.state, end.text) for r, end in enumerate(ended) if r not in lives and r != case.rank}
     assert not others, f"{case}: {others}"

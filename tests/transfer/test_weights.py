@@ -283,6 +283,41 @@ def test_a_reader_keeps_its_version_until_it_ends() -> None:
     assert all(simulated(program))
 
 
+@pytest.mark.parametrize("staging", ["whole", "buckets"])
+def test_readers_during_a_transfer(staging: Any) -> None:
+    """Between the messages, the old version can be read if the new one is staged; weights that are being written cannot."""
+    looks = []
+
+    def program(source: Mesh, target: Mesh, link: Link) -> Any:
+        layer = plain(float(source.is_member))
+        weights = link.weights(layer, staging=staging)
+
+        for version in (1, 2):
+            if source.is_member:
+                with torch.no_grad():
+                    layer.bias.fill_(version)
+                weights.push(version).wait()
+                continue
+            tear = weights._unchanged
+
+            def before_the_end(number: int, version: int = version) -> None:
+                with ExitStack() as reading:
+                    refused = raised(lambda: reading.enter_context(weights.reading()))
+                looks.append((version, type(refused).__name__, weights.version))
+                tear(number)
+
+            weights._unchanged = before_the_end
+            weights.pull()
+            weights._unchanged = tear
+        return None
+
+    simulated(program)
+    torn = "NoneType" if staging == "whole" else "WeightsTorn"
+    assert sorted(map(str, looks)) == sorted(
+        map(str, [(1, "WeightsTorn", None), (2, torn, 1 if staging == "whole" else None)] * 2)
+    )
+
+
 def alone(program: Callable[[Link], Any], **keys: Any) -> Any:
     """Call a program on a rank that is both sides."""
 
