@@ -156,7 +156,8 @@ class Region(NamedTuple):
 
 def memory_of(tensor: Tensor | Kept) -> Tensor:
     """Return this rank's memory for a tensor, without a copy."""
-    held: Tensor = value_of(local((tensor.tensor if isinstance(tensor, Kept) else tensor).detach()))
+    with torch.no_grad():  # a DTensor then gives its memory, without an operator
+        held: Tensor = value_of(local(tensor.tensor if isinstance(tensor, Kept) else tensor)).detach()
     return held
 
 
