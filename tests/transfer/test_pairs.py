@@ -118,7 +118,7 @@ def test_stripes(monkeypatch: pytest.MonkeyPatch, bucket_bytes: int) -> None:
 
 
 def test_values_that_memory_does_not_hold() -> None:
-    """torch keeps that a tensor is a conjugate, or negated, as a flag. Both sides may have it; a cast changes what is sent, too."""
+    """torch keeps that a tensor is a conjugate, or negated, as a flag; a cast changes what is sent; torch writes tensors of inference mode only in this mode."""
 
     def program(mesh: meshcomm.Mesh) -> None:
         whole = torch.view_as_complex(torch.arange(8.0).view(4, 2))
@@ -138,6 +138,10 @@ def test_values_that_memory_does_not_hold() -> None:
                     at(whole) if source.is_member else None, out if target.is_member else None, "n -> n"
                 )
                 assert source.is_member or torch.equal(out, at(whole))
+            with torch.inference_mode():
+                x, out = whole.clone(), torch.zeros_like(whole)
+            link.transfer(x if source.is_member else None, out if target.is_member else None, "n -> n")
+            assert source.is_member or torch.equal(out, whole)
             model = {"w": torch.arange(4.0) if source.is_member else torch.zeros(4, dtype=torch.bfloat16)}
             weights = link.weights(model, cast=torch.bfloat16 if source.is_member else None)
             if source.is_member:
