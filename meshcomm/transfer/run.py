@@ -105,7 +105,7 @@ class Schedule:
 
 
 class _Place(NamedTuple):
-    """A piece in this rank's memory. held: its values; None if the region's memory has another order."""
+    """A piece in this rank's memory. held: its values; None if the region's memory has another order, or is of inference mode."""
 
     piece: _Piece
     shape: tuple[int, ...]
@@ -267,7 +267,8 @@ class Run:
         room = (self._sources if reads and piece.leg == 0 else self._targets)[piece.entry]
         # A piece lies in one block of each side.
         region = next(region for region in room.regions if region.box.contains(piece.begin, piece.end))
-        held = region.read(piece.begin, piece.end) if region.units is None else None
+        is_plain = region.units is None and not region.held.is_inference()
+        held = region.read(piece.begin, piece.end) if is_plain else None
         shape = tuple(map(sub, piece.end, piece.begin))
         return _Place(piece, shape, region, room.dtype, held)
 

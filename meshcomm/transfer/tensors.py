@@ -238,8 +238,9 @@ def base_of(tensor: Parted) -> Tensor:
 
 def memory_of(tensor: Parted) -> Tensor:
     """Return this rank's memory for a tensor, without a copy; of a cutout, for the tensor that it is cut from."""
-    held = base_of(tensor).detach()
-    memory: Tensor = value_of(held.to_local() if isinstance(held, DTensor) else held)
+    held = base_of(tensor)
+    with torch.no_grad():  # a DTensor then gives its memory without an operator
+        memory: Tensor = value_of(held.to_local() if isinstance(held, DTensor) else held).detach()
     return memory
 
 

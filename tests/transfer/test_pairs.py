@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import meshcomm
 from meshcomm.testing import Pool
@@ -79,3 +82,72 @@ def test_three_links_at_once_and_back() -> None:
             each.close()
 
     meshcomm.simulate(program, dims={"all": 8})
+
+
+@pytest.mark.parametrize("bucket_bytes", [60, 200, 1 << 20])
+def test_stripes(monkeypatch: pytest.MonkeyPatch, bucket_bytes: int) -> None:
+    """Copies along dims of any kind gather stripes, also of a tensor that is larger than a bucket, or that comes alone or last."""
+    monkeypatch.setattr(plan, "_LEAST_STRIPED_BYTES", 0)
+
+    def program(mesh: meshcomm.Mesh) -> None:
+        source = meshcomm.init(dims={"tp": 3}, ranks=range(3), device="cpu")
+        keys: dict[str, Any] = {
+            "dims": {"a": 2, "b": 2},
+            "merge": {"ab": ["a", "b"]},
+            "views": {"v": {"all": 4}},
+        }
+        target = meshcomm.init(**keys, ranks=range(4, 8), device="cpu")
+        whole = torch.arange(42 * 7.0).view(42, 7)
+        for stripes in (["a", "b"], ["ab"], ["all"]):
+            with meshcomm.link(source, target, stripes=stripes, bucket_bytes=bucket_bytes) as link:
+                for side in ("n k", "n/a k", "n k/ab", "n/all k", "n/b k/a"):
+                    x = out = wanted = None
+                    if source.is_member:
+                        x = whole.chunk(3)[mesh.rank].clone()
+                    elif target.is_member:
+                        wanted = whole
+                        for axis, split in enumerate(side.split()):
+                            for dim in split.split("/")[1:]:
+                                wanted = wanted.chunk(target.size(dim), axis)[target.coord(dim)]
+                        out = torch.full_like(wanted, torch.nan, memory_format=torch.contiguous_format)
+                    if link.is_member:
+                        link.transfer(x, out, f"n/tp k -> {side}")
+                    assert wanted is None or (out is not None and same_bits(out, wanted)), (stripes, side)
+
+    meshcomm.simulate(program, dims={"all": 8})
+
+
+def test_values_that_memory_does_not_hold() -> None:
+    """torch keeps that a tensor is a conjugate, or negated, as a flag; a cast changes what is sent; torch writes tensors of inference mode only in this mode."""
+
+    def program(mesh: meshcomm.Mesh) -> None:
+        whole = torch.view_as_complex(torch.arange(8.0).view(4, 2))
+        source = meshcomm.init(dims={"one": 1}, ranks=[0], device="cpu")
+        target = meshcomm.init(dims={"one": 1}, ranks=[1], device="cpu")
+        plain: Callable[[Tensor], Tensor] = torch.clone
+        imaginary: Callable[[Tensor], Tensor] = lambda x: x.conj().imag  # noqa: E731
+        with source, target, meshcomm.link(source, target) as link:
+            for at, to in (
+                (torch.conj, plain),
+                (plain, torch.conj),
+                (torch.conj, torch.conj),
+                (imaginary, imaginary),
+            ):
+                out = to(torch.zeros(4, dtype=whole.dtype))
+                link.transfer(
+                    at(whole) if source.is_member else None, out if target.is_member else None, "n -> n"
+                )
+                assert source.is_member or torch.equal(out, at(whole))
+            with torch.inference_mode():
+                x, out = whole.clone(), torch.zeros_like(whole)
+            link.transfer(x if source.is_member else None, out if target.is_member else None, "n -> n")
+            assert source.is_member or torch.equal(out, whole)
+            model = {"w": torch.arange(4.0) if source.is_member else torch.zeros(4, dtype=torch.bfloat16)}
+            weights = link.weights(model, cast=torch.bfloat16 if source.is_member else None)
+            if source.is_member:
+                weights.push(version=1).wait()
+            else:
+                weights.pull()
+                assert torch.equal(model["w"], torch.arange(4.0).bfloat16())
+
+    meshcomm.simulate(program, dims={"all": 2})
