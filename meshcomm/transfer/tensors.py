@@ -137,9 +137,10 @@ class Region(NamedTuple):
             if self.units is None:
                 return
             first, last = self._units(begin, end)
-            self.held.narrow(self.units, first, last - first).copy_(
-                whole.unflatten(self.units, (last - first, self.held.shape[self.units + 1]))
-            )
+            held = self.held.narrow(self.units, first, last - first)
+            # The rows of a single unit are not a copy.
+            if held.data_ptr() != whole.data_ptr():
+                held.copy_(whole.unflatten(self.units, held.shape[self.units : self.units + 2]))
 
     def _units(self, begin: Sequence[int], end: Sequence[int]) -> tuple[int, int]:
         """Return the first unit that a box touches, and the one after the last."""
@@ -148,7 +149,7 @@ class Region(NamedTuple):
         return (begin[self.units] - origin) // rows, -(-(end[self.units] - origin) // rows)
 
     def _covering(self, begin: Sequence[int], end: Sequence[int]) -> tuple[Tensor, tuple[slice, ...]]:
-        """Return memory that covers a box, and where the box lies in it. With `units`, the memory is a copy."""
+        """Return memory that covers a box, and where the box lies in it. With `units`, the memory may be a copy."""
         origin, held = [*self.box.begin], self.held
         if self.units is not None:
             first, last = self._units(begin, end)
