@@ -63,7 +63,7 @@ class Sides:
     ends: Ends
     source: Mesh | None
     target: Mesh | None
-    use: Use = field(default_factory=Use)
+    use: Use = field(default_factory=Use, init=False)
 
     @contextmanager
     def calling(self, by: UnderWay | None = None) -> Iterator[None]:
