@@ -68,7 +68,7 @@ class Sides:
     source: Mesh | None
     target: Mesh | None
     dim: str = LINK
-    use: Use = field(default_factory=Use)
+    use: Use = field(default_factory=Use, init=False)
 
     @classmethod
     def to_rank(cls, mesh: Mesh, rank: int) -> Sides:
