@@ -69,10 +69,13 @@ def resumed_by_hand(
 @pytest.mark.parametrize(
     ("sizes", "elastic", "smaller", "lost", "lost_steps"),
     [
-        ({"dp": 4}, "min = { dp = 2 }", {"dp": 3}, 2, 0),
+        pytest.param(*({"dp": 4}, "min = { dp = 2 }", {"dp": 3}, 2, 0), marks=pytest.mark.deep),
         # Another rank has the lost shard, but no rank of the smaller mesh has the parts that it needs.
         ({"dp": 2, "fsdp": 2}, "min = { fsdp = 1 }", {"dp": 2, "fsdp": 1}, 1, 0),
-        ({"fsdp": 2, "tp": 2}, "min = { fsdp = 1 }\ncopy_every = 2", {"fsdp": 1, "tp": 2}, 2, 1),
+        pytest.param(
+            *({"fsdp": 2, "tp": 2}, "min = { fsdp = 1 }\ncopy_every = 2", {"fsdp": 1, "tp": 2}, 2, 1),
+            marks=pytest.mark.deep,
+        ),
         ({"fsdp": 4}, "min = { fsdp = 2 }\ncopy_every = 2", {"fsdp": 3}, 2, 1),
     ],
     ids=["dp", "dp fsdp", "fsdp tp", "fsdp"],
@@ -99,7 +102,11 @@ def test_fewer_ranks_need_no_checkpoint(
         assert each.losses == pytest.approx(whole[0].losses, rel=1e-12)
 
 
-@pytest.mark.parametrize("sizes", [{"dp": 2, "fsdp": 2}, {"fsdp": 2, "dp": 2}], ids=" ".join)
+@pytest.mark.parametrize(
+    "sizes",
+    [{"dp": 2, "fsdp": 2}, pytest.param({"fsdp": 2, "dp": 2}, marks=pytest.mark.deep)],
+    ids=["dp fsdp", "fsdp dp"],
+)
 def test_the_mesh_grows_without_a_checkpoint(sizes: Mapping[str, int], tmp_path: Path) -> None:
     """New shards come from ranks that had larger ones. No step is run twice."""
     text = "[elastic]\nmin = { fsdp = 1 }\nreplace = 1\ndelay_s = 80\n"

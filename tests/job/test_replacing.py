@@ -46,6 +46,19 @@ def test_whole_copies_stay_and_gaps_are_filled() -> None:
     assert grown.filled({*range(8)} - {3}).dims == {"dp": 3, "cp": 2}  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("dims", [{"dp": 2, "fsdp": 2}, {"fsdp": 4, "dp": 2}, {"fsdp": 3, "dp": 3}])
+def test_every_shard_stays(dims: dict[str, int]) -> None:
+    """After the loss of any process, those that continue have all shards, if there is a place for each."""
+    count, size = dims["dp"] * dims["fsdp"], dims["fsdp"]
+    first = Places.first(count, sizes(dims, "fsdp")._replace(shards=True))
+    shards = first.sizes.replicas(range(count), size).tolist()  # type: ignore[union-attr]
+    for lost in range(count):
+        left = first.filled({*range(count)} - {lost})
+        assert left is not None and left.size == size - 1
+        assert lost not in left.processes and len({*left.processes}) == (size - 1) * dims["dp"]
+        assert all({*left.processes} & {*shard} for shard in shards)
+
+
 def test_too_few_or_a_size_that_does_not_fit() -> None:
     first = Places.first(8, sizes({"dp": 4, "cp": 2}, "dp", 2))
     assert first.filled({0, 1, 2, 3, 4, 6}).processes == (0, 1, 2, 3)  # type: ignore[union-attr]
