@@ -13,7 +13,7 @@ class MeshcommError(Exception):
     expected value and a fix.
 
     facts: attributes that the error's class documents.
-    of_job: whether the ranks that these attributes name are those of this job; False for the ranks of a link between two jobs.
+    of_job: whether the ranks that these attributes name are those of this job; False for the ranks of a link.
     """
 
     of_job = True
@@ -175,6 +175,7 @@ class TransferFailed(CommunicationError):
     rank) pairs with side "source" or "target".
     """
 
+    of_job = False
     version: int | None = None
     missing: tuple[tuple[str, int], ...] = ()
 
