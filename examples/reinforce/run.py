@@ -1,6 +1,6 @@
 """Run train.py and generate.py on this machine, kill a generator after step 20, and start the generators again.
 
-    python run.py [SEED]
+python run.py [SEED]
 """
 
 from __future__ import annotations
@@ -46,7 +46,6 @@ def main(seed: str = "0") -> None:
             os.kill(process, signal.SIGKILL)
             print(f"killed process {process}: its job ended with exit code {generators.wait()}", flush=True)
         with job(2, "generate.py", seed, store) as generators:
-            show(trainers.stdout, "step ")
             show(trainers.stdout, "versions")
             trainers.wait()
             generators.wait()

@@ -106,7 +106,7 @@ def main(seed: int = 0, store: str = STORE) -> None:
         versions = report(steps, lambda: f", version {generators.weights.version}", prints=mesh.rank == 0)
         generators.end()
         if mesh.rank == 0:
-            print(f"{versions} versions, {generators.reconnects} reconnects", flush=True)
+            print(f"versions: {versions}, reconnects: {generators.reconnects}")
 
 
 if __name__ == "__main__":
