@@ -30,7 +30,7 @@ class ElasticConfig(Section):
     rules = (
         NoEffect("patience_s", "min", why=": without it, the other ranks always wait for a new process"),
         NoEffect("delay_s", "replace", way="replace = 3"),
-        NoEffect("copy_every", "replace", way="replace = 3"),
+        NoEffect("copy_every", "replace min", way="replace = 3"),
         _one_dim,
     )
     replace: int = Field(default=0, ge=0, examples=[3])
@@ -46,7 +46,7 @@ class ElasticConfig(Section):
     recover. Default 0.
     """
     copy_every: int = Field(default=0, ge=0, examples=[10])
-    """With replace: number of steps between copies to host memory. Each rank copies its own state and the preceding
+    """With replace or min: number of steps between copies to host memory. Each rank copies its own state and the preceding
     rank's state. If no other rank holds the lost rank's shards, as when only shard, pipeline or tensor is used, all ranks
     return to the last copies. Default 0: all ranks return to the last checkpoint.
     """

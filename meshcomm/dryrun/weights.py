@@ -16,7 +16,7 @@ from meshcomm.mesh.opening import init
 from meshcomm.models import model_of
 from meshcomm.parallel.build import LocalModel
 from meshcomm.parallel.splits import Sections
-from meshcomm.parallel.tensor.parameters import Kept, fused_parts
+from meshcomm.transfer.fused import unfused
 from meshcomm.transfer.placement import Placement
 from meshcomm.transfer.tensors import memory_of, placement_of
 
@@ -108,7 +108,6 @@ def _of_rank(
         built = LocalModel(
             mesh, sections, model_of(sections.model, sections.data, sections.train), filled=False
         )
-        fused = {name: parts for module in built.modules for name, parts in fused_parts(module).items()}
         parameters = dict(built.named)
         buffers = {
             name: tensor
@@ -117,8 +116,7 @@ def _of_rank(
             if not isinstance(tensor, torch.nn.Parameter)
         }
         weights = {}
-        for name, tensor in {**parameters, **buffers}.items():
-            held = Kept(tensor, fused[name]) if name in fused else tensor
+        for name, held in unfused({**parameters, **buffers}, *built.modules).items():
             placement = placement_of(held, mesh.layout, mesh.rank)
             weights[name] = SplitWeight(placement, memory_of(held).dtype)
         return mesh.layout, weights

@@ -37,11 +37,15 @@ _FINAL: Final = (2, 130, SAVED)
 
 
 class Sizes(NamedTuple):
-    """The sizes that a mesh may have: `dims`, with the size of `dim` optionally replaced by one of `fewer`, largest first."""
+    """The sizes that a mesh may have: `dims`, with the size of `dim` optionally replaced by one of `fewer`, largest first.
+
+    shards: whether ranks with different coords along `dim` hold different parts of the model, and not copies of it.
+    """
 
     dims: Mapping[str, int]
     dim: str
     fewer: Sequence[int]
+    shards: bool = False
 
     @property
     def axis(self) -> int:
@@ -83,7 +87,8 @@ def sizes_of(settings: Config, world_size: int) -> Sizes | None:
             expected=f"a smaller {dim} that fits the rest of the configuration",
             hint="use a train.global_batch_size that smaller sizes divide, use -1 in a view, or remove elastic.min",
         )
-    return Sizes(dims, dim, fewer)
+    parallel = settings.parallel
+    return Sizes(dims, dim, fewer, parallel is not None and parallel.shard == dim)
 
 
 @final
@@ -115,7 +120,8 @@ class Places:
     def filled(self, alive: Collection[int]) -> Places | None:
         """Return the largest mesh that the processes in `alive` can form; None if there are too few.
 
-        The replicas of the model that lack the fewest processes are kept. Processes from the other replicas fill the gaps.
+        The replicas of the model that lack the fewest processes are kept; of shards, as many different ones as possible. Other
+        processes fill the gaps.
         """
         sizes, alive = self.sizes, {*alive}
         if len(alive) == self.count:
@@ -128,9 +134,18 @@ class Places:
             return None
         replicas = sizes.replicas(self.processes, self.size)
         lost = ~np.isin(replicas, [*alive])
-        indices = np.sort(np.argsort(lost.sum(axis=1), kind="stable")[:size])
         filled = np.full((size, per_index), -1)
-        filled[: len(indices)] = np.where(lost[indices], -1, replicas[indices])
+        if sizes.shards:
+            # Processes of as many coords as possible, so that each shard is left. Positions with few processes choose first.
+            used = np.zeros(len(replicas))
+            for position in np.argsort(-lost.sum(axis=0), kind="stable"):
+                coords = np.flatnonzero(~lost[:, position])
+                coords = np.sort(coords[np.argsort(used[coords], kind="stable")[:size]])
+                used[coords] += 1
+                filled[: len(coords), position] = replicas[coords, position]
+        else:
+            indices = np.sort(np.argsort(lost.sum(axis=1), kind="stable")[:size])
+            filled[: len(indices)] = np.where(lost[indices], -1, replicas[indices])
         free = sorted(alive - {*filled.flat})
         first = sizes.replicas(range(self.count), sizes.dims[sizes.dim])
         for replica, position in np.argwhere(filled < 0):

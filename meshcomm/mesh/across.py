@@ -125,7 +125,8 @@ def _claimed(store: Any, name: str, rank: int) -> None:
 
 def _agreed(store: Any, name: str, rank: int, plan: Plan) -> Agreed:
     """Wait for the other processes, and compare this process's settings with theirs."""
-    problem, backend = None, plan.defaults.backend
+    problem: MeshcommError | None = None
+    backend = plan.defaults.backend
     # Of each variable that the backends of a group must read identically.
     prefixes = ("GLOO_", "TORCH_GLOO_", "TORCH_DISTRIBUTED_", *["NCCL_"] * ("nccl" in backend))
     facts = plan.facts() | {
@@ -157,8 +158,11 @@ def _agreed(store: Any, name: str, rank: int, plan: Plan) -> Agreed:
 
 def _host(store: Any, of_mesh: Any) -> int | None:
     """Return the rank whose process serves the store; None if another process does."""
-    owner = owner_of(unsigned(store))
-    return 0 if owner is not None and owner.process == process_of_rank(of_mesh, 0) else None
+    try:
+        owner = owner_of(unsigned(store))
+        return 0 if owner is not None and owner.process == process_of_rank(of_mesh, 0) else None
+    except RuntimeError:  # the store is lost, and creating the group fails
+        return None
 
 
 def _created(

@@ -92,7 +92,7 @@ def on_all_ranks(mesh: Mesh, what: str, action: Callable[[], T]) -> T:
     """Run `action` on this rank and return its result once every rank of the mesh has succeeded.
 
     what:      completes the text "rank 3 could not ...", as in "resume from runs/x".
-    Called by: every rank of the mesh. The action must not communicate.
+    Called by: every rank of the mesh. The action must not communicate, unless it makes its calls also where it fails.
     Raises:    the action's MeshcommError if it fails with one, or TrainingError if it fails with another exception.
                The other ranks raise TrainingError with the same text and the name of the lowest rank that failed.
     """

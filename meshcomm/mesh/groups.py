@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
-from typing import Any, Final, final
+from typing import TYPE_CHECKING, Any, Final, final
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,7 @@ import torch.distributed as dist
 from meshcomm.config.write import toml
 from meshcomm.errors import CommunicationError, PeerLost, UnsupportedOp
 from meshcomm.layout import Group, GroupOptions, Plan, RankPlan
+from meshcomm.layout.names import merged_name
 from meshcomm.mesh.runtime import World
 from meshcomm.mesh.source import Settings
 from meshcomm.mesh.state import Held
@@ -40,6 +41,9 @@ from meshcomm.transport.torch_private import (
 from meshcomm.transport.variables import NCCL_RECOVERS, gloo_defaults, nccl_defaults, with_variables
 from meshcomm.watching.exceptions import Reason, first_line, reason_of
 from meshcomm.watching.words import INTERFACES
+
+if TYPE_CHECKING:
+    from meshcomm.mesh.mesh import Mesh
 
 
 @final
@@ -287,3 +291,15 @@ def _backend_options(options: GroupOptions, split: bool) -> Any:
             )
         setattr(made.config, name, int(value))
     return made
+
+
+def merged(mesh: Mesh, dims: tuple[str, ...]) -> str:
+    """Return the name of the merged dim that covers `dims`. If the mesh was opened without this dim, its group is created.
+
+    Called by: every rank of the mesh, in the same program order.
+    """
+    if len(dims) == 1:
+        return dims[0]
+    if dims not in mesh.layout.merge.values():
+        mesh.create_group(merged_name(dims, {*mesh.layout.names, *mesh.layout.views}), dims)
+    return next(name for name, parts in mesh.layout.merge.items() if parts == dims)

@@ -22,11 +22,11 @@ from transformers.core_model_loading import (
     WeightRenaming,
     dot_natural_key,
     rename_source_key,
-    revert_weight_conversion,
 )
 
 from meshcomm.models.hf import Whole
 from meshcomm.models.weights import Source
+from meshcomm.transfer.naming import reverted
 
 
 @final
@@ -60,15 +60,8 @@ class Conversion:
         return sources
 
     def stored(self, name: str, value: Tensor) -> dict[str, Tensor]:
-        """Return the tensors, by name, that store a parameter in a model folder. If a tensor combines several
-        parameters, the parameter keeps its name, which from_pretrained can also read.
-        """
-        module: Any = self._whole.module
-        try:
-            stored: dict[str, Tensor] = revert_weight_conversion(module, {name: value})
-        except Exception:
-            return {name: value}
-        return stored
+        """Return the tensors, by name, that store a parameter in a model folder."""
+        return reverted(self._whole.module, name, value)
 
 
 def _converted(module: Any, target: str, converter: Any, lying: Mapping[str, list[str]]) -> dict[str, Source]:

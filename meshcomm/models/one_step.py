@@ -38,10 +38,10 @@ from meshcomm.parallel.optimizer import MakeOptimizer, grouped, optimizer_of
 from meshcomm.parallel.pipeline import Stage
 from meshcomm.parallel.splits import Splits
 from meshcomm.parallel.tensor import whole
-from meshcomm.parallel.tensor.parameters import fused_parts, joined
 from meshcomm.parallel.tree import called, in_parts, with_tensors
 from meshcomm.predict.stages import split_layers
 from meshcomm.simulator import simulate
+from meshcomm.transfer.fused import unfused
 from meshcomm.transport.torch_private import DispatchMode
 from meshcomm.watching.callsite import users_frame
 
@@ -479,14 +479,10 @@ class _InTurn(nn.Module):
 
 def _whole(engine: Engine, parts: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
     """Return the full tensors of which each rank has parts. A parameter without a gradient has none."""
-    fused = {name: part for module in engine.modules for name, part in fused_parts(module).items()}
-    values: dict[str, Tensor] = {}
-    for name, part in parts.items():
-        if part is None:
-            continue
-        value = whole(part.to_dense() if part.is_sparse else part)
-        values[name] = (joined(value, fused[name]) if name in fused else value).detach().clone()
-    return values
+    dense = {
+        name: part.to_dense() if part.is_sparse else part for name, part in parts.items() if part is not None
+    }
+    return {name: whole(part).clone() for name, part in unfused(dense, *engine.modules).items()}
 
 
 def copied(loss: LossOf | None) -> LossOf | None:

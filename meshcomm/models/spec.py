@@ -151,6 +151,24 @@ class ModelSpec:
     small: Callable[[], ModelSpec] | None = None
     cannot: Mapping[str, str] = field(default_factory=dict)
 
+    def stored_tensors(self, name: str, value: Tensor) -> Mapping[str, Tensor]:
+        """Return the tensors that store a parameter in the model's folder, by name. They may share its memory.
+
+        value: the parameter, or a tensor of the same shape without memory.
+        """
+        if self.stored is not None and not callable(self.stored):
+            return self.stored.stored(name, value)
+        names, transposed = (name, False) if self.stored is None else self.stored(name)
+        if isinstance(names, str):
+            return {names: value.T if transposed else value}
+        # Experts are stacked along axis 0, and the tensors of a row along axis 1.
+        parts = {
+            stored_name: part
+            for row, rows in zip(names, value, strict=True)
+            for stored_name, part in zip(row, rows.chunk(len(row)), strict=True)
+        }
+        return {stored_name: part.T if transposed else part for stored_name, part in parts.items()}
+
 
 def reduced(spec: ModelSpec) -> ModelSpec:
     """Return the spec of `spec.small` or, without it, the same one."""

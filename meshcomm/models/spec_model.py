@@ -534,6 +534,16 @@ class _Stage:
                 return module.get_parameter(name)  # type: ignore[no-any-return]
         return None
 
+    def meshcomm_stored(self, name: str, value: Tensor) -> Mapping[str, Tensor]:
+        """Return the tensors of the folder in which a parameter of this stage is stored. See `stored_parts`."""
+        facts = self.meshcomm_stage
+        tied = facts.spec.tied or ()
+        if facts.stage.count == 1 or name not in tied:
+            return facts.spec.stored_tensors(name, value)
+        # Of a weight that the embedding and the head share, the last stage has a copy.
+        names = [*tied] if name == next(iter(tied)) else []
+        return {key: part for alias in names for key, part in facts.spec.stored_tensors(alias, value).items()}
+
     def forward(
         self, x: Any = None, samples: Tensor | None = None, documents: Tensor | None = None, **others: Any
     ) -> Any:

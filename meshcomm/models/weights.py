@@ -15,13 +15,12 @@ from typing import Any, Final, NamedTuple, Protocol, TypeAlias, final
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from meshcomm.errors import ShapeError, TrainingError
 from meshcomm.layout.names import did_you_mean, listed
-from meshcomm.parallel.tensor import assign, local
-from meshcomm.parallel.tensor.parameters import Kept, fused_parts, kept
-from meshcomm.parallel.torch_private import offsets
+from meshcomm.parallel.tensor import assign
+from meshcomm.transfer.fused import unfused
+from meshcomm.transfer.tensors import own_regions
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -72,20 +71,18 @@ def write(module: nn.Module, value: Callable[[str, tuple[int, ...]], Any]) -> No
     value: (name, full shape) -> the full values, or a `Stored`, of which only this rank's parts are read. The full shape
            is the shape before the module was split.
     """
-    fused = fused_parts(module)
-    for name, parameter in module.named_parameters():
-        whole = Kept(parameter, fused[name]) if name in fused else None
-        full = value(name, tuple(parameter.shape) if whole is None else whole.shape)
+    for name, parameter in unfused(dict(module.named_parameters()), module).items():
+        full = value(name, tuple(parameter.shape))
         if not isinstance(full, Stored):
-            assign(parameter, full if whole is None else kept(full, whole.parts))
-        elif whole is None:
-            held = local(parameter)
-            full.copy(offsets(parameter) if isinstance(parameter, DTensor) else (0,) * held.ndim, held)
-        else:
-            for piece in whole.pieces():
-                values = torch.empty(piece.shape, dtype=piece.held.dtype, device=piece.held.device)
-                full.copy(piece.at, values)
-                piece.write(values)
+            assign(parameter, full)
+            continue
+        for region in own_regions(parameter):
+            box, values = region.box, region.held
+            if region.units is not None:
+                values = torch.empty(box.shape, dtype=values.dtype, device=values.device)
+            full.copy(box.begin, values)
+            if region.units is not None:
+                region.write(box.begin, box.end, values)
 
 
 @final

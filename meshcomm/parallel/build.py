@@ -17,6 +17,7 @@ from meshcomm.errors import ConfigError, TrainingError, UnsupportedOp
 from meshcomm.layout.names import listed
 from meshcomm.mesh import Mesh
 from meshcomm.mesh.all_ranks import on_all_ranks
+from meshcomm.mesh.groups import merged
 from meshcomm.parallel.batch_norm import is_synchronised
 from meshcomm.parallel.context import ContextSplit
 from meshcomm.parallel.data import GradientSync, broadcast_values
@@ -26,7 +27,7 @@ from meshcomm.parallel.memory import materialise, to_train_mode
 from meshcomm.parallel.model import Model
 from meshcomm.parallel.pipeline import Accumulate, Pipelined, TiedWeight
 from meshcomm.parallel.shard import Sharded
-from meshcomm.parallel.splits import Sections, Splits, along, merged, several
+from meshcomm.parallel.splits import Sections, Splits, along, several
 from meshcomm.parallel.tensor import TensorSplit, local
 from meshcomm.parallel.torch_private import hooks_of, unsaved_buffers
 from meshcomm.predict.passes import schedule_properties

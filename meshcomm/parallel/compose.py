@@ -26,9 +26,9 @@ from meshcomm.parallel.results import Done, Results
 from meshcomm.parallel.shard import Sharded
 from meshcomm.parallel.splits import along, sections
 from meshcomm.parallel.state import Kinds, State
-from meshcomm.parallel.tensor.parameters import Kept
 from meshcomm.parallel.torch_private import shared_casts
 from meshcomm.parallel.tree import samples_of
+from meshcomm.transfer.fused import Kept
 
 
 @dataclass

@@ -23,7 +23,7 @@ from meshcomm.parallel.dropout import Draws
 from meshcomm.parallel.narrow_state import narrowed
 from meshcomm.parallel.sparse import SparseRows, optimizers_in
 from meshcomm.parallel.split_update import check_apart, check_fused, check_kept, check_split
-from meshcomm.parallel.tensor.parameters import fused_parts
+from meshcomm.transfer.fused import fused_parts
 
 # Creates an optimizer from parameter groups, like the classes of torch.optim.
 MakeOptimizer: TypeAlias = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]

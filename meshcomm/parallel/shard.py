@@ -15,8 +15,8 @@ from meshcomm.parallel.data import check_complete
 from meshcomm.parallel.expert.packed import EXPERTS
 from meshcomm.parallel.expert.routing import Router
 from meshcomm.parallel.tensor import local
-from meshcomm.parallel.tensor.parameters import fused_parts
 from meshcomm.parallel.torch_private import put_shards_back
+from meshcomm.transfer.fused import fused_parts
 
 
 @final

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from meshcomm.errors import MeshcommError, UnsupportedOp
-from meshcomm.parallel.tensor.parameters import FUSED, Parts, fused_parts, joined, kept
+from meshcomm.parallel.tensor.parameters import whole
+from meshcomm.transfer.fused import FUSED, Kept, Parts, fused_parts, kept
 
 # Creates an optimizer of a module's parameters.
 Build: TypeAlias = Callable[[nn.Module], torch.optim.Optimizer]
@@ -163,10 +164,8 @@ def _stepped(
             # As training does, also if the optimizer has dropped the gradient or set another one.
             parameter.grad = buffers[number].copy_(steps[step]) if reused else steps[step].detach().clone()
         optimizer.step()
-    weights = [weight.detach() for weight in module.weights]
-    weights = [weight.full_tensor() if isinstance(weight, DTensor) else weight for weight in weights]
     return type(optimizer).__name__, [
-        weight if parts is None else joined(weight, parts) for weight in weights
+        whole(weight if parts is None else Kept(weight, parts)) for weight in module.weights
     ]
 
 

@@ -104,18 +104,6 @@ def several(mesh: Mesh, dims: Iterable[str]) -> tuple[str, ...]:
     return tuple(dim for dim in dims if mesh.size(dim) > 1)
 
 
-def merged(mesh: Mesh, dims: tuple[str, ...]) -> str:
-    """Return the name of the merged dim that covers `dims`. If the mesh was opened without this dim, its group is created.
-
-    Called by: every rank of the mesh, in the same program order.
-    """
-    if len(dims) == 1:
-        return dims[0]
-    if dims not in mesh.layout.merge.values():
-        mesh.create_group(merged_name(dims, {*mesh.layout.names, *mesh.layout.views}), dims)
-    return next(name for name, parts in mesh.layout.merge.items() if parts == dims)
-
-
 def along(mesh: Mesh, dims: Iterable[str]) -> str | tuple[str, ...] | None:
     """Return the dims whose size is above 1, in the form that a collective along all of them accepts. A group is created if
     none exists.

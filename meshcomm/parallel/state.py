@@ -28,7 +28,8 @@ from meshcomm.comm.codec import decode, encode
 from meshcomm.errors import ObjectError, TrainingError
 from meshcomm.parallel.narrow_state import is_moment
 from meshcomm.parallel.sparse import members_of, optimizers_in
-from meshcomm.parallel.tensor.parameters import Kept, Parts, fused_parts, local, split_dims
+from meshcomm.parallel.tensor.parameters import local, split_dims
+from meshcomm.transfer.fused import Kept, Parts, fused_parts
 
 # The dtype and the shape of each tensor in a checkpoint, by name.
 Kinds: TypeAlias = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
@@ -312,9 +313,6 @@ class State:
             if _extra(name) in kinds:
                 dtype, shape = kinds[_extra(name)]
                 room[_extra(name)] = torch.empty(shape, dtype=dtype)
-            elif OF_MODULE + name not in kinds:
-                what = f"the extra state of {name or 'the model'}"
-                raise _unfit(what, "none in the checkpoint", "the value of get_extra_state")
         held_of = self._room_for_optimizer(kinds)
         parameters = dict(named)
         for name, held in held_of.items():
@@ -323,6 +321,11 @@ class State:
                 room[f"optimizer.{name}.{key}"] = self._before(name, each) if fits else each
         fill(room)
 
+        # Ranks fill in together, so what only some of them would raise comes afterwards.
+        for name, _ in extra:
+            if room.keys().isdisjoint((_extra(name), OF_MODULE + name)):
+                what = f"the extra state of {name or 'the model'}"
+                raise _unfit(what, "none in the checkpoint", "the value of get_extra_state")
         for name, part in extra:
             text = room.get(OF_MODULE + name)
             part.set_extra_state(room[_extra(name)] if text is None else decode(text, _device(part)))

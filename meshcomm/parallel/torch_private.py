@@ -95,12 +95,6 @@ def hooks_of(parameter: torch.Tensor) -> dict[int, Any]:
     return {**(parameter._backward_hooks or {}), **(later or {})}
 
 
-def offsets(tensor: Any) -> tuple[int, ...]:
-    """Return where this rank's part of a DTensor starts in the full tensor, or zeros if the rank has no part."""
-    chunks = tensor.__create_chunk_list__()
-    return tuple(chunks[0].offsets) if chunks else (0,) * tensor.ndim
-
-
 def scale_all(tensors: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
     """Multiply tensors of one device and dtype in place, in one call. factor: a tensor () of the same device and dtype."""
     torch._foreach_mul_(list(tensors), factor)

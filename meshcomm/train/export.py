@@ -3,43 +3,43 @@
 from __future__ import annotations
 
 import json
-import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import torch
+from torch import Tensor
 
 from meshcomm.comm.codec import decode
 from meshcomm.config import DataConfig, ModelConfig, TrainConfig
 from meshcomm.config.model import LoraConfig
 from meshcomm.config.pretrained import DROPPED
 from meshcomm.errors import ConfigError, TrainingError, UnsupportedOp
-from meshcomm.mesh.all_ranks import is_first, on_all_ranks
+from meshcomm.mesh.all_ranks import is_first, on_all_ranks, ranks_of
 from meshcomm.models import model_of
 from meshcomm.models.lora import ADAPTER, adapter_options, with_adapters
 from meshcomm.models.spec_model import SpecModel
 from meshcomm.parallel.state import OF_MODULE, OF_PARAMETER
-from meshcomm.train.checkpoint.checkpoints import write
 from meshcomm.train.checkpoint.folder import FOLDER, checkpoints_in, is_complete, name_of
 from meshcomm.train.checkpoint.lock import PRETRAINED, Lock
 from meshcomm.train.checkpoint.parts import Kind
 from meshcomm.train.checkpoint.reader import Saved
 from meshcomm.train.export_files import (
     CONFIG,
+    Parameters,
     Piece,
     check_new,
     copy_beside,
     could_not,
     new_folder,
-    pieces_of,
     shards_of,
     write_beside,
     write_file,
 )
 from meshcomm.train.trainer import Trainer
+from meshcomm.transfer.gather import Gathered
 
 SHARD_BYTES: Final = 5_000_000_000
 ADAPTER_FILE: Final = "adapter_model.safetensors"
@@ -83,7 +83,6 @@ def export_weights(source: Path, target: Path) -> Exported:
     """
     folder = find_checkpoint(source)
     lock, saved = Lock.read(folder), Saved(folder)
-    pieces: list[Piece] = []
     for full in saved.kinds:
         if full.startswith(OF_MODULE):
             name = full.removeprefix(OF_MODULE)
@@ -92,14 +91,19 @@ def export_weights(source: Path, target: Path) -> Exported:
                 given=f"{full} in {folder}",
                 expected="modules whose get_extra_state returns a tensor, or modules without get_extra_state",
             )
-    for name, kind in saved.weights.items():
+    names_of: dict[str, tuple[str, ...]] = {}
+    for name in saved.weights:
         about = OF_PARAMETER + name
         facts = decode(saved.load(about), torch.device("cpu")) if about in saved.kinds else {}
-        pieces += [Piece(parameter, kind, name) for parameter in (name, *facts.get("also", []))]
+        names_of[name] = (name, *facts.get("also", []))
+
+    parameters = Parameters(
+        saved.weights, _loaded(saved), lambda name, value: dict.fromkeys(names_of[name], value)
+    )
     # Larger elements first, so that each tensor is aligned.
-    pieces.sort(key=lambda piece: (-piece.kind.dtype.itemsize, piece.name))
+    pieces = sorted(parameters.pieces(), key=lambda piece: (-piece.kind.dtype.itemsize, piece.name))
     with could_not(f"export {folder} to {target}"):
-        write_file(target, pieces, saved)
+        write_file(target, pieces, parameters)
     return Exported(folder, target, lock.step, len(pieces), target.stat().st_size)
 
 
@@ -120,29 +124,38 @@ def export_pretrained(
     """
     folder = find_checkpoint(source)
     lock, saved = Lock.read(folder), Saved(folder)
-    settings_of_model, pretrained = lock.config.get(PRETRAINED), lock.config["model"].get("pretrained")
-    if not settings_of_model or not pretrained:
+    settings, pretrained = lock.config.get(PRETRAINED), lock.config["model"].get("pretrained")
+    if not settings or not pretrained:
         raise _not_pretrained(f"the model of {folder}")
+    stored = _adapter if lock.config["model"].get("lora") else _model(settings).spec.stored_tensors
     kinds = {name: Kind(dtype or kind.dtype, kind.shape) for name, kind in saved.weights.items()}
-    lora = lock.config["model"].get("lora")
-    if lora is not None:
-        pieces = [
-            Piece(_PREFIX + name.replace(f".{ADAPTER}.", "."), kind, name) for name, kind in kinds.items()
-        ]
-        shards = {ADAPTER_FILE: pieces}
-    else:
-        model = _model(settings_of_model)
-        pieces = [piece for name, kind in kinds.items() for piece in pieces_of(model, name, kind)]
-        shards = shards_of(pieces, shard_bytes)
+    pieces = _write_folder(target, lock, Parameters(kinds, _loaded(saved), stored), shard_bytes)
+    return Exported(folder, target, lock.step, len(pieces), sum(piece.nbytes for piece in pieces))
+
+
+def _loaded(saved: Saved) -> Callable[[str], Tensor]:
+    return lambda name: saved.load(f"model.{name}")
+
+
+def _adapter(name: str, value: Tensor) -> Mapping[str, Tensor]:
+    """Return an adapter's parameter by the name that peft gives it."""
+    return {_PREFIX + name.replace(f".{ADAPTER}.", "."): value}
+
+
+def _write_folder(target: Path, lock: Lock, parameters: Parameters, shard_bytes: int) -> list[Piece]:
+    """Write a new folder in transformers' or peft's format. Parameters are loaded once, in their order."""
+    kinds, pieces = parameters.kinds, parameters.pieces()
+    lora, pretrained = lock.config["model"].get("lora"), lock.config["model"]["pretrained"]
+    shards = {ADAPTER_FILE: pieces} if lora else shards_of(pieces, shard_bytes)
     with new_folder(target) as draft:
         for file, shard in shards.items():
-            write_file(draft / file, shard, saved)
-        if lora is not None:
+            write_file(draft / file, shard, parameters)
+        if lora:
             _write_adapter_config(draft, pretrained, lora, kinds)
         else:
-            write_beside(draft, settings_of_model, shards, str(next(iter(kinds.values())).dtype))
+            write_beside(draft, lock.config[PRETRAINED], shards, str(next(iter(kinds.values())).dtype))
         copy_beside(draft, Path(pretrained))
-    return Exported(folder, target, lock.step, len(pieces), sum(piece.nbytes for piece in pieces))
+    return pieces
 
 
 @torch.no_grad()
@@ -192,9 +205,9 @@ def save_pretrained(
 ) -> Path:
     """Export the weights of a trainer that uses `[model] pretrained`, like `export_pretrained`.
 
-    The ranks write a checkpoint of the weights next to `folder`. The first rank creates `folder` from that checkpoint.
+    The first rank receives one parameter after another, and writes it. The other ranks send their parts meanwhile.
 
-    folder:    a new folder, on a file system that all hosts share. The other ranks wait at most mesh.timeout_s.
+    folder:    a new folder, which only the first rank has to reach.
     Called by: every rank of the mesh, between two steps.
     Raises:    ConfigError if the model was not loaded from such a folder; TrainingError on every rank if one rank
                cannot write, or if `folder` exists. In these cases, all written files are removed.
@@ -203,24 +216,32 @@ def save_pretrained(
     named, what = engine.sections.model, f"write {target}"
     if named is None or named.pretrained is None or not isinstance(engine.model, SpecModel):
         raise _not_pretrained("the model of this trainer")
-    parts = target.with_name(f".{target.name}.checkpoint")
+    on_all_ranks(mesh, what, lambda: check_new(target) if is_first(mesh) else None)
+    lock, first = trainer._lock(), min(ranks_of(mesh))
+    own = {name.removeprefix("model."): tensor for name, tensor in engine.own_weights().items()}
+    weights = Gathered(mesh, own, first)
+    stored = _adapter if named.lora else engine.model.spec.stored_tensors
 
-    def begin() -> None:
-        if is_first(mesh):
-            check_new(target)
-            # Remove the remains of a call that was killed.
-            shutil.rmtree(parts, ignore_errors=True)
+    def send_and_write() -> None:
+        arriving = iter(weights)
+        try:
+            if is_first(mesh):
+                kinds = {name: Kind(dtype or held, shape) for name, (held, shape) in weights.kinds.items()}
+                _write_folder(
+                    target, lock, Parameters(kinds, partial(_next_of, arriving), stored), shard_bytes
+                )
+        finally:
+            # Ranks that send wait for this one, also if it cannot write.
+            for _ in arriving:
+                pass
 
-    on_all_ranks(mesh, what, begin)
-    weights = engine.own_weights()
-    try:
-        write(mesh, weights, parts, trainer._lock())
-        make = partial(export_pretrained, parts, target, dtype=dtype, shard_bytes=shard_bytes)
-        on_all_ranks(mesh, what, lambda: make() if is_first(mesh) else None)
-    finally:
-        if is_first(mesh):
-            shutil.rmtree(parts, ignore_errors=True)
+    on_all_ranks(mesh, what, send_and_write)
     return target
+
+
+def _next_of(arriving: Iterator[tuple[str, Tensor]], name: str) -> Tensor:
+    """Return the next tensor, which has this name. Tensors without elements are not written, and passed over."""
+    return next(tensor for arrived, tensor in arriving if arrived == name)
 
 
 def _model(settings: Mapping[str, Any]) -> SpecModel:

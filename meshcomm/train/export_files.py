@@ -1,4 +1,4 @@
-"""Write parts of a checkpoint to a folder of safetensors files, with only one parameter in memory at a time.
+"""Write parameters to a folder of safetensors files, with only one parameter in memory at a time.
 
 The safetensors package would need all tensors in memory. The format of a file is:
 
@@ -18,7 +18,6 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
-from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple, final
 
@@ -26,10 +25,10 @@ import torch
 from torch import Tensor
 
 from meshcomm.errors import MeshcommError, TrainingError, UnsupportedOp
-from meshcomm.models.spec_model import SpecModel
 from meshcomm.models.weights import INDEX, SINGLE
 from meshcomm.train.checkpoint.parts import Kind
-from meshcomm.train.checkpoint.reader import SAFETENSORS_NAMES, Saved
+from meshcomm.train.checkpoint.reader import SAFETENSORS_NAMES
+from meshcomm.transfer.naming import Naming
 
 CONFIG: Final = "config.json"
 _METADATA: Final = "__metadata__"
@@ -53,20 +52,50 @@ _NOT_BESIDE: Final = (
 
 
 class Piece(NamedTuple):
-    """A tensor in a file. of: the parameter from which `take` takes it. If `take` is None, it is the parameter itself."""
+    """A tensor in a file. of: the parameter of which it is a part."""
 
     name: str
     kind: Kind
     of: str
-    take: Callable[[Tensor], Tensor] | None = None
 
     @property
     def nbytes(self) -> int:
         return math.prod(self.kind.shape) * self.kind.dtype.itemsize
 
 
-def write_file(path: Path, pieces: Sequence[Piece], saved: Saved) -> None:
-    """Write pieces of a checkpoint to a safetensors file. Adjacent pieces of a parameter share one load of that parameter.
+@final
+class Parameters:
+    """Parameters to write, of which only one is in memory at a time.
+
+    kinds:  of the full parameters, by name.
+    load:   returns a full parameter in host memory. It is called once for adjacent pieces of a parameter.
+    stored: returns the tensors that store a parameter, by their names in the files.
+    """
+
+    def __init__(self, kinds: Mapping[str, Kind], load: Callable[[str], Tensor], stored: Naming) -> None:
+        self.kinds, self._load, self._stored = kinds, load, stored
+        self._of = ""
+        self._left: dict[str, Tensor] = {}
+
+    def pieces(self) -> list[Piece]:
+        """Return the tensors in the files, in the order of the parameters."""
+        return [
+            Piece(stored_name, Kind(dtype, tuple(tensor.shape)), name)
+            for name, (dtype, shape) in self.kinds.items()
+            for stored_name, tensor in self._stored(name, torch.empty(shape, device="meta")).items()
+        ]
+
+    def take(self, piece: Piece) -> Tensor:
+        """Return the values of a piece, contiguous and in its dtype. They are not kept."""
+        if piece.of != self._of:
+            self._of = piece.of
+            self._left.clear()
+            self._left.update(self._stored(piece.of, self._load(piece.of)))
+        return self._left.pop(piece.name).to(piece.kind.dtype).contiguous()
+
+
+def write_file(path: Path, pieces: Sequence[Piece], parameters: Parameters) -> None:
+    """Write pieces to a safetensors file.
 
     The file appears under its name once it is complete and on disk. An existing file is replaced.
     Raises: UnsupportedOp for a dtype that the format does not support, or on a big-endian machine; OSError.
@@ -93,61 +122,15 @@ def write_file(path: Path, pieces: Sequence[Piece], saved: Saved) -> None:
     try:
         with draft.open("wb") as file:
             file.write(len(header).to_bytes(8, "little") + header)
-            of, whole = "", torch.empty(0)
             for piece in pieces:
-                if piece.of != of:
-                    del whole
-                    of, whole = piece.of, saved.load(f"model.{piece.of}")
-                tensor = whole if piece.take is None else piece.take(whole)
-                tensor = tensor.to(piece.kind.dtype).contiguous()
-                if tensor.numel():
-                    file.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
+                if piece.nbytes:
+                    file.write(parameters.take(piece).reshape(-1).view(torch.uint8).numpy().data)
             file.flush()
             os.fsync(file.fileno())
         draft.replace(path)
     except BaseException:
         draft.unlink(missing_ok=True)
         raise
-
-
-def stored_tensors(model: SpecModel, name: str, value: Tensor) -> dict[str, Tensor]:
-    """Return the tensors that store a parameter in the model's folder, by name. They may share its memory."""
-    stored = model.spec.stored
-    if stored is not None and not callable(stored):
-        return dict(stored.stored(name, value))
-    names, transposed = (name, False) if stored is None else stored(name)
-    if isinstance(names, str):
-        return {names: value.T if transposed else value}
-    # Experts are stacked along axis 0, and the tensors of a row along axis 1.
-    parts = {
-        stored_name: part
-        for row, rows in zip(names, value, strict=True)
-        for stored_name, part in zip(row, rows.chunk(len(row)), strict=True)
-    }
-    return {stored_name: part.T if transposed else part for stored_name, part in parts.items()}
-
-
-@final
-class _Once:
-    """Computes all stored tensors of a parameter together and only once, and keeps none that has been taken."""
-
-    def __init__(self, model: SpecModel, name: str) -> None:
-        self._model, self._name = model, name
-        self._left: dict[str, Tensor] = {}
-
-    def take(self, name: str, value: Tensor) -> Tensor:
-        """Return one of these tensors."""
-        if name not in self._left:
-            self._left = stored_tensors(self._model, self._name, value)
-        return self._left.pop(name)
-
-
-def pieces_of(model: SpecModel, name: str, kind: Kind) -> Iterator[Piece]:
-    """Yield the tensors that store a parameter in the folder."""
-    once = _Once(model, name)
-    without_memory = torch.empty(kind.shape, dtype=kind.dtype, device="meta")
-    for stored_name, stored in stored_tensors(model, name, without_memory).items():
-        yield Piece(stored_name, Kind(kind.dtype, tuple(stored.shape)), name, partial(once.take, stored_name))
 
 
 def shards_of(pieces: Sequence[Piece], most: int) -> dict[str, list[Piece]]:

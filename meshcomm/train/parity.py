@@ -29,10 +29,9 @@ from meshcomm.parallel.memory import cast, eval_mode, seeded
 from meshcomm.parallel.results import Done
 from meshcomm.parallel.shard import Sharded
 from meshcomm.parallel.tensor import whole
-from meshcomm.parallel.tensor.parameters import Parts, fused_parts, joined
 from meshcomm.parallel.tree import called, sliced
-from meshcomm.train.export_files import stored_tensors
 from meshcomm.train.trainer import RECORDER, StepRecorder, Trainer
+from meshcomm.transfer.fused import unfused
 
 Kind: TypeAlias = Literal["loss", "gradient norm", "weight", "gradient"]
 
@@ -206,12 +205,12 @@ def record(mesh: Mesh, config: Config, steps: int, *, original: bool = False) ->
 
 
 def _recorded(engine: Engine, done: Sequence[Done]) -> Record:
-    weights, gradients = {}, {}
-    fused = _fused(engine)
-    for name, parameter in engine.named_parameters():
-        grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        weights[name] = _unsplit(parameter, fused.get(name)).double().cpu()
-        gradients[name] = _unsplit(grad, fused.get(name)).double().cpu()
+    named = dict(engine.named_parameters())
+    grads = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in named.items()}
+    weights, gradients = (
+        {name: whole(tensor).double().cpu() for name, tensor in unfused(tensors, *engine.modules).items()}
+        for tensors in (named, grads)
+    )
     losses, norms = tuple(step.loss for step in done), tuple(step.gradient_norm for step in done)
     return Record(losses, norms, weights, gradients, any(batch_norms(module) for module in engine.modules))
 
@@ -240,7 +239,7 @@ def compare_forward(engine: Engine, inputs: Any, *, from_folder: bool) -> str:
             stored = {
                 stored_name: part
                 for name, value in _values(engine).items()
-                for stored_name, part in stored_tensors(model, name, value).items()
+                for stored_name, part in spec.stored_tensors(name, value).items()
             }
         theirs = spec.original(stored)
     else:
@@ -296,18 +295,8 @@ def _outputs(engine: Engine, x: Tensor) -> Any:
 
 def _values(engine: Engine) -> dict[str, Tensor]:
     """Return the unsharded parameters under the names that they had before the model was split."""
-    fused = _fused(engine)
-    return {name: _unsplit(parameter, fused.get(name)) for name, parameter in engine.own_parameters()}
-
-
-def _fused(engine: Engine) -> dict[str, Parts]:
-    return {name: parts for module in engine.modules for name, parts in fused_parts(module).items()}
-
-
-def _unsplit(tensor: Tensor, parts: Parts | None) -> Tensor:
-    """Return a parameter or its gradient as it was before the split. parts: of a multi-part weight."""
-    values = whole(tensor).detach()
-    return values if parts is None else joined(values, parts)
+    named = unfused(dict(engine.own_parameters()), *engine.modules)
+    return {name: whole(parameter) for name, parameter in named.items()}
 
 
 def _fill(module: nn.Module, values: Mapping[str, Tensor], tied: tuple[str, str] | None) -> str:

@@ -220,8 +220,8 @@ class Trainer:
                     done = trainer.reopen(error)       # raises `error` if no rank was lost and replaced
 
         Call this in custom training loops; `run` calls it automatically. If any rank has applied the interrupted step, all
-        ranks complete it. Otherwise all ranks undo it. A new rank copies its state from a rank that holds the
-        same parts of the model.
+        ranks complete it. Otherwise all ranks undo it. A new rank copies its parts of the
+        state from ranks that hold them.
 
         error:     the exception that interrupted the step. A new rank passes None, right after it has constructed the Trainer.
         Called by: every rank of the mesh.

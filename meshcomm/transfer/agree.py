@@ -14,7 +14,7 @@ from meshcomm.errors import LayoutError, MeshcommError
 from meshcomm.layout import Layout
 from meshcomm.transfer.placement import Placement, axes_of, placements_of
 from meshcomm.transfer.plan import Entry, located
-from meshcomm.transfer.sides import BOTH, LINK, SideName, Sides, by_value
+from meshcomm.transfer.sides import BOTH, SideName, Sides, by_value
 
 _HINTS: Final = {
     "tensor": "every rank makes the same call; the tensor's shape and dtype are those of its own part",
@@ -183,6 +183,10 @@ class Manifest(NamedTuple):
         """Return the manifest as lists, for other processes."""
         return [[[*row] for row in self.rows], self.only, self.skip, self.cast]
 
+    def hash(self) -> str:
+        """Return a text that is equal for equal manifests."""
+        return hashlib.sha256(repr(self.plain()).encode()).hexdigest()
+
     @classmethod
     def of_plain(cls, plain: Any) -> Manifest:
         rows, only, skip, cast = plain
@@ -209,25 +213,15 @@ def agree_on_weights(
     Raises TransferMismatch on every rank.
     """
     sides.meet("link.weights()")
-    hashes = {
-        side: hashlib.sha256(repr(manifest.plain()).encode()).hexdigest() for side, manifest in mine.items()
-    }
+    hashes = {side: manifest.hash() for side, manifest in mine.items()}
     records = sides.of_all([hashes, dict(settings)])
     problems = [
         text for name in settings for text in sides.differences(name, [record[1][name] for record in records])
     ]
-    manifests: dict[SideName, list[tuple[Manifest, list[int]]]] = {side: [] for side in BOTH}
-    for side in BOTH:
-        numbers = sides.numbers(side).tolist()
-        for key, positions in by_value([records[number][0].get(side, "") for number in numbers]).items():
-            if not key:
-                problems.append(f"{sides.ranks_of(side, positions)} brought no model for this side")
-                continue
-            giver = numbers[positions[0]]
-            plain = sides.mesh.objects.broadcast(
-                LINK, mine[side].plain() if giver == sides.me else None, src=giver
-            )
-            manifests[side].append((Manifest.of_plain(plain), positions))
+    manifests = {
+        side: _manifests(sides, side, [record[0].get(side, "") for record in records], mine, problems)
+        for side in BOTH
+    }
     tensors = {side: _of_side(sides, side, manifests[side], problems) for side in BOTH}
     if not problems:
         entries = _matched(manifests, tensors, problems)
@@ -236,6 +230,40 @@ def agree_on_weights(
             "the two sides of a link's weights do not fit together", problems, _HINTS["weights"]
         )
     return entries
+
+
+def agree_on_source(sides: Sides, mine: Manifest) -> dict[str, tuple[torch.dtype, Placement]]:
+    """Return the dtype and the placement of each tensor that a rank of the source has, by name, in an order that is equal on all
+    ranks. Called by: every rank of the source, all of which take part. Raises TransferMismatch on every rank.
+    """
+    problems: list[str] = []
+    manifests = _manifests(sides, "source", sides.of_all(mine.hash()), {"source": mine}, problems)
+    tensors = _of_side(sides, "source", manifests, problems)
+    if problems:
+        hint = "ranks that have a tensor of the same name have parts of the same tensor"
+        raise sides.refuse("the ranks of a mesh have tensors that do not fit together", problems, hint)
+    return {name: (tensor.row.dtype, tensor.placement) for name, tensor in tensors.items()}
+
+
+def _manifests(
+    sides: Sides,
+    side: SideName,
+    hashes: Sequence[str],
+    mine: Mapping[SideName, Manifest],
+    problems: list[str],
+) -> list[tuple[Manifest, list[int]]]:
+    """Return the different manifests of a side, and the positions of the ranks that bring each. hashes: of all ranks."""
+    manifests = []
+    numbers = sides.numbers(side).tolist()
+    for key, positions in by_value([hashes[number] for number in numbers]).items():
+        if not key:
+            problems.append(f"{sides.ranks_of(side, positions)} brought no model for this side")
+            continue
+        giver = numbers[positions[0]]
+        plain = mine[side].plain() if giver == sides.me else None
+        plain = sides.mesh.objects.broadcast(sides.dim, plain, src=giver)
+        manifests.append((Manifest.of_plain(plain), positions))
+    return manifests
 
 
 class _Tensor(NamedTuple):
@@ -339,7 +367,12 @@ def _matched(
     source, target = (
         {name: tensor for name, tensor in tensors[side].items() if chosen(name)} for side in BOTH
     )
-    problems += [f"{name} of the target is missing in the source" for name in target if name not in source]
+    problems += [
+        f"{name} of the target is missing in the source"
+        for name, wanted in target.items()
+        # A name that shares memory with another one gets that one's values. A folder may have only one of the two.
+        if name not in source and (wanted.row.tied == name or wanted.row.tied not in source)
+    ]
     problems += [f"{name} of the source is missing in the target" for name in source if name not in target]
     for (only, skip), side in product(filters, BOTH):
         for pattern in (*(only or ()), *skip):

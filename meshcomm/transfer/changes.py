@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import pad
 
-from meshcomm.parallel.tensor.parameters import Kept
-from meshcomm.transfer.tensors import memory_of
+from meshcomm.transfer.tensors import Parted, base_of, memory_of
 
 _WORD_BYTES: Final = 8
 _WORDS: Final = 1 << 16
@@ -20,16 +19,23 @@ _WORDS: Final = 1 << 16
 _FACTOR: Final = 0x9E3779B97F4A7C15
 
 
-def mark_of(tensor: Tensor | Kept) -> tuple[object, ...]:
+def mark_of(tensor: Tensor) -> tuple[object, ...]:
     """Return a value that differs once the tensor's elements on this rank have changed.
 
     torch counts changes in place of ordinary tensors, except those through `.data`. It counts no change of an inference tensor
     and, of DTensors, none by `torch._foreach_*`, as optimizers use them (torch 2.15). Of these, the values are hashed.
     """
-    held, memory = tensor.tensor if isinstance(tensor, Kept) else tensor, memory_of(tensor)
-    is_counted = not isinstance(held, DTensor) and not memory.is_inference()
-    counts = tuple(-1 if counted.is_inference() else counted._version for counted in (held, memory))
+    memory = memory_of(tensor)
+    is_counted = not isinstance(tensor, DTensor) and not memory.is_inference()
+    counts = tuple(-1 if counted.is_inference() else counted._version for counted in (tensor, memory))
     return (*counts, None if is_counted else fingerprint(memory))
+
+
+def marks_of(tensors: Mapping[str, Parted]) -> dict[str, tuple[object, ...]]:
+    """Return the mark of each tensor, by name. A tensor that has the values of several is looked at once."""
+    bases = {name: base_of(tensor) for name, tensor in tensors.items()}
+    marks = {id(base): mark_of(base) for base in {id(base): base for base in bases.values()}.values()}
+    return {name: marks[id(base)] for name, base in bases.items()}
 
 
 def fingerprint(memory: Tensor) -> int:
@@ -58,7 +64,7 @@ def _weights(device: torch.device) -> Tensor:
         return (2 * drawn + 1).to(device)
 
 
-def places_of(tensors: Mapping[str, Tensor | Kept]) -> dict[str, tuple[Any, ...]]:
+def places_of(tensors: Mapping[str, Parted]) -> dict[str, tuple[Any, ...]]:
     """Return where in memory this rank's part of each tensor lies."""
     places = {}
     for name, tensor in tensors.items():

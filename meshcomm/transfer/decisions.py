@@ -93,7 +93,8 @@ class Decisions:
         except StoreTimeout:
             absent = self._without(self._own, f"{self._copy}/voted", self._members)
             who = f"did not confirm it within {self._timeout_s:g} s"
-            return self._decide(self._of(absent, who))
+            # If all have voted, the last of them is lost, but has every byte.
+            return self._decide(self._of(absent, who) if absent else _COMMIT)
         except RankLost as lost:
             return self._decide(self.lost(lost.missing))
 
@@ -129,9 +130,8 @@ class Decisions:
             cause = _cause(self._link.get(key))
         except StoreTimeout:
             absent = self._without(self._link, "done", range(self._size))
-            cause = self._outcome(
-                self._of(absent, f"did not report it within {self._timeout_s + _GRACE_S:g} s")
-            )
+            who = f"did not report it within {self._timeout_s + _GRACE_S:g} s"
+            cause = self._outcome(self._of(absent, who) if absent else _COMMIT)
         except RankLost as lost:
             cause = self._outcome(self.lost(lost.missing))
         if cause is not None or self._link.add(self._key("problems"), 0) == 0:

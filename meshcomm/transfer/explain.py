@@ -20,15 +20,16 @@ from meshcomm.predict.links import Machine, machine, places_of
 from meshcomm.show.page import Facts, View, as_text
 from meshcomm.show.transfer import transfer_view
 from meshcomm.transfer import bounds
-from meshcomm.transfer.placement import Ints, Placement, placements_of
+from meshcomm.transfer.placement import Ints, Placement, check_pattern, placements_of
 from meshcomm.transfer.plan import (
     BUCKET_BYTES,
+    PACKED_BYTES,
     Ends,
     Entry,
     Leg,
     Loads,
     Plan,
-    is_box,
+    elements_of,
     pieces_of,
     sliced,
 )
@@ -125,6 +126,7 @@ def _entry(name: str, tensor: Any) -> Entry:
             hint='{"w": ((4096, 4096), torch.bfloat16, "n/tp/fsdp k -> n/tp k")}',
         )
     shape, _, text, sizes = (*parts, {})[:4]
+    check_pattern(text, sizes)
     return Entry(name, itemsize, *(Placement.read(side, shape, sizes) for side in placements_of(text)))
 
 
@@ -245,11 +247,13 @@ def _load(side: str, direction: str, layout: Layout, nbytes: Sums, bound: float 
 
 
 def counts(plan: Plan) -> tuple[int, int]:
-    """Return how many messages and pieces all ranks send. What a rank sends another in a round is one message."""
+    """Return how many messages and pieces all ranks send. What a rank sends another in a round is one message, except for
+    large pieces, each of which is one.
+    """
     # Pairs of ranks only move with the coords at which a disjoint source holds a tensor, so they are counted once.
     numbers: dict[Any, int] = {}
     kinds: dict[Leg, tuple[int, Any]] = {}
-    known: dict[Any, tuple[int, int]] = {}
+    known: dict[Any, list[int]] = {}
     messages = pieces = 0
     for parts in plan.rounds():
         legs = [plan.legs(plan.entries[part.entry])[part.leg] for part in parts]
@@ -260,44 +264,56 @@ def counts(plan: Plan) -> tuple[int, int]:
                 key = axes, leg.target.placement, () if moves else at, leg.ends.overlap
                 kinds[leg] = numbers.setdefault(key, len(numbers)), at if moves else ()
         places = {kinds[leg][1] for leg in legs}
-        times = Counter(zip(legs, (part[2:] for part in parts), strict=True))
-        key = tuple(sorted((kinds[leg][0], *part, count) for (leg, part), count in times.items()))
+        sizes = (plan.entries[part.entry].itemsize for part in parts)
+        times = Counter(zip(legs, sizes, (part[2:] for part in parts), strict=True))
+        shape: tuple[Any, ...] = tuple(
+            sorted((kinds[leg][0], size, *part, count) for (leg, size, part), count in times.items())
+        )
         if len(places) > 1:
-            key = (*key, *sorted((kinds[leg][0], kinds[leg][1]) for leg, _ in times))
-        # All chunks of long pieces have the same pieces.
-        chunked = (kinds[legs[0]][0], parts[0].chunks) if parts[0].chunks > 1 else key
-        if chunked in known or key in known:
-            sent = known[chunked if chunked in known else key]
-        else:
-            first, second, shortest = _count(times)
-            sent = first, second
-            known[chunked if shortest >= parts[0].chunks else key] = sent
+            shape = (*shape, *sorted((kinds[leg][0], kinds[leg][1]) for leg, _, _ in times))
+        # Chunks differ by one row of each piece, so most have as many messages.
+        itemsize, chunks = plan.entries[parts[0].entry].itemsize, parts[0].chunks
+        chunked = (kinds[legs[0]][0], itemsize, chunks) if chunks > 1 else shape
+        sent = known.get(chunked) or known.get(shape)
+        if sent is None:
+            *sent, alike = _count(times)
+            known[chunked if alike else shape] = sent
         messages, pieces = messages + sent[0], pieces + sent[1]
     return messages, pieces
 
 
-def _count(times: Mapping[tuple[Leg, tuple[int, int]], int]) -> tuple[int, int, int]:
-    """Return how many messages and pieces ranks send in a round, and the length of the shortest piece.
+def _count(times: Mapping[tuple[Leg, int, tuple[int, int]], int]) -> tuple[int, int, bool]:
+    """Return how many messages and pieces ranks send in a round, and whether that is so for all chunks.
 
-    times: how many tensors take each leg, in which chunk.
+    times: how many tensors of an itemsize take each leg, in which chunk.
     """
     keys: list[Ints] = []
-    pieces, shortest = 0, 1 << 62
-    for (leg, (chunk, chunks)), count in times.items():
+    messages, pieces, alike = 0, 0, True
+    for (leg, itemsize, (chunk, chunks)), count in times.items():
         for pairs in leg.pairs():
             every = pieces_of(pairs, leg.ends, leg.align)
-            sent = ~every.is_local
+            begin, end = every.begin, every.end
             if chunks > 1:
-                begin, end = sliced(every.begin, every.end, chunk, chunks)
-                sent &= is_box(begin, end)
-                shortest = min(shortest, int((every.end - every.begin).max(axis=1).min(initial=shortest)))
-            keys.append(every.source[sent] * leg.ends.size + every.target[sent])
-            pieces += count * len(keys[-1])
+                begin, end = sliced(begin, end, chunk, chunks)
+                length = (every.end - every.begin).max(axis=1)
+                row = every.elements // length * itemsize
+                alike &= bool(
+                    (length >= chunks).all()
+                    and (
+                        (length // chunks * row > PACKED_BYTES) == (-(-length // chunks) * row > PACKED_BYTES)
+                    ).all()
+                )
+            elements = np.where(every.is_local, 0, elements_of(begin, end))
+            alone = elements * itemsize > PACKED_BYTES
+            packed = (elements > 0) & ~alone
+            pieces += count * int((elements > 0).sum())
+            messages += count * int(alone.sum())
+            keys.append(every.source[packed] * leg.ends.size + every.target[packed])
     if len(keys) == 1:
         # What two parts have in common has a separate sender for each slice.
-        return len(keys[0]), pieces, shortest
+        return messages + len(keys[0]), pieces, alike
     together = np.sort(np.concatenate(keys)) if keys else np.zeros(0, dtype=np.int64)
-    return int((np.diff(together, prepend=-1) > 0).sum()), pieces, shortest
+    return messages + int((np.diff(together, prepend=-1) > 0).sum()), pieces, alike
 
 
 def _buffers(plan: Plan) -> Facts:

@@ -223,14 +223,17 @@ class Link:
     ) -> Weights:
         """Agree on the tensors of a model, by name, and plan their transfer.
 
-        model:     this rank's model: a module, whose parameters and persistent buffers are transferred, or tensors by name.
+        model:     this rank's model: a module, whose parameters and persistent buffers are transferred, `Trainer.modules`, or tensors
+                   by name. A ModelSpec's module and a model of transformers have the names of their folder: an expert may have
+                   tensors of its own there. See `meshcomm.transfer.naming`.
         into:      on a rank of both sides, the target's model; `model` is then the source's.
         cast:      the dtype to which the source converts floating-point tensors before they are sent.
         only, skip: patterns of names to transfer, and not to transfer. Those of both sides count.
         staging:   "whole": a version arrives in memory of its own, as large as this rank's parts, and the old one can be read in
                    the meantime. "buckets": a version is written in place, and the weights are torn until it is complete.
         atomic:    "copy": each copy of the model on the target has a version as a whole. "all": all copies together.
-        on_commit: called on ranks of the target with each version that has arrived, for caches that depend on the weights.
+        on_commit: called on ranks of the target with each version that has arrived, for caches that depend on the weights. Readers
+                   wait for its end. If it raises an error, that rank refuses to be read, and every rank raises TransferFailed.
         Called by: every rank of both sides.
         Raises:    TransferMismatch on every rank, which lists missing and extra names, shapes, dtypes, splits and ties.
         """

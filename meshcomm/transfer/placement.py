@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from operator import le
+from operator import add, le, sub
 from typing import Any, Final, NamedTuple, TypeAlias, final
 
 import numpy as np
@@ -47,12 +47,15 @@ class Section(NamedTuple):
     """A run of an axis that is split by itself. An ordinary axis has one section.
 
     size: the number of elements along the axis. splits: outermost first. unit: a split only cuts at multiples of it.
+    whole: if the splits cut a longer run, of which the section is a range, the size of that run. first: where the range begins.
     """
 
     name: str
     size: int
     splits: tuple[Split, ...] = ()
     unit: int = 1
+    first: int = 0
+    whole: int = 0
 
     def __str__(self) -> str:
         return self.name + "".join(map(str, self.splits))
@@ -114,6 +117,10 @@ class Placement:
         axes[axis] = tuple(section._replace(splits=(*section.splits, *more)) for section in axes[axis])
         return Placement(tuple(axes), self.at)
 
+    def cut(self, begin: Sequence[int], end: Sequence[int], axes: Sequence[int]) -> Placement:
+        """Return the placement of a box of the tensor, without the axes that are not listed, and with the others in this order."""
+        return Placement(tuple(_range(self.axes[axis], begin[axis], end[axis]) for axis in axes), self.at)
+
     def __str__(self) -> str:
         text = " ".join(_axis_text(axis) for axis in self.axes)
         where = ", ".join(f"{dim}={','.join(map(str, coords))}" for dim, coords in self.at)
@@ -122,7 +129,7 @@ class Placement:
     def facts(self) -> list[Any]:
         """Return the placement as lists, text and numbers, for another process. See `of_facts`."""
         axes = [
-            [[name, size, [[*split] for split in splits], unit] for name, size, splits, unit in axis]
+            [[name, size, [[*split] for split in splits], *rest] for name, size, splits, *rest in axis]
             for axis in self.axes
         ]
         return [axes, [[dim, [*coords]] for dim, coords in self.at]]
@@ -134,13 +141,27 @@ class Placement:
         return cls(
             tuple(
                 tuple(
-                    Section(name, size, tuple(Split(*split) for split in splits), unit)
-                    for name, size, splits, unit in axis
+                    Section(name, size, tuple(Split(*split) for split in splits), *rest)
+                    for name, size, splits, *rest in axis
                 )
                 for axis in axes
             ),
             tuple((dim, tuple(coords)) for dim, coords in at),
         )
+
+
+def _range(axis: Axis, begin: int, end: int) -> Axis:
+    """Return a range of an axis. Its parts are those of the full axis, as far as they are in the range."""
+    sections, at = [], 0
+    for section in axis:
+        first, last = max(begin - at, 0), min(end - at, section.size)
+        at += section.size
+        if first < last and last - first < section.size:
+            whole = section.whole or section.size
+            section = section._replace(size=last - first, first=section.first + first, whole=whole)
+        if first < last:
+            sections.append(section)
+    return tuple(sections) or (axis[0]._replace(size=0, splits=()),)
 
 
 def axes_of(text: object) -> tuple[Axis, ...]:
@@ -288,15 +309,34 @@ def _axis_text(axis: Axis) -> str:
 
 
 class Box(NamedTuple):
-    """A part of a tensor. begin, end: in the full tensor. local: where it begins in the memory of the rank that holds it."""
+    """A part of a tensor. begin, end: in the full tensor. local: where it begins in the memory of the rank that holds it.
+
+    >>> Box.at((0,), (4,)).common(Box.at((2,), (6,)))
+    Box(begin=(2,), end=(4,), local=())
+    """
 
     begin: tuple[int, ...]
     end: tuple[int, ...]
-    local: tuple[int, ...]
+    local: tuple[int, ...] = ()
+
+    @classmethod
+    def at(cls, begin: Sequence[int], shape: Sequence[int]) -> Box:
+        """Return the box of a shape that begins at a place."""
+        return cls(tuple(begin), tuple(map(add, begin, shape)))
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return tuple(end - begin for begin, end in zip(self.begin, self.end, strict=True))
+        return tuple(map(sub, self.end, self.begin))
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """The index of the box in the full tensor."""
+        return tuple(map(slice, self.begin, self.end))
+
+    def common(self, other: Box) -> Box | None:
+        """Return what two boxes have in common; None if they have no element in common."""
+        begin, end = tuple(map(max, self.begin, other.begin)), tuple(map(min, self.end, other.end))
+        return Box(begin, end) if all(a < b for a, b in zip(begin, end, strict=True)) else None
 
     def contains(self, begin: Sequence[int], end: Sequence[int]) -> bool:
         """Return whether a box of the full tensor lies in this one."""
@@ -367,7 +407,8 @@ class Located:
 
     def _cuts(self, section: Section, begin: int) -> Cuts:
         digits = tuple(self._digits(split) for split in section.splits)
-        begins, sizes = np.array([begin], dtype=np.int64), np.array([section.size], dtype=np.int64)
+        begins = np.array([begin - section.first], dtype=np.int64)
+        sizes = np.array([section.whole or section.size], dtype=np.int64)
         offsets = np.zeros(1, dtype=np.int64)
         for digit in digits:
             most = -(-(sizes // section.unit) // digit.size) * section.unit
@@ -375,7 +416,8 @@ class Located:
             begins = (begins[:, None] + inside).ravel()
             sizes = np.minimum(most[:, None], sizes[:, None] - inside).ravel()
             offsets = (offsets[:, None] + digit.offsets()).ravel()
-        return Cuts(begins, begins + sizes, offsets, digits)
+        begins, ends = (np.clip(at, begin, begin + section.size) for at in (begins, begins + sizes))
+        return Cuts(begins, ends, offsets, digits)
 
     def _copies(self, cuts: Sequence[Cuts]) -> Ints:
         self.layout.home(self.placement.dims) if self.placement.dims else None

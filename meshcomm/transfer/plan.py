@@ -247,36 +247,53 @@ def pieces_of(pairs: Pairs, ends: Ends, align: int) -> Pieces:
     """Decide which holder of each pair sends which part of it to which reader."""
     holders = ends.source_ranks[pairs.source[:, None] + pairs.source_copies]
     readers = ends.target_ranks[pairs.target[:, None] + pairs.target_copies]
-    local = held_by_reader(pairs, ends)
+    nodes = ends.nodes if ends.overlap else None
+    return assigned(holders, readers, held_by_reader(pairs, ends), pairs.begin, pairs.end, nodes, align)
+
+
+def assigned(
+    holders: Ints,
+    readers: Ints,
+    local: NDArray[np.bool_],
+    begin: Ints,
+    end: Ints,
+    nodes: Ints | None,
+    align: int,
+) -> Pieces:
+    """Decide which holder of each box sends which part of it to which reader.
+
+    holders, readers: the ranks, of shape (boxes, most ranks of a box). Without `nodes`, a row may end in -1, for no rank, but not
+    begin with it. local: whether a reader holds what it reads.
+    """
     near = np.zeros_like(local)
-    if ends.overlap and ends.nodes is not None:
-        same = ends.nodes[holders][:, None, :] == ends.nodes[readers][:, :, None]
+    if nodes is not None:
+        same = nodes[holders][:, None, :] == nodes[readers][:, :, None]
         near = same.any(axis=2) & ~local
     row, reader = np.nonzero(local)
     ranks = readers[row, reader]
-    kept = Pieces(ranks, ranks, pairs.begin[row], pairs.end[row])
+    kept = Pieces(ranks, ranks, begin[row], end[row])
     if near.any():
         row, reader = np.nonzero(near)
         beside = same[row, reader]
         turn = (near.cumsum(axis=1) - 1)[row, reader] % beside.sum(axis=1)
         nearest = np.argsort(~beside, axis=1, kind="stable")[np.arange(len(row)), turn]
-        neighbors = Pieces(holders[row, nearest], readers[row, reader], pairs.begin[row], pairs.end[row])
+        neighbors = Pieces(holders[row, nearest], readers[row, reader], begin[row], end[row])
     else:
         neighbors = Pieces(*(values[:0] for values in kept))
     # Reader i of n takes piece j of m from holder i * m + j, counted around. With m = h / gcd(h, n), the h holders send the same.
-    far = ~(local | near)
+    far = ~(local | near) & (readers >= 0)
     row, reader = np.nonzero(far)
     if holders.shape[1] == 1:
-        sent = Pieces(holders[row, 0], readers[row, reader], pairs.begin[row], pairs.end[row])
+        sent = Pieces(holders[row, 0], readers[row, reader], begin[row], end[row])
     else:
-        turn, count = (far.cumsum(axis=1) - 1)[row, reader], holders.shape[1]
-        parts = (count // np.gcd(count, far.sum(axis=1)))[row] if pairs.begin.shape[1] else np.ones_like(row)
+        turn, count = (far.cumsum(axis=1) - 1)[row, reader], (holders >= 0).sum(axis=1)
+        parts = (count // np.gcd(count, far.sum(axis=1)))[row] if begin.shape[1] else np.ones_like(row)
         again = np.repeat(np.arange(len(row)), parts)
         j = np.arange(len(again)) - np.repeat(np.cumsum(parts) - parts, parts)
         row, reader, turn, parts = row[again], reader[again], turn[again], parts[again]
-        begin, end = sliced(pairs.begin[row], pairs.end[row], j, parts, align)
-        sent = Pieces(holders[row, (turn * parts + j) % count], readers[row, reader], begin, end)
-        sent = sent.of(is_box(begin, end))
+        first, last = sliced(begin[row], end[row], j, parts, align)
+        sent = Pieces(holders[row, (turn * parts + j) % count[row]], readers[row, reader], first, last)
+        sent = sent.of(is_box(first, last))
     return Pieces(*map(np.concatenate, zip(kept, neighbors, sent, strict=True)))
 
 
@@ -396,8 +413,27 @@ class Slice(NamedTuple):
     chunks: int
 
 
+def packed(sizes: Sequence[tuple[int, int]], bucket_bytes: int) -> list[list[Slice]]:
+    """Divide entries into rounds that fill a bucket. sizes: the number of chunks and the bytes in a bucket of each entry."""
+    rounds: list[list[Slice]] = []
+    full = used = bucket_bytes + 1
+    for number, (chunks, most) in enumerate(sizes):
+        if chunks > 1:
+            rounds += [[Slice(number, 0, chunk, chunks)] for chunk in range(chunks)]
+            used = full
+            continue
+        if used + most > bucket_bytes:
+            rounds.append([])
+            used = 0
+        rounds[-1].append(Slice(number, 0, 0, 1))
+        used += most
+    return rounds
+
+
 # How many bytes a rank sends, and receives, at once by default.
 BUCKET_BYTES: Final = 64 << 20
+# A larger piece is a message of its own.
+PACKED_BYTES: Final = 128 << 10
 # How many rows of an array are computed at once.
 _MOST_ROWS: Final = 1 << 22
 # A smaller part is not worth a second message.
@@ -426,11 +462,13 @@ class Plan:
         align: int = 1,
     ) -> None:
         self.ends, self.entries, self.stripes = ends, tuple(entries), tuple(stripes)
+        self.itemsizes = [entry.itemsize for entry in entries]
         self.bucket_bytes, self.align = bucket_bytes, align
         self._within_target = ends.within_target
         self._legs: dict[tuple[int, Placement, Placement], tuple[Leg, ...]] = {}
         self._rounds: list[list[Slice]] | None = None
         self._gathers: dict[tuple[Placement, int], Leg] = {}
+        self._own: dict[tuple[Leg, int, bool], Pieces] = {}
 
     def legs(self, entry: Entry) -> tuple[Leg, ...]:
         """Return the legs of an entry, in order. Entries with equal placements share them."""
@@ -470,25 +508,13 @@ class Plan:
         return self._rounds
 
     def _find_rounds(self) -> list[list[Slice]]:
-        firsts: list[list[Slice]] = []
-        full = used = self.bucket_bytes + 1
         sizes: dict[tuple[int, Placement, Placement], tuple[int, int]] = {}
-        for number, entry in enumerate(self.entries):
-            size = sizes.get(entry[1:])
-            if size is None:
+        for entry in self.entries:
+            if entry[1:] not in sizes:
                 legs, itemsize = self.legs(entry), entry.itemsize
                 chunks = max(leg.chunks(itemsize, self.bucket_bytes) for leg in legs)
-                size = sizes[entry[1:]] = chunks, max(leg.most(itemsize, chunks) for leg in legs)
-            chunks, most = size
-            if chunks > 1:
-                firsts += [[Slice(number, 0, chunk, chunks)] for chunk in range(chunks)]
-                used = full
-                continue
-            if not firsts or used + most > self.bucket_bytes:
-                firsts.append([])
-                used = 0
-            firsts[-1].append(Slice(number, 0, 0, 1))
-            used += most
+                sizes[entry[1:]] = chunks, max(leg.most(itemsize, chunks) for leg in legs)
+        firsts = packed([sizes[entry[1:]] for entry in self.entries], self.bucket_bytes)
         # A round's second leg comes after the first leg of the next round. The legs of a large tensor are cut at different
         # elements, so its second leg begins after the whole first leg.
         rounds: list[list[Slice]] = []
@@ -504,6 +530,16 @@ class Plan:
             else:
                 waiting = [seconds] if seconds else []
         return rounds + waiting
+
+    def own(self, part: Slice, position: int, sends: bool) -> Pieces:
+        """Return the pieces of a slice's leg that the rank at a position sends, or receives."""
+        leg = self.legs(self.entries[part.entry])[part.leg]
+        # The layers of a model have equal placements.
+        key = leg, position, sends
+        if key not in self._own:
+            whose = {"sender" if sends else "receiver": position}
+            self._own[key] = pieces(leg.source, leg.target, leg.ends, align=leg.align, **whose)
+        return self._own[key]
 
     def loads(self) -> Loads:
         """Return what each rank sends and receives."""

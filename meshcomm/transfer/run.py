@@ -10,14 +10,13 @@ import torch
 from torch import Tensor
 
 from meshcomm.comm import Handle
-from meshcomm.transfer.plan import Entry, Pieces, Plan, Slice, pieces, sliced
-from meshcomm.transfer.sides import LINK, Sides
+from meshcomm.transfer.boxes import BoxPlan
+from meshcomm.transfer.plan import PACKED_BYTES, Plan, Slice, sliced
+from meshcomm.transfer.sides import Sides
 from meshcomm.transfer.tensors import Region
 
 # Where a piece may begin in a bucket: torch reads no element at an odd address.
 _ALIGNED_BYTES: Final = 16
-# A larger piece is a message of its own. It is sent from its place, and received into it, where its memory is contiguous.
-_PACKED_BYTES: Final = 128 << 10
 
 
 class Room(NamedTuple):
@@ -52,12 +51,10 @@ class _Round(NamedTuple):
 class Schedule:
     """The messages of one rank in a transfer. They follow from the plan alone, so transfers of the same plan share them."""
 
-    def __init__(self, plan: Plan, sides: Sides) -> None:
-        self.mesh = sides.mesh
+    def __init__(self, plan: Plan | BoxPlan, sides: Sides) -> None:
+        self.mesh, self.dim = sides.mesh, sides.dim
         self._plan, self._me = plan, sides.me
         self._sender, self._receiver = sides.position("source"), sides.position("target")
-        # The layers of a model have equal placements.
-        self._known: dict[tuple[Entry, int, bool], Pieces] = {}
         rounds = plan.rounds()
         self.rounds = [
             self._round(parts, before) for parts, before in zip(rounds, [[], *rounds], strict=False)
@@ -74,32 +71,20 @@ class Schedule:
     def _pieces(self, parts: Sequence[Slice], sends: bool) -> Iterator[_Piece]:
         """Yield this rank's pieces of a round, in the order of the plan."""
         for part in parts:
-            entry = self._plan.entries[part.entry]
-            mine = self._own(part, sends)
-            if mine is None:
+            position = self._receiver if part.leg or not sends else self._sender
+            if position is None:
                 continue
+            mine = self._plan.own(part, position, sends)
             begin, end = mine.begin, mine.end
             if part.chunks > 1:
                 begin, end = sliced(begin, end, part.chunk, part.chunks)
-            nbytes = (end - begin).prod(axis=1) * entry.itemsize
+            nbytes = (end - begin).prod(axis=1) * self._plan.itemsizes[part.entry]
             peers = mine.target if sends else mine.source
             for peer, first, last, size in zip(
                 peers.tolist(), begin.tolist(), end.tolist(), nbytes.tolist(), strict=True
             ):
                 if size:
                     yield _Piece(peer, part.entry, part.leg, tuple(first), tuple(last), size)
-
-    def _own(self, part: Slice, sends: bool) -> Pieces | None:
-        position = self._receiver if part.leg or not sends else self._sender
-        if position is None:
-            return None
-        entry = self._plan.entries[part.entry]
-        key = entry._replace(name=""), part.leg, sends
-        if key not in self._known:
-            leg = self._plan.legs(entry)[part.leg]
-            whose = {"sender" if sends else "receiver": position}
-            self._known[key] = pieces(leg.source, leg.target, leg.ends, align=leg.align, **whose)
-        return self._known[key]
 
     def _messages(self, listed: Sequence[_Piece]) -> list[list[_Piece]]:
         """Return the pieces of each message. Both ends list the same messages of a pair of ranks, in the same order."""
@@ -108,13 +93,14 @@ class Schedule:
         for piece in listed:
             if piece.peer == self._me:
                 continue
-            if piece.nbytes > _PACKED_BYTES:
+            # It is sent from its place, and received into it, where its memory is contiguous.
+            if piece.nbytes > PACKED_BYTES:
                 alone.setdefault(piece.peer, []).append([piece])
             else:
                 packed.setdefault(piece.peer, []).append(piece)
         messages = [*packed.values(), *(message for of_peer in alone.values() for message in of_peer)]
         # Each rank begins with the rank after itself, so that not all send to the same.
-        size = self._plan.ends.size
+        size = self.mesh.size(self.dim)
         return sorted(messages, key=lambda message: (message[0].peer - self._me) % size)
 
 
@@ -131,7 +117,7 @@ class _Place(NamedTuple):
         return self.region.read(self.piece.begin, self.piece.end) if self.held is None else self.held
 
     def write(self, values: Tensor) -> None:
-        if self.held is None:
+        if self.held is None or self.held.is_inference():
             self.region.write(self.piece.begin, self.piece.end, values)
         else:
             self.held.copy_(values)
@@ -180,7 +166,8 @@ class Run:
     """
 
     def __init__(self, schedule: Schedule, sources: Mapping[int, Room], targets: Mapping[int, Room]) -> None:
-        self._mesh, self._sources, self._targets = schedule.mesh, sources, targets
+        self._mesh, self._dim = schedule.mesh, schedule.dim
+        self._sources, self._targets = sources, targets
         self._rounds = [
             _Ready(
                 self._messages(sends, True),
@@ -228,7 +215,7 @@ class Run:
         handle: Handle[Any] | None = None
         if ready.sends or ready.recvs:
             handle = self._mesh.exchange(
-                LINK,
+                self._dim,
                 sends=[(message.tensor(going), message.peer) for message in ready.sends],
                 recvs=[(message.tensor(coming), message.peer) for message in ready.recvs],
                 async_op=True,

@@ -16,6 +16,7 @@ from meshcomm.errors import MeshcommError, SourceChanged, TransferFailed, Transf
 from meshcomm.layout import Layout
 from meshcomm.layout.sizes import ranks_text
 from meshcomm.mesh import Mesh
+from meshcomm.mesh.groups import merged
 from meshcomm.transfer.plan import Ends
 
 # The single dim of a link's mesh.
@@ -54,18 +55,40 @@ class Use:
 @final
 @dataclass(frozen=True, eq=False)
 class Sides:
-    """The sides of a link, as this rank sees them.
+    """The sides of a transfer, as this rank sees them.
 
-    mesh:           the link's mesh, with the dim `link` over all ranks of both sides.
-    ends:           the layouts of both sides, and the coord along `link` of each of their ranks.
+    mesh:           the mesh that carries the transfer, with a dim over all ranks of both sides.
+    ends:           the layouts of both sides, and the coord along this dim of each of their ranks.
     source, target: this process's own mesh on each side; None on a side that this process is not on.
+    dim:            the name of the dim.
     """
 
     mesh: Mesh
     ends: Ends
     source: Mesh | None
     target: Mesh | None
+    dim: str = LINK
     use: Use = field(default_factory=Use)
+
+    @classmethod
+    def to_rank(cls, mesh: Mesh, rank: int) -> Sides:
+        """Return the sides of a transfer from all ranks of a mesh to one of them. Called by: every rank of the mesh.
+
+        Any two ranks may have to exchange a piece, so all ranks need a dim in common. It is a merged dim, whose group is created
+        the first time, and not a second mesh: the mesh keeps one watchdog, one store, one order of its calls. Along the mesh's
+        own dims, a piece would be passed on from dim to dim, and ranks would hold what others want.
+        """
+        dim = dim_of_all(mesh)
+        source, target = mesh.layout, Layout({"rank": 1}, [rank])
+        positions = np.arange(source.world_size)
+        ends = Ends(source, target, positions, positions[[source.position(rank)]])
+        return cls(mesh, ends, mesh, mesh if mesh.rank == rank else None, dim)
+
+    @classmethod
+    def along(cls, mesh: Mesh, dim: str) -> Sides:
+        """Return the sides of a transfer among the ranks along a dim of a mesh, which are all on both sides."""
+        layout, numbers = Layout({dim: mesh.size(dim)}), np.arange(mesh.size(dim))
+        return cls(mesh, Ends(layout, layout, numbers, numbers), mesh, mesh, dim)
 
     @contextmanager
     def calling(self, by: UnderWay | None = None) -> Iterator[None]:
@@ -99,8 +122,8 @@ class Sides:
 
     @property
     def me(self) -> int:
-        """This rank's coord along `link`."""
-        return self.mesh.coord(LINK)
+        """This rank's coord along the dim."""
+        return self.mesh.coord(self.dim)
 
     def own(self, side: SideName) -> Mesh | None:
         """Return this process's mesh on a side."""
@@ -151,8 +174,8 @@ class Sides:
         return greatest[: len(values)]
 
     def of_all(self, mine: Any) -> list[Any]:
-        """Return each rank's plain data, by coord along `link`. Called by: every rank of the link."""
-        return self.mesh.objects.all_gather(LINK, mine)
+        """Return each rank's plain data, by coord along the dim. Called by: every rank of both sides."""
+        return self.mesh.objects.all_gather(self.dim, mine)
 
     def refuse(self, what: str, problems: Sequence[str], hint: str, **facts: Any) -> TransferMismatch:
         """Return the error of ranks that do not agree on a transfer."""
@@ -184,6 +207,12 @@ class Sides:
     def ranks_of(self, side: SideName, positions: Iterable[int]) -> str:
         """Return ranks of a side as text, from their positions."""
         return f"{ranks_text(sorted(self.layout(side).rank_of(at) for at in positions))} of the {side}"
+
+
+def dim_of_all(mesh: Mesh) -> str:
+    """Return the name of a dim of all ranks of a mesh. Called by: every rank of the mesh. Creates its group the first time."""
+    sizes = mesh.layout.dims
+    return merged(mesh, tuple(dim for dim, size in sizes.items() if size > 1) or tuple(sizes)[:1])
 
 
 def by_value(values: Sequence[T], key: Callable[[T], Any] = lambda value: value) -> dict[Any, list[int]]:

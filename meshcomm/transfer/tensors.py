@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -14,19 +14,22 @@ from torch.distributed.tensor import DTensor
 from meshcomm.comm.checks import value_of
 from meshcomm.errors import LayoutError, ShapeError
 from meshcomm.layout import Layout
-from meshcomm.parallel.tensor import local
-from meshcomm.parallel.tensor.parameters import Kept
+from meshcomm.transfer.fused import Kept
 from meshcomm.transfer.placement import Axis, Box, Located, Placement, Section, Split
 
 # Names of the axes of a tensor whose placement nobody wrote.
 _NAMES = "nkabcdefgh"
 
 
-def placement_of(tensor: Tensor | Kept, layout: Layout, rank: int) -> Placement:
+def placement_of(tensor: Parted, layout: Layout, rank: int) -> Placement:
     """Return how a tensor of this rank is split over the mesh. A plain tensor is whole on every rank.
 
     Raises LayoutError for a DTensor on other dims than the layout's, and ShapeError for one that is a partial sum.
     """
+    if isinstance(tensor, Cutout):
+        placement = placement_of(tensor.tensor, layout, rank).cut(*tensor.cut)
+        regions(tensor, Located(placement, layout), layout.position(rank))
+        return placement
     held = tensor.tensor if isinstance(tensor, Kept) else tensor
     splits: list[list[Split]] = [[] for _ in held.shape]
     if isinstance(held, DTensor):
@@ -154,21 +157,127 @@ class Region(NamedTuple):
         return held, tuple(slice(a - o, b - o) for a, b, o in zip(begin, end, origin, strict=True))
 
 
-def memory_of(tensor: Tensor | Kept) -> Tensor:
-    """Return this rank's memory for a tensor, without a copy."""
-    held: Tensor = value_of(local((tensor.tensor if isinstance(tensor, Kept) else tensor).detach()))
-    return held
+class Cut(NamedTuple):
+    """A box of a tensor, without the axes of length 1 that are not in `axes`, and with the others in this order."""
+
+    begin: tuple[int, ...]
+    end: tuple[int, ...]
+    axes: tuple[int, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.end[axis] - self.begin[axis] for axis in self.axes)
+
+    def of(self, region: Region) -> Region | None:
+        """Return what a region of the tensor has of the cut, in the same memory; None if it has no element of it.
+
+        Raises LayoutError if the cut would divide the rows of a unit.
+        """
+        common, units = region.box.common(Box(self.begin, self.end)), region.units
+        if common is None:
+            return None
+        slices = [slice(a - o, b - o) for a, b, o in zip(*common[:2], region.box.begin, strict=True)]
+        order = [*self.axes]
+        if units is not None:
+            if units not in order or common.shape[units] != region.box.shape[units]:
+                raise LayoutError(
+                    "a tensor is cut from a weight of several parts, but not along these parts",
+                    given=f"rows {self.begin[units]} to {self.end[units]} of its axis {units}",
+                    expected="all rows of one or several parts",
+                )
+            # In memory, this axis is two axes.
+            slices[units : units + 1] = [slice(None)] * 2
+            order = [axis + (axis > units) for axis in order]
+            order.insert(order.index(units) + 1, units + 1)
+        held = region.held[tuple(slices)]
+        rest = [axis for axis in range(held.ndim) if axis not in order]
+        held = held.permute((*order, *rest))
+        for _ in rest:
+            held = held[..., 0]
+        ends = (tuple(at[axis] - self.begin[axis] for axis in self.axes) for at in common[:2])
+        return Region(Box(*ends), held, None if units is None else self.axes.index(units))
 
 
-def regions(tensor: Tensor | Kept, where: Located, position: int) -> list[Region]:
+class Cutout(NamedTuple):
+    """A tensor that lies in a part of another one's memory, such as the weight of an expert, or the rows of one of two weights."""
+
+    tensor: Tensor | Kept
+    cut: Cut
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.cut.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.tensor.dtype
+
+    @property
+    def is_held(self) -> bool:
+        """Whether this rank has the index of the axes that are left out, such as the expert. Its part may be empty."""
+        begin, _, axes = self.cut
+        return any(
+            all(
+                region.box.begin[axis] <= begin[axis] < region.box.end[axis] or axis in axes
+                for axis in range(len(begin))
+            )
+            for region in own_regions(self.tensor)
+        )
+
+
+Parted: TypeAlias = Tensor | Kept | Cutout
+"""A tensor that knows where this rank's part of it lies. A plain tensor is whole."""
+
+
+def base_of(tensor: Parted) -> Tensor:
+    """Return the torch tensor that has the values."""
+    while not isinstance(tensor, Tensor):
+        tensor = tensor.tensor
+    return tensor
+
+
+def memory_of(tensor: Parted) -> Tensor:
+    """Return this rank's memory for a tensor, without a copy; of a cutout, for the tensor that it is cut from."""
+    held = base_of(tensor).detach()
+    memory: Tensor = value_of(held.to_local() if isinstance(held, DTensor) else held)
+    return memory
+
+
+def own_regions(tensor: Parted) -> list[Region]:
+    """Return the regions of a tensor on this rank, as the tensor knows them. A rank outside a DTensor's DeviceMesh has none."""
+    if isinstance(tensor, Cutout):
+        parts = map(tensor.cut.of, own_regions(tensor.tensor))
+        return [part for part in parts if part is not None]
+    held, whole = memory_of(tensor), base_of(tensor)
+    begin: Sequence[int] = (0,) * held.ndim
+    if isinstance(whole, DTensor):
+        if whole.device_mesh.get_coordinate() is None:
+            return []
+        chunks = whole.__create_chunk_list__()
+        begin = chunks[0].offsets if chunks else begin
+    if isinstance(tensor, Tensor):
+        return [Region(Box.at(begin, held.shape), held)]
+    # Within a part, the rows of the rank's units are adjacent.
+    axis, pieces, first, column = tensor.parts.axis, [], 0, 0
+    for size in tensor.parts.sizes:
+        rows = size // tensor.parts.units
+        at = (*begin[:axis], first + begin[axis] * rows, *begin[axis + 2 :])
+        shape = (*held.shape[:axis], held.shape[axis] * rows, *held.shape[axis + 2 :])
+        pieces.append(Region(Box.at(at, shape), held.narrow(axis + 1, column, rows), axis))
+        first, column = first + size, column + rows
+    return pieces
+
+
+def regions(tensor: Parted, where: Located, position: int) -> list[Region]:
     """Return the regions of the tensor of the rank at a position. Raises ShapeError if its shape does not fit the placement."""
     boxes = where.boxes(position)
-    if isinstance(tensor, Kept):
-        pieces = tensor.pieces()
-        held = [(piece.at, piece.shape) for piece in pieces]
-        if held != [(box.begin, box.shape) for box in boxes]:
-            raise _unfit(held, where, position)
-        return [Region(box, piece.held, piece.axis) for box, piece in zip(boxes, pieces, strict=True)]
+    if not isinstance(tensor, Tensor):
+        own = own_regions(tensor)
+        if {region.box[:2] for region in own if 0 not in region.box.shape} != {
+            box[:2] for box in boxes if 0 not in box.shape
+        }:
+            raise _unfit([region.box for region in own], where, position)
+        return own
     memory = memory_of(tensor)
     if tuple(memory.shape) != where.local_shape(position) or not boxes:
         raise _unfit(tuple(memory.shape), where, position)

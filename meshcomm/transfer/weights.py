@@ -30,51 +30,40 @@ from meshcomm.errors import (
 )
 from meshcomm.layout.names import listed
 from meshcomm.layout.sizes import whole
-from meshcomm.parallel.tensor.parameters import Kept, fused_parts
+from meshcomm.mesh import Mesh
 from meshcomm.transfer.agree import Agreement, Manifest, Row
-from meshcomm.transfer.changes import mark_of, places_of
+from meshcomm.transfer.changes import marks_of, places_of
 from meshcomm.transfer.decisions import Cause, Decisions
+from meshcomm.transfer.fused import Kept
+from meshcomm.transfer.naming import stored_parts
 from meshcomm.transfer.plan import Plan, located
 from meshcomm.transfer.readers import Readers
 from meshcomm.transfer.run import Room, Run, Schedule
 from meshcomm.transfer.sides import BOTH, LINK, SideName, Sides
-from meshcomm.transfer.tensors import Region, memory_of, placement_of, regions
+from meshcomm.transfer.tensors import Cutout, Parted, Region, memory_of, placement_of, regions
 from meshcomm.transport.torch_private import await_at_exit
 
 Staging: TypeAlias = Literal["whole", "buckets"]
 Atomic: TypeAlias = Literal["copy", "all"]
-Model: TypeAlias = nn.Module | Mapping[str, Tensor | Kept]
+Model: TypeAlias = nn.Module | Mapping[str, Parted]
 
 
-def tensors_of(model: Model) -> dict[str, Tensor | Kept]:
-    """Return the tensors of a model by name: its parameters and persistent buffers, or the entries of a dict."""
-    if not isinstance(model, nn.Module):
-        return {name: tensor for name, tensor in model.items() if isinstance(tensor, Tensor | Kept)}
-    fused = fused_parts(model)
-    return {
-        name: Kept(tensor, fused[name]) if name in fused else tensor
-        for name, tensor in model.state_dict(keep_vars=True).items()
-        if isinstance(tensor, Tensor)
-    }
+def tensors_of(model: Model) -> dict[str, Parted]:
+    """Return the tensors of a model by name: its parameters and persistent buffers, see `stored_parts`, or the entries of a dict."""
+    if isinstance(model, nn.Module):
+        return stored_parts(model)
+    return {name: tensor for name, tensor in model.items() if isinstance(tensor, Tensor | Kept | Cutout)}
 
 
-def manifest_of(
-    sides: Sides,
-    side: SideName,
-    tensors: Mapping[str, Tensor | Kept],
-    only: tuple[str, ...] | None,
-    skip: tuple[str, ...],
-    cast: torch.dtype | None,
-) -> Manifest:
-    """Return what this rank brings to a side."""
-    mesh = sides.own(side)
-    assert mesh is not None
+def rows_of(tensors: Mapping[str, Parted], mesh: Mesh) -> list[Row]:
+    """Return what this rank of a mesh says about its tensors."""
     rows: list[Row] = []
     first_of: dict[tuple[Any, ...], str] = {}
     for name, tensor in tensors.items():
         memory = memory_of(tensor)
         # Two tensors without elements, or without memory, are not tied.
-        place = memory.data_ptr(), memory.storage_offset(), (*memory.shape, *memory.stride())
+        cut = tensor.cut if isinstance(tensor, Cutout) else None
+        place = memory.data_ptr(), memory.storage_offset(), (*memory.shape, *memory.stride()), cut
         tied = first_of.setdefault(place, name) if memory.numel() else name
         facts, problem = None, ""
         try:
@@ -82,7 +71,7 @@ def manifest_of(
         except MeshcommError as error:
             problem = f"{error.what}: {error.given}"
         rows.append(Row(name, memory.dtype, facts, tied, problem))
-    return Manifest(rows, only, skip, cast)
+    return rows
 
 
 @final
@@ -205,10 +194,11 @@ class Weights:
     def manifests(self, sides: Sides) -> dict[SideName, Manifest]:
         """Return what this rank brings to each side that it is on."""
         return {
-            side: manifest_of(
-                sides, side, tensors_of(model), *self._filters, self._cast if side == "source" else None
+            side: Manifest(
+                rows_of(tensors_of(model), mesh), *self._filters, self._cast if side == "source" else None
             )
             for side, model in self._models.items()
+            if (mesh := sides.own(side)) is not None
         }
 
     def connect(self, sides: Sides, plan: Plan, agreement: Agreement, number: int) -> None:
@@ -217,7 +207,7 @@ class Weights:
         self._call = f"push() or pull() of link.weights() number {number}"
         self.names = tuple(entry.name for entry in agreement.entries)
         # The tensors that are sent from or written to their own memory, and where this lies.
-        self._tensors: dict[SideName, dict[str, Tensor | Kept]] = {}
+        self._tensors: dict[SideName, dict[str, Parted]] = {}
         self._places: dict[SideName, dict[str, Any]] = {}
         for side in self._models:
             self._look(side)
@@ -309,7 +299,7 @@ class Weights:
         return push
 
     def _marks(self) -> dict[str, Any]:
-        return {name: mark_of(tensor) for name, tensor in self._tensors["source"].items()}
+        return marks_of(self._tensors["source"])
 
     def _check_alone(self) -> None:
         if self._sides.target is not None:

@@ -426,7 +426,7 @@ def create_group(
     finally:
         if bound is not None:
             default.bound_device_id = bound
-    world = c10d._world
+    world: Any = c10d._world
     world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
     if not of_job:
         _OF_LINKS.add(group)
@@ -480,7 +480,7 @@ def give_back(group: Any) -> None:
 
 
 def _give_back_link(group: Any) -> None:
-    world = c10d._world
+    world: Any = c10d._world
     _OF_LINKS.discard(group)
     for registry in (world.pg_map, world.pg_group_ranks, world.pg_backend_config):
         registry.pop(group, None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 import signal
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,12 +19,13 @@ from meshcomm.mesh.opening import init
 from meshcomm.mesh.runtime import WORLD
 from meshcomm.simulator.run import run_ranks
 from meshcomm.train import Callback, Start, Step, Trainer, elastic
+from meshcomm.transfer import boxes
 from tests.elastic.deaths import MESHES, config_of, left_over, simulated, training
 from tests.elastic.test_simulated_losses import SMALLER
 
 STEPS = 5
 EVERY = 2
-PLAYS = {"dp": "data", "tp": "tensor"}
+PLAYS = {"dp": "data", "tp": "tensor", "fsdp": "shard", "pp": "pipeline"}
 
 
 class Trained(NamedTuple):
@@ -51,7 +52,7 @@ class Notes(Callback):
         self.steps.append((step.step, self._operations()))
 
 
-def settings_of(folder: Path, sizes: Mapping[str, int], more: str = "") -> Config:
+def settings_of(folder: Path, sizes: Mapping[str, int], more: str = "", words: Sequence[str] = ()) -> Config:
     """A training of a few steps."""
     dims = ", ".join(f"{dim} = {size}" for dim, size in sizes.items())
     text = f'[mesh]\ndims = {{ {dims} }}\ndevice = "cpu"\n[parallel]\n'
@@ -62,7 +63,7 @@ def settings_of(folder: Path, sizes: Mapping[str, int], more: str = "") -> Confi
         text = text.replace(usual, smaller)
     path = folder / "train.toml"
     path.write_text(text + more)
-    return load_config(path, [f'train.out="{folder}/out"'])
+    return load_config(path, [f'train.out="{folder}/out"', *words])
 
 
 def trained(settings: Config, ranks: int, lose: Mapping[int, int], seed: int) -> list[Trained]:
@@ -116,8 +117,9 @@ def test_two_ranks_at_any_two_operations(sizes: Mapping[str, int], tmp_path: Pat
         assert all(each.losses == whole[0].losses for each in found), (lose, seed)
 
 
-def test_without_copies_it_goes_back_to_the_beginning(tmp_path: Path) -> None:
-    settings = settings_of(tmp_path, {"tp": 2}, "[elastic]\nreplace = 9\n")
+@pytest.mark.parametrize("sizes", [{"tp": 2}, {"pp": 2}], ids=" ".join)
+def test_without_copies_it_goes_back_to_the_beginning(sizes: Mapping[str, int], tmp_path: Path) -> None:
+    settings = settings_of(tmp_path, sizes, "[elastic]\nreplace = 9\n")
     whole = trained(settings, 2, {}, 0)
     found = trained(settings, 2, {1: whole[1].steps[-2][1] + 3}, 0)
     assert [each.losses for each in found] == [whole[0].losses] * 2
@@ -129,23 +131,19 @@ def test_without_copies_it_goes_back_to_the_beginning(tmp_path: Path) -> None:
 def test_the_next_rank_gets_a_copy_however_many_tensors_each_has(
     ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(elastic, "_AT_ONCE_BYTES", 64)
+    monkeypatch.setattr(boxes, "BUCKET_BYTES", 64)
 
     def tensors(rank: int) -> dict[str, torch.Tensor]:
         return {f"{number}": torch.full((number, rank + 1), float(number)) for number in range(3 * rank + 2)}
 
-    def body(mesh: Mesh) -> elastic.Held | None:
-        mine = tensors(mesh.rank)
-        kinds = {name: (x.dtype, tuple(x.shape)) for name, x in mine.items()}
-        after, before = (mesh.rank + 1) % ranks, (mesh.rank - 1) % ranks
-        return elastic.passed(mesh, "pp", elastic.Held(7, f"{mesh.rank}", kinds, mine), after, before)
+    def body(mesh: Mesh) -> dict[str, torch.Tensor]:
+        copies = elastic.copy_of_previous(mesh, "pp", elastic.regions_of(tensors(mesh.rank)))
+        return {name: region.held for (name, *_), (region,) in copies.items()}
 
-    for rank, held in enumerate(meshcomm.simulate(body, dims={"pp": ranks})):
-        before = (rank - 1) % ranks
-        expected = tensors(before)
-        assert (held.step, held.parts, held.own, held.facts) == (7, f"{before}", False, None)
-        assert held.tensors.keys() == expected.keys()
-        assert all(torch.equal(x, expected[name]) for name, x in held.tensors.items())
+    for rank, copies in enumerate(meshcomm.simulate(body, dims={"pp": ranks})):
+        expected = tensors((rank - 1) % ranks)
+        assert copies.keys() == expected.keys()
+        assert all(torch.equal(copies[name], x) for name, x in expected.items())
 
 
 @pytest.mark.faults

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.long
 
 
 def sum_along(mesh: Mesh, dim: str, value: float) -> float:
-    return mesh.all_reduce(dim, torch.tensor([value])).item()
+    return float(mesh.all_reduce(dim, torch.tensor([value])))
 
 
 def exchanged(place: Place) -> None:

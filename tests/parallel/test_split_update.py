@@ -18,8 +18,8 @@ from meshcomm.models import ModelSpec
 from meshcomm.parallel import optimizer
 from meshcomm.parallel.optimizer import decay_groups, made_of
 from meshcomm.parallel.split_update import check_apart, check_fused
-from meshcomm.parallel.tensor.parameters import FUSED, Parts
 from meshcomm.train import Trainer
+from meshcomm.transfer.fused import FUSED, Parts
 
 STEPS = 5
 Make = Callable[[list[dict[str, Any]]], Optimizer]

@@ -239,9 +239,9 @@ def test_a_rank_that_cannot_write_is_an_error_on_every_rank(pool: Pool, folder: 
 
 
 def test_what_a_killed_save_left_is_no_hindrance(pool: Pool, folder: Path, tmp_path: Path) -> None:
-    left = tmp_path / ".to.checkpoint"
+    left = tmp_path / ".to.part"
     left.mkdir()
-    (left / "__0_0.distcp").write_bytes(b"half")
+    (left / SINGLE).write_bytes(b"half")
     config = config_of(folder, tmp_path / "run", {"dp": 2})
     pool.run(through, config, tmp_path / "to", None, 10_000_000, ranks=2)
     assert torch.equal(logits(tmp_path / "to"), logits(folder)) and not left.exists()

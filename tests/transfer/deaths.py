@@ -151,7 +151,7 @@ def complaints(said: Mapping[int, Said], lost: int, staging: Staging) -> list[st
                 )
             elif f"rank {lost} of the {side}" not in text:
                 wrong.append(f"rank {rank} does not name rank {lost} of the {side} in its text: {text}")
-            if again is None or again[0] != "TransferFailed" or "reopen" not in again[1]:
+            if again is None or again[0] != "TransferFailed" or "cannot be used any more" not in again[1]:
                 wrong.append(f"rank {rank} said {again} at the next call")
         elif version != VERSIONS[-1] or (
             # Every copy has what a rank of the source reports, before any rank is lost.

@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import meshcomm
 from meshcomm import Mesh
-from meshcomm.parallel.tensor.parameters import Kept, Parts, kept
+from meshcomm.transfer.fused import Kept, Parts, kept
 from tests.transfer.pairs import random_whole, same_bits
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.float64)

@@ -138,7 +138,8 @@ def test_loads_and_rounds_are_what_all_ranks_send(block: int, monkeypatch: pytes
             placements = [Placement.read(case.text, None, case.sizes, case.at) for case in cases]
             entries += [Entry(str(number), draw.choice([1, 2, 4]), *placements)] * draw.choice([1, 1, 2])
         stripes = draw.sample(list(target.grid.dims), draw.randint(0, len(target.grid.dims)))
-        bucket = draw.choice([8, 40, 100, 1000])
+        bucket, packed = draw.choice([8, 40, 100, 1000]), draw.choice([4, 10, 1000])
+        monkeypatch.setattr("meshcomm.transfer.explain.PACKED_BYTES", packed)
         plan = Plan(ends, entries, stripes=stripes, bucket_bytes=bucket, align=draw.choice([1, 1, 4]))
         loads, every = Loads.none(ends.size), {}
         for number, entry in enumerate(entries):
@@ -176,7 +177,8 @@ def test_loads_and_rounds_are_what_all_ranks_send(block: int, monkeypatch: pytes
                     slices.source, slices.target, slices.elements, row, strict=True
                 ):
                     if giver != taker and elements:
-                        peers.add((giver, taker))
+                        large = elements * itemsize > packed
+                        peers.add((giver, taker, sent if large else -1))
                         sent += 1
                         for direction, rank in enumerate((giver, taker)):
                             sums[direction, rank] += elements * itemsize

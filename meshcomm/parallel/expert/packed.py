@@ -14,7 +14,8 @@ from meshcomm.errors import ShapeError
 from meshcomm.parallel.become import become
 from meshcomm.parallel.expert.routing import each_choice
 from meshcomm.parallel.tensor import TensorSplit, local
-from meshcomm.parallel.tensor.parameters import FUSED, Parts, joined, kept, split_parameter
+from meshcomm.parallel.tensor.parameters import split_parameter
+from meshcomm.transfer.fused import FUSED, Parts, joined, kept
 from meshcomm.transport.torch_private import outside_graphs
 
 Axes: TypeAlias = Mapping[str, tuple[int, int]]

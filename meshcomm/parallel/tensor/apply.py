@@ -25,9 +25,10 @@ from meshcomm.parallel.tensor.layers import (
     entered,
     is_conv1d,
 )
-from meshcomm.parallel.tensor.parameters import FUSED, kept, local
+from meshcomm.parallel.tensor.parameters import local
 from meshcomm.parallel.tensor.plan import Entry, Rule, checked_rules
 from meshcomm.parallel.tensor.split import TensorSplit
+from meshcomm.transfer.fused import FUSED, kept
 from meshcomm.watching.verdict import majority
 
 # The number of elements that a digest reads at a time.

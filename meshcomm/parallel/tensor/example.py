@@ -15,9 +15,10 @@ from torch import Tensor, nn
 
 from meshcomm.errors import MeshcommError, TrainingError
 from meshcomm.parallel.memory import eval_mode
-from meshcomm.parallel.tensor.parameters import fused_parts, joined, local, whole
+from meshcomm.parallel.tensor.parameters import local, whole
 from meshcomm.parallel.tensor.plan import Rule
 from meshcomm.parallel.tensor.split import TensorSplit
+from meshcomm.transfer.fused import unfused
 from meshcomm.watching.callsite import is_ours
 
 Example: TypeAlias = Sequence[Any] | Mapping[str, Any]
@@ -117,11 +118,9 @@ class Seen:
             parts = [local(grad) for grad in marked if grad is not None]
             if parts:
                 split.mesh.all_reduce(split.dim, parts)
-        sizes = fused_parts(module)
-        for name, parameter in named.items():
-            grad = grad_of[name]
-            value = whole(torch.zeros_like(parameter) if grad is None else grad)
-            self.values[f"gradient of {name}"] = joined(value, sizes[name]) if name in sizes else value
+        known = {name: torch.zeros_like(named[name]) if g is None else g for name, g in grad_of.items()}
+        for name, gradient in unfused(known, module).items():
+            self.values[f"gradient of {name}"] = whole(gradient)
 
     def _run(self, module: nn.Module, example: Example) -> Any:
         """Run forward in eval mode and record the calls to every part."""

@@ -14,8 +14,9 @@ from torch.distributed.tensor import DTensor
 
 from meshcomm.errors import ShapeError, UnsupportedOp
 from meshcomm.parallel.recompute import added_up
-from meshcomm.parallel.tensor.parameters import FUSED, joined, local
+from meshcomm.parallel.tensor.parameters import local
 from meshcomm.parallel.tensor.split import TensorSplit
+from meshcomm.transfer.fused import FUSED, joined
 
 Reduction: TypeAlias = Literal["mean", "sum"]
 

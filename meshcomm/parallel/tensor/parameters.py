@@ -1,16 +1,9 @@
-"""Split parameters: DTensors whose local parts are used by layers, and the assembly of full tensors from them.
-
-A weight with several parts, such as q, k and v, has the shape (units, rows of all parts in a unit, ...). Each rank
-needs its share of every part, which is not a contiguous slice of the rows. A unit contains an equal share of each part,
-and a rank holds a contiguous run of units. The number of units depends only on the parts, and the extra axis shows that the
-rows are in a different order. A checkpoint stores such a weight in its original layout, in pieces: see `Kept`.
-"""
+"""Split parameters: DTensors whose local parts are used by layers, and the assembly of full tensors from them."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,27 +11,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from meshcomm.errors import LayoutError
 from meshcomm.mesh import Mesh
-from meshcomm.parallel.torch_private import dtensor_of, offsets, parts_of_dtensor
-
-# The module attribute that maps each multi-part weight to its parts.
-FUSED = "meshcomm_fused"
-
-
-class Parts(NamedTuple):
-    """The parts of one weight: their sizes along an axis of the full weight."""
-
-    sizes: tuple[int, ...]
-    axis: int = 0
-
-    @property
-    def units(self) -> int:
-        """The number of equal shares into which every part can be cut. The number of ranks must divide it."""
-        return math.gcd(*self.sizes)
-
-    def shape(self, kept: Sequence[int]) -> tuple[int, ...]:
-        """Return the full weight's original shape, given its shape `kept` with a units axis."""
-        axis = self.axis
-        return (*kept[:axis], sum(self.sizes), *kept[axis + 2 :])
+from meshcomm.parallel.torch_private import dtensor_of, parts_of_dtensor
+from meshcomm.transfer.fused import Kept, joined, unfused
+from meshcomm.transfer.tensors import own_regions
 
 
 def parameter_of(mesh: Mesh, data: Tensor, axes: Mapping[str, int | None]) -> nn.Parameter:
@@ -112,98 +87,26 @@ class _Local(torch.autograd.Function):
         return dtensor_of(DTensor, gradient.contiguous(), ctx.where)
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """Return the full tensor, gathered if it is split. Every rank that holds a part calls this."""
+def whole(tensor: Tensor | Kept) -> Tensor:
+    """Return the full tensor in its original layout, gathered if it is split. Every rank that holds a part calls this.
+
+    All ranks receive all, so this is an all_gather, not a transfer of pieces.
+    """
+    if isinstance(tensor, Kept):
+        return joined(whole(tensor.tensor), tensor.parts)
     values = tensor.detach()
     return values.full_tensor() if isinstance(values, DTensor) else values
 
 
 @torch.no_grad()
-def assign(parameter: Tensor, value: Any) -> None:
+def assign(parameter: Tensor | Kept, value: Any) -> None:
     """Write this rank's part of the full `value` into `parameter`. Does not communicate.
 
     value: a tensor, or an object that returns slices, such as safetensors' get_slice, from which only the part is read.
     """
-    held = local(parameter)
-    first = offsets(parameter) if isinstance(parameter, DTensor) else (0,) * held.ndim
-    held.copy_(value[tuple(slice(begin, begin + n) for begin, n in zip(first, held.shape, strict=True))])
-
-
-class Piece(NamedTuple):
-    """A box of a weight in its original layout: the start of the box, and this rank's memory for it.
-
-    held: (..., units, rows of a unit, ...), a view.
-    """
-
-    at: tuple[int, ...]
-    held: Tensor
-    axis: int
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the box in the original layout."""
-        shape, axis = self.held.shape, self.axis
-        return (*shape[:axis], shape[axis] * shape[axis + 1], *shape[axis + 2 :])
-
-    def read(self) -> Tensor:
-        """Return a copy of the values in the shape of the box."""
-        return self.held.flatten(self.axis, self.axis + 1)
-
-    def write(self, values: Tensor) -> None:
-        """Write values in the shape of the box into this rank's memory."""
-        self.held.copy_(values.unflatten(self.axis, self.held.shape[self.axis : self.axis + 2]))
-
-
-class Kept(NamedTuple):
-    """A tensor in the layout of a multi-part weight: the weight, its gradient, or optimizer state."""
-
-    tensor: Tensor
-    parts: Parts
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The full shape, in the original layout."""
-        return self.parts.shape(self.tensor.shape)
-
-    def pieces(self) -> list[Piece]:
-        """Return this rank's pieces, one for each part. Within a part, the rows of the rank's units are adjacent."""
-        held, axis = local(self.tensor.detach()), self.parts.axis
-        begins = offsets(self.tensor) if isinstance(self.tensor, DTensor) else (0,) * held.ndim
-        pieces, first, column = [], 0, 0
-        for size in self.parts.sizes:
-            rows = size // self.parts.units
-            begin = (*begins[:axis], first + begins[axis] * rows, *begins[axis + 2 :])
-            pieces.append(Piece(begin, held.narrow(axis + 1, column, rows), axis))
-            first, column = first + size, column + rows
-        return pieces
-
-
-def kept(whole: Tensor, parts: Parts) -> Tensor:
-    """Group rows by unit: (..., sum of sizes, ...) in the parts' order -> (..., units, rows in a unit, ...).
-
-    >>> kept(torch.tensor([0, 1, 2, 3, 10, 11]), Parts((4, 2))).tolist()
-    [[0, 1, 10], [2, 3, 11]]
-    """
-    n, axis = parts.units, parts.axis
-    return torch.cat(
-        [part.unflatten(axis, (n, -1)) for part in whole.split(list(parts.sizes), axis)], axis + 1
-    )
-
-
-def joined(units_held: Tensor, parts: Parts) -> Tensor:
-    """Return the rows of some or all units in the parts' order: the inverse of `kept`."""
-    n, axis = parts.units, parts.axis
-    rows = units_held.split([size // n for size in parts.sizes], axis + 1)
-    return torch.cat([part.flatten(axis, axis + 1) for part in rows], axis)
-
-
-def fused_parts(module: nn.Module) -> dict[str, Parts]:
-    """Return the parts of each multi-part weight, by its name in the state dict."""
-    return {
-        f"{prefix}.{key}".lstrip("."): parts
-        for prefix, part in module.named_modules(remove_duplicate=False)
-        for key, parts in getattr(part, FUSED, {}).items()
-    }
+    for region in own_regions(parameter):
+        box = region.box
+        region.write(box.begin, box.end, value[box.slices])
 
 
 def unsplit_state(module: nn.Module) -> dict[str, Tensor]:
@@ -211,9 +114,5 @@ def unsplit_state(module: nn.Module) -> dict[str, Tensor]:
 
     Called by: every rank along the dim. Each rank receives the full dict.
     """
-    fused = fused_parts(module)
-    state: dict[str, Tensor] = {}
-    for name, value in module.state_dict(keep_vars=True).items():
-        tensor = whole(value)
-        state[name] = joined(tensor, fused[name]) if name in fused else tensor.clone()
-    return state
+    state = unfused(module.state_dict(keep_vars=True), module)
+    return {name: whole(tensor).clone() for name, tensor in state.items()}

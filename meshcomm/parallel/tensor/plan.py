@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 from meshcomm.errors import ConfigError
 from meshcomm.layout.names import did_you_mean, listed
 from meshcomm.parallel.tensor.layers import is_conv1d
-from meshcomm.parallel.tensor.parameters import Parts
 from meshcomm.parallel.tensor.split import TensorSplit
+from meshcomm.transfer.fused import Parts
 
 Entry: TypeAlias = str | Mapping[str, Any]
 

@@ -17,7 +17,6 @@ from meshcomm.mesh import Mesh
 from meshcomm.mesh.all_ranks import is_first, of_every_rank, on_all_ranks
 from meshcomm.parallel.compose import Engine
 from meshcomm.parallel.state import OF_MODULE
-from meshcomm.parallel.tensor.parameters import Kept
 from meshcomm.train.callbacks import Resumed
 from meshcomm.train.checkpoint.folder import (
     FOLDER,
@@ -39,6 +38,7 @@ from meshcomm.train.checkpoint.reader import Saved
 from meshcomm.train.checkpoint.writer import Save, divide
 from meshcomm.train.data import STATE
 from meshcomm.train.run_files import put_aside
+from meshcomm.transfer.fused import Kept
 
 # The losses of all steps, in a run's checkpoint.
 LOSSES: Final = "run.losses"

@@ -25,10 +25,12 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from meshcomm.errors import TrainingError
-from meshcomm.parallel.tensor.parameters import Kept, Piece
 from meshcomm.train.checkpoint.folder import METADATA, instead_of
-from meshcomm.train.checkpoint.parts import Box, Kind, kind_of, overlap, parts_of, untiled
+from meshcomm.train.checkpoint.parts import Kind, kind_of, parts_of, untiled
 from meshcomm.train.torch_private import CHECKSUM
+from meshcomm.transfer.fused import Kept
+from meshcomm.transfer.placement import Box
+from meshcomm.transfer.tensors import Region
 
 SAFETENSORS_NAMES: Final = {
     torch.bool: "BOOL",
@@ -111,20 +113,15 @@ class Saved:
         for name, tensor in state.items():
             self._check(name, kind_of(tensor), self.kinds.get(name))
         for part in parts_of(state):
-            # A piece of a multi-part weight may not be a view of the box, so its values are first put together.
-            held = part.held
-            into = torch.empty(part.box[1], dtype=part.kind.dtype) if isinstance(held, Piece) else held
             for chunk in self._chunks(part.name):
-                common = overlap(chunk, part.box)
-                if common is not None:
-                    there, here = common
-                    into[here].copy_(self._read(MetadataIndex(part.name, chunk[0]), part.kind.dtype)[there])
-            if isinstance(held, Piece):
-                held.write(into.to(held.held.device))
+                if (common := chunk.common(part.box)) is not None:
+                    begin, end, _ = common
+                    saved = Region(chunk, self._read(part.name, chunk, part.kind.dtype))
+                    part.region.write(begin, end, saved.read(begin, end))
 
     def _chunks(self, name: str) -> list[Box]:
         saved: Any = self._metadata.state_dict_metadata[name]
-        return [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in saved.chunks]
+        return [Box.at(chunk.offsets, chunk.sizes) for chunk in saved.chunks]
 
     def load(self, name: str) -> Tensor:
         """Return one full tensor. Raises TrainingError in the same cases as `fill`."""
@@ -133,11 +130,11 @@ class Saved:
         self.fill({name: tensor})
         return tensor
 
-    def _read(self, index: MetadataIndex, dtype: torch.dtype) -> Tensor:
+    def _read(self, name: str, chunk: Box, dtype: torch.dtype) -> Tensor:
         """Return one saved part of a tensor, which torch.save has written as a zip archive inside a larger file."""
         path = self.folder
         try:
-            place = self._metadata.storage_data[index]
+            place = self._metadata.storage_data[MetadataIndex(name, chunk.begin)]
             path = _file(self.folder, place)
             with path.open("rb") as file:
                 file.seek(place.offset)
@@ -153,14 +150,13 @@ class Saved:
             values: Tensor = torch.load(record, map_location="cpu", weights_only=True)
             if type(values) is not Tensor or values.layout != torch.strided:
                 raise ValueError(f"holds a {type(values).__name__}, not a dense tensor")
-            sizes = dict(self._chunks(index.fqn))[tuple(index.offset or ())]
-            held, described = Kind(values.dtype, tuple(values.shape)), Kind(dtype, sizes)
+            held, described = Kind(values.dtype, tuple(values.shape)), Kind(dtype, chunk.shape)
             if held != described:
                 raise ValueError(f"holds {held}, but the metadata describe {described}")
         except Exception as error:
             said = error.strerror if isinstance(error, OSError) else None
             raise TrainingError(
-                f"the checkpoint is damaged: {index.fqn} in {path.name}",
+                f"the checkpoint is damaged: {name} in {path.name}",
                 given=f"{path}: {said or error}",
                 expected=error.expected
                 if isinstance(error, _OtherBytes)

@@ -38,13 +38,15 @@ from meshcomm.errors import TrainingError
 from meshcomm.mesh import Mesh
 from meshcomm.mesh.all_ranks import is_first, on_all_ranks, ranks_of
 from meshcomm.parallel.state import EXTRA
-from meshcomm.parallel.tensor.parameters import Kept
 from meshcomm.train.checkpoint.folder import METADATA, go_on_without, sync, write
 from meshcomm.train.checkpoint.lease import LeaseLost
 from meshcomm.train.checkpoint.parts import Part, parts_of, untiled
 from meshcomm.train.checkpoint.reader import unpickle
 from meshcomm.train.data import STATE
 from meshcomm.train.torch_private import storage_info
+from meshcomm.transfer.fused import Kept
+from meshcomm.transfer.placement import Box
+from meshcomm.transfer.tensors import Region
 
 T = TypeVar("T")
 
@@ -104,7 +106,7 @@ def _keyed(state: Mapping[str, Tensor | Kept]) -> dict[bytes, tuple[Part, bytes]
     """Return each part with the value to compare between ranks: a digest of the part's bytes or of its kind, or zeros."""
     keyed: dict[bytes, tuple[Part, bytes]] = {}
     for part in parts_of(state):
-        (at, sizes), content = part.box, bytes(_KEY_BYTES)
+        at, sizes, content = part.box.begin, part.box.shape, bytes(_KEY_BYTES)
         if not isinstance(state[part.name], (DTensor, Kept)):
             # A plain tensor is one part. Ranks that hold it in different sizes differ, so they need the same key.
             sizes = ()
@@ -150,7 +152,15 @@ def write_part(folder: Path, rank: int, values: Iterable[tuple[Part, Tensor]]) -
                 torch.save(value, record)
                 dtype, shape = part.kind
                 place = (path.name, file.tell(), record.tell(), zlib.crc32(record.getbuffer()))
-                written.append((part.name, str(dtype).removeprefix("torch."), shape, part.box, place))
+                written.append(
+                    (
+                        part.name,
+                        str(dtype).removeprefix("torch."),
+                        shape,
+                        (part.box.begin, part.box.shape),
+                        place,
+                    )
+                )
                 file.write(record.getbuffer())
         sync(path)
         path = _written(folder, rank)
@@ -189,7 +199,7 @@ def write_metadata(folder: Path, ranks: Iterable[int]) -> None:
         _check(folder / file, end)
     for name, tensor in tensors.items():
         if why := untiled(
-            [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in tensor.chunks], tuple(tensor.size)
+            [Box.at(chunk.offsets, chunk.sizes) for chunk in tensor.chunks], tuple(tensor.size)
         ):
             raise ValueError(f"the ranks hold {why} of {name}")
     text = pickle.dumps(Metadata(tensors, storage_data=places))
@@ -228,7 +238,9 @@ class Save:
         self._what = f"save into {folder}"
         # With copies, this object keeps none of the state's memory: another engine may need the room.
         self._parts = (
-            self._together(lambda: [p._replace(held=p.on_host(True)) for p in parts]) if copy else parts
+            self._together(lambda: [p._replace(region=Region(p.box, p.on_host(True))) for p in parts])
+            if copy
+            else parts
         )
         self._left = [self._write, self._finish]
 

@@ -25,8 +25,8 @@ from meshcomm.errors import MeshMismatchError
 from meshcomm.mesh import Mesh
 from meshcomm.parallel.expert import Experts
 from meshcomm.parallel.tensor import TensorSplit, cross_entropy, tensor_parallel, unsplit_state, whole
-from meshcomm.parallel.tensor.parameters import Parts, kept
 from meshcomm.testing import Pool
+from meshcomm.transfer.fused import Parts, kept
 from tests.parallel.same import close, randn
 
 VOCAB, WIDTH, TOKENS = 16, 16, 8

@@ -21,6 +21,8 @@ from meshcomm.errors import TrainingError
 from meshcomm.train.checkpoint.parts import Kind, Part, parts_of
 from meshcomm.train.checkpoint.reader import Saved, unpickle
 from meshcomm.train.checkpoint.writer import write_metadata, write_part
+from meshcomm.transfer.placement import Box
+from meshcomm.transfer.tensors import Region
 
 
 def text(value: str) -> bytes:
@@ -184,7 +186,7 @@ def test_what_no_reader_accepts_is_not_written(
     """A dtype that no reader knows, and parts of one tensor with different dtypes."""
     values = [first] if other is None else [first, other]
     for rank, value in enumerate(values):
-        part = Part("w", Kind(value.dtype, (4,)), ((2 * rank,), tuple(value.shape)), value)
+        part = Part("w", Kind(value.dtype, (4,)), Region(Box.at((2 * rank,), value.shape), value))
         write_part(tmp_path, rank, [(part, value)])
     with pytest.raises((ValueError, pickle.UnpicklingError), match=re.escape(said)):
         write_metadata(tmp_path, range(len(values)))
