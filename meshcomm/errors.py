@@ -169,7 +169,7 @@ class TransferMismatch(MeshcommError):
 
 
 class TransferFailed(CommunicationError):
-    """A version of weights did not arrive, because a rank of either side was lost or did not come.
+    """A tensor or a version of weights did not arrive, because a rank of either side was lost or did not come.
 
     `version` is the version, if the ranks had agreed on it. `missing` lists the ranks that are lost or have not come, as (side,
     rank) pairs with side "source" or "target".
