@@ -26,9 +26,9 @@ def job(world_size: int, *command: str) -> Iterator[subprocess.Popen[str]]:
             process.terminate()
 
 
-def show(lines: Iterator[str], until: str) -> str:
-    """Print lines until one begins with this text, and return it."""
-    for line in lines:
+def show(job: subprocess.Popen[str], until: str) -> str:
+    """Print a job's lines until one begins with this text, and return it."""
+    for line in job.stdout or ():
         print(line, end="", flush=True)
         if line.startswith(until):
             return line
@@ -41,14 +41,14 @@ def main(seed: str = "0") -> None:
         store = f"tcp://127.0.0.1:{free.getsockname()[1]}"
     with job(4, "train.py", seed, store) as trainers:
         with job(2, "generate.py", seed, store) as generators:
-            process = int(show(generators.stdout, "generator").split()[-1])
-            show(trainers.stdout, "step 20:")
+            process = int(show(generators, "generator").split()[-1])
+            show(trainers, "step 20:")
             os.kill(process, signal.SIGKILL)
             print(f"killed process {process}: its job ended with exit code {generators.wait()}", flush=True)
         with job(2, "generate.py", seed, store) as generators:
-            show(trainers.stdout, "versions")
-            trainers.wait()
+            show(trainers, "versions")
             generators.wait()
+        trainers.wait()
     print(f"{time.monotonic() - start:.0f} s in total")
 
 
