@@ -121,7 +121,7 @@ def test_a_diagnosis_that_never_comes_is_made_by_the_next_rank(monkeypatch: pyte
     store = dist.HashStore()
     store.set("first/dp/9", "7")  # rank 7 was first, and has ended
     for rank in (1, 2):
-        assert RecordExchange(store, rank, 0.01).shared("dp/9", lambda: {"own": rank}) == {"own": 1}  # noqa: B023
+        assert RecordExchange(store, rank, 0.01).shared("dp/9", lambda: {"own": rank}) == {"own": 1}
 
 
 class Ending:
