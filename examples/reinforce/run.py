@@ -24,11 +24,12 @@ def job(world_size: int, *command: str) -> Iterator[subprocess.Popen[str]]:
             yield process
         finally:
             process.terminate()
+            process.wait()
 
 
-def show(job: subprocess.Popen[str], until: str) -> str:
+def show(process: subprocess.Popen[str], until: str) -> str:
     """Print a job's lines until one begins with this text, and return it."""
-    for line in job.stdout or ():
+    for line in process.stdout or ():
         print(line, end="", flush=True)
         if line.startswith(until):
             return line
@@ -47,9 +48,9 @@ def main(seed: str = "0") -> None:
             print(f"killed process {process}: its job ended with exit code {generators.wait()}", flush=True)
         with job(2, "generate.py", seed, store) as generators:
             show(trainers, "versions")
-            generators.wait()
-        trainers.wait()
+            codes = trainers.wait(), generators.wait()
     print(f"{time.monotonic() - start:.0f} s in total")
+    sys.exit(max(codes))
 
 
 if __name__ == "__main__":

@@ -52,34 +52,36 @@ class Generators:
         self.mesh, self.reconnects = mesh, 0
         mesh.create_group("all", ("fsdp", "tp"))
         self.policy = meshcomm.link(source=mesh, name="policy", store=store)
-        self.weights = self.policy.weights(policy)
         self.samples = meshcomm.link(target=mesh, name="samples", store=store)
+        self.weights = self.policy.weights(policy)
 
     def sample(self, version: int) -> tuple[Tensor, Tensor]:
         """Return samples of this version of the weights: half of them on each coord along fsdp, the same along tp."""
-        count = PROMPTS * GROUP // self.mesh.size("fsdp")
-        sequences = torch.empty(count, 2 * LENGTH + 1, dtype=torch.int64)
-        log_probs = torch.empty(count, LENGTH)
+        samples = PROMPTS * GROUP // self.mesh.size("fsdp")
+        sequences = torch.empty(samples, 2 * LENGTH + 1, dtype=torch.int64)
+        log_probs = torch.empty(samples, LENGTH)
         while True:
-            loss = ""
+            failure = ""
             try:
                 self.weights.push(version=version).wait()
                 for out in (sequences, log_probs):
                     self.samples.transfer(None, out, SAMPLES)
             except CommunicationError as error:
-                loss = error.what
+                failure = error.what
             # One rank may have its samples when another one has lost its generator.
-            losses = [*filter(None, self.mesh.objects.all_gather("all", loss))]
-            if not losses:
+            failures = [*filter(None, self.mesh.objects.all_gather("all", failure))]
+            if not failures:
                 return sequences, log_probs
             if self.mesh.rank == 0:
-                print(f"step {version}: {losses[0]}", flush=True)
+                print(f"step {version}: {failures[0]}", flush=True)
             self.policy.reopen()
             self.samples.reopen()
             self.reconnects += 1
 
     def end(self) -> None:
         self.weights.push(version=END).wait()
+        self.policy.close()
+        self.samples.close()
 
 
 def train(mesh: meshcomm.Mesh, policy: Any, generators: Generators) -> Iterator[float]:
