@@ -13,7 +13,7 @@ class MeshcommError(Exception):
     expected value and a fix.
 
     facts: attributes that the error's class documents.
-    of_job: whether the ranks that these attributes name are those of this job; False for the ranks of a link between two jobs.
+    of_job: whether the ranks that these attributes name are those of this job; False for the ranks of a link.
     """
 
     of_job = True
@@ -169,12 +169,13 @@ class TransferMismatch(MeshcommError):
 
 
 class TransferFailed(CommunicationError):
-    """A version of weights did not arrive, because a rank of either side was lost or did not come.
+    """A tensor or a version of weights did not arrive, because a rank of either side was lost or did not come.
 
     `version` is the version, if the ranks had agreed on it. `missing` lists the ranks that are lost or have not come, as (side,
     rank) pairs with side "source" or "target".
     """
 
+    of_job = False
     version: int | None = None
     missing: tuple[tuple[str, int], ...] = ()
 

@@ -16,6 +16,7 @@ ENTROPY = 0.05  # the weight of a bonus, without which some seeds settle for a f
 
 
 def new_policy(seed: int) -> Any:
+    """Return a new model, in float64, so that the sums of a split model round to the same samples."""
     torch.manual_seed(seed)
     return LlamaForCausalLM(
         LlamaConfig(
@@ -28,7 +29,7 @@ def new_policy(seed: int) -> Any:
             eos_token_id=None,
             pad_token_id=STOP,
         )
-    )
+    ).double()
 
 
 def sample(policy: Any, seed: int, step: int, share: int, shares: int) -> tuple[Tensor, Tensor]:

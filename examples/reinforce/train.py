@@ -1,8 +1,8 @@
-"""Train the policy on fsdp=2 tp=2. Each rank samples a quarter of the prompts with a plain copy of the policy.
+"""Train the policy on fsdp=2 tp=2. Each step sends the weights to the job of generate.py, and receives samples.
 
-    meshcomm run --world-size 4 train.py [SEED]
+    meshcomm run --world-size 4 train.py [SEED [STORE]]
 
-The rewards are those of one_process.py until rounding changes a sample.
+The rewards are those of one_process.py. If a generator is lost, the step waits until it has come again.
 """
 
 from __future__ import annotations
@@ -13,13 +13,16 @@ from itertools import count
 from typing import Any
 
 import torch
+from generate import END, SAMPLES, STORE
 from one_process import report
-from policy import EPOCHS, LEARNING_RATE, advantages, loss, new_policy, sample
-from task import rewards
+from policy import EPOCHS, GROUP, LEARNING_RATE, PROMPTS, advantages, loss, new_policy
+from task import LENGTH, rewards
+from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 
 import meshcomm
-from meshcomm.parallel import tensor_parallel, unsplit_state
+from meshcomm.errors import CommunicationError
+from meshcomm.parallel import tensor_parallel
 from meshcomm.parallel.norm import GradientNorm
 
 PLAN = {
@@ -42,21 +45,51 @@ def parallel_policy(mesh: meshcomm.Mesh, seed: int) -> Any:
     return policy
 
 
-def new_weights(policy: Any, generator: Any) -> None:
-    """Copy the weights of the mesh into the plain policy that generates. Called by every rank."""
-    generator.load_state_dict(unsplit_state(policy))
+class Generators:
+    """The job of generate.py, as each trainer sees it."""
+
+    def __init__(self, mesh: meshcomm.Mesh, policy: Any, store: str) -> None:
+        self.mesh, self.reconnects = mesh, 0
+        mesh.create_group("all", ("fsdp", "tp"))
+        self.policy = meshcomm.link(source=mesh, name="policy", store=store)
+        self.samples = meshcomm.link(target=mesh, name="samples", store=store)
+        self.weights = self.policy.weights(policy)
+
+    def sample(self, version: int) -> tuple[Tensor, Tensor]:
+        """Return samples of this version of the weights: half of them on each coord along fsdp, the same along tp."""
+        samples = PROMPTS * GROUP // self.mesh.size("fsdp")
+        sequences = torch.empty(samples, 2 * LENGTH + 1, dtype=torch.int64)
+        log_probs = torch.empty(samples, LENGTH)
+        while True:
+            failure = ""
+            try:
+                self.weights.push(version=version).wait()
+                for out in (sequences, log_probs):
+                    self.samples.transfer(None, out, SAMPLES)
+            except CommunicationError as error:
+                failure = error.what
+            # One rank may have its samples when another one has lost its generator.
+            failures = [*filter(None, self.mesh.objects.all_gather("all", failure))]
+            if not failures:
+                return sequences, log_probs
+            if self.mesh.rank == 0:
+                print(f"step {version}: {failures[0]}", flush=True)
+            self.policy.reopen()
+            self.samples.reopen()
+            self.reconnects += 1
+
+    def end(self) -> None:
+        self.weights.push(version=END).wait()
+        self.policy.close()
+        self.samples.close()
 
 
-def train(mesh: meshcomm.Mesh, seed: int) -> Iterator[float]:
+def train(mesh: meshcomm.Mesh, policy: Any, generators: Generators) -> Iterator[float]:
     """Yield the mean reward of each step's samples, the same on every rank."""
-    policy, generator = parallel_policy(mesh, seed), new_policy(seed)
     optimizer = torch.optim.AdamW(policy.parameters(), LEARNING_RATE, weight_decay=0.0)
     norm = GradientNorm(mesh, policy)
-    for step in count():
-        new_weights(policy, generator)
-        part = sample(generator, seed, step, mesh.rank, mesh.world_size)
-        # Ranks along tp train on the same samples.
-        sequences, log_probs = (mesh.all_gather("tp", x) for x in part)
+    for step in count(1):
+        sequences, log_probs = generators.sample(version=step)
         reward = rewards(sequences)
         for _ in range(EPOCHS):
             optimizer.zero_grad()
@@ -66,11 +99,17 @@ def train(mesh: meshcomm.Mesh, seed: int) -> Iterator[float]:
         yield mesh.all_reduce("fsdp", reward.mean(), op="avg").item()
 
 
-def main(seed: int) -> None:
+def main(seed: int = 0, store: str = STORE) -> None:
     torch.set_num_threads(1)
     with meshcomm.init(dims={"fsdp": 2, "tp": 2}, device="cpu") as mesh:
-        report(train(mesh, seed), prints=mesh.rank == 0)
+        policy = parallel_policy(mesh, seed)
+        generators = Generators(mesh, policy, store)
+        steps = train(mesh, policy, generators)
+        versions = report(steps, lambda: f", version {generators.weights.version}", prints=mesh.rank == 0)
+        generators.end()
+        if mesh.rank == 0:
+            print(f"versions: {versions}, reconnects: {generators.reconnects}")
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else 0)
+    main(*map(int, sys.argv[1:2]), *sys.argv[2:])

@@ -176,18 +176,17 @@ class RecordExchange:
     def shared(self, call: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Return the result of `make` from the first rank that asks about this call.
 
-        If that rank does not publish a result, each rank calls `make` itself.
+        If that rank does not publish a result, each rank that has waited for it calls `make` and publishes its own.
         """
         my_rank, published = str(self._rank), f"diagnosis/{call}"
-        if self._store.compare_set(f"first/{call}", "", my_rank).decode() == my_rank:
-            result = make()
-            self._store.set(published, json.dumps(result))
-            return result
+        is_first = self._store.compare_set(f"first/{call}", "", my_rank).decode() == my_rank
         # The first rank waits this long for answers, and longer on a busy machine.
-        if wait_for(self._store, [published], _LONGER * self._within_s):
+        if not is_first and wait_for(self._store, [published], _LONGER * self._within_s):
             read: dict[str, Any] = json.loads(self._store.get(published))
             return read
-        return make()
+        result = make()
+        self._store.set(published, json.dumps(result))
+        return result
 
     def publish(self, call: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Return the result of `shared`, as `limited`."""

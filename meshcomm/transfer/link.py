@@ -14,7 +14,14 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from meshcomm.comm.checks import check_in_place, check_input, share_memory
-from meshcomm.errors import LaunchError, LayoutError, MeshcommError, ShapeError, UnsupportedOp
+from meshcomm.errors import (
+    CollectiveTimeout,
+    LaunchError,
+    LayoutError,
+    MeshcommError,
+    ShapeError,
+    UnsupportedOp,
+)
 from meshcomm.layout.sizes import fold, whole
 from meshcomm.mesh import Mesh, init
 from meshcomm.mesh.runtime import WORLD
@@ -189,12 +196,18 @@ class Link:
                    how they are split, and a plain tensor is whole on every rank.
         sizes:     sizes of the sections of an axis such as (q+k+v)/tp.
         Called by: every rank of both sides, in the same order. The first call with new arguments agrees on them.
-        Raises:    TransferMismatch, on every rank of both sides; CommunicationError.
+        Raises:    TransferMismatch, on every rank of both sides; TransferFailed, with the ranks that are lost or have not come;
+                   CommunicationError.
         """
         given = self._facts(x, out, into, placement, sizes)
         out = into if out is None else out
         with self._sides.calling():
-            self._transfer(given, x, out)
+            try:
+                self._transfer(given, x, out)
+            except CollectiveTimeout as error:
+                if not error.missing:
+                    raise
+                raise self._sides.failed(error) from error
         return out
 
     def _transfer(self, given: TensorFacts, x: Tensor | None, out: Tensor | None) -> None:

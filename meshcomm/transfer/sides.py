@@ -12,7 +12,14 @@ from typing import Any, Final, Literal, Protocol, TypeAlias, TypeVar, final
 import numpy as np
 import torch
 
-from meshcomm.errors import MeshcommError, SourceChanged, TransferFailed, TransferMismatch
+from meshcomm.errors import (
+    CollectiveTimeout,
+    MeshcommError,
+    PeerLost,
+    SourceChanged,
+    TransferFailed,
+    TransferMismatch,
+)
 from meshcomm.layout import Layout
 from meshcomm.layout.sizes import ranks_text
 from meshcomm.mesh import Mesh
@@ -153,6 +160,28 @@ class Sides:
                 coords = " ".join(f"{dim}={coord}" for dim, coord in layout.coords(rank).items())
                 names.append(f"rank {rank} of the {side} ({coords})")
         return " and ".join(names)
+
+    def pairs(self, numbers: Iterable[int]) -> tuple[tuple[SideName, int], ...]:
+        """Return the side and the rank of each coord along the dim, twice for a rank of both sides."""
+        return tuple(
+            (side, self.layout(side).rank_of(position))
+            for number in numbers
+            for side in BOTH
+            if (position := self.position(side, number)) is not None
+        )
+
+    def failed(self, error: CollectiveTimeout) -> TransferFailed:
+        """Return the error of a tensor's transfer in which a call of the mesh failed."""
+        known = self.mesh.layout.ranks.tolist()
+        numbers = [known.index(rank) for rank in error.missing if rank in known]
+        how = "was lost" if isinstance(error, PeerLost) else "did not come"
+        return TransferFailed(
+            f"a tensor was not transferred: {', '.join(map(self.label, numbers))} {how}",
+            given=str(error),
+            expected="every rank of both sides to take part",
+            hint="the meshes of both sides remain open; link.reopen() connects the ranks that are left",
+            missing=self.pairs(numbers),
+        )
 
     def meet(self, call: str, *values: int) -> list[int]:
         """Return the greatest of each value on all ranks. Every call along the link begins with this.

@@ -39,7 +39,7 @@ from meshcomm.transfer.naming import stored_parts
 from meshcomm.transfer.plan import Plan, located
 from meshcomm.transfer.readers import Readers
 from meshcomm.transfer.run import Room, Run, Schedule
-from meshcomm.transfer.sides import BOTH, LINK, SideName, Sides
+from meshcomm.transfer.sides import LINK, SideName, Sides
 from meshcomm.transfer.tensors import Cutout, Parted, Region, memory_of, placement_of, regions
 from meshcomm.transport.torch_private import await_at_exit
 
@@ -533,12 +533,7 @@ class Weights:
             expected="every rank of both sides to take part until all copies have it",
             hint="the meshes of both sides remain open; link.reopen() connects the ranks that are left",
             version=version,
-            missing=tuple(
-                (side, self._sides.layout(side).rank_of(position))
-                for number in cause.missing
-                for side in BOTH
-                if (position := self._sides.position(side, number)) is not None
-            ),
+            missing=self._sides.pairs(cause.missing),
         )
 
 

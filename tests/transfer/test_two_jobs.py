@@ -129,3 +129,26 @@ def test_a_generator_that_dies_comes_again(pool: Pool, tmp_path: Path) -> None:
         "\n".join(end.text for end in ended)
     )
     assert ended[3].value == 1
+
+
+def _transfer_after_a_loss(place: Place, port: int) -> Any:
+    mesh = place.mesh()
+    link = linked(place, mesh, port)
+    x, out = (torch.ones(4), None) if place.job == "trainer" else (None, torch.empty(2))
+    for _ in range(2):
+        if place.job == "generator" and place.rank == 1:
+            link.transfer(x, out, "n -> n/dp")
+            os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            link.transfer(x, out, "n -> n/dp")
+        except CommunicationError as error:
+            return type(error).__name__, error.what, vars(error)["missing"]
+    return None
+
+
+def test_a_transfer_names_the_lost_rank_and_its_side(pool: Pool, tmp_path: Path) -> None:
+    """Not the rank's number on the link, which neither job knows."""
+    ended = run(pool, tmp_path, _transfer_after_a_loss, free_port(), trainer=2, generator=2)
+    lost = "a tensor was not transferred: rank 1 of the target (dp=1) was lost"
+    for end in ended[:2]:
+        assert end.value == ("TransferFailed", lost, (("target", 1),)), end.text

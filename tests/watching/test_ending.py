@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from meshcomm.errors import MeshcommError, PeerLost, RankLost
+from meshcomm.errors import MeshcommError, PeerLost, RankLost, TransferFailed
 from meshcomm.watching.ending import Failure, failure_of, root_cause, without_error
 from meshcomm.watching.words import UNKNOWN
 
@@ -239,6 +239,7 @@ def test_the_ranks_of_a_link_between_jobs_are_no_ranks_of_the_job() -> None:
     )
     assert (own.missing, own.chain[0][0], own.call) == ([1], 1, {"label": "link"})
     assert (link.missing, link.chain, link.call) == ([], [], None) and link.follows
+    assert failure_of(TransferFailed("lost", missing=(("target", 1),)), 0, "rank 0").missing == []
 
 
 def raised(error: BaseException) -> BaseException:
