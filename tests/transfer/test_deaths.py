@@ -133,7 +133,7 @@ def test_one_rank_fails_before_others_write(staging: Staging, seed: int, monkeyp
     carry = Run.__call__
 
     def fail(run: Run) -> None:
-        if versions[run._me] == 2:
+        if versions[run._mesh.coord("link")] == 2:
             raise PeerLost("lost a peer", missing=(5,))
         carry(run)
 
