@@ -24,17 +24,16 @@ END = 0  # the version after the last one
 def generate(mesh: meshcomm.Mesh, seed: int, store: str) -> Iterator[int]:
     """Sample with each version of the weights, until training ends. Yield the version once the trainers have the samples."""
     policy = new_policy(seed)
-    with (
-        meshcomm.link(target=mesh, name="policy", store=store) as from_trainers,
-        meshcomm.link(source=mesh, name="samples", store=store) as to_trainers,
-    ):
+    with meshcomm.link(target=mesh, name="policy", store=store) as from_trainers:
+        # Before the next link, because a trainer's `reopen` of this one agrees on the weights, too.
         weights = from_trainers.weights(policy)
-        while (version := weights.pull()) != END:
-            with weights.reading():
-                part = sample(policy, seed, version, mesh.coord("copy"), mesh.size("copy"))
-            for x in part:
-                to_trainers.transfer(x, None, SAMPLES)
-            yield version
+        with meshcomm.link(source=mesh, name="samples", store=store) as to_trainers:
+            while (version := weights.pull()) != END:
+                with weights.reading():
+                    part = sample(policy, seed, version, mesh.coord("copy"), mesh.size("copy"))
+                for x in part:
+                    to_trainers.transfer(x, None, SAMPLES)
+                yield version
 
 
 def main(seed: int = 0, store: str = STORE) -> None:

@@ -19,7 +19,9 @@ from contextlib import contextmanager
 def job(world_size: int, *command: str) -> Iterator[subprocess.Popen[str]]:
     """Start a job, whose output can be read. It ends with the context at the latest."""
     run = [sys.executable, "-m", "meshcomm", "run", "--world-size", str(world_size), *command]
-    with subprocess.Popen(run, stdout=subprocess.PIPE, text=True) as process:
+    # After a loss, torch's store would print a C++ trace from each rank.
+    env = os.environ | {"TORCH_CPP_LOG_LEVEL": "ERROR"}
+    with subprocess.Popen(run, stdout=subprocess.PIPE, text=True, env=env) as process:
         try:
             yield process
         finally:

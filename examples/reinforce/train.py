@@ -52,8 +52,8 @@ class Generators:
         self.mesh, self.reconnects = mesh, 0
         mesh.create_group("all", ("fsdp", "tp"))
         self.policy = meshcomm.link(source=mesh, name="policy", store=store)
-        self.samples = meshcomm.link(target=mesh, name="samples", store=store)
         self.weights = self.policy.weights(policy)
+        self.samples = meshcomm.link(target=mesh, name="samples", store=store)
 
     def sample(self, version: int) -> tuple[Tensor, Tensor]:
         """Return samples of this version of the weights: half of them on each coord along fsdp, the same along tp."""
@@ -80,8 +80,8 @@ class Generators:
 
     def end(self) -> None:
         self.weights.push(version=END).wait()
-        self.policy.close()
         self.samples.close()
+        self.policy.close()
 
 
 def train(mesh: meshcomm.Mesh, policy: Any, generators: Generators) -> Iterator[float]:
