@@ -23,6 +23,7 @@ import meshcomm.rendezvous.exposure
 from meshcomm.errors import MeshcommError, RankFailed
 from meshcomm.layout.sizes import fold
 from meshcomm.testing import Pool, RankFailure
+from meshcomm.testing.pool import Held
 from tests.documents.blocks import ROOT, Block, blocks
 
 PAGE: Final = "docs/reference/errors.md"
@@ -103,6 +104,12 @@ def outcome(source: str, name: str) -> str | None:
     return f"{told[-1].category.__name__}: {told[-1].message}" if told else None
 
 
+def outcome_on_rank(source: str, name: str) -> Held:
+    """The `outcome` in a process of a pool. A program that failed may have left meshes open, so its process runs no other one."""
+    told = outcome(source, name)
+    return Held(told, reusable=told is None)
+
+
 def _text(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
@@ -118,7 +125,7 @@ def shown(entry: Entry, block: Block, pool: Pool) -> str | None:
     name = "wrong.py" if block is entry.wrong else "right.py"
     if entry.ranks == 0:
         return outcome(block.text, name)
-    values = pool.run(outcome, block.text, name, ranks=entry.ranks, allow=True, timeout_s=60)
+    values = pool.run(outcome_on_rank, block.text, name, ranks=entry.ranks, allow=True, timeout_s=60)
     for value in values:
         # A program may end its process; any other exception is a mistake in the page.
         if isinstance(value, BaseException) and not isinstance(value, ChildProcessError):
