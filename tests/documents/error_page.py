@@ -27,6 +27,8 @@ from meshcomm.testing.pool import Held
 from tests.documents.blocks import ROOT, Block, blocks
 
 PAGE: Final = "docs/reference/errors.md"
+# The name of a corrected program.
+_RIGHT: Final = "right.py"
 
 # Parts that differ between two runs: process numbers, ports, line numbers, start times, hosts.
 _VARIES: Final = (
@@ -105,9 +107,8 @@ def outcome(source: str, name: str) -> str | None:
 
 
 def outcome_on_rank(source: str, name: str) -> Held:
-    """The `outcome` in a process of a pool. A program that failed may have left meshes open, so its process runs no other one."""
-    told = outcome(source, name)
-    return Held(told, reusable=told is None)
+    """The `outcome` in a process of a pool. A program that fails on some rank leaves meshes open, so its processes run no other."""
+    return Held(outcome(source, name), reusable=name == _RIGHT)
 
 
 def _text(error: BaseException) -> str:
@@ -122,7 +123,7 @@ def _told(by_rank: Mapping[int, str]) -> str:
 
 def shown(entry: Entry, block: Block, pool: Pool) -> str | None:
     """The text that the page should show for a program, or None if it raised nothing."""
-    name = "wrong.py" if block is entry.wrong else "right.py"
+    name = "wrong.py" if block is entry.wrong else _RIGHT
     if entry.ranks == 0:
         return outcome(block.text, name)
     values = pool.run(outcome_on_rank, block.text, name, ranks=entry.ranks, allow=True, timeout_s=60)
