@@ -9,23 +9,16 @@ from __future__ import annotations
 
 import json
 from contextlib import suppress
-from typing import Any, Final, NamedTuple, final
+from typing import Any, Final, final
 
 import numpy as np
 
 from meshcomm.errors import MeshcommError, RankLost, StoreTimeout
-from meshcomm.transfer.sides import Sides
+from meshcomm.transfer.sides import Cause, Sides
 
 _COMMIT: Final = b"commit"
 # How much longer a rank waits for the outcome of all copies than each copy waits for its own ranks.
 _GRACE_S: Final = 5.0
-
-
-class Cause(NamedTuple):
-    """Why a version is aborted. what: in words. missing: the ranks that are to blame, by their coords along `link`."""
-
-    what: str
-    missing: tuple[int, ...] = ()
 
 
 @final
@@ -55,6 +48,10 @@ class Decisions:
     def begin(self) -> None:
         """Begin with the next version."""
         self._number += 1
+
+    def undo(self) -> None:
+        """Take `begin` back, because some ranks made another call and have not begun."""
+        self._number -= 1
 
     def tidy(self) -> None:
         """Remove what was stored about the last version. Called by: every rank of the link, once all have begun the next one."""
@@ -96,7 +93,7 @@ class Decisions:
             # If all have voted, the last of them is lost, but has every byte.
             return self._decide(self._of(absent, who) if absent else _COMMIT)
         except RankLost as lost:
-            return self._decide(self.lost(lost.missing))
+            return self._decide(self._sides.lost(lost.missing))
 
     def abort(self, cause: Cause) -> tuple[Cause, bool]:
         """Record that the version is not used, before this rank has voted.
@@ -133,23 +130,14 @@ class Decisions:
             who = f"did not report it within {self._timeout_s + _GRACE_S:g} s"
             cause = self._outcome(self._of(absent, who) if absent else _COMMIT)
         except RankLost as lost:
-            cause = self._outcome(self.lost(lost.missing))
+            cause = self._outcome(self._sides.lost(lost.missing))
         if cause is not None or self._link.add(self._key("problems"), 0) == 0:
             return cause, ""
         keys = [self._key(f"problem/{at}") for at in range(self._size)]
         return None, "\n".join(self._link.get(key).decode() for key in keys if self._link.check([key]))
 
-    def lost(self, ranks: tuple[int, ...], who: str = "was lost") -> Cause:
-        """Return the cause that blames global ranks of the link's mesh."""
-        known = self._sides.mesh.layout.ranks.tolist()
-        numbers = tuple(known.index(rank) for rank in ranks if rank in known)
-        labels = [self._sides.label(number) for number in numbers]
-        others = [f"rank {rank}" for rank in ranks if rank not in known]
-        return Cause(f"{', '.join([*labels, *others])} {who}", numbers)
-
-    def _of(self, positions: list[int], who: str) -> Cause:
-        numbers = self._sides.numbers("target")[positions].tolist()
-        return Cause(f"{', '.join(map(self._sides.label, numbers))} {who}", tuple(numbers))
+    def _of(self, positions: list[int], what: str) -> Cause:
+        return self._sides.blame(self._sides.numbers("target")[positions].tolist(), what)
 
     def _without(self, store: Any, what: str, positions: Any) -> list[int]:
         return [at for at in positions if not store.check([self._key(f"{what}/{at}")])]

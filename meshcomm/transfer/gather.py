@@ -11,13 +11,11 @@ from torch import Tensor
 from meshcomm.mesh import Mesh
 from meshcomm.transfer.agree import Manifest, agree_on_source
 from meshcomm.transfer.placement import Box, Placement, Section
-from meshcomm.transfer.plan import Entry, Plan, located
+from meshcomm.transfer.plan import BUCKET_BYTES, Entry, Plan, located
 from meshcomm.transfer.run import Room, Run, Schedule
 from meshcomm.transfer.sides import Sides
 from meshcomm.transfer.tensors import Parted, Region, regions
 from meshcomm.transfer.weights import rows_of
-
-_BUCKET_BYTES = 64 << 20
 
 
 @final
@@ -35,7 +33,7 @@ class Gathered:
     """
 
     def __init__(
-        self, mesh: Mesh, tensors: Mapping[str, Parted], rank: int, *, bucket_bytes: int = _BUCKET_BYTES
+        self, mesh: Mesh, tensors: Mapping[str, Parted], rank: int, *, bucket_bytes: int = BUCKET_BYTES
     ) -> None:
         self._mesh, self._sides = mesh, Sides.to_rank(mesh, rank)
         self._tensors, self._bucket_bytes = tensors, bucket_bytes

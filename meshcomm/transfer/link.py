@@ -207,7 +207,7 @@ class Link:
             except CollectiveTimeout as error:
                 if not error.missing:
                     raise
-                raise self._sides.failed(error) from error
+                raise self._sides.failure("a tensor", self._sides.cause(error), str(error)) from error
         return out
 
     def _transfer(self, given: TensorFacts, x: Tensor | None, out: Tensor | None) -> None:

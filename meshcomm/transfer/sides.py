@@ -7,15 +7,15 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from threading import RLock
-from typing import Any, Final, Literal, Protocol, TypeAlias, TypeVar, final
+from typing import Any, Final, Literal, NamedTuple, Protocol, TypeAlias, TypeVar, final
 
 import numpy as np
 import torch
 
 from meshcomm.errors import (
-    CollectiveTimeout,
     MeshcommError,
     PeerLost,
+    RankLost,
     SourceChanged,
     TransferFailed,
     TransferMismatch,
@@ -33,6 +33,13 @@ SideName: TypeAlias = Literal["source", "target"]
 BOTH: Final[tuple[SideName, SideName]] = ("source", "target")
 
 T = TypeVar("T")
+
+
+class Cause(NamedTuple):
+    """Why a transfer failed. what: in words. missing: the ranks that are to blame, by their coords along the dim."""
+
+    what: str
+    missing: tuple[int, ...] = ()
 
 
 class UnderWay(Protocol):
@@ -161,26 +168,45 @@ class Sides:
                 names.append(f"rank {rank} of the {side} ({coords})")
         return " and ".join(names)
 
-    def pairs(self, numbers: Iterable[int]) -> tuple[tuple[SideName, int], ...]:
-        """Return the side and the rank of each coord along the dim, twice for a rank of both sides."""
-        return tuple(
-            (side, self.layout(side).rank_of(position))
-            for number in numbers
-            for side in BOTH
-            if (position := self.position(side, number)) is not None
+    def cause(self, error: BaseException) -> Cause:
+        """Return the cause that an error of a call along the link names. Without ranks, it is the error's first line."""
+        missing: Sequence[int] = () if isinstance(error, TransferFailed) else getattr(error, "missing", ())
+        if isinstance(error, PeerLost | RankLost):
+            return self.lost(missing)
+        known = self.mesh.layout.ranks.tolist()
+        numbers = [known.index(rank) for rank in missing if rank in known]
+        limit_s = self.mesh.plan.defaults.timeout_s
+        return (
+            self.blame(numbers, f"did not come within {limit_s:g} s")
+            if numbers
+            else Cause(str(error).split("\n")[0])
         )
 
-    def failed(self, error: CollectiveTimeout) -> TransferFailed:
-        """Return the error of a tensor's transfer in which a call of the mesh failed."""
+    def lost(self, ranks: Iterable[int]) -> Cause:
+        """Return the cause that blames global ranks of the link's mesh, which were lost."""
         known = self.mesh.layout.ranks.tolist()
-        numbers = [known.index(rank) for rank in error.missing if rank in known]
-        how = "was lost" if isinstance(error, PeerLost) else "did not come"
+        numbers = [known.index(rank) for rank in ranks if rank in known]
+        return self.blame(numbers, "was lost" if len(numbers) == 1 else "were lost")
+
+    def blame(self, numbers: Iterable[int], what: str) -> Cause:
+        """Return the cause that blames ranks, by their coords along the dim."""
+        numbers = tuple(numbers)
+        return Cause(f"{', '.join(map(self.label, numbers))} {what}", numbers)
+
+    def failure(self, what: str, cause: Cause, given: str, version: int | None = None) -> TransferFailed:
+        """Return the error of a transfer that failed. what: was not transferred."""
         return TransferFailed(
-            f"a tensor was not transferred: {', '.join(map(self.label, numbers))} {how}",
-            given=str(error),
-            expected="every rank of both sides to take part",
+            f"{what} was not transferred: {cause.what}",
+            given=given,
+            expected="every rank of both sides to take part to the end",
             hint="the meshes of both sides remain open; link.reopen() connects the ranks that are left",
-            missing=self.pairs(numbers),
+            version=version,
+            missing=tuple(
+                (side, self.layout(side).rank_of(position))
+                for number in cause.missing
+                for side in BOTH
+                if (position := self.position(side, number)) is not None
+            ),
         )
 
     def meet(self, call: str, *values: int) -> list[int]:
@@ -192,7 +218,7 @@ class Sides:
         code = int.from_bytes(hashlib.sha256(call.encode()).digest()[:7])
         ours = torch.zeros(5, dtype=torch.int64)
         ours[: 2 + len(values)] = torch.tensor([code, -code, *values])
-        last, first, *greatest = self.mesh.all_reduce(LINK, ours.to(self.mesh.device), op="max").tolist()
+        last, first, *greatest = self.mesh.all_reduce(self.dim, ours.to(self.mesh.device), op="max").tolist()
         if first != -last:
             calls = by_value(self.of_all(call))
             raise self.refuse(

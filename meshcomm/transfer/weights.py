@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from contextvars import copy_context
 from typing import Any, Literal, NoReturn, TypeAlias, final
@@ -15,12 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from meshcomm.comm.checks import share_memory
 from meshcomm.errors import (
     CommunicationError,
     LayoutError,
     MeshcommError,
-    PeerLost,
-    RankLost,
     SourceChanged,
     StoreError,
     TransferFailed,
@@ -33,13 +32,14 @@ from meshcomm.layout.sizes import whole
 from meshcomm.mesh import Mesh
 from meshcomm.transfer.agree import Agreement, Manifest, Row
 from meshcomm.transfer.changes import marks_of, places_of
-from meshcomm.transfer.decisions import Cause, Decisions
+from meshcomm.transfer.decisions import Decisions
 from meshcomm.transfer.fused import Kept
 from meshcomm.transfer.naming import stored_parts
+from meshcomm.transfer.placement import Box, Placement
 from meshcomm.transfer.plan import Plan, located
 from meshcomm.transfer.readers import Readers
 from meshcomm.transfer.run import Room, Run, Schedule
-from meshcomm.transfer.sides import LINK, SideName, Sides
+from meshcomm.transfer.sides import Cause, SideName, Sides
 from meshcomm.transfer.tensors import Cutout, Parted, Region, memory_of, placement_of, regions
 from meshcomm.transport.torch_private import await_at_exit
 
@@ -193,12 +193,17 @@ class Weights:
 
     def manifests(self, sides: Sides) -> dict[SideName, Manifest]:
         """Return what this rank brings to each side that it is on."""
-        return {
-            side: Manifest(
-                rows_of(tensors_of(model), mesh), *self._filters, self._cast if side == "source" else None
-            )
-            for side, model in self._models.items()
+        tensors = {side: tensors_of(model) for side, model in self._models.items()}
+        rows = {
+            side: rows_of(held, mesh)
+            for side, held in tensors.items()
             if (mesh := sides.own(side)) is not None
+        }
+        if self._staging == "buckets" and len(rows) == 2:
+            rows["target"] = _overlaps_named(sides, rows, tensors)
+        return {
+            side: Manifest(of_side, *self._filters, self._cast if side == "source" else None)
+            for side, of_side in rows.items()
         }
 
     def connect(self, sides: Sides, plan: Plan, agreement: Agreement, number: int) -> None:
@@ -373,7 +378,10 @@ class Weights:
                 self._decisions.tidy()
                 self._move(version)
                 self._unchanged(version)
-            except (SourceChanged, TransferMismatch):
+            except TransferMismatch:
+                self._decisions.undo()
+                raise
+            except SourceChanged:
                 raise
             except BaseException as error:
                 self._abort(error, version)
@@ -414,12 +422,6 @@ class Weights:
             "push(version=step) with the same step",
         )
 
-    def _reduced(self, values: Sequence[int]) -> list[int]:
-        mesh = self._sides.mesh
-        x = torch.tensor(values, dtype=torch.int64, device=mesh.device)
-        greatest: list[int] = mesh.all_reduce(LINK, x, op="max").tolist()
-        return greatest
-
     def _move(self, version: int) -> None:
         if self._sides.target is not None and self._staging == "buckets":
             with self._readers.writing(self._timeout_s):
@@ -437,7 +439,7 @@ class Weights:
         if self._before:
             now = self._marks()
             changed = [name for name, mark in self._before.items() if now[name] != mark]
-        if self._reduced([len(changed)])[0]:
+        if self._sides.meet(f"the end of {self._call}", len(changed))[0]:
             names = sorted({name for names in self._sides.of_all(changed) for name in names})
             raise SourceChanged(
                 f"the weights of version {version} changed while they were sent",
@@ -514,27 +516,41 @@ class Weights:
         raise self._failure(first if first.missing else cause, version, str(error)) from error
 
     def _cause(self, error: BaseException) -> Cause:
-        me, missing = self._sides.me, getattr(error, "missing", ())
+        me = self._sides.me
         if isinstance(error, CommunicationError | StoreError):
-            if isinstance(error, TransferFailed):
-                return Cause(error.what)
-            lost = isinstance(error, PeerLost | RankLost)
-            who = "was lost" if lost else f"did not come within {self._timeout_s:g} s"
-            return self._decisions.lost(missing, who) if missing else Cause(error.what)
+            return self._sides.cause(error)
         if isinstance(error, TimeoutError):
             return Cause(f"{self._sides.label(me)} could not be written: {error}", (me,))
         return Cause(f"{self._sides.label(me)} left the transfer: {_text(error)}", (me,))
 
     def _failure(self, cause: Cause, version: int | None, given: str | None = None) -> TransferFailed:
         """Return the error of a transfer that failed."""
-        return TransferFailed(
-            f"{'the next version' if version is None else f'version {version}'} was not transferred: {cause.what}",
-            given=given or "this rank's own part did not fail",
-            expected="every rank of both sides to take part until all copies have it",
-            hint="the meshes of both sides remain open; link.reopen() connects the ranks that are left",
-            version=version,
-            missing=self._sides.pairs(cause.missing),
-        )
+        what = "the next version" if version is None else f"version {version}"
+        return self._sides.failure(what, cause, given or "this rank's own part did not fail", version)
+
+
+def _overlaps_named(
+    sides: Sides, rows: Mapping[SideName, list[Row]], tensors: Mapping[SideName, Mapping[str, Parted]]
+) -> list[Row]:
+    """Return the rows of the target, with a problem for each tensor that is written in place over another part of the source."""
+    sent = {row.name: row for row in rows["source"]}
+    held = {name: memory_of(tensor) for name, tensor in tensors["source"].items()}
+
+    def boxes_of(side: SideName, row: Row) -> list[Box]:
+        where = located(Placement.of_facts(row.placement), sides.layout(side))
+        return where.boxes(sides.layout(side).position(sides.mesh.rank))
+
+    def problem_of(row: Row) -> str:
+        room, other = memory_of(tensors["target"][row.name]), sent.get(row.name)
+        if row.problem or not room.numel():
+            return row.problem
+        same = other is not None and not other.problem and room.is_set_to(held[row.name])
+        if same and boxes_of("source", sent[row.name]) == boxes_of("target", row):
+            return ""
+        over = [name for name, memory in held.items() if memory.numel() and share_memory(room, memory)]
+        return f'it shares memory with {over[0]} of the source, which staging="whole" allows' if over else ""
+
+    return [row._replace(problem=problem_of(row)) for row in rows["target"]]
 
 
 def _text(error: BaseException) -> str:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import meshcomm
@@ -552,3 +552,55 @@ def test_methods_of_the_other_side_are_refused() -> None:
         return type(error), source.is_member and raised(lambda: weights.push(-1)) is not None
 
     assert [kind for kind, _ in simulated(program)] == [UnsupportedOp] * 4
+
+
+@pytest.mark.parametrize("staging", ["whole", "buckets"])
+def test_weights_written_over_their_own_source(staging: Any) -> None:
+    """Rows go to the other rank, in the same memory: right if they arrive beside it, refused if they are written in place."""
+    whole = torch.arange(12.0).view(4, 3)
+
+    def program(_: Mesh) -> Any:
+        source = meshcomm.init(dims={"tp": 2})
+        target = meshcomm.init(dims={"tp": 2}, rank_order=[1, 0])
+        with meshcomm.link(source, target) as link:
+            part = distribute_tensor(whole.clone(), source["tp"], [Shard(0)], src_data_rank=None)
+            memory = part.to_local()
+            room = DTensor.from_local(memory, target["tp"], [Shard(0)], run_check=False)
+            error = None
+            try:
+                weights = link.weights({"w": part}, into={"w": room}, staging=staging)
+                weights.push(version=1, snapshot=True)
+                weights.pull()
+            except MeshcommError as caught:
+                error = caught
+            return type(error).__name__, str(error), memory, target.coord("tp")
+
+    for name, text, memory, coord in meshcomm.simulate(program, dims={"dp": 2}):
+        if staging == "whole":
+            assert name == "NoneType" and torch.equal(memory, whole.chunk(2)[coord]), text
+        else:
+            assert (
+                name == "TransferMismatch"
+                and "w of the target: it shares memory with w of the source" in text
+            )
+
+
+def test_versions_arrive_after_ranks_made_different_calls() -> None:
+    """A rank that makes another call than the others' push and pull is named everywhere; the next version arrives."""
+    wrong = 3
+
+    def program(source: Mesh, target: Mesh, link: Link) -> Any:
+        rank = source.rank
+        layer = plain(1.0 if source.is_member else 0.0)
+        weights = link.weights(layer)
+        if rank == wrong:
+            error = raised(lambda: link.transfer(None, torch.empty(3), "n -> n"))
+        else:
+            error = raised(lambda: weights.push(version=1).wait() if source.is_member else weights.pull())
+        if source.is_member:
+            weights.push(version=2).wait()
+        else:
+            assert weights.pull() == 2
+        return type(error).__name__, is_equal(layer, plain())
+
+    assert simulated(program) == [("TransferMismatch", True)] * 4
