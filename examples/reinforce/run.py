@@ -13,6 +13,9 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+
+HERE = Path(__file__).parent
 
 
 @contextmanager
@@ -21,7 +24,7 @@ def job(world_size: int, *command: str) -> Iterator[subprocess.Popen[str]]:
     run = [sys.executable, "-m", "meshcomm", "run", "--world-size", str(world_size), *command]
     # After a loss, torch's store would print a C++ trace from each rank.
     env = os.environ | {"TORCH_CPP_LOG_LEVEL": "ERROR"}
-    with subprocess.Popen(run, stdout=subprocess.PIPE, text=True, env=env) as process:
+    with subprocess.Popen(run, stdout=subprocess.PIPE, text=True, env=env, cwd=HERE) as process:
         try:
             yield process
         finally:
