@@ -94,6 +94,12 @@ def places_of(topology: TopologyConfig, ranks: Ranks) -> Ranks:
     return of_ranks
 
 
+def nodes_of(topology: TopologyConfig, ranks: Ranks) -> Ranks | None:
+    """Return each rank's node, or None without ranks_per_node."""
+    per_node = topology.ranks_per_node
+    return None if per_node is None else places_of(topology, ranks) // per_node
+
+
 def machine(topology: TopologyConfig) -> Machine | None:
     """Return the levels that `[topology]` describes, or None without ranks_per_node. Unknown speeds get default values."""
     per_node, links = topology.ranks_per_node, topology.links

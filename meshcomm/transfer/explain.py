@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, TypeAlias, final
 
 import numpy as np
@@ -16,7 +17,7 @@ from meshcomm.errors import LayoutError, PatternError
 from meshcomm.layout import Layout
 from meshcomm.layout.layout import Ranks
 from meshcomm.layout.sizes import whole
-from meshcomm.predict.links import Machine, machine, places_of
+from meshcomm.predict.links import Machine, machine, nodes_of, places_of
 from meshcomm.show.page import Facts, View, as_text
 from meshcomm.show.transfer import transfer_view
 from meshcomm.transfer import bounds
@@ -77,7 +78,7 @@ def explain_transfer(
     receives at the same time, by each class of links at the same time.
 
         bound              no plan is faster: a node's ranks together receive what the node needs and does not hold, and send what
-                           only they hold, through one port each; a rank's own bounds at the speed of the fastest link. No latency.
+                           only they hold, through one port each; a rank's own bounds at the speed of all its links together. No latency.
         direct, striped    the rank, direction and class of links with the most bytes times seconds per byte, and one latency of
                            the slowest link for each round
         gather, broadcast  every rank of the target receives all bytes through its slowest link, while a rank of the source gathers
@@ -159,9 +160,8 @@ def cost(
 ) -> TransferCost:
     """Return the cost of a transfer. See `explain_transfer`."""
     links = machine(topology)
-    ends = Ends.of(source, target, None if links is None else partial(_nodes, topology, links))
-    chosen = ends.default_stripes if stripes is None else tuple(stripes)
-    plan = Plan(ends, entries, stripes=chosen, bucket_bytes=bucket_bytes)
+    ends = Ends.of(source, target, partial(nodes_of, topology))
+    plan = Plan(ends, entries, stripes=ends.levels(stripes), bucket_bytes=bucket_bytes)
     along = _stripes(plan)
     direct = Plan(ends, entries, bucket_bytes=bucket_bytes) if along else plan
     loads, (messages, pieces) = plan.loads(), counts(plan)
@@ -192,7 +192,9 @@ def cost(
     }
     if links is not None:
         others = [dim for dim in target.dims if target.size(dim) > 1]
-        striped = plan if along else Plan(ends, entries, stripes=others, bucket_bytes=bucket_bytes)
+        striped = (
+            plan if along else Plan(ends, entries, stripes=ends.levels(others), bucket_bytes=bucket_bytes)
+        )
         along = _stripes(striped)
         places = places_of(topology, np.union1d(source.ranks, target.ranks))
         slowest = links.levels[-1] if len(np.unique(places // links.ranks_per_node)) > 1 else links.levels[0]
@@ -213,14 +215,11 @@ def _stripes(plan: Plan) -> list[str]:
     used = {
         dim
         for legs in map(plan.legs, plan.entries)
-        if len(legs) > 1
-        for dim in {*legs[0].target.placement.dims} - {*legs[1].target.placement.dims}
+        for dim in {*legs[0].target.placement.dims} - {*legs[-1].target.placement.dims}
     }
-    return [dim for dim in plan.stripes if dim in used]
-
-
-def _nodes(topology: TopologyConfig, links: Machine, ranks: Ranks) -> Ranks:
-    return places_of(topology, ranks) // links.ranks_per_node
+    return [
+        dim for dim in dict.fromkeys(split.dim for splits in plan.stripes for split in splits) if dim in used
+    ]
 
 
 def _side(layout: Layout) -> Facts:
@@ -318,14 +317,15 @@ def _count(times: Mapping[tuple[Leg, int, tuple[int, int]], int]) -> tuple[int, 
 
 def _buffers(plan: Plan) -> Facts:
     """Return how many bytes of buckets a rank of each side allocates at most: two for each direction that it uses."""
-    largest = [0, 0]
+    source = target = 0
     for parts in plan.rounds():
-        by_leg = [0, 0]
-        for part in parts:
-            entry = plan.entries[part.entry]
-            by_leg[part.leg] += plan.legs(entry)[part.leg].most(entry.itemsize, part.chunks)
-        largest = [max(pair) for pair in zip(largest, by_leg, strict=True)]
-    return {"source": 2 * largest[0], "target": 2 * max(largest) + 2 * largest[1]}
+        entries = [plan.entries[part.entry] for part in parts]
+        nbytes = sum(
+            plan.legs(entry)[part.leg].most(entry.itemsize, part.chunks)
+            for entry, part in zip(entries, parts, strict=True)
+        )
+        source, target = max(source, nbytes * (parts[0].leg == 0)), max(target, nbytes * (parts[0].leg > 0))
+    return {"source": 2 * source, "target": 2 * max(source, target) + 2 * target}
 
 
 # -- seconds --------------------------------------------------------------------------------------------
@@ -370,11 +370,11 @@ def _least_seconds(
     least: bounds.SendBound,
 ) -> float:
     """Return the seconds that no plan goes below. See `explain_transfer`."""
-    fastest = min(float(level.beta_s) for level in links.levels)
-    seconds = max(float(need.max()), least.most) * fastest
-    for inner, outer in zip(links.levels, links.levels[1:], strict=False):
+    rate, seconds = float(1 / links.levels[0].beta_s), 0.0
+    for inner, outer in pairwise(links.levels):
         units = np.unique(places // inner.ranks, return_inverse=True)[1]
         ports = np.bincount(units)
+        rate += float(1 / outer.beta_s) * (len(ports) > 1)
         for crossing in (bounds.received(entries, ends, units), bounds.leaving(entries, ends, units)):
             seconds = max(seconds, float((crossing / ports).max()) * float(outer.beta_s))
-    return seconds
+    return max(seconds, max(float(need.max()), least.most) / rate)

@@ -25,6 +25,7 @@ from meshcomm.errors import (
 from meshcomm.layout.sizes import fold, whole
 from meshcomm.mesh import Mesh, init
 from meshcomm.mesh.runtime import WORLD
+from meshcomm.predict.links import nodes_of
 from meshcomm.transfer.agree import Part, TensorFacts, agree_on_tensor, agree_on_weights
 from meshcomm.transfer.placement import check_pattern
 from meshcomm.transfer.plan import BUCKET_BYTES, Ends, Plan, located
@@ -68,8 +69,9 @@ def link(
                     meshes; of two jobs, that of the own mesh.
     secret:         of two jobs: a text that both know, with which the values in the store are signed.
     stripes:        dims of the target along which copies receive different stripes of a tensor, which they then gather from
-                    each other. By default, dims within a node, and all dims with copies if the target has more ranks than the
-                    source; none if all ranks are on one node.
+                    each other: first copies on different nodes, then copies that share a node. By default, copies that share a
+                    node, and all copies if the target has more ranks than the source; none if all ranks are on one node, or if
+                    a rank is on both sides.
     bucket_bytes:   how many bytes a rank sends, and receives, at once. A rank allocates at most two such buckets for each.
     Called by:      of one job, every process, including ranks outside both meshes, whose `is_member` is False; of two jobs, every
                     rank of both meshes, in any order.
@@ -112,7 +114,8 @@ def link(
             np.array([meeting.link_rank(of, int(rank)) for rank in layout.ranks.flat])
             for of, layout in zip(BOTH, layouts, strict=True)
         ]
-        return Sides(meeting.mesh, Ends(*layouts, numbers[0], numbers[1]), source, target)
+        nodes = nodes_of(meeting.mesh.topology, np.arange(meeting.mesh.world_size))
+        return Sides(meeting.mesh, Ends(*layouts, numbers[0], numbers[1], nodes), source, target)
 
     return Link(reopen(), stripes, bucket_bytes, reopen)
 
@@ -134,8 +137,7 @@ def _of_one_job(source: Mesh, target: Mesh, timeout_s: float | None) -> Sides:
         backend=defaults[0].backend,
         timeout_s=max(options.timeout_s for options in defaults) if timeout_s is None else timeout_s,
     )
-    per_node = mesh.topology.ranks_per_node
-    ends = Ends.of(*layouts, None if per_node is None else lambda ranks: ranks // per_node)
+    ends = Ends.of(*layouts, partial(nodes_of, mesh.topology))
     return Sides(mesh, ends, source if source.is_member else None, target if target.is_member else None)
 
 
@@ -160,13 +162,11 @@ class Link:
         self._connect(sides)
 
     def _connect(self, sides: Sides) -> None:
-        stripes = self._asked_stripes
         self.mesh, self.is_member, self._sides = sides.mesh, sides.mesh.is_member, sides
-        self._stripes = sides.ends.default_stripes if stripes is None else tuple(stripes)
-        for dim in self._stripes:
-            sides.ends.target.digits(dim)
+        self._stripes = sides.ends.levels(self._asked_stripes)
         # Compared with each first transfer.
-        self._settings = {"bucket_bytes": self._bucket_bytes, "stripes": [*self._stripes]}
+        stripes = ["".join(map(str, splits)) for splits in self._stripes]
+        self._settings = {"bucket_bytes": self._bucket_bytes, "stripes": stripes}
         # Agreements by this rank's call, and the number that all ranks know each of them by.
         self._agreed: dict[str, tuple[int, Plan, Schedule, torch.dtype]] = {}
         self._count = 0

@@ -34,13 +34,26 @@ _SPLIT: Final = re.compile(r"(?P<dim>[^\W\d]\w*)(?::(?P<distinct>[1-9]\d*))?")
 
 
 class Split(NamedTuple):
-    """A split of an axis along a dim. distinct: the number of different parts, or 0 for one on each rank along the dim."""
+    """A split of an axis along a dim.
+
+    distinct: the number of different parts, or 0 for one on each rank along the dim.
+    inner:    whether neighbors along the dim have different parts, which repeat. Otherwise runs of neighbors have the same part.
+    """
 
     dim: str
     distinct: int = 0
+    inner: bool = False
 
     def __str__(self) -> str:
-        return f"/{self.dim}" + (f":{self.distinct}" if self.distinct else "")
+        return f"/{self.dim}" + (f"{'%' if self.inner else ':'}{self.distinct}" if self.distinct else "")
+
+    def digits(self, layout: Layout) -> Digits:
+        """Return the digits of a position whose coord is the number of the part. Raises UnknownDim and ShapeError."""
+        digits = layout.digits(self.dim)
+        if not self.distinct:
+            return digits
+        number = digits.size // self.distinct if self.inner else self.distinct
+        return divided(digits, number, f"{self.dim} has {digits.size} ranks")[self.inner]
 
 
 class Section(NamedTuple):
@@ -110,11 +123,10 @@ class Placement:
         """The dims along which ranks hold different parts or none, each once."""
         return tuple(dict.fromkeys([*(split.dim for split in self.splits), *(dim for dim, _ in self.at)]))
 
-    def split_further(self, axis: int, dims: Sequence[str]) -> Placement:
-        """Return the placement in which the parts of an axis are split along more dims."""
-        more = tuple(Split(dim) for dim in dims)
+    def split_further(self, axis: int, splits: Sequence[Split]) -> Placement:
+        """Return the placement in which the parts of an axis are split further."""
         axes = [*self.axes]
-        axes[axis] = tuple(section._replace(splits=(*section.splits, *more)) for section in axes[axis])
+        axes[axis] = tuple(section._replace(splits=(*section.splits, *splits)) for section in axes[axis])
         return Placement(tuple(axes), self.at)
 
     def cut(self, begin: Sequence[int], end: Sequence[int], axes: Sequence[int]) -> Placement:
@@ -397,16 +409,8 @@ class Located:
             blocks = [(*block, cut) for block in blocks for cut in cuts]
         return tuple(Block(cuts, self._copies(cuts)) for cuts in blocks)
 
-    def _digits(self, split: Split) -> Digits:
-        digits = self.layout.digits(split.dim)
-        return (
-            outer(digits, split.distinct, f"{split.dim} has {digits.size} ranks")
-            if split.distinct
-            else digits
-        )
-
     def _cuts(self, section: Section, begin: int) -> Cuts:
-        digits = tuple(self._digits(split) for split in section.splits)
+        digits = tuple(split.digits(self.layout) for split in section.splits)
         begins = np.array([begin - section.first], dtype=np.int64)
         sizes = np.array([section.whole or section.size], dtype=np.int64)
         offsets = np.zeros(1, dtype=np.int64)
@@ -485,31 +489,29 @@ class Located:
         )
 
 
-def outer(digits: Digits, distinct: int, what: str) -> Digits:
-    """Return the outer digits that take `distinct` values together.
+def divided(digits: Digits, distinct: int, what: str) -> tuple[Digits, Digits]:
+    """Return the outer digits, which take `distinct` values together, and the inner ones. Raises ShapeError.
 
-    >>> outer(Digits([(8, 1)]), 4, "")
-    ((4, 2),)
+    >>> divided(Digits([(8, 1)]), 4, "")
+    (((4, 2),), ((2, 1),))
     """
-    outermost, left = [], distinct
+    parts: tuple[list[tuple[int, int]], list[tuple[int, int]]] = [], []
+    left = distinct
     for size, stride in digits:
-        if left == 1:
+        number = math.gcd(left, size)
+        if number != min(left, size):
             break
-        if left % size == 0:
-            outermost.append((size, stride))
-            left //= size
-        elif size % left == 0:
-            outermost.append((left, stride * (size // left)))
-            left = 1
-        else:
-            break
+        parts[0].append((number, stride * (size // number)))
+        parts[1].append((size // number, stride))
+        left //= number
     if left != 1:
         raise ShapeError(
             f"{distinct} different parts do not divide the ranks evenly",
             given=f"{distinct} parts, but {what}",
             expected="a number of parts that divides the number of ranks",
         )
-    return Digits(outermost)
+    outer, inner = (Digits(digit for digit in part if digit[0] > 1) for part in parts)
+    return outer, inner
 
 
 def rest(used: Sequence[Digits], positions: int) -> Digits:

@@ -12,14 +12,19 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Final, NamedTuple, final
+from itertools import groupby, pairwise, zip_longest
+from typing import Final, NamedTuple, TypeAlias, final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from meshcomm.errors import UnknownDim
 from meshcomm.layout import Layout
-from meshcomm.transfer.placement import Block, Cuts, Ints, Located, Placement
+from meshcomm.transfer.placement import Block, Cuts, Ints, Located, Placement, Split
+
+# Splits along which copies of the target receive different stripes: among copies of a node, then among copies on several nodes.
+# Copies gather them in the opposite order.
+Levels: TypeAlias = tuple[tuple[Split, ...], ...]
 
 
 class Pieces(NamedTuple):
@@ -95,7 +100,7 @@ class Ends:
     nodes: Ints | None = None
 
     @classmethod
-    def of(cls, source: Layout, target: Layout, nodes: Callable[[Ints], Ints] | None = None) -> Ends:
+    def of(cls, source: Layout, target: Layout, nodes: Callable[[Ints], Ints | None] | None = None) -> Ends:
         """Return the ends of a transfer within one job, where equal ranks are one rank. nodes: from ranks to their nodes."""
         ranks = np.union1d(source.ranks, target.ranks)
         numbers = [np.searchsorted(ranks, layout.ranks) for layout in (source, target)]
@@ -125,21 +130,35 @@ class Ends:
         ends.__dict__["size"] = self.size
         return ends
 
-    @property
-    def default_stripes(self) -> tuple[str, ...]:
-        """The dims of the target along which copies receive different stripes by default: see `meshcomm.link`."""
+    def levels(self, dims: Sequence[str] | None = None) -> Levels:
+        """Return the levels along dims of the target; without dims, those that `meshcomm.link` chooses.
+
+        If copies share a node, a node receives each element once. If the target has more ranks than the source, the ports of the
+        source are the limit, so copies on several nodes receive different elements, too.
+        """
         nodes, layout = self.nodes, self.target
-        if nodes is None or len(np.unique(nodes)) == 1 or self.overlap:
+        if dims is None and (nodes is None or len(np.unique(nodes)) == 1 or self.overlap):
             return ()
-        if self.source.world_size < layout.world_size:
-            return tuple(layout.dims)
-        groups = {
-            dim: nodes[
-                self.target_ranks[layout.others(dim).offsets()[:, None] + layout.digits(dim).offsets()]
-            ]
-            for dim in layout.dims
-        }
-        return tuple(dim for dim, places in groups.items() if (places == places[:, :1]).all())
+        within, across = [], []
+        for dim in layout.expand(tuple(layout.dims if dims is None else dims)):
+            near, size = self._neighbors(dim), layout.size(dim)
+            if near > 1:
+                within.append(Split(dim, near, inner=True) if near < size else Split(dim))
+            if near < size:
+                across.append(Split(dim, size // near) if near > 1 else Split(dim))
+        if dims is None and self.source.world_size >= layout.world_size:
+            across = []
+        return tuple(tuple(splits) for splits in (within, across) if splits)
+
+    def _neighbors(self, dim: str) -> int:
+        """Return how many neighbors along a dim of the target share a node everywhere."""
+        layout, size = self.target, self.target.size(dim)
+        if self.nodes is None:
+            return size
+        positions = layout.others(dim).offsets()[:, None] + layout.digits(dim).offsets()
+        nodes = self.nodes[self.target_ranks[positions]]
+        runs = (nodes.reshape(-1, count) for count in range(size, 0, -1) if size % count == 0)
+        return next(run.shape[1] for run in runs if (run == run[:, :1]).all())
 
 
 def _overlaps(a: Cuts, b: Cuts) -> tuple[Ints, Ints, Ints, Ints]:
@@ -331,7 +350,9 @@ class Entry(NamedTuple):
 @final
 @dataclass(frozen=True, eq=False)
 class Leg:
-    """The way of a tensor from one placement to another. A tensor has two legs if copies of the target gather it from stripes."""
+    """The way of a tensor from one placement to another. If copies of the target receive stripes, gathering them at each level is
+    one more leg.
+    """
 
     source: Located
     target: Located
@@ -384,9 +405,9 @@ class Leg:
         return most[0], most[1], length
 
 
-def _stripe_axis(source: Located, target: Located, free: Sequence[str]) -> int:
+def _stripe_axis(source: Located, target: Located, splits: Sequence[Split]) -> int:
     """Return the axis along which stripes have the fewest pieces, of those along which they are about equally long."""
-    stripes = math.prod(target.layout.size(dim) for dim in free)
+    stripes = math.prod(split.digits(target.layout).size for split in splits)
     lengths = [
         max(int((cut.ends - cut.begins).max()) for cut in cuts)
         for cuts in zip(*(block.cuts for block in target.blocks), strict=True)
@@ -394,7 +415,7 @@ def _stripe_axis(source: Located, target: Located, free: Sequence[str]) -> int:
     even = [axis for axis, length in enumerate(lengths) if -(-length // stripes) * stripes <= 1.05 * length]
 
     def count(axis: int) -> int:
-        striped = located(target.placement.split_further(axis, free), target.layout)
+        striped = located(target.placement.split_further(axis, splits), target.layout)
         return sum(
             math.prod(len(_overlaps(*cuts)[0]) for cuts in zip(a.cuts, b.cuts, strict=True))
             for a in source.blocks
@@ -447,7 +468,7 @@ class Plan:
     """A transfer of tensors between the ranks of two layouts. Equal on all ranks.
 
     entries:      in the order in which they are sent.
-    stripes:      dims of the target along which copies receive different stripes and then gather them from each other.
+    stripes:      where copies of the target receive different stripes, which they then gather from each other.
     bucket_bytes: how much a rank sends, and receives, at once. A rank uses two such buckets for each.
     align:        see `pieces`.
     """
@@ -457,17 +478,17 @@ class Plan:
         ends: Ends,
         entries: Sequence[Entry],
         *,
-        stripes: Sequence[str] = (),
+        stripes: Levels = (),
         bucket_bytes: int = BUCKET_BYTES,
         align: int = 1,
     ) -> None:
-        self.ends, self.entries, self.stripes = ends, tuple(entries), tuple(stripes)
+        self.ends, self.entries, self.stripes = ends, tuple(entries), stripes
         self.itemsizes = [entry.itemsize for entry in entries]
         self.bucket_bytes, self.align = bucket_bytes, align
         self._within_target = ends.within_target
         self._legs: dict[tuple[int, Placement, Placement], tuple[Leg, ...]] = {}
         self._rounds: list[list[Slice]] | None = None
-        self._gathers: dict[tuple[Placement, int], Leg] = {}
+        self._gathers: dict[tuple[Placement, int], tuple[Leg, ...]] = {}
         self._own: dict[tuple[Leg, int, bool], Pieces] = {}
 
     def legs(self, entry: Entry) -> tuple[Leg, ...]:
@@ -480,26 +501,30 @@ class Plan:
 
     def _legs_of(self, entry: Entry) -> tuple[Leg, ...]:
         source, target = located(entry.source, self.ends.source), located(entry.target, self.ends.target)
-        free = self._free(entry.target)
-        if not free or not entry.target.axes or target.most * entry.itemsize < _LEAST_STRIPED_BYTES:
+        levels = self._free(entry.target)
+        if not levels or not entry.target.axes or target.most * entry.itemsize < _LEAST_STRIPED_BYTES:
             return (Leg(source, target, self.ends, self.align),)
-        axis = _stripe_axis(source, target, free)
-        gather = self._gathers.get((entry.target, axis))
-        if gather is None:
-            striped = located(entry.target.split_further(axis, free), self.ends.target)
-            gather = self._gathers[entry.target, axis] = Leg(striped, target, self._within_target, self.align)
-        return (Leg(source, gather.source, self.ends, self.align), gather)
+        axis = _stripe_axis(source, target, [split for splits in levels for split in splits])
+        gathers = self._gathers.get((entry.target, axis))
+        if gathers is None:
+            places = [target]
+            for splits in levels:
+                striped = places[0].placement.split_further(axis, splits)
+                places.insert(0, located(striped, self.ends.target))
+            gathers = tuple(Leg(*pair, self._within_target, self.align) for pair in pairwise(places))
+            self._gathers[entry.target, axis] = gathers
+        return (Leg(source, gathers[0].source, self.ends, self.align), *gathers)
 
-    def _free(self, target: Placement) -> list[str]:
-        """Return the dims of `stripes` along which ranks have copies, if the dims of the target can be split along them as well."""
+    def _free(self, target: Placement) -> Levels:
+        """Return `stripes` along the dims along which ranks have copies, if the target can be split along them as well."""
         layout = self.ends.target
         used = {*layout.expand(target.dims)}
-        free = [dim for dim in self.stripes if used.isdisjoint(layout.expand(dim))]
+        levels = [[split for split in splits if split.dim not in used] for splits in self.stripes]
         try:
-            layout.home((*used, *free))
+            layout.home((*used, *(split.dim for splits in levels for split in splits)))
         except UnknownDim:
-            return []
-        return free
+            return ()
+        return tuple(tuple(splits) for splits in levels if splits)
 
     def rounds(self) -> list[list[Slice]]:
         """Return what is sent at once, in order. A round needs what the one before it sends only if nothing else is left."""
@@ -515,21 +540,34 @@ class Plan:
                 chunks = max(leg.chunks(itemsize, self.bucket_bytes) for leg in legs)
                 sizes[entry[1:]] = chunks, max(leg.most(itemsize, chunks) for leg in legs)
         firsts = packed([sizes[entry[1:]] for entry in self.entries], self.bucket_bytes)
-        # A round's second leg comes after the first leg of the next round. The legs of a large tensor are cut at different
-        # elements, so its second leg begins after the whole first leg.
+        # The legs of a large tensor are cut at different elements, so each leg begins after the whole leg before it.
+        batches = [[*batch] for _, batch in groupby(firsts, lambda first: first[0].entry)]
+        legs = max((len(self.legs(entry)) for entry in self.entries), default=1)
         rounds: list[list[Slice]] = []
-        waiting: list[list[Slice]] = []
-        for first in firsts:
-            rounds += [first, *waiting]
-            seconds = [part._replace(leg=1) for part in first if len(self.legs(self.entries[part.entry])) > 1]
-            if seconds and first[0].chunks > 1:
-                last = first[0].chunk == first[0].chunks - 1
-                waiting = (
-                    [[seconds[0]._replace(chunk=chunk)] for chunk in range(first[0].chunks)] if last else []
-                )
-            else:
-                waiting = [seconds] if seconds else []
-        return rounds + waiting
+        # One batch's leg is sent at the same time as the leg before it of the next batch.
+        for number in range(len(batches) + legs - 1):
+            at_once = [
+                self._rounds_of(batches[number - leg], leg)
+                for leg in range(legs)
+                if 0 <= number - leg < len(batches)
+            ]
+            rounds += [one for turn in zip_longest(*at_once) for one in turn if one]
+        return rounds
+
+    def _rounds_of(self, batch: list[list[Slice]], leg: int) -> list[list[Slice]]:
+        """Return the rounds in which a batch is sent on one leg."""
+        first = batch[0][0]
+        if first.chunks > 1:
+            entry = self.entries[first.entry]
+            legs = self.legs(entry)
+            if leg >= len(legs):
+                return []
+            chunks = legs[leg].chunks(entry.itemsize, self.bucket_bytes)
+            return [[Slice(first.entry, leg, chunk, chunks)] for chunk in range(chunks)]
+        return [
+            [part._replace(leg=leg) for part in one if leg < len(self.legs(self.entries[part.entry]))]
+            for one in batch
+        ]
 
     def own(self, part: Slice, position: int, sends: bool) -> Pieces:
         """Return the pieces of a slice's leg that the rank at a position sends, or receives."""

@@ -62,10 +62,10 @@ class Schedule:
 
     def _round(self, parts: Sequence[Slice], before: Sequence[Slice]) -> _Round:
         going, coming = [*self._pieces(parts, sends=True)], [*self._pieces(parts, sends=False)]
-        # What a copy already has of its second leg stays where it is.
+        # What a copy already has of a later leg stays where it is.
         local = [piece for piece in coming if piece.peer == self._me and piece.leg == 0]
-        written = {part.entry for part in before if part.leg == 0}
-        reads_last = any(part.leg == 1 and part.entry in written for part in parts)
+        written = {(part.entry, part.leg + 1) for part in before}
+        reads_last = any((part.entry, part.leg) in written for part in parts)
         return _Round(self._messages(going), self._messages(coming), local, reads_last)
 
     def _pieces(self, parts: Sequence[Slice], sends: bool) -> Iterator[_Piece]:

@@ -35,7 +35,7 @@ from meshcomm.transfer.changes import marks_of, places_of
 from meshcomm.transfer.decisions import Decisions
 from meshcomm.transfer.fused import Kept
 from meshcomm.transfer.naming import stored_parts
-from meshcomm.transfer.placement import Box, Placement
+from meshcomm.transfer.placement import Box, Placement, rest
 from meshcomm.transfer.plan import Plan, located
 from meshcomm.transfer.readers import Readers
 from meshcomm.transfer.run import Room, Run, Schedule
@@ -256,8 +256,10 @@ class Weights:
         if atomic == "all" or not used <= layout.dims.keys():
             return positions * 0
         # Copies that gather stripes from each other have a version together.
-        dims = tuple(dim for dim in layout.dims if dim in used or dim in self._plan.stripes)
-        return layout.others(dims).coord(positions) if dims else positions
+        splits = [split for of_level in self._plan.stripes for split in of_level]
+        together = [split for split in splits if split.dim in layout.dims and split.dim not in used]
+        digits = [*map(layout.digits, used), *(split.digits(layout) for split in together)]
+        return rest(digits, layout.world_size).coord(positions)
 
     # -- the source ---------------------------------------------------------------------------------
 

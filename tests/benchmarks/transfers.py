@@ -23,7 +23,8 @@ source, target, entries = llama_405b()
 stripes = tuple(sys.argv[2:])
 began = time.process_time()
 if sys.argv[1] == "plan":
-    plan = Plan(Ends.of(source, target, lambda ranks: ranks // 8), entries, stripes=stripes)
+    ends = Ends.of(source, target, lambda ranks: ranks // 8)
+    plan = Plan(ends, entries, stripes=ends.levels(stripes))
     plan.rounds(), plan.loads()
 else:
     cost(source, target, entries, TopologyConfig(ranks_per_node=8), stripes)

@@ -140,7 +140,9 @@ def test_loads_and_rounds_are_what_all_ranks_send(block: int, monkeypatch: pytes
         stripes = draw.sample(list(target.grid.dims), draw.randint(0, len(target.grid.dims)))
         bucket, packed = draw.choice([8, 40, 100, 1000]), draw.choice([4, 10, 1000])
         monkeypatch.setattr("meshcomm.transfer.explain.PACKED_BYTES", packed)
-        plan = Plan(ends, entries, stripes=stripes, bucket_bytes=bucket, align=draw.choice([1, 1, 4]))
+        plan = Plan(
+            ends, entries, stripes=ends.levels(stripes), bucket_bytes=bucket, align=draw.choice([1, 1, 4])
+        )
         loads, every = Loads.none(ends.size), {}
         for number, entry in enumerate(entries):
             for turn, leg in enumerate(plan.legs(entry)):
